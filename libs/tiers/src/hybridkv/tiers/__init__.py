@@ -1,0 +1,33 @@
+"""Media that hold chunks by key. The contract stands here; each medium has its own folder."""
+
+from hybridkv.tiers.contract import (
+    Completion,
+    ExposesBytes,
+    Failure,
+    FailureReason,
+    Key,
+    Refusal,
+    Slot,
+    Ticket,
+    TierCounts,
+    TierIndex,
+    TierMedium,
+)
+from hybridkv.tiers.errors import TierConfigurationError, TierError, TierProtocolError
+
+__all__ = [
+    "Completion",
+    "ExposesBytes",
+    "Failure",
+    "FailureReason",
+    "Key",
+    "Refusal",
+    "Slot",
+    "Ticket",
+    "TierConfigurationError",
+    "TierCounts",
+    "TierError",
+    "TierIndex",
+    "TierMedium",
+    "TierProtocolError",
+]

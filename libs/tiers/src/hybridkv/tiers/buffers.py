@@ -1,0 +1,42 @@
+"""Sequences of buffers as one run of bytes. Private to the tiers of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from hybridkv.tiers.contract import Failure, FailureReason
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+def byte_views(buffers: Iterable[Buffer]) -> list[memoryview]:
+    """Each buffer as bytes. `TypeError` when one is not C-contiguous or no buffer at all."""
+    return [memoryview(buffer).cast("B") for buffer in buffers]
+
+
+def copy_views(sources: Sequence[memoryview], destinations: Sequence[memoryview]) -> None:
+    """Copy the concatenation of `sources` over that of `destinations`; both have the same total size."""
+    remaining = iter(sources)
+    source = memoryview(b"")
+    for destination in destinations:
+        while len(destination):
+            while not len(source):
+                source = next(remaining)
+            num_bytes = min(len(source), len(destination))
+            destination[:num_bytes] = source[:num_bytes]
+            source = source[num_bytes:]
+            destination = destination[num_bytes:]
+
+
+def why_not_copy(sources: Sequence[memoryview], destinations: Sequence[memoryview]) -> Failure | None:
+    """None when `copy_views` would succeed."""
+    num_source_bytes = sum(map(len, sources))
+    num_destination_bytes = sum(map(len, destinations))
+    if num_source_bytes != num_destination_bytes:
+        detail = f"cannot copy {num_source_bytes} bytes over {num_destination_bytes} bytes"
+        return Failure(FailureReason.IO, detail)
+    if any(view.readonly for view in destinations):
+        return Failure(FailureReason.IO, "the destination is read-only")
+    return None

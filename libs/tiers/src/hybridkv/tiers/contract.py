@@ -1,0 +1,243 @@
+"""What every tier promises: the values that its two halves exchange, and the two protocols.
+
+A tier has an index (in the engine's scheduler: decides what is kept) and a medium (in each worker: holds bytes). They
+may live in different processes and agree only through slots. Bytes of tensor-parallel rank r live in rank r's medium;
+all media are laid out alike, so one index serves every rank. CONTRACT.md lists each promise with the test that pins it.
+No implementation stands here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NewType, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
+
+from hybridkv.planner import LookupResult
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Key: TypeAlias = bytes
+"""Identity of one group's part of one chunk; opaque to a tier."""
+
+Ticket = NewType("Ticket", int)
+"""The caller's name for one store or load; it comes back in the `Completion`."""
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True):
+    """The place of one chunk in a medium, as the index gave it out. Travels between processes."""
+
+    extents: tuple[tuple[int, int], ...]
+    """(offset, num_bytes) in the medium, in the order of the chunk's bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.extents)
+
+    @property
+    def first_offset(self) -> int:
+        """Names the slot among those that are alive at one time. `ValueError` for a slot without bytes."""
+        if not self.extents:
+            raise ValueError("a slot without extents has no first offset")
+        return self.extents[0][0]
+
+
+class Refusal(enum.StrEnum):
+    """Why an index gave no slot. A refusal changes nothing in the tier, evictions included."""
+
+    NO_ROOM = "no_room"
+    """Not enough is free, nor would be after evicting everything that may go."""
+    TOO_LARGE = "too_large"
+    """Larger than the whole tier: asking again is pointless."""
+    PRESENT = "present"
+    """The key is committed or reserved, or its invalidated bytes are still pinned or being written."""
+    CLOSED = "closed"
+    """The index was closed."""
+
+
+class FailureReason(enum.StrEnum):
+    """Why a medium could not do what it was asked."""
+
+    MISSING = "missing"
+    """Nothing was ever stored in the slot."""
+    WRONG_KEY = "wrong_key"
+    """The slot holds another key's bytes."""
+    CHECKSUM = "checksum"
+    """The bytes are not those that were stored."""
+    IO = "io"
+    """The operation itself could not be carried out: sizes, bounds, device errors."""
+    CLOSED = "closed"
+    """The medium was closed."""
+    INJECTED = "injected"
+    """A test asked for it."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A problem as a value."""
+
+    reason: FailureReason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else str(self.reason)
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """The end of one store or load: `failure` is None when it succeeded."""
+
+    ticket: Ticket
+    failure: Failure | None = None
+
+
+class TierCounts(msgspec.Struct, frozen=True):
+    """What an index did since it was last asked. Merging is addition, so order and grouping do not matter."""
+
+    reservations: int = 0
+    commits: int = 0
+    aborts: int = 0
+    invalidations: int = 0
+    evictions: int = 0
+    evicted_bytes: int = 0
+    refusals: dict[Refusal, int] = {}
+    """Only reasons that occurred."""
+
+    def merge(self, other: TierCounts) -> TierCounts:
+        refusals = dict(self.refusals)
+        for reason, count in other.refusals.items():
+            refusals[reason] = refusals.get(reason, 0) + count
+        return TierCounts(
+            reservations=self.reservations + other.reservations,
+            commits=self.commits + other.commits,
+            aborts=self.aborts + other.aborts,
+            invalidations=self.invalidations + other.invalidations,
+            evictions=self.evictions + other.evictions,
+            evicted_bytes=self.evicted_bytes + other.evicted_bytes,
+            refusals=refusals,
+        )
+
+
+@runtime_checkable
+class TierIndex(Protocol):
+    """Decides what a tier keeps. Used by one thread. No method blocks.
+
+    A key is unknown, reserved, committed, or doomed: invalidated while somebody still writes (reserved) or reads
+    (pinned) it. A call that does not fit the key's state raises `TierProtocolError`.
+    """
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Space that is not free, rounding and doomed keys included; never above `capacity_bytes`."""
+        ...
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that are committed or reserved; doomed ones are not counted."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever the answer of any lookup may have changed."""
+        ...
+
+    def lookup(self, key: Key) -> LookupResult:
+        """HIT when committed, PENDING when reserved, else MISS. Changes nothing, recency included."""
+        ...
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Make committed keys the most recently used, the last one most; other keys are passed over."""
+        ...
+
+    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+        """Take space for a chunk of `num_bytes` > 0.
+
+        Evicts committed, unpinned keys, least recently used first, only as far as needed. A refusal evicts nothing.
+        """
+        ...
+
+    def commit(self, key: Key) -> bool:
+        """The bytes of a reserved key are in the medium: offer it, as most recently used.
+
+        False when the key was invalidated meanwhile: its space is freed now and it is not offered.
+        """
+        ...
+
+    def abort(self, key: Key) -> None:
+        """A reservation, doomed or not, that will never be committed: its space is freed now.
+
+        No one may still be writing to it.
+        """
+        ...
+
+    def invalidate(self, key: Key) -> bool:
+        """Never offer what is stored under this key again. False when there is nothing to withdraw.
+
+        Space is freed now when nobody uses it, at the last `unpin` when pinned, at `commit` or `abort` when reserved.
+        """
+        ...
+
+    def pin(self, key: Key) -> Slot | None:
+        """Protect a committed key from eviction and learn where it lies; None when it is not a HIT. Counted."""
+        ...
+
+    def unpin(self, key: Key) -> None:
+        """Undo one `pin`. The last one makes the key the most recently used, or frees it if it was invalidated."""
+        ...
+
+    def clear(self) -> int:
+        """`invalidate` every key; how many were withdrawn."""
+        ...
+
+    def take_counts(self) -> TierCounts:
+        """What happened since the last call."""
+        ...
+
+    def close(self) -> None:
+        """`clear`, and refuse every later reservation. Open pins and reservations may still be given back."""
+        ...
+
+
+@runtime_checkable
+class TierMedium(Protocol):
+    """Holds bytes. `store`, `load` and `poll` do not wait for a device, a network or another thread.
+
+    Every store and load ends in exactly one `Completion` with its ticket, also when it failed; none of them raises for
+    what the medium met. Buffers belong to the medium from the call until that completion is polled. The caller (through
+    the index) never lets two operations that write use one slot at the same time, nor a write and a read.
+    """
+
+    def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
+        """Copy `source`, whose total size must be the slot's, into the slot and remember that it belongs to `key`."""
+        ...
+
+    def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
+        """Copy the slot into writable `destination` of the same total size, if it holds what was stored for `key`.
+
+        What a failed load left in `destination` must not be used.
+        """
+        ...
+
+    def poll(self) -> list[Completion]:
+        """Completions that were not handed out yet, in any order."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until each operation has its completion ready for `poll`; False when `timeout_s` passed first."""
+        ...
+
+    def close(self) -> None:
+        """Give up memory, files and threads. Later operations complete with CLOSED; `poll` still works. Repeatable."""
+        ...
+
+
+@runtime_checkable
+class ExposesBytes(Protocol):
+    """A medium whose stored bytes are addressable memory: what a copy engine writes to, and what tests corrupt."""
+
+    def views(self, slot: Slot) -> list[memoryview]:
+        """One writable view an extent. `TierProtocolError` when the slot does not lie in this medium."""
+        ...

@@ -1,0 +1,203 @@
+"""Holds the bytes of the RAM tier: one page-aligned buffer, cut into slots by a `RamIndex` that may live elsewhere.
+
+Every slot is sealed with the key it belongs to and an XXH3-128 checksum of its bytes, so a slot that was reused, torn
+or corrupted is a failed load and never wrong bytes. Starts no thread: `store` and `load` copy at memory speed in the
+calling thread; a copy engine that moves bytes itself uses `addresses`, `seal` and `check` instead.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hybridkv.tiers.buffers import byte_views, copy_views, why_not_copy
+from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
+from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
+from hybridkv.tiers.ram.sizes import count_granules
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+DEFAULT_GRANULE_BYTES = 64 * 1024
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class RamArena:
+    """A `TierMedium` in host memory.
+
+    Without `buffer`, memory is mapped now and committed by the operating system as it is first written. With `buffer`
+    (uint8, one-dimensional, contiguous, writable, at least the rounded capacity; for example pinned memory) that memory
+    is used and must outlive the arena. Both sizes must be those of the `RamIndex`.
+
+    One copy thread and the main thread may use it at once, on distinct slots.
+    """
+
+    def __init__(
+        self, capacity_bytes: int, granule_bytes: int = DEFAULT_GRANULE_BYTES, buffer: Bytes | None = None
+    ) -> None:
+        self._capacity_bytes = count_granules(capacity_bytes, granule_bytes) * granule_bytes
+        self._buffer = _map_memory(self._capacity_bytes) if buffer is None else _checked(buffer, self._capacity_bytes)
+        self._base_address = int(self._buffer.ctypes.data)
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._seals: dict[int, tuple[Key, bytes]] = {}
+        self._completions: list[Completion] = []
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._capacity_bytes
+
+    @property
+    def base_address(self) -> int:
+        """Where offset 0 lies: with `capacity_bytes`, the memory to register with a copy engine."""
+        return self._base_address
+
+    def addresses(self, slot: Slot) -> list[tuple[int, int]]:
+        """(address, num_bytes) of each extent, valid until `close`.
+
+        `TierProtocolError` when the slot does not lie in the arena or the arena was closed.
+        """
+        self._require(slot)
+        return [(self._base_address + offset, num_bytes) for offset, num_bytes in slot.extents]
+
+    def views(self, slot: Slot) -> list[memoryview]:
+        """A writable view of each extent. Same errors as `addresses`."""
+        self._require(slot)
+        return [self._buffer[offset : offset + num_bytes].data for offset, num_bytes in slot.extents]
+
+    def seal(self, key: Key, slot: Slot) -> Failure | None:
+        """Record that the slot's present bytes are those of `key`. Reads them once. None when done."""
+        failure = self._why_not_use(slot)
+        if failure is not None:
+            return failure
+        checksum = self._checksum(slot)
+        with self._lock:
+            self._seals[slot.first_offset] = (key, checksum)
+        return None
+
+    def check(self, key: Key, slot: Slot) -> Failure | None:
+        """None when the slot holds exactly the bytes that were sealed for `key`. Reads them once."""
+        failure = self._why_not_use(slot)
+        if failure is not None:
+            return failure
+        with self._lock:
+            sealed = self._seals.get(slot.first_offset)
+        if sealed is None:
+            return Failure(FailureReason.MISSING, f"nothing is sealed at offset {slot.first_offset}")
+        sealed_key, sealed_checksum = sealed
+        if sealed_key != key:
+            return Failure(FailureReason.WRONG_KEY, f"expected {key.hex()}, got {sealed_key.hex()}")
+        if self._checksum(slot) != sealed_checksum:
+            return Failure(FailureReason.CHECKSUM, f"the bytes of {key.hex()} are not those that were stored")
+        return None
+
+    def discard(self, slot: Slot) -> None:
+        """Forget what was sealed in the slot: a later `check` finds it MISSING. Call it before overwriting a slot."""
+        self._require(slot)
+        with self._lock:
+            self._seals.pop(slot.first_offset, None)
+
+    def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
+        self._complete(ticket, self._store(key, slot, source))
+
+    def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
+        self._complete(ticket, self._load(key, slot, destination))
+
+    def poll(self) -> list[Completion]:
+        with self._lock:
+            completions, self._completions = self._completions, []
+        return completions
+
+    def drain(self, timeout_s: float) -> bool:
+        """Every operation completed before its call returned: there is nothing to wait for."""
+        return True
+
+    def close(self) -> None:
+        """Give up the memory. Stop the copy engine first: it holds addresses."""
+        self._is_closed = True
+        with self._lock:
+            self._seals.clear()
+        self._buffer = np.empty(0, dtype=np.uint8)
+
+    def _store(self, key: Key, slot: Slot, source: Sequence[Buffer]) -> Failure | None:
+        failure = self._why_not_use(slot)
+        if failure is not None:
+            return failure
+        try:
+            sources = byte_views(source)
+        except (TypeError, ValueError, BufferError) as error:
+            return Failure(FailureReason.IO, f"source: {error}")
+        destinations = self.views(slot)
+        failure = why_not_copy(sources, destinations)
+        if failure is not None:
+            return failure
+        self.discard(slot)
+        copy_views(sources, destinations)
+        return self.seal(key, slot)
+
+    def _load(self, key: Key, slot: Slot, destination: Sequence[Buffer]) -> Failure | None:
+        failure = self._why_not_use(slot)
+        if failure is not None:
+            return failure
+        try:
+            destinations = byte_views(destination)
+        except (TypeError, ValueError, BufferError) as error:
+            return Failure(FailureReason.IO, f"destination: {error}")
+        sources = self.views(slot)
+        failure = why_not_copy(sources, destinations) or self.check(key, slot)
+        if failure is None:
+            copy_views(sources, destinations)
+        return failure
+
+    def _complete(self, ticket: Ticket, failure: Failure | None) -> None:
+        with self._lock:
+            self._completions.append(Completion(ticket, failure))
+
+    def _checksum(self, slot: Slot) -> bytes:
+        digest = xxhash.xxh3_128()
+        for view in self.views(slot):
+            digest.update(view)
+        return digest.digest()
+
+    def _why_not_use(self, slot: Slot) -> Failure | None:
+        if self._is_closed:
+            return Failure(FailureReason.CLOSED, "the arena was closed")
+        if not slot.extents:
+            return Failure(FailureReason.IO, "the slot has no extents")
+        for offset, num_bytes in slot.extents:
+            if offset < 0 or num_bytes <= 0 or offset + num_bytes > self._capacity_bytes:
+                detail = f"extent ({offset}, {num_bytes}) does not lie in an arena of {self._capacity_bytes} bytes"
+                return Failure(FailureReason.IO, detail)
+        return None
+
+    def _require(self, slot: Slot) -> None:
+        failure = self._why_not_use(slot)
+        if failure is not None:
+            raise TierProtocolError(str(failure))
+
+
+def _map_memory(num_bytes: int) -> Bytes:
+    try:
+        # Not mmap's default, shared: that is tmpfs, which rarely gets transparent huge pages.
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TierConfigurationError(
+            "capacity_bytes", f"memory that this host can map ({error})", num_bytes, hint="give the tier less memory"
+        ) from error
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def _checked(buffer: Bytes, num_bytes: int) -> Bytes:
+    shape = f"{buffer.dtype}{list(buffer.shape)}"
+    if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or not buffer.flags.writeable:
+        raise TierConfigurationError("buffer", "a writable, contiguous, one-dimensional array of uint8", shape)
+    if buffer.nbytes < num_bytes:
+        raise TierConfigurationError("buffer", f"at least {num_bytes} bytes", buffer.nbytes)
+    return buffer[:num_bytes]

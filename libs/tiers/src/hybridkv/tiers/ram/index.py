@@ -1,0 +1,214 @@
+"""Decides which chunks stay in host memory: least recently used goes first. Holds no bytes and starts no thread.
+
+Every operation costs O(1) in the number of keys (a reservation: plus what it evicts, plus the extents of its slot).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.ram.granules import GranuleAllocator
+from hybridkv.tiers.ram.sizes import count_granules
+from hybridkv.tiers.tally import Tally
+
+
+class _State(enum.Enum):
+    RESERVED = "reserved"
+    COMMITTED = "committed"
+    DOOMED_WRITE = "invalidated while it is being stored"
+    DOOMED_READ = "invalidated while it is pinned"
+
+
+_ANSWERS = {
+    _State.RESERVED: LookupResult.PENDING,
+    _State.COMMITTED: LookupResult.HIT,
+    _State.DOOMED_WRITE: LookupResult.MISS,
+    _State.DOOMED_READ: LookupResult.MISS,
+}
+
+
+class _Entry:
+    __slots__ = ("num_granules", "num_pins", "slot", "state")
+
+    def __init__(self, slot: Slot, num_granules: int) -> None:
+        self.slot = slot
+        self.num_granules = num_granules
+        self.num_pins = 0
+        self.state = _State.RESERVED
+
+
+class RamIndex:
+    """A `TierIndex` over granules of host memory.
+
+    `capacity_bytes` is rounded down to whole granules; `TierConfigurationError` when not even one fits. The media must
+    be `RamArena`s of the same two numbers.
+    """
+
+    def __init__(self, capacity_bytes: int, granule_bytes: int) -> None:
+        self._granules = GranuleAllocator(count_granules(capacity_bytes, granule_bytes), granule_bytes)
+        self._entries: dict[Key, _Entry] = {}
+        # Committed and unpinned, least recently used first: exactly what may be evicted.
+        self._evictable: OrderedDict[Key, _Entry] = OrderedDict()
+        self._num_evictable_granules = 0
+        self._num_doomed = 0
+        self._generation = 0
+        self._is_closed = False
+        self._tally = Tally()
+
+    @property
+    def granule_bytes(self) -> int:
+        return self._granules.granule_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._granules.num_granules * self._granules.granule_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return (self._granules.num_granules - self._granules.num_free) * self._granules.granule_bytes
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._entries) - self._num_doomed
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def lookup(self, key: Key) -> LookupResult:
+        entry = self._entries.get(key)
+        return LookupResult.MISS if entry is None else _ANSWERS[entry.state]
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            if key in self._evictable:
+                self._evictable.move_to_end(key)
+
+    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+        if num_bytes <= 0:
+            raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
+        num_granules = self._granules.granules_for(num_bytes)
+        refusal = self._why_not(key, num_granules)
+        if refusal is not None:
+            return self._tally.refuse(refusal)
+        while self._granules.num_free < num_granules:
+            self._evict_oldest()
+        slot = self._granules.take(num_bytes)
+        self._entries[key] = _Entry(slot, num_granules)
+        self._generation += 1
+        self._tally.reservations += 1
+        return slot
+
+    def _why_not(self, key: Key, num_granules: int) -> Refusal | None:
+        if self._is_closed:
+            return Refusal.CLOSED
+        if key in self._entries:
+            return Refusal.PRESENT
+        if num_granules > self._granules.num_granules:
+            return Refusal.TOO_LARGE
+        if num_granules > self._granules.num_free + self._num_evictable_granules:
+            return Refusal.NO_ROOM
+        return None
+
+    def _evict_oldest(self) -> None:
+        key, entry = self._evictable.popitem(last=False)
+        self._num_evictable_granules -= entry.num_granules
+        self._forget(key, entry)
+        self._generation += 1
+        self._tally.evictions += 1
+        self._tally.evicted_bytes += entry.num_granules * self._granules.granule_bytes
+
+    def commit(self, key: Key) -> bool:
+        entry = self._reserved_entry("commit", key)
+        if entry.state is _State.DOOMED_WRITE:
+            self._num_doomed -= 1
+            self._forget(key, entry)
+            return False
+        entry.state = _State.COMMITTED
+        self._make_evictable(key, entry)
+        self._generation += 1
+        self._tally.commits += 1
+        return True
+
+    def abort(self, key: Key) -> None:
+        entry = self._reserved_entry("abort", key)
+        if entry.state is _State.DOOMED_WRITE:
+            self._num_doomed -= 1
+        else:
+            self._generation += 1
+        self._forget(key, entry)
+        self._tally.aborts += 1
+
+    def _reserved_entry(self, operation: str, key: Key) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is None:
+            raise TierProtocolError(f"{operation}: expected a reserved key, got unknown key {key.hex()}")
+        if entry.state not in (_State.RESERVED, _State.DOOMED_WRITE):
+            raise TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()} ({entry.state.value})")
+        return entry
+
+    def invalidate(self, key: Key) -> bool:
+        entry = self._entries.get(key)
+        if entry is None or entry.state in (_State.DOOMED_WRITE, _State.DOOMED_READ):
+            return False
+        if entry.state is _State.RESERVED:
+            entry.state = _State.DOOMED_WRITE
+            self._num_doomed += 1
+        elif entry.num_pins:
+            entry.state = _State.DOOMED_READ
+            self._num_doomed += 1
+        else:
+            self._make_unevictable(key, entry)
+            self._forget(key, entry)
+        self._generation += 1
+        self._tally.invalidations += 1
+        return True
+
+    def pin(self, key: Key) -> Slot | None:
+        entry = self._entries.get(key)
+        if entry is None or entry.state is not _State.COMMITTED:
+            return None
+        if not entry.num_pins:
+            self._make_unevictable(key, entry)
+        entry.num_pins += 1
+        return entry.slot
+
+    def unpin(self, key: Key) -> None:
+        entry = self._entries.get(key)
+        if entry is None or not entry.num_pins:
+            raise TierProtocolError(f"unpin: expected a pinned key, got {key.hex()}")
+        entry.num_pins -= 1
+        if entry.num_pins:
+            return
+        if entry.state is _State.COMMITTED:
+            self._make_evictable(key, entry)
+        else:
+            self._num_doomed -= 1
+            self._forget(key, entry)
+
+    def clear(self) -> int:
+        return sum(self.invalidate(key) for key in list(self._entries))
+
+    def take_counts(self) -> TierCounts:
+        return self._tally.take()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.clear()
+
+    def _make_evictable(self, key: Key, entry: _Entry) -> None:
+        self._evictable[key] = entry
+        self._num_evictable_granules += entry.num_granules
+
+    def _make_unevictable(self, key: Key, entry: _Entry) -> None:
+        del self._evictable[key]
+        self._num_evictable_granules -= entry.num_granules
+
+    def _forget(self, key: Key, entry: _Entry) -> None:
+        del self._entries[key]
+        self._granules.free(entry.slot)

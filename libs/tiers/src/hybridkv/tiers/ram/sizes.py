@@ -1,0 +1,42 @@
+"""How large a granule is, and how many there are: the numbers that index and arena must compute alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridkv.tiers.errors import TierConfigurationError
+
+SMALLEST_GRANULE_BYTES = 4 * 1024
+LARGEST_GRANULE_BYTES = 1024 * 1024
+
+
+def choose_granule_bytes(chunk_sizes: Sequence[int]) -> int:
+    """A granule for chunks of these sizes (bytes, each > 0).
+
+    The largest power of two that is at most a sixteenth of the smallest chunk, within [4 KiB, 1 MiB]: rounding up then
+    wastes less than 1/16 of a chunk of 64 KiB or more, and a granule never gets smaller than a memory page.
+    """
+    if not chunk_sizes:
+        raise TierConfigurationError("chunk_sizes", "at least one size", list(chunk_sizes))
+    smallest = min(chunk_sizes)
+    if smallest <= 0:
+        raise TierConfigurationError("chunk_sizes", "sizes > 0", smallest)
+    sixteenth = max(smallest // 16, 1)
+    power_of_two = 1 << (sixteenth.bit_length() - 1)
+    return min(max(power_of_two, SMALLEST_GRANULE_BYTES), LARGEST_GRANULE_BYTES)
+
+
+def count_granules(capacity_bytes: int, granule_bytes: int) -> int:
+    """How many whole granules fit in `capacity_bytes`; `TierConfigurationError` when none does."""
+    if granule_bytes <= 0:
+        raise TierConfigurationError("granule_bytes", "a number > 0", granule_bytes)
+    if capacity_bytes <= 0:
+        raise TierConfigurationError("capacity_bytes", "a number > 0", capacity_bytes)
+    if capacity_bytes < granule_bytes:
+        raise TierConfigurationError(
+            "capacity_bytes",
+            f"at least one granule ({granule_bytes} bytes)",
+            capacity_bytes,
+            hint="give the tier more memory, or choose a smaller granule_bytes",
+        )
+    return capacity_bytes // granule_bytes
