@@ -1,0 +1,241 @@
+"""The oracle engine: vLLM's real scheduler and block manager, a real connector of both roles, and the fake runner.
+
+It finds silent corruption: with `FakeRunner` every byte that attention or a recurrent layer would read is compared with
+what it must be, whoever put it there. At the end of a run nothing may be stuck, leaked or answered wrongly.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import TYPE_CHECKING
+
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from oracle.content import Transcript
+from oracle.memory import KVMemory
+from oracle.runner import FakeRunner, OracleError
+from oracle.settings import make_configs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    from oracle.mixes import Mix
+    from oracle.settings import EngineSettings
+
+IDLE_STEPS_LIMIT = 4000
+IDLE_PAUSE_S = 0.0005
+
+
+class StuckError(OracleError):
+    """The engine stopped making progress with requests left."""
+
+
+class LeakError(OracleError):
+    """Blocks did not come back, or requests stayed behind."""
+
+
+class WrongOutputError(OracleError):
+    """A request finished with other tokens than it must produce."""
+
+
+@functools.cache
+def _structured_output(config_id: int, config: _ByIdentity) -> StructuredOutputManager:
+    return StructuredOutputManager(config.value)
+
+
+class _ByIdentity:
+    """Hashable wrapper, so that one StructuredOutputManager serves all engines of a process."""
+
+    def __init__(self, value: VllmConfig) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity)
+
+
+class OracleEngine:
+    """One engine of one mix. Use as a context manager; `close` shuts the connectors down.
+
+    Attributes for tests: `scheduler_connector`, `worker_connector` (None without a connector), `scheduler`, `runner`,
+    `memory`, and the counters `restored_tokens` (asked of the connector), `local_hit_tokens`, `failed_loads`,
+    `preemptions`, `num_steps`. `before_step(engine, step)` runs before every step.
+    """
+
+    def __init__(
+        self,
+        mix: Mix,
+        settings: EngineSettings,
+        before_step: Callable[[OracleEngine, int], None] | None = None,
+    ) -> None:
+        self.mix = mix
+        self.settings = settings
+        self.before_step = before_step
+        self.restored_tokens = self.local_hit_tokens = self.failed_loads = self.preemptions = self.num_steps = 0
+        self._aborts_in_step: list[str] = []
+        self._transcripts: dict[str, Transcript] = {}
+        self._open: set[str] = set()
+        self._produced: dict[str, list[int]] = {}
+        self._fresh_blocks: list[int] = []
+        self._prompts: dict[tuple[tuple[int, ...], int], Transcript] = {}
+        config, kv_cache, block_tokens, hash_tokens = make_configs(mix, settings)
+        self.config = config
+        self.kv_cache_config = kv_cache
+        with set_current_vllm_config(config):
+            self.scheduler = Scheduler(
+                vllm_config=config,
+                kv_cache_config=kv_cache,
+                structured_output_manager=_structured_output(0, _ByIdentity(config)),
+                block_size=block_tokens,
+                hash_block_size=hash_tokens,
+            )
+            self.scheduler.use_v2_model_runner = settings.runner == "v2"
+            self.scheduler_connector: KVConnectorBase_V1 | None = self.scheduler.connector
+            self.worker_connector: KVConnectorBase_V1 | None = None
+            if settings.connector is not None:
+                self.worker_connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache)
+            self.memory = KVMemory(config, kv_cache, mix, settings.seed)
+            self.runner = FakeRunner(mix, self.memory, settings.runner, self._transcripts, self.worker_connector)
+        self._hasher = None
+        if settings.prefix_caching or settings.connector is not None:
+            hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+            init_none_hash(hash_function)
+            self._hasher = get_request_block_hasher(hash_tokens, hash_function)
+        self._watch()
+        self._num_free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def __enter__(self) -> OracleEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _watch(self) -> None:
+        """Note which blocks leave the free pool, and how many tokens are asked of the connector."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        take = pool.get_new_blocks
+
+        def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
+            blocks = take(num_blocks)
+            self._fresh_blocks.extend(block.block_id for block in blocks)
+            return blocks
+
+        pool.get_new_blocks = get_new_blocks  # type: ignore[method-assign]
+        connector = self.scheduler_connector
+        if connector is None:
+            return
+        update = connector.update_state_after_alloc
+
+        def update_state_after_alloc(request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+            self.restored_tokens += num_external_tokens
+            update(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = update_state_after_alloc  # type: ignore[method-assign]
+
+    def submit(self, request_id: str, prompt: Sequence[int], num_outputs: int) -> None:
+        """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted."""
+        key = (tuple(prompt), num_outputs)
+        transcript = self._prompts.get(key)
+        if transcript is None:
+            transcript = self._prompts[key] = Transcript(prompt, num_outputs)
+        self._transcripts[request_id] = transcript
+        self._open.add(request_id)
+        self._produced[request_id] = []
+        parameters = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
+        request = Request(request_id, list(prompt), parameters, None, block_hasher=self._hasher)
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str, *, in_step: bool = False) -> None:
+        """Abort a request, now or (`in_step`) between the next forward and the processing of its output."""
+        if in_step:
+            self._aborts_in_step.append(request_id)
+        elif request_id in self._open:
+            self._open.discard(request_id)
+            self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> bool:
+        """One engine step; False when there was nothing to do. Raises OracleError when something is wrong."""
+        if self.before_step is not None:
+            self.before_step(self, self.num_steps)
+        if not self.scheduler.has_requests():
+            return False
+        self.num_steps += 1
+        output = self.scheduler.schedule()
+        fresh, self._fresh_blocks[:] = list(self._fresh_blocks), []
+        self.preemptions += len(output.preempted_req_ids or ())
+        for new in output.scheduled_new_reqs:
+            self.local_hit_tokens += new.num_computed_tokens
+        result = self.runner.execute(output, fresh)
+        if result.kv_connector_output is not None:
+            self.failed_loads += len(result.kv_connector_output.failed_recving)
+        for request_id in self._aborts_in_step:
+            self.abort(request_id)
+        self._aborts_in_step.clear()
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for each in outputs.outputs:
+                self._produced[each.request_id].extend(each.new_token_ids)
+                if each.finish_reason is not None:
+                    self._finish(each.request_id)
+        if output.total_num_scheduled_tokens == 0 and self.worker_connector is not None:
+            time.sleep(IDLE_PAUSE_S)
+        return output.total_num_scheduled_tokens > 0
+
+    def _finish(self, request_id: str) -> None:
+        self._open.discard(request_id)
+        expected = self._transcripts[request_id].outputs
+        if self._produced[request_id] != expected:
+            raise WrongOutputError(f"{request_id}: produced {self._produced[request_id]}, expected {expected}")
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.scheduler.has_requests()
+
+    def drain(self) -> None:
+        """Step until nothing is left to do; StuckError after IDLE_STEPS_LIMIT steps without a scheduled token."""
+        idle = 0
+        while not self.is_idle:
+            idle = 0 if self.step() else idle + 1
+            if idle > IDLE_STEPS_LIMIT or (idle > 50 and self.worker_connector is None):
+                raise StuckError(f"no token scheduled in {idle} steps; left: {self._left()}")
+
+    def _left(self) -> str:
+        states = {name: request.status.name for name, request in self.scheduler.requests.items()}
+        return f"{states}, {self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()} free blocks"
+
+    def check_idle(self) -> None:
+        """After `drain`: every request is finished or aborted, every block is back, the worker holds no request."""
+        if self._open or self.scheduler.requests:
+            raise LeakError(f"requests left: {sorted(self._open)} {self._left()}")
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if free != self._num_free_blocks:
+            raise LeakError(f"{self._num_free_blocks - free} blocks were not returned")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the engine itself has cached; call when idle."""
+        if not self.scheduler.reset_prefix_cache():
+            raise LeakError("the engine's prefix cache cannot be reset while idle: blocks are still referenced")
+
+    def reset_connector(self) -> bool:
+        """Ask the connector to forget; its answer."""
+        return self.scheduler.reset_connector_cache()
+
+    def close(self) -> None:
+        for connector in (self.worker_connector, self.scheduler_connector):
+            if connector is not None:
+                connector.shutdown()

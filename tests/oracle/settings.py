@@ -1,0 +1,147 @@
+"""Engine settings, and the VllmConfig they become: no weights, no tokenizer, no network."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.model_executor.models import ModelRegistry
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
+
+from oracle.content import VOCABULARY_TOKENS
+from oracle.mixes import group_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from oracle.mixes import Mix
+
+MAX_MODEL_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """The connector under test: a registered name, or a class name in `module_path`."""
+
+    name: str
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    module_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What a scenario chooses about its engine.
+
+    `runner` picks the order of the worker's calls: "v1" (CPU, and models that runner 2 does not support) tells the
+    connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after.
+    """
+
+    num_blocks: int
+    max_step_tokens: int = 64
+    max_running: int = 4
+    prefix_caching: bool = True
+    retention_tokens: int | None = 0
+    hash_tokens: int | None = None
+    runner: Literal["v1", "v2"] = "v1"
+    connector: Connector | None = None
+    seed: int = 0
+
+
+class _NoModel(torch.nn.Module):
+    """Stands in the registry so that vLLM inspects this class in process and loads no model code."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@functools.cache
+def _base_config() -> VllmConfig:
+    ModelRegistry.register_model("HybridkvOracleForCausalLM", _NoModel)
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            "architectures": ["HybridkvOracleForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 2,
+            "vocab_size": VOCABULARY_TOKENS,
+            "max_position_embeddings": MAX_MODEL_TOKENS,
+            "torch_dtype": "float16",
+        }
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        model = ModelConfig(
+            model=folder, skip_tokenizer_init=True, max_model_len=MAX_MODEL_TOKENS, dtype="float16", seed=0
+        )
+        return VllmConfig(
+            model_config=model,
+            cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=4,
+                max_num_batched_tokens=64,
+                max_model_len=MAX_MODEL_TOKENS,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+        )
+
+
+def make_configs(mix: Mix, settings: EngineSettings) -> tuple[VllmConfig, KVCacheConfig, int, int]:
+    """(vllm_config, kv_cache_config, scheduler block tokens, hash tokens), as EngineCore resolves them.
+
+    The config objects are private copies: what one engine changes, no other sees.
+    """
+    config = copy.copy(_base_config())
+    config.cache_config = cache = copy.copy(config.cache_config)
+    config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
+    scheduler.max_num_seqs = settings.max_running
+    scheduler.max_num_batched_tokens = settings.max_step_tokens
+    cache.enable_prefix_caching = settings.prefix_caching
+    cache.prefix_cache_retention_interval = settings.retention_tokens
+    cache.prefix_match_unit = settings.hash_tokens
+    cache.kv_cache_layout = mix.layout
+    cache.mamba_cache_mode = "align" if mix.has_recurrent else "none"
+    cache.num_gpu_blocks_override = settings.num_blocks
+    if settings.connector is not None:
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=settings.connector.name,
+            kv_connector_module_path=settings.connector.module_path,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=dict(settings.connector.extra_config),
+        )
+    groups = group_specs(mix)
+    cache.block_size = min(group.kv_cache_spec.block_size for group in groups)
+    kv_cache = get_kv_cache_config_from_groups(config, groups, available_memory=0)
+    cache.num_gpu_blocks = kv_cache.num_blocks
+    kv_cache.kv_cache_layout = mix.layout
+    block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache, config)
+    kv_cache.hash_block_size = hash_tokens
+    kv_cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+        kv_cache, config, block_tokens, hash_tokens
+    )
+    return config, kv_cache, block_tokens, hash_tokens
