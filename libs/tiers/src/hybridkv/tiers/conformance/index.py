@@ -1,0 +1,185 @@
+"""The life of a key in any `TierIndex`: reserve, commit, pin, invalidate. Eviction has its own suite."""
+
+from __future__ import annotations
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, is_protocol_error, reserved
+from hybridkv.tiers.contract import Refusal, TierIndex
+
+A, B, C = b"key a", b"key b", b"key c"
+
+
+class IndexConformance(TierSuite):
+    def test_an_index_is_a_tier_index(self) -> None:
+        assert isinstance(self.make_index(1), TierIndex)
+
+    def test_a_new_index_is_empty(self) -> None:
+        index = self.make_index(3)
+        assert (index.capacity_bytes, index.used_bytes, index.num_keys) == (3 * CHUNK_BYTES, 0, 0)
+
+    def test_an_unknown_key_is_a_miss(self) -> None:
+        assert self.make_index(1).lookup(A) is LookupResult.MISS
+
+    def test_a_reserved_key_is_pending_until_it_is_committed(self) -> None:
+        index = self.make_index(1)
+        reserved(index, A)
+        assert index.lookup(A) is LookupResult.PENDING
+        assert index.commit(A)
+        assert index.lookup(A) is LookupResult.HIT
+
+    def test_a_slot_has_exactly_the_bytes_that_were_asked_for(self) -> None:
+        index = self.make_index(4)
+        sizes = [1, CHUNK_BYTES - 1, CHUNK_BYTES + 1]
+        assert [reserved(index, str(size).encode(), size).num_bytes for size in sizes] == sizes
+
+    def test_a_pin_gives_the_slot_that_was_reserved(self) -> None:
+        index = self.make_index(2)
+        slot = reserved(index, A, CHUNK_BYTES + 5)
+        index.commit(A)
+        assert index.pin(A) == slot
+
+    def test_only_a_hit_can_be_pinned(self) -> None:
+        index = self.make_index(1)
+        assert index.pin(A) is None
+        reserved(index, A)
+        assert index.pin(A) is None
+
+    def test_a_known_key_is_refused_as_present(self) -> None:
+        index = self.make_index(2)
+        reserved(index, A)
+        assert index.reserve(A, CHUNK_BYTES) is Refusal.PRESENT
+        index.commit(A)
+        assert index.reserve(A, CHUNK_BYTES) is Refusal.PRESENT
+
+    def test_a_chunk_larger_than_the_tier_is_refused_as_too_large(self) -> None:
+        assert self.make_index(2).reserve(A, 2 * CHUNK_BYTES + 1) is Refusal.TOO_LARGE
+
+    def test_an_aborted_reservation_frees_its_space_and_its_key(self) -> None:
+        index = self.make_index(1)
+        reserved(index, A)
+        index.abort(A)
+        assert (index.lookup(A), index.used_bytes, index.num_keys) == (LookupResult.MISS, 0, 0)
+        reserved(index, A)
+
+    def test_an_invalidated_key_is_never_offered_again_and_frees_its_space(self) -> None:
+        index = self.make_index(1)
+        committed(index, A)
+        assert index.invalidate(A)
+        assert (index.lookup(A), index.pin(A), index.used_bytes) == (LookupResult.MISS, None, 0)
+
+    def test_invalidating_what_is_not_offered_says_so(self) -> None:
+        index = self.make_index(2)
+        assert not index.invalidate(A)
+        reserved(index, A)
+        assert index.invalidate(A)
+        assert not index.invalidate(A)
+
+    def test_an_invalidated_pinned_key_keeps_its_space_until_the_last_unpin(self) -> None:
+        index = self.make_index(1)
+        committed(index, A)
+        index.pin(A)
+        index.pin(A)
+        assert index.invalidate(A)
+        assert (index.lookup(A), index.pin(A), index.num_keys) == (LookupResult.MISS, None, 0)
+        index.unpin(A)
+        assert index.reserve(B, CHUNK_BYTES) is Refusal.NO_ROOM
+        index.unpin(A)
+        assert index.used_bytes == 0
+
+    def test_an_invalidated_reservation_cannot_be_committed(self) -> None:
+        index = self.make_index(1)
+        reserved(index, A)
+        assert index.invalidate(A)
+        assert index.lookup(A) is LookupResult.MISS
+        assert index.reserve(B, CHUNK_BYTES) is Refusal.NO_ROOM, "somebody still writes there"
+        assert not index.commit(A)
+        assert (index.lookup(A), index.used_bytes) == (LookupResult.MISS, 0)
+
+    def test_an_invalidated_reservation_can_be_aborted(self) -> None:
+        index = self.make_index(1)
+        reserved(index, A)
+        index.invalidate(A)
+        index.abort(A)
+        assert index.used_bytes == 0
+
+    def test_a_doomed_key_is_refused_as_present_until_its_space_is_free(self) -> None:
+        index = self.make_index(2)
+        committed(index, A)
+        index.pin(A)
+        index.invalidate(A)
+        assert index.reserve(A, CHUNK_BYTES) is Refusal.PRESENT
+        index.unpin(A)
+        reserved(index, A)
+
+    def test_calls_that_do_not_fit_the_state_of_the_key_are_protocol_errors(self) -> None:
+        index = self.make_index(3)
+        committed(index, B)
+        reserved(index, C)
+        assert is_protocol_error(lambda: index.reserve(A, 0))
+        assert is_protocol_error(lambda: index.commit(A))
+        assert is_protocol_error(lambda: index.commit(B))
+        assert is_protocol_error(lambda: index.abort(A))
+        assert is_protocol_error(lambda: index.abort(B))
+        assert is_protocol_error(lambda: index.unpin(A))
+        assert is_protocol_error(lambda: index.unpin(B))
+        assert is_protocol_error(lambda: index.unpin(C))
+
+    def test_clear_withdraws_everything_and_respects_readers_and_writers(self) -> None:
+        index = self.make_index(3)
+        committed(index, A, B)
+        reserved(index, C)
+        index.pin(B)
+        assert index.clear() == 3
+        assert index.clear() == 0
+        assert index.used_bytes == 2 * CHUNK_BYTES
+        index.unpin(B)
+        assert not index.commit(C)
+        assert (index.used_bytes, index.num_keys) == (0, 0)
+
+    def test_a_closed_index_offers_and_takes_nothing_but_lets_users_finish(self) -> None:
+        index = self.make_index(3)
+        committed(index, A)
+        index.pin(A)
+        reserved(index, B)
+        index.close()
+        assert (index.lookup(A), index.lookup(B)) == (LookupResult.MISS, LookupResult.MISS)
+        assert index.reserve(C, CHUNK_BYTES) is Refusal.CLOSED
+        index.unpin(A)
+        assert not index.commit(B)
+        assert index.used_bytes == 0
+
+    def test_the_generation_changes_whenever_an_answer_may_change(self) -> None:
+        index = self.make_index(1)
+        seen = [index.generation]
+        for change in (
+            lambda: index.reserve(A, CHUNK_BYTES),
+            lambda: index.commit(A),
+            lambda: index.reserve(B, CHUNK_BYTES),
+            lambda: index.abort(B),
+            lambda: index.reserve(C, CHUNK_BYTES),
+            lambda: index.invalidate(C),
+        ):
+            change()
+            seen.append(index.generation)
+        assert len(set(seen)) == len(seen)
+
+    def test_a_refusal_and_a_lookup_leave_the_generation(self) -> None:
+        index = self.make_index(1)
+        reserved(index, A)
+        before = index.generation
+        index.lookup(A)
+        assert index.reserve(B, CHUNK_BYTES) is Refusal.NO_ROOM
+        assert index.generation == before
+
+    def test_counts_say_what_happened_since_they_were_taken(self) -> None:
+        index = self.make_index(1)
+        committed(index, A)
+        reserved(index, B)
+        index.reserve(C, CHUNK_BYTES)
+        index.reserve(C, 2 * CHUNK_BYTES)
+        index.abort(B)
+        counts = index.take_counts()
+        assert (counts.reservations, counts.commits, counts.aborts, counts.evictions) == (2, 1, 1, 1)
+        assert counts.evicted_bytes == CHUNK_BYTES
+        assert counts.refusals == {Refusal.NO_ROOM: 1, Refusal.TOO_LARGE: 1}
+        assert index.take_counts().merge(counts) == counts

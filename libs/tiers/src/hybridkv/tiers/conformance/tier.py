@@ -1,0 +1,74 @@
+"""What the suites need to know of the tier under test, and the few steps they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridkv.tiers.contract import Completion, Failure, Key, Slot, Ticket, TierIndex, TierMedium
+from hybridkv.tiers.errors import TierProtocolError
+
+CHUNK_BYTES = 4096
+"""Every capacity is a multiple of it; a tier that rounds must round to a divisor of it."""
+
+TIMEOUT_S = 30.0
+"""Only a broken tier ever waits that long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Two halves that belong together."""
+
+    index: TierIndex
+    medium: TierMedium
+
+
+class TierSuite:
+    """Base of the suites."""
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        """A new, empty tier of exactly this capacity, a multiple of `CHUNK_BYTES`."""
+        raise NotImplementedError
+
+    def corrupt(self, medium: TierMedium, slot: Slot) -> None:
+        """Change one stored byte of the slot behind the medium's back."""
+        raise NotImplementedError
+
+    def make_index(self, num_chunks: int) -> TierIndex:
+        return self.make_tier(num_chunks * CHUNK_BYTES).index
+
+
+def reserved(index: TierIndex, key: Key, num_bytes: int = CHUNK_BYTES) -> Slot:
+    """Reserve what must not be refused."""
+    slot = index.reserve(key, num_bytes)
+    assert isinstance(slot, Slot), f"{key!r} was refused: {slot}"
+    return slot
+
+
+def committed(index: TierIndex, *keys: Key) -> None:
+    """Reserve and commit one chunk for each key."""
+    for key in keys:
+        reserved(index, key)
+        assert index.commit(key)
+
+
+def finish(medium: TierMedium) -> list[Completion]:
+    """All completions that are still to come."""
+    assert medium.drain(TIMEOUT_S)
+    return medium.poll()
+
+
+def failure_of(medium: TierMedium, ticket: Ticket) -> Failure | None:
+    """Finish everything; it must have been this one operation."""
+    completions = finish(medium)
+    assert [completion.ticket for completion in completions] == [ticket]
+    return completions[0].failure
+
+
+def is_protocol_error(call: Callable[[], object]) -> bool:
+    """Whether the call is refused as the caller's mistake."""
+    try:
+        call()
+    except TierProtocolError:
+        return True
+    return False

@@ -1,0 +1,78 @@
+"""A `TierIndex` that refuses and loses keys as planned, and otherwise is the index it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts, TierIndex
+from hybridkv.tiers.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
+
+
+class FaultInjectingIndex:
+    """Wraps `inner`. Whatever is planned, this still keeps the contract of `TierIndex`."""
+
+    def __init__(self, inner: TierIndex, plan: FaultPlan) -> None:
+        self._inner = inner
+        self._trigger = Trigger(plan)
+        self._injected = TierCounts()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._inner.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._inner.used_bytes
+
+    @property
+    def num_keys(self) -> int:
+        return self._inner.num_keys
+
+    @property
+    def generation(self) -> int:
+        return self._inner.generation
+
+    def lookup(self, key: Key) -> LookupResult:
+        return self._inner.lookup(key)
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        self._inner.touch(keys)
+
+    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+        action = self._trigger.action(Operation.RESERVE, key)
+        if isinstance(action, Refuse):
+            self._injected = self._injected.merge(TierCounts(refusals={action.refusal: 1}))
+            return action.refusal
+        return self._inner.reserve(key, num_bytes)
+
+    def commit(self, key: Key) -> bool:
+        self._vanish(Operation.COMMIT, key)
+        return self._inner.commit(key)
+
+    def abort(self, key: Key) -> None:
+        self._inner.abort(key)
+
+    def invalidate(self, key: Key) -> bool:
+        return self._inner.invalidate(key)
+
+    def pin(self, key: Key) -> Slot | None:
+        self._vanish(Operation.PIN, key)
+        return self._inner.pin(key)
+
+    def unpin(self, key: Key) -> None:
+        self._inner.unpin(key)
+
+    def clear(self) -> int:
+        return self._inner.clear()
+
+    def take_counts(self) -> TierCounts:
+        counts, self._injected = self._inner.take_counts().merge(self._injected), TierCounts()
+        return counts
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _vanish(self, operation: Operation, key: Key) -> None:
+        if isinstance(self._trigger.action(operation, key), Vanish):
+            self._inner.invalidate(key)
