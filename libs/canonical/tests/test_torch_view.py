@@ -1,0 +1,117 @@
+import pytest
+import torch
+
+from hybridkv.canonical import LayerLayout
+from hybridkv.canonical.torch_view import CanonicalKVCaches, KVCache, LayoutError, canonical_kv_caches
+
+BLOCKS = 6
+
+
+def build(caches: dict[str, KVCache], *groups: list[tuple[str, int]], blocks: int = BLOCKS) -> CanonicalKVCaches:
+    return canonical_kv_caches(caches, [[LayerLayout(*layer) for layer in group] for group in groups], blocks)
+
+
+def block_bytes(caches: CanonicalKVCaches, group: int, block: int) -> torch.Tensor:
+    parts = [caches.tensors[r.tensor_idx].tensor[block, : r.page_size_bytes] for r in caches.group_data_refs[group]]
+    return torch.cat(parts)
+
+
+def fill(tensor: torch.Tensor) -> None:
+    tensor.copy_(torch.randint(-100, 100, tensor.shape, generator=torch.Generator().manual_seed(tensor.numel())))
+
+
+def test_attention_pages_are_the_bytes_of_their_block() -> None:
+    cache = torch.zeros(BLOCKS, 2, 16, 8, dtype=torch.bfloat16)
+    fill(cache)
+    caches = build({"a": cache}, [("a", 512)])
+    for block in range(BLOCKS):
+        assert torch.equal(block_bytes(caches, 0, block), cache[block].contiguous().view(torch.int8).flatten())
+
+
+def test_writing_through_a_view_writes_the_engine_tensor() -> None:
+    cache = torch.zeros(BLOCKS, 2, 16, 8, dtype=torch.float32)
+    build({"a": cache}, [("a", 1024)]).tensors[0].tensor[3].fill_(1)
+    assert (cache[3] != 0).all() and (cache[2] == 0).all() and (cache[4] == 0).all()
+
+
+def test_padding_is_left_out_of_recurrent_pages() -> None:
+    storage = torch.zeros(BLOCKS * 1024, dtype=torch.int8)
+    state = storage.as_strided((BLOCKS, 1, 1, 700), (1024, 700, 700, 1))
+    fill(state)
+    caches = build({"s": state}, [("s", 700)])
+    assert torch.equal(block_bytes(caches, 0, 4), state[4].flatten())
+    assert caches.tensors[0].tensor.stride(0) == 1024
+
+
+def test_groups_that_overlay_the_same_bytes_share_one_region() -> None:
+    storage = torch.zeros(BLOCKS * 1024, dtype=torch.int8)
+    attention = storage.view(torch.float16).view(BLOCKS, 2, 16, 16)
+    state = storage.as_strided((BLOCKS, 1, 1, 700), (1024, 700, 700, 1))
+    caches = build({"a": attention, "s": state}, [("a", 1024)], [("s", 700)])
+    assert len(caches.tensors) == 1 and caches.tensors[0].page_size_bytes == 1024
+    assert [[ref.page_size_bytes for ref in refs] for refs in caches.group_data_refs] == [[1024], [700]]
+
+
+def test_a_block_of_several_kernel_blocks_is_one_page() -> None:
+    cache = torch.zeros(BLOCKS * 4, 2, 4, 8, dtype=torch.bfloat16)
+    fill(cache)
+    caches = build({"a": cache}, [("a", 512)])
+    assert torch.equal(block_bytes(caches, 0, 2), cache[8:12].contiguous().view(torch.int8).flatten())
+
+
+def test_layers_packed_into_one_block_have_a_region_each() -> None:
+    storage = torch.zeros(BLOCKS * 640, dtype=torch.int8)
+    wide = storage.as_strided((BLOCKS, 1, 1, 512), (640, 512, 512, 1))
+    narrow = storage.as_strided((BLOCKS, 1, 1, 128), (640, 128, 128, 1), 512)
+    fill(storage)
+    caches = build({"w": wide, "n": narrow}, [("w", 512), ("n", 128)])
+    assert len(caches.tensors) == 2
+    assert torch.equal(block_bytes(caches, 0, 5), storage[5 * 640 :])
+
+
+def test_heads_outside_of_blocks_have_a_region_each() -> None:
+    cache = torch.zeros(2, BLOCKS, 16, 8, dtype=torch.float16).permute(1, 0, 2, 3)
+    fill(cache)
+    caches = build({"a": cache}, [("a", 512)])
+    assert len(caches.tensors) == 2
+    assert torch.equal(block_bytes(caches, 0, 3), cache[3].contiguous().view(torch.int8).flatten())
+
+
+def test_a_permuted_dense_page_is_its_bytes_in_memory_order() -> None:
+    cache = torch.zeros(BLOCKS, 16, 2, 8, dtype=torch.float16).permute(0, 2, 1, 3)
+    fill(cache)
+    caches = build({"a": cache}, [("a", 512)])
+    in_memory = cache.permute(0, 2, 1, 3)[1].contiguous().view(torch.int8).flatten()
+    assert torch.equal(block_bytes(caches, 0, 1), in_memory)
+
+
+def test_states_in_several_tensors_are_one_page_in_order() -> None:
+    storage = torch.zeros(BLOCKS * 300, dtype=torch.int8)
+    first = storage.as_strided((BLOCKS, 1, 100), (300, 100, 1))
+    second = storage.as_strided((BLOCKS, 1, 150), (300, 150, 1), 100)
+    fill(storage)
+    caches = build({"s": [first, second]}, [("s", 250)])
+    assert torch.equal(block_bytes(caches, 0, 1), storage[300:550])
+
+
+def test_plain_numbers_agree_with_the_views() -> None:
+    cache = torch.zeros(BLOCKS, 2, 16, 8, dtype=torch.bfloat16)
+    pages = build({"a": cache}, [("a", 512)]).pages(0)
+    assert pages.regions[0].address == cache.data_ptr()
+    assert (pages.num_blocks, pages.block_bytes, pages.regions[0].stride_bytes) == (BLOCKS, 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("cache", "page_bytes", "words"),
+    [
+        (None, 512, "registered no KV cache"),
+        (torch.zeros(BLOCKS, 2, 16, 8, dtype=torch.int8), 512, "expected pages of 512 bytes, got 256"),
+        (torch.zeros(BLOCKS + 1, 2, 16, 8, dtype=torch.int8), 256, "blocks or a multiple"),
+        (torch.zeros(BLOCKS, 2, 16, 16, dtype=torch.int8)[..., :8], 256, "not contiguous"),
+    ],
+)
+def test_a_tensor_that_cannot_be_addressed_by_block_is_refused(
+    cache: torch.Tensor | None, page_bytes: int, words: str
+) -> None:
+    with pytest.raises(LayoutError, match=words):
+        build({} if cache is None else {"a": cache}, [("a", page_bytes)])

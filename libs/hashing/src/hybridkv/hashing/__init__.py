@@ -1,0 +1,16 @@
+"""The identity of hybrid KV content: fingerprints of caches, keys of chunks. No tensors, no engine, no I/O."""
+
+from hybridkv.hashing.fingerprint import FORMAT_VERSION, Fingerprint, GroupFingerprint, LayerFingerprint, diff
+from hybridkv.hashing.keys import KEY_BYTES, ChunkKeys, TokenHashes, group_digest
+
+__all__ = [
+    "FORMAT_VERSION",
+    "KEY_BYTES",
+    "ChunkKeys",
+    "Fingerprint",
+    "GroupFingerprint",
+    "LayerFingerprint",
+    "TokenHashes",
+    "diff",
+    "group_digest",
+]

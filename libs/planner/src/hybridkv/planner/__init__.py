@@ -1,0 +1,37 @@
+"""Decisions about hybrid KV caches as total, pure functions: no clock, no I/O, no randomness, no torch, no engine.
+
+A prefix can be resumed at token N only if every KV cache group can. This library knows what each kind of group needs
+for that, finds the longest such N in a store, and says which blocks move. It holds no bytes and no keys.
+"""
+
+from hybridkv.planner.coverage import chunk_blocks, chunk_span, coverage, needed_ends, resume_start
+from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit
+from hybridkv.planner.hit import Hit, Lookup, Miss, Pending, last_boundary, longest_hit
+from hybridkv.planner.lookup import LookupResult
+from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store
+
+__all__ = [
+    "CacheSpec",
+    "GroupKind",
+    "GroupSpec",
+    "Hit",
+    "Lookup",
+    "LookupResult",
+    "Miss",
+    "Pending",
+    "PlanError",
+    "State",
+    "StorePlan",
+    "TokenSpan",
+    "Transfer",
+    "chunk_blocks",
+    "chunk_span",
+    "chunk_unit",
+    "coverage",
+    "last_boundary",
+    "longest_hit",
+    "needed_ends",
+    "plan_load",
+    "plan_store",
+    "resume_start",
+]

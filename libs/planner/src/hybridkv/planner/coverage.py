@@ -1,0 +1,88 @@
+"""Which tokens each group needs, and which part of a chunk can ever be needed.
+
+`resume_start` is the one place that knows what the kinds mean; everything else here follows from it.
+"""
+
+from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan
+
+
+def resume_start(group: GroupSpec, num_tokens: int) -> int:
+    """The first token whose content `group` reads when a request is resumed at `num_tokens`.
+
+    It never falls as `num_tokens` grows, which is why one stored part of a chunk serves every later boundary.
+    """
+    if num_tokens <= 0:
+        return 0
+    match group.kind:
+        case GroupKind.FULL:
+            return 0
+        case GroupKind.WINDOW:
+            assert group.window_tokens is not None
+            return max(0, num_tokens - (group.window_tokens - 1))
+        case GroupKind.CHUNKED:
+            assert group.align_tokens is not None
+            return num_tokens // group.align_tokens * group.align_tokens
+        case GroupKind.RECURRENT:
+            return num_tokens - 1
+        case GroupKind.SCRATCH:
+            return num_tokens
+
+
+def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenSpan, ...]:
+    """The token spans that a group must hold so that a request can be resumed at `num_tokens`.
+
+    A RECURRENT group answers the last token: the state after it is the one that is needed.
+
+    Args:
+        spec: the model's groups.
+        group_index: which of them.
+        num_tokens: the boundary, 0 or more.
+
+    Raises:
+        ValueError: `num_tokens` is negative.
+    """
+    if num_tokens < 0:
+        raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
+    start = resume_start(spec.groups[group_index], num_tokens)
+    return (TokenSpan(start, num_tokens),) if start < num_tokens else ()
+
+
+def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
+    """The part of the chunk that ends at `end_token` which is stored for a group: whole blocks, empty if none.
+
+    A FULL chunk is stored whole. Of a WINDOW or CHUNKED one only the blocks that a boundary at `end_token` or later
+    reads; of a RECURRENT one the last block, which holds the state.
+    """
+    group = spec.groups[group_index]
+    start = max(end_token - spec.chunk_tokens, resume_start(group, end_token))
+    return TokenSpan(min(start // group.block_tokens * group.block_tokens, end_token), end_token)
+
+
+def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
+    """The same part as indices into the group's block table."""
+    span = chunk_span(spec, group_index, end_token)
+    block_tokens = spec.groups[group_index].block_tokens
+    if span.num_tokens == 0:
+        return range(0)
+    return range(span.start // block_tokens, span.end // block_tokens)
+
+
+def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int) -> range:
+    """The ends of the chunks that a group needs from a tier to resume at `num_tokens`.
+
+    Args:
+        spec: the model's groups.
+        group_index: which of them.
+        num_tokens: the boundary: a multiple of the chunk.
+        computed_tokens: the prefix that the engine holds itself.
+
+    Returns:
+        Chunk ends, ascending, every one a multiple of `spec.chunk_tokens`.
+    """
+    group, chunk = spec.groups[group_index], spec.chunk_tokens
+    start = resume_start(group, num_tokens)
+    if group.kind is not GroupKind.RECURRENT:
+        start = max(start, computed_tokens)
+    if start >= num_tokens:
+        return range(0)
+    return range((start // chunk + 1) * chunk, num_tokens + 1, chunk)

@@ -1,0 +1,112 @@
+"""What the planner knows about a model's KV cache: its groups, and the chunk they are offloaded in.
+
+These are plain values. They say nothing of bytes (hybridkv.canonical does) nor of any engine (hybridkv.connectors does).
+"""
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+
+class GroupKind(enum.StrEnum):
+    """What a KV cache group must hold so that a request can be resumed at token N."""
+
+    FULL = "full"
+    """Every token before N."""
+    WINDOW = "window"
+    """The last `window_tokens - 1` tokens before N."""
+    CHUNKED = "chunked"
+    """The tokens since the last multiple of `align_tokens`."""
+    RECURRENT = "recurrent"
+    """One state, exactly at N."""
+    SCRATCH = "scratch"
+    """Nothing: it is rebuilt by the engine and never stored."""
+
+
+class TokenSpan(NamedTuple):
+    """The half-open run of tokens [start, end)."""
+
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return max(0, self.end - self.start)
+
+
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One KV cache group.
+
+    Args:
+        kind: what the group needs to resume.
+        block_tokens: tokens in one of its blocks.
+        window_tokens: WINDOW only: how many tokens a query attends to, itself included (plus any that the engine
+            keeps beyond them).
+        align_tokens: CHUNKED only: attention never reaches back over a multiple of this.
+        lookahead_tokens: how many tokens past a chunk its bytes depend on: 0, but for the layers of a drafter
+            (EAGLE, MTP), whose last position is computed from the token that follows it.
+
+    Raises:
+        ValueError: a size is not positive, or does not belong to the kind.
+    """
+
+    kind: GroupKind
+    block_tokens: int
+    window_tokens: int | None = None
+    align_tokens: int | None = None
+    lookahead_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _require_positive("block_tokens", self.block_tokens)
+        if self.lookahead_tokens < 0:
+            raise ValueError(f"lookahead_tokens must not be negative, got {self.lookahead_tokens}")
+        for field, kind in (("window_tokens", GroupKind.WINDOW), ("align_tokens", GroupKind.CHUNKED)):
+            value = getattr(self, field)
+            if self.kind is kind:
+                _require_positive(field, value)
+            elif value is not None:
+                raise ValueError(f"{field} belongs to {kind.name} groups, got {value} for a {self.kind.name} group")
+
+
+class CacheSpec(msgspec.Struct, frozen=True):
+    """All groups of one model, and the chunk: the same run of tokens for every group.
+
+    Args:
+        groups: in the engine's order; a group's index is its position here.
+        chunk_tokens: a multiple of every stored group's block, so that a chunk is whole blocks in each of them.
+
+    Raises:
+        ValueError: the chunk does not fit the groups, or nothing would be stored.
+    """
+
+    groups: tuple[GroupSpec, ...]
+    chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        _require_positive("chunk_tokens", self.chunk_tokens)
+        if not self.stored_groups:
+            raise ValueError("groups must contain one that can be stored, got only SCRATCH groups or none")
+        unit = chunk_unit(self.groups)
+        if self.chunk_tokens % unit:
+            raise ValueError(
+                f"chunk_tokens must be a multiple of {unit} tokens, the least common multiple of the groups' blocks "
+                f"{[self.groups[i].block_tokens for i in self.stored_groups]}, got {self.chunk_tokens}"
+            )
+
+    @property
+    def stored_groups(self) -> tuple[int, ...]:
+        """Indices of the groups that are offloaded."""
+        return tuple(i for i, group in enumerate(self.groups) if group.kind is not GroupKind.SCRATCH)
+
+
+def chunk_unit(groups: Sequence[GroupSpec]) -> int:
+    """The smallest chunk that is whole blocks in every stored group, in tokens."""
+    return math.lcm(*(group.block_tokens for group in groups if group.kind is not GroupKind.SCRATCH))
+
+
+def _require_positive(field: str, value: int | None) -> None:
+    if value is None or value <= 0:
+        raise ValueError(f"{field} must be a positive number of tokens, got {value}")

@@ -1,0 +1,82 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_span, coverage, needed_ends, resume_start
+
+from strategies import CHUNKS, caches
+
+
+def spec(kind: GroupKind, chunk_tokens: int = 64, **sizes: int) -> CacheSpec:
+    return CacheSpec((GroupSpec(kind=kind, block_tokens=16, **sizes),), chunk_tokens)
+
+
+def test_full_attention_needs_every_token() -> None:
+    assert coverage(spec(GroupKind.FULL), 0, 128) == (TokenSpan(0, 128),)
+
+
+def test_a_window_group_needs_only_its_last_window() -> None:
+    assert coverage(spec(GroupKind.WINDOW, window_tokens=33), 0, 128) == (TokenSpan(96, 128),)
+
+
+def test_a_window_of_one_token_needs_nothing() -> None:
+    assert coverage(spec(GroupKind.WINDOW, window_tokens=1), 0, 128) == ()
+
+
+def test_a_chunked_group_needs_the_tokens_since_its_last_boundary() -> None:
+    cache = spec(GroupKind.CHUNKED, align_tokens=100)
+    assert coverage(cache, 0, 128) == (TokenSpan(100, 128),)
+    assert coverage(cache, 0, 200) == ()
+
+
+def test_a_recurrent_group_needs_one_state() -> None:
+    assert coverage(spec(GroupKind.RECURRENT), 0, 128) == (TokenSpan(127, 128),)
+    assert list(needed_ends(spec(GroupKind.RECURRENT), 0, 128, 64)) == [128]
+
+
+def test_nothing_is_needed_to_start_from_nothing() -> None:
+    for kind, sizes in (
+        (GroupKind.FULL, {}),
+        (GroupKind.WINDOW, {"window_tokens": 8}),
+        (GroupKind.CHUNKED, {"align_tokens": 8}),
+        (GroupKind.RECURRENT, {}),
+    ):
+        assert coverage(spec(kind, **sizes), 0, 0) == ()
+
+
+def test_a_negative_boundary_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_tokens"):
+        coverage(spec(GroupKind.FULL), 0, -1)
+
+
+def test_only_the_tail_of_a_window_chunk_is_stored() -> None:
+    assert chunk_span(spec(GroupKind.WINDOW, window_tokens=17), 0, 128) == TokenSpan(112, 128)
+    assert chunk_span(spec(GroupKind.WINDOW, window_tokens=18), 0, 128) == TokenSpan(96, 128)
+    assert chunk_span(spec(GroupKind.WINDOW, window_tokens=500), 0, 128) == TokenSpan(64, 128)
+
+
+def test_only_the_state_of_a_recurrent_chunk_is_stored() -> None:
+    assert chunk_span(spec(GroupKind.RECURRENT), 0, 128) == TokenSpan(112, 128)
+
+
+@given(caches(), st.data())
+def test_what_is_stored_of_the_chunks_is_all_that_any_boundary_needs(cache: CacheSpec, data: st.DataObject) -> None:
+    boundary = data.draw(st.integers(1, CHUNKS)) * cache.chunk_tokens
+    for group_index, group in enumerate(cache.groups):
+        stored: set[int] = set()
+        for end in needed_ends(cache, group_index, boundary, 0):
+            span = chunk_span(cache, group_index, end)
+            assert span.start % group.block_tokens == 0 and span.end == end
+            stored |= set(range(span.start, span.end))
+        needed = {token for span in coverage(cache, group_index, boundary) for token in range(span.start, span.end)}
+        assert needed <= stored
+
+
+@given(caches(), st.data())
+def test_what_a_group_needs_never_reaches_further_back_for_a_later_boundary(
+    cache: CacheSpec, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, 100))
+    second = data.draw(st.integers(first, 200))
+    for group in cache.groups:
+        assert resume_start(group, first) <= resume_start(group, second)

@@ -1,0 +1,159 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.planner import (
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
+    Hit,
+    LookupResult,
+    Miss,
+    Pending,
+    coverage,
+    last_boundary,
+    longest_hit,
+)
+
+from strategies import CHUNKS, caches, stores
+
+Store = dict[tuple[int, int], LookupResult]
+GPT_OSS = CacheSpec(
+    (
+        GroupSpec(kind=GroupKind.WINDOW, block_tokens=16, window_tokens=128),
+        GroupSpec(kind=GroupKind.FULL, block_tokens=16),
+    ),
+    64,
+)
+QWEN3_NEXT = CacheSpec(
+    (
+        *(GroupSpec(kind=GroupKind.RECURRENT, block_tokens=64) for _ in range(3)),
+        GroupSpec(kind=GroupKind.FULL, block_tokens=64),
+    ),
+    64,
+)
+
+
+def everything(spec: CacheSpec, chunks: int) -> Store:
+    return {
+        (group, (chunk + 1) * spec.chunk_tokens): LookupResult.HIT
+        for group in spec.stored_groups
+        for chunk in range(chunks)
+    }
+
+
+def hit(spec: CacheSpec, num_tokens: int, computed: int, store: Store) -> Hit | Pending | Miss:
+    return longest_hit(spec, num_tokens, computed, lambda group, end: store.get((group, end), LookupResult.MISS))
+
+
+def resumable(spec: CacheSpec, boundary: int, computed: int, store: Store) -> set[LookupResult]:
+    """Every answer that bears on a boundary, straight from `coverage`: the definition, without any search."""
+    answers = set()
+    for group_index in spec.stored_groups:
+        recurrent = spec.groups[group_index].kind is GroupKind.RECURRENT
+        for span in coverage(spec, group_index, boundary):
+            for token in range(span.start, span.end):
+                if token >= computed or recurrent:
+                    end = (token // spec.chunk_tokens + 1) * spec.chunk_tokens
+                    answers.add(store.get((group_index, end), LookupResult.MISS))
+    return answers
+
+
+def exhaustive(spec: CacheSpec, num_tokens: int, computed: int, store: Store) -> int:
+    boundary = last_boundary(spec, num_tokens)
+    while boundary > computed and LookupResult.MISS in resumable(spec, boundary, computed, store):
+        boundary -= spec.chunk_tokens
+    return boundary if boundary > computed else 0
+
+
+@given(caches(), st.data())
+def test_a_hit_is_what_exhaustive_search_finds(spec: CacheSpec, data: st.DataObject) -> None:
+    store = data.draw(stores(spec))
+    num_tokens = data.draw(st.integers(0, CHUNKS * spec.chunk_tokens))
+    computed = data.draw(st.integers(0, max(0, num_tokens - 1)))
+    found = hit(spec, num_tokens, computed, store)
+    expected = exhaustive(spec, num_tokens, computed, store)
+    if expected == 0:
+        assert isinstance(found, Miss)
+    elif LookupResult.PENDING in resumable(spec, expected, computed, store):
+        assert found == Pending(expected)
+    else:
+        assert found == Hit(expected)
+
+
+@given(caches(), st.data())
+def test_storing_one_more_chunk_never_shortens_a_hit(spec: CacheSpec, data: st.DataObject) -> None:
+    store = {key: LookupResult.HIT for key, answer in data.draw(stores(spec)).items() if answer is LookupResult.HIT}
+    num_tokens = data.draw(st.integers(0, CHUNKS * spec.chunk_tokens))
+    before = hit(spec, num_tokens, 0, store)
+    group = data.draw(st.sampled_from(spec.stored_groups))
+    store[group, data.draw(st.integers(1, CHUNKS)) * spec.chunk_tokens] = LookupResult.HIT
+    after = hit(spec, num_tokens, 0, store)
+    assert getattr(after, "num_tokens", 0) >= getattr(before, "num_tokens", 0)
+
+
+@given(caches(), st.data())
+def test_no_chunk_is_asked_for_twice(spec: CacheSpec, data: st.DataObject) -> None:
+    store = data.draw(stores(spec))
+    asked: Counter[tuple[int, int]] = Counter()
+
+    def lookup(group: int, end: int) -> LookupResult:
+        asked[group, end] += 1
+        return store.get((group, end), LookupResult.MISS)
+
+    longest_hit(spec, CHUNKS * spec.chunk_tokens, 0, lookup)
+    assert all(count == 1 for count in asked.values())
+    assert all(end % spec.chunk_tokens == 0 for _, end in asked)
+
+
+def test_the_last_token_is_never_part_of_a_hit() -> None:
+    assert hit(GPT_OSS, 256, 0, everything(GPT_OSS, 8)) == Hit(192)
+    assert hit(GPT_OSS, 257, 0, everything(GPT_OSS, 8)) == Hit(256)
+
+
+def test_a_hit_stops_where_the_last_recurrent_state_is() -> None:
+    store = everything(QWEN3_NEXT, 8)
+    for chunk in (4, 5, 6, 7):
+        del store[1, (chunk + 1) * 64]
+    assert hit(QWEN3_NEXT, 1000, 0, store) == Hit(256)
+
+
+def test_a_missing_state_settles_a_miss_before_the_full_prefix_is_walked() -> None:
+    asked: list[int] = []
+
+    def lookup(group: int, end: int) -> LookupResult:
+        asked.append(group)
+        return LookupResult.MISS if group == 0 else LookupResult.HIT
+
+    found = longest_hit(QWEN3_NEXT, 1000, 0, lookup)
+    assert found == Miss(0, "group 0 (RECURRENT) is not stored beyond the 0 tokens held")
+    assert set(asked) == {0}
+
+
+def test_a_hole_before_the_window_is_no_matter() -> None:
+    store = everything(GPT_OSS, 8)
+    del store[0, 64]
+    assert hit(GPT_OSS, 513, 0, store) == Hit(512)
+    del store[0, 448]
+    assert hit(GPT_OSS, 513, 0, store) == Hit(384)
+
+
+def test_what_the_engine_holds_need_not_be_stored() -> None:
+    store = everything(GPT_OSS, 8)
+    for chunk in range(4):
+        del store[1, (chunk + 1) * 64]
+    assert hit(GPT_OSS, 513, 256, store) == Hit(512)
+    assert isinstance(hit(GPT_OSS, 513, 192, store), Miss)
+
+
+def test_a_prompt_shorter_than_a_chunk_is_a_miss_with_a_reason() -> None:
+    found = hit(GPT_OSS, 64, 0, everything(GPT_OSS, 8))
+    assert found == Miss(None, "64 tokens have no boundary of 64 tokens beyond the 0 held")
+
+
+@pytest.mark.parametrize(("num_tokens", "computed"), [(-1, 0), (0, -1)])
+def test_negative_tokens_are_refused(num_tokens: int, computed: int) -> None:
+    with pytest.raises(ValueError, match="negative"):
+        hit(GPT_OSS, num_tokens, computed, {})
