@@ -1,0 +1,1 @@
+"""Engine connectors: translation between an engine's world and ours, and no decisions."""

@@ -1,0 +1,153 @@
+"""`kv_connector_extra_config`, decoded strictly: what is not understood is an error, never ignored."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from hybridkv.connectors.errors import ConfigurationError
+
+ROOT = "kv_connector_extra_config"
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
+
+
+class RamTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="ram"):
+    """Host memory.
+
+    Args:
+        capacity: bytes, over all ranks of the engine.
+    """
+
+    capacity: int
+
+
+TierConfig = RamTierConfig
+_TIER_TYPES: dict[str, type[msgspec.Struct]] = {"ram": RamTierConfig}
+
+
+class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator says to HybridOffloadConnector.
+
+    Args:
+        tiers: media, fastest first.
+        chunk_tokens: tokens in one offloaded unit, or "auto".
+        load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
+    """
+
+    tiers: tuple[TierConfig, ...]
+    chunk_tokens: int | Literal["auto"] = "auto"
+    load: Literal["async", "sync"] = "async"
+
+
+def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
+    """Decodes `kv_connector_extra_config`.
+
+    Raises:
+        ConfigurationError: a key or value is not understood, or a value cannot work.
+    """
+    _refuse_unknown_keys(ROOT, raw, OffloadConfig)
+    if not raw.get("tiers"):
+        raise ConfigurationError(
+            f"{ROOT}.tiers",
+            "a list of at least one tier",
+            repr(raw.get("tiers", "nothing")),
+            'for example "tiers": [{"type": "ram", "capacity": "4GiB"}]',
+        )
+    plain = dict(raw)
+    if isinstance(raw["tiers"], Sequence) and not isinstance(raw["tiers"], str):
+        plain["tiers"] = [_plain_tier(f"{ROOT}.tiers[{i}]", tier) for i, tier in enumerate(raw["tiers"])]
+    try:
+        config = msgspec.convert(plain, OffloadConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise _as_configuration_error(error, raw) from None
+    if len(config.tiers) > 1:
+        raise ConfigurationError(
+            f"{ROOT}.tiers", "one tier", f"{len(config.tiers)} tiers", "this version stacks no tiers; name one"
+        )
+    if isinstance(config.chunk_tokens, int) and config.chunk_tokens <= 0:
+        raise ConfigurationError(
+            f"{ROOT}.chunk_tokens", 'a positive number of tokens, or "auto"', config.chunk_tokens, 'use "auto"'
+        )
+    return config
+
+
+def _plain_tier(path: str, tier: object) -> object:
+    if not isinstance(tier, Mapping):
+        raise ConfigurationError(path, "an object with a type", repr(tier), '{"type": "ram", "capacity": "4GiB"}')
+    kind = tier.get("type")
+    if kind not in _TIER_TYPES:
+        raise ConfigurationError(
+            f"{path}.type",
+            "one of " + ", ".join(f'"{name}"' for name in _TIER_TYPES),
+            repr(kind),
+            _did_you_mean(str(kind), list(_TIER_TYPES)),
+        )
+    _refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
+    plain = dict(tier)
+    if "capacity" in tier:
+        plain["capacity"] = parse_size(f"{path}.capacity", tier["capacity"])
+    return plain
+
+
+def parse_size(path: str, value: object) -> int:
+    """A number of bytes, given as an int or as a string such as "4GiB".
+
+    Raises:
+        ConfigurationError: it is neither, or not positive.
+    """
+    num_bytes: float | None = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        num_bytes = value
+    elif isinstance(value, str) and (match := re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)):
+        unit = _UNITS.get(match[2])
+        if unit is None:
+            raise ConfigurationError(path, "a unit among " + ", ".join(u for u in _UNITS if u), repr(value), _SIZE_HINT)
+        num_bytes = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
+    if num_bytes is None:
+        raise ConfigurationError(path, "a size in bytes", repr(value), _SIZE_HINT)
+    if num_bytes <= 0:
+        raise ConfigurationError(path, "a positive size", repr(value), _SIZE_HINT)
+    return int(num_bytes)
+
+
+def format_size(num_bytes: float) -> str:
+    """Bytes for people: `format_size(3 << 29)` is "1.5 GiB"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if num_bytes >= _UNITS[unit]:
+            return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _refuse_unknown_keys(
+    path: str, raw: Mapping[str, Any], struct: type[msgspec.Struct], also: tuple[str, ...] = ()
+) -> None:
+    known = [field.encode_name for field in msgspec.structs.fields(struct)] + list(also)
+    for key in raw:
+        if key not in known:
+            raise ConfigurationError(f"{path}.{key}", "a known key", "an unknown one", _did_you_mean(str(key), known))
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    everything = "known: " + ", ".join(known)
+    return f'did you mean "{close[0]}"? {everything}' if close else everything
+
+
+def _as_configuration_error(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> ConfigurationError:
+    message, _, where = str(error).partition(" - at `$")
+    path = ROOT + where.rstrip("`")
+    found: Any = raw
+    for step in re.findall(r"\.([^.\[]+)|\[(\d+)\]", where.rstrip("`")):
+        try:
+            found = found[step[0]] if step[0] else found[int(step[1])]
+        except (KeyError, IndexError, TypeError):
+            break
+    expected = re.sub(r"^Expected (.*?)(, got .*)?$", r"\1", message).replace("`", "")
+    if required := re.match(r"Object missing required field (\S+)", expected):
+        name = required[1].strip("`")
+        return ConfigurationError(f"{path}.{name}", "a value", "nothing", f'add "{name}"')
+    return ConfigurationError(path, expected, repr(found), "see docs/reference/configuration.md")

@@ -1,0 +1,19 @@
+"""The one way in which an operator's mistake is reported."""
+
+
+class ConfigurationError(ValueError):
+    """A setting that cannot work. Raised while the engine starts; nothing runs half-configured.
+
+    Args:
+        path: the setting, from the top of what the operator wrote.
+        expected: what would have been right.
+        got: what was found.
+        hint: what to do next.
+    """
+
+    def __init__(self, path: str, expected: str, got: object, hint: str) -> None:
+        super().__init__(f"{path}: expected {expected}, got {got}\nhint: {hint}")
+        self.path = path
+        self.expected = expected
+        self.got = got
+        self.hint = hint

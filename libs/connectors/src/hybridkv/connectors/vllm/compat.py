@@ -1,0 +1,106 @@
+"""What differs between vLLM 0.30, 0.31 and 0.32, found by looking at the engine and never at its version number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridkv.connectors.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    HOST_HIT: Any = CacheHitSource.HOST
+except ImportError:
+    # The engine does not ask where hits come from.
+    HOST_HIT = None
+
+BlockTables = Callable[[str], Sequence[Sequence[int]]]
+STABLE_HASHES = ("sha256", "sha256_cbor")
+"""Block hashes that are the same in every process and that nobody can collide."""
+
+
+def require_supported_engine() -> None:
+    """Refuses an engine that lacks what a hybrid connector cannot do without.
+
+    Raises:
+        ConfigurationError: it cannot report the failure of one request's load, which came with vLLM 0.30.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    if not hasattr(base, "KVConnectorTransferResults") or not hasattr(base, "SupportsHMA"):
+        raise ConfigurationError(
+            "vllm", "0.30 or later", "one without KVConnectorTransferResults", "upgrade vllm; 0.32 is the one tested"
+        )
+
+
+def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Groups whose blocks a store keyed by content may hold; the rest is scratch."""
+    ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
+    if ids is not None:
+        return tuple(ids)
+    return tuple(
+        i
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+        if getattr(group.kv_cache_spec, "prefix_cacheable", True)
+    )
+
+
+def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Tokens that each entry of `request.block_hashes` adds."""
+    resolved = getattr(kv_cache_config, "hash_block_size", None)
+    if resolved is not None:
+        return int(resolved)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def unpadded_page_bytes(spec: Any) -> int:
+    """Bytes of one layer's page that hold content."""
+    for name in ("unpadded_page_size_bytes", "real_page_size_bytes"):
+        value = getattr(spec, name, None)
+        if value is not None:
+            return int(value)
+    return int(spec.page_size_bytes)
+
+
+def conv_state_layout() -> str:
+    """How recurrent layers lay out their convolution state: it differs between connectors unless the user sets it."""
+    try:
+        from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+    except ImportError:
+        return ""
+    return str(get_conv_state_layout())
+
+
+def boundary_states(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """The recurrent states that the scheduler hands over this step: request to (group, block id, tokens)."""
+    block_state = scheduler_output.kv_connector_block_state
+    return block_state.boundary_state_offloads if block_state is not None else {}
+
+
+def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
+    """The block tables of the requests of this step, to be read before it is over."""
+    block_state = scheduler_output.kv_connector_block_state
+    if block_state is None:
+        return lambda request_id: ()
+    resolve = getattr(block_state, "resolve_block_ids", None)
+    if resolve is not None:
+        return resolve
+    tables: Mapping[str, Sequence[Sequence[int]]] = block_state.block_ids
+    return lambda request_id: tables[request_id]
+
+
+def extra_hash_bytes(request: Any, start: int, end: int) -> bytes:
+    """What tells tokens apart besides their ids: adapter, cache salt, multimodal input."""
+    import msgspec
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+    return msgspec.msgpack.encode(keys, enc_hook=repr) if keys else b""

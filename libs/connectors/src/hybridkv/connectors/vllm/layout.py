@@ -1,0 +1,245 @@
+"""vLLM's KV cache groups in the words of the planner, the key space and the byte layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from hybridkv.canonical import LayerLayout
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.identity import weights_identity
+from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, LayerFingerprint
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, chunk_blocks, chunk_unit
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+AUTO_CHUNK_TOKENS = 128
+"""An automatic chunk is the smallest one that fits all groups and has this many tokens, unless a state limits it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Everything that both halves of the connector must agree on.
+
+    Args:
+        spec: groups in the engine's order, and the chunk.
+        layers: for every group its layers; none for SCRATCH.
+        keys: derives chunk keys; its groups are the stored ones, in order.
+        reuses_hashes: keys come from the engine's own block hashes.
+        world_size: ranks, each of which holds its own part of every chunk.
+    """
+
+    spec: CacheSpec
+    layers: tuple[tuple[LayerLayout, ...], ...]
+    keys: ChunkKeys
+    reuses_hashes: bool
+    world_size: int
+
+    def block_bytes(self, group_index: int) -> int:
+        """Bytes of one block on one rank, without padding."""
+        return sum(layer.page_bytes for layer in self.layers[group_index])
+
+    def chunk_bytes(self, group_index: int, end_token: int) -> int:
+        """Bytes of a group's part of a chunk on one rank; 0 where nothing of it is ever needed."""
+        return len(chunk_blocks(self.spec, group_index, end_token)) * self.block_bytes(group_index)
+
+    def key(self, group_index: int, prefix_hashes: Sequence[bytes], end_token: int) -> bytes:
+        """The key of a group's part of a chunk."""
+        return self.keys.key(self.spec.stored_groups.index(group_index), prefix_hashes, end_token)
+
+    def largest_chunk_bytes(self, group_index: int) -> int:
+        """The most bytes that a group's part of any chunk takes on one rank."""
+        chunk, group = self.spec.chunk_tokens, self.spec.groups[group_index]
+        if group.kind is GroupKind.CHUNKED:
+            # How much of a chunk is needed depends on where it lies; all of it is the bound.
+            return chunk // group.block_tokens * self.block_bytes(group_index)
+        return self.chunk_bytes(group_index, chunk)
+
+
+def resolve_layout(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int | Literal["auto"]
+) -> CacheLayout:
+    """Reads the engine's groups and settles the chunk.
+
+    Raises:
+        ConfigurationError: a group is of a kind that is not known, the parallel layout is not supported, or the chunk
+            does not fit.
+    """
+    _require_plain_parallelism(vllm_config)
+    stored = compat.cacheable_group_ids(kv_cache_config)
+    specs, layers, fingerprints = [], [], []
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        path = f"kv_cache_groups[{i}]"
+        if i not in stored:
+            specs.append(GroupSpec(kind=GroupKind.SCRATCH, block_tokens=group.kv_cache_spec.block_size))
+            layers.append(())
+            continue
+        spec = _group_spec(path, group, compat.hash_block_tokens(vllm_config, kv_cache_config))
+        prints = tuple(_layer_fingerprint(name, _layer_spec(group, name)) for name in group.layer_names)
+        specs.append(spec)
+        layers.append(tuple(LayerLayout(layer.name, layer.page_bytes) for layer in prints))
+        fingerprints.append(
+            GroupFingerprint(
+                kind=spec.kind,
+                block_tokens=spec.block_tokens,
+                layers=prints,
+                window_tokens=spec.window_tokens,
+                align_tokens=spec.align_tokens,
+                lookahead_tokens=spec.lookahead_tokens,
+            )
+        )
+    if not fingerprints:
+        raise ConfigurationError(
+            "kv_cache_groups", "a group that can be stored", "none", "this model keeps no reusable KV cache"
+        )
+    cache = CacheSpec(tuple(specs), _chunk(specs, chunk_tokens, vllm_config.model_config.max_model_len))
+    fingerprint = _fingerprint(vllm_config, kv_cache_config, cache.chunk_tokens, tuple(fingerprints))
+    return CacheLayout(
+        spec=cache,
+        layers=tuple(layers),
+        keys=ChunkKeys(fingerprint, compat.hash_block_tokens(vllm_config, kv_cache_config)),
+        reuses_hashes=vllm_config.cache_config.prefix_caching_hash_algo in compat.STABLE_HASHES,
+        world_size=vllm_config.parallel_config.world_size,
+    )
+
+
+def _require_plain_parallelism(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for field in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, field, 1)
+        if size != 1:
+            raise ConfigurationError(field, "1", size, "use tensor parallelism; this version stores no other layout")
+
+
+def _chunk(specs: Sequence[GroupSpec], wanted: int | Literal["auto"], max_model_len: int) -> int:
+    unit = chunk_unit(specs)
+    path = f"{ROOT}.chunk_tokens"
+    if wanted == "auto":
+        recurrent = any(spec.kind is GroupKind.RECURRENT for spec in specs)
+        chunk = unit if recurrent else -(-AUTO_CHUNK_TOKENS // unit) * unit
+    else:
+        chunk = wanted
+        if chunk % unit:
+            nearest = max(unit, round(chunk / unit) * unit)
+            blocks = sorted({spec.block_tokens for spec in specs if spec.kind is not GroupKind.SCRATCH})
+            raise ConfigurationError(
+                path,
+                f"a multiple of {unit} tokens, so that a chunk is whole blocks of every group (blocks of {blocks})",
+                chunk,
+                f'use {nearest}, or "auto"',
+            )
+    if chunk >= max_model_len:
+        raise ConfigurationError(
+            path,
+            f"less than max_model_len, so that some prompt can hit (the groups need multiples of {unit})",
+            f"{chunk} with max_model_len {max_model_len}",
+            f"raise --max-model-len above {chunk}, or lower --block-size",
+        )
+    return chunk
+
+
+def _group_spec(path: str, group: KVCacheGroupSpec, hash_tokens: int) -> GroupSpec:
+    lookahead = hash_tokens if group.is_eagle_group else 0
+    translated = {_translate(path, _layer_spec(group, name), group, lookahead) for name in group.layer_names}
+    if len(translated) != 1:
+        raise ConfigurationError(
+            f"{path}.kv_cache_spec",
+            "layers that need the same tokens",
+            f"{len(translated)} kinds of them",
+            "this version of hybridkv does not know such a group; report the model",
+        )
+    return translated.pop()
+
+
+def _translate(path: str, spec: KVCacheSpec, group: KVCacheGroupSpec, lookahead: int) -> GroupSpec:
+    # Exact classes: a subclass that is not listed may keep something else in its blocks.
+    make = _KINDS.get(type(spec).__name__)
+    if make is None or getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
+        raise ConfigurationError(
+            f"{path}.kv_cache_spec",
+            "one of " + ", ".join(_KINDS),
+            f"{type(spec).__name__} (layers {', '.join(group.layer_names[:2])}, ...)",
+            "hybridkv stores no KV whose meaning it does not know; start without it, or report the model",
+        )
+    if getattr(spec, "mamba_cache_mode", "align") != "align":
+        raise ConfigurationError(
+            f"{path}.kv_cache_spec",
+            "recurrent states at block boundaries (mamba_cache_mode align)",
+            f"mamba_cache_mode {spec.mamba_cache_mode}",
+            "start with --enable-prefix-caching: without it no state is ever kept, so nothing could be restored",
+        )
+    return make(spec, lookahead)
+
+
+def _full(spec: Any, lookahead: int) -> GroupSpec:
+    return GroupSpec(kind=GroupKind.FULL, block_tokens=spec.block_size, lookahead_tokens=lookahead)
+
+
+def _window(spec: Any, lookahead: int) -> GroupSpec:
+    return GroupSpec(
+        kind=GroupKind.WINDOW,
+        block_tokens=spec.block_size,
+        window_tokens=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0),
+        lookahead_tokens=lookahead,
+    )
+
+
+def _chunked(spec: Any, lookahead: int) -> GroupSpec:
+    return GroupSpec(
+        kind=GroupKind.CHUNKED,
+        block_tokens=spec.block_size,
+        align_tokens=spec.attention_chunk_size,
+        lookahead_tokens=lookahead,
+    )
+
+
+def _recurrent(spec: Any, lookahead: int) -> GroupSpec:
+    return GroupSpec(kind=GroupKind.RECURRENT, block_tokens=spec.block_size)
+
+
+_KINDS: dict[str, Callable[[Any, int], GroupSpec]] = {
+    "FullAttentionSpec": _full,
+    "MLAAttentionSpec": _full,
+    "SlidingWindowSpec": _window,
+    "SlidingWindowMLASpec": _window,
+    "ChunkedLocalAttentionSpec": _chunked,
+    "MambaSpec": _recurrent,
+}
+
+
+def _layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
+    """A layer's own spec: groups of one type may keep pages of different sizes."""
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return per_layer[name] if per_layer else group.kv_cache_spec
+
+
+def _layer_fingerprint(name: str, spec: KVCacheSpec) -> LayerFingerprint:
+    dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", ""),)
+    shapes = getattr(spec, "shapes", ())
+    described = ",".join(str(dtype) for dtype in dtypes) + (f" {shapes}" if shapes else "")
+    return LayerFingerprint(name=name, dtype=described, page_bytes=compat.unpadded_page_bytes(spec))
+
+
+def _fingerprint(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int, groups: tuple[GroupFingerprint, ...]
+) -> Fingerprint:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    recurrent = any(group.kind == GroupKind.RECURRENT for group in groups)
+    return Fingerprint(
+        model=model.model,
+        revision=model.revision or "",
+        weights=weights_identity(model.model),
+        dtype=str(model.dtype),
+        cache_dtype=str(cache.cache_dtype),
+        kv_layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or ""),
+        state_layout=compat.conv_state_layout() if recurrent else "",
+        chunk_tokens=chunk_tokens,
+        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        groups=groups,
+    )

@@ -1,0 +1,90 @@
+"""What travels between the connector's two halves: plans to the workers, outcomes back. Plain values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from hybridkv.tiers import Slot
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one group, and where (their part of) a chunk lies in the tier.
+
+    Args:
+        group_index: the engine's group.
+        key: of the chunk.
+        slot: where it lies, the same on every rank.
+        first_block: where `block_ids` begin within the chunk's stored blocks.
+        stored_blocks: how many blocks the chunk holds.
+        block_ids: the engine's blocks, in token order.
+    """
+
+    group_index: int
+    key: bytes
+    slot: Slot
+    first_block: int
+    stored_blocks: int
+    block_ids: tuple[int, ...]
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """Everything one request loads. `refused` says why it must fail without a byte moved."""
+
+    request_id: str
+    moves: tuple[Move, ...]
+    refused: str | None = None
+
+
+class Store(msgspec.Struct, frozen=True, array_like=True):
+    """Everything one request stores after this step."""
+
+    job_id: int
+    moves: tuple[Move, ...]
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):
+    """Scheduler to workers, once a step."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+
+
+class StoreOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """How many ranks are done with a store, and why any of them failed."""
+
+    num_ranks: int
+    failure: str | None = None
+
+
+class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a load failed, and the chunk that is to blame, if one is."""
+
+    reason: str
+    detail: str
+    key: bytes | None = None
+
+
+@dataclass(slots=True)
+class StepOutcome(KVConnectorWorkerMetadata):
+    """Workers to scheduler: what ended since the last step. Merging over ranks loses nothing."""
+
+    stores: dict[int, StoreOutcome] = field(default_factory=dict)
+    load_failures: dict[str, tuple[LoadFailure, ...]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcome:
+        if not isinstance(other, StepOutcome):
+            raise TypeError(f"expected StepOutcome, got {type(other).__name__}")
+        stores = dict(self.stores)
+        for job_id, theirs in other.stores.items():
+            mine = stores.get(job_id)
+            stores[job_id] = (
+                StoreOutcome(mine.num_ranks + theirs.num_ranks, mine.failure or theirs.failure) if mine else theirs
+            )
+        failures = dict(self.load_failures)
+        for request_id, theirs_failed in other.load_failures.items():
+            failures[request_id] = failures.get(request_id, ()) + theirs_failed
+        return StepOutcome(stores, failures)

@@ -1,0 +1,271 @@
+"""HybridOffloadConnector: vLLM's connector interface, forwarded to the half that this process needs.
+
+It only translates. What is loaded and stored is decided in `scheduler.py` with hybridkv.planner; bytes move in
+`worker.py`. Every method that vLLM calls and that is not here has the base class's default.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from hybridkv.connectors.config import ROOT, OffloadConfig, decode_config, format_size
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
+from hybridkv.connectors.vllm.messages import StepPlan
+from hybridkv.connectors.vllm.scheduler import OffloadScheduler
+from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder
+from hybridkv.connectors.vllm.worker import OffloadWorker
+from hybridkv.planner import GroupKind
+from hybridkv.tiers.ram import RamArena, RamIndex, choose_granule_bytes
+from hybridkv.transfer import CpuCopyEngine, InlineCopyEngine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.hybridkv")
+
+_live: weakref.WeakSet[HybridOffloadConnector] = weakref.WeakSet()
+"""Connectors of this process that were not shut down."""
+
+
+class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV cache of hybrid models beyond the engine's own memory, and restores prefixes from there.
+
+    Raises:
+        ConfigurationError: the configuration or the model cannot work; the engine does not start.
+    """
+
+    _cache_hit_source = compat.HOST_HIT
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        compat.require_supported_engine()
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        _refuse_second(self, transfer.engine_id, role)
+        config = decode_config(transfer.kv_connector_extra_config)
+        layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens)
+        rank_bytes, granule_bytes = _arena_size(config, layout)
+        self._engine_id = transfer.engine_id
+        self._recorder = Recorder()
+        self._scheduler: OffloadScheduler | None = None
+        self._worker: OffloadWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            index = RamIndex(rank_bytes, granule_bytes)
+            self._index = index
+            self._layout = layout
+            self._scheduler = OffloadScheduler(layout, index, self._recorder)
+            _say_what_was_understood(vllm_config, config, layout)
+        else:
+            stores = CpuCopyEngine()
+            self._worker = OffloadWorker(
+                layout,
+                RamArena(rank_bytes, granule_bytes),
+                stores,
+                stores if config.load == "async" else InlineCopyEngine(),
+                self._recorder,
+            )
+        _live.add(self)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: what a cache drops is computed again."""
+        return False
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        self._of_worker().register(kv_caches, self._kv_cache_config.num_blocks)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._of_worker().start_loads(self._step_plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: no request runs before its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: recurrent layers are never passed here, so all groups are stored after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        self._of_worker().start_stores(self._step_plan())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._of_worker().results()
+        return KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._of_worker().outcome()
+
+    # Scheduler side.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self._of_scheduler().track(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
+        # A load always ends in get_transfer_results, also one that is copied at once: only there can it fail safely.
+        return num_tokens, bool(num_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._of_scheduler().on_allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._of_scheduler().plan_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._of_scheduler().on_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Blocks that are being copied out are pinned in the pool, so the request may give up its own hold.
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        return self._of_scheduler().holds_freed_blocks()
+
+    def has_pending_push_work(self) -> bool:
+        return self._of_scheduler().has_work_in_flight()
+
+    def reset_cache(self) -> bool | None:
+        return self._of_scheduler().reset()
+
+    # Both sides.
+
+    def shutdown(self) -> None:
+        _live.discard(self)
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._scheduler is not None:
+            self._recorder.tier(self._index, self._layout.world_size)
+        return self._recorder.take()
+
+    # In the API process.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return OffloadStats(data=data) if data is not None else OffloadStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _step_plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        if not isinstance(plan, StepPlan):
+            raise TypeError(f"expected StepPlan, got {type(plan).__name__}")
+        return plan
+
+    def _of_scheduler(self) -> OffloadScheduler:
+        if self._scheduler is None:
+            raise RuntimeError("a scheduler's method was called on the worker's half of HybridOffloadConnector")
+        return self._scheduler
+
+    def _of_worker(self) -> OffloadWorker:
+        if self._worker is None:
+            raise RuntimeError("a worker's method was called on the scheduler's half of HybridOffloadConnector")
+        return self._worker
+
+
+def _refuse_second(connector: HybridOffloadConnector, engine_id: str | None, role: KVConnectorRole) -> None:
+    for other in _live:
+        if other._engine_id == engine_id and other.role == role:
+            raise ConfigurationError(
+                "kv_connector",
+                "one HybridOffloadConnector for each engine",
+                f"a second one in engine {engine_id}",
+                'name it once in "connectors"; its media go into one list "tiers"',
+            )
+
+
+def _arena_size(config: OffloadConfig, layout: CacheLayout) -> tuple[int, int]:
+    """Bytes of one rank's arena and of its granules."""
+    path = f"{ROOT}.tiers[0].capacity"
+    capacity = config.tiers[0].capacity
+    chunk_bytes = [layout.largest_chunk_bytes(i) for i in layout.spec.stored_groups]
+    granule = choose_granule_bytes([num_bytes for num_bytes in chunk_bytes if num_bytes])
+    smallest = sum(-(-num_bytes // granule) * granule for num_bytes in chunk_bytes) * layout.world_size
+    if capacity < smallest:
+        raise ConfigurationError(
+            path,
+            f"at least {smallest} bytes, which one chunk of {layout.spec.chunk_tokens} tokens takes",
+            f"{capacity} bytes",
+            f'a prefix can hit only if all its chunks fit; try "{format_size(64 * smallest).replace(" ", "")}" or more',
+        )
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if capacity > available:
+        raise ConfigurationError(
+            path, f"at most the {format_size(available)} of this host", format_size(capacity), "lower it"
+        )
+    return capacity // layout.world_size // granule * granule, granule
+
+
+def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout) -> None:
+    spec = layout.spec
+    chunk = spec.chunk_tokens
+    per_chunk = sum(layout.largest_chunk_bytes(i) for i in spec.stored_groups) * layout.world_size
+    capacity = config.tiers[0].capacity
+    logger.info(
+        "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); ram %s holds about %d tokens; "
+        "smallest prompt that can hit %d tokens; loads %s; kv_load_failure_policy %s; cache %s",
+        ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
+        chunk,
+        format_size(per_chunk),
+        per_chunk / chunk,
+        format_size(capacity),
+        capacity // per_chunk * chunk,
+        chunk + 1,
+        config.load,
+        getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "unknown"),
+        layout.keys.fingerprint.digest().hex()[:12],
+    )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        logger.warning(
+            "HybridOffloadConnector: prefix caching is off, so the engine keeps nothing of its own: every shared prefix "
+            "is copied in from this store for every request, and a recurrent model could restore nothing at all. Start "
+            "with --enable-prefix-caching unless that is meant."
+        )
+    if any(group.lookahead_tokens for group in spec.groups):
+        logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
+    if not layout.reuses_hashes:
+        logger.info("HybridOffloadConnector: the engine's block hashes differ between processes; tokens are hashed anew")
+    scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
+    if scratch:
+        logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)

@@ -1,0 +1,106 @@
+"""What the connector counts, on its way to /metrics through vLLM's connector statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from hybridkv.metrics import CATALOGUE, Counts, PrometheusSink
+from hybridkv.planner import CacheSpec, Hit, Miss
+from hybridkv.tiers import TierCounts, TierIndex
+
+if TYPE_CHECKING:
+    from hybridkv.connectors.vllm.messages import LoadFailure
+
+RAM = "ram"
+
+
+class Recorder:
+    """Counts events under the catalogue's names. One for each half; vLLM merges what they hand over."""
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+
+    def lookup(self, answer: Hit | Miss, spec: CacheSpec, num_tokens: int) -> None:
+        """A request was admitted with this answer; `num_tokens` of it are loaded."""
+        limiting = ""
+        if isinstance(answer, Miss) and answer.limiting_group is not None:
+            limiting = str(spec.groups[answer.limiting_group].kind)
+        result = "hit" if isinstance(answer, Hit) else "miss"
+        self._counts.add("vllm:hybridkv_lookups_total", 1, result=result, limiting_kind=limiting)
+        if num_tokens:
+            self._counts.add("vllm:hybridkv_hit_tokens_total", num_tokens)
+
+    def store(self, kind: str, outcome: str) -> None:
+        """One chunk of one group was stored, or why not."""
+        self._counts.add("vllm:hybridkv_stores_total", 1, kind=str(kind), outcome=outcome)
+
+    def stored_bytes(self, num_bytes: int) -> None:
+        self._counts.add("vllm:hybridkv_store_bytes_total", num_bytes)
+
+    def load(self, num_tokens: int, num_bytes: int, failed: bool, failures: Sequence[LoadFailure]) -> None:
+        """One request's load ended."""
+        self._counts.add("vllm:hybridkv_loads_total", 1, outcome="failed" if failed else "loaded")
+        if not failed:
+            self._counts.add("vllm:hybridkv_load_bytes_total", num_bytes)
+        for reason in {failure.reason for failure in failures}:
+            self._counts.add("vllm:hybridkv_load_failures_total", 1, reason=reason)
+
+    def copied(self, is_load: bool, seconds: float) -> None:
+        """One copy job ended on this rank."""
+        name = "vllm:hybridkv_load_seconds" if is_load else "vllm:hybridkv_store_seconds"
+        self._counts.observe(name, seconds)
+
+    def tier(self, index: TierIndex, num_ranks: int) -> None:
+        """What the tier holds now, over all ranks, and what it evicted since it was last asked."""
+        counts: TierCounts = index.take_counts()
+        if counts.evictions:
+            self._counts.add("vllm:hybridkv_evictions_total", counts.evictions, tier=RAM)
+        self._counts.set("vllm:hybridkv_tier_used_bytes", index.used_bytes * num_ranks, tier=RAM)
+        self._counts.set("vllm:hybridkv_tier_capacity_bytes", index.capacity_bytes * num_ranks, tier=RAM)
+
+    def take(self) -> OffloadStats | None:
+        """What was counted since the last call, None if nothing."""
+        if self._counts.is_empty():
+            return None
+        return OffloadStats(data=self._counts.take().to_dict())
+
+
+class OffloadStats(KVConnectorStats):
+    """Counts in the shape in which vLLM merges them and carries them to the API process."""
+
+    def reset(self) -> None:
+        self.data = Counts().to_dict()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        merged = Counts.from_dict(self.data)
+        merged.merge(Counts.from_dict(other.data))
+        return OffloadStats(data=merged.to_dict())
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the periodic log line: counters and gauges, summed over their labels."""
+        return Counts.from_dict(self.data).totals()
+
+    def is_empty(self) -> bool:
+        return Counts.from_dict(self.data).is_empty()
+
+
+class OffloadPromMetrics(KVConnectorPromMetrics):
+    """The catalogue as Prometheus metrics in the API process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._sink = PrometheusSink(
+            CATALOGUE, self._counter_cls, self._gauge_cls, self._histogram_cls, labelnames, per_engine_labelvalues
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self._sink.observe(transfer_stats_data, engine_idx)

@@ -1,0 +1,179 @@
+"""A worker's half of HybridOffloadConnector: carries out plans. It decides nothing and raises nothing in the engine.
+
+Bytes are verified on both sides of the tier: a chunk is sealed with its key and checksum after it was copied out, and
+checked before a byte of it is copied in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hybridkv.canonical import GroupPages
+from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lowering import runs_of
+from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.tiers.ram import RamArena
+from hybridkv.transfer import CopyEngine, CopyRuns
+
+logger = logging.getLogger("vllm.hybridkv.worker")
+
+
+@dataclass(slots=True)
+class LoadResults:
+    """Loads that ended since the last step; a failed one is in both sets."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Job:
+    store_id: int | None = None
+    request_id: str | None = None
+    failures: list[LoadFailure] = field(default_factory=list)
+
+
+class OffloadWorker:
+    """Copies between this rank's KV memory and its arena.
+
+    Args:
+        layout: the model's groups.
+        arena: this rank's part of the tier.
+        stores: carries out stores.
+        loads: carries out loads; the same engine as `stores`, or one that copies on the calling thread.
+        recorder: counts what happens.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, arena: RamArena, stores: CopyEngine, loads: CopyEngine, recorder: Recorder
+    ) -> None:
+        self._layout = layout
+        self._arena = arena
+        self._engines = (stores, loads) if stores is not loads else (stores,)
+        self._stores, self._loads = stores, loads
+        self._recorder = recorder
+        self._pages: dict[int, GroupPages] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._job_ids = itertools.count(1)
+        self._outcome = StepOutcome()
+        self._results = LoadResults()
+
+    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int) -> None:
+        """Takes the engine's KV tensors.
+
+        Raises:
+            ConfigurationError: their bytes are not where the engine's own description says, or not in host memory.
+        """
+        for name, cache in kv_caches.items():
+            for tensor in [cache] if hasattr(cache, "device") else cache:
+                if tensor.device.type != "cpu":
+                    raise ConfigurationError(
+                        "device", "KV caches in host memory", f"{tensor.device} ({name})", "run vLLM's CPU platform"
+                    )
+        try:
+            caches = canonical_kv_caches(kv_caches, self._layout.layers, num_blocks)
+            for group_index in self._layout.spec.stored_groups:
+                self._pages[group_index] = caches.pages(group_index)
+        except LayoutError as error:
+            raise ConfigurationError(
+                "kv_caches", "tensors as the engine describes them", str(error), "report the model and vLLM's version"
+            ) from error
+        for engine in self._engines:
+            engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
+            seen = set()
+            for cache in caches.tensors:
+                storage = cache.tensor.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    engine.register(storage.data_ptr(), storage.nbytes(), "kv cache")
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Submits the step's loads."""
+        for load in plan.loads:
+            job = _Job(request_id=load.request_id)
+            self._submit(self._loads, job, load, lambda load=load, job=job: self._check(load, job), None)
+
+    def start_stores(self, plan: StepPlan) -> None:
+        """Submits the step's stores. The forward pass that wrote their blocks is over."""
+        for store in plan.stores:
+            job = _Job(store_id=store.job_id)
+            self._submit(
+                self._stores, job, store, lambda store=store: self._discard(store), lambda store=store: self._seal(store)
+            )
+
+    def _submit(
+        self,
+        engine: CopyEngine,
+        job: _Job,
+        work: Load | Store,
+        before: Callable[[], str | None],
+        after: Callable[[], str | None] | None,
+    ) -> None:
+        job_id = next(self._job_ids)
+        self._jobs[job_id] = job
+        refused = work.refused if isinstance(work, Load) else None
+        try:
+            if refused is None:
+                runs = CopyRuns.concatenate([self._runs(move, isinstance(work, Load)) for move in work.moves])
+                refused = None if engine.submit(job_id, runs, before, after) else "the copy queue is full"
+        except Exception as error:  # whatever it was, it is this job's failure and not the engine's
+            logger.exception("a copy could not be submitted")
+            refused = f"{type(error).__name__}: {error}"
+        if refused is not None:
+            self._end(job_id, refused)
+
+    def _runs(self, move: Move, to_engine: bool) -> CopyRuns:
+        return runs_of(move, self._pages[move.group_index], self._arena.addresses(move.slot), to_engine)
+
+    def _check(self, load: Load, job: _Job) -> str | None:
+        for move in load.moves:
+            if failure := self._arena.check(move.key, move.slot):
+                job.failures.append(LoadFailure(str(failure.reason), failure.detail, move.key))
+        return job.failures[0].detail if job.failures else None
+
+    def _discard(self, store: Store) -> str | None:
+        for move in store.moves:
+            self._arena.discard(move.slot)
+        return None
+
+    def _seal(self, store: Store) -> str | None:
+        for move in store.moves:
+            if failure := self._arena.seal(move.key, move.slot):
+                return str(failure)
+        return None
+
+    def results(self) -> LoadResults:
+        """Loads that ended since the last call."""
+        for engine in self._engines:
+            for copied in engine.poll():
+                self._recorder.copied(self._jobs[copied.job_id].store_id is None, copied.seconds)
+                self._end(copied.job_id, copied.failure)
+        results, self._results = self._results, LoadResults()
+        return results
+
+    def _end(self, job_id: int, failure: str | None) -> None:
+        job = self._jobs.pop(job_id)
+        if job.store_id is not None:
+            self._outcome.stores[job.store_id] = StoreOutcome(1, failure)
+        elif job.request_id is not None:
+            self._results.finished.add(job.request_id)
+            if failure is not None:
+                self._results.failed.add(job.request_id)
+                self._outcome.load_failures[job.request_id] = tuple(job.failures) or (LoadFailure("io", failure),)
+
+    def outcome(self) -> StepOutcome | None:
+        """What the scheduler must hear, None if nothing."""
+        outcome, self._outcome = self._outcome, StepOutcome()
+        return outcome if outcome.stores or outcome.load_failures else None
+
+    def close(self) -> None:
+        """Ends copies in flight, then gives up the memory they use."""
+        for engine in self._engines:
+            engine.close()
+        self._arena.close()
