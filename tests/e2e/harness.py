@@ -1,0 +1,261 @@
+"""One real vLLM engine inside the test process, small enough to start for a test module and open to inspection.
+
+The engine runs uniproc: the scheduler, the worker, both halves of the connector and the KV tensors are plain objects
+here. A test may step it by hand, abort, corrupt a page and compare log-probabilities to the last digit.
+
+Nothing here imports vLLM at module level, because the environment must be prepared first. The harness knows no
+connector: it is named by ``kv_transfer_config``. vLLM keeps process-wide state; run one engine at a time.
+
+When is "cold" bit-equal to "warm"? When both compute the tokens after the hit in the same chunk. With the arguments of
+``tiny_models.ENGINE_ARGUMENTS`` qwen3-next always does; for the others choose prompt lengths with
+``exact_prompt_lengths``, and give concurrent requests the same length.
+"""
+
+import contextlib
+import dataclasses
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import tiny_models
+import torch
+
+_DRAIN_DEADLINE_S: Final = 60.0
+_MAX_STEPS: Final = 100_000
+
+
+def prepare_environment(directory: Path) -> None:
+    """Keep every cache of the engine under ``directory`` and every request off the network. Call before vLLM loads."""
+    for variable, name in (
+        ("HOME", "home"),
+        ("XDG_CACHE_HOME", "cache"),
+        ("XDG_CONFIG_HOME", "config"),
+        ("HF_HOME", "huggingface"),
+        ("VLLM_CONFIG_ROOT", "vllm_config"),
+        ("TORCHINDUCTOR_CACHE_DIR", "inductor"),
+        ("TRITON_CACHE_DIR", "triton"),
+    ):
+        path = directory / name
+        path.mkdir(parents=True, exist_ok=True)
+        os.environ[variable] = str(path)
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # No compiler is needed, and the first forward takes milliseconds where compiling takes ten seconds.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    # A cache that the caller shares between runs saves the fifteen seconds in which vLLM inspects the model's class in
+    # a subprocess. That subprocess must find the same packages as this process.
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(directory / "vllm"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def make_prompt(num_tokens: int, *, seed: int, prefix: Sequence[int] = ()) -> list[int]:
+    """A prompt of exactly ``num_tokens`` token ids: ``prefix``, then random tokens that depend on ``seed`` only."""
+    generator = random.Random(seed)
+    tail = [generator.randrange(tiny_models.PAD_ID + 1, tiny_models.VOCABULARY_SIZE) for _ in range(num_tokens)]
+    return [*prefix, *tail][:num_tokens]
+
+
+def exact_prompt_lengths(kind: str, count: int, *, remainder: int = 40) -> list[int]:
+    """Prompt lengths whose cold prefill ends in the very chunk that a hit leaves to compute.
+
+    Each is a multiple of the engine's token budget plus ``remainder``, which must lie in [1, block_size].
+    """
+    arguments = tiny_models.ENGINE_ARGUMENTS[kind]
+    if not 1 <= remainder <= arguments["block_size"]:
+        raise ValueError(f"remainder {remainder}: expected 1 to {arguments['block_size']}")
+    return [arguments["max_num_batched_tokens"] * (i + 1) + remainder for i in range(count)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What one request gave: compare two with ``==`` on ``token_ids`` and ``logprobs``."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]  # per output token: the top few token ids and their exact floats
+    num_cached_tokens: int  # tokens of the prompt that were not computed: the engine's own hit plus the connector's
+    finish_reason: str | None
+
+    def same_output(self, other: "Result") -> bool:
+        """Equal tokens and log-probabilities, to the last digit."""
+        return self.token_ids == other.token_ids and self.logprobs == other.logprobs
+
+
+class Engine:
+    """A running engine. Get one from ``running_engine``."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._next_request = 0
+        self._finished: dict[str, Result] = {}
+
+    # --- running requests -------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8) -> list[Result]:
+        """Run ``prompts`` together, drain, and return the results in the order of the prompts."""
+        request_ids = [self.add(prompt, max_tokens=max_tokens) for prompt in prompts]
+        self.run()
+        self.drain()
+        return [self.result(request_id) for request_id in request_ids]
+
+    def add(self, prompt: Sequence[int], *, max_tokens: int = 8, request_id: str | None = None) -> str:
+        """Queue one greedy request, without stepping. Returns the id that ``result`` and ``abort`` take."""
+        from vllm import SamplingParams
+
+        self._next_request += 1
+        request_id = request_id or f"request-{self._next_request}"
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=5, ignore_eos=True)
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, parameters)
+        return request_id
+
+    def step(self) -> list[Result]:
+        """One engine step, also when no request is left. Returns the requests that finished in it."""
+        finished = [_result(output) for output in self.llm.llm_engine.step() if output.finished]
+        self._finished.update((result.request_id, result) for result in finished)
+        return finished
+
+    def run(self) -> None:
+        """Step until no request is waiting or running."""
+        for _ in range(_MAX_STEPS):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                return
+            self.step()
+        raise TimeoutError(f"requests unfinished after {_MAX_STEPS} steps")
+
+    def drain(self) -> None:
+        """Step on after the last request until the connector has released every block and holds no pending work."""
+        deadline = time.monotonic() + _DRAIN_DEADLINE_S
+        while self.scheduler.has_requests():
+            self.step()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the connector still holds {sorted(self.scheduler.requests)} after draining")
+
+    def abort(self, *request_ids: str) -> None:
+        """Abort requests. An aborted request has no result."""
+        self.llm.llm_engine.abort_request(list(request_ids))
+
+    def result(self, request_id: str) -> Result:
+        """The result of a finished request; each can be taken once. KeyError when unknown, unfinished or aborted."""
+        return self._finished.pop(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the engine's own cached blocks. The connector keeps what it stored."""
+        self.drain()
+        if not self.llm.llm_engine.reset_prefix_cache(reset_connector=False):
+            raise RuntimeError("the prefix cache was not reset: some blocks are still in use")
+
+    # --- inspection -------------------------------------------------------------------------------------------------
+
+    @property
+    def core(self) -> Any:
+        """vLLM's EngineCore."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's half of the connector, or None."""
+        return self.scheduler.connector
+
+    @property
+    def worker_connector(self) -> Any:
+        """The worker's half of the connector; fails when the engine runs without one."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+    @property
+    def model_runner(self) -> Any:
+        worker = self.core.model_executor.driver_worker
+        return getattr(worker, "worker", worker).model_runner
+
+    @property
+    def kv_cache_config(self) -> Any:
+        return self.scheduler.kv_cache_config
+
+    @property
+    def num_free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def page(self, layer_name: str, block_id: int) -> torch.Tensor:
+        """The bytes of one layer in one block, without padding: a writable uint8 view of the engine's memory."""
+        group = next(g for g in self.kv_cache_config.kv_cache_groups if layer_name in g.layer_names)
+        placement = next(t for t in self.kv_cache_config.kv_cache_tensors if layer_name in t.layers)
+        spec = group.kv_cache_spec
+        num_bytes = dataclasses.replace(spec, page_size_padded=None).page_size_bytes
+        start = placement.offset + placement.layers.index(layer_name) * placement.layer_stride
+        start += block_id * placement.block_stride
+        memory = torch.empty(0, dtype=torch.uint8).set_(self._kv_storage())
+        return memory[start : start + num_bytes]
+
+    def block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The block table of an unfinished request, one list a group; 0 is the null block. Takes the id of ``add``."""
+        internal = next(name for name in self.scheduler.requests if name.rpartition("-")[0] == request_id)
+        return tuple(list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(internal))
+
+    def _kv_storage(self) -> torch.UntypedStorage:
+        """The one allocation that all layers share."""
+        cache = self.model_runner.kv_caches[0]
+        while not isinstance(cache, torch.Tensor):
+            cache = cache[0]
+        return cache.untyped_storage()
+
+
+def _result(output: Any) -> Result:
+    completion = output.outputs[0]
+    logprobs = tuple({token: entry.logprob for token, entry in step.items()} for step in completion.logprobs or ())
+    return Result(
+        request_id=output.request_id,
+        token_ids=tuple(completion.token_ids),
+        logprobs=logprobs,
+        num_cached_tokens=output.num_cached_tokens or 0,
+        finish_reason=completion.finish_reason,
+    )
+
+
+@contextlib.contextmanager
+def running_engine(
+    kind: str, directory: Path, *, kv_transfer_config: dict[str, Any] | None = None, **arguments: Any
+) -> Iterator[Engine]:
+    """Make the tiny model of ``kind`` under ``directory`` and run an engine on it until the block ends.
+
+    ``arguments`` override ``tiny_models.ENGINE_ARGUMENTS``. Use it in a module-scoped fixture.
+    """
+    prepare_environment(directory / "environment")
+    # A bf16 engine whose very first forward is a single token meets AMX instructions that nobody asked the kernel for.
+    torch.cpu._init_amx()
+
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    model = tiny_models.make_tiny_model(kind, directory / kind)
+    options = tiny_models.ENGINE_ARGUMENTS[kind] | arguments
+    if kv_transfer_config is not None:
+        options["kv_transfer_config"] = kv_transfer_config
+    llm = LLM(str(model), **options)
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def scratch_directory(default: Path) -> Path:
+    """Where an engine may write: Bazel's TEST_TMPDIR when set, else ``default`` (pytest's tmp_path)."""
+    directory = os.environ.get("TEST_TMPDIR")
+    return Path(directory) if directory else default
