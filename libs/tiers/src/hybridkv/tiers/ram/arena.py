@@ -138,7 +138,6 @@ class RamArena:
         failure = why_not_copy(sources, destinations)
         if failure is not None:
             return failure
-        self.discard(slot)
         copy_views(sources, destinations)
         return self.seal(key, slot)
 

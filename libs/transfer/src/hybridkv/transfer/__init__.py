@@ -1,0 +1,22 @@
+"""Moves bytes. Knows runs of bytes, not groups."""
+
+from hybridkv.transfer.cpu import CpuCopyEngine
+from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId
+from hybridkv.transfer.errors import CopyEngineError, RunsError, TransferError
+from hybridkv.transfer.inline import InlineCopyEngine
+from hybridkv.transfer.runs import CopyRuns, Extent, zip_extents
+
+__all__ = [
+    "CopyEngine",
+    "CopyEngineError",
+    "CopyResult",
+    "CopyRuns",
+    "CpuCopyEngine",
+    "Extent",
+    "Hook",
+    "InlineCopyEngine",
+    "JobId",
+    "RunsError",
+    "TransferError",
+    "zip_extents",
+]

@@ -1,0 +1,65 @@
+"""What a copy engine promises: jobs of runs go in, results come out. CONTRACT.md names the test behind each promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NewType, Protocol, TypeAlias, runtime_checkable
+
+from hybridkv.transfer.runs import CopyRuns
+
+JobId = NewType("JobId", int)
+"""The caller's name for one job; free again once its result was polled."""
+
+Hook: TypeAlias = Callable[[], "str | None"]
+"""Runs on the copy thread. None: go on. A reason: fail the job. An exception fails it too, with its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """The end of one job."""
+
+    job_id: JobId
+    failure: str | None
+    """None when every byte was copied and both hooks agreed."""
+    num_bytes: int
+    """Bytes that were copied: 0 or all of the job's, also when `after` failed it."""
+    seconds: float
+    """From the start of the job to its end, hooks included, time in the queue not."""
+
+
+@runtime_checkable
+class CopyEngine(Protocol):
+    """Moves runs of bytes between registered memory. One thread submits, polls and closes.
+
+    Memory of a job must stay valid, its sources unchanged and its destinations unread until its result was polled.
+    """
+
+    def register(self, address: int, num_bytes: int, name: str) -> None:
+        """Memory that runs may touch from now on; `name` appears in failures. Registrations may overlap."""
+        ...
+
+    def submit(self, job_id: JobId, runs: CopyRuns, before: Hook | None = None, after: Hook | None = None) -> bool:
+        """Queue a job: `before`, then the copies, then `after`; jobs run one after another in order of submission.
+
+        True: taken, and exactly one result will come. False: as many jobs as allowed are waiting or unpolled; nothing
+        was done and no result comes, so the caller drops and counts. Never waits. A job with a run that does not lie in
+        one registration fails before `before` is called and before a byte moves. `CopyEngineError` after `close` and
+        for a `job_id` whose result was not polled yet.
+        """
+        ...
+
+    def poll(self) -> list[CopyResult]:
+        """Results that were not handed out yet, in order of submission. Never waits."""
+        ...
+
+    def wait(self, job_ids: Iterable[JobId], timeout_s: float) -> bool:
+        """Wait until these jobs have ended; their results still come by `poll`. False when `timeout_s` passed first.
+
+        A job id that is not known, because its result was polled, has ended.
+        """
+        ...
+
+    def close(self) -> None:
+        """Finish the running job, fail the queued ones, stop the threads. `poll` still works. Repeatable."""
+        ...

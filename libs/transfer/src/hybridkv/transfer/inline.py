@@ -1,0 +1,51 @@
+"""The copy engine that copies in `submit`, on the caller's thread: for loading synchronously, and for tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from hybridkv.transfer.engine import CopyResult, Hook, JobId
+from hybridkv.transfer.errors import CopyEngineError
+from hybridkv.transfer.jobs import Job, copy_runs, execute
+from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.runs import CopyRuns
+
+
+class InlineCopyEngine:
+    """A `CopyEngine` whose jobs have ended when `submit` returns. At most `max_queued_jobs` results wait for `poll`.
+
+    `clock` gives seconds. `ValueError` when `max_queued_jobs` is below 1.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_queued_jobs: int = 1024) -> None:
+        if max_queued_jobs < 1:
+            raise ValueError(f"max_queued_jobs: expected a number >= 1, got {max_queued_jobs}")
+        self._clock = clock
+        self._max_queued_jobs = max_queued_jobs
+        self._memory = RegisteredMemory()
+        self._results: dict[JobId, CopyResult] = {}
+        self._is_closed = False
+
+    def register(self, address: int, num_bytes: int, name: str) -> None:
+        self._memory = self._memory.with_region(address, num_bytes, name)
+
+    def submit(self, job_id: JobId, runs: CopyRuns, before: Hook | None = None, after: Hook | None = None) -> bool:
+        if self._is_closed:
+            raise CopyEngineError(f"submit: job {job_id} came after close")
+        if job_id in self._results:
+            raise CopyEngineError(f"submit: the result of job {job_id} was not polled yet")
+        if len(self._results) >= self._max_queued_jobs:
+            return False
+        self._results[job_id] = execute(Job(job_id, runs, before, after), self._memory, copy_runs, self._clock)
+        return True
+
+    def poll(self) -> list[CopyResult]:
+        results, self._results = self._results, {}
+        return list(results.values())
+
+    def wait(self, job_ids: Iterable[JobId], timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._is_closed = True

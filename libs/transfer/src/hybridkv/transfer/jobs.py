@@ -1,0 +1,66 @@
+"""One job from start to end, on whatever thread calls. Private to the engines of this library."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridkv.transfer.engine import CopyResult, Hook, JobId
+from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.runs import CopyRuns
+
+GIL_RELEASE_BYTES = 64 * 1024
+"""Shorter runs are copied without releasing the interpreter lock: getting it back can cost more than the copy."""
+
+_signature = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+_memmove_releasing = ctypes.CFUNCTYPE(*_signature)(_memmove_address)
+_memmove_holding = ctypes.PYFUNCTYPE(*_signature)(_memmove_address)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    job_id: JobId
+    runs: CopyRuns
+    before: Hook | None
+    after: Hook | None
+
+    def failed(self, failure: str, num_bytes: int = 0, seconds: float = 0.0) -> CopyResult:
+        return CopyResult(self.job_id, failure, num_bytes, seconds)
+
+
+def copy_runs(runs: CopyRuns) -> None:
+    """Copy each run. The caller checked every address."""
+    for source, destination, num_bytes in runs.triples():
+        if num_bytes < GIL_RELEASE_BYTES:
+            _memmove_holding(destination, source, num_bytes)
+        else:
+            _memmove_releasing(destination, source, num_bytes)
+
+
+def execute(
+    job: Job, memory: RegisteredMemory, copy: Callable[[CopyRuns], None], clock: Callable[[], float]
+) -> CopyResult:
+    """Check, `before`, copy, `after`. Any problem ends the job there, as a result."""
+    started = clock()
+    num_bytes = 0
+    failure = memory.why_not(job.runs) or _ask("before", job.before)
+    if failure is None:
+        copy(job.runs)
+        num_bytes = job.runs.total_bytes
+        failure = _ask("after", job.after)
+    return CopyResult(job.job_id, failure, num_bytes, clock() - started)
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _ask(name: str, hook: Hook | None) -> str | None:
+    if hook is None:
+        return None
+    try:
+        return hook()
+    except Exception as error:  # whatever a hook raises must end its job, not the copy thread
+        return f"{name}: {describe(error)}"

@@ -1,0 +1,148 @@
+"""Runs of bytes: what a copy engine executes. Knows addresses and sizes, not blocks, groups, layers or tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.transfer.errors import RunsError
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+Extent: TypeAlias = tuple[int, int]
+"""(address, num_bytes)"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyRuns:
+    """Copies `num_bytes[i]` bytes from address `sources[i]` to address `destinations[i]`, for each i in order.
+
+    Three int64 arrays of one length; they become read-only and belong to this value. Sizes are positive, addresses are
+    not negative, else `RunsError`. No destination may overlap another destination or any source: the result would
+    depend on the order, which `coalesce` and copying in parallel change. The caller promises that; nobody checks it.
+    """
+
+    sources: Integers
+    destinations: Integers
+    num_bytes: Integers
+
+    def __post_init__(self) -> None:
+        for name in ("sources", "destinations", "num_bytes"):
+            array = getattr(self, name)
+            if array.dtype != np.int64 or array.ndim != 1 or len(array) != len(self.sources):
+                expected = f"a one-dimensional int64 array of length {len(self.sources)}"
+                raise RunsError(f"{name}: expected {expected}, got {array.dtype}{list(array.shape)}")
+            array.setflags(write=False)
+        if len(self.num_bytes) and int(self.num_bytes.min()) <= 0:
+            raise RunsError(f"num_bytes: expected sizes > 0, got {int(self.num_bytes.min())}")
+        for name in ("sources", "destinations"):
+            array = getattr(self, name)
+            if len(array) and int(array.min()) < 0:
+                raise RunsError(f"{name}: expected addresses >= 0, got {int(array.min())}")
+
+    @classmethod
+    def empty(cls) -> CopyRuns:
+        return cls.of([])
+
+    @classmethod
+    def of(cls, triples: Iterable[tuple[int, int, int]]) -> CopyRuns:
+        """From (source, destination, num_bytes)."""
+        table = np.array(list(triples), dtype=np.int64).reshape(-1, 3)
+        return cls(table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[CopyRuns]) -> CopyRuns:
+        if not parts:
+            return cls.empty()
+        return cls(
+            np.concatenate([part.sources for part in parts]),
+            np.concatenate([part.destinations for part in parts]),
+            np.concatenate([part.num_bytes for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.num_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
+
+    def triples(self) -> list[tuple[int, int, int]]:
+        """(source, destination, num_bytes) as Python integers."""
+        return list(zip(self.sources.tolist(), self.destinations.tolist(), self.num_bytes.tolist(), strict=True))
+
+    def reversed(self) -> CopyRuns:
+        """The copies back: from each destination to its source."""
+        return CopyRuns(self.destinations, self.sources, self.num_bytes)
+
+    def coalesce(self) -> CopyRuns:
+        """The same bytes in fewer runs: a run that continues the one before it on both sides is joined to it."""
+        if len(self) < 2:
+            return self
+        continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) & (
+            self.destinations[1:] == self.destinations[:-1] + self.num_bytes[:-1]
+        )
+        starts = np.concatenate(([0], np.flatnonzero(~continues) + 1))
+        return CopyRuns(self.sources[starts], self.destinations[starts], np.add.reduceat(self.num_bytes, starts))
+
+    def split(self, num_parts: int) -> list[CopyRuns]:
+        """At most `num_parts` lists of runs, none empty, of nearly equal bytes; runs are cut where needed."""
+        if num_parts < 1:
+            raise RunsError(f"num_parts: expected a number >= 1, got {num_parts}")
+        if not len(self):
+            return []
+        total = self.total_bytes
+        num_parts = min(num_parts, total)
+        cuts = np.array([total * part // num_parts for part in range(1, num_parts)], dtype=np.int64)
+        pieces = self._cut_at(cuts)
+        ends = np.searchsorted(np.cumsum(pieces.num_bytes), cuts) + 1
+        bounds = [0, *ends.tolist(), len(pieces)]
+        return [pieces._slice(first, last) for first, last in itertools.pairwise(bounds)]
+
+    def _slice(self, first: int, last: int) -> CopyRuns:
+        return CopyRuns(self.sources[first:last], self.destinations[first:last], self.num_bytes[first:last])
+
+    def _cut_at(self, positions: Integers) -> CopyRuns:
+        """The same runs, cut at these positions in the sequence of all bytes (each inside the total)."""
+        ends = np.cumsum(self.num_bytes)
+        bounds = np.union1d(np.concatenate(([0], ends)), positions)
+        run = np.searchsorted(ends, bounds[:-1], side="right")
+        into_run = bounds[:-1] - (ends - self.num_bytes)[run]
+        return CopyRuns(self.sources[run] + into_run, self.destinations[run] + into_run, np.diff(bounds))
+
+
+def zip_extents(sources: Sequence[Extent], destinations: Sequence[Extent]) -> CopyRuns:
+    """The copy of the concatenation of `sources` over that of `destinations`, whatever the two are cut into.
+
+    Each is a sequence of (address, num_bytes); empty extents are skipped. `RunsError` when the totals differ.
+    """
+    source_addresses, source_bytes = _columns("sources", sources)
+    destination_addresses, destination_bytes = _columns("destinations", destinations)
+    source_ends = np.cumsum(source_bytes)
+    destination_ends = np.cumsum(destination_bytes)
+    if int(source_bytes.sum()) != int(destination_bytes.sum()):
+        raise RunsError(
+            f"destinations: expected {int(source_bytes.sum())} bytes, as in sources, got {int(destination_bytes.sum())}"
+        )
+    bounds = np.union1d(np.concatenate(([0], source_ends)), destination_ends)
+    starts = bounds[:-1]
+    source = np.searchsorted(source_ends, starts, side="right")
+    destination = np.searchsorted(destination_ends, starts, side="right")
+    return CopyRuns(
+        source_addresses[source] + starts - (source_ends - source_bytes)[source],
+        destination_addresses[destination] + starts - (destination_ends - destination_bytes)[destination],
+        np.diff(bounds),
+    )
+
+
+def _columns(name: str, extents: Sequence[Extent]) -> tuple[Integers, Integers]:
+    table = np.array(extents, dtype=np.int64).reshape(-1, 2)
+    if len(table) and int(table[:, 1].min()) < 0:
+        raise RunsError(f"{name}: expected sizes >= 0, got {int(table[:, 1].min())}")
+    table = table[table[:, 1] > 0]
+    return table[:, 0], table[:, 1]

@@ -1,0 +1,278 @@
+"""What every copy engine promises, for each engine of this library."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv.transfer import (
+    CopyEngine,
+    CopyEngineError,
+    CopyResult,
+    CopyRuns,
+    CpuCopyEngine,
+    InlineCopyEngine,
+    JobId,
+    cpu,
+)
+
+TIMEOUT_S = 30.0
+POISON = 0xA5
+ENGINES: dict[str, Callable[[], CopyEngine]] = {
+    "inline": InlineCopyEngine,
+    "one thread": CpuCopyEngine,
+    "three threads": lambda: CpuCopyEngine(num_threads=3),
+}
+
+
+@pytest.fixture(params=list(ENGINES))
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyEngine]:
+    monkeypatch.setattr(cpu, "SHARED_JOB_BYTES", 1)
+    made = ENGINES[request.param]()
+    yield made
+    made.close()
+
+
+class Memory:
+    """A source of random bytes and a poisoned destination, registered with an engine."""
+
+    def __init__(self, engine: CopyEngine, num_bytes: int = 1 << 20) -> None:
+        self.source = np.random.default_rng(7).integers(0, 256, num_bytes, dtype=np.uint8)
+        self.destination = np.full(num_bytes, POISON, dtype=np.uint8)
+        engine.register(self.source.ctypes.data, num_bytes, "source")
+        engine.register(self.destination.ctypes.data, num_bytes, "destination")
+
+    def runs(self, *triples: tuple[int, int, int]) -> CopyRuns:
+        """Runs from offsets."""
+        bases = self.source.ctypes.data, self.destination.ctypes.data
+        return CopyRuns.of([(bases[0] + source, bases[1] + dest, size) for source, dest, size in triples])
+
+    def is_untouched(self) -> bool:
+        return bool((self.destination == POISON).all())
+
+
+def finish(engine: CopyEngine, *job_ids: int) -> list[CopyResult]:
+    assert engine.wait([JobId(job_id) for job_id in job_ids], TIMEOUT_S)
+    return engine.poll()
+
+
+def failure_of(engine: CopyEngine, job_id: int) -> str | None:
+    [result] = finish(engine, job_id)
+    assert result.job_id == job_id
+    return result.failure
+
+
+def test_an_engine_is_a_copy_engine(engine: CopyEngine) -> None:
+    assert isinstance(engine, CopyEngine)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_exactly_the_bytes_of_the_runs_are_copied(name: str, data: st.DataObject) -> None:
+    num_bytes = 300_000
+    sizes = data.draw(st.lists(st.sampled_from([1, 7, 4096, 65535, 65536, 70_001]), max_size=4))
+    gaps = data.draw(st.lists(st.integers(min_value=0, max_value=500), min_size=len(sizes), max_size=len(sizes)))
+    order = data.draw(st.permutations(range(len(sizes))))
+    offsets = [sum(sizes[:i]) + sum(gaps[: i + 1]) for i in range(len(sizes))]
+    engine = ENGINES[name]()
+    try:
+        memory = Memory(engine, num_bytes)
+        triples = [(data.draw(st.integers(0, num_bytes - sizes[i])), offsets[i], sizes[i]) for i in order]
+        expected = memory.destination.copy()
+        for source, destination, size in triples:
+            expected[destination : destination + size] = memory.source[source : source + size]
+        assert engine.submit(JobId(1), memory.runs(*triples))
+        [result] = finish(engine, 1)
+        assert (result.failure, result.num_bytes) == (None, sum(sizes))
+        assert np.array_equal(memory.destination, expected)
+    finally:
+        engine.close()
+
+
+def test_large_jobs_are_copied_whole(engine: CopyEngine) -> None:
+    memory = Memory(engine)
+    half = len(memory.source) // 2
+    engine.submit(JobId(1), memory.runs((0, half, half), (half, 0, half)))
+    assert failure_of(engine, 1) is None
+    assert np.array_equal(memory.destination, np.roll(memory.source, half))
+
+
+def test_a_job_without_runs_succeeds(engine: CopyEngine) -> None:
+    engine.submit(JobId(1), CopyRuns.empty())
+    assert failure_of(engine, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "side"),
+    [
+        ((-1, 0, 4), "source"),
+        ((0, -1, 4), "destination"),
+        (((1 << 20) - 3, 0, 4), "source"),
+        ((0, (1 << 20) - 3, 4), "destination"),
+        ((0, 0, (1 << 63) - 1), "source"),
+    ],
+)
+def test_a_run_outside_registered_memory_fails_the_job_before_a_byte_moves(
+    engine: CopyEngine, bad: tuple[int, int, int], side: str
+) -> None:
+    memory = Memory(engine)
+    called: list[str] = []
+    engine.submit(JobId(1), memory.runs((0, 100, 10), bad), before=lambda: called.append("before"))
+    failure = failure_of(engine, 1)
+    assert failure is not None
+    assert failure.startswith(f"run 1: {side}")
+    assert memory.is_untouched()
+    assert called == []
+
+
+def test_nothing_is_registered_at_first(engine: CopyEngine) -> None:
+    engine.submit(JobId(1), CopyRuns.of([(4096, 8192, 1)]))
+    failure = failure_of(engine, 1)
+    assert failure is not None
+    assert "does not lie in registered memory" in failure
+
+
+def test_a_run_may_not_cross_from_one_registration_into_the_next(engine: CopyEngine) -> None:
+    memory = np.zeros(64, dtype=np.uint8)
+    base = memory.ctypes.data
+    engine.register(base, 16, "low")
+    engine.register(base + 16, 48, "high")
+    engine.submit(JobId(1), CopyRuns.of([(base + 8, base + 32, 16)]))
+    failure = failure_of(engine, 1)
+    assert failure is not None
+    assert "'low'" in failure
+
+
+def test_registrations_may_overlap(engine: CopyEngine) -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    base = memory.ctypes.data
+    engine.register(base, 64, "storage")
+    engine.register(base + 8, 4, "layer")
+    engine.register(base + 8, 4, "layer again")
+    engine.submit(JobId(1), CopyRuns.of([(base + 10, base + 40, 20)]))
+    assert failure_of(engine, 1) is None
+    assert memory[40:60].tolist() == list(range(10, 30))
+
+
+@pytest.mark.parametrize(("address", "num_bytes"), [(-1, 4), (0, 0), (0, -4), ((1 << 63) - 2, 4)])
+def test_a_range_that_is_no_memory_cannot_be_registered(engine: CopyEngine, address: int, num_bytes: int) -> None:
+    with pytest.raises(CopyEngineError, match="register nothing"):
+        engine.register(address, num_bytes, "nothing")
+
+
+def test_hooks_run_before_and_after_the_copy(engine: CopyEngine) -> None:
+    memory = Memory(engine)
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(int(memory.destination[0]))
+
+    memory.source[0] = 1
+    engine.submit(JobId(1), memory.runs((0, 0, 8)), before=look, after=look)
+    assert failure_of(engine, 1) is None
+    assert seen == [POISON, 1]
+
+
+def test_a_reason_from_before_cancels_the_copy(engine: CopyEngine) -> None:
+    memory = Memory(engine)
+    called: list[str] = []
+    engine.submit(JobId(1), memory.runs((0, 0, 8)), before=lambda: "evicted", after=lambda: called.append("after"))
+    [result] = finish(engine, 1)
+    assert (result.failure, result.num_bytes) == ("evicted", 0)
+    assert memory.is_untouched()
+    assert called == []
+
+
+def test_a_reason_from_after_fails_the_job(engine: CopyEngine) -> None:
+    memory = Memory(engine)
+    engine.submit(JobId(1), memory.runs((0, 0, 8)), after=lambda: "checksum")
+    [result] = finish(engine, 1)
+    assert (result.failure, result.num_bytes) == ("checksum", 8)
+
+
+@pytest.mark.parametrize("hook", ["before", "after"])
+def test_an_exception_in_a_hook_fails_its_job_only(engine: CopyEngine, hook: str) -> None:
+    def broken() -> str | None:
+        raise OSError("no such device")
+
+    memory = Memory(engine)
+    engine.submit(JobId(1), memory.runs((0, 0, 8)), **{hook: broken})
+    engine.submit(JobId(2), memory.runs((8, 8, 8)))
+    failures = {result.job_id: result.failure for result in finish(engine, 1, 2)}
+    assert failures == {1: f"{hook}: OSError: no such device", 2: None}
+
+
+def test_jobs_run_in_order_of_submission(engine: CopyEngine) -> None:
+    memory = Memory(engine)
+    order: list[int] = []
+    for number in range(50):
+        engine.submit(JobId(number), memory.runs((number, 0, 1)), before=lambda number=number: order.append(number))
+    results = finish(engine, *range(50))
+    assert order == [result.job_id for result in results] == list(range(50))
+    assert memory.destination[0] == memory.source[49]
+
+
+def test_a_result_comes_once(engine: CopyEngine) -> None:
+    engine.submit(JobId(1), CopyRuns.empty())
+    assert len(finish(engine, 1)) == 1
+    assert engine.poll() == []
+
+
+def test_waiting_for_a_job_that_was_polled_does_not_wait(engine: CopyEngine) -> None:
+    engine.submit(JobId(1), CopyRuns.empty())
+    finish(engine, 1)
+    assert engine.wait([JobId(1)], 0.0)
+
+
+def test_a_job_id_is_free_again_once_its_result_was_polled(engine: CopyEngine) -> None:
+    engine.submit(JobId(1), CopyRuns.empty())
+    with pytest.raises(CopyEngineError, match="job 1"):
+        engine.submit(JobId(1), CopyRuns.empty())
+    finish(engine, 1)
+    assert engine.submit(JobId(1), CopyRuns.empty())
+
+
+def test_a_closed_engine_takes_no_jobs_but_still_gives_results(engine: CopyEngine) -> None:
+    engine.submit(JobId(1), CopyRuns.empty())
+    assert engine.wait([JobId(1)], TIMEOUT_S)
+    engine.close()
+    engine.close()
+    with pytest.raises(CopyEngineError, match="after close"):
+        engine.submit(JobId(2), CopyRuns.empty())
+    assert [result.job_id for result in engine.poll()] == [1]
+
+
+@pytest.mark.parametrize("make", [CpuCopyEngine, InlineCopyEngine])
+def test_seconds_come_from_the_clock_that_was_given(make: type[CpuCopyEngine | InlineCopyEngine]) -> None:
+    ticks = itertools.count(100.0, 0.5)
+    engine = make(clock=lambda: next(ticks))
+    engine.submit(JobId(1), CopyRuns.empty())
+    [result] = finish(engine, 1)
+    engine.close()
+    assert result.seconds == 0.5
+
+
+@pytest.mark.parametrize("make", [CpuCopyEngine, InlineCopyEngine])
+def test_a_full_engine_says_no_and_does_nothing(make: type[CpuCopyEngine | InlineCopyEngine]) -> None:
+    engine = make(max_queued_jobs=2)
+    memory = Memory(engine)
+    assert engine.submit(JobId(1), CopyRuns.empty())
+    assert engine.submit(JobId(2), CopyRuns.empty())
+    assert not engine.submit(JobId(3), memory.runs((0, 0, 8)))
+    assert [result.job_id for result in finish(engine, 1, 2, 3)] == [1, 2]
+    assert memory.is_untouched()
+    assert engine.submit(JobId(3), memory.runs((0, 0, 8)))
+    assert failure_of(engine, 3) is None
+    engine.close()
+
+
+@pytest.mark.parametrize("arguments", [{"num_threads": 0}, {"max_queued_jobs": 0}])
+def test_an_engine_needs_threads_and_a_queue(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected a number >= 1"):
+        CpuCopyEngine(**arguments)  # type: ignore[arg-type]

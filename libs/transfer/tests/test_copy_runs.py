@@ -1,0 +1,130 @@
+"""Runs describe the same bytes however they are joined, cut or paired. Checked against copying byte by byte."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.transfer import CopyRuns, RunsError, zip_extents
+
+lengths = st.lists(st.integers(min_value=1, max_value=9), max_size=12)
+
+
+def byte_pairs(runs: CopyRuns) -> list[tuple[int, int]]:
+    """(source, destination) of each byte, in order: the brute-force meaning of runs."""
+    return [
+        (source + position, destination + position)
+        for source, destination, num_bytes in runs.triples()
+        for position in range(num_bytes)
+    ]
+
+
+@st.composite
+def copy_runs(draw: st.DrawFn) -> CopyRuns:
+    """Runs with many neighbours that continue each other on one side, on both, or on none."""
+    triples = []
+    source, destination = 1000, 9000
+    for num_bytes in draw(lengths):
+        source += draw(st.sampled_from([0, 0, 3]))
+        destination += draw(st.sampled_from([0, 0, 5]))
+        triples.append((source, destination, num_bytes))
+        source += num_bytes
+        destination += num_bytes
+    return CopyRuns.of(triples)
+
+
+@st.composite
+def extents(draw: st.DrawFn, total: int) -> list[tuple[int, int]]:
+    """Extents, some empty, of `total` bytes at scattered addresses."""
+    cuts = sorted(draw(st.lists(st.integers(min_value=0, max_value=total), max_size=6)))
+    bounds = [0, *cuts, total]
+    return [
+        (draw(st.integers(min_value=0, max_value=1 << 40)), last - first) for first, last in itertools.pairwise(bounds)
+    ]
+
+
+def extent_bytes(parts: list[tuple[int, int]]) -> list[int]:
+    return [address + position for address, num_bytes in parts for position in range(num_bytes)]
+
+
+@given(copy_runs())
+def test_coalescing_keeps_every_byte_and_leaves_nothing_to_join(runs: CopyRuns) -> None:
+    joined = runs.coalesce()
+    assert byte_pairs(joined) == byte_pairs(runs)
+    for (source, destination, num_bytes), following in zip(joined.triples(), joined.triples()[1:], strict=False):
+        assert following[:2] != (source + num_bytes, destination + num_bytes)
+
+
+@given(copy_runs(), st.integers(min_value=1, max_value=20))
+def test_splitting_keeps_every_byte_in_parts_of_nearly_equal_size(runs: CopyRuns, num_parts: int) -> None:
+    parts = runs.split(num_parts)
+    assert [pair for part in parts for pair in byte_pairs(part)] == byte_pairs(runs)
+    assert len(parts) == min(num_parts, runs.total_bytes)
+    sizes = [part.total_bytes for part in parts]
+    assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
+
+
+@given(st.data())
+def test_zipped_extents_pair_the_nth_byte_with_the_nth_byte(data: st.DataObject) -> None:
+    total = data.draw(st.integers(min_value=0, max_value=60))
+    sources = data.draw(extents(total))
+    destinations = data.draw(extents(total))
+    expected = list(zip(extent_bytes(sources), extent_bytes(destinations), strict=True))
+    assert byte_pairs(zip_extents(sources, destinations)) == expected
+
+
+def test_zipped_extents_are_cut_only_where_one_side_is_cut() -> None:
+    runs = zip_extents([(0, 4), (100, 4)], [(1000, 6), (2000, 2)])
+    assert runs.triples() == [(0, 1000, 4), (100, 1004, 2), (102, 2000, 2)]
+
+
+@given(copy_runs())
+def test_reversing_twice_changes_nothing(runs: CopyRuns) -> None:
+    assert byte_pairs(runs.reversed()) == [(destination, source) for source, destination in byte_pairs(runs)]
+    assert runs.reversed().reversed().triples() == runs.triples()
+
+
+@given(st.lists(copy_runs(), max_size=4))
+def test_concatenation_keeps_the_order(parts: list[CopyRuns]) -> None:
+    joined = CopyRuns.concatenate(parts)
+    assert joined.triples() == [triple for part in parts for triple in part.triples()]
+    assert joined.total_bytes == sum(part.total_bytes for part in parts)
+
+
+def test_no_runs_are_a_valid_copy_of_nothing() -> None:
+    empty = CopyRuns.empty()
+    assert (len(empty), empty.total_bytes, empty.split(3)) == (0, 0, [])
+    assert zip_extents([], [(5, 0)]).triples() == empty.coalesce().triples() == []
+
+
+@pytest.mark.parametrize("triple", [(0, 0, 0), (0, 0, -1), (-1, 0, 1), (0, -1, 1)])
+def test_impossible_runs_are_refused(triple: tuple[int, int, int]) -> None:
+    with pytest.raises(RunsError, match="expected"):
+        CopyRuns.of([(1, 2, 3), triple])
+
+
+def test_arrays_must_be_int64_of_one_length() -> None:
+    one, two = np.ones(1, dtype=np.int64), np.ones(2, dtype=np.int64)
+    for arrays in [(one, two, one), (one, one, two), (one, one.astype(np.int32), one), (one, one, one.reshape(1, 1))]:
+        with pytest.raises(RunsError, match="one-dimensional int64"):
+            CopyRuns(*arrays)
+
+
+def test_runs_cannot_be_changed() -> None:
+    runs = CopyRuns.of([(1, 2, 3)])
+    with pytest.raises(ValueError, match="read-only"):
+        runs.sources[0] = 7
+
+
+def test_extents_of_different_totals_are_refused() -> None:
+    with pytest.raises(RunsError, match="expected 4 bytes, as in sources, got 5"):
+        zip_extents([(0, 4)], [(0, 5)])
+
+
+def test_extents_of_negative_size_are_refused() -> None:
+    with pytest.raises(RunsError, match="sources: expected sizes >= 0"):
+        zip_extents([(0, 4), (0, -1)], [(0, 3)])

@@ -1,0 +1,124 @@
+"""What is only true of an engine with a thread of its own. Threads meet at events, never by sleeping."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hybridkv.transfer import CopyResult, CopyRuns, CpuCopyEngine, JobId
+
+TIMEOUT_S = 30.0
+
+
+class Gate:
+    """A hook that holds the copy thread until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> str | None:
+        self.entered.set()
+        return None if self.opened.wait(TIMEOUT_S) else "the gate was never opened"
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def engine(gate: Gate) -> Iterator[CpuCopyEngine]:
+    """Its first job, 0, stands at the gate."""
+    made = CpuCopyEngine(max_queued_jobs=4)
+    made.submit(JobId(0), CopyRuns.empty(), before=gate)
+    assert gate.entered.wait(TIMEOUT_S)
+    yield made
+    gate.opened.set()
+    made.close()
+
+
+def failures(results: list[CopyResult]) -> dict[int, str | None]:
+    return {result.job_id: result.failure for result in results}
+
+
+def test_submitting_and_polling_do_not_wait_for_the_copy_thread(engine: CpuCopyEngine) -> None:
+    assert engine.submit(JobId(1), CopyRuns.empty())
+    assert engine.poll() == []
+
+
+def test_hooks_run_on_the_copy_thread(engine: CpuCopyEngine, gate: Gate) -> None:
+    names: list[str] = []
+    engine.submit(JobId(1), CopyRuns.empty(), before=lambda: names.append(threading.current_thread().name))
+    gate.opened.set()
+    assert engine.wait([JobId(1)], TIMEOUT_S)
+    assert names == ["hybridkv-copy"]
+
+
+def test_waiting_gives_up_when_its_time_has_passed(engine: CpuCopyEngine) -> None:
+    assert not engine.wait([JobId(0)], 0.0)
+
+
+def test_waiting_for_one_job_does_not_wait_for_the_next(engine: CpuCopyEngine, gate: Gate) -> None:
+    second = Gate()
+    engine.submit(JobId(1), CopyRuns.empty(), before=second)
+    gate.opened.set()
+    assert engine.wait([JobId(0)], TIMEOUT_S)
+    assert failures(engine.poll()) == {0: None}
+    second.opened.set()
+
+
+def test_the_running_job_counts_against_the_bound(engine: CpuCopyEngine) -> None:
+    assert [engine.submit(JobId(number), CopyRuns.empty()) for number in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+def test_closing_finishes_the_running_job_and_fails_the_queued_ones(engine: CpuCopyEngine, gate: Gate) -> None:
+    called: list[int] = []
+    engine.submit(JobId(1), CopyRuns.empty(), before=lambda: called.append(1))
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    with engine._changed:  # close() has announced itself before the gate opens
+        assert engine._changed.wait_for(lambda: engine._is_closed, TIMEOUT_S)
+    gate.opened.set()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    assert failures(engine.poll()) == {0: None, 1: "the copy engine was closed before the job began"}
+    assert called == []
+    assert engine.wait([JobId(0), JobId(1)], 0.0)
+
+
+def test_closing_stops_every_thread() -> None:
+    before = set(threading.enumerate())
+    engine = CpuCopyEngine(num_threads=3)
+    engine.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_hook_that_ends_its_thread_ends_only_its_job(engine: CpuCopyEngine, gate: Gate) -> None:
+    engine.submit(JobId(1), CopyRuns.empty(), before=sys.exit)
+    engine.submit(JobId(2), CopyRuns.empty())
+    gate.opened.set()
+    assert engine.wait([JobId(1), JobId(2)], TIMEOUT_S)
+    assert failures(engine.poll()) == {0: None, 1: "SystemExit: ", 2: None}
+
+
+def test_memory_may_be_registered_while_a_job_runs(engine: CpuCopyEngine, gate: Gate) -> None:
+    source, destination = bytearray(b"abc"), bytearray(3)
+    addresses = [np.frombuffer(part, dtype=np.uint8).ctypes.data for part in (source, destination)]
+    for address in addresses:
+        engine.register(address, 3, "late")
+    engine.submit(JobId(1), CopyRuns.of([(addresses[0], addresses[1], 3)]))
+    gate.opened.set()
+    assert engine.wait([JobId(1)], TIMEOUT_S)
+    assert destination == b"abc"
+
+
+def test_transfer_loads_neither_torch_nor_vllm() -> None:
+    program = "import sys, hybridkv.transfer; sys.exit(', '.join({'torch', 'vllm'} & set(sys.modules)) or 0)"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
