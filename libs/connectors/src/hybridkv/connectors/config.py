@@ -12,6 +12,7 @@ from hybridkv.connectors.errors import ConfigurationError
 ROOT = "kv_connector_extra_config"
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_CHOICES = {"chunk_tokens": 'a number of tokens (int), or "auto"', "load": '"async" or "sync"'}
 _SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
 
 
@@ -150,4 +151,5 @@ def _as_configuration_error(error: msgspec.ValidationError, raw: Mapping[str, An
     if required := re.match(r"Object missing required field (\S+)", expected):
         name = required[1].strip("`")
         return ConfigurationError(f"{path}.{name}", "a value", "nothing", f'add "{name}"')
+    expected = _CHOICES.get(path.rpartition(".")[2], expected)
     return ConfigurationError(path, expected, repr(found), "see docs/reference/configuration.md")

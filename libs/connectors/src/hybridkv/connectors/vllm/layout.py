@@ -16,7 +16,7 @@ from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, chunk_blocks, chun
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 
 AUTO_CHUNK_TOKENS = 128
 """An automatic chunk is the smallest one that fits all groups and has this many tokens, unless a state limits it."""
@@ -41,7 +41,7 @@ class CacheLayout:
     world_size: int
 
     def block_bytes(self, group_index: int) -> int:
-        """Bytes of one block on one rank, without padding."""
+        """Bytes to set aside for one block on one rank; on a worker exactly those that it has without padding."""
         return sum(layer.page_bytes for layer in self.layers[group_index])
 
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
@@ -72,7 +72,10 @@ def resolve_layout(
     """
     _require_plain_parallelism(vllm_config)
     stored = compat.cacheable_group_ids(kv_cache_config)
-    specs, layers, fingerprints = [], [], []
+    placements = {name: tensor for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
+    specs: list[GroupSpec] = []
+    layers: list[tuple[LayerLayout, ...]] = []
+    fingerprints: list[GroupFingerprint] = []
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         path = f"kv_cache_groups[{i}]"
         if i not in stored:
@@ -80,7 +83,9 @@ def resolve_layout(
             layers.append(())
             continue
         spec = _group_spec(path, group, compat.hash_block_tokens(vllm_config, kv_cache_config))
-        prints = tuple(_layer_fingerprint(name, _layer_spec(group, name)) for name in group.layer_names)
+        prints = tuple(
+            _layer_fingerprint(name, _layer_spec(group, name), placements.get(name)) for name in group.layer_names
+        )
         specs.append(spec)
         layers.append(tuple(LayerLayout(layer.name, layer.page_bytes) for layer in prints))
         fingerprints.append(
@@ -218,11 +223,16 @@ def _layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
     return per_layer[name] if per_layer else group.kv_cache_spec
 
 
-def _layer_fingerprint(name: str, spec: KVCacheSpec) -> LayerFingerprint:
+def _layer_fingerprint(name: str, spec: KVCacheSpec, placement: KVCacheTensor | None) -> LayerFingerprint:
     dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", ""),)
     shapes = getattr(spec, "shapes", ())
     described = ",".join(str(dtype) for dtype in dtypes) + (f" {shapes}" if shapes else "")
-    return LayerFingerprint(name=name, dtype=described, page_bytes=compat.unpadded_page_bytes(spec))
+    page_bytes = compat.unpadded_page_bytes(spec)
+    if placement and placement.layer_stride < placement.block_stride and placement.layer_stride != spec.page_size_bytes:
+        # Pages of different sizes, packed block by block. The scheduler is told the spec of one layer only, so this is
+        # another layer's; where the page lies says how large it is, padding included.
+        page_bytes = placement.layer_stride
+    return LayerFingerprint(name=name, dtype=described, page_bytes=page_bytes)
 
 
 def _fingerprint(

@@ -22,13 +22,14 @@ def runs_of(move: Move, pages: GroupPages, extents: Sequence[tuple[int, int]], t
         Runs that cover every page of the move once.
 
     Raises:
-        ValueError: the slot is not as large as the chunk, or a block is outside the pool.
+        ValueError: the slot is smaller than the chunk, or a block is outside the pool.
     """
     slot_addresses, slot_sizes = np.array(extents, dtype=np.int64).reshape(-1, 2).T
     slot_ends = np.cumsum(slot_sizes)
     slot_starts = slot_ends - slot_sizes
-    if int(slot_sizes.sum()) != move.stored_blocks * pages.block_bytes:
-        raise ValueError(f"a chunk of {move.stored_blocks * pages.block_bytes} bytes has a slot of {slot_sizes.sum()}")
+    chunk_bytes = move.stored_blocks * pages.block_bytes
+    if slot_sizes.sum() < chunk_bytes:
+        raise ValueError(f"a chunk of {chunk_bytes} bytes does not fit a slot of {slot_sizes.sum()}")
     page_addresses, page_sizes = pages.addresses(move.block_ids)
     starts = pages.chunk_offsets(move.first_block, len(move.block_ids), move.stored_blocks)
     ends = starts + page_sizes

@@ -120,7 +120,7 @@ class OffloadWorker:
         refused = work.refused if isinstance(work, Load) else None
         try:
             if refused is None:
-                runs = CopyRuns.concatenate([self._runs(move, isinstance(work, Load)) for move in work.moves])
+                runs = CopyRuns.concatenate([self._runs(move, isinstance(work, Load)) for move in work.moves]).coalesce()
                 refused = None if engine.submit(job_id, runs, before, after) else "the copy queue is full"
         except Exception as error:  # whatever it was, it is this job's failure and not the engine's
             logger.exception("a copy could not be submitted")

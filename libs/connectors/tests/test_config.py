@@ -1,0 +1,72 @@
+import pytest
+
+from hybridkv.connectors.config import OffloadConfig, RamTierConfig, decode_config, format_size, parse_size
+from hybridkv.connectors.errors import ConfigurationError
+
+RAM = {"type": "ram", "capacity": "4GiB"}
+
+
+def test_the_smallest_configuration_is_one_tier() -> None:
+    assert decode_config({"tiers": [RAM]}) == OffloadConfig(
+        tiers=(RamTierConfig(capacity=4 << 30),), chunk_tokens="auto", load="async"
+    )
+
+
+def test_everything_can_be_said() -> None:
+    config = decode_config({"tiers": [{"type": "ram", "capacity": 123456}], "chunk_tokens": 512, "load": "sync"})
+    assert config == OffloadConfig(tiers=(RamTierConfig(capacity=123456),), chunk_tokens=512, load="sync")
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [(1, 1), ("1", 1), ("4GiB", 4 << 30), ("1.5 MiB", 3 << 19), ("2GB", 2 * 10**9), (" 64 KiB ", 1 << 16)],
+)
+def test_a_size_is_a_number_or_a_number_with_a_unit(value: object, num_bytes: int) -> None:
+    assert parse_size("capacity", value) == num_bytes
+
+
+@pytest.mark.parametrize("value", [0, -1, "-4GiB", "0", True, None, 1.5, "4 gigs", "GiB", "", [], "nan"])
+def test_anything_else_is_no_size(value: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_size("tiers[0].capacity", value)
+    assert caught.value.path == "tiers[0].capacity" and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("raw", "path", "expected", "got", "hint"),
+    [
+        ({}, "tiers", "at least one tier", "nothing", '"type": "ram"'),
+        ({"tiers": []}, "tiers", "at least one tier", "[]", '"type": "ram"'),
+        ({"tiers": [RAM], "chunk_token": 4}, "chunk_token", "a known key", "unknown", 'did you mean "chunk_tokens"?'),
+        ({"tiers": [RAM], "xyzzy": 4}, "xyzzy", "a known key", "unknown", "known: tiers, chunk_tokens, load"),
+        ({"tier": [RAM]}, "tier", "a known key", "unknown", 'did you mean "tiers"?'),
+        ({"tiers": [RAM | {"capcity": 1}]}, "tiers[0].capcity", "a known key", "unknown", 'did you mean "capacity"?'),
+        ({"tiers": [{"type": "rma", "capacity": 1}]}, "tiers[0].type", '"ram"', "'rma'", 'did you mean "ram"?'),
+        ({"tiers": [{"capacity": 1}]}, "tiers[0].type", '"ram"', "None", "known: ram"),
+        ({"tiers": [{"type": "ram"}]}, "tiers[0].capacity", "a value", "nothing", "capacity"),
+        ({"tiers": ["ram"]}, "tiers[0]", "an object", "'ram'", '"type": "ram"'),
+        ({"tiers": "ram"}, "tiers", "array", "'ram'", "configuration.md"),
+        ({"tiers": [RAM, RAM]}, "tiers", "one tier", "2 tiers", "name one"),
+        ({"tiers": [RAM | {"capacity": "-1GiB"}]}, "tiers[0].capacity", "positive", "'-1GiB'", "512MiB"),
+        ({"tiers": [RAM | {"capacity": "4GiBs"}]}, "tiers[0].capacity", "a unit among", "'4GiBs'", "512MiB"),
+        ({"tiers": [RAM], "chunk_tokens": "big"}, "chunk_tokens", "auto", "'big'", "configuration.md"),
+        ({"tiers": [RAM], "chunk_tokens": 0}, "chunk_tokens", "positive", "0", "auto"),
+        ({"tiers": [RAM], "chunk_tokens": -128}, "chunk_tokens", "positive", "-128", "auto"),
+        ({"tiers": [RAM], "chunk_tokens": 1.5}, "chunk_tokens", "int", "1.5", "configuration.md"),
+        ({"tiers": [RAM], "load": "later"}, "load", "async", "'later'", "configuration.md"),
+    ],
+)
+def test_a_mistake_is_reported_with_path_expected_got_and_hint(
+    raw: dict, path: str, expected: str, got: str, hint: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        decode_config(raw)
+    error = caught.value
+    assert error.path == f"kv_connector_extra_config.{path}"
+    assert expected in error.expected and got in str(error.got) and hint in error.hint
+    assert all(part in str(error) for part in (error.path, error.expected, str(error.got), error.hint))
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(10, "10 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")])
+def test_sizes_are_written_for_people(num_bytes: int, text: str) -> None:
+    assert format_size(num_bytes) == text
