@@ -94,29 +94,31 @@ class OracleEngine:
         self._produced: dict[str, list[int]] = {}
         self._fresh_blocks: list[int] = []
         self._prompts: dict[tuple[tuple[int, ...], int], Transcript] = {}
-        config, kv_cache, block_tokens, hash_tokens = make_configs(mix, settings)
-        self.config = config
-        self.kv_cache_config = kv_cache
+        configs = make_configs(mix, settings)
+        self.configs = configs
+        config = configs.vllm
         with set_current_vllm_config(config):
             self.scheduler = Scheduler(
                 vllm_config=config,
-                kv_cache_config=kv_cache,
+                kv_cache_config=configs.scheduler,
                 structured_output_manager=_structured_output(0, _ByIdentity(config)),
-                block_size=block_tokens,
-                hash_block_size=hash_tokens,
+                block_size=configs.block_tokens,
+                hash_block_size=configs.hash_tokens,
             )
             self.scheduler.use_v2_model_runner = settings.runner == "v2"
             self.scheduler_connector: KVConnectorBase_V1 | None = self.scheduler.connector
             self.worker_connector: KVConnectorBase_V1 | None = None
             if settings.connector is not None:
-                self.worker_connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache)
-            self.memory = KVMemory(config, kv_cache, mix, settings.seed)
+                self.worker_connector = KVConnectorFactory.create_connector(
+                    config, KVConnectorRole.WORKER, configs.worker
+                )
+            self.memory = KVMemory(config, configs.worker, mix, settings.seed)
             self.runner = FakeRunner(mix, self.memory, settings.runner, self._transcripts, self.worker_connector)
         self._hasher = None
         if settings.prefix_caching or settings.connector is not None:
             hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
             init_none_hash(hash_function)
-            self._hasher = get_request_block_hasher(hash_tokens, hash_function)
+            self._hasher = get_request_block_hasher(configs.hash_tokens, hash_function)
         self._watch()
         self._num_free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
@@ -168,6 +170,11 @@ class OracleEngine:
         elif request_id in self._open:
             self._open.discard(request_id)
             self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
+
+    def preempt_all(self) -> None:
+        """Preempt every running request and reset the prefix cache; nothing, where vLLM does not support it."""
+        if all(request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS for request in self.scheduler.requests.values()):
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def step(self) -> bool:
         """One engine step; False when there was nothing to do. Raises OracleError when something is wrong."""

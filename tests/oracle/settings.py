@@ -14,6 +14,7 @@ import torch
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
     get_kv_cache_config_from_groups,
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
@@ -110,11 +111,20 @@ def _base_config() -> VllmConfig:
         )
 
 
-def make_configs(mix: Mix, settings: EngineSettings) -> tuple[VllmConfig, KVCacheConfig, int, int]:
-    """(vllm_config, kv_cache_config, scheduler block tokens, hash tokens), as EngineCore resolves them.
+@dataclass(frozen=True, slots=True)
+class Configs:
+    """What EngineCore hands out: the worker's and the scheduler's KVCacheConfig are different objects, and where layers
+    of a group differ in shape the scheduler's has the spec of one layer only."""
 
-    The config objects are private copies: what one engine changes, no other sees.
-    """
+    vllm: VllmConfig
+    worker: KVCacheConfig
+    scheduler: KVCacheConfig
+    block_tokens: int
+    hash_tokens: int
+
+
+def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
+    """Configs as EngineCore resolves them. All are private copies: what one engine changes, no other sees."""
     config = copy.copy(_base_config())
     config.cache_config = cache = copy.copy(config.cache_config)
     config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
@@ -139,9 +149,10 @@ def make_configs(mix: Mix, settings: EngineSettings) -> tuple[VllmConfig, KVCach
     kv_cache = get_kv_cache_config_from_groups(config, groups, available_memory=0)
     cache.num_gpu_blocks = kv_cache.num_blocks
     kv_cache.kv_cache_layout = mix.layout
-    block_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache, config)
-    kv_cache.hash_block_size = hash_tokens
-    kv_cache.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
-        kv_cache, config, block_tokens, hash_tokens
-    )
-    return config, kv_cache, block_tokens, hash_tokens
+    of_scheduler = generate_scheduler_kv_cache_config([kv_cache])
+    block_tokens, hash_tokens = resolve_kv_cache_block_sizes(of_scheduler, config)
+    alignment_tokens = resolve_cache_hit_alignment_tokens(of_scheduler, config, block_tokens, hash_tokens)
+    for each in (kv_cache, of_scheduler):
+        each.hash_block_size = hash_tokens
+        each.cache_hit_alignment_tokens = alignment_tokens
+    return Configs(config, kv_cache, of_scheduler, block_tokens, hash_tokens)

@@ -1,0 +1,215 @@
+"""Scenarios: what users do to an engine, drawn by hypothesis, and how one is run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+
+from oracle.content import VOCABULARY_TOKENS
+from oracle.engine import OracleEngine
+from oracle.mixes import Group, Kind, Layers, Mix
+from oracle.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from oracle.settings import Connector
+
+MAX_OUTPUTS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A node of the prompt tree: the first `shared` tokens of prompt `parent`, then `fresh` tokens of its own."""
+
+    parent: int
+    shared: int
+    fresh: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a wave: which prompt, when it comes (in steps), and when it is aborted (steps after it came)."""
+
+    prompt: int
+    step: int
+    num_outputs: int
+    abort_after: int | None = None
+    abort_in_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Requests that come together. Before the wave the caches may be reset; in it, running requests may be preempted."""
+
+    arrivals: tuple[Arrival, ...]
+    reset_engine: bool
+    reset_connector: bool
+    reset_running_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    settings: EngineSettings
+    prompts: tuple[Prompt, ...]
+    waves: tuple[Wave, ...]
+
+    def tokens(self) -> list[list[int]]:
+        """The prompts as tokens. Fresh tokens depend on the prompt's number only."""
+        built: list[list[int]] = []
+        for number, prompt in enumerate(self.prompts):
+            stem = built[prompt.parent][: prompt.shared] if built else []
+            generator = random.Random(number)
+            built.append([*stem, *(generator.randrange(VOCABULARY_TOKENS) for _ in range(prompt.fresh))])
+        return built
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened in the scenarios of a test, to show that it tested what it claims."""
+
+    scenarios: int = 0
+    with_restored: int = 0
+    with_local_hits: int = 0
+    with_preemptions: int = 0
+    with_failed_loads: int = 0
+    restored_tokens: int = 0
+
+    def add(self, engine: OracleEngine) -> None:
+        self.scenarios += 1
+        self.with_restored += engine.restored_tokens > 0
+        self.with_local_hits += engine.local_hit_tokens > 0
+        self.with_preemptions += engine.preemptions > 0
+        self.with_failed_loads += engine.failed_loads > 0
+        self.restored_tokens += engine.restored_tokens
+
+
+def _lengths(mix: Mix) -> st.SearchStrategy[int]:
+    """Prompt lengths around multiples of the scheduler block, where the bugs live, and anything between."""
+    unit = mix.alignment_tokens
+    most = 3 if unit >= 64 else 8
+    near = st.builds(
+        lambda units, offset: max(1, units * unit + offset),
+        st.integers(1, most),
+        st.sampled_from((0, 0, 1, -1, unit // 2)),
+    )
+    return near | st.integers(1, most * unit)
+
+
+@st.composite
+def _prompts(draw: st.DrawFn, mix: Mix) -> tuple[Prompt, ...]:
+    prompts = [Prompt(0, 0, draw(_lengths(mix)))]
+    sizes = [prompts[0].fresh]
+    for _ in range(draw(st.integers(1, 4))):
+        parent = draw(st.integers(0, len(prompts) - 1))
+        shared = min(draw(_lengths(mix)), sizes[parent])
+        fresh = draw(st.integers(0 if shared else 1, 2 * min(mix.alignment_tokens, 32)))
+        prompts.append(Prompt(parent, shared, fresh))
+        sizes.append(shared + fresh)
+    return tuple(prompts)
+
+
+@st.composite
+def _wave(draw: st.DrawFn, num_prompts: int) -> Wave:
+    arrivals = []
+    for _ in range(draw(st.integers(1, 4))):
+        abort = draw(st.sampled_from((None, None, None, 0, 1, 2, 4)))
+        arrivals.append(
+            Arrival(
+                draw(st.integers(0, num_prompts - 1)),
+                draw(st.integers(0, 4)),
+                draw(st.integers(1, MAX_OUTPUTS)),
+                abort,
+                abort is not None and draw(st.booleans()),
+            )
+        )
+    return Wave(
+        tuple(arrivals),
+        reset_engine=draw(st.sampled_from((True, True, False))),
+        reset_connector=draw(st.sampled_from((False,) * 7 + (True,))),
+        reset_running_at=draw(st.sampled_from((None,) * 5 + (2, 5))),
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, mix: Mix, prefix_caching: st.SearchStrategy[bool] | None = None) -> Scenario:
+    """A scenario for a mix, without a connector: set one with `with_connector`."""
+    prompts = draw(_prompts(mix))
+    waves = tuple(draw(_wave(len(prompts))) for _ in range(draw(st.integers(2, 3))))
+    step_tokens = draw(st.sampled_from((16, 24, 64, 256)))
+    if mix.has_recurrent:
+        step_tokens = max(step_tokens, mix.alignment_tokens)
+    sizes: list[int] = []
+    for prompt in prompts:
+        sizes.append((min(prompt.shared, sizes[prompt.parent]) if sizes else 0) + prompt.fresh)
+    enough = mix.max_blocks(max(sizes) + MAX_OUTPUTS, step_tokens) + 1
+    settings = EngineSettings(
+        num_blocks=enough + draw(st.sampled_from((2, enough // 2, 3 * enough))),
+        max_step_tokens=step_tokens,
+        max_running=draw(st.integers(1, 4)),
+        prefix_caching=mix.has_recurrent or prefix_caching is None or draw(prefix_caching),
+        retention_tokens=draw(st.sampled_from((0, 0, None, mix.alignment_tokens))),
+        runner=draw(st.sampled_from(("v1", "v2"))),
+    )
+    return Scenario(settings, prompts, waves)
+
+
+def with_connector(scenario: Scenario, connector: Connector) -> Scenario:
+    return replace(scenario, settings=replace(scenario.settings, connector=connector))
+
+
+@st.composite
+def mixes(draw: st.DrawFn) -> Mix:
+    """Any mix of 1 to 5 groups. With a RECURRENT group all block sizes agree, as vLLM makes them."""
+    kinds = draw(st.lists(st.sampled_from(tuple(Kind)), min_size=1, max_size=5))
+    packed = draw(st.booleans())
+    one_size = Kind.RECURRENT in kinds or not packed
+    size = draw(st.sampled_from((4, 8, 16)))
+    groups = []
+    for kind in kinds:
+        block_tokens = size if one_size else draw(st.sampled_from((2, 4, 8, 16, 32)))
+        reach = 0
+        if kind is Kind.WINDOW:
+            reach = draw(st.integers(2, 5 * block_tokens))
+        elif kind is Kind.CHUNKED:
+            reach = block_tokens * draw(st.integers(1, 4))
+        heads = draw(st.sampled_from((1, 2))) if packed else 2
+        layers = (Layers(draw(st.integers(1, 3)), cell_bytes=16, heads=heads),)
+        page = None
+        if kind is Kind.RECURRENT:
+            page = size * 32
+            layers = (Layers(layers[0].count, cell_bytes=page - 8 * draw(st.integers(0, 4))),)
+        groups.append(Group(kind, block_tokens, layers, reach, page_bytes=page))
+    return Mix("random", tuple(groups), "BLHNC" if packed else "LBHNC")
+
+
+def run(mix: Mix, scenario: Scenario, before_step: Callable[[OracleEngine, int], None] | None = None) -> OracleEngine:
+    """Run a scenario to its end and check everything; the engine (closed) is returned for its counters."""
+    tokens = scenario.tokens()
+    with OracleEngine(mix, scenario.settings, before_step) as engine:
+        for number, wave in enumerate(scenario.waves):
+            if number > 0 and wave.reset_engine:
+                engine.reset_prefix_cache()
+            if number > 0 and wave.reset_connector:
+                engine.reset_connector()
+            _run_wave(engine, number, wave, tokens)
+            engine.drain()
+            engine.check_idle()
+    return engine
+
+
+def _run_wave(engine: OracleEngine, number: int, wave: Wave, tokens: Sequence[Sequence[int]]) -> None:
+    last = max(arrival.step + (arrival.abort_after or 0) for arrival in wave.arrivals)
+    for step in range(last + 1):
+        for index, arrival in enumerate(wave.arrivals):
+            name = f"wave{number}-request{index}"
+            if arrival.step == step:
+                engine.submit(name, tokens[arrival.prompt], arrival.num_outputs)
+            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
+                engine.abort(name, in_step=arrival.abort_in_step)
+        if wave.reset_running_at == step:
+            engine.preempt_all()
+        engine.step()

@@ -1,0 +1,57 @@
+"""A right connector passes: external hits, slow loads, failed loads, aborts in flight, on every mix."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oracle.block_store import Fault
+from oracle.mixes import NAMED, Mix
+from oracle.profile import profile
+from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
+from oracle.settings import Connector
+
+
+def block_store(mix: Mix, load: str, delay_steps: int, fail_every: int, fault: Fault = Fault.NONE) -> Connector:
+    # A recurrent state cannot be loaded synchronously: see test_faults.py.
+    extra = {
+        "store": {},
+        "load": "async" if mix.has_recurrent and fault is not Fault.SYNC_STATE else load,
+        "delay_steps": delay_steps,
+        "fail_every": fail_every,
+        "fault": fault.value,
+    }
+    return Connector("BlockStoreConnector", extra, "oracle.block_store")
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_a_right_connector_passes(mix: Mix, load: str) -> None:
+    tally = Tally()
+
+    @profile(60)
+    @given(scenarios(mix, st.booleans()), st.integers(0, 3), st.sampled_from((0, 0, 2, 3)))
+    def check(scenario: Scenario, delay_steps: int, fail_every: int) -> None:
+        connector = block_store(mix, load, delay_steps, fail_every)
+        tally.add(run(mix, with_connector(scenario, connector)))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 4, tally
+    assert load == "sync" or tally.with_failed_loads > 0, tally
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_a_right_connector_passes_on_random_mixes(load: str) -> None:
+    tally = Tally()
+
+    @profile(120)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        mix = data.draw(mixes())
+        scenario = data.draw(scenarios(mix, st.booleans()))
+        connector = block_store(mix, load, data.draw(st.integers(0, 3)), data.draw(st.sampled_from((0, 0, 3))))
+        tally.add(run(mix, with_connector(scenario, connector)))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 5, tally
