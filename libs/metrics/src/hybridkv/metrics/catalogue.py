@@ -1,0 +1,167 @@
+"""Every metric of hybridkv, declared once, as data. Sinks, dashboards and the reference page are made from this."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from hybridkv.metrics.errors import MetricsError
+
+
+class Kind(enum.StrEnum):
+    COUNTER = "counter"
+    """Only grows."""
+    GAUGE = "gauge"
+    """The last value counts."""
+    HISTOGRAM = "histogram"
+    """Counts of observations by size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A label and its only values: known beforehand, so that the number of series is bounded."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `buckets` are the upper bounds of a histogram, ascending, without infinity."""
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    labels: tuple[Label, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.kind is Kind.HISTOGRAM) != bool(self.buckets):
+            raise MetricsError(self.name, "buckets for a histogram and for nothing else", self.buckets)
+        if list(self.buckets) != sorted(set(self.buckets)):
+            raise MetricsError(self.name, "ascending buckets", self.buckets)
+        for label in self.labels:
+            if not label.values or len(set(label.values)) != len(label.values):
+                raise MetricsError(f"{self.name}.{label.name}", "different values, at least one", label.values)
+        if self.kind is Kind.COUNTER and not self.name.endswith("_total"):
+            raise MetricsError(self.name, "a counter's name to end in _total", self.name)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return tuple(label.name for label in self.labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """Metrics by name. Raises `MetricsError` when a name occurs twice."""
+
+    metrics: tuple[Metric, ...]
+    _by_name: Mapping[str, Metric] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_name = {metric.name: metric for metric in self.metrics}
+        if len(by_name) != len(self.metrics):
+            raise MetricsError("metrics", "each name once", [metric.name for metric in self.metrics])
+        object.__setattr__(self, "_by_name", MappingProxyType(by_name))
+
+    def metric(self, name: str, kind: Kind) -> Metric:
+        """The metric of this name; `MetricsError` when there is none or it is of another kind."""
+        metric = self._by_name.get(name)
+        if metric is None:
+            near = difflib.get_close_matches(name, self._by_name, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise MetricsError("name", f"a metric of the catalogue{hint}", name)
+        if metric.kind is not kind:
+            raise MetricsError(name, f"a {kind}", str(metric.kind))
+        return metric
+
+
+_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_GROUP_KINDS = ("full", "window", "chunked", "recurrent")
+_TIER = Label("tier", ("ram", "disk", "peer", "object"))
+
+CATALOGUE = Catalogue(
+    (
+        Metric(
+            "vllm:hybridkv_lookups_total",
+            Kind.COUNTER,
+            "lookups",
+            "Requests that were looked up in the tiers, by answer and by the kind of group that limited it.",
+            (
+                Label("result", ("hit", "pending", "miss")),
+                Label("limiting_kind", ("", *_GROUP_KINDS)),
+            ),
+        ),
+        Metric(
+            "vllm:hybridkv_hit_tokens_total",
+            Kind.COUNTER,
+            "tokens",
+            "Tokens that lookups found in the tiers beyond what GPU memory held.",
+        ),
+        Metric(
+            "vllm:hybridkv_stores_total",
+            Kind.COUNTER,
+            "chunks",
+            "Chunks that were to be stored, by kind of group and by what became of them.",
+            (
+                Label("kind", _GROUP_KINDS),
+                Label("outcome", ("stored", "present", "dropped_no_room", "dropped_not_aligned", "failed")),
+            ),
+        ),
+        Metric("vllm:hybridkv_store_bytes_total", Kind.COUNTER, "bytes", "Bytes that were stored in the tiers."),
+        Metric(
+            "vllm:hybridkv_loads_total",
+            Kind.COUNTER,
+            "loads",
+            "Loads from the tiers into GPU memory, by outcome. A failed load is a recompute.",
+            (Label("outcome", ("loaded", "failed")),),
+        ),
+        Metric("vllm:hybridkv_load_bytes_total", Kind.COUNTER, "bytes", "Bytes that were loaded from the tiers."),
+        Metric(
+            "vllm:hybridkv_load_failures_total",
+            Kind.COUNTER,
+            "loads",
+            "Failed loads, by the reason that the tier gave.",
+            (Label("reason", ("missing", "wrong_key", "checksum", "io", "closed", "injected")),),
+        ),
+        Metric(
+            "vllm:hybridkv_evictions_total",
+            Kind.COUNTER,
+            "chunks",
+            "Chunks that gave way to newer ones.",
+            (_TIER,),
+        ),
+        Metric(
+            "vllm:hybridkv_load_seconds",
+            Kind.HISTOGRAM,
+            "seconds",
+            "Time of one load job on its copy thread, without waiting in the queue.",
+            buckets=_SECONDS,
+        ),
+        Metric(
+            "vllm:hybridkv_store_seconds",
+            Kind.HISTOGRAM,
+            "seconds",
+            "Time of one store job on its copy thread, without waiting in the queue.",
+            buckets=_SECONDS,
+        ),
+        Metric(
+            "vllm:hybridkv_tier_used_bytes",
+            Kind.GAUGE,
+            "bytes",
+            "Space of the tier that is not free.",
+            (_TIER,),
+        ),
+        Metric(
+            "vllm:hybridkv_tier_capacity_bytes",
+            Kind.GAUGE,
+            "bytes",
+            "Space of the tier.",
+            (_TIER,),
+        ),
+    )
+)

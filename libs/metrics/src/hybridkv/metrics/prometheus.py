@@ -1,0 +1,90 @@
+"""Shows counts to Prometheus. Gets the metric classes from its caller and imports no client library.
+
+vLLM hands over prometheus_client's classes or its wrappers around Ray's; both know `labels`, `inc`, `set`, `observe`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from hybridkv.metrics.catalogue import Catalogue, Kind, Metric
+from hybridkv.metrics.counts import Counts
+from hybridkv.metrics.errors import MetricsError
+
+MetricClass: TypeAlias = Callable[..., Any]
+
+
+class PrometheusSink:
+    """One Prometheus metric for each one declared.
+
+    `labelnames` (of the engine) come before the declared ones; `labelvalues_per_engine` gives their values by engine
+    index. Counters and histograms start at zero in every series, so that a rate is right from the first event on; a
+    gauge appears when it is first set.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        counter_cls: MetricClass,
+        gauge_cls: MetricClass,
+        histogram_cls: MetricClass,
+        labelnames: Sequence[str],
+        labelvalues_per_engine: Mapping[int, Sequence[object]],
+    ) -> None:
+        self._catalogue = catalogue
+        self._labelvalues = {engine: tuple(values) for engine, values in labelvalues_per_engine.items()}
+        classes: dict[Kind, MetricClass] = {
+            Kind.COUNTER: counter_cls,
+            Kind.GAUGE: gauge_cls,
+            Kind.HISTOGRAM: histogram_cls,
+        }
+        self._metrics = {
+            metric.name: _make(classes[metric.kind], metric, [*labelnames, *metric.label_names])
+            for metric in catalogue.metrics
+        }
+        for metric, engine in itertools.product(catalogue.metrics, self._labelvalues):
+            if metric.kind is not Kind.GAUGE:
+                for values in itertools.product(*(label.values for label in metric.labels)):
+                    self._child(metric.name, engine, values)
+
+    def observe(self, counts: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """Add `Counts.to_dict()` of one engine. `MetricsError` when it does not fit; then nothing is added."""
+        if engine_idx not in self._labelvalues:
+            raise MetricsError("engine_idx", f"one of {sorted(self._labelvalues)}", engine_idx)
+        data = Counts.from_dict(counts, self._catalogue).data()
+        for name, values, amount in data.counters:
+            self._child(name, engine_idx, values).inc(amount)
+        for name, values, value in data.gauges:
+            self._child(name, engine_idx, values).set(value)
+        for name, values, buckets in data.histograms:
+            child = self._child(name, engine_idx, values)
+            bounds = self._catalogue.metric(name, Kind.HISTOGRAM).buckets
+            for position, (count, total) in enumerate(buckets):
+                for _ in range(count):
+                    child.observe(_mean_within(bounds, position, total / count))
+
+    def _child(self, name: str, engine_idx: int, values: Sequence[str]) -> Any:
+        labelvalues = (*self._labelvalues[engine_idx], *values)
+        metric = self._metrics[name]
+        return metric.labels(*labelvalues) if labelvalues else metric
+
+
+def _make(metric_cls: MetricClass, metric: Metric, labelnames: list[str]) -> Any:
+    arguments: dict[str, Any] = {"name": metric.name, "documentation": metric.help, "labelnames": labelnames}
+    if metric.kind is Kind.GAUGE:
+        arguments["multiprocess_mode"] = "mostrecent"
+    if metric.kind is Kind.HISTOGRAM:
+        arguments["buckets"] = list(metric.buckets)
+    return metric_cls(**arguments)
+
+
+def _mean_within(bounds: Sequence[float], position: int, mean: float) -> float:
+    """The mean of a bucket lies in it; rounding must not push it over the edge."""
+    actual = bisect.bisect_left(bounds, mean)
+    if actual > position:
+        return bounds[position]
+    return math.nextafter(bounds[position - 1], math.inf) if actual < position else mean

@@ -1,0 +1,63 @@
+"""The declaration is sound, and the reference page says what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridkv.metrics import CATALOGUE, Catalogue, Kind, Label, Metric, MetricsError
+from hybridkv.metrics.reference import render
+
+PAGE = Path("docs/reference/metrics.md")
+
+
+def find_page() -> Path:
+    for folder in Path(__file__).resolve().parents:
+        if (folder / PAGE).is_file():
+            return folder / PAGE
+    pytest.skip(f"{PAGE} is not among the files of this run")
+
+
+def test_the_reference_page_is_the_generated_one() -> None:
+    hint = f"run: python -m hybridkv.metrics.reference > {PAGE}"
+    assert find_page().read_text(encoding="utf-8") == render(CATALOGUE), hint
+
+
+@pytest.mark.parametrize("metric", CATALOGUE.metrics, ids=lambda metric: metric.name)
+def test_every_metric_is_named_as_prometheus_wants_it(metric: Metric) -> None:
+    assert re.fullmatch(r"vllm:hybridkv_[a-z_]+", metric.name)
+    assert all(re.fullmatch(r"[a-z_]+", label) for label in metric.label_names)
+    assert metric.help.endswith(".")
+    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+
+
+def test_a_metric_that_makes_no_sense_cannot_be_declared() -> None:
+    for arguments in (
+        {"name": "x", "kind": Kind.COUNTER},
+        {"name": "x_total", "kind": Kind.COUNTER, "buckets": (1.0,)},
+        {"name": "x", "kind": Kind.HISTOGRAM},
+        {"name": "x", "kind": Kind.HISTOGRAM, "buckets": (2.0, 1.0)},
+        {"name": "x", "kind": Kind.GAUGE, "labels": (Label("empty", ()),)},
+        {"name": "x", "kind": Kind.GAUGE, "labels": (Label("twice", ("a", "a")),)},
+    ):
+        with pytest.raises(MetricsError):
+            Metric(unit="", help="", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_name_is_declared_once() -> None:
+    metric = Metric("x", Kind.GAUGE, "bytes", "Bytes.")
+    with pytest.raises(MetricsError, match="each name once"):
+        Catalogue((metric, metric))
+
+
+def test_metrics_load_neither_torch_nor_vllm_nor_prometheus() -> None:
+    program = (
+        "import sys, hybridkv.metrics\n"
+        "sys.exit(', '.join({'torch', 'vllm', 'prometheus_client'} & set(sys.modules)) or 0)"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
