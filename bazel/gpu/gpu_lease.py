@@ -1,0 +1,55 @@
+"""A pytest plugin that leases HYBRIDKV_TEST_GPUS GPUs for this process and shows it no others.
+
+A lease is a lock on /dev/shm/hybridkv-gpu-leases/<index>: the one place that every Bazel sandbox of a
+machine shares and may write. It ends with the process, however that ends.
+"""
+
+import fcntl
+import os
+import pathlib
+import subprocess
+import time
+from typing import IO
+
+import pytest
+
+LEASES = pathlib.Path("/dev/shm/hybridkv-gpu-leases")
+_held: list[IO[str]] = []
+
+
+def _gpu_uuids() -> list[str]:
+    listing = subprocess.run(
+        ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], check=True, capture_output=True, text=True
+    )
+    return listing.stdout.split()
+
+
+def _lease(uuids: list[str], wanted: int) -> list[str]:
+    taken: list[tuple[str, IO[str]]] = []
+    for uuid in uuids:
+        lock = (LEASES / uuid).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            continue
+        taken.append((uuid, lock))
+        if len(taken) == wanted:
+            _held.extend(lock for _, lock in taken)
+            return [uuid for uuid, _ in taken]
+    for _, lock in taken:
+        lock.close()
+    return []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted = int(os.environ["HYBRIDKV_TEST_GPUS"])
+    LEASES.mkdir(mode=0o777, exist_ok=True)
+    uuids = _gpu_uuids()
+    if len(uuids) < wanted:
+        raise RuntimeError(f"this test needs {wanted} GPUs, but nvidia-smi lists {len(uuids)}")
+    while not (leased := _lease(uuids, wanted)):
+        time.sleep(0.2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(leased)
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    print("leased", os.environ["CUDA_VISIBLE_DEVICES"])

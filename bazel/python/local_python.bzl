@@ -1,0 +1,70 @@
+"""A Python toolchain from an interpreter that the machine already has."""
+
+_BUILD = """\
+load("@bazel_tools//tools/python:toolchain.bzl", "py_runtime_pair")
+
+package(default_visibility = ["//visibility:public"])
+
+py_runtime(
+    name = "runtime",
+    interpreter_path = "{path}",
+    python_version = "PY3",
+    stub_shebang = "#!{path}",
+)
+
+py_runtime_pair(
+    name = "runtime_pair",
+    py3_runtime = ":runtime",
+)
+
+toolchain(
+    name = "toolchain",
+    toolchain = ":runtime_pair",
+    toolchain_type = "@bazel_tools//tools/python:toolchain_type",
+)
+"""
+
+_PROBE = """\
+import os, sys
+if "%d.%d" % sys.version_info[:2] != sys.argv[1]:
+    sys.exit("is %d.%d" % sys.version_info[:2])
+print(os.path.realpath(sys.executable))
+"""
+
+def _candidates(rctx):
+    chosen = rctx.os.environ.get("HYBRIDKV_PYTHON", "")
+    if chosen:
+        return [chosen]
+    version = rctx.attr.python_version
+    found = [str(p) for p in [rctx.which("python" + version), rctx.which("python3")] if p]
+    pyenv = rctx.os.environ.get("PYENV_ROOT", "")
+    if pyenv and rctx.path(pyenv + "/versions").exists:
+        for entry in rctx.path(pyenv + "/versions").readdir():
+            if entry.basename.startswith(version + "."):
+                found.append(str(entry.get_child("bin").get_child("python" + version)))
+    return found
+
+def _local_python_impl(rctx):
+    tried = []
+    for candidate in _candidates(rctx):
+        result = rctx.execute([candidate, "-I", "-c", _PROBE, rctx.attr.python_version])
+        if result.return_code == 0:
+            # A venv keeps out the packages that the machine has installed.
+            result = rctx.execute([result.stdout.strip(), "-I", "-m", "venv", "--clear", "--without-pip", "venv"])
+        if result.return_code == 0:
+            path = str(rctx.path("venv/bin/python3"))
+            rctx.file("BUILD.bazel", _BUILD.format(path = path))
+            rctx.file("path.txt", path)
+            return
+        tried.append("%s (%s)" % (candidate, (result.stderr or result.stdout).strip()))
+    fail("no Python {} found; set HYBRIDKV_PYTHON to one. Tried: {}".format(
+        rctx.attr.python_version,
+        ", ".join(tried) or "nothing",
+    ))
+
+local_python = repository_rule(
+    implementation = _local_python_impl,
+    attrs = {"python_version": attr.string(mandatory = True)},
+    environ = ["HYBRIDKV_PYTHON", "PATH", "PYENV_ROOT"],
+    local = True,
+)

@@ -1,0 +1,48 @@
+"""Runs pytest on this test's own source files, the way Bazel wants a test to run."""
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+
+class _Shard:
+    """Keeps every nth test, by the order of collection."""
+
+    def __init__(self, index: int, total: int) -> None:
+        self.index = index
+        self.total = total
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        kept = items[self.index :: self.total]
+        dropped = [item for i, item in enumerate(items) if i % self.total != self.index]
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+def main() -> int:
+    env = os.environ
+    if not sys.argv[1:]:
+        sys.exit("pytest_main: no test modules named; run this through `bazel test` or `bazel run`")
+    args = ["-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir=.", "-ra", *sys.argv[1:]]
+    if output := env.get("XML_OUTPUT_FILE"):
+        args += [f"--junitxml={output}"]
+    if only := env.get("TESTBRIDGE_TEST_ONLY"):
+        args += ["-k", only]
+    if scratch := env.get("TEST_TMPDIR"):
+        # The tree beside the test is read-only, and hypothesis wants to remember its examples.
+        env.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", f"{scratch}/hypothesis")
+    plugins = []
+    if total := int(env.get("TEST_TOTAL_SHARDS", "0")):
+        pathlib.Path(env["TEST_SHARD_STATUS_FILE"]).touch()
+        plugins.append(_Shard(int(env["TEST_SHARD_INDEX"]), total))
+    code = pytest.main(args, plugins)
+    # A shard, or a filter, may leave nothing to run; otherwise a test without tests is a mistake.
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED and (plugins or only):
+        return 0
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

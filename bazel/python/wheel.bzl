@@ -1,0 +1,56 @@
+"""A project's wheel, as pip would build it from its pyproject.toml, and a directory of such wheels."""
+
+def _wheel_impl(ctx):
+    output = ctx.actions.declare_directory(ctx.label.name)
+    files = [ctx.file.pyproject] + ctx.files.srcs
+    args = ctx.actions.args()
+    args.add(output.path)
+    args.add("%s=LICENSE" % ctx.file._license.path)
+    prefix = ctx.label.package + "/"
+    for file in files:
+        if not file.short_path.startswith(prefix):
+            fail("%s is outside of %s" % (file.short_path, prefix))
+        args.add("%s=%s" % (file.path, file.short_path.removeprefix(prefix)))
+    ctx.actions.run(
+        executable = ctx.executable._build_wheel,
+        arguments = [args],
+        # The wheel's entries are dated 1980, so that it has the same bytes each time.
+        env = {"SOURCE_DATE_EPOCH": "315532800"},
+        inputs = files + [ctx.file._license],
+        outputs = [output],
+        mnemonic = "PyWheel",
+        progress_message = "Building the wheel of %{label}",
+    )
+    return [DefaultInfo(files = depset([output]))]
+
+wheel = rule(
+    implementation = _wheel_impl,
+    doc = "A directory with one wheel, whose name has the version that pyproject.toml gives.",
+    attrs = {
+        "pyproject": attr.label(allow_single_file = [".toml"], mandatory = True),
+        "srcs": attr.label_list(allow_files = True, doc = "All files of the project, py.typed and native ones too."),
+        "_build_wheel": attr.label(default = "//bazel/python:build_wheel", cfg = "exec", executable = True),
+        "_license": attr.label(default = "//:LICENSE", allow_single_file = True),
+    },
+)
+
+def _wheelhouse_impl(ctx):
+    output = ctx.actions.declare_directory(ctx.label.name)
+    args = ctx.actions.args()
+    args.add(output.path)
+    args.add_all(ctx.files.srcs)
+    ctx.actions.run_shell(
+        command = 'out=$1; shift; for wheel in "$@"; do cp "$wheel" "$out"; done',
+        arguments = [args],
+        inputs = ctx.files.srcs,
+        outputs = [output],
+        mnemonic = "Wheelhouse",
+        progress_message = "Collecting wheels in %{output}",
+    )
+    return [DefaultInfo(files = depset([output]))]
+
+wheelhouse = rule(
+    implementation = _wheelhouse_impl,
+    doc = "One directory with all the wheels, for `pip install --find-links`.",
+    attrs = {"srcs": attr.label_list(mandatory = True)},
+)

@@ -1,0 +1,22 @@
+"""Every external repository that this monorepo declares itself, for WORKSPACE and MODULE.bazel alike."""
+
+load("//bazel/gpu:local_gpus.bzl", "local_gpus")
+load("//bazel/npm:npm_buildifier.bzl", "npm_buildifier")
+load("//bazel/python:local_python.bzl", "local_python")
+load("//bazel/python:locked_packages.bzl", "locked_packages")
+
+def hybridkv_repositories():
+    """Declares the repositories; none is fetched before something needs it."""
+    local_python(name = "local_python", python_version = "3.11")
+
+    # What the libraries import; small.
+    locked_packages(name = "pypi", lock = "//third_party/python:requirements_lock.txt")
+
+    # The same at the same versions, with torch and vLLM; only the targets that need those name it.
+    locked_packages(name = "pypi_engine", lock = "//third_party/python:engine_lock.txt")
+    local_gpus(name = "local_gpus")
+    npm_buildifier(
+        name = "npm_buildifier",
+        lock = "//third_party/npm:package-lock.json",
+        package = "//third_party/npm:package.json",
+    )
