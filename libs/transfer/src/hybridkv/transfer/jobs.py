@@ -10,14 +10,6 @@ from hybridkv.transfer.engine import CopyResult, Hook, JobId
 from hybridkv.transfer.memory import RegisteredMemory
 from hybridkv.transfer.runs import CopyRuns
 
-GIL_RELEASE_BYTES = 64 * 1024
-"""Shorter runs are copied without releasing the interpreter lock: getting it back can cost more than the copy."""
-
-_signature = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-_memmove_releasing = ctypes.CFUNCTYPE(*_signature)(_memmove_address)
-_memmove_holding = ctypes.PYFUNCTYPE(*_signature)(_memmove_address)
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -31,12 +23,9 @@ class Job:
 
 
 def copy_runs(runs: CopyRuns) -> None:
-    """Copy each run. The caller checked every address."""
+    """Copy each run, without the interpreter lock. The caller checked every address."""
     for source, destination, num_bytes in runs.triples():
-        if num_bytes < GIL_RELEASE_BYTES:
-            _memmove_holding(destination, source, num_bytes)
-        else:
-            _memmove_releasing(destination, source, num_bytes)
+        ctypes.memmove(destination, source, num_bytes)
 
 
 def execute(
