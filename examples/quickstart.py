@@ -245,7 +245,7 @@ def _logprobs_equal(cold: Answer, warm: Answer, tolerance: float) -> bool:
 
 def _table(model: str, comparisons: Sequence[Comparison]) -> Table:
     table = Table(title=f"{model}: cold, then warm after the engine lost its cache")
-    for heading in ("prompt tokens", "tokens restored", "by tier", "first token, cold", "first token, warm"):
+    for heading in ("prompt tokens", "tokens restored", "by tier", "first token cold, ms", "first token warm, ms"):
         table.add_column(heading, justify="right")
     for heading in ("tokens equal", "logprobs equal"):
         table.add_column(heading, justify="center")
@@ -254,8 +254,8 @@ def _table(model: str, comparisons: Sequence[Comparison]) -> Table:
             str(row.prompt_tokens),
             str(row.restored_tokens),
             ", ".join(f"{tier} {tokens}" for tier, tokens in row.restored_tokens_by_tier.items()) or "-",
-            f"{row.cold_first_token_ms:.1f} ms",
-            f"{row.warm_first_token_ms:.1f} ms",
+            f"{row.cold_first_token_ms:.1f}",
+            f"{row.warm_first_token_ms:.1f}",
             _yes(row.tokens_equal),
             _yes(row.logprobs_equal),
         )
