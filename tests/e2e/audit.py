@@ -1,0 +1,125 @@
+"""An independent witness of every byte that leaves the engine and comes back.
+
+It reads KV pages by the engine's own description of its memory, never through hybridkv's views, when a store is
+submitted and again when a load has ended, and compares the two by chunk key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from harness import Engine
+
+
+@dataclass(slots=True)
+class Audit:
+    """What was seen so far. `mismatches` names every restored page that is not what was stored.
+
+    Attributes:
+        stored: for each chunk key its group and its pages, layer by layer.
+        loads: for each ended load the request, the tokens that were asked for and whether it failed.
+        compared_pages: how many restored pages were compared.
+    """
+
+    engine: Engine
+    stored: dict[bytes, tuple[int, list[list[torch.Tensor]]]] = field(default_factory=dict)
+    loads: list[tuple[str, int, bool]] = field(default_factory=list)
+    compared_pages: int = 0
+    mismatches: list[str] = field(default_factory=list)
+    _open: dict[str, Any] = field(default_factory=dict)
+    _asked: dict[str, int] = field(default_factory=dict)
+
+    def attach(self) -> Audit:
+        """Watches the connector from now on."""
+        worker = self.engine.worker_connector._worker
+        self._wrap(worker, "start_stores", before=self._on_stores)
+        self._wrap(worker, "start_loads", before=self._on_loads)
+        self._wrap(worker, "results", after=self._on_results)
+        self._wrap(self.engine.connector, "update_state_after_alloc", before=self._on_allocated)
+        return self
+
+    @property
+    def restored_tokens(self) -> int:
+        """Tokens of all loads that did not fail."""
+        return sum(num_tokens for _, num_tokens, failed in self.loads if not failed)
+
+    @property
+    def failed_loads(self) -> int:
+        return sum(failed for _, _, failed in self.loads)
+
+    def keys_of(self, group_index: int) -> list[bytes]:
+        """Keys of a group, in the order in which they were stored."""
+        return [key for key, (group, _) in self.stored.items() if group == group_index]
+
+    def forget(self) -> None:
+        """Drops what was counted, not what was stored."""
+        self.loads.clear()
+        self.mismatches.clear()
+        self.compared_pages = 0
+
+    @staticmethod
+    def _wrap(
+        owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[[Any], None] | None = None
+    ) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any) -> Any:
+            if before is not None:
+                before(*args)
+            result = inner(*args)
+            if after is not None:
+                after(result)
+            return result
+
+        setattr(owner, name, outer)
+
+    def _pages(self, group_index: int, block_ids: tuple[int, ...]) -> list[list[torch.Tensor]]:
+        layers = self.engine.kv_cache_config.kv_cache_groups[group_index].layer_names
+        return [[self.engine.page(layer, block_id) for block_id in block_ids] for layer in layers]
+
+    def _on_stores(self, plan: Any) -> None:
+        for store in plan.stores:
+            for move in store.moves:
+                pages = self._pages(move.group_index, move.block_ids)
+                self.stored[move.key] = (move.group_index, [[page.clone() for page in layer] for layer in pages])
+
+    def _on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._asked[request.request_id] = num_external_tokens
+
+    def _on_loads(self, plan: Any) -> None:
+        self._open.update((load.request_id, load) for load in plan.loads)
+
+    def _on_results(self, results: Any) -> None:
+        for request_id in results.finished:
+            load = self._open.pop(request_id)
+            failed = request_id in results.failed
+            self.loads.append((request_id, self._asked.pop(request_id), failed))
+            if not failed:
+                for move in load.moves:
+                    self._compare(move)
+
+    def _compare(self, move: Any) -> None:
+        group_index, expected = self.stored[move.key]
+        for layer, (now, then) in enumerate(zip(self._pages(move.group_index, move.block_ids), expected, strict=True)):
+            for i, page in enumerate(now):
+                self.compared_pages += 1
+                if group_index != move.group_index or not torch.equal(page, then[move.first_block + i]):
+                    self.mismatches.append(f"group {move.group_index} layer {layer} block {move.block_ids[i]}")
+
+
+def stored_views(engine: Engine, key: bytes) -> Iterator[memoryview]:
+    """The bytes that the tier holds for a key, writable; its checksum is renewed afterwards.
+
+    So a test can corrupt what no checksum can see, and prove that its own comparison would.
+    """
+    index = engine.connector._index
+    arena = engine.worker_connector._worker._arena
+    slot = index.pin(key)
+    assert slot is not None, "nothing is stored under this key"
+    yield from arena.views(slot)
+    assert arena.seal(key, slot) is None
+    index.unpin(key)

@@ -1,0 +1,69 @@
+"""One engine for each test module; which model and how it loads comes from the environment of the Bazel target."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+from audit import Audit
+from harness import Engine
+
+
+@pytest.fixture(scope="session")
+def kind() -> str:
+    return os.environ.get("HYBRIDKV_E2E_MODEL", "qwen3-next")
+
+
+@pytest.fixture(scope="session")
+def load() -> str:
+    return os.environ.get("HYBRIDKV_E2E_LOAD", "async")
+
+
+@pytest.fixture(scope="session")
+def kv_transfer_config(load: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "512MiB"}], "load": load},
+    }
+
+
+@pytest.fixture(scope="module")
+def engine_arguments() -> dict[str, Any]:
+    """What a module changes of the model's usual engine arguments."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def engine(
+    kind: str,
+    kv_transfer_config: dict[str, Any],
+    engine_arguments: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engine]:
+    directory: Path = harness.scratch_directory(tmp_path_factory.mktemp("engine"))
+    with harness.running_engine(
+        kind, directory, kv_transfer_config=kv_transfer_config, **engine_arguments
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def watching(engine: Engine) -> Audit:
+    return Audit(engine).attach()
+
+
+@pytest.fixture
+def audit(engine: Engine, watching: Audit) -> Iterator[Audit]:
+    """A witness with fresh counts, over an engine that keeps nothing from the test before."""
+    engine.reset_prefix_cache()
+    engine.connector.reset_cache()
+    watching.stored.clear()
+    watching.forget()
+    num_free = engine.num_free_blocks
+    yield watching
+    engine.reset_prefix_cache()
+    assert engine.num_free_blocks == num_free, "the connector kept blocks of the engine"
