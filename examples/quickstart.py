@@ -19,15 +19,32 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import tiny_models
 import torch
 from rich.console import Console
 from rich.table import Table
+
+import tiny_models
 
 _WORDS: Final = Console(stderr=True, highlight=False)
 _WARM_UP_SEED: Final = -1
 _DRAIN_DEADLINE_S: Final = 60.0
 _LOGPROBS: Final = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, option by option."""
+
+    model: str
+    num_prompts: int
+    prompt_tokens: int
+    max_tokens: int
+    load: str
+    capacity: str
+    tolerance: float
+    connector_module: str | None
+    as_json: bool
+    verbose: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,44 +90,34 @@ class Comparison:
 @click.option("--connector-module", default=None, help="Module of the connector, when the plugin is not installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--verbose", is_flag=True, help="Show vLLM's own log.")
-def main(
-    model: str,
-    num_prompts: int,
-    prompt_tokens: int,
-    max_tokens: int,
-    load: str,
-    capacity: str,
-    tolerance: float,
-    connector_module: str | None,
-    as_json: bool,
-    verbose: bool,
-) -> None:
-    _prepare_environment(verbose)
+def main(**values: Any) -> None:
+    options = Options(**values)
+    _prepare_environment(options.verbose)
     transfer_config = {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": capacity}], "load": load},
+        "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": options.capacity}], "load": options.load},
     }
-    if connector_module is not None:
-        transfer_config["kv_connector_module_path"] = connector_module
+    if options.connector_module is not None:
+        transfer_config["kv_connector_module_path"] = options.connector_module
     with tempfile.TemporaryDirectory(prefix="hybridkv-quickstart-") as scratch:
-        path, arguments = _model_and_arguments(model, Path(scratch), prompt_tokens)
-        _WORDS.print(f"starting vLLM on {model} ...")
+        path, arguments = _model_and_arguments(options.model, Path(scratch), options.prompt_tokens)
+        _WORDS.print(f"starting vLLM on {options.model} ...")
         started = time.monotonic()
-        engine = _start_engine(path, arguments | {"kv_transfer_config": transfer_config}, verbose)
+        engine = _start_engine(path, arguments | {"kv_transfer_config": transfer_config}, options.verbose)
         _WORDS.print(f"ready after {time.monotonic() - started:.0f} s")
         try:
-            comparisons = _compare(engine, num_prompts, prompt_tokens, max_tokens, tolerance)
+            comparisons = _compare(engine, options)
         finally:
             engine.engine_core.shutdown()
 
     ok = all(comparison.ok for comparison in comparisons)
-    if as_json:
+    if options.as_json:
         rows = [dataclasses.asdict(comparison) for comparison in comparisons]
-        print(json.dumps({"model": model, "load": load, "ok": ok, "prompts": rows}, indent=2))
+        print(json.dumps({"model": options.model, "load": options.load, "ok": ok, "prompts": rows}, indent=2))
     else:
-        Console().print(_table(model, comparisons))
+        Console().print(_table(options.model, comparisons))
     if not ok:
         _WORDS.print(f"[red]error:[/red] {_failure(comparisons)}")
         sys.exit(1)
@@ -156,26 +163,26 @@ def _start_engine(path: Path, arguments: dict[str, Any], verbose: bool) -> Any:
     return LLM(str(path), use_tqdm_on_load=verbose, **arguments).llm_engine
 
 
-def _compare(engine: Any, num_prompts: int, prompt_tokens: int, max_tokens: int, tolerance: float) -> list[Comparison]:
+def _compare(engine: Any, options: Options) -> list[Comparison]:
     """Run every prompt cold, forget the engine's own cache, and run every prompt again."""
     vocabulary_size = engine.model_config.get_vocab_size()
-    prompts = [_random_prompt(prompt_tokens, vocabulary_size, seed) for seed in range(num_prompts)]
+    prompts = [_random_prompt(options.prompt_tokens, vocabulary_size, seed) for seed in range(options.num_prompts)]
     _WORDS.print("warming the engine up, so that no time below includes first-use work")
     for _ in range(2):  # a full prefill, then a short one after a hit
-        _answer(engine, _random_prompt(prompt_tokens, vocabulary_size, _WARM_UP_SEED), max_tokens)
+        _answer(engine, _random_prompt(options.prompt_tokens, vocabulary_size, _WARM_UP_SEED), options.max_tokens)
     _reset_engine_cache(engine)
 
     cold = []
     for number, prompt in enumerate(prompts, start=1):
-        _WORDS.print(f"cold {number}/{num_prompts}")
-        cold.append(_answer(engine, prompt, max_tokens))
+        _WORDS.print(f"cold {number}/{options.num_prompts}")
+        cold.append(_answer(engine, prompt, options.max_tokens))
     _reset_engine_cache(engine)
     _WORDS.print("the engine's own cache is empty now")
     warm = []
     for number, prompt in enumerate(prompts, start=1):
-        _WORDS.print(f"warm {number}/{num_prompts}")
-        warm.append(_answer(engine, prompt, max_tokens))
-    return [_comparison(prompt_tokens, *pair, tolerance) for pair in zip(cold, warm, strict=True)]
+        _WORDS.print(f"warm {number}/{options.num_prompts}")
+        warm.append(_answer(engine, prompt, options.max_tokens))
+    return [_comparison(options.prompt_tokens, *pair, options.tolerance) for pair in zip(cold, warm, strict=True)]
 
 
 def _random_prompt(num_tokens: int, vocabulary_size: int, seed: int) -> list[int]:

@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import tiny_models
 import torch
+
+import tiny_models
 
 _DRAIN_DEADLINE_S: Final = 60.0
 _MAX_STEPS: Final = 100_000
