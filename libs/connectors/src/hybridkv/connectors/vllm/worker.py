@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.lowering import runs_of
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers.ram import RamArena
-from hybridkv.transfer import CopyEngine, CopyRuns
+from hybridkv.transfer import CopyEngine, CopyRuns, JobId
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 
@@ -59,7 +59,7 @@ class OffloadWorker:
         self._stores, self._loads = stores, loads
         self._recorder = recorder
         self._pages: dict[int, GroupPages] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[JobId, _Job] = {}
         self._job_ids = itertools.count(1)
         self._outcome = StepOutcome()
         self._results = LoadResults()
@@ -115,7 +115,7 @@ class OffloadWorker:
         before: Callable[[], str | None],
         after: Callable[[], str | None] | None,
     ) -> None:
-        job_id = next(self._job_ids)
+        job_id = JobId(next(self._job_ids))
         self._jobs[job_id] = job
         refused = work.refused if isinstance(work, Load) else None
         try:
@@ -157,7 +157,7 @@ class OffloadWorker:
         results, self._results = self._results, LoadResults()
         return results
 
-    def _end(self, job_id: int, failure: str | None) -> None:
+    def _end(self, job_id: JobId, failure: str | None) -> None:
         job = self._jobs.pop(job_id)
         if job.store_id is not None:
             self._outcome.stores[job.store_id] = StoreOutcome(1, failure)
