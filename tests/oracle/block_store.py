@@ -26,6 +26,8 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
+from oracle.settings import Connector
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from oracle.mixes import Mix
 
 Key = tuple[int, bytes]
 
@@ -86,6 +90,9 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: dict[str, Request] = {}
         self._planned: list[Load] = []
         self._load_keys: dict[str, list[Key]] = {}
+        self._local_tokens: dict[str, int] = {}
+        self._failed: set[str] = set()
+        self._holding: set[str] = set()
         # Worker role.
         self._in_flight: list[Load] = []
         self._late_stores: list[tuple[Key, int]] = []
@@ -119,7 +126,12 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         first = max(self._first_block(spec, end), start // size)
         return [(index, self._key(request, group, (index + 1) * size)) for index in range(first, end // size)]
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._local_tokens[request.request_id] = num_computed_tokens
+        # After a failed load the request keeps its place before those that hold loaded blocks, though it holds none. If
+        # it does not fit, vLLM's scan stops there and nobody ever runs again. "Ask again" lets the scan go on.
+        if request.request_id in self._failed and self._holding - {request.request_id}:
+            return None, False
         last = request.num_tokens - (0 if self._fault is Fault.WHOLE_PROMPT else 1)
         for end in range(last // self._unit * self._unit, num_computed_tokens, -self._unit):
             if all(
@@ -134,28 +146,18 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests[request.request_id] = request
         if num_external_tokens == 0:
             return
-        # An async load is asked for before anything is computed; a sync one, too: the local hit is what is hashed.
+        # Which blocks are to be loaded cannot be told from their hashes: those of a sync load are hashed already.
         copies: list[tuple[Key, int]] = []
-        end = self._resume_at(request, blocks, num_external_tokens)
+        start = self._local_tokens[request.request_id]
         for group in range(len(self._specs)):
             table = blocks.blocks[group]
-            for index, key in self._needed(request, group, end - num_external_tokens, end):
-                if not table[index].is_null and table[index].block_hash is None:
+            for index, key in self._needed(request, group, start, start + num_external_tokens):
+                if not table[index].is_null:
                     copies.append((self._faulty_key(request, group, index, key), table[index].block_id))
         self._planned.append(Load(request.request_id, copies))
+        if self._asynchronous:
+            self._holding.add(request.request_id)
         self._load_keys[request.request_id] = [key for key, _ in copies]
-
-    def _resume_at(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> int:
-        """Local hit + external tokens; the local hit is the hashed head of the tables."""
-        for end in range(num_external_tokens, request.num_tokens + 1, self._unit):
-            start = end - num_external_tokens
-            tables = zip(blocks.blocks, self._block_tokens, strict=True)
-            if all(
-                start // size >= len(table) or table[start // size].is_null or table[start // size].block_hash is None
-                for table, size in tables
-            ):
-                return end
-        raise AssertionError("no boundary with unhashed blocks after it")
 
     def _faulty_key(self, request: Request, group: int, index: int, key: Key) -> Key:
         size = self._block_tokens[group]
@@ -171,6 +173,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         state = scheduler_output.kv_connector_block_state
         assert state is not None
         stores: dict[Key, int] = {}
+        self._holding.difference_update(scheduler_output.num_scheduled_tokens)
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self._requests[request_id]
             start, tables = request.num_computed_tokens, state.resolve_block_ids(request_id)
@@ -188,6 +191,8 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.failed_recving or ():
+            self._failed.add(request_id)
+            self._holding.discard(request_id)
             for key in self._load_keys.pop(request_id, []):
                 self._store.pop(key, None)
 
@@ -195,6 +200,9 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
+        self._local_tokens.pop(request.request_id, None)
+        self._failed.discard(request.request_id)
+        self._holding.discard(request.request_id)
         self._load_keys.pop(request.request_id, None)
         return self._fault is Fault.LEAKED_BLOCKS, None
 
@@ -290,3 +298,18 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results, self._results = self._results, KVConnectorTransferResults(set(), set())
         return results
+
+
+def block_store(
+    mix: Mix, load: str = "async", delay_steps: int = 0, fail_every: int = 0, fault: Fault = Fault.NONE
+) -> Connector:
+    """A connector with an empty store. A mix with states loads asynchronously whatever `load` says (Fault.SYNC_STATE)."""
+    only_async = mix.has_recurrent and fault is not Fault.SYNC_STATE
+    extra = {
+        "store": {},
+        "load": "async" if only_async else load,
+        "delay_steps": delay_steps,
+        "fail_every": fail_every,
+        "fault": fault.value,
+    }
+    return Connector("BlockStoreConnector", extra, "oracle.block_store")

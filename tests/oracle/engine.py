@@ -173,7 +173,8 @@ class OracleEngine:
 
     def preempt_all(self) -> None:
         """Preempt every running request and reset the prefix cache; nothing, where vLLM does not support it."""
-        if all(request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS for request in self.scheduler.requests.values()):
+        held = bool(self.scheduler.kv_holding_waiting)
+        if not held and not any(request.is_finished() for request in self.scheduler.requests.values()):
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def step(self) -> bool:

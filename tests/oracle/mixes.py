@@ -80,6 +80,11 @@ class Mix:
         return any(group.kind is Kind.RECURRENT for group in self.groups)
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether vLLM keeps only some cached blocks of some group (its retention interval)."""
+        return any(group.kind in (Kind.WINDOW, Kind.RECURRENT) for group in self.groups)
+
+    @property
     def alignment_tokens(self) -> int:
         return math.lcm(*(group.block_tokens for group in self.groups))
 

@@ -151,7 +151,7 @@ def scenarios(draw: st.DrawFn, mix: Mix, prefix_caching: st.SearchStrategy[bool]
         max_step_tokens=step_tokens,
         max_running=draw(st.integers(1, 4)),
         prefix_caching=mix.has_recurrent or prefix_caching is None or draw(prefix_caching),
-        retention_tokens=draw(st.sampled_from((0, 0, None, mix.alignment_tokens))),
+        retention_tokens=draw(st.sampled_from((0, 0, None, mix.alignment_tokens if mix.is_sparse else 0))),
         runner=draw(st.sampled_from(("v1", "v2"))),
     )
     return Scenario(settings, prompts, waves)
@@ -163,10 +163,10 @@ def with_connector(scenario: Scenario, connector: Connector) -> Scenario:
 
 @st.composite
 def mixes(draw: st.DrawFn) -> Mix:
-    """Any mix of 1 to 5 groups. With a RECURRENT group all block sizes agree, as vLLM makes them."""
+    """Any mix of 1 to 5 groups. With RECURRENT or CHUNKED groups all block sizes agree, as vLLM makes or wants them."""
     kinds = draw(st.lists(st.sampled_from(tuple(Kind)), min_size=1, max_size=5))
     packed = draw(st.booleans())
-    one_size = Kind.RECURRENT in kinds or not packed
+    one_size = not packed or Kind.RECURRENT in kinds or Kind.CHUNKED in kinds
     size = draw(st.sampled_from((4, 8, 16)))
     groups = []
     for kind in kinds:

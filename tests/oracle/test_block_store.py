@@ -6,23 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracle.block_store import Fault
+from oracle.block_store import block_store
 from oracle.mixes import NAMED, Mix
 from oracle.profile import profile
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
-from oracle.settings import Connector
-
-
-def block_store(mix: Mix, load: str, delay_steps: int, fail_every: int, fault: Fault = Fault.NONE) -> Connector:
-    # A recurrent state cannot be loaded synchronously: see test_faults.py.
-    extra = {
-        "store": {},
-        "load": "async" if mix.has_recurrent and fault is not Fault.SYNC_STATE else load,
-        "delay_steps": delay_steps,
-        "fail_every": fail_every,
-        "fault": fault.value,
-    }
-    return Connector("BlockStoreConnector", extra, "oracle.block_store")
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
