@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from audit import Audit, stored_views
+from equality import require_same
 from harness import Engine, Result, exact_prompt_lengths, make_prompt
 
 from hybridkv.planner import GroupKind
@@ -18,15 +19,6 @@ def one_by_one(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Result]
 def restorable(engine: Engine, prompt: Sequence[int]) -> int:
     chunk: int = engine.connector._layout.spec.chunk_tokens
     return (len(prompt) - 1) // chunk * chunk
-
-
-def require_same(audit: Audit, expected: Sequence[Result], got: Sequence[Result]) -> None:
-    """What equality means here. Every negative control below shows this function failing."""
-    for before, after in zip(expected, got, strict=True):
-        assert after.token_ids == before.token_ids
-        assert after.logprobs == before.logprobs
-    assert audit.compared_pages > 0
-    assert audit.mismatches == []
 
 
 @pytest.fixture
@@ -63,7 +55,7 @@ def test_only_what_the_engine_lacks_is_restored(engine: Engine, audit: Audit, pr
 
 
 def test_eight_requests_that_share_prefixes_equal_the_engines_own_hits(
-    engine: Engine, audit: Audit, kind: str
+    engine: Engine, audit: Audit, kind: str, load: str
 ) -> None:
     length = exact_prompt_lengths(kind, 2)[1]
     stems = [make_prompt(length // 2, seed=100 + i) for i in range(2)]
@@ -73,7 +65,8 @@ def test_eight_requests_that_share_prefixes_equal_the_engines_own_hits(
     engine.reset_prefix_cache()
     warm = engine.generate(prompts)
     assert [result.num_cached_tokens for result in warm] == [result.num_cached_tokens for result in local]
-    require_same(audit, local, warm)
+    # Loads that are copied in the background end in different steps, so the requests meet in other batches.
+    require_same(audit, local, warm, digits_may_differ=load == "async")
     assert audit.restored_tokens >= restorable(engine, prompts[0])
 
 
