@@ -50,6 +50,9 @@ def prepare_environment(directory: Path) -> None:
         "DO_NOT_TRACK": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # These models are too small for two threads, which wait for each other whenever a core is taken away.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # No compiler is needed, and the first forward takes milliseconds where compiling takes ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
     }
