@@ -29,6 +29,7 @@ _WORDS: Final = Console(stderr=True, highlight=False)
 _WARM_UP_SEED: Final = -1
 _DRAIN_DEADLINE_S: Final = 60.0
 _LOGPROBS: Final = 5
+_CHUNK_TOKENS: Final = 128  # what the connector's chunk_tokens "auto" comes to for every tiny model
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +151,9 @@ def _model_and_arguments(model: str, scratch: Path, prompt_tokens: int) -> tuple
             raise click.BadParameter(f"{model!r} is neither a directory nor one of {', '.join(tiny_models.KINDS)}")
         return Path(model), {"enable_prefix_caching": True, "enforce_eager": True}
     arguments = dict(tiny_models.ENGINE_ARGUMENTS[model])
-    # The last chunk of a cold prefill should be the chunk that a hit leaves to compute, because another chunk length
-    # rounds otherwise. So let a chunk end at the last block boundary before the end of the prompt.
-    block_size = arguments["block_size"]
-    arguments["max_num_batched_tokens"] = max((prompt_tokens - 1) // block_size, 1) * block_size
+    # The last step of a cold prefill should compute just the tokens that a hit leaves to compute, because another
+    # number of tokens rounds otherwise. So let a step end at the last boundary where a hit can end.
+    arguments["max_num_batched_tokens"] = max((prompt_tokens - 1) // _CHUNK_TOKENS, 1) * _CHUNK_TOKENS
     return tiny_models.make_tiny_model(model, scratch / model), arguments
 
 
