@@ -128,10 +128,11 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._local_tokens[request.request_id] = num_computed_tokens
-        # After a failed load the request keeps its place before those that hold loaded blocks, though it holds none. If
-        # it does not fit, vLLM's scan stops there and nobody ever runs again. "Ask again" lets the scan go on.
-        if request.request_id in self._failed and self._holding - {request.request_id}:
-            return None, False
+        if request.request_id in self._failed:
+            # vLLM 0.32 hangs otherwise, twice over. The request keeps its place before those that hold loaded blocks,
+            # though it holds none: if it does not fit, the scan stops there and nobody ever runs. "Ask again" lets the
+            # scan go on. And a second async load would have to fit beside the blocks still reserved for the first.
+            return (None if self._holding - {request.request_id} else 0), False
         last = request.num_tokens - (0 if self._fault is Fault.WHOLE_PROMPT else 1)
         for end in range(last // self._unit * self._unit, num_computed_tokens, -self._unit):
             if all(
@@ -174,6 +175,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         assert state is not None
         stores: dict[Key, int] = {}
         self._holding.difference_update(scheduler_output.num_scheduled_tokens)
+        self._failed.difference_update(scheduler_output.num_scheduled_tokens)
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self._requests[request_id]
             start, tables = request.num_computed_tokens, state.resolve_block_ids(request_id)
@@ -191,7 +193,8 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.failed_recving or ():
-            self._failed.add(request_id)
+            if request_id in self._requests:
+                self._failed.add(request_id)
             self._holding.discard(request_id)
             for key in self._load_keys.pop(request_id, []):
                 self._store.pop(key, None)

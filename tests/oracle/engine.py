@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from oracle.mixes import Mix
     from oracle.settings import EngineSettings
 
-IDLE_STEPS_LIMIT = 4000
+IDLE_STEPS_LIMIT = 1000
 IDLE_PAUSE_S = 0.0005
 
 
