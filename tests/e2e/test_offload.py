@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from audit import Audit, stored_views
-from equality import require_same
+from equality import BATCH_TOLERANCE, require_close, require_same
 from harness import Engine, Result, exact_prompt_lengths, make_prompt
 
 from hybridkv.planner import GroupKind
@@ -66,7 +66,10 @@ def test_eight_requests_that_share_prefixes_equal_the_engines_own_hits(
     warm = engine.generate(prompts)
     assert [result.num_cached_tokens for result in warm] == [result.num_cached_tokens for result in local]
     # Loads that are copied in the background end in different steps, so the requests meet in other batches.
-    require_same(audit, local, warm, digits_may_differ=load == "async")
+    if load == "sync":
+        require_same(audit, local, warm)
+    else:
+        require_close(audit, local, warm, BATCH_TOLERANCE[kind])
     assert audit.restored_tokens >= restorable(engine, prompts[0])
 
 
