@@ -45,9 +45,7 @@ def engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     directory: Path = harness.scratch_directory(tmp_path_factory.mktemp("engine"))
-    with harness.running_engine(
-        kind, directory, kv_transfer_config=kv_transfer_config, **engine_arguments
-    ) as running:
+    with harness.running_engine(kind, directory, kv_transfer_config=kv_transfer_config, **engine_arguments) as running:
         yield running
 
 

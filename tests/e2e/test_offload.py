@@ -87,9 +87,7 @@ def test_an_answer_is_part_of_the_next_prompts_prefix(engine: Engine, audit: Aud
     assert warm[0].num_cached_tokens > len(first)
 
 
-def test_a_group_whose_stored_pages_are_zeroed_is_seen(
-    engine: Engine, audit: Audit, prompts: list[list[int]]
-) -> None:
+def test_a_group_whose_stored_pages_are_zeroed_is_seen(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
     for group_index in engine.connector._layout.spec.stored_groups:
         engine.connector.reset_cache()
         engine.reset_prefix_cache()

@@ -7,10 +7,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_fingerprint import CACHE, GROUP
 
 from hybridkv.hashing import KEY_BYTES, ChunkKeys, TokenHashes
-
-from test_fingerprint import CACHE, GROUP
 
 PREFIX = [hashlib.sha256(bytes([i])).digest() for i in range(8)]
 WINDOW = msgspec.structs.replace(GROUP, kind="window", window_tokens=256)

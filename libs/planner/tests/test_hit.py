@@ -3,6 +3,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import CHUNKS, caches, stores
 
 from hybridkv.planner import (
     CacheSpec,
@@ -16,8 +17,6 @@ from hybridkv.planner import (
     last_boundary,
     longest_hit,
 )
-
-from strategies import CHUNKS, caches, stores
 
 Store = dict[tuple[int, int], LookupResult]
 GPT_OSS = CacheSpec(

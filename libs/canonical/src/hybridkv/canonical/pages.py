@@ -94,4 +94,5 @@ class GroupPages:
             )
         starts = np.concatenate(([0], np.cumsum(self._sizes)[:-1])) * stored_blocks
         within = np.arange(first_block, first_block + num_blocks, dtype=np.int64)
-        return (starts[:, None] + within[None, :] * self._sizes[:, None]).reshape(-1)
+        offsets: Int64Array = (starts[:, None] + within[None, :] * self._sizes[:, None]).reshape(-1)
+        return offsets

@@ -6,12 +6,13 @@ the only module of the library that imports torch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
 
-KVCache = torch.Tensor | Sequence[torch.Tensor]
+KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 class LayoutError(ValueError):
@@ -80,9 +81,7 @@ def canonical_kv_caches(
             widest[piece.place] = piece
     index = {place: i for i, place in enumerate(widest)}
     return CanonicalKVCaches(
-        tensors=tuple(
-            CanonicalKVCacheTensor(piece.view(num_blocks), piece.page_bytes) for piece in widest.values()
-        ),
+        tensors=tuple(CanonicalKVCacheTensor(piece.view(num_blocks), piece.page_bytes) for piece in widest.values()),
         group_data_refs=tuple(
             tuple(CanonicalKVCacheRef(index[piece.place], piece.page_bytes) for layer in group for piece in layer)
             for group in pieces

@@ -1,6 +1,6 @@
 """What the planner knows about a model's KV cache: its groups, and the chunk they are offloaded in.
 
-These are plain values. They say nothing of bytes (hybridkv.canonical does) nor of any engine (hybridkv.connectors does).
+Plain values. They say nothing of bytes (hybridkv.canonical does) nor of any engine (hybridkv.connectors does).
 """
 
 import enum

@@ -107,7 +107,8 @@ def _lower(spec: CacheSpec, group_index: int, boundary: int, computed_tokens: in
 def _miss(spec: CacheSpec, num_tokens: int, computed_tokens: int, limiting: int | None) -> Miss:
     if limiting is None:
         return Miss(
-            None, f"{num_tokens} tokens have no boundary of {spec.chunk_tokens} tokens beyond the {computed_tokens} held"
+            None,
+            f"{num_tokens} tokens have no boundary of {spec.chunk_tokens} tokens beyond the {computed_tokens} held",
         )
     kind = spec.groups[limiting].kind.name
     return Miss(limiting, f"group {limiting} ({kind}) is not stored beyond the {computed_tokens} tokens held")

@@ -21,13 +21,14 @@ def copy_views(sources: Sequence[memoryview], destinations: Sequence[memoryview]
     remaining = iter(sources)
     source = memoryview(b"")
     for destination in destinations:
-        while len(destination):
-            while not len(source):
+        filled = 0
+        while filled < len(destination):
+            while not source:
                 source = next(remaining)
-            num_bytes = min(len(source), len(destination))
-            destination[:num_bytes] = source[:num_bytes]
+            num_bytes = min(len(source), len(destination) - filled)
+            destination[filled : filled + num_bytes] = source[:num_bytes]
             source = source[num_bytes:]
-            destination = destination[num_bytes:]
+            filled += num_bytes
 
 
 def why_not_copy(sources: Sequence[memoryview], destinations: Sequence[memoryview]) -> Failure | None:

@@ -1,4 +1,4 @@
-"""From moves of blocks to runs of bytes: the last step before a copy engine, and the only place that pairs addresses."""
+"""From moves of blocks to runs of bytes: the last step before a copy engine, and the one place that pairs addresses."""
 
 from collections.abc import Sequence
 

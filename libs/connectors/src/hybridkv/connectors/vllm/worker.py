@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches
@@ -97,15 +98,13 @@ class OffloadWorker:
         """Submits the step's loads."""
         for load in plan.loads:
             job = _Job(request_id=load.request_id)
-            self._submit(self._loads, job, load, lambda load=load, job=job: self._check(load, job), None)
+            self._submit(self._loads, job, load, partial(self._check, load, job), None)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Submits the step's stores. The forward pass that wrote their blocks is over."""
         for store in plan.stores:
             job = _Job(store_id=store.job_id)
-            self._submit(
-                self._stores, job, store, lambda store=store: self._discard(store), lambda store=store: self._seal(store)
-            )
+            self._submit(self._stores, job, store, partial(self._discard, store), partial(self._seal, store))
 
     def _submit(
         self,
@@ -120,7 +119,9 @@ class OffloadWorker:
         refused = work.refused if isinstance(work, Load) else None
         try:
             if refused is None:
-                runs = CopyRuns.concatenate([self._runs(move, isinstance(work, Load)) for move in work.moves]).coalesce()
+                runs = CopyRuns.concatenate(
+                    [self._runs(move, isinstance(work, Load)) for move in work.moves]
+                ).coalesce()
                 refused = None if engine.submit(job_id, runs, before, after) else "the copy queue is full"
         except Exception as error:  # whatever it was, it is this job's failure and not the engine's
             logger.exception("a copy could not be submitted")
