@@ -1,7 +1,7 @@
 """A small connector that is right, and that can be made wrong on purpose: the oracle's own test subject.
 
-It stores whole blocks by (group, prefix hash) in a dict that both roles share. It is no model of a good connector: stores
-are synchronous, nothing is evicted. Each `Fault` is one bug that real connectors have had.
+It stores whole blocks by (group, prefix hash) in a dict that both roles share. It is no model of a good connector:
+stores are synchronous, nothing is evicted. Each `Fault` is one bug that real connectors have had.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return 0
 
     def _needed(self, request: Request, group: int, start: int, end: int) -> list[tuple[int, Key]]:
-        """(index in the table, key) of the blocks to load so that a request that holds `start` tokens resumes at `end`."""
+        """(index in the table, key) of the blocks to load for a request that holds `start` tokens to resume at `end`."""
         spec = self._specs[group]
         size = spec.block_size
         first = max(self._first_block(spec, end), start // size)
@@ -306,7 +306,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
 def block_store(
     mix: Mix, load: str = "async", delay_steps: int = 0, fail_every: int = 0, fault: Fault = Fault.NONE
 ) -> Connector:
-    """A connector with an empty store. A mix with states loads asynchronously whatever `load` says (Fault.SYNC_STATE)."""
+    """A connector with an empty store. A mix with states loads asynchronously, whatever `load` says."""
     only_async = mix.has_recurrent and fault is not Fault.SYNC_STATE
     extra = {
         "store": {},

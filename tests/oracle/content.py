@@ -1,9 +1,9 @@
 """Expected bytes: what every cache cell must hold, as a pure function of the token prefix.
 
-A cell is what one token (or one compressed run of tokens, or one recurrent state) leaves in one layer of one group. Its
-bytes depend on every token up to and including that position, on the group and on the layer, and fill the whole cell, so
-a shift, a swap, a stale page or a zeroed page cannot look right. It is no cipher: 64-bit mixing, so that a scenario takes
-milliseconds. The same digests choose the next token, so that outputs are comparable too.
+A cell is what one token (or one compressed run of tokens, or one recurrent state) leaves in one layer of one group.
+Its bytes depend on every token up to and including that position, on the group and on the layer, and fill the whole
+cell, so a shift, a swap, a stale page or a zeroed page cannot look right. It is no cipher: 64-bit mixing, so that a
+scenario takes milliseconds. The same digests choose the next token, so that outputs are comparable too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The KV memory of the fake worker: vLLM's own placement, seen as cells.
 
-One backing allocation. Groups overlay the same bytes, since a block id belongs to one group at a time; nothing here keeps
-two groups apart, just as nothing does in the engine.
+One backing allocation. Groups overlay the same bytes, since a block id belongs to one group at a time; nothing here
+keeps two groups apart, just as nothing does in the engine.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Plane:
         """Every cell of a transcript: `[cell, layer, head, word]`."""
         return transcript.expected(self.index, self.salts, self.tokens_per_cell, self.words.shape[2:])
 
-    def locate(self, table: np.ndarray[tuple[int], np.dtype[np.int64]], first: int, end: int) -> tuple[
-        np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]
-    ]:
+    def locate(
+        self, table: np.ndarray[tuple[int], np.dtype[np.int64]], first: int, end: int
+    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
         """(kernel block, cell in it) of cells `[first, end)` of a request whose manager blocks are `table`."""
         cell = np.arange(first, end)
         slot = cell % self.cells_per_block
@@ -90,8 +90,7 @@ class KVMemory:
 
     def _make_planes(self, kv_cache: KVCacheConfig) -> tuple[tuple[Plane, ...], ...]:
         planes: list[list[Plane]] = [[] for _ in kv_cache.kv_cache_groups]
-        count = 0
-        for placed in kv_cache.kv_cache_tensors:
+        for number, placed in enumerate(kv_cache.kv_cache_tensors):
             name = placed.layers[0]
             group, of_group = next(
                 (index, group) for index, group in enumerate(kv_cache.kv_cache_groups) if name in group.layer_names
@@ -113,7 +112,7 @@ class KVMemory:
             salts = tuple(layer_salt(group, of_group.layer_names.index(layer)) for layer in placed.layers)
             planes[group].append(
                 Plane(
-                    count,
+                    number,
                     group,
                     tuple(placed.layers),
                     salts,
@@ -123,7 +122,6 @@ class KVMemory:
                     1 if recurrent else spec.block_size // per_cell,
                 )
             )
-            count += 1
         return tuple(tuple(of_group) for of_group in planes)
 
     def poison(self, block_ids: Sequence[int]) -> None:

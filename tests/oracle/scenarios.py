@@ -43,7 +43,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Requests that come together. Before the wave the caches may be reset; in it, running requests may be preempted."""
+    """Requests that come together. Caches may be reset before the wave, and all running requests preempted in it."""
 
     arrivals: tuple[Arrival, ...]
     reset_engine: bool

@@ -82,6 +82,7 @@ def test_one_bit_of_the_engine_memory_is_enough() -> None:
             plane.words[blocks[0], slots[0], 1, 0, 0] ^= np.uint64(1)
 
     chosen = EngineSettings(num_blocks=60, max_step_tokens=16)
-    with OracleEngine(GPT_OSS, chosen, corrupt) as oracle, pytest.raises(CorruptionError, match=r"group 1 .* cell 5 "):
+    with OracleEngine(GPT_OSS, chosen, corrupt) as oracle:
         oracle.submit("only", list(range(50)), 4)
-        oracle.drain()
+        with pytest.raises(CorruptionError, match=r"group 1 .* cell 5 "):
+            oracle.drain()
