@@ -120,7 +120,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return 0
 
     def _needed(self, request: Request, group: int, start: int, end: int) -> list[tuple[int, Key]]:
-        """(index in the table, key) of the blocks to load for a request that holds `start` tokens to resume at `end`."""
+        """(index in the table, key) to load for a request that holds `start` tokens to resume at `end`."""
         spec = self._specs[group]
         size = spec.block_size
         first = max(self._first_block(spec, end), start // size)
