@@ -265,7 +265,7 @@ def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, lay
     if any(group.lookahead_tokens for group in spec.groups):
         logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
     if not layout.reuses_hashes:
-        logger.info("HybridOffloadConnector: the engine's block hashes change with the process; tokens are hashed anew")
+        logger.info("HybridOffloadConnector: block hashes change with the process, so tokens are hashed anew")
     scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
     if scratch:
         logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)

@@ -1,0 +1,22 @@
+import pickle
+
+from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
+from hybridkv.tiers import Slot
+
+MOVE = Move(3, b"k" * 32, Slot(((0, 64), (128, 64))), 1, 4, (7, 8, 9))
+FAILURE = LoadFailure("checksum", "bytes differ", b"k")
+
+
+def test_a_plan_survives_the_way_to_another_process() -> None:
+    plan = StepPlan([Load("request", (MOVE,)), Load("other", (), "refused")], [Store(1, (MOVE, MOVE))])
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_outcomes_of_ranks_add_up_and_lose_no_failure() -> None:
+    first = StepOutcome({1: StoreOutcome(1), 2: StoreOutcome(1)}, {"a": (FAILURE,)})
+    second = StepOutcome({1: StoreOutcome(1, "disk"), 3: StoreOutcome(1)}, {"a": (FAILURE,), "b": (FAILURE,)})
+    merged = first.aggregate(second)
+    assert merged.stores == {1: StoreOutcome(2, "disk"), 2: StoreOutcome(1), 3: StoreOutcome(1)}
+    assert merged.load_failures == {"a": (FAILURE, FAILURE), "b": (FAILURE,)}
+    assert second.aggregate(first).stores == merged.stores
+    assert pickle.loads(pickle.dumps(merged)) == merged

@@ -1,0 +1,173 @@
+"""An operator's mistake stops the engine before it serves, with path, expected, got and a hint.
+
+The configurations and KV cache groups are vLLM's own, made as its engine core makes them; both halves of the connector
+are built through vLLM's factory, so whatever would start half-configured fails here.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SinkFullAttentionSpec
+
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import CONNECTOR, register
+from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
+from oracle.settings import Configs, Connector, EngineSettings, make_configs
+
+RAM = {"type": "ram", "capacity": "64MiB"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    register()
+
+
+@pytest.fixture
+def started() -> Iterator[list[Any]]:
+    """Connectors that a test started."""
+    connectors: list[Any] = []
+    yield connectors
+    for connector in connectors:
+        connector.shutdown()
+
+
+def configure(mix: Mix, extra: Mapping[str, Any], **settings: Any) -> Configs:
+    return make_configs(mix, EngineSettings(num_blocks=64, connector=Connector(CONNECTOR, extra), **settings))
+
+
+def start(configs: Configs, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any:
+    kv_cache = configs.scheduler if role is KVConnectorRole.SCHEDULER else configs.worker
+    with set_current_vllm_config(configs.vllm):
+        return KVConnectorFactory.create_connector(configs.vllm, role, kv_cache)
+
+
+def refused(configs: Configs) -> ConfigurationError:
+    """The error with which both halves refuse to start."""
+    errors = []
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigurationError) as caught:
+            start(configs, role)
+        errors.append(caught.value)
+    assert str(errors[0]) == str(errors[1])
+    assert all(part and str(part) in str(errors[0]) for part in (errors[0].path, errors[0].expected, errors[0].hint))
+    return errors[0]
+
+
+@pytest.mark.parametrize("mix", [QWEN3_NEXT, GEMMA3, GPT_OSS, DEEPSEEK_V4], ids=lambda mix: mix.name)
+def test_a_sound_configuration_starts_and_says_what_was_understood(
+    mix: Mix, started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("vllm.hybridkv")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "vllm.hybridkv")
+    started += [start(configure(mix, {"tiers": [RAM]}), role) for role in KVConnectorRole]
+    logger.removeHandler(caplog.handler)
+    (line,) = {record.getMessage() for record in caplog.records if "groups" in record.getMessage()}
+    for index, group in enumerate(mix.groups):
+        assert f"{index} {group.kind.name} blocks of {group.block_tokens}" in line
+    chunk = mix.alignment_tokens if mix.has_recurrent else 128
+    for words in (f"chunk {chunk} tokens", "bytes per token", "64 MiB holds about", "smallest prompt", "loads async"):
+        assert words in line
+
+
+def test_an_unknown_key() -> None:
+    error = refused(configure(GPT_OSS, {"tiers": [RAM], "chunk_token": 64}))
+    assert error.path == "kv_connector_extra_config.chunk_token"
+    assert 'did you mean "chunk_tokens"?' in error.hint
+
+
+@pytest.mark.parametrize("capacity", [-1, "-4GiB", 0])
+def test_a_capacity_that_is_not_positive(capacity: int | str) -> None:
+    error = refused(configure(GPT_OSS, {"tiers": [RAM | {"capacity": capacity}]}))
+    assert error.path == "kv_connector_extra_config.tiers[0].capacity" and "positive" in error.expected
+
+
+def test_a_capacity_that_holds_no_chunk() -> None:
+    error = refused(configure(QWEN3_NEXT, {"tiers": [RAM | {"capacity": 1000}]}))
+    assert error.path == "kv_connector_extra_config.tiers[0].capacity"
+    assert "one chunk of 16 tokens" in error.expected and "1000 bytes" in str(error.got)
+
+
+def test_a_capacity_larger_than_the_host() -> None:
+    error = refused(configure(GPT_OSS, {"tiers": [RAM | {"capacity": "900TiB"}]}))
+    assert error.path == "kv_connector_extra_config.tiers[0].capacity" and "of this host" in error.expected
+
+
+@pytest.mark.parametrize(("mix", "chunk", "unit"), [(QWEN3_NEXT, 24, 16), (DEEPSEEK_V4, 64, 128)])
+def test_a_chunk_that_is_not_aligned_to_the_groups(mix: Mix, chunk: int, unit: int) -> None:
+    error = refused(configure(mix, {"tiers": [RAM], "chunk_tokens": chunk}))
+    assert error.path == "kv_connector_extra_config.chunk_tokens"
+    assert f"a multiple of {unit} tokens" in error.expected and error.got == chunk and "use " in error.hint
+
+
+def test_a_chunk_that_no_prompt_can_fill() -> None:
+    error = refused(configure(GPT_OSS, {"tiers": [RAM], "chunk_tokens": 1 << 20}))
+    assert error.path == "kv_connector_extra_config.chunk_tokens" and "max_model_len" in error.expected
+
+
+def test_prefix_caching_off_with_recurrent_groups() -> None:
+    configs = configure(QWEN3_NEXT, {"tiers": [RAM]})
+    configs.vllm.cache_config.enable_prefix_caching = False
+    for kv_cache in (configs.scheduler, configs.worker):
+        for group in kv_cache.kv_cache_groups[:3]:
+            group.kv_cache_spec = replace(group.kv_cache_spec, mamba_cache_mode="none")
+    error = refused(configs)
+    assert error.path == "kv_cache_groups[0].kv_cache_spec" and "--enable-prefix-caching" in error.hint
+
+
+def test_prefix_caching_off_without_recurrent_groups_starts_and_says_what_it_costs(
+    started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("vllm.hybridkv")
+    logger.addHandler(caplog.handler)
+    started.append(start(configure(GPT_OSS, {"tiers": [RAM]}, prefix_caching=False)))
+    logger.removeHandler(caplog.handler)
+    assert any("prefix caching is off" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("unknown", [SinkFullAttentionSpec, RSWASpec])
+def test_a_group_of_unknown_meaning(unknown: type[FullAttentionSpec]) -> None:
+    configs = configure(GPT_OSS, {"tiers": [RAM]})
+    extra = {"rswa_window": 64} if unknown is RSWASpec else {"sink_len": 4}
+    for kv_cache in (configs.scheduler, configs.worker):
+        known = kv_cache.kv_cache_groups[1].kv_cache_spec
+        kv_cache.kv_cache_groups[1].kv_cache_spec = unknown(
+            block_size=known.block_size,
+            num_kv_heads=known.num_kv_heads,
+            head_size=known.head_size,
+            dtype=known.dtype,
+            **extra,
+        )
+    error = refused(configs)
+    assert error.path == "kv_cache_groups[1].kv_cache_spec"
+    assert unknown.__name__ in str(error.got) and "FullAttentionSpec" in error.expected
+
+
+@pytest.mark.parametrize("field", ["pipeline_parallel_size", "decode_context_parallel_size"])
+def test_a_parallel_layout_that_is_not_supported(field: str) -> None:
+    configs = configure(GPT_OSS, {"tiers": [RAM]})
+    configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
+    setattr(configs.vllm.parallel_config, field, 2)
+    assert refused(configs).path == field
+
+
+def test_two_connectors_in_one_engine(started: list[Any]) -> None:
+    configs = configure(GPT_OSS, {"tiers": [RAM]})
+    started += [start(configs, role) for role in KVConnectorRole]
+    error = refused(configs)
+    assert error.path == "kv_connector" and "one HybridOffloadConnector" in error.expected
+
+
+def test_an_engine_that_was_shut_down_can_start_again(started: list[Any]) -> None:
+    configs = configure(GPT_OSS, {"tiers": [RAM]})
+    start(configs).shutdown()
+    started.append(start(configs))
