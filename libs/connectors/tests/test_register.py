@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -10,10 +9,9 @@ from hybridkv.connectors.vllm import CONNECTOR, register
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     without = {name: loader for name, loader in KVConnectorFactory._registry.items() if name != CONNECTOR}
     monkeypatch.setattr(KVConnectorFactory, "_registry", without)
-    yield
 
 
 def test_the_connector_is_found_by_its_class_name() -> None:
@@ -41,4 +39,4 @@ def test_registering_twice_does_not_import_the_connector() -> None:
         "import sys; from hybridkv.connectors.vllm import register, MODULE; register(); register();"
         "sys.exit(MODULE in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, check=True)

@@ -1,3 +1,5 @@
+from functools import partial
+
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -34,10 +36,8 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
     carried = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
     registry = CollectorRegistry()
 
-    def build(kind):  # type: ignore[no-untyped-def]
-        return lambda *args, **kwargs: kind(*args, registry=registry, **kwargs)
-
-    sink = PrometheusSink(CATALOGUE, build(Counter), build(Gauge), build(Histogram), ["engine"], {0: ["0"]})
+    counter, gauge, histogram = (partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram))
+    sink = PrometheusSink(CATALOGUE, counter, gauge, histogram, ["engine"], {0: ["0"]})
     sink.observe(carried, 0)
     text = generate_latest(registry).decode()
     for line in (
