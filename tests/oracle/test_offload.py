@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracle.mixes import NAMED, Mix
+from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.planner import GroupKind, Transfer, plan_load
+from hybridkv.tiers import TierCounts
+from hybridkv.tiers.ram import RamIndex
+from oracle.engine import OracleEngine
+from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix
 from oracle.profile import profile
+from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
-from oracle.settings import Connector
+from oracle.settings import Connector, EngineSettings
 
-pytest.importorskip("hybridkv.connectors.vllm.offload", reason="the offload connector is not in this build")
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hybridkv.planner import CacheSpec
+
+NEVER_FULL = "64MiB"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> None:
-    from hybridkv.connectors.vllm import register
-
     register()
 
 
-def offload(load: str, chunk_tokens: int | str) -> Connector:
-    tiers = [{"type": "ram", "capacity": "64MiB"}]
-    return Connector("HybridOffloadConnector", {"chunk_tokens": chunk_tokens, "tiers": tiers, "load": load})
+def offload(load: str, chunk_tokens: int | str, capacity: int | str = NEVER_FULL) -> Connector:
+    tiers = [{"type": "ram", "capacity": capacity}]
+    return Connector(CONNECTOR, {"chunk_tokens": chunk_tokens, "tiers": tiers, "load": load})
 
 
 def _chunk_tokens(mix: Mix) -> st.SearchStrategy[int | str]:
@@ -35,7 +46,7 @@ def _chunk_tokens(mix: Mix) -> st.SearchStrategy[int | str]:
 def test_offload_never_corrupts(mix: Mix, load: str) -> None:
     tally = Tally()
 
-    @profile(80)
+    @profile(160)
     @given(scenarios(mix, st.booleans()), _chunk_tokens(mix))
     def check(scenario: Scenario, chunk_tokens: int | str) -> None:
         tally.add(run(mix, with_connector(scenario, offload(load, chunk_tokens))))
@@ -48,7 +59,7 @@ def test_offload_never_corrupts(mix: Mix, load: str) -> None:
 def test_offload_never_corrupts_random_mixes(load: str) -> None:
     tally = Tally()
 
-    @profile(150)
+    @profile(300)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         mix = data.draw(mixes())
@@ -57,3 +68,124 @@ def test_offload_never_corrupts_random_mixes(load: str) -> None:
 
     check()
     assert tally.with_restored > tally.scenarios // 8, tally
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_a_tier_that_evicts_all_the_time_never_corrupts(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    tally = Tally()
+    evictions = 0
+    take_counts = RamIndex.take_counts
+
+    def counting(index: RamIndex) -> TierCounts:
+        nonlocal evictions
+        counts = take_counts(index)
+        evictions += counts.evictions
+        return counts
+
+    monkeypatch.setattr(RamIndex, "take_counts", counting)
+    # The smallest chunk takes a granule of 4 KiB: room for about two chunks of each group.
+    capacity = 2 * 4096 * (len(mix.groups) + 1)
+
+    @profile(60)
+    @given(scenarios(mix))
+    def check(scenario: Scenario) -> None:
+        tally.add(run(mix, with_connector(scenario, offload("async", mix.alignment_tokens, capacity))))
+
+    check()
+    assert evictions > 0
+    assert tally.with_restored > 0, tally
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_damaged_chunks_are_computed_again_and_never_read(mix: Mix, load: str) -> None:
+    """Bits flip in the tier between any two steps; every load of such a chunk must fail, and its request recover."""
+    tally = Tally()
+
+    @profile(60)
+    @given(scenarios(mix), st.randoms(use_true_random=False))
+    def check(scenario: Scenario, random: Any) -> None:
+        tally.add(run(mix, with_connector(scenario, offload(load, mix.alignment_tokens)), flip_bits(random)))
+
+    check()
+    assert tally.with_failed_loads > tally.scenarios // 10, tally
+
+
+def flip_bits(random: Any) -> Callable[[OracleEngine, int], None]:
+    """A hook that damages one sealed chunk of the tier before every other step."""
+
+    def before_step(engine: OracleEngine, step: int) -> None:
+        arena = engine.worker_connector._worker._arena  # type: ignore[union-attr]
+        sealed = sorted(arena._seals)
+        if sealed and step % 2:
+            arena._buffer[random.choice(sealed)] ^= 1 << random.randrange(8)
+
+    return before_step
+
+
+# A planner that is wrong on purpose. The oracle must see each of them, or it proves nothing.
+
+
+def skip_a_block_of_the_window(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
+    """The window begins one block later than it does."""
+    for i, each in enumerate(transfers):
+        if spec.groups[each.group_index].kind is GroupKind.WINDOW:
+            cut = Transfer(each.group_index, each.end_token, each.first_block + 1, each.block_ids[1:])
+            return [*transfers[:i], cut, *transfers[i + 1 :]]
+    return transfers
+
+
+def shift_the_window_by_a_block(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
+    """Every block of the window is written one place further on."""
+    return [
+        Transfer(each.group_index, each.end_token, each.first_block, (*each.block_ids[1:], each.block_ids[0]))
+        if spec.groups[each.group_index].kind is GroupKind.WINDOW
+        else each
+        for each in transfers
+    ]
+
+
+def take_the_state_before(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
+    """The recurrent state of the boundary before the right one."""
+    return [
+        Transfer(each.group_index, each.end_token - spec.chunk_tokens, each.first_block, each.block_ids)
+        if spec.groups[each.group_index].kind is GroupKind.RECURRENT
+        else each
+        for each in transfers
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mix", "chunk_tokens", "wrong"),
+    [
+        (GPT_OSS, 8, skip_a_block_of_the_window),
+        (GEMMA3, 8, skip_a_block_of_the_window),
+        (GEMMA3, 48, shift_the_window_by_a_block),
+        (QWEN3_NEXT, 16, take_the_state_before),
+    ],
+    ids=lambda value: getattr(value, "name", None) or getattr(value, "__name__", str(value)),
+)
+@pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
+def test_a_wrong_planner_is_caught(
+    mix: Mix, chunk_tokens: int, wrong: Any, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(spec: CacheSpec, *arguments: Any) -> tuple[Transfer, ...]:
+        transfers = list(plan_load(spec, *arguments))
+        return tuple(wrong(spec, transfers) if is_wrong else transfers)
+
+    monkeypatch.setattr("hybridkv.connectors.vllm.scheduler.plan_load", planned)
+    # Every state is kept, so that the one before the right one is stored as well.
+    settings = EngineSettings(
+        num_blocks=200, max_step_tokens=16, retention_tokens=None, connector=offload("async", chunk_tokens)
+    )
+    with OracleEngine(mix, settings) as engine:
+        engine.submit("cold", list(range(100)), 2)
+        engine.drain()
+        engine.reset_prefix_cache()
+        engine.submit("warm", list(range(100)), 2)
+        if is_wrong:
+            with pytest.raises(CorruptionError):
+                engine.drain()
+        else:
+            engine.drain()
+            assert engine.restored_tokens > 0

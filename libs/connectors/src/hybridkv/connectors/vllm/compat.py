@@ -61,6 +61,12 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
+def max_in_flight_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens that may be scheduled before blocks that left a window are given back."""
+    resolved = getattr(vllm_config, "max_in_flight_tokens", None)
+    return int(resolved if resolved is not None else vllm_config.scheduler_config.max_num_batched_tokens)
+
+
 def unpadded_page_bytes(spec: Any) -> int:
     """Bytes of one layer's page that hold content."""
     for name in ("unpadded_page_size_bytes", "real_page_size_bytes"):

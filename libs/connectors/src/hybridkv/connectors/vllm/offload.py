@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hybridkv.connectors.config import ROOT, OffloadConfig, decode_config, format_size
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.messages import StepPlan
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
@@ -74,7 +75,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             index = RamIndex(rank_bytes, granule_bytes)
             self._index = index
             self._layout = layout
-            self._scheduler = OffloadScheduler(layout, index, self._recorder)
+            admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
+            self._scheduler = OffloadScheduler(layout, index, admission, self._recorder)
             _say_what_was_understood(vllm_config, config, layout)
         else:
             stores = CpuCopyEngine()

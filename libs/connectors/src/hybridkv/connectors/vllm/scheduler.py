@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.stats import Recorder
@@ -97,12 +98,16 @@ class OffloadScheduler:
     Args:
         layout: the model's groups and keys.
         index: of the tier; this object is its only user.
+        admission: which loads may hold blocks at the same time.
         recorder: counts what happens.
     """
 
-    def __init__(self, layout: CacheLayout, index: TierIndex, recorder: Recorder) -> None:
+    def __init__(
+        self, layout: CacheLayout, index: TierIndex, admission: LoadAdmission, recorder: Recorder
+    ) -> None:
         self._layout = layout
         self._index = index
+        self._admission = admission
         self._recorder = recorder
         self._pool: BlockPool | None = None
         self._requests: dict[str, _RequestState] = {}
@@ -130,6 +135,11 @@ class OffloadScheduler:
         """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again. Changes nothing."""
         state = self.track(request)
         state.computed_tokens = computed_tokens
+        others = self._admission.held_by_others(request.request_id)
+        if state.failed_loads and others:
+            # The engine puts a request whose load failed before all that have loaded, and looks no further when it does
+            # not fit: asked again later, it lets them pass.
+            return None
         if state.failed_loads >= MAX_FAILED_LOADS:
             return 0
         num_tokens = request.num_tokens
@@ -143,7 +153,15 @@ class OffloadScheduler:
             if state.pending_polls <= MAX_PENDING_POLLS:
                 return None
             state.answer = self._longest_hit(state, num_tokens, computed_tokens, pending_is_miss=True)
-        return state.answer.num_tokens - computed_tokens if isinstance(state.answer, Hit) else 0
+        if not isinstance(state.answer, Hit):
+            return 0
+        needed = self._admission.blocks(request.num_tokens)
+        if others and others + needed > self._pool_blocks():
+            return None
+        if state.failed_loads and 2 * needed > self._free_blocks():
+            # The engine still reserves for the load that failed, so this one must fit beside it.
+            return 0
+        return state.answer.num_tokens - computed_tokens
 
     def _longest_hit(
         self, state: _RequestState, num_tokens: int, computed_tokens: int, pending_is_miss: bool = False
@@ -188,6 +206,7 @@ class OffloadScheduler:
         else:
             self._plan.loads.append(Load(request_id, moves))
         self._loads[request_id] = job
+        self._admission.take(request_id, request.num_tokens)
 
     def _pin(self, state: _RequestState, transfers: Iterable[Transfer], job: _LoadJob) -> tuple[Move, ...]:
         moves = []
@@ -228,8 +247,12 @@ class OffloadScheduler:
                 continue
             states = [State(group, block, tokens) for group, block, tokens in handed_over.get(request_id, ())]
             self._plan_stores(state, scheduled.get(request_id, 0), states, tables)
+        for request_id in scheduled:
+            self._admission.give_back(request_id)
         for request_id in scheduler_output.finished_req_ids or ():
             self._requests.pop(request_id, None)
+            if request_id not in self._loads:
+                self._admission.give_back(request_id)
         plan, self._plan = self._plan, StepPlan()
         return plan
 
@@ -291,6 +314,12 @@ class OffloadScheduler:
         """The pool whose blocks are pinned while they are read."""
         self._pool = pool
 
+    def _pool_blocks(self) -> int:
+        return self._pool.num_gpu_blocks - 1 if self._pool is not None else 0
+
+    def _free_blocks(self) -> int:
+        return self._pool.get_num_free_blocks() if self._pool is not None else 0
+
     def _pin_blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         if self._pool is None:
             raise RuntimeError("the engine never bound its block pool")
@@ -344,6 +373,8 @@ class OffloadScheduler:
         job = self._loads.pop(request_id, None)
         if job is None:
             return
+        if failed or request_id not in self._requests:
+            self._admission.give_back(request_id)
         for failure in job.failures:
             if failure.key is not None:
                 self._index.invalidate(failure.key)

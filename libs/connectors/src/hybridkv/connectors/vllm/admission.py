@@ -1,0 +1,59 @@
+"""Which loads may hold blocks of the engine at the same time, so that none of them waits for ever.
+
+A request whose load has ended waits, with its blocks, until it is scheduled; nothing can take them from it. Two such
+requests that both need more than is left would wait for each other. The engine reserves against that, but counts the
+empty entries of a window group's table as blocks, so for such models it reserves too little. Here every load is counted
+with all that its request needs to be scheduled, and loads that do not fit beside the others come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+
+
+class LoadAdmission:
+    """Counts blocks of requests that were given blocks for a load and were not scheduled since.
+
+    Args:
+        spec: the model's groups.
+        max_in_flight_tokens: tokens that the engine may schedule before it gives back blocks that left a window.
+    """
+
+    def __init__(self, spec: CacheSpec, max_in_flight_tokens: int) -> None:
+        self._spec = spec
+        self._max_in_flight_tokens = max_in_flight_tokens
+        self._held: dict[str, int] = {}
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Requests that hold blocks, and the most that each needs."""
+        return self._held
+
+    def blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` needs to be scheduled."""
+        return sum(self._group_blocks(group, num_tokens) for group in self._spec.groups)
+
+    def _group_blocks(self, group: GroupSpec, num_tokens: int) -> int:
+        everything = -(-num_tokens // group.block_tokens) + 1
+        match group.kind:
+            case GroupKind.WINDOW | GroupKind.CHUNKED:
+                kept = (group.window_tokens or group.align_tokens or 0) + self._max_in_flight_tokens
+                return min(everything, -(-kept // group.block_tokens) + 1)
+            case GroupKind.RECURRENT | GroupKind.SCRATCH:
+                return min(everything, 3)
+            case GroupKind.FULL:
+                return everything
+
+    def take(self, request_id: str, num_tokens: int) -> None:
+        """A request was given blocks to load into."""
+        self._held[request_id] = self.blocks(num_tokens)
+
+    def give_back(self, request_id: str) -> None:
+        """It was scheduled, or is gone."""
+        self._held.pop(request_id, None)
+
+    def held_by_others(self, request_id: str) -> int:
+        """Blocks that the other requests with loads need."""
+        return sum(blocks for other, blocks in self._held.items() if other != request_id)
