@@ -2,10 +2,11 @@
 
 load("//bazel/gpu:gpu_test.bzl", _gpu_test = "gpu_test")
 load("//bazel/python:pytest_test.bzl", _pytest_test = "pytest_test")
-load("//bazel/python:wheel.bzl", _wheel = "wheel", _wheelhouse = "wheelhouse")
+load("//bazel/python:wheel.bzl", _installed_library = "installed_library", _wheel = "wheel", _wheelhouse = "wheelhouse")
 load("//tools/lint:sources.bzl", _lint_sources = "lint_sources")
 
 gpu_test = _gpu_test
+installed_library = _installed_library
 lint_sources = _lint_sources
 pytest_test = _pytest_test
 wheel = _wheel

@@ -1,4 +1,6 @@
-"""A project's wheel, as pip would build it from its pyproject.toml, and a directory of such wheels."""
+"""A project's wheel, as pip would build it from its pyproject.toml, a directory of such wheels, and a library that is installed."""
+
+load("@rules_python//python:defs.bzl", "py_library")
 
 def _wheel_impl(ctx):
     output = ctx.actions.declare_directory(ctx.label.name)
@@ -54,3 +56,52 @@ wheelhouse = rule(
     doc = "One directory with all the wheels, for `pip install --find-links`.",
     attrs = {"srcs": attr.label_list(mandatory = True)},
 )
+
+def _wheel_metadata_impl(ctx):
+    output = ctx.actions.declare_directory(ctx.label.name)
+    args = ctx.actions.args()
+    args.add(output.path)
+    args.add(ctx.file.wheel.path)
+    ctx.actions.run(
+        executable = ctx.executable._unpack_metadata,
+        arguments = [args],
+        inputs = [ctx.file.wheel],
+        outputs = [output],
+        mnemonic = "PyWheelMetadata",
+        progress_message = "Unpacking the metadata of %{label}",
+    )
+    return [DefaultInfo(files = depset([output]), runfiles = ctx.runfiles([output]))]
+
+_wheel_metadata = rule(
+    implementation = _wheel_metadata_impl,
+    doc = "The *.dist-info of a wheel, in a directory that can stand on sys.path.",
+    attrs = {
+        "wheel": attr.label(allow_single_file = True, mandatory = True),
+        "_unpack_metadata": attr.label(default = "//bazel/python:unpack_metadata", cfg = "exec", executable = True),
+    },
+)
+
+def installed_library(name, wheel, deps, **kwargs):
+    """A py_library that Python takes for an installed distribution: its name, version and entry points are found.
+
+    What needs no code of this tree to be imported (a plugin that its host finds by its entry point) needs this. It
+    holds for every process that a Bazel target starts, because sys.path reaches them in PYTHONPATH.
+
+    Args:
+        name: the target's name.
+        wheel: the `wheel` target that has the metadata.
+        deps: py_library targets with the code.
+        **kwargs: forwarded to py_library.
+    """
+    _wheel_metadata(
+        name = name + "_metadata",
+        wheel = wheel,
+        visibility = ["//visibility:private"],
+    )
+    py_library(
+        name = name,
+        data = [":%s_metadata" % name],
+        imports = [name + "_metadata"],
+        deps = deps,
+        **kwargs
+    )
