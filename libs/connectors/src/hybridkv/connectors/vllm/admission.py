@@ -8,8 +8,6 @@ with all that its request needs to be scheduled, and loads that do not fit besid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 
 
@@ -25,11 +23,7 @@ class LoadAdmission:
         self._spec = spec
         self._max_in_flight_tokens = max_in_flight_tokens
         self._held: dict[str, int] = {}
-
-    @property
-    def held(self) -> Mapping[str, int]:
-        """Requests that hold blocks, and the most that each needs."""
-        return self._held
+        self._failed: dict[str, int] = {}
 
     def blocks(self, num_tokens: int) -> int:
         """The most blocks that a request of `num_tokens` needs to be scheduled."""
@@ -50,9 +44,19 @@ class LoadAdmission:
         """A request was given blocks to load into."""
         self._held[request_id] = self.blocks(num_tokens)
 
+    def fail(self, request_id: str, num_tokens: int) -> None:
+        """Its load failed and its blocks are free, but the engine reserves for it until it is scheduled."""
+        self._held.pop(request_id, None)
+        self._failed[request_id] = self.blocks(num_tokens)
+
     def give_back(self, request_id: str) -> None:
         """It was scheduled, or is gone."""
         self._held.pop(request_id, None)
+        self._failed.pop(request_id, None)
+
+    def reserved_for_failed(self) -> int:
+        """Blocks that the engine reserves for requests whose loads failed."""
+        return sum(self._failed.values())
 
     def held_by_others(self, request_id: str) -> int:
         """Blocks that the other requests with loads need."""

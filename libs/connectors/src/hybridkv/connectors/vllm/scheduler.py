@@ -102,9 +102,7 @@ class OffloadScheduler:
         recorder: counts what happens.
     """
 
-    def __init__(
-        self, layout: CacheLayout, index: TierIndex, admission: LoadAdmission, recorder: Recorder
-    ) -> None:
+    def __init__(self, layout: CacheLayout, index: TierIndex, admission: LoadAdmission, recorder: Recorder) -> None:
         self._layout = layout
         self._index = index
         self._admission = admission
@@ -158,8 +156,8 @@ class OffloadScheduler:
         needed = self._admission.blocks(request.num_tokens)
         if others and others + needed > self._pool_blocks():
             return None
-        if state.failed_loads and 2 * needed > self._free_blocks():
-            # The engine still reserves for the load that failed, so this one must fit beside it.
+        if state.failed_loads and needed + self._admission.reserved_for_failed() > self._free_blocks():
+            # The engine still reserves for loads that failed, this request's too, and another must fit beside that.
             return 0
         return state.answer.num_tokens - computed_tokens
 
@@ -373,7 +371,7 @@ class OffloadScheduler:
         job = self._loads.pop(request_id, None)
         if job is None:
             return
-        if failed or request_id not in self._requests:
+        if request_id not in self._requests:
             self._admission.give_back(request_id)
         for failure in job.failures:
             if failure.key is not None:
@@ -382,6 +380,7 @@ class OffloadScheduler:
             self._index.unpin(key)
         self._recorder.load(job.num_tokens, job.num_bytes * self._layout.world_size, failed, job.failures)
         if failed and (state := self._requests.get(request_id)):
+            self._admission.fail(request_id, state.request.num_tokens)
             state.failed_loads += 1
             state.boundary_limit = job.boundary
             state.forget_progress()

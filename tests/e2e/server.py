@@ -1,0 +1,172 @@
+"""vLLM's HTTP server in processes of its own, with hybridkv installed from its wheels as a user installs it.
+
+The server's Python sees a fresh virtual environment and, behind it, the packages that came with vLLM: none of this
+tree's sources and nothing that this test imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import tiny_models
+from prometheus_client.parser import text_string_to_metric_families
+
+START_DEADLINE_S: Final = 300.0
+STOP_DEADLINE_S: Final = 20.0
+REPLY_DEADLINE_S: Final = 60.0
+_POLL_S: Final = 0.1
+
+
+def outside_environment() -> dict[str, str]:
+    """This process's environment, without what would let a child import what this process imports."""
+    ours = ("PYTHON", "RUNFILES_", "JAVA_RUNFILES", "PIP_", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+def install(wheelhouse: Path, directory: Path) -> Path:
+    """Makes a virtual environment beside vLLM, lets pip install hybridkv-vllm there, and returns its Python.
+
+    pip takes wheels from `wheelhouse` only and checks every requirement against what vLLM brought.
+    """
+    venv.create(directory, with_pip=False)
+    python = directory / "bin" / "python"
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    (site_packages,) = directory.glob("lib/python*/site-packages")
+    (site_packages / "engine.pth").write_text(f"{Path(vllm.origin).resolve().parents[1]}\n")
+    # The interpreter that Bazel found has no pip; the one it was made from has.
+    pip = [sys._base_executable, "-m", "pip", "--isolated", "--no-cache-dir", "--disable-pip-version-check"]
+    options = ["--no-index", f"--find-links={wheelhouse}"]
+    subprocess.run(
+        [*pip, f"--python={python}", "install", *options, "hybridkv-vllm"], check=True, env=outside_environment()
+    )
+    return python
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answers. Get one from `running_server`."""
+
+    port: int
+    log: Path
+
+    def get(self, path: str) -> str:
+        return self._ask("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return json.loads(self._ask("POST", path, json.dumps(body or {})))
+
+    def complete(self, prompt: list[int], **options: Any) -> Any:
+        """One greedy completion with log-probabilities."""
+        fixed = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "logprobs": 5, "ignore_eos": True}
+        return self.post("/v1/completions", fixed | options)
+
+    def reset_prefix_cache(self, *, external: bool = False) -> None:
+        """Lets the engine forget its cache; with `external` the connector too. vLLM refuses while blocks are held."""
+        deadline = time.monotonic() + REPLY_DEADLINE_S
+        while not self.post(f"/reset_prefix_cache?reset_external={str(external).lower()}")["success"]:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the prefix cache was not reset: some blocks are still in use")
+            time.sleep(_POLL_S)
+
+    def counts(self) -> dict[tuple[str, str], float]:
+        """/metrics: the value of each series by its name and its labels, without those that name model and engine."""
+        values = {}
+        for family in text_string_to_metric_families(self.get("/metrics")):
+            for sample in family.samples:
+                own = {name: value for name, value in sample.labels.items() if name not in ("engine", "model_name")}
+                values[sample.name, ",".join(f"{name}={value}" for name, value in sorted(own.items()))] = sample.value
+        return values
+
+    def _ask(self, method: str, path: str, body: str | None) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REPLY_DEADLINE_S)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            text = reply.read().decode()
+        finally:
+            connection.close()
+        if reply.status != http.HTTPStatus.OK:
+            raise RuntimeError(f"{method} {path}: {reply.status} {text}")
+        return text
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def command(python: Path, kind: str, model: Path, port: int, kv_transfer_config: Mapping[str, Any]) -> list[str]:
+    """What an operator would type."""
+    arguments = []
+    for name, value in tiny_models.ENGINE_ARGUMENTS[kind].items():
+        flag = "--" + name.replace("_", "-")
+        arguments.append(flag if value is True else f"{flag}={value}")
+    return [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
+        *(f"--model={model}", "--host=127.0.0.1", f"--port={port}", "--enable-prompt-tokens-details"),
+        f"--kv-transfer-config={json.dumps(kv_transfer_config)}",
+        *arguments,
+    ]
+
+
+@contextlib.contextmanager
+def started(
+    python: Path, kind: str, directory: Path, kv_transfer_config: Mapping[str, Any]
+) -> Iterator[tuple[subprocess.Popen[bytes], Server]]:
+    """Starts a server in `directory` and ends all its processes with the block. It may not answer yet, or ever."""
+    directory.mkdir()
+    model = tiny_models.make_tiny_model(kind, directory / kind)
+    server = Server(_free_port(), directory / "server.log")
+    # Resetting caches over HTTP is for development.
+    environment = outside_environment() | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with server.log.open("wb") as log:
+        process = subprocess.Popen(
+            command(python, kind, model, server.port, kv_transfer_config),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        yield process, server
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            print("the server did not end when it was asked to")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def running_server(python: Path, kind: str, directory: Path, kv_transfer_config: Mapping[str, Any]) -> Iterator[Server]:
+    """A server that answers requests, until the block ends."""
+    with started(python, kind, directory, kv_transfer_config) as (process, server):
+        deadline = time.monotonic() + START_DEADLINE_S
+        while True:
+            with contextlib.suppress(OSError, RuntimeError):
+                server.get("/health")
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start (exit status {process.poll()}):\n{server.log.read_text()}")
+            time.sleep(_POLL_S)
+        yield server
