@@ -260,8 +260,8 @@ def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, lay
     )
     if not vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
-            "HybridOffloadConnector: prefix caching is off, so the engine keeps nothing of its own, and a shared prefix "
-            "is copied in from this store for every request. Start with --enable-prefix-caching unless that is meant."
+            "HybridOffloadConnector: prefix caching is off, so the engine keeps nothing of its own and every shared "
+            "prefix is copied in again; start with --enable-prefix-caching unless that is meant"
         )
     if any(group.lookahead_tokens for group in spec.groups):
         logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
