@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import tiny_models
 from prometheus_client.parser import text_string_to_metric_families
+
+import tiny_models
 
 START_DEADLINE_S: Final = 300.0
 STOP_DEADLINE_S: Final = 20.0
@@ -167,6 +168,7 @@ def running_server(python: Path, kind: str, directory: Path, kv_transfer_config:
                 server.get("/health")
                 break
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start (exit status {process.poll()}):\n{server.log.read_text()}")
+                print(server.log.read_text())
+                raise RuntimeError(f"the server did not start; exit status {process.poll()}, log above")
             time.sleep(_POLL_S)
         yield server
