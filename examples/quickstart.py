@@ -29,7 +29,7 @@ _WORDS: Final = Console(stderr=True, highlight=False)
 _WARM_UP_SEED: Final = -1
 _DRAIN_DEADLINE_S: Final = 60.0
 _LOGPROBS: Final = 5
-_CHUNK_TOKENS: Final = 128  # what the connector's chunk_tokens "auto" comes to for every tiny model
+_CHUNK_TOKENS: Final = 128  # a multiple of every tiny model's blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,6 @@ class Options:
     load: str
     capacity: str
     tolerance: float
-    connector_module: str | None
     as_json: bool
     verbose: bool
 
@@ -88,20 +87,22 @@ class Comparison:
 @click.option("--load", default="async", show_default=True, type=click.Choice(["async", "sync"]))
 @click.option("--capacity", default="1GiB", show_default=True, help="Host memory for the cache.")
 @click.option("--tolerance", default=0.0, show_default=True, help="Largest difference of log-probabilities to accept.")
-@click.option("--connector-module", default=None, help="Module of the connector, when the plugin is not installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--verbose", is_flag=True, help="Show vLLM's own log.")
 def main(**values: Any) -> None:
     options = Options(**values)
-    _prepare_environment(options.verbose)
+    is_tiny = options.model in tiny_models.KINDS
+    _prepare_environment(options.verbose, is_tiny)
     transfer_config = {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": options.capacity}], "load": options.load},
+        "kv_connector_extra_config": {
+            "tiers": [{"type": "ram", "capacity": options.capacity}],
+            "chunk_tokens": _CHUNK_TOKENS if is_tiny else "auto",
+            "load": options.load,
+        },
     }
-    if options.connector_module is not None:
-        transfer_config["kv_connector_module_path"] = options.connector_module
     with tempfile.TemporaryDirectory(prefix="hybridkv-quickstart-") as scratch:
         path, arguments = _model_and_arguments(options.model, Path(scratch), options.prompt_tokens)
         _WORDS.print(f"starting vLLM on {options.model} ...")
@@ -125,7 +126,7 @@ def main(**values: Any) -> None:
     _WORDS.print("every warm answer equals its cold answer")
 
 
-def _prepare_environment(verbose: bool) -> None:
+def _prepare_environment(verbose: bool, is_tiny: bool) -> None:
     """Before vLLM is imported. What the caller has set stays."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in this process
@@ -136,6 +137,9 @@ def _prepare_environment(verbose: bool) -> None:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # no compiler is needed and the first forward does not take ten seconds
     }
+    if is_tiny:
+        # Too small for two threads, which wait for each other whenever a core is taken away.
+        settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     if not verbose:
