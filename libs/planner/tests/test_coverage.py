@@ -1,10 +1,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import CHUNKS, caches
 
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_span, coverage, needed_ends, resume_start
-
-from strategies import CHUNKS, caches
 
 
 def spec(kind: GroupKind, chunk_tokens: int = 64, **sizes: int) -> CacheSpec:

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import CHUNKS, caches
 
 from hybridkv.planner import (
     CacheSpec,
@@ -15,8 +16,6 @@ from hybridkv.planner import (
     plan_load,
     plan_store,
 )
-
-from strategies import CHUNKS, caches
 
 FULL = GroupSpec(kind=GroupKind.FULL, block_tokens=4)
 WINDOW = GroupSpec(kind=GroupKind.WINDOW, block_tokens=4, window_tokens=6)
@@ -34,7 +33,7 @@ def table(spec: CacheSpec, group_index: int, boundary: int, computed: int) -> li
     spans = coverage(spec, group_index, boundary)
     first = spans[0].start // group.block_tokens if spans else boundary // group.block_tokens
     return [
-        1000 * (group_index + 1) + i if i >= first or i < computed // group.block_tokens and i >= first else 0
+        1000 * (group_index + 1) + i if i >= first or (i < computed // group.block_tokens and i >= first) else 0
         for i in range(boundary // group.block_tokens)
     ]
 
@@ -137,7 +136,7 @@ def test_stores_in_several_steps_cover_the_same_chunks_as_one(spec: CacheSpec, d
     total = CHUNKS * spec.chunk_tokens
     tables = [[1 + i for i in range(total // group.block_tokens)] for group in spec.groups]
     at_once = plan_store(spec, 0, total, tables, [], everything).transfers
-    cuts = sorted(data.draw(st.sets(st.integers(0, total), max_size=4))) + [total]
+    cuts = [*sorted(data.draw(st.sets(st.integers(0, total), max_size=4))), total]
     stepwise: list[Transfer] = []
     lookahead = max(group.lookahead_tokens for group in spec.groups)
     seen = 0

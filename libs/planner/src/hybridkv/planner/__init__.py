@@ -6,9 +6,9 @@ for that, finds the longest such N in a store, and says which blocks move. It ho
 
 from hybridkv.planner.coverage import chunk_blocks, chunk_span, coverage, needed_ends, resume_start
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit
-from hybridkv.planner.hit import Hit, Lookup, Miss, Pending, last_boundary, longest_hit
-from hybridkv.planner.lookup import LookupResult
-from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store
+from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
+from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
+from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store, plan_tail
 
 __all__ = [
     "CacheSpec",
@@ -20,6 +20,7 @@ __all__ = [
     "Miss",
     "Pending",
     "PlanError",
+    "RangeLookup",
     "State",
     "StorePlan",
     "TokenSpan",
@@ -33,5 +34,6 @@ __all__ = [
     "needed_ends",
     "plan_load",
     "plan_store",
+    "plan_tail",
     "resume_start",
 ]
