@@ -5,21 +5,26 @@ for that, finds the longest such N in a store, and says which blocks move. It ho
 """
 
 from hybridkv.planner.coverage import chunk_blocks, chunk_span, coverage, needed_ends, resume_start
+from hybridkv.planner.diagnosis import Finding, Problem, diagnose
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit
 from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
+from hybridkv.planner.offload_units import HybridOffloadPlanner
 from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store, plan_tail
 
 __all__ = [
     "CacheSpec",
+    "Finding",
     "GroupKind",
     "GroupSpec",
     "Hit",
+    "HybridOffloadPlanner",
     "Lookup",
     "LookupResult",
     "Miss",
     "Pending",
     "PlanError",
+    "Problem",
     "RangeLookup",
     "State",
     "StorePlan",
@@ -29,6 +34,7 @@ __all__ = [
     "chunk_span",
     "chunk_unit",
     "coverage",
+    "diagnose",
     "last_boundary",
     "longest_hit",
     "needed_ends",
