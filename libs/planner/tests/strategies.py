@@ -7,6 +7,8 @@ from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LookupResult, chun
 CHUNKS = 8
 """Prompts are at most this many chunks long, so that exhaustive search is cheap."""
 
+Store = dict[tuple[int, int], LookupResult]
+
 
 @st.composite
 def groups(draw: st.DrawFn) -> GroupSpec:
@@ -21,17 +23,55 @@ def groups(draw: st.DrawFn) -> GroupSpec:
 
 
 @st.composite
-def caches(draw: st.DrawFn) -> CacheSpec:
+def caches(draw: st.DrawFn, tails: bool = False) -> CacheSpec:
     chosen = tuple(draw(st.lists(groups(), min_size=1, max_size=5)))
-    return CacheSpec(chosen, chunk_unit(chosen) * draw(st.integers(1, 2)))
+    chunk = chunk_unit(chosen) * draw(st.integers(1, 2))
+    divisors = [d for d in range(1, chunk + 1) if chunk % d == 0][-4:]
+    return CacheSpec(chosen, chunk, draw(st.sampled_from(divisors)) if tails else None)
+
+
+def boundaries(spec: CacheSpec) -> range:
+    """Every boundary of the longest prompt."""
+    return range(spec.boundary_tokens, CHUNKS * spec.chunk_tokens + 1, spec.boundary_tokens)
 
 
 @st.composite
-def stores(draw: st.DrawFn, spec: CacheSpec) -> dict[tuple[int, int], LookupResult]:
-    """What a tier answers for every part of every chunk; mostly stored, so that hits of all lengths come up."""
+def stores(draw: st.DrawFn, spec: CacheSpec) -> Store:
+    """What a tier answers for every part of every chunk and tail; mostly stored, so that hits have all lengths."""
     answers = st.sampled_from([LookupResult.HIT] * 6 + [LookupResult.MISS, LookupResult.PENDING])
-    return {
-        (group, (chunk + 1) * spec.chunk_tokens): draw(answers)
-        for group in spec.stored_groups
-        for chunk in range(CHUNKS)
-    }
+    store = {(group, end): draw(answers) for group in spec.stored_groups for end in boundaries(spec)}
+    for group in spec.stored_groups:
+        if draw(st.booleans()):  # nothing from here on, as where prompts part
+            part = draw(st.integers(0, CHUNKS)) * spec.chunk_tokens
+            store |= {(group, end): LookupResult.MISS for end in boundaries(spec) if end > part}
+    return store
+
+
+class Ranges:
+    """A tier that answers ranges, straight from the words of `RangeLookup`; counts the questions."""
+
+    def __init__(self, spec: CacheSpec, store: Store) -> None:
+        self.spec, self.store, self.questions = spec, store, 0
+
+    def answers(self, group_index: int, first_end: int, last_end: int, step: int) -> list[tuple[int, LookupResult]]:
+        self.questions += 1
+        assert first_end % step == last_end % step == 0 and first_end > 0
+        ends = range(first_end, last_end + 1, step)
+        return [(end, self.store.get((group_index, end), LookupResult.MISS)) for end in ends]
+
+    def held(self, group_index: int, first_end: int, last_end: int) -> int:
+        count = 0
+        for _, answer in self.answers(group_index, first_end, last_end, self.spec.chunk_tokens):
+            if answer is LookupResult.MISS:
+                break
+            count += 1
+        return count
+
+    def last_held(self, group_index: int, first_end: int, last_end: int) -> int:
+        answers = self.answers(group_index, first_end, last_end, self.spec.boundary_tokens)
+        return max((end for end, answer in answers if answer is not LookupResult.MISS), default=0)
+
+    def any_pending(self, group_index: int, first_end: int, last_end: int) -> bool:
+        answers = self.answers(group_index, first_end, last_end, self.spec.chunk_tokens)
+        assert all(answer is not LookupResult.MISS for _, answer in answers)
+        return any(answer is LookupResult.PENDING for _, answer in answers)

@@ -1,9 +1,10 @@
 from collections import Counter
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import CHUNKS, caches, stores
+from strategies import CHUNKS, Ranges, Store, boundaries, caches, stores
 
 from hybridkv.planner import (
     CacheSpec,
@@ -18,7 +19,6 @@ from hybridkv.planner import (
     longest_hit,
 )
 
-Store = dict[tuple[int, int], LookupResult]
 GPT_OSS = CacheSpec(
     (
         GroupSpec(kind=GroupKind.WINDOW, block_tokens=16, window_tokens=128),
@@ -37,9 +37,9 @@ QWEN3_NEXT = CacheSpec(
 
 def everything(spec: CacheSpec, chunks: int) -> Store:
     return {
-        (group, (chunk + 1) * spec.chunk_tokens): LookupResult.HIT
+        (group, end): LookupResult.HIT
         for group in spec.stored_groups
-        for chunk in range(chunks)
+        for end in range(spec.boundary_tokens, chunks * spec.chunk_tokens + 1, spec.boundary_tokens)
     }
 
 
@@ -55,7 +55,7 @@ def resumable(spec: CacheSpec, boundary: int, computed: int, store: Store) -> se
         for span in coverage(spec, group_index, boundary):
             for token in range(span.start, span.end):
                 if token >= computed or recurrent:
-                    end = (token // spec.chunk_tokens + 1) * spec.chunk_tokens
+                    end = min((token // spec.chunk_tokens + 1) * spec.chunk_tokens, boundary)
                     answers.add(store.get((group_index, end), LookupResult.MISS))
     return answers
 
@@ -63,16 +63,22 @@ def resumable(spec: CacheSpec, boundary: int, computed: int, store: Store) -> se
 def exhaustive(spec: CacheSpec, num_tokens: int, computed: int, store: Store) -> int:
     boundary = last_boundary(spec, num_tokens)
     while boundary > computed and LookupResult.MISS in resumable(spec, boundary, computed, store):
-        boundary -= spec.chunk_tokens
+        boundary -= spec.boundary_tokens
     return boundary if boundary > computed else 0
 
 
-@given(caches(), st.data())
+either = st.booleans().flatmap(lambda tails: caches(tails=tails))
+
+
+@given(either, st.data())
 def test_a_hit_is_what_exhaustive_search_finds(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     num_tokens = data.draw(st.integers(0, CHUNKS * spec.chunk_tokens))
     computed = data.draw(st.integers(0, max(0, num_tokens - 1)))
-    found = hit(spec, num_tokens, computed, store)
+    with mock.patch("hybridkv.planner.hit._PATIENCE", data.draw(st.sampled_from([1, 2, 16]))):
+        found = hit(spec, num_tokens, computed, store)
+    by_ranges = longest_hit(spec, num_tokens, computed, lambda *key: store[key], Ranges(spec, store))
+    assert getattr(by_ranges, "num_tokens", 0) == getattr(found, "num_tokens", 0) and type(by_ranges) is type(found)
     expected = exhaustive(spec, num_tokens, computed, store)
     if expected == 0:
         assert isinstance(found, Miss)
@@ -82,18 +88,26 @@ def test_a_hit_is_what_exhaustive_search_finds(spec: CacheSpec, data: st.DataObj
         assert found == Hit(expected)
 
 
-@given(caches(), st.data())
+@given(either, st.data())
+def test_a_hit_never_exceeds_what_any_group_covers(spec: CacheSpec, data: st.DataObject) -> None:
+    store = data.draw(stores(spec))
+    found = hit(spec, CHUNKS * spec.chunk_tokens, 0, store)
+    if isinstance(found, Hit):
+        assert resumable(spec, found.num_tokens, 0, store) <= {LookupResult.HIT}
+
+
+@given(either, st.data())
 def test_storing_one_more_chunk_never_shortens_a_hit(spec: CacheSpec, data: st.DataObject) -> None:
     store = {key: LookupResult.HIT for key, answer in data.draw(stores(spec)).items() if answer is LookupResult.HIT}
     num_tokens = data.draw(st.integers(0, CHUNKS * spec.chunk_tokens))
     before = hit(spec, num_tokens, 0, store)
     group = data.draw(st.sampled_from(spec.stored_groups))
-    store[group, data.draw(st.integers(1, CHUNKS)) * spec.chunk_tokens] = LookupResult.HIT
+    store[group, data.draw(st.sampled_from(boundaries(spec)))] = LookupResult.HIT
     after = hit(spec, num_tokens, 0, store)
     assert getattr(after, "num_tokens", 0) >= getattr(before, "num_tokens", 0)
 
 
-@given(caches(), st.data())
+@given(either, st.data())
 def test_no_chunk_is_asked_for_twice(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     asked: Counter[tuple[int, int]] = Counter()
@@ -104,7 +118,7 @@ def test_no_chunk_is_asked_for_twice(spec: CacheSpec, data: st.DataObject) -> No
 
     longest_hit(spec, CHUNKS * spec.chunk_tokens, 0, lookup)
     assert all(count == 1 for count in asked.values())
-    assert all(end % spec.chunk_tokens == 0 for _, end in asked)
+    assert all(0 < end < CHUNKS * spec.chunk_tokens and end % spec.boundary_tokens == 0 for _, end in asked)
 
 
 def test_the_last_token_is_never_part_of_a_hit() -> None:

@@ -4,22 +4,31 @@ A prefix can be resumed at token N only if every KV cache group can. This librar
 for that, finds the longest such N in a store, and says which blocks move. It holds no bytes and no keys.
 """
 
+from hybridkv.planner.clipping import ClippedBlocks, clip_blocks, read_blocks, window_blocks
 from hybridkv.planner.coverage import chunk_blocks, chunk_span, coverage, needed_ends, resume_start
+from hybridkv.planner.diagnosis import Finding, Problem, diagnose
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit
-from hybridkv.planner.hit import Hit, Lookup, Miss, Pending, last_boundary, longest_hit
-from hybridkv.planner.lookup import LookupResult
-from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store
+from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
+from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
+from hybridkv.planner.offload_units import HybridOffloadPlanner
+from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store, plan_tail
+from hybridkv.planner.slices import common_block_count, slice_group_blocks
 
 __all__ = [
     "CacheSpec",
+    "ClippedBlocks",
+    "Finding",
     "GroupKind",
     "GroupSpec",
     "Hit",
+    "HybridOffloadPlanner",
     "Lookup",
     "LookupResult",
     "Miss",
     "Pending",
     "PlanError",
+    "Problem",
+    "RangeLookup",
     "State",
     "StorePlan",
     "TokenSpan",
@@ -27,11 +36,18 @@ __all__ = [
     "chunk_blocks",
     "chunk_span",
     "chunk_unit",
+    "clip_blocks",
+    "common_block_count",
     "coverage",
+    "diagnose",
     "last_boundary",
     "longest_hit",
     "needed_ends",
     "plan_load",
     "plan_store",
+    "plan_tail",
+    "read_blocks",
     "resume_start",
+    "slice_group_blocks",
+    "window_blocks",
 ]

@@ -3,6 +3,8 @@
 `resume_start` is the one place that knows what the kinds mean; everything else here follows from it.
 """
 
+from collections.abc import Sequence
+
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan
 
 
@@ -48,41 +50,54 @@ def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenS
 
 
 def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
-    """The part of the chunk that ends at `end_token` which is stored for a group: whole blocks, empty if none.
+    """The part of the chunk, or of the tail, that ends at `end_token` which is stored for a group; empty if none.
 
-    A FULL chunk is stored whole. Of a WINDOW or CHUNKED one only the blocks that a boundary at `end_token` or later
-    reads; of a RECURRENT one the last block, which holds the state.
+    It begins with a block, and ends with one unless it is a tail. A FULL chunk is stored whole. Of a WINDOW or CHUNKED
+    one only the blocks that a boundary at `end_token` or later reads; of a RECURRENT one the last block, which holds
+    the state.
     """
     group = spec.groups[group_index]
-    start = max(end_token - spec.chunk_tokens, resume_start(group, end_token))
-    return TokenSpan(min(start // group.block_tokens * group.block_tokens, end_token), end_token)
+    chunk_start = (end_token - 1) // spec.chunk_tokens * spec.chunk_tokens
+    start = max(chunk_start, resume_start(group, end_token))
+    if start >= end_token:
+        return TokenSpan(end_token, end_token)
+    return TokenSpan(start // group.block_tokens * group.block_tokens, end_token)
 
 
 def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
-    """The same part as indices into the group's block table."""
+    """The same part as indices into the group's block table. The last block of a tail may be filled in part."""
     span = chunk_span(spec, group_index, end_token)
     block_tokens = spec.groups[group_index].block_tokens
     if span.num_tokens == 0:
         return range(0)
-    return range(span.start // block_tokens, span.end // block_tokens)
+    return range(span.start // block_tokens, -(-span.end // block_tokens))
 
 
-def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int) -> range:
+def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
+    """The first token that a group must load to resume at `num_tokens`; `num_tokens` where there is none.
+
+    An engine that holds `computed_tokens` of attention needs no more of them, but it holds no state of a later token.
+    """
+    start = resume_start(group, num_tokens)
+    return start if group.kind is GroupKind.RECURRENT else min(num_tokens, max(start, computed_tokens))
+
+
+def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int) -> Sequence[int]:
     """The ends of the chunks that a group needs from a tier to resume at `num_tokens`.
 
     Args:
         spec: the model's groups.
         group_index: which of them.
-        num_tokens: the boundary: a multiple of the chunk.
+        num_tokens: the boundary: a multiple of `spec.boundary_tokens`.
         computed_tokens: the prefix that the engine holds itself.
 
     Returns:
-        Chunk ends, ascending, every one a multiple of `spec.chunk_tokens`.
+        Chunk ends, ascending, every one a multiple of `spec.chunk_tokens`, but for the last one if the boundary lies
+        inside a chunk: that is the end of a tail.
     """
     group, chunk = spec.groups[group_index], spec.chunk_tokens
-    start = resume_start(group, num_tokens)
-    if group.kind is not GroupKind.RECURRENT:
-        start = max(start, computed_tokens)
+    start = load_start(group, num_tokens, computed_tokens)
     if start >= num_tokens:
         return range(0)
-    return range((start // chunk + 1) * chunk, num_tokens + 1, chunk)
+    ends = range((start // chunk + 1) * chunk, num_tokens + 1, chunk)
+    return ends if num_tokens % chunk == 0 else (*ends, num_tokens)

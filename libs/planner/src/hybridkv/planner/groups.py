@@ -1,9 +1,11 @@
 """What the planner knows about a model's KV cache: its groups, and the chunk they are offloaded in.
 
-Plain values. They say nothing of bytes (hybridkv.canonical does) nor of any engine (hybridkv.connectors does).
+These are plain values. They say nothing of bytes (hybridkv.canonical does), nor of any engine (hybridkv.connectors
+does).
 """
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,7 +39,7 @@ class TokenSpan(NamedTuple):
         return max(0, self.end - self.start)
 
 
-class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+class GroupSpec(msgspec.Struct, frozen=True):
     """One KV cache group.
 
     Args:
@@ -71,19 +73,23 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field} belongs to {kind.name} groups, got {value} for a {self.kind.name} group")
 
 
-class CacheSpec(msgspec.Struct, frozen=True):
+class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what is computed once
     """All groups of one model, and the chunk: the same run of tokens for every group.
 
     Args:
         groups: in the engine's order; a group's index is its position here.
         chunk_tokens: a multiple of every stored group's block, so that a chunk is whole blocks in each of them.
+        tail_tokens: None, or the grid of partial tails: a request may then also be resumed at a multiple of this that
+            lies inside a chunk, if every group stored its part of the tail that ends there. The engine's hash unit is
+            the natural choice. It divides the chunk.
 
     Raises:
-        ValueError: the chunk does not fit the groups, or nothing would be stored.
+        ValueError: the chunk does not fit the groups, the tails do not fit the chunk, or nothing would be stored.
     """
 
     groups: tuple[GroupSpec, ...]
     chunk_tokens: int
+    tail_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _require_positive("chunk_tokens", self.chunk_tokens)
@@ -95,11 +101,31 @@ class CacheSpec(msgspec.Struct, frozen=True):
                 f"chunk_tokens must be a multiple of {unit} tokens, the least common multiple of the groups' blocks "
                 f"{[self.groups[i].block_tokens for i in self.stored_groups]}, got {self.chunk_tokens}"
             )
+        if self.tail_tokens is not None:
+            _require_positive("tail_tokens", self.tail_tokens)
+            if self.chunk_tokens % self.tail_tokens:
+                raise ValueError(f"tail_tokens must divide the chunk of {self.chunk_tokens}, got {self.tail_tokens}")
 
     @property
+    def boundary_tokens(self) -> int:
+        """Requests are resumed at multiples of this: the chunk, or the tail where tails are stored."""
+        return self.tail_tokens or self.chunk_tokens
+
+    @functools.cached_property
     def stored_groups(self) -> tuple[int, ...]:
         """Indices of the groups that are offloaded."""
         return tuple(i for i, group in enumerate(self.groups) if group.kind is not GroupKind.SCRATCH)
+
+    @functools.cached_property
+    def scarce_first(self) -> tuple[int, ...]:
+        """The same, those first that settle a boundary with the fewest chunks: a state is one, a window a few."""
+        order = (GroupKind.RECURRENT, GroupKind.CHUNKED, GroupKind.WINDOW, GroupKind.FULL)
+        return tuple(sorted(self.stored_groups, key=lambda i: order.index(self.groups[i].kind)))
+
+    @functools.cached_property
+    def lookahead_tokens(self) -> int:
+        """The most tokens past a boundary that the bytes of any stored group depend on."""
+        return max(self.groups[i].lookahead_tokens for i in self.stored_groups)
 
 
 def chunk_unit(groups: Sequence[GroupSpec]) -> int:

@@ -1,18 +1,23 @@
-"""The longest prefix that every group can resume, found by asking a tier for as few chunks as possible."""
+"""The longest prefix that every group can resume, found by asking a tier for as few chunks as possible.
 
-from collections.abc import Callable
+Every group can only lower the boundary, so the search is a fixpoint from above. Three things keep the questions few:
+
+- Scarce kinds go first. A recurrent state is one key and settles a boundary at once; a window is a few; a full prefix
+  is walked last, once, and only as far as the others reach.
+- A window is asked for from its far end: a chunk that is missing there rules out every boundary that reads it, so a
+  prompt of which nothing is stored costs one question a window rather than one a chunk.
+- When the scarce kinds keep missing, a few questions to the full prefix bound what is worth asking them about.
+"""
 
 import msgspec
 
-from hybridkv.planner.coverage import needed_ends
+from hybridkv.planner.coverage import load_start, resume_start
 from hybridkv.planner.groups import CacheSpec, GroupKind
-from hybridkv.planner.lookup import LookupResult
+from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
+from hybridkv.planner.scan import Scan
 
-Lookup = Callable[[int, int], LookupResult]
-"""`lookup(group_index, end_token)`: is this group's part of the chunk ending there stored?"""
-
-# A state is one key and settles a boundary at once; a window is a few; a full prefix is walked last.
-_SCARCE_FIRST = (GroupKind.RECURRENT, GroupKind.CHUNKED, GroupKind.WINDOW, GroupKind.FULL)
+_PATIENCE = 16
+"""Boundaries that scarce kinds may rule out before it is worth a few questions whether the full prefix is there."""
 
 
 class Hit(msgspec.Struct, frozen=True, tag=True):
@@ -40,22 +45,26 @@ class Miss(msgspec.Struct, frozen=True, tag=True):
 
 
 def last_boundary(spec: CacheSpec, num_tokens: int) -> int:
-    """The last chunk boundary at which a request of `num_tokens` can be resumed: its last token is always computed."""
-    lookahead = max(spec.groups[i].lookahead_tokens for i in spec.stored_groups)
-    return max(0, num_tokens - max(1, lookahead)) // spec.chunk_tokens * spec.chunk_tokens
+    """The last boundary at which a request of `num_tokens` can be resumed: its last token is always computed."""
+    return max(0, num_tokens - max(1, spec.lookahead_tokens)) // spec.boundary_tokens * spec.boundary_tokens
 
 
-def longest_hit(spec: CacheSpec, num_tokens: int, computed_tokens: int, lookup: Lookup) -> Hit | Pending | Miss:
+def longest_hit(
+    spec: CacheSpec, num_tokens: int, computed_tokens: int, lookup: Lookup, ranges: RangeLookup | None = None
+) -> Hit | Pending | Miss:
     """The longest boundary at which all groups can resume.
 
-    Every group can only lower the boundary, so the search is a fixpoint from above: it ends when one pass over the
-    groups leaves it where it was. No chunk is asked for twice.
+    Asks for no key twice, and for at most as many as there are boundaries in each group. Without states or windows
+    to rule boundaries out, that is the length of the prefix that is held.
 
     Args:
         spec: the model's groups.
         num_tokens: tokens of the request, of which the last is always recomputed.
         computed_tokens: the prefix that the engine holds itself; a shorter hit than that is a miss.
-        lookup: asked for chunk ends that are multiples of `spec.chunk_tokens`.
+        lookup: asked for ends of chunks, which are multiples of `spec.chunk_tokens`, and of tails where the cache
+            stores them.
+        ranges: where the tier can answer about many chunks at once. It must agree with `lookup`, which is then asked
+            for single keys only. A few questions a group settle a store whose prefixes have no holes.
 
     Returns:
         Hit or Pending with a boundary above `computed_tokens`, or Miss.
@@ -65,50 +74,139 @@ def longest_hit(spec: CacheSpec, num_tokens: int, computed_tokens: int, lookup: 
     """
     if num_tokens < 0 or computed_tokens < 0:
         raise ValueError(f"tokens must not be negative, got num_tokens={num_tokens}, computed_tokens={computed_tokens}")
-    answers: dict[tuple[int, int], LookupResult] = {}
-
-    def ask(group_index: int, end_token: int) -> LookupResult:
-        key = (group_index, end_token)
-        if key not in answers:
-            answers[key] = lookup(group_index, end_token)
-        return answers[key]
-
-    order = sorted(spec.stored_groups, key=lambda i: _SCARCE_FIRST.index(spec.groups[i].kind))
     boundary = last_boundary(spec, num_tokens)
     limiting: int | None = None
-    settled = False
-    while boundary > computed_tokens and not settled:
-        settled = True
-        for group_index in order:
-            lowered = _lower(spec, group_index, boundary, computed_tokens, ask)
-            if lowered < boundary:
-                boundary, limiting, settled = lowered, group_index, False
-                break
-    if boundary <= computed_tokens:
-        return _miss(spec, num_tokens, computed_tokens, limiting)
-    for group_index in order:
-        for end_token in needed_ends(spec, group_index, boundary, computed_tokens):
-            if ask(group_index, end_token) is LookupResult.PENDING:
-                return Pending(boundary)
-    return Hit(boundary)
+    if boundary > computed_tokens:
+        search = _Search(spec, computed_tokens, lookup, ranges)
+        boundary, limiting = search.settle(boundary)
+        if boundary > computed_tokens:
+            return Pending(boundary) if search.is_pending(boundary) else Hit(boundary)
+    return _miss(spec, num_tokens, computed_tokens, limiting)
 
 
-def _lower(spec: CacheSpec, group_index: int, boundary: int, computed_tokens: int, ask: Lookup) -> int:
-    """The longest boundary up to `boundary` that this group does not rule out by what it lacks there."""
-    ends = needed_ends(spec, group_index, boundary, computed_tokens)
-    # A full prefix breaks at its first gap. What the others need lies at the end, so they look there first.
-    for end_token in ends if spec.groups[group_index].kind is GroupKind.FULL else reversed(ends):
-        if ask(group_index, end_token) is LookupResult.MISS:
-            # Every boundary from end_token up to this one needs that chunk too.
-            return end_token - spec.chunk_tokens
-    return boundary
+class _Search:
+    """One search. Boundaries are multiples of `spec.boundary_tokens`."""
+
+    def __init__(self, spec: CacheSpec, computed_tokens: int, lookup: Lookup, ranges: RangeLookup | None) -> None:
+        self._spec = spec
+        self._computed = computed_tokens
+        self._scan = Scan(spec, lookup)
+        self._ranges = ranges or self._scan
+        self._has_ranges = ranges is not None
+        # A window of two tokens or more reads the chunk before every boundary, but a tail may be all that it reads.
+        self._has_plain_windows = spec.tail_tokens is None
+        self._order = spec.scarce_first
+        self._lowest = (computed_tokens // spec.boundary_tokens + 1) * spec.boundary_tokens
+        self._walked = [computed_tokens // spec.chunk_tokens * spec.chunk_tokens] * len(spec.groups)
+        """Up to where each FULL group was seen to hold every chunk."""
+        # A tier that answers ranges is asked about all boundaries at once.
+        self._patience = 0 if ranges else _PATIENCE
+
+    def settle(self, boundary: int) -> tuple[int, int | None]:
+        """The longest boundary that no group rules out, and the group that ruled out the last one above it."""
+        limiting: int | None = None
+        settled = False
+        while boundary > self._computed and not settled:
+            settled = True
+            for group_index in self._order:
+                lowered = self._lower(group_index, boundary)
+                if lowered < boundary:
+                    boundary, limiting, settled = lowered, group_index, False
+                    break
+        return boundary, limiting
+
+    def _lower(self, group_index: int, boundary: int) -> int:
+        """The longest boundary up to `boundary` that this group does not rule out by what it was found to lack."""
+        kind = self._spec.groups[group_index].kind
+        if kind is GroupKind.RECURRENT:
+            return self._lower_to_state(group_index, boundary)
+        chunk = self._spec.chunk_tokens
+        last = boundary // chunk * chunk
+        if boundary > last and resume_start(self._spec.groups[group_index], boundary) < boundary:
+            # A CHUNKED group may read nothing at the boundary before, so there only this one is ruled out.
+            first = boundary if kind is GroupKind.CHUNKED else max(last + self._spec.boundary_tokens, self._lowest)
+            tail = self._ranges.last_held(group_index, first, boundary)
+            if tail != boundary:
+                return self._bounded(tail or first - self._spec.boundary_tokens)
+        if kind is GroupKind.FULL:
+            return self._lower_to_prefix(group_index, boundary)
+        return self._lower_to_window(group_index, boundary)
+
+    def _lower_to_state(self, group_index: int, boundary: int) -> int:
+        """For what is one key at every boundary: states, and windows of one chunk."""
+        if self._patience:
+            nearest = max(self._lowest, boundary - (self._patience - 1) * self._spec.boundary_tokens)
+            found = self._ranges.last_held(group_index, nearest, boundary)
+            if found or nearest == self._lowest:
+                return found
+            self._patience = 1
+            return self._bounded(nearest - self._spec.boundary_tokens)
+        return self._ranges.last_held(group_index, self._lowest, boundary)
+
+    def _lower_to_window(self, group_index: int, boundary: int) -> int:
+        chunk, step = self._spec.chunk_tokens, self._spec.boundary_tokens
+        last = boundary // chunk * chunk
+        start = load_start(self._spec.groups[group_index], boundary, self._computed)
+        if start >= last:
+            return boundary
+        first = (start // chunk + 1) * chunk
+        if self._has_plain_windows and self._spec.groups[group_index].kind is GroupKind.WINDOW:
+            if first == last:
+                return self._lower_to_state(group_index, boundary)
+            if self._has_ranges:
+                found = self._ranges.last_held(group_index, self._lowest, last)
+                if found < last:
+                    return found
+        num_held = self._ranges.held(group_index, first, last)
+        if first + num_held * chunk > last:
+            return boundary
+        return self._bounded(first + num_held * chunk - step)
+
+    def _lower_to_prefix(self, group_index: int, boundary: int) -> int:
+        chunk = self._spec.chunk_tokens
+        last = boundary // chunk * chunk
+        first = self._walked[group_index] + chunk
+        if first > last:
+            return boundary
+        walked = self._walked[group_index] = first - chunk + self._ranges.held(group_index, first, last) * chunk
+        return boundary if walked >= last else walked + chunk - self._spec.boundary_tokens
+
+    def _bounded(self, boundary: int) -> int:
+        """`boundary`, or less if patience is at an end and the full prefix is found to end before it."""
+        if self._patience == 0:
+            return boundary
+        self._patience -= 1
+        if self._patience:
+            return boundary
+        chunk = self._spec.chunk_tokens
+        for group_index in self._order:
+            if self._spec.groups[group_index].kind is GroupKind.FULL and boundary > self._computed:
+                first = self._walked[group_index] + chunk
+                missing = self._scan.first_missing(group_index, first, boundary // chunk * chunk)
+                if missing is not None:
+                    boundary = missing - self._spec.boundary_tokens
+        return boundary
+
+    def is_pending(self, boundary: int) -> bool:
+        """Whether something that a settled boundary needs is not readable yet."""
+        chunk = self._spec.chunk_tokens
+        last = boundary // chunk * chunk
+        for group_index in self._order:
+            group = self._spec.groups[group_index]
+            start = load_start(group, boundary, self._computed)
+            if start < last and self._ranges.any_pending(group_index, (start // chunk + 1) * chunk, last):
+                return True
+            reads_tail = max(start, last) < boundary
+            if reads_tail and self._scan.ask(group_index, boundary) is LookupResult.PENDING:
+                return True
+        return False
 
 
 def _miss(spec: CacheSpec, num_tokens: int, computed_tokens: int, limiting: int | None) -> Miss:
     if limiting is None:
         return Miss(
             None,
-            f"{num_tokens} tokens have no boundary of {spec.chunk_tokens} tokens beyond the {computed_tokens} held",
+            f"{num_tokens} tokens have no boundary of {spec.boundary_tokens} tokens beyond the {computed_tokens} held",
         )
     kind = spec.groups[limiting].kind.name
     return Miss(limiting, f"group {limiting} ({kind}) is not stored beyond the {computed_tokens} tokens held")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from hybridkv.planner.coverage import chunk_blocks, needed_ends, resume_start
+from hybridkv.planner.coverage import chunk_blocks, load_start, needed_ends
 from hybridkv.planner.groups import CacheSpec, GroupKind
 
 
@@ -13,11 +13,11 @@ class PlanError(ValueError):
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one group that hold (a part of) one chunk.
+    """Blocks of one group that hold (a part of) one chunk, or of the tail of one.
 
     Args:
         group_index: the group.
-        end_token: the chunk's end.
+        end_token: the chunk's end, or the tail's.
         first_block: where `block_ids` begin within the chunk's stored blocks (`chunk_blocks`).
         block_ids: engine blocks, in token order.
     """
@@ -37,10 +37,17 @@ class State(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StorePlan(msgspec.Struct, frozen=True):
-    """What becomes storable. `unaligned_states` counts states that lie on no chunk boundary and are left out."""
+    """What becomes storable.
+
+    Args:
+        transfers: what to store.
+        unaligned_states: states that lie on no boundary and are left out.
+        incomplete_tails: tails that are left out because some group cannot give its part: no hit could use them.
+    """
 
     transfers: tuple[Transfer, ...]
     unaligned_states: int = 0
+    incomplete_tails: int = 0
 
 
 def plan_load(
@@ -61,27 +68,45 @@ def plan_load(
     transfers: list[Transfer] = []
     for group_index in spec.stored_groups:
         group, table = spec.groups[group_index], block_ids[group_index]
-        start = resume_start(group, num_tokens)
-        if group.kind is not GroupKind.RECURRENT:
-            start = max(start, computed_tokens)
-        first_needed = start // group.block_tokens
-        for end_token in needed_ends(spec, group_index, num_tokens, computed_tokens):
-            stored = chunk_blocks(spec, group_index, end_token)
-            wanted = range(max(stored.start, first_needed), stored.stop)
-            ids = tuple(table[wanted.start : wanted.stop])
-            if len(ids) != len(wanted) or null_block in ids:
-                raise PlanError(
-                    f"group {group_index} ({group.kind.name}) needs blocks {wanted.start} to {wanted.stop - 1} of its "
-                    f"table to resume at {num_tokens}, got {list(ids)}"
-                )
-            transfers.append(Transfer(group_index, end_token, wanted.start - stored.start, ids))
+        first_needed = load_start(group, num_tokens, computed_tokens) // group.block_tokens
+        ends = needed_ends(spec, group_index, num_tokens, computed_tokens)
+        if ends:
+            # What is stored of successive chunks is contiguous from the first needed block on.
+            stop = -(-num_tokens // group.block_tokens)
+            ids = tuple(table[first_needed:stop])
+            if len(ids) != stop - first_needed or null_block in ids:
+                raise _missing_block(spec, group_index, num_tokens, computed_tokens, table, null_block)
+            first = chunk_blocks(spec, group_index, ends[0])
+            size = first.stop - first_needed
+            transfers.append(Transfer(group_index, ends[0], first_needed - first.start, ids[:size]))
+            step = spec.chunk_tokens // group.block_tokens
+            rest = zip(ends[1:], range(size, len(ids), step), strict=True)
+            transfers += [Transfer(group_index, end_token, 0, ids[i : i + step]) for end_token, i in rest]
         unwritten = table[computed_tokens // group.block_tokens : first_needed]
-        if any(block_id != null_block for block_id in unwritten):
+        if unwritten.count(null_block) != len(unwritten):
             raise PlanError(
                 f"group {group_index} ({group.kind.name}) has blocks before {first_needed} that a load to {num_tokens} "
                 f"would leave unwritten: {list(unwritten)}"
             )
     return tuple(transfers)
+
+
+def _missing_block(
+    spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int, table: Sequence[int], null_block: int
+) -> PlanError:
+    """Names the blocks of the first chunk that cannot be loaded."""
+    group = spec.groups[group_index]
+    first_needed = load_start(group, num_tokens, computed_tokens) // group.block_tokens
+    for end_token in needed_ends(spec, group_index, num_tokens, computed_tokens):
+        stored = chunk_blocks(spec, group_index, end_token)
+        wanted = range(max(stored.start, first_needed), stored.stop)
+        ids = list(table[wanted.start : wanted.stop])
+        if len(ids) != len(wanted) or null_block in ids:
+            break
+    return PlanError(
+        f"group {group_index} ({group.kind.name}) needs blocks {wanted.start} to {wanted.stop - 1} of its "
+        f"table to resume at {num_tokens}, got {ids}"
+    )
 
 
 def plan_store(
@@ -96,7 +121,8 @@ def plan_store(
     """What of [first_token, num_tokens) can be stored for a request, now that `num_tokens` of it are computed.
 
     Blocks that the engine has given up already (out of a window) leave their chunk out. A RECURRENT group is stored
-    from `states` alone, never by position in its table: tables of running states move.
+    from `states` alone, never by position in its table: tables of running states move. A state inside a chunk is
+    stored with the tails of all other groups, where the cache stores tails.
 
     Args:
         spec: the model's groups.
@@ -118,10 +144,65 @@ def plan_store(
             ids = tuple(block_ids[group_index][stored.start : stored.stop])
             if stored and len(ids) == len(stored) and null_block not in ids and wanted(group_index, end_token):
                 transfers.append(Transfer(group_index, end_token, 0, ids))
-    unaligned = 0
+    unaligned, incomplete = 0, 0
+    tails: dict[int, list[State]] = {}
     for state in states:
-        if state.num_tokens % spec.chunk_tokens or state.block_id == null_block:
+        if state.num_tokens % spec.boundary_tokens or state.block_id == null_block:
             unaligned += 1
+        elif state.num_tokens % spec.chunk_tokens:
+            tails.setdefault(state.num_tokens, []).append(state)
         elif wanted(state.group_index, state.num_tokens):
             transfers.append(Transfer(state.group_index, state.num_tokens, 0, (state.block_id,)))
-    return StorePlan(tuple(transfers), unaligned)
+    for end_token, its_states in tails.items():
+        tail = plan_tail(spec, end_token, num_tokens, block_ids, its_states, wanted, null_block)
+        transfers += tail.transfers
+        incomplete += tail.incomplete_tails
+    return StorePlan(tuple(transfers), unaligned, incomplete)
+
+
+def plan_tail(
+    spec: CacheSpec,
+    end_token: int,
+    num_tokens: int,
+    block_ids: Sequence[Sequence[int]],
+    states: Sequence[State],
+    wanted: Callable[[int, int], bool],
+    null_block: int = 0,
+) -> StorePlan:
+    """The tail that ends at `end_token`, inside a chunk: every group's part, or nothing where one group has none.
+
+    `plan_store` does this for every state that it is given inside a chunk. For a cache without RECURRENT groups the
+    caller says where a tail is worth its bytes: at the end of a prompt, say.
+
+    Args:
+        spec: a cache with `tail_tokens`.
+        end_token: a multiple of `spec.tail_tokens`, not of the chunk.
+        num_tokens: tokens whose content is final.
+        block_ids: for every group of `spec`, the request's block table.
+        states: of every RECURRENT group the state at `end_token`.
+        wanted: `wanted(group_index, end_token)`: False for parts that are stored already.
+        null_block: the id that stands for "no block" in a table.
+
+    Raises:
+        ValueError: `end_token` is no tail of this cache.
+    """
+    if spec.tail_tokens is None or end_token <= 0 or end_token % spec.tail_tokens or end_token % spec.chunk_tokens == 0:
+        raise ValueError(
+            f"end_token must be a multiple of tail_tokens ({spec.tail_tokens}) inside a chunk of {spec.chunk_tokens}, "
+            f"got {end_token}"
+        )
+    handed_over = {state.group_index: state.block_id for state in states if state.num_tokens == end_token}
+    transfers: list[Transfer] = []
+    for group_index in spec.stored_groups:
+        group = spec.groups[group_index]
+        stored = chunk_blocks(spec, group_index, end_token)
+        ids: tuple[int, ...] = ()
+        if group.kind is GroupKind.RECURRENT:
+            ids = (handed_over.get(group_index, null_block),)
+        elif end_token + group.lookahead_tokens <= num_tokens:
+            ids = tuple(block_ids[group_index][stored.start : stored.stop])
+        if len(ids) != len(stored) or null_block in ids:
+            return StorePlan((), incomplete_tails=1)
+        if stored:
+            transfers.append(Transfer(group_index, end_token, 0, ids))
+    return StorePlan(tuple(t for t in transfers if wanted(t.group_index, t.end_token)))

@@ -1,0 +1,139 @@
+"""What an operator should know about offload units before the first request, said at start-up."""
+
+import enum
+from collections.abc import Iterator
+
+import msgspec
+
+from hybridkv.planner.offload_units import HybridOffloadPlanner, offload_unit
+
+
+class Problem(enum.StrEnum):
+    """What was found."""
+
+    UNSPLIT_GROUP = "unsplit_group"
+    """A group's block is larger than the chunk and not divisible by it, so it is stored in whole blocks only."""
+    UNHASHABLE_UNIT = "unhashable_unit"
+    """A group's unit is not whole hash blocks, so the engine's block hashes do not name it."""
+    OFFLOAD_DISABLED = "offload_disabled"
+    """No prompt within max_model_len is long enough for a hit."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong, and what would put it right.
+
+    Args:
+        problem: what it is.
+        needed_tokens: tokens that a prompt must have before the group (or any) is stored.
+        message: in words, hint included.
+        group_index: the group, None where all of them are concerned.
+        nearest_max_model_len: the smallest max_model_len that would work with this chunk.
+        nearest_chunk_tokens: the chunk closest to this one that would work with this max_model_len.
+    """
+
+    problem: Problem
+    needed_tokens: int
+    message: str
+    group_index: int | None = None
+    nearest_max_model_len: int | None = None
+    nearest_chunk_tokens: int | None = None
+
+
+def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding, ...]:
+    """Findings about a planner under a model of `max_model_len` tokens; none when all is well.
+
+    A group that cannot be split comes with the chunk nearest to this one that would split it. Offload that can never
+    hit comes with the nearest chunk and max_model_len that would make it work; suggested chunks are whole hash blocks.
+    Meant for start-up: it tries at most max_model_len chunks.
+
+    Raises:
+        ValueError: `max_model_len` is not positive.
+    """
+    if max_model_len <= 0:
+        raise ValueError(f"max_model_len must be positive, got {max_model_len}")
+    findings = [*_unsplit_groups(planner, max_model_len), *_unhashable_units(planner)]
+    needed = tokens_for_first_hit(planner)
+    if needed > max_model_len:
+        chunk = next((c for c in _nearest_chunks(planner, max_model_len) if _works(planner, c, max_model_len)), None)
+        findings.append(
+            Finding(
+                problem=Problem.OFFLOAD_DISABLED,
+                needed_tokens=needed,
+                message=(
+                    f"offload is disabled in effect: a first hit needs a prompt of {needed} tokens, and max_model_len "
+                    f"is {max_model_len}; raise max_model_len to {needed}"
+                    + (f", or use a chunk of {chunk} tokens" if chunk else ", no chunk works with this one")
+                ),
+                nearest_max_model_len=needed,
+                nearest_chunk_tokens=chunk,
+            )
+        )
+    return tuple(findings)
+
+
+def tokens_for_first_hit(planner: HybridOffloadPlanner) -> int:
+    """The shortest prompt that can hit: it completes a chunk, and has a token left to compute after the prefix."""
+    count = planner.chunk_count_for_tokens(0) + 1
+    return max(planner.chunk_end_tokens(count), planner.chunk_prefix_tokens(count) + 1)
+
+
+def _unsplit_groups(planner: HybridOffloadPlanner, max_model_len: int) -> Iterator[Finding]:
+    chunk, hash_block = planner.fixed_chunk_size, planner.hash_block_size
+    for index, block in enumerate(planner.gpu_block_sizes):
+        if block <= chunk or block % chunk == 0:
+            continue
+        splitting = [d for d in _divisors(block) if d >= hash_block and d % hash_block == 0]
+        nearest = min(splitting, key=lambda d: abs(d - chunk), default=None)
+        never = f", which max_model_len {max_model_len} never reaches" if block >= max_model_len else ""
+        hint = f"use a chunk of {nearest} tokens" if nearest else "no chunk of whole hash blocks divides it"
+        yield Finding(
+            problem=Problem.UNSPLIT_GROUP,
+            needed_tokens=block,
+            message=(
+                f"group {index} cannot be split: its block of {block} tokens is no multiple of the chunk of {chunk}, "
+                f"so nothing of it is stored before {block} tokens{never}; {hint}"
+            ),
+            group_index=index,
+            nearest_chunk_tokens=nearest,
+        )
+
+
+def _unhashable_units(planner: HybridOffloadPlanner) -> Iterator[Finding]:
+    for index, (unit, factor) in enumerate(zip(planner.offload_unit_sizes, planner.group_hash_factors, strict=True)):
+        if factor is None:
+            yield Finding(
+                problem=Problem.UNHASHABLE_UNIT,
+                needed_tokens=unit,
+                message=(
+                    f"group {index} has units of {unit} tokens, which are not whole hash blocks of "
+                    f"{planner.hash_block_size}: the engine's block hashes do not name them"
+                ),
+                group_index=index,
+            )
+
+
+def _works(planner: HybridOffloadPlanner, chunk: int, max_model_len: int) -> bool:
+    largest_unit = max(offload_unit(block, chunk) for block in set(planner.gpu_block_sizes))
+    if -(-largest_unit // chunk) * chunk > max_model_len:
+        return False  # cheap, and true of most chunks that do not work
+    return tokens_for_first_hit(planner.with_chunk(chunk)) <= max_model_len
+
+
+def _nearest_chunks(planner: HybridOffloadPlanner, max_model_len: int) -> Iterator[int]:
+    """Whole hash blocks up to `max_model_len`, by their distance from the present chunk, shorter ones first."""
+    chunk, step = planner.fixed_chunk_size, planner.hash_block_size
+    below, above = (chunk - 1) // step * step, (chunk // step + 1) * step
+    if below > max_model_len:
+        below = max_model_len // step * step
+    while below >= step or above <= max_model_len:
+        if below >= step and (above > max_model_len or chunk - below <= above - chunk):
+            yield below
+            below -= step
+        else:
+            yield above
+            above += step
+
+
+def _divisors(value: int) -> list[int]:
+    small = [d for d in range(1, int(value**0.5) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})

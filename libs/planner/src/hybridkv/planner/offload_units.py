@@ -1,0 +1,166 @@
+"""Offload units of one fixed size for groups of very different block sizes, without their least common multiple.
+
+`CacheSpec` wants a chunk that is whole blocks of every group. Where blocks of 65,536 tokens stand beside blocks of
+1,056 that is out of reach, so here the chunk is given, and each group follows it as closely as its blocks allow. The
+price: a group's units do not end where chunks end, and a prefix is as long as the group that covers least of it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class HybridOffloadPlanner:
+    """Plans the units in which groups are offloaded, and which prefixes they make.
+
+    A group whose block is larger than the chunk and divisible by it is split into units of a chunk. One that is larger
+    and not divisible stays whole. A smaller one keeps its block as its unit.
+
+    Chunks are counted from the first one under which every group has a whole unit: a count of 1 stands for chunk
+    `first_hashable_chunk_idx` (from 0) with all before it.
+
+    Args:
+        hash_block_size: tokens in a block of the prefix hashes; prefixes are cut to a multiple of it.
+        gpu_block_sizes: tokens in a block of each group.
+        fixed_chunk_size: tokens in a chunk; at least a hash block.
+
+    Raises:
+        ValueError: a size is not a positive whole number, there is no group, or the chunk is below the hash block.
+    """
+
+    hash_block_size: int
+    gpu_block_sizes: tuple[int, ...]
+    fixed_chunk_size: int
+    offload_unit_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Tokens in a unit of each group."""
+    requires_partial_group_offload: tuple[bool, ...] = field(init=False, repr=False, compare=False)
+    """For each group, whether its unit is a part of a block, which the medium must then be able to move."""
+    requires_partial_group_offload_any: bool = field(init=False, repr=False, compare=False)
+    first_hashable_chunk_idx: int = field(init=False, repr=False, compare=False)
+    """The first chunk, from 0, under whose end every group has a whole unit; before it a prefix has no identity."""
+    group_hash_factors: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
+    """Hash blocks in a unit of each group, None where a unit is not whole hash blocks."""
+    _distinct_units: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _require_size("hash_block_size", self.hash_block_size)
+        _require_size("fixed_chunk_size", self.fixed_chunk_size)
+        if self.fixed_chunk_size < self.hash_block_size:
+            raise ValueError(
+                f"fixed_chunk_size must be greater than or equal to hash_block_size ({self.hash_block_size}), "
+                f"got {self.fixed_chunk_size}"
+            )
+        blocks = tuple(self.gpu_block_sizes)
+        if not blocks:
+            raise ValueError("gpu_block_sizes must name the block of at least one group, got none")
+        for index, block in enumerate(blocks):
+            _require_size(f"gpu_block_sizes[{index}]", block)
+        chunk, hash_block = self.fixed_chunk_size, self.hash_block_size
+        units = tuple(offload_unit(block, chunk) for block in blocks)
+        partial = tuple(unit < block for unit, block in zip(units, blocks, strict=True))
+        derived = {
+            "gpu_block_sizes": blocks,
+            "offload_unit_sizes": units,
+            "requires_partial_group_offload": partial,
+            "requires_partial_group_offload_any": any(partial),
+            "first_hashable_chunk_idx": -(-max(units) // chunk) - 1,
+            "group_hash_factors": tuple(None if unit % hash_block else unit // hash_block for unit in units),
+            "_distinct_units": tuple(sorted(set(units))),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)  # the way to fill a frozen dataclass
+
+    def group_covered_tokens_for_chunk_count(self, chunk_count: int) -> tuple[int, ...]:
+        """For each group, the tokens in its whole units under the end of `chunk_count` chunks.
+
+        Raises:
+            ValueError: `chunk_count` is negative.
+        """
+        end = self.chunk_end_tokens(chunk_count)
+        return tuple(end // unit * unit for unit in self.offload_unit_sizes)
+
+    def chunk_end_tokens(self, chunk_count: int) -> int:
+        """Tokens that a request must have before `chunk_count` chunks are complete; 0 for none.
+
+        Raises:
+            ValueError: `chunk_count` is negative.
+        """
+        _require_tokens("chunk_count", chunk_count)
+        return (chunk_count + self.first_hashable_chunk_idx) * self.fixed_chunk_size if chunk_count else 0
+
+    def chunk_prefix_tokens(self, chunk_count: int) -> int:
+        """The prefix that every group covers under `chunk_count` chunks, in whole hash blocks.
+
+        It never falls as the count grows, and may stay where it is: a unit larger than the chunk ends under few.
+
+        Raises:
+            ValueError: `chunk_count` is negative.
+        """
+        return self._common_prefix(self.chunk_end_tokens(chunk_count))
+
+    def chunk_count_for_tokens(self, tokens: int) -> int:
+        """The inverse: the most chunks whose common prefix is within `tokens`. O(log tokens).
+
+        So `chunk_prefix_tokens(n) <= tokens` is true exactly for n up to this count.
+
+        Raises:
+            ValueError: `tokens` is negative.
+        """
+        _require_tokens("tokens", tokens)
+        # No prefix falls short of its chunks' end by a whole unit and a whole hash block.
+        beyond = tokens + self._distinct_units[-1] + self.hash_block_size
+        low, high = 0, max(1, beyond // self.fixed_chunk_size + 1 - self.first_hashable_chunk_idx)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.chunk_prefix_tokens(middle) <= tokens:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def storable_prefix_tokens(self, tokens: int) -> int:
+        """The prefix that every group can store of a request with `tokens` computed, in whole hash blocks.
+
+        Raises:
+            ValueError: `tokens` is negative.
+        """
+        _require_tokens("tokens", tokens)
+        return self._common_prefix(tokens)
+
+    def loadable_prefix_tokens(self, per_group: Sequence[int]) -> int:
+        """The prefix that can be loaded when each group is covered for so many tokens, in whole hash blocks.
+
+        Raises:
+            ValueError: `per_group` is not one number of tokens for each group, or one is negative.
+        """
+        if len(per_group) != len(self.gpu_block_sizes):
+            raise ValueError(
+                f"per_group must have one entry for each of {len(self.gpu_block_sizes)} groups, got {len(per_group)}"
+            )
+        for index, tokens in enumerate(per_group):
+            _require_tokens(f"per_group[{index}]", tokens)
+        return min(per_group) // self.hash_block_size * self.hash_block_size
+
+    def with_chunk(self, fixed_chunk_size: int) -> "HybridOffloadPlanner":
+        """The same groups under another chunk."""
+        return dataclasses.replace(self, fixed_chunk_size=fixed_chunk_size)
+
+    def _common_prefix(self, tokens: int) -> int:
+        common = min(tokens // unit * unit for unit in self._distinct_units)
+        return common // self.hash_block_size * self.hash_block_size
+
+
+def offload_unit(block_tokens: int, chunk_tokens: int) -> int:
+    """Tokens in the unit in which a group with blocks of `block_tokens` follows a chunk."""
+    return chunk_tokens if block_tokens > chunk_tokens and block_tokens % chunk_tokens == 0 else block_tokens
+
+
+def _require_size(field_name: str, value: int) -> None:
+    if type(value) is not int or value <= 0:
+        raise ValueError(f"{field_name} must be positive, a whole number of tokens, got {value!r}")
+
+
+def _require_tokens(field_name: str, value: int) -> None:
+    if value < 0:
+        raise ValueError(f"{field_name} must be non-negative, got {value}")

@@ -1,0 +1,95 @@
+"""A `RangeLookup` for tiers that answer one key at a time. It asks for no key twice, and for none ahead of need."""
+
+from hybridkv.planner.groups import CacheSpec, GroupKind
+from hybridkv.planner.lookup import Lookup, LookupResult
+
+
+class Scan:
+    """Walks keys, and remembers those that are held for as long as one search lasts.
+
+    A missing one rules out itself: whatever a search asks for later ends before it.
+
+    Args:
+        spec: the model's groups.
+        lookup: asked at most once for each key.
+    """
+
+    __slots__ = ("_answers", "_chunk", "_lookup", "_pending", "_step", "_walks")
+
+    def __init__(self, spec: CacheSpec, lookup: Lookup) -> None:
+        self._lookup = lookup
+        self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
+        self._answers: list[dict[int, LookupResult]] = [{} for _ in spec.groups]
+        self._pending: list[list[int]] = [[] for _ in spec.groups]
+        # Tails are asked for again as boundaries fall, so where there are any everything is remembered.
+        self._walks = [group.kind is GroupKind.FULL and spec.tail_tokens is None for group in spec.groups]
+
+    def ask(self, group_index: int, end_token: int) -> LookupResult:
+        """The answer for one key."""
+        answers = self._answers[group_index]
+        answer = answers.get(end_token)
+        if answer is None:
+            answer = self._lookup(group_index, end_token)
+            if answer is not LookupResult.MISS:
+                answers[end_token] = answer
+            if answer is LookupResult.PENDING:
+                self._pending[group_index].append(end_token)
+        return answer
+
+    def held(self, group_index: int, first_end: int, last_end: int) -> int:
+        answers = self._answers[group_index]
+        if self._walks[group_index] and not answers:
+            return self._walk(group_index, first_end, last_end)
+        for end_token in range(first_end, last_end + 1, self._chunk):
+            if (answers.get(end_token) or self.ask(group_index, end_token)) is LookupResult.MISS:
+                return (end_token - first_end) // self._chunk
+        return max(0, (last_end - first_end) // self._chunk + 1)
+
+    def _walk(self, group_index: int, first_end: int, last_end: int) -> int:
+        """`held` for a full prefix, which a search walks once and in order: nothing of it need be remembered."""
+        lookup, hit = self._lookup, LookupResult.HIT
+        for end_token in range(first_end, last_end + 1, self._chunk):
+            answer = lookup(group_index, end_token)
+            if answer is hit:
+                continue
+            if answer is LookupResult.MISS:
+                return (end_token - first_end) // self._chunk
+            self._pending[group_index].append(end_token)
+        return max(0, (last_end - first_end) // self._chunk + 1)
+
+    def last_held(self, group_index: int, first_end: int, last_end: int) -> int:
+        answers, lookup, miss = self._answers[group_index], self._lookup, LookupResult.MISS
+        for end_token in range(last_end, first_end - 1, -self._step):
+            if end_token in answers:
+                return end_token
+            answer = lookup(group_index, end_token)
+            if answer is not miss:
+                answers[end_token] = answer
+                if answer is LookupResult.PENDING:
+                    self._pending[group_index].append(end_token)
+                return end_token
+        return 0
+
+    def any_pending(self, group_index: int, first_end: int, last_end: int) -> bool:
+        chunk = self._chunk
+        return any(first_end <= end <= last_end and end % chunk == 0 for end in self._pending[group_index])
+
+    def first_missing(self, group_index: int, first_end: int, last_end: int) -> int | None:
+        """A chunk in the range that is missing, as early a one as O(log) questions find, None if they find none.
+
+        Where chunks are stored front to back, which is the rule, it is the first.
+        """
+        chunk = self._chunk
+        low, high, reach = first_end - chunk, last_end + chunk, chunk
+        while low + reach < high:
+            if self.ask(group_index, low + reach) is LookupResult.MISS:
+                high = low + reach
+                break
+            low, reach = low + reach, 2 * reach
+        while high - low > chunk:
+            middle = low + (high - low) // chunk // 2 * chunk
+            if self.ask(group_index, middle) is LookupResult.MISS:
+                high = middle
+            else:
+                low = middle
+        return high if high <= last_end else None

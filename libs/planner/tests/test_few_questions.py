@@ -1,0 +1,101 @@
+"""How many keys a search asks for: what the engine's loop waits for."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import CHUNKS, Ranges, caches, stores
+
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, Miss, longest_hit
+
+CHUNK = 64
+FULL = GroupSpec(GroupKind.FULL, 16)
+STATE = GroupSpec(GroupKind.RECURRENT, CHUNK)
+LONG = 1024
+"""Chunks of the prompt."""
+
+
+class Tier:
+    """Holds what `holds(group, chunk)` says, chunks counted from 1; counts the questions for each group."""
+
+    def __init__(self, holds: Callable[[int, int], bool]) -> None:
+        self.holds, self.asked = holds, Counter()
+
+    def __call__(self, group: int, end: int) -> LookupResult:
+        self.asked[group] += 1
+        return LookupResult.HIT if self.holds(group, end // CHUNK) else LookupResult.MISS
+
+
+def search(groups: tuple[GroupSpec, ...], tier: Tier) -> Hit | Miss:
+    return longest_hit(CacheSpec(groups, CHUNK), LONG * CHUNK + 1, 0, tier)
+
+
+def window(chunks: int) -> GroupSpec:
+    return GroupSpec(GroupKind.WINDOW, 16, window_tokens=chunks * CHUNK)
+
+
+def test_a_full_hit_costs_one_question_a_chunk_and_one_a_state() -> None:
+    tier = Tier(lambda group, chunk: True)
+    assert search((STATE, STATE, window(8), FULL), tier) == Hit(LONG * CHUNK)
+    assert tier.asked == {0: 1, 1: 1, 2: 8, 3: LONG}
+
+
+def test_a_prompt_of_which_nothing_is_stored_costs_a_few_questions_however_long_it_is() -> None:
+    for groups in ((FULL,), (STATE, FULL), (window(1), FULL), (STATE, window(8), FULL)):
+        tier = Tier(lambda group, chunk: False)
+        assert isinstance(search(groups, tier), Miss)
+        assert tier.asked.total() <= 17
+
+
+def test_a_window_of_which_nothing_is_stored_costs_one_question_a_window() -> None:
+    tier = Tier(lambda group, chunk: False)
+    assert isinstance(search((window(8),), tier), Miss)
+    assert tier.asked[0] == LONG // 8
+
+
+def test_states_are_not_sought_beyond_where_the_full_prefix_ends() -> None:
+    tier = Tier(lambda group, chunk: chunk == 100 if group == 0 else chunk <= 110)
+    assert search((STATE, FULL), tier) == Hit(100 * CHUNK)
+    assert tier.asked[0] <= 16 + 11
+    assert tier.asked[1] <= 100 + 2 * math.log2(LONG)
+
+
+def test_a_full_prefix_is_walked_only_as_far_as_the_states_reach() -> None:
+    tier = Tier(lambda group, chunk: group == 1 or chunk == LONG - 10)
+    assert search((STATE, FULL), tier) == Hit((LONG - 10) * CHUNK)
+    assert tier.asked == {0: 11, 1: LONG - 10}
+
+
+@given(caches(), st.data())
+def test_no_search_asks_for_more_keys_than_there_are_chunks(spec: CacheSpec, data: st.DataObject) -> None:
+    store = data.draw(stores(spec))
+    asked: list[tuple[int, int]] = []
+
+    def lookup(group: int, end: int) -> LookupResult:
+        asked.append((group, end))
+        return store[group, end]
+
+    longest_hit(spec, CHUNKS * spec.chunk_tokens + 1, 0, lookup)
+    assert len(asked) <= CHUNKS * len(spec.stored_groups)
+
+
+@pytest.mark.parametrize("stored_chunks", [0, 1, 100, LONG])
+@pytest.mark.parametrize("groups", [(FULL,), (STATE, STATE, FULL), (window(1), window(8), FULL), (FULL,) * 64])
+def test_a_tier_that_answers_ranges_is_asked_a_few_times_a_group(
+    groups: tuple[GroupSpec, ...], stored_chunks: int
+) -> None:
+    spec = CacheSpec(groups, CHUNK)
+    ranges = Ranges(
+        spec,
+        {(g, (c + 1) * CHUNK): LookupResult.HIT for g in spec.stored_groups for c in range(stored_chunks)},
+    )
+
+    def lookup(group: int, end: int) -> LookupResult:
+        raise AssertionError("a single key was asked for")
+
+    found = longest_hit(spec, LONG * CHUNK + 1, 0, lookup, ranges)
+    assert found == Hit(stored_chunks * CHUNK) if stored_chunks else isinstance(found, Miss)
+    assert ranges.questions <= 5 * len(groups)

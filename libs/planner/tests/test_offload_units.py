@@ -1,0 +1,131 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.planner import HybridOffloadPlanner
+
+PLANNER = HybridOffloadPlanner(16, (65536, 65536, 65536, 1056), 16384)
+WHOLE = HybridOffloadPlanner(hash_block_size=16, gpu_block_sizes=(65536, 50000, 1056), fixed_chunk_size=16384)
+
+
+@st.composite
+def planners(draw: st.DrawFn) -> HybridOffloadPlanner:
+    hash_block = draw(st.integers(1, 12))
+    blocks = draw(st.lists(st.integers(1, 200), min_size=1, max_size=6))
+    return HybridOffloadPlanner(hash_block, tuple(blocks), draw(st.integers(hash_block, 120)))
+
+
+def test_large_blocks_are_split_and_small_ones_kept() -> None:
+    assert PLANNER.offload_unit_sizes == (16384, 16384, 16384, 1056)
+    assert PLANNER.requires_partial_group_offload == (True, True, True, False)
+    assert PLANNER.requires_partial_group_offload_any is True
+    assert PLANNER.group_hash_factors == (1024, 1024, 1024, 66)
+    assert PLANNER.first_hashable_chunk_idx == 0
+
+
+def test_a_block_that_the_chunk_does_not_divide_stays_whole() -> None:
+    assert WHOLE.offload_unit_sizes == (16384, 50000, 1056)
+    assert WHOLE.requires_partial_group_offload == (True, False, False)
+    assert WHOLE.first_hashable_chunk_idx == 3
+    assert HybridOffloadPlanner(16, (16, 1056), 16384).requires_partial_group_offload_any is False
+
+
+def test_chunks_are_counted_from_the_first_in_which_every_group_has_a_whole_unit() -> None:
+    assert WHOLE.group_covered_tokens_for_chunk_count(0) == (0, 0, 0)
+    assert WHOLE.group_covered_tokens_for_chunk_count(1) == (65536, 50000, 65472)
+    assert WHOLE.chunk_prefix_tokens(1) == WHOLE.chunk_prefix_tokens(2) == 50000
+
+
+def test_a_unit_that_is_not_whole_hash_blocks_has_no_factor() -> None:
+    planner = HybridOffloadPlanner(1056, (65536, 1056), 16384)
+    assert planner.group_hash_factors == (None, 1)
+    assert planner.chunk_prefix_tokens(1) == 15840
+
+
+def test_a_prefix_is_what_every_group_covers_in_whole_hash_blocks() -> None:
+    assert PLANNER.group_covered_tokens_for_chunk_count(1) == (16384, 16384, 16384, 15840)
+    assert [PLANNER.chunk_prefix_tokens(n) for n in (0, 1, 2, 4)] == [0, 15840, 32736, 65472]
+
+
+def test_counts_of_chunks_invert_their_prefixes() -> None:
+    counts = {0: 0, 15839: 0, 15840: 1, 32735: 1, 32736: 2}
+    assert {tokens: PLANNER.chunk_count_for_tokens(tokens) for tokens in counts} == counts
+
+
+def test_what_is_storable_is_cut_to_whole_units_of_every_group() -> None:
+    prefixes = {0: 0, 1: 0, 10_000: 0, 16_384: 15_840, 20_000: 16_384, 33_000: 32_736}
+    assert {tokens: PLANNER.storable_prefix_tokens(tokens) for tokens in prefixes} == prefixes
+
+
+def test_what_is_loadable_is_as_long_as_the_shortest_group() -> None:
+    assert PLANNER.loadable_prefix_tokens((16384, 16384, 16384, 15840)) == 15840
+    assert PLANNER.loadable_prefix_tokens((16384, 0, 16384, 15840)) == 0
+
+
+def test_sixty_four_groups_of_coprime_blocks_make_a_prefix() -> None:
+    planner = HybridOffloadPlanner(1, tuple(range(101, 165)), 100)
+    assert planner.offload_unit_sizes == tuple(range(101, 165))
+    assert planner.chunk_prefix_tokens(1) == min(200 // u * u for u in range(101, 165))
+
+
+@pytest.mark.parametrize(
+    ("field", "sizes"),
+    [
+        ("hash_block_size", (0, (16,), 16)),
+        ("hash_block_size", (16.0, (16,), 16)),
+        ("fixed_chunk_size", (16, (16,), 0)),
+        ("fixed_chunk_size", (16, (16,), -1)),
+        ("fixed_chunk_size", (1056, (1056,), 1024)),
+        ("gpu_block_sizes", (16, (), 16)),
+        (r"gpu_block_sizes\[1\]", (16, (16, 0), 16)),
+    ],
+)
+def test_a_bad_size_is_refused_by_name(field: str, sizes: tuple) -> None:
+    with pytest.raises(ValueError, match=field):
+        HybridOffloadPlanner(*sizes)
+
+
+def test_negative_tokens_are_refused_by_name() -> None:
+    for field, call in (
+        ("chunk_count", lambda: PLANNER.chunk_prefix_tokens(-1)),
+        ("tokens", lambda: PLANNER.chunk_count_for_tokens(-1)),
+        ("tokens", lambda: PLANNER.storable_prefix_tokens(-1)),
+        ("per_group", lambda: PLANNER.loadable_prefix_tokens((1,))),
+        (r"per_group\[3\]", lambda: PLANNER.loadable_prefix_tokens((1, 1, 1, -1))),
+    ):
+        with pytest.raises(ValueError, match=field):
+            call()
+
+
+def test_a_planner_is_a_frozen_value() -> None:
+    assert HybridOffloadPlanner(16, [65536, 1056], 16384) == HybridOffloadPlanner(16, (65536, 1056), 16384)
+    assert len({PLANNER, PLANNER.with_chunk(16384), WHOLE}) == 2
+    with pytest.raises(AttributeError):
+        PLANNER.hash_block_size = 1
+
+
+@given(planners(), st.integers(0, 2000))
+def test_a_count_is_the_most_chunks_whose_prefix_fits(planner: HybridOffloadPlanner, tokens: int) -> None:
+    count = 0
+    while planner.chunk_prefix_tokens(count + 1) <= tokens:
+        count += 1
+    assert planner.chunk_count_for_tokens(tokens) == count
+
+
+@given(planners(), st.integers(0, 60))
+def test_a_prefix_comes_back_from_the_count_of_its_chunks(planner: HybridOffloadPlanner, count: int) -> None:
+    prefix = planner.chunk_prefix_tokens(count)
+    assert planner.chunk_count_for_tokens(prefix) >= count
+    assert planner.chunk_prefix_tokens(planner.chunk_count_for_tokens(prefix)) == prefix
+    assert prefix <= min(planner.group_covered_tokens_for_chunk_count(count))
+    assert prefix % planner.hash_block_size == 0
+
+
+@given(planners(), st.integers(0, 2000))
+def test_what_is_storable_is_loadable_and_never_more_than_was_computed(
+    planner: HybridOffloadPlanner, tokens: int
+) -> None:
+    storable = planner.storable_prefix_tokens(tokens)
+    assert 0 <= storable <= tokens
+    assert storable == planner.loadable_prefix_tokens([tokens // u * u for u in planner.offload_unit_sizes])
+    assert storable <= planner.storable_prefix_tokens(tokens + 1)
