@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -39,6 +40,19 @@ def test_a_lost_prefix_comes_back_equal_to_the_cold_run_and_to_the_engines_own_h
     assert [result.num_cached_tokens for result in cold] == [0, 0, 0]
     assert [result.num_cached_tokens for result in warm] == [restorable(engine, prompt) for prompt in prompts]
     assert audit.restored_tokens == sum(restorable(engine, prompt) for prompt in prompts)
+
+
+def test_the_views_hold_every_byte_that_the_engine_reads_and_none_twice(engine: Engine, audit: Audit) -> None:
+    pages = engine.worker_connector._worker._pages
+    last_block = engine.kv_cache_config.num_blocks - 1
+    for group_index, group in enumerate(engine.kv_cache_config.kv_cache_groups):
+        for block_id in (0, 1, last_block):
+            expected = [engine.page(layer, block_id) for layer in group.layer_names]
+            addresses, sizes = pages[group_index].addresses([block_id])
+            assert addresses.tolist() == [page.data_ptr() for page in expected]
+            assert sizes.tolist() == [page.numel() for page in expected]
+            ends = sorted(zip(addresses.tolist(), (addresses + sizes).tolist(), strict=True))
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
 
 
 def test_only_what_the_engine_lacks_is_restored(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:

@@ -1,7 +1,9 @@
 """The identity of hybrid KV content: fingerprints of caches, keys of chunks. No tensors, no engine, no I/O."""
 
+from hybridkv.hashing.block_hashes import HashedRequest, HybridChunkBlockHashList, RequestBlockHashList
 from hybridkv.hashing.fingerprint import FORMAT_VERSION, Fingerprint, GroupFingerprint, LayerFingerprint, diff
-from hybridkv.hashing.keys import KEY_BYTES, ChunkKeys, TokenHashes, group_digest
+from hybridkv.hashing.keys import KEY_BYTES, ChunkKeys, group_digest
+from hybridkv.hashing.tokens import TokenHashes
 
 __all__ = [
     "FORMAT_VERSION",
@@ -9,7 +11,10 @@ __all__ = [
     "ChunkKeys",
     "Fingerprint",
     "GroupFingerprint",
+    "HashedRequest",
+    "HybridChunkBlockHashList",
     "LayerFingerprint",
+    "RequestBlockHashList",
     "TokenHashes",
     "diff",
     "group_digest",

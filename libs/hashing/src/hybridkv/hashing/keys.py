@@ -2,19 +2,19 @@
 
 A key is a keyed BLAKE3 digest of the token prefix that the chunk ends, under a secret-free key that stands for the
 fingerprint and the group. The prefix comes in as the engine's own chained block hashes where those are stable, so no
-token is hashed twice; `TokenHashes` makes such a chain where they are not.
+token is hashed twice; `ChunkKeys.token_hashes` makes such a chain where they are not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from blake3 import blake3
 
 from hybridkv.hashing.fingerprint import Fingerprint, GroupFingerprint
+from hybridkv.hashing.tokens import ExtraBytes, TokenHashes
 
 KEY_BYTES = 32
 _GROUP_CONTEXT = "hybridkv 2026 group of a cache v1"
-_TOKENS_CONTEXT = "hybridkv 2026 token prefix v1"
 
 
 class ChunkKeys:
@@ -36,13 +36,21 @@ class ChunkKeys:
             )
         self.fingerprint = fingerprint
         self.hash_block_tokens = hash_block_tokens
-        digest = fingerprint.digest()
-        self._hashers = [blake3(key=_group_key(digest, group)) for group in fingerprint.groups]
+        self._digest = fingerprint.digest()
+        self._hashers = [blake3(key=_group_key(self._digest, group)) for group in fingerprint.groups]
         if len({hasher.digest() for hasher in self._hashers}) != len(self._hashers):
             raise ValueError("two groups have the same kind, block and layers; their chunks would share keys")
         self._lookahead = [
             -(-group.lookahead_tokens // hash_block_tokens) * hash_block_tokens for group in fingerprint.groups
         ]
+
+    def token_hashes(self, extra: ExtraBytes | None = None) -> TokenHashes:
+        """Prefix hashes of a request, for an engine whose own do not survive its process. They are this cache's alone.
+
+        Args:
+            extra: content of tokens besides their ids, as `TokenHashes` takes it.
+        """
+        return TokenHashes(self.hash_block_tokens, extra, self._digest)
 
     def key(self, group: int, prefix_hashes: Sequence[bytes], end_token: int) -> bytes:
         """The key of a group's part of the chunk that ends at `end_token`.
@@ -58,52 +66,34 @@ class ChunkKeys:
         Raises:
             ValueError: the boundary is off the hash grid, or its prefix is not hashed yet.
         """
-        last, rest = divmod(end_token + self._lookahead[group], self.hash_block_tokens)
-        if rest or last < 1 or last > len(prefix_hashes):
-            raise ValueError(
-                f"end_token must be a multiple of {self.hash_block_tokens} with all its prefix hashed "
-                f"({len(prefix_hashes)} hashes), got {end_token}"
-            )
         hasher = self._hashers[group].copy()
-        hasher.update(end_token.to_bytes(8, "little"))
-        hasher.update(prefix_hashes[last - 1])
+        hasher.update(self._message(group, prefix_hashes, end_token))
         return hasher.digest(KEY_BYTES)
 
-
-class TokenHashes:
-    """A chain of prefix hashes over token ids, made as far as it is asked for and kept.
-
-    Args:
-        block_tokens: tokens that each hash adds.
-        extra: `extra(start, end)` gives bytes that belong to those tokens besides their ids (adapter, cache salt,
-            multimodal input), b"" for none.
-    """
-
-    def __init__(self, block_tokens: int, extra: Callable[[int, int], bytes] = lambda start, end: b"") -> None:
-        if block_tokens <= 0:
-            raise ValueError(f"block_tokens must be positive, got {block_tokens}")
-        self._block_tokens = block_tokens
-        self._extra = extra
-        self._hashes: list[bytes] = []
-
-    def upto(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The hash of every full block of `token_ids`, which may have grown since the last call but not changed.
+    def keys(self, group: int, prefix_hashes: Sequence[bytes], end_tokens: Iterable[int]) -> list[bytes]:
+        """The keys of many boundaries of one group, in their order; cheaper than one by one.
 
         Raises:
-            OverflowError: a token id is negative or does not fit 32 bits.
+            ValueError: as `key`, for the first boundary that it would refuse.
         """
-        for start in range(len(self._hashes) * self._block_tokens, len(token_ids), self._block_tokens):
-            end = start + self._block_tokens
-            if end > len(token_ids):
-                break
-            hasher = blake3(derive_key_context=_TOKENS_CONTEXT)
-            hasher.update(self._hashes[-1] if self._hashes else bytes(KEY_BYTES))
-            hasher.update(b"".join(token.to_bytes(4, "little") for token in token_ids[start:end]))
-            extra = self._extra(start, end)
-            hasher.update(len(extra).to_bytes(8, "little"))
-            hasher.update(extra)
-            self._hashes.append(hasher.digest())
-        return self._hashes
+        hasher = self._hashers[group].copy()
+        update, digest, reset = hasher.update, hasher.digest, hasher.reset
+        found = []
+        for end_token in end_tokens:
+            update(self._message(group, prefix_hashes, end_token))
+            found.append(digest(KEY_BYTES))
+            reset()
+        return found
+
+    def _message(self, group: int, prefix_hashes: Sequence[bytes], end_token: int) -> bytes:
+        last, rest = divmod(end_token + self._lookahead[group], self.hash_block_tokens)
+        if rest or end_token < 1 or last > len(prefix_hashes):
+            raise ValueError(
+                f"end_token must be a positive multiple of {self.hash_block_tokens} with all its prefix hashed "
+                f"({len(prefix_hashes)} hashes), got {end_token}"
+            )
+        prefix = prefix_hashes[last - 1]
+        return end_token.to_bytes(8, "little") + len(prefix).to_bytes(8, "little") + prefix
 
 
 def _group_key(fingerprint_digest: bytes, group: GroupFingerprint) -> bytes:

@@ -1,0 +1,182 @@
+"""Chained block hashes of a growing request at any granularity, made when they are first asked for.
+
+The values are those of the engine's own chain when they are given its hash function and root, but for a block size
+that the engine may not have. `RequestBlockHashList` is one granularity; `HybridChunkBlockHashList` joins several.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, overload
+
+HashFunction = Callable[[Any], bytes]
+
+
+class HashedRequest(Protocol):
+    """What is read of a request. It may also have `extra_keys(start, end)`: what those tokens depend on besides their
+    ids (LoRA, cache salt, multimodal input), in any form that the hash function takes, or None."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+class _LazyHashes(Sequence[bytes]):
+    """Indexes and slices over `__len__` and `_at(index)`."""
+
+    def _at(self, index: int) -> bytes:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        length = len(self)
+        if isinstance(index, slice):
+            return [self._at(i) for i in range(*index.indices(length))]
+        if not -length <= index < length:
+            raise IndexError(f"hash {index} of {length}")
+        return self._at(index + length if index < 0 else index)
+
+
+class RequestBlockHashList(_LazyHashes):
+    """The hash of every full block of a request, each chained to the one before.
+
+    Hash i is `hash_function((parent, token_ids, extra_keys))` of tokens [i * block_size, (i + 1) * block_size): the
+    tuple that vLLM hashes. A block is hashed when an index at or past it is first read; the length follows the request.
+    Tokens that were hashed must not change; a request that lost tokens loses their hashes.
+
+    Args:
+        request: see `HashedRequest`.
+        block_size: tokens in a block.
+        hash_function: digest of such a tuple.
+        root_hash: parent of the first block.
+
+    Raises:
+        ValueError: `block_size` is not positive.
+    """
+
+    def __init__(
+        self, request: HashedRequest, block_size: int, hash_function: HashFunction, root_hash: bytes = bytes(32)
+    ) -> None:
+        if block_size <= 0:
+            raise ValueError(f"block_size must be positive, got {block_size}")
+        self.block_size = block_size
+        self._request = request
+        self._hash = hash_function
+        self._root = root_hash
+        self._hashes: list[bytes] = []
+
+    def __len__(self) -> int:
+        full = self._request.num_tokens // self.block_size
+        if full < len(self._hashes):
+            del self._hashes[full:]
+        return full
+
+    def _at(self, index: int) -> bytes:
+        hashes = self._hashes
+        if index >= len(hashes):
+            self._extend(index + 1)
+        return hashes[index]
+
+    def _extend(self, length: int) -> None:
+        hashes, size, hash_function = self._hashes, self.block_size, self._hash
+        token_ids = self._request.all_token_ids
+        extra_keys = getattr(self._request, "extra_keys", None)
+        parent = hashes[-1] if hashes else self._root
+        for start in range(len(hashes) * size, length * size, size):
+            end = start + size
+            extra = None if extra_keys is None else extra_keys(start, end)
+            parent = hash_function((parent, tuple(token_ids[start:end]), extra))
+            hashes.append(parent)
+
+
+class HybridChunkBlockHashList(_LazyHashes):
+    """One hash for every logical chunk of a request, for groups whose block sizes need not divide it.
+
+    The hash of chunk i is `hash_function` of the tuple, in group order, of each group's last full block hash at or
+    below token (i + 1) * logical_chunk_size. Chunks before `first_hashable_chunk_idx` have none: there a group has no
+    full block yet, so nothing would tell two prompts apart in it.
+
+    Chunks of one prefix that end within the same block of every group have the same hash: they cover the same tokens.
+    Nothing is hashed twice, in whatever order chunks are read; groups of one block size share their block hashes.
+
+    Args:
+        request: see `HashedRequest`.
+        group_block_sizes: tokens in a block of each group.
+        logical_chunk_size: tokens in a chunk.
+        hash_function: digest of the tuples of blocks and of chunks.
+        root_hash: parent of every group's first block.
+
+    Raises:
+        ValueError: there is no group, or a size is not positive.
+    """
+
+    def __init__(
+        self,
+        request: HashedRequest,
+        group_block_sizes: Sequence[int],
+        logical_chunk_size: int,
+        hash_function: HashFunction,
+        root_hash: bytes = bytes(32),
+    ) -> None:
+        if not group_block_sizes:
+            raise ValueError("group_block_sizes must name at least one group, got none")
+        if logical_chunk_size <= 0:
+            raise ValueError(f"logical_chunk_size must be positive, got {logical_chunk_size}")
+        self.logical_chunk_size = logical_chunk_size
+        self.first_hashable_chunk_idx = -(-max(group_block_sizes) // logical_chunk_size) - 1
+        self._request = request
+        self._hash = hash_function
+        by_size = {
+            size: RequestBlockHashList(request, size, hash_function, root_hash) for size in set(group_block_sizes)
+        }
+        self._groups = [by_size[size] for size in group_block_sizes]
+        self._dense: list[bytes] = []
+        """Hashes of the chunks from the first hashable one on, without a gap."""
+        self._ahead: dict[int, bytes] = {}
+        """Hashes of chunks beyond that, which were asked for out of order."""
+        self._length = 0
+
+    def __len__(self) -> int:
+        full = self._request.num_tokens // self.logical_chunk_size
+        if full < self._length:
+            self._forget_from(full)
+        self._length = full
+        return full
+
+    def _forget_from(self, index: int) -> None:
+        del self._dense[max(0, index - self.first_hashable_chunk_idx) :]
+        self._ahead = {ahead: value for ahead, value in self._ahead.items() if ahead < index}
+        for group in self._groups:
+            len(group)  # notices the loss in turn
+
+    def _at(self, index: int) -> bytes:
+        place = index - self.first_hashable_chunk_idx
+        if place < 0:
+            raise ValueError(
+                f"chunk {index} has no hash: it ends before the first block of some group does; "
+                f"the first that has one is chunk {self.first_hashable_chunk_idx}"
+            )
+        dense = self._dense
+        if place < len(dense):
+            return dense[place]
+        value = self._ahead.get(index)
+        if value is None:
+            value = self._compute(index)
+        if place > len(dense):
+            self._ahead[index] = value
+            return value
+        dense.append(value)
+        self._ahead.pop(index, None)
+        while self._ahead and (following := self._ahead.pop(index + 1, None)) is not None:
+            dense.append(following)
+            index += 1
+        return value
+
+    def _compute(self, index: int) -> bytes:
+        end = (index + 1) * self.logical_chunk_size
+        return self._hash(tuple(group[end // group.block_size - 1] for group in self._groups))

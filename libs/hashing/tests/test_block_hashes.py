@@ -1,0 +1,169 @@
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.hashing import HybridChunkBlockHashList, RequestBlockHashList
+
+TOKENS = st.lists(st.integers(0, 9), max_size=60)
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
+
+
+class Request:
+    def __init__(self, token_ids: list[int]) -> None:
+        self.all_token_ids = token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+class SaltedRequest(Request):
+    def extra_keys(self, start: int, end: int) -> tuple[str] | None:
+        return ("salt",) if start == 0 else None
+
+
+def sha256(value: Any) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()
+
+
+def counting() -> tuple[Callable[[Any], bytes], list[Any]]:
+    hashed: list[Any] = []
+
+    def hash_function(value: Any) -> bytes:
+        hashed.append(value)
+        return sha256(value)
+
+    return hash_function, hashed
+
+
+def block_oracle(tokens: list[int], size: int) -> list[bytes]:
+    hashes = [bytes(32)]
+    for start in range(0, len(tokens) // size * size, size):
+        hashes.append(sha256((hashes[-1], tuple(tokens[start : start + size]), None)))
+    return hashes[1:]
+
+
+def chunk_oracle(tokens: list[int], sizes: list[int], chunk: int, index: int) -> bytes:
+    groups = [block_oracle(tokens[: (index + 1) * chunk], size) for size in sizes]
+    return sha256(tuple(hashes[-1] for hashes in groups))
+
+
+@given(TOKENS, st.integers(1, 9))
+def test_every_full_block_is_hashed_with_its_parent(tokens: list[int], size: int) -> None:
+    assert list(RequestBlockHashList(Request(tokens), size, sha256)) == block_oracle(tokens, size)
+
+
+@given(TOKENS, st.integers(1, 9), st.lists(st.integers(0, 59), max_size=8))
+def test_a_block_is_hashed_once_and_not_before_it_is_asked_for(tokens: list[int], size: int, order: list[int]) -> None:
+    hash_function, hashed = counting()
+    hashes = RequestBlockHashList(Request(tokens), size, hash_function)
+    asked = [index for index in order if index < len(hashes)]
+    for index in asked:
+        assert hashes[index] == block_oracle(tokens, size)[index]
+    assert len(hashed) == max(asked, default=-1) + 1
+
+
+def test_the_length_follows_the_request_while_it_grows() -> None:
+    request = Request([1, 2, 3])
+    hash_function, hashed = counting()
+    hashes = RequestBlockHashList(request, 2, hash_function)
+    assert (len(hashes), hashes[-1]) == (1, block_oracle([1, 2], 2)[0])
+    request.all_token_ids += [4, 5]
+    assert hashes[:] == block_oracle([1, 2, 3, 4], 2)
+    assert len(hashed) == 2
+
+
+def test_a_request_that_lost_tokens_loses_their_hashes() -> None:
+    request = Request([1, 2, 3, 4])
+    hashes = RequestBlockHashList(request, 2, sha256)
+    assert len(hashes[:]) == 2
+    request.all_token_ids = [1, 2, 3]
+    assert len(hashes) == 1
+    request.all_token_ids = [1, 2, 5, 6]
+    assert hashes[:] == block_oracle([1, 2, 5, 6], 2)
+
+
+def test_a_list_of_hashes_is_indexed_like_a_list() -> None:
+    tokens = list(range(10))
+    hashes, plain = RequestBlockHashList(Request(tokens), 2, sha256), block_oracle(tokens, 2)
+    assert [hashes[-1], hashes[-5], hashes[1:4], hashes[::-2]] == [plain[-1], plain[-5], plain[1:4], plain[::-2]]
+    assert plain[2] in hashes and hashes.index(plain[3]) == 3
+    for index in (5, -6):
+        with pytest.raises(IndexError):
+            hashes[index]
+
+
+def test_extra_keys_are_part_of_their_block_and_of_all_that_follow() -> None:
+    tokens = [1, 2, 3, 4]
+    salted = RequestBlockHashList(SaltedRequest(tokens), 2, sha256)
+    assert salted[0] == sha256((bytes(32), (1, 2), ("salt",)))
+    assert not set(salted) & set(block_oracle(tokens, 2))
+
+
+def test_the_root_is_the_first_blocks_parent() -> None:
+    assert RequestBlockHashList(Request([1]), 1, sha256, b"root")[0] == sha256((b"root", (1,), None))
+
+
+@given(TOKENS, SIZES, st.integers(1, 20), st.lists(st.integers(0, 59), max_size=8))
+def test_a_chunk_is_the_last_full_block_of_every_group_in_any_order_of_access(
+    tokens: list[int], sizes: list[int], chunk: int, order: list[int]
+) -> None:
+    hash_function, hashed = counting()
+    hashes = HybridChunkBlockHashList(Request(tokens), sizes, chunk, hash_function)
+    asked = [index for index in order if hashes.first_hashable_chunk_idx <= index < len(hashes)]
+    for index in [*asked, *range(hashes.first_hashable_chunk_idx, len(hashes)), *asked]:
+        assert hashes[index] == chunk_oracle(tokens, sizes, chunk, index)
+    chunks = max(0, len(hashes) - hashes.first_hashable_chunk_idx)
+    blocks = sum(len(hashes) * chunk // size for size in set(sizes)) if chunks else 0
+    assert len(hashed) == chunks + blocks, "something was hashed twice"
+
+
+@given(SIZES, st.integers(1, 20))
+def test_chunks_have_a_hash_as_soon_as_every_group_has_a_block(sizes: list[int], chunk: int) -> None:
+    hashes = HybridChunkBlockHashList(Request([0] * 60), sizes, chunk, sha256)
+    for index in range(len(hashes)):
+        if all((index + 1) * chunk >= size for size in sizes):
+            assert index >= hashes.first_hashable_chunk_idx
+            assert hashes[index]
+        else:
+            with pytest.raises(ValueError, match="has no hash"):
+                hashes[index]
+
+
+@given(TOKENS, SIZES, st.integers(1, 20), st.integers(0, 59))
+def test_chunks_of_a_growing_request_are_those_of_the_grown_one(
+    tokens: list[int], sizes: list[int], chunk: int, cut: int
+) -> None:
+    request = Request(tokens[:cut])
+    hashes = HybridChunkBlockHashList(request, sizes, chunk, sha256)
+    first = hashes.first_hashable_chunk_idx
+    assert len(hashes[first:]) == max(0, len(request.all_token_ids) // chunk - first)
+    request.all_token_ids = tokens
+    assert hashes[first:] == HybridChunkBlockHashList(Request(tokens), sizes, chunk, sha256)[first:]
+
+
+def test_a_request_that_lost_tokens_loses_the_hashes_of_their_chunks() -> None:
+    request = Request([0] * 16)
+    hashes = HybridChunkBlockHashList(request, [2, 3], 4, sha256)
+    assert hashes[3] and hashes[0] and hashes[1]
+    request.all_token_ids = [0] * 7
+    assert len(hashes) == 1
+    request.all_token_ids = [0] * 7 + [1] * 9
+    assert hashes[:] == HybridChunkBlockHashList(request, [2, 3], 4, sha256)[:]
+
+
+def test_groups_of_one_block_size_share_their_hashes() -> None:
+    hash_function, hashed = counting()
+    hashes = HybridChunkBlockHashList(Request([0] * 8), [2, 2, 4], 4, hash_function)
+    assert len(hashes[:]) == 2
+    assert len(hashed) == 4 + 2 + 2
+
+
+@pytest.mark.parametrize(("sizes", "chunk"), [([], 4), ([4, 0], 4), ([4], 0), ([4], -1)])
+def test_sizes_that_are_not_positive_are_refused(sizes: list[int], chunk: int) -> None:
+    with pytest.raises(ValueError, match="must"):
+        HybridChunkBlockHashList(Request([]), sizes, chunk, sha256)
