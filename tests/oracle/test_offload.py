@@ -72,6 +72,21 @@ def test_offload_never_corrupts_random_mixes(load: str) -> None:
 
 
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_hashing_tokens_anew_never_corrupts(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for an engine whose own block hashes differ from process to process."""
+    monkeypatch.setattr("hybridkv.connectors.vllm.compat.STABLE_HASHES", ())
+    tally = Tally()
+
+    @profile(40)
+    @given(scenarios(mix))
+    def check(scenario: Scenario) -> None:
+        tally.add(run(mix, with_connector(scenario, offload("async", mix.alignment_tokens))))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 5, tally
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
 def test_a_tier_that_evicts_all_the_time_never_corrupts(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     tally = Tally()
     evictions = 0

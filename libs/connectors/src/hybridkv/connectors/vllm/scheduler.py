@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
@@ -122,10 +123,7 @@ class OffloadScheduler:
         if state is None or state.request is not request:
             hashes = None
             if not self._layout.reuses_hashes:
-                hashes = TokenHashes(
-                    self._layout.keys.hash_block_tokens,
-                    lambda start, end: compat.extra_hash_bytes(request, start, end),
-                )
+                hashes = self._layout.keys.token_hashes(partial(compat.extra_hash_bytes, request))
             state = self._requests[request.request_id] = _RequestState(request, hashes)
         return state
 

@@ -18,18 +18,14 @@ from hybridkv.tiers.tally import Tally
 
 
 class _State(enum.Enum):
-    RESERVED = "reserved"
-    COMMITTED = "committed"
-    DOOMED_WRITE = "invalidated while it is being stored"
-    DOOMED_READ = "invalidated while it is pinned"
+    RESERVED = ("reserved", LookupResult.PENDING)
+    COMMITTED = ("committed", LookupResult.HIT)
+    DOOMED_WRITE = ("invalidated while it is being stored", LookupResult.MISS)
+    DOOMED_READ = ("invalidated while it is pinned", LookupResult.MISS)
 
-
-_ANSWERS = {
-    _State.RESERVED: LookupResult.PENDING,
-    _State.COMMITTED: LookupResult.HIT,
-    _State.DOOMED_WRITE: LookupResult.MISS,
-    _State.DOOMED_READ: LookupResult.MISS,
-}
+    def __init__(self, words: str, answer: LookupResult) -> None:
+        self.words = words
+        self.answer = answer
 
 
 class _Entry:
@@ -82,7 +78,7 @@ class RamIndex:
 
     def lookup(self, key: Key) -> LookupResult:
         entry = self._entries.get(key)
-        return LookupResult.MISS if entry is None else _ANSWERS[entry.state]
+        return LookupResult.MISS if entry is None else entry.state.answer
 
     def touch(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -149,7 +145,7 @@ class RamIndex:
         if entry is None:
             raise TierProtocolError(f"{operation}: expected a reserved key, got unknown key {key.hex()}")
         if entry.state not in (_State.RESERVED, _State.DOOMED_WRITE):
-            raise TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()} ({entry.state.value})")
+            raise TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()} ({entry.state.words})")
         return entry
 
     def invalidate(self, key: Key) -> bool:
