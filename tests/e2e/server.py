@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib.util
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-import venv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
+from wheels import outside_environment
 
 import tiny_models
 
@@ -30,32 +28,6 @@ START_DEADLINE_S: Final = 300.0
 STOP_DEADLINE_S: Final = 20.0
 REPLY_DEADLINE_S: Final = 60.0
 _POLL_S: Final = 0.1
-
-
-def outside_environment() -> dict[str, str]:
-    """This process's environment, without what would let a child import what this process imports."""
-    ours = ("PYTHON", "RUNFILES_", "JAVA_RUNFILES", "PIP_", "VLLM_ENABLE_V1_MULTIPROCESSING")
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-
-
-def install(wheelhouse: Path, directory: Path) -> Path:
-    """Makes a virtual environment beside vLLM, lets pip install hybridkv-vllm there, and returns its Python.
-
-    pip takes wheels from `wheelhouse` only and checks every requirement against what vLLM brought.
-    """
-    venv.create(directory, with_pip=False)
-    python = directory / "bin" / "python"
-    vllm = importlib.util.find_spec("vllm")
-    assert vllm is not None and vllm.origin is not None
-    (site_packages,) = directory.glob("lib/python*/site-packages")
-    (site_packages / "engine.pth").write_text(f"{Path(vllm.origin).resolve().parents[1]}\n")
-    # The interpreter that Bazel found has no pip; the one it was made from has.
-    pip = [sys._base_executable, "-m", "pip", "--isolated", "--no-cache-dir", "--disable-pip-version-check"]
-    options = ["--no-index", f"--find-links={wheelhouse}"]
-    subprocess.run(
-        [*pip, f"--python={python}", "install", *options, "hybridkv-vllm"], check=True, env=outside_environment()
-    )
-    return python
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 import harness
 import pytest
 import server as servers
+import wheels
 from server import Server
 
 KIND = "qwen3-next"
@@ -41,7 +42,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(directory: Path) -> Path:
-    return servers.install(Path(os.environ["HYBRIDKV_WHEELHOUSE"]).resolve(), directory / "venv")
+    return wheels.install(
+        Path(os.environ["HYBRIDKV_WHEELHOUSE"]).resolve(),
+        directory / "venv",
+        "hybridkv-vllm",
+        beside=wheels.packages_beside("vllm"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +106,7 @@ points = importlib.metadata.entry_points(group="vllm.general_plugins", name="hyb
 print(json.dumps([list(hybridkv.__path__), [str(point.dist.locate_file("")) for point in points]]))
 """
     output = subprocess.run(
-        [python, "-c", script], capture_output=True, check=True, cwd=python.parent, env=servers.outside_environment()
+        [python, "-c", script], capture_output=True, check=True, cwd=python.parent, env=wheels.outside_environment()
     ).stdout
     (site_packages,) = (str(path) for path in python.parents[1].glob("lib/python*/site-packages"))
     assert json.loads(output) == [[f"{site_packages}/hybridkv"], [site_packages]]
