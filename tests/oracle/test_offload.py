@@ -5,12 +5,13 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, register
-from hybridkv.planner import GroupKind, Transfer, plan_load
+from hybridkv.connectors.vllm import CONNECTOR, layout, register
+from hybridkv.planner import GroupKind, GroupSpec, Transfer, plan_load
 from hybridkv.tiers import TierCounts
 from hybridkv.tiers.ram import RamIndex
 from oracle.engine import OracleEngine
@@ -84,6 +85,28 @@ def test_hashing_tokens_anew_never_corrupts(mix: Mix, monkeypatch: pytest.Monkey
 
     check()
     assert tally.with_restored > tally.scenarios // 5, tally
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_groups_of_a_drafter_are_stored_and_never_corrupt(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full attention as if it were a drafter's: its chunks depend on the token that follows them."""
+    translate = layout._group_spec
+
+    def with_lookahead(path: str, group: Any, hash_tokens: int) -> GroupSpec:
+        spec = translate(path, group, hash_tokens)
+        is_full = spec.kind is GroupKind.FULL
+        return msgspec.structs.replace(spec, lookahead_tokens=hash_tokens) if is_full else spec
+
+    monkeypatch.setattr(layout, "_group_spec", with_lookahead)
+    tally = Tally()
+
+    @profile(40)
+    @given(scenarios(mix))
+    def check(scenario: Scenario) -> None:
+        tally.add(run(mix, with_connector(scenario, offload("async", mix.alignment_tokens))))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 8, tally
 
 
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)

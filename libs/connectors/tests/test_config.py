@@ -25,7 +25,7 @@ def test_a_size_is_a_number_or_a_number_with_a_unit(value: object, num_bytes: in
     assert parse_size("capacity", value) == num_bytes
 
 
-@pytest.mark.parametrize("value", [0, -1, "-4GiB", "0", True, None, 1.5, "4 gigs", "GiB", "", [], "nan"])
+@pytest.mark.parametrize("value", [0, -1, "-4GiB", "0", True, None, 1.5, "4 gigs", "0.0001KiB", "GiB", "", [], "nan"])
 def test_anything_else_is_no_size(value: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_size("tiers[0].capacity", value)
@@ -43,6 +43,7 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [RAM | {"capcity": 1}]}, "tiers[0].capcity", "a known key", "unknown", 'did you mean "capacity"?'),
         ({"tiers": [{"type": "rma", "capacity": 1}]}, "tiers[0].type", '"ram"', "'rma'", 'did you mean "ram"?'),
         ({"tiers": [{"capacity": 1}]}, "tiers[0].type", '"ram"', "None", "known: ram"),
+        ({"tiers": [{"type": ["ram"]}]}, "tiers[0].type", '"ram"', "['ram']", "known: ram"),
         ({"tiers": [{"type": "ram"}]}, "tiers[0].capacity", "a value", "nothing", "capacity"),
         ({"tiers": ["ram"]}, "tiers[0]", "an object", "'ram'", '"type": "ram"'),
         ({"tiers": "ram"}, "tiers", "array", "'ram'", "configuration.md"),

@@ -20,16 +20,18 @@ def test_the_same_files_have_the_same_identity_wherever_they_lie(tmp_path: Path)
 
 
 def test_other_weights_or_another_configuration_are_another_model(tmp_path: Path) -> None:
-    base = bytes(3 << 20)
+    base = bytes(9 << 20)
+    middle = len(base) // 2 // ((len(base) - (1 << 16)) // 63) * ((len(base) - (1 << 16)) // 63)
     changed_start, changed_end = b"\1" + base[1:], base[:-1] + b"\1"
     identities = {
+        weights_identity(model(tmp_path / "f", base[:middle] + b"\1" + base[middle + 1 :])),
         weights_identity(model(tmp_path / "a", base)),
         weights_identity(model(tmp_path / "b", changed_start)),
         weights_identity(model(tmp_path / "c", changed_end)),
         weights_identity(model(tmp_path / "d", base + b"\0")),
         weights_identity(model(tmp_path / "e", base, b'{"a": 1}')),
     }
-    assert len(identities) == 5
+    assert len(identities) == 6
 
 
 def test_a_hub_name_is_told_by_its_revision() -> None:

@@ -34,7 +34,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What an operator says to HybridOffloadConnector.
 
     Args:
-        tiers: media, fastest first.
+        tiers: media; this version takes one.
         chunk_tokens: tokens in one offloaded unit, or "auto".
         load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
     """
@@ -80,7 +80,7 @@ def _plain_tier(path: str, tier: object) -> object:
     if not isinstance(tier, Mapping):
         raise ConfigurationError(path, "an object with a type", repr(tier), '{"type": "ram", "capacity": "4GiB"}')
     kind = tier.get("type")
-    if kind not in _TIER_TYPES:
+    if not isinstance(kind, str) or kind not in _TIER_TYPES:
         raise ConfigurationError(
             f"{path}.type",
             "one of " + ", ".join(f'"{name}"' for name in _TIER_TYPES),
@@ -110,7 +110,7 @@ def parse_size(path: str, value: object) -> int:
         num_bytes = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
     if num_bytes is None:
         raise ConfigurationError(path, "a size in bytes", repr(value), _SIZE_HINT)
-    if num_bytes <= 0:
+    if int(num_bytes) <= 0:
         raise ConfigurationError(path, "a positive size", repr(value), _SIZE_HINT)
     return int(num_bytes)
 

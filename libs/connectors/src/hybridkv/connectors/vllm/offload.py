@@ -213,7 +213,7 @@ def _refuse_second(connector: HybridOffloadConnector, engine_id: str | None, rol
                 "kv_connector",
                 "one HybridOffloadConnector for each engine",
                 f"a second one in engine {engine_id}",
-                'name it once in "connectors"; its media go into one list "tiers"',
+                'name it once among "connectors"',
             )
 
 

@@ -57,6 +57,8 @@ class _RequestState:
     hashes: TokenHashes | None
     stored_tokens: int = 0
     """Chunks that end here or before have been seen to."""
+    is_storable: bool = True
+    """False after a reset, until the request starts over: what it has computed may be what the reset was to forget."""
     computed_tokens: int = 0
     """What the engine said it holds when it last asked."""
     answer: Hit | Pending | Miss | None = None
@@ -70,6 +72,7 @@ class _RequestState:
     def forget_progress(self) -> None:
         """The engine starts this request over."""
         self.stored_tokens = 0
+        self.is_storable = True
         self.pending_polls = 0
         self.asked = (-1, -1, -1)
 
@@ -145,6 +148,8 @@ class OffloadScheduler:
         if state.asked != asked or state.answer is None:
             state.asked, state.answer = asked, self._longest_hit(state, num_tokens, computed_tokens)
         if isinstance(state.answer, Pending):
+            if state.pending_polls == 0:
+                self._recorder.lookup(state.answer, self._layout.spec, 0)
             state.pending_polls += 1
             if state.pending_polls <= MAX_PENDING_POLLS:
                 return None
@@ -236,7 +241,7 @@ class OffloadScheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in dict.fromkeys((*scheduled, *handed_over)):
             state = self._requests.get(request_id)
-            if state is None or state.request.is_finished():
+            if state is None or state.request.is_finished() or not state.is_storable:
                 continue
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks are somebody else's by now.
@@ -261,10 +266,8 @@ class OffloadScheduler:
         # scheduler has not seen yet, are not.
         hashed = len(hashes) * self._layout.keys.hash_block_tokens
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
-        lookahead = max(group.lookahead_tokens for group in spec.groups)
-        last = max(0, final - lookahead) // spec.chunk_tokens * spec.chunk_tokens
         states = [s for s in states if s.group_index in spec.stored_groups and s.num_tokens <= hashed]
-        if last <= state.stored_tokens and not states:
+        if not states and final // spec.chunk_tokens * spec.chunk_tokens <= state.stored_tokens:
             return
         keys: dict[tuple[int, int], bytes] = {}
 
@@ -278,7 +281,9 @@ class OffloadScheduler:
             return stored is LookupResult.MISS
 
         table = tables(request.request_id)
-        plan = plan_store(spec, state.stored_tokens, max(last, state.stored_tokens), table, states, wanted, NULL_BLOCK)
+        plan = plan_store(spec, state.stored_tokens, final, table, states, wanted, NULL_BLOCK)
+        # A drafter's chunk comes later than the others, so until then the others are looked at again.
+        last = max(0, final - spec.lookahead_tokens) // spec.chunk_tokens * spec.chunk_tokens
         state.stored_tokens = max(last, state.stored_tokens)
         for _ in range(plan.unaligned_states):
             self._recorder.store("recurrent", "dropped_not_aligned")
@@ -355,11 +360,10 @@ class OffloadScheduler:
         if job.failure is not None:
             logger.warning("%d chunks were not stored: %s", len(job.keys), job.failure)
         for key, kind in job.keys:
-            if job.failure is None:
-                self._index.commit(key)
-            else:
+            is_stored = job.failure is None and self._index.commit(key)
+            if job.failure is not None:
                 self._index.abort(key)
-            self._recorder.store(kind, "stored" if job.failure is None else "failed")
+            self._recorder.store(kind, "stored" if is_stored else "failed")
         if job.failure is None:
             self._recorder.stored_bytes(job.num_bytes * self._layout.world_size)
         if self._pool is not None:
@@ -384,7 +388,7 @@ class OffloadScheduler:
             state.forget_progress()
             reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in job.failures})) or "no reason given"
             logger.warning(
-                "request %s: loading %d tokens failed and they are computed instead (%s)",
+                "request %s: loading %d tokens failed; kv_load_failure_policy says what becomes of it (%s)",
                 request_id,
                 job.num_tokens,
                 reasons,
@@ -393,10 +397,14 @@ class OffloadScheduler:
     # Ends.
 
     def reset(self) -> bool:
-        """Drops everything stored. Copies in flight end by themselves and leave nothing behind."""
+        """Drops everything stored. Copies in flight end by themselves and leave nothing behind.
+
+        Requests that have begun store nothing more: their content may be of the weights that the reset was to forget.
+        """
         self._index.clear()
         for state in self._requests.values():
             state.forget_progress()
+            state.is_storable = state.request.num_computed_tokens == 0
         return True
 
     def close(self) -> None:

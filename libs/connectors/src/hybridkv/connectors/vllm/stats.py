@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from hybridkv.metrics import CATALOGUE, Counts, PrometheusSink
-from hybridkv.planner import CacheSpec, Hit, Miss
+from hybridkv.planner import CacheSpec, Hit, Miss, Pending
 from hybridkv.tiers import TierCounts, TierIndex
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ class Recorder:
     def __init__(self) -> None:
         self._counts = Counts()
 
-    def lookup(self, answer: Hit | Miss, spec: CacheSpec, num_tokens: int) -> None:
-        """A request was admitted with this answer; `num_tokens` of it are loaded."""
+    def lookup(self, answer: Hit | Pending | Miss, spec: CacheSpec, num_tokens: int) -> None:
+        """A request was admitted with this answer, or waits for it; `num_tokens` are loaded."""
         limiting = ""
         if isinstance(answer, Miss) and answer.limiting_group is not None:
             limiting = str(spec.groups[answer.limiting_group].kind)
-        result = "hit" if isinstance(answer, Hit) else "miss"
+        result = {Hit: "hit", Pending: "pending", Miss: "miss"}[type(answer)]
         self._counts.add("vllm:hybridkv_lookups_total", 1, result=result, limiting_kind=limiting)
         if num_tokens:
             self._counts.add("vllm:hybridkv_hit_tokens_total", num_tokens)
