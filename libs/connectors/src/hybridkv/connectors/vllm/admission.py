@@ -36,7 +36,8 @@ class LoadAdmission:
                 kept = (group.window_tokens or group.align_tokens or 0) + self._max_in_flight_tokens
                 return min(everything, -(-kept // group.block_tokens) + 1)
             case GroupKind.RECURRENT | GroupKind.SCRATCH:
-                return min(everything, 3)
+                # The running state, the one before it, a copy of a shared one and a checkpoint.
+                return min(everything, 4)
             case GroupKind.FULL:
                 return everything
 
@@ -57,6 +58,13 @@ class LoadAdmission:
     def reserved_for_failed(self) -> int:
         """Blocks that the engine reserves for requests whose loads failed."""
         return sum(self._failed.values())
+
+    def must_let_pass(self, request_id: str) -> bool:
+        """Whether others wait whose loads failed, and this request is none of them.
+
+        They wait until no request holds blocks for a load, so nobody new may.
+        """
+        return bool(self._failed) and request_id not in self._failed
 
     def held_by_others(self, request_id: str) -> int:
         """Blocks that the other requests with loads need."""

@@ -21,7 +21,7 @@ def weights_identity(model: str) -> str:
     root = Path(model)
     if not root.exists():
         return ""
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in (".json", *_WEIGHTS))
+    files = [root] if root.is_file() else _files(root)
     hasher = blake3()
     for path in files:
         size = path.stat().st_size
@@ -32,3 +32,7 @@ def weights_identity(model: str) -> str:
                 file.seek(offset)
                 hasher.update(file.read(_SAMPLE_BYTES))
     return hasher.hexdigest(16)
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.suffix in (".json", *_WEIGHTS) and path.is_file())

@@ -46,6 +46,8 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 MAX_PENDING_POLLS = 256
 """Steps that a request waits for chunks which are being stored before it goes without them."""
+MAX_GATED_POLLS = 256
+"""Steps that a request waits for room beside other loads before it is computed instead."""
 MAX_FAILED_LOADS = 3
 """Loads of one request that may fail before it is no longer offered any."""
 NULL_BLOCK = 0
@@ -65,6 +67,9 @@ class _RequestState:
     asked: tuple[int, int, int] = (-1, -1, -1)
     """(index generation, tokens, computed tokens) that `answer` is good for."""
     pending_polls: int = 0
+    gated_polls: int = 0
+    seen: tuple[int, int] = (0, 0)
+    """Chunks that were complete when stores were last planned: without a drafter's lookahead, and with it."""
     failed_loads: int = 0
     boundary_limit: int | None = None
     """A load to this boundary failed: only shorter ones are offered."""
@@ -74,6 +79,8 @@ class _RequestState:
         self.stored_tokens = 0
         self.is_storable = True
         self.pending_polls = 0
+        self.gated_polls = 0
+        self.seen = (0, 0)
         self.asked = (-1, -1, -1)
 
 
@@ -131,7 +138,7 @@ class OffloadScheduler:
         return state
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again. Changes nothing."""
+        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again. The tier stays as it is."""
         state = self.track(request)
         state.computed_tokens = computed_tokens
         others = self._admission.held_by_others(request.request_id)
@@ -157,8 +164,11 @@ class OffloadScheduler:
         if not isinstance(state.answer, Hit):
             return 0
         needed = self._admission.blocks(request.num_tokens)
-        if others and others + needed > self._pool_blocks():
+        if self._admission.must_let_pass(request.request_id):
             return None
+        if others and others + needed > self._pool_blocks():
+            state.gated_polls += 1
+            return None if state.gated_polls <= MAX_GATED_POLLS else 0
         if state.failed_loads and needed + self._admission.reserved_for_failed() > self._free_blocks():
             # The engine still reserves for loads that failed, this request's too, and another must fit beside that.
             return 0
@@ -251,6 +261,9 @@ class OffloadScheduler:
         for request_id in scheduled:
             self._admission.give_back(request_id)
         for request_id in scheduler_output.finished_req_ids or ():
+            state = self._requests.get(request_id)
+            if state is not None and not state.request.is_finished():
+                continue  # a new request has taken the id
             self._requests.pop(request_id, None)
             if request_id not in self._loads:
                 self._admission.give_back(request_id)
@@ -267,8 +280,10 @@ class OffloadScheduler:
         hashed = len(hashes) * self._layout.keys.hash_block_tokens
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
         states = [s for s in states if s.group_index in spec.stored_groups and s.num_tokens <= hashed]
-        if not states and final // spec.chunk_tokens * spec.chunk_tokens <= state.stored_tokens:
+        complete = (final // spec.chunk_tokens, max(0, final - spec.lookahead_tokens) // spec.chunk_tokens)
+        if not states and complete == state.seen:
             return
+        state.seen = complete
         keys: dict[tuple[int, int], bytes] = {}
 
         def wanted(group_index: int, end_token: int) -> bool:
@@ -282,9 +297,8 @@ class OffloadScheduler:
 
         table = tables(request.request_id)
         plan = plan_store(spec, state.stored_tokens, final, table, states, wanted, NULL_BLOCK)
-        # A drafter's chunk comes later than the others, so until then the others are looked at again.
-        last = max(0, final - spec.lookahead_tokens) // spec.chunk_tokens * spec.chunk_tokens
-        state.stored_tokens = max(last, state.stored_tokens)
+        # A drafter's chunk comes later than the others, which are then looked at again.
+        state.stored_tokens = max(complete[1] * spec.chunk_tokens, state.stored_tokens)
         for _ in range(plan.unaligned_states):
             self._recorder.store("recurrent", "dropped_not_aligned")
         self._reserve(plan.transfers, keys)
@@ -359,7 +373,8 @@ class OffloadScheduler:
         del self._stores[job_id]
         if job.failure is not None:
             logger.warning("%d chunks were not stored: %s", len(job.keys), job.failure)
-        for key, kind in job.keys:
+        # The end of a prefix is worth nothing without its beginning, so it is the first to be evicted.
+        for key, kind in reversed(job.keys):
             is_stored = job.failure is None and self._index.commit(key)
             if job.failure is not None:
                 self._index.abort(key)
@@ -378,7 +393,7 @@ class OffloadScheduler:
         for failure in job.failures:
             if failure.key is not None:
                 self._index.invalidate(failure.key)
-        for key in job.keys:
+        for key in reversed(job.keys):
             self._index.unpin(key)
         self._recorder.load(job.num_tokens, job.num_bytes * self._layout.world_size, failed, job.failures)
         if failed and (state := self._requests.get(request_id)):
