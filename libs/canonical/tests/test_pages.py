@@ -21,7 +21,9 @@ def test_a_part_of_a_chunk_lies_where_the_whole_chunk_put_it() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 6), st.data())
-def test_the_pages_of_a_chunk_fill_it_without_gap_or_overlap(sizes: list[int], stored: int, data: st.DataObject) -> None:
+def test_the_pages_of_a_chunk_fill_it_without_gap_or_overlap(
+    sizes: list[int], stored: int, data: st.DataObject
+) -> None:
     pages = GroupPages([PageRegion(i * 10_000, 100, size) for i, size in enumerate(sizes)], 10)
     offsets = pages.chunk_offsets(0, stored, stored)
     _, page_sizes = pages.addresses(range(stored))
@@ -48,5 +50,5 @@ def test_blocks_outside_a_chunk_are_refused(first: int, count: int) -> None:
 
 @pytest.mark.parametrize("regions", [[], [PageRegion(0, 10, 11)], [PageRegion(0, 10, 0)]])
 def test_pages_that_do_not_fit_are_refused(regions: list[PageRegion]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"page_bytes|regions"):
         GroupPages(regions, 8)

@@ -4,5 +4,6 @@
 """
 
 from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
+from hybridkv.canonical.strides import LayoutError, Strides, page_regions
 
-__all__ = ["GroupPages", "LayerLayout", "PageRegion"]
+__all__ = ["GroupPages", "LayerLayout", "LayoutError", "PageRegion", "Strides", "page_regions"]

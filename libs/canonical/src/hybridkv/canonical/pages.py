@@ -14,10 +14,20 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class LayerLayout(NamedTuple):
-    """What is known of a layer before its tensor is seen: its name and its page's bytes without padding."""
+    """What is known of a layer before its tensor is seen. Nothing of it is guessed from a shape.
+
+    Args:
+        name: as the engine registers it.
+        page_bytes: of one block, without padding.
+        block_dim: the dimension that counts blocks: 1 for split K/V, (2, blocks, ...). A size of 2 says nothing.
+        interleaved: within a block, other layers' bytes lie between this one's (blocks that hold heads before layers).
+            Without it such gaps are an error, since a sliced tensor looks the same.
+    """
 
     name: str
     page_bytes: int
+    block_dim: int = 0
+    interleaved: bool = False
 
 
 class PageRegion(NamedTuple):
@@ -94,4 +104,5 @@ class GroupPages:
             )
         starts = np.concatenate(([0], np.cumsum(self._sizes)[:-1])) * stored_blocks
         within = np.arange(first_block, first_block + num_blocks, dtype=np.int64)
-        return (starts[:, None] + within[None, :] * self._sizes[:, None]).reshape(-1)
+        offsets: Int64Array = (starts[:, None] + within[None, :] * self._sizes[:, None]).reshape(-1)
+        return offsets
