@@ -14,10 +14,20 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class LayerLayout(NamedTuple):
-    """What is known of a layer before its tensor is seen: its name and its page's bytes without padding."""
+    """What is known of a layer before its tensor is seen. Nothing of it is guessed from a shape.
+
+    Args:
+        name: as the engine registers it.
+        page_bytes: of one block, without padding.
+        block_dim: the dimension that counts blocks: 1 for split K/V, (2, blocks, ...). A size of 2 says nothing.
+        interleaved: within a block, other layers' bytes lie between this one's (blocks that hold heads before layers).
+            Without it such gaps are an error, since a sliced tensor looks the same.
+    """
 
     name: str
     page_bytes: int
+    block_dim: int = 0
+    interleaved: bool = False
 
 
 class PageRegion(NamedTuple):

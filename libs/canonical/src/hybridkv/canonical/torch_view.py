@@ -1,7 +1,7 @@
 """The engine's KV tensors as canonical views: `(num_blocks, page_bytes)` bytes, nothing copied.
 
 Engines hand over KV caches in many shapes; all that a store needs to know is where the bytes of one block lie. This is
-the only module of the library that imports torch.
+the only module of the library that imports torch; `strides` does its arithmetic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,25 @@ from typing import TypeAlias
 import torch
 
 from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
+from hybridkv.canonical.strides import (
+    LayoutError,
+    Strides,
+    first_overlap,
+    merge_adjacent,
+    page_regions,
+    region_end,
+)
+
+__all__ = [
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "KVCache",
+    "LayoutError",
+    "canonical_kv_caches",
+]
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-
-
-class LayoutError(ValueError):
-    """A KV tensor whose bytes cannot be addressed by block; nothing may be stored from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,91 +78,110 @@ def canonical_kv_caches(
     """Views of the KV caches of all groups.
 
     Args:
-        kv_caches: for each layer its tensor, logically [blocks, heads, tokens, content] or flatter, where the first
-            dimension may count several kernel blocks for each block; or several such tensors (recurrent states).
-        groups: for each group, its layers; a group without layers gets no views.
+        kv_caches: for each layer its tensor, or several (recurrent states, K and V apart). Of any rank from 2 on and
+            any element type; the dimension that its `LayerLayout` names counts blocks, or several kernel blocks for
+            each block. What else a dimension means does not matter: a page is its bytes in memory order.
+        groups: for each group, its layers; a group without layers gets no views. Layers that share a tensor count once.
         num_blocks: blocks in the engine's pool.
 
     Raises:
         LayoutError: a layer is missing, its tensor has no place for `num_blocks` pages of its bytes, a block's bytes
-            are not contiguous, or a view would leave the tensor's storage.
+            are not contiguous, a group would hold a byte twice, or a view would leave the tensor's storage.
     """
-    pieces = [[_layer_pieces(kv_caches, layer, num_blocks) for layer in group] for group in groups]
-    widest: dict[tuple[int, int, int], _Piece] = {}
-    for piece in (piece for group in pieces for layer in group for piece in layer):
-        if piece.place not in widest or piece.page_bytes > widest[piece.place].page_bytes:
-            widest[piece.place] = piece
+    if num_blocks <= 0:
+        raise LayoutError(f"num_blocks must be positive, got {num_blocks}")
+    used = [_group_regions(kv_caches, group, num_blocks) for group in groups]
+    widest: dict[_Place, _Region] = {}
+    for region in (region for group in used for region in group.values()):
+        if region.place not in widest or region.pages.page_bytes > widest[region.place].pages.page_bytes:
+            widest[region.place] = region
     index = {place: i for i, place in enumerate(widest)}
     return CanonicalKVCaches(
-        tensors=tuple(CanonicalKVCacheTensor(piece.view(num_blocks), piece.page_bytes) for piece in widest.values()),
+        tensors=tuple(
+            CanonicalKVCacheTensor(region.view(num_blocks), region.pages.page_bytes) for region in widest.values()
+        ),
         group_data_refs=tuple(
-            tuple(CanonicalKVCacheRef(index[piece.place], piece.page_bytes) for layer in group for piece in layer)
-            for group in pieces
+            tuple(CanonicalKVCacheRef(index[place], region.pages.page_bytes) for place, region in group.items())
+            for group in used
         ),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A run of bytes that every block has in one storage: a page, or one head's part of it."""
+_Place = tuple[torch.device, int, int]
+"""Device, address and stride: what two layers have in common when they keep their pages in the same place."""
 
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    layer_name: str
     storage: torch.UntypedStorage
-    offset: int
-    stride_bytes: int
-    page_bytes: int
+    pages: PageRegion
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        return self.storage.data_ptr(), self.offset, self.stride_bytes
+    def place(self) -> _Place:
+        return self.storage.device, self.pages.address, self.pages.stride_bytes
 
     def view(self, num_blocks: int) -> torch.Tensor:
+        offset = self.pages.address - self.storage.data_ptr()
         return torch.empty(0, dtype=torch.int8, device=self.storage.device).set_(
-            self.storage, self.offset, (num_blocks, self.page_bytes), (self.stride_bytes, 1)
+            self.storage, offset, (num_blocks, self.pages.page_bytes), (self.pages.stride_bytes, 1)
         )
 
 
-def _layer_pieces(kv_caches: Mapping[str, KVCache], layer: LayerLayout, num_blocks: int) -> list[_Piece]:
+def _group_regions(
+    kv_caches: Mapping[str, KVCache], layers: Sequence[LayerLayout], num_blocks: int
+) -> dict[_Place, _Region]:
+    found: dict[_Place, _Region] = {}
+    for layer in layers:
+        for region in _layer_regions(kv_caches, layer, num_blocks):
+            same = found.get(region.place)
+            if same is None or region.pages.page_bytes > same.pages.page_bytes:
+                found[region.place] = region
+    regions = list(found.values())
+    if pair := first_overlap([region.pages for region in regions], num_blocks):
+        names = sorted({regions[i].layer_name for i in pair})
+        raise LayoutError(f"{' and '.join(names)}: a block of one group would hold the same bytes twice")
+    return found
+
+
+def _layer_regions(kv_caches: Mapping[str, KVCache], layer: LayerLayout, num_blocks: int) -> list[_Region]:
     cache = kv_caches.get(layer.name)
     if cache is None:
         raise LayoutError(f"{layer.name}: the engine registered no KV cache for this layer")
     tensors = [cache] if isinstance(cache, torch.Tensor) else list(cache)
-    pieces = [piece for tensor in tensors for piece in _tensor_pieces(layer.name, tensor, num_blocks)]
-    found = sum(piece.page_bytes for piece in pieces)
-    if found != layer.page_bytes:
+    regions: list[_Region] = []
+    for storage, parts in _by_storage(tensors):
+        pages = [page for part in parts for page in _tensor_pages(layer, part, num_blocks)]
+        regions += [_Region(layer.name, storage, page) for page in merge_adjacent(pages)]
+    if pair := first_overlap([region.pages for region in regions], num_blocks):
+        raise LayoutError(f"{layer.name}: a block holds the same bytes twice: {[regions[i].pages for i in pair]}")
+    size = sum(region.pages.page_bytes for region in regions)
+    if size != layer.page_bytes:
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        raise LayoutError(f"{layer.name}: expected pages of {layer.page_bytes} bytes, got {found} from {shapes}")
-    return pieces
+        raise LayoutError(f"{layer.name}: expected pages of {layer.page_bytes} bytes, got {size} from {shapes}")
+    return regions
 
 
-def _tensor_pieces(name: str, tensor: torch.Tensor, num_blocks: int) -> list[_Piece]:
-    if tensor.dim() < 2 or tensor.shape[0] == 0 or tensor.shape[0] % num_blocks:
-        raise LayoutError(f"{name}: expected {num_blocks} blocks or a multiple of them, got {tuple(tensor.shape)}")
-    kernel_blocks = tensor.shape[0] // num_blocks
-    # (size, stride) in elements of what one block holds, outermost first.
-    inner = [(kernel_blocks, tensor.stride(0))] if kernel_blocks > 1 else []
-    inner += list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-    inner = sorted((dim for dim in inner if dim[0] > 1), key=lambda dim: -dim[1])
-    block_stride = tensor.stride(0) * kernel_blocks
-    # Dimensions that lie outside of the blocks (heads, in head-outermost layouts) make a region each.
-    outer = [dim for dim in inner if dim[1] >= block_stride and num_blocks > 1]
-    dense = 1
-    for size, stride in reversed([dim for dim in inner if dim not in outer]):
-        if stride != dense:
-            raise LayoutError(
-                f"{name}: the bytes of a block are not contiguous: shape {tuple(tensor.shape)}, "
-                f"stride {tuple(tensor.stride())}"
-            )
-        dense *= size
+def _by_storage(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, list[torch.Tensor]]]:
+    """Neighbours that lie in one storage together, in order."""
+    found: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if found and found[-1][0].data_ptr() == storage.data_ptr():
+            found[-1][1].append(tensor)
+        else:
+            found.append((storage, [tensor]))
+    return found
+
+
+def _tensor_pages(layer: LayerLayout, tensor: torch.Tensor, num_blocks: int) -> list[PageRegion]:
     storage, width = tensor.untyped_storage(), tensor.element_size()
-    offsets = [0]
-    for size, stride in outer:
-        offsets = [offset + i * stride for offset in offsets for i in range(size)]
-    pieces = [
-        _Piece(storage, (tensor.storage_offset() + offset) * width, block_stride * width, dense * width)
-        for offset in offsets
-    ]
-    for piece in pieces:
-        end = piece.offset + (num_blocks - 1) * piece.stride_bytes + piece.page_bytes
-        if piece.page_bytes > piece.stride_bytes or end > storage.nbytes():
-            raise LayoutError(f"{name}: {num_blocks} pages from byte {piece.offset} leave its {storage.nbytes()} bytes")
-    return pieces
+    address = storage.data_ptr() + tensor.storage_offset() * width
+    pages = page_regions(layer, Strides(address, width, tuple(tensor.shape), tuple(tensor.stride())), num_blocks)
+    for page in pages:
+        if region_end(page, num_blocks) > storage.data_ptr() + storage.nbytes():
+            raise LayoutError(
+                f"{layer.name}: {num_blocks} pages from byte {page.address - storage.data_ptr()} "
+                f"leave its {storage.nbytes()} bytes"
+            )
+    return pages

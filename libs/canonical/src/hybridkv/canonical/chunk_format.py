@@ -1,0 +1,268 @@
+"""The bytes of a stored chunk: what it is, of which cache, and whether it is whole. FORMAT.md has every field.
+
+Encoding copies nothing: the header is made apart from the sections. Decoding gives views of what it is given. What
+cannot be read back is an error that says why; a caller takes each of them for a miss.
+"""
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+from xxhash import xxh3_128
+
+MAGIC = b"\x89HKVC\r\n\n"
+"""Not text, and changed by whatever changes line ends."""
+VERSION = 1
+DIGEST_BYTES = 32
+CHECKSUM_BYTES = 16
+MAX_SECTIONS = 1 << 16
+MAX_ALIGN_BYTES = 1 << 20
+
+_FIXED = struct.Struct("<8sHHIQQQ32s32s32s16s")
+_TOKENS_LIMIT = 1 << 63
+
+Buffer = bytes | bytearray | memoryview
+
+
+class ChunkError(ValueError):
+    """A chunk that cannot be used.
+
+    Args:
+        field: what is wrong.
+        expected: what would have been right.
+        got: what there is.
+    """
+
+    def __init__(self, field: str, expected: object, got: object) -> None:
+        super().__init__(f"{field}: expected {expected}, got {got}")
+        self.field = field
+        self.expected = expected
+        self.got = got
+
+
+class TruncatedChunkError(ChunkError):
+    """There are fewer bytes than the chunk has."""
+
+
+class NotAChunkError(ChunkError):
+    """The bytes are something else."""
+
+
+class UnknownVersionError(ChunkError):
+    """A release wrote it that this one cannot read."""
+
+
+class DamagedChunkError(ChunkError):
+    """Some bytes are not those that were written."""
+
+
+class WrongChunkError(ChunkError):
+    """It is whole, but not the chunk that was asked for: of another cache, group, key or token range."""
+
+
+class ChunkIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a chunk is.
+
+    Args:
+        fingerprint: digest of the cache, 32 bytes.
+        group: digest of the group, 32 bytes.
+        key: of the chunk, 32 bytes.
+        start_token: first token that the chunk holds.
+        end_token: the token behind its last.
+    """
+
+    fingerprint: bytes
+    group: bytes
+    key: bytes
+    start_token: int
+    end_token: int
+
+
+class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that stands before a chunk's content.
+
+    Args:
+        identity: what the chunk is.
+        section_bytes: length of each section; a section is one region's pages of all the chunk's blocks.
+        payload_offset: where the first section begins; the others follow without gaps.
+        payload_checksum: XXH3-128 of the sections, 16 bytes.
+    """
+
+    identity: ChunkIdentity
+    section_bytes: tuple[int, ...]
+    payload_offset: int
+    payload_checksum: bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the whole chunk."""
+        return self.payload_offset + sum(self.section_bytes)
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A decoded chunk; `sections` are views of the bytes it was decoded from."""
+
+    header: ChunkHeader
+    sections: tuple[memoryview, ...]
+
+
+def header_for(identity: ChunkIdentity, sections: Sequence[Buffer], align_bytes: int = 64) -> ChunkHeader:
+    """The header of a chunk with these sections, each a contiguous buffer.
+
+    Args:
+        identity: what the chunk is.
+        sections: its content; read once, for the checksum.
+        align_bytes: the payload begins at a multiple of it, for instance 4096 for direct I/O.
+
+    Raises:
+        ValueError: a field of the identity, the alignment or the number of sections is out of its range.
+    """
+    if not 0 < align_bytes <= MAX_ALIGN_BYTES:
+        raise ValueError(f"align_bytes must be from 1 to {MAX_ALIGN_BYTES}, got {align_bytes}")
+    checksum = xxh3_128()
+    views = [memoryview(section).cast("B") for section in sections]
+    for view in views:
+        checksum.update(view)
+    offset = -(-_header_bytes(len(views)) // align_bytes) * align_bytes
+    header = ChunkHeader(
+        identity=identity,
+        section_bytes=tuple(len(view) for view in views),
+        payload_offset=offset,
+        payload_checksum=checksum.digest(),
+    )
+    _check_header(header)
+    return header
+
+
+def encode_header(header: ChunkHeader) -> bytes:
+    """The `payload_offset` bytes that stand before the sections.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+    _check_header(header)
+    identity = header.identity
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        0,
+        len(header.section_bytes),
+        header.payload_offset,
+        identity.start_token,
+        identity.end_token,
+        identity.fingerprint,
+        identity.group,
+        identity.key,
+        header.payload_checksum,
+    )
+    body = fixed + struct.pack(f"<{len(header.section_bytes)}Q", *header.section_bytes)
+    return (body + xxh3_128(body).digest()).ljust(header.payload_offset, b"\0")
+
+
+def encode(identity: ChunkIdentity, sections: Sequence[Buffer], align_bytes: int = 64) -> bytes:
+    """A whole chunk in one piece. To copy nothing, write `encode_header(header_for(...))`, then the sections.
+
+    Raises:
+        ValueError: as `header_for`.
+    """
+    return b"".join((encode_header(header_for(identity, sections, align_bytes)), *sections))
+
+
+def decode_header(data: Buffer) -> ChunkHeader:
+    """The header at the beginning of `data`, which need not hold more than it.
+
+    Raises:
+        ChunkError: NotAChunkError, UnknownVersionError, TruncatedChunkError or DamagedChunkError, looked for in this
+            order.
+    """
+    view = memoryview(data).cast("B")
+    if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)]:
+        raise NotAChunkError("magic", MAGIC.hex(), bytes(view[: len(MAGIC)]).hex())
+    if len(view) >= len(MAGIC) + 2 and (version := int.from_bytes(view[8:10], "little")) != VERSION:
+        raise UnknownVersionError("version", VERSION, version)
+    _require_bytes(view, _FIXED.size + CHECKSUM_BYTES)
+    _, _, reserved, count, offset, start, end, fingerprint, group, key, checksum = _FIXED.unpack_from(view)
+    if count > MAX_SECTIONS:
+        raise DamagedChunkError("section_count", f"at most {MAX_SECTIONS}", count)
+    size = _header_bytes(count)
+    _require_bytes(view, size)
+    body, written = view[: size - CHECKSUM_BYTES], bytes(view[size - CHECKSUM_BYTES : size])
+    if (computed := xxh3_128(body).digest()) != written:
+        raise DamagedChunkError("header_checksum", written.hex(), computed.hex())
+    if reserved:
+        raise DamagedChunkError("reserved", 0, reserved)
+    identity = ChunkIdentity(fingerprint=fingerprint, group=group, key=key, start_token=start, end_token=end)
+    lengths = struct.unpack_from(f"<{count}Q", view, _FIXED.size)
+    header = ChunkHeader(identity=identity, section_bytes=lengths, payload_offset=offset, payload_checksum=checksum)
+    try:
+        _check_header(header)
+    except ValueError as error:
+        raise DamagedChunkError("header", "fields in their ranges", error) from error
+    return header
+
+
+def decode(
+    data: Buffer,
+    *,
+    fingerprint: bytes | None = None,
+    group: bytes | None = None,
+    key: bytes | None = None,
+    tokens: tuple[int, int] | None = None,
+) -> Chunk:
+    """A chunk and nothing behind it. Nothing is copied: the sections are views of `data`.
+
+    Args:
+        data: exactly a chunk's bytes.
+        fingerprint: that the chunk must have; likewise `group`, `key` and `tokens` (start, end). None takes any.
+
+    Raises:
+        ChunkError: as `decode_header`; WrongChunkError for a whole chunk that is not the one asked for.
+    """
+    view = memoryview(data).cast("B")
+    header = decode_header(view)
+    _require_bytes(view, header.total_bytes)
+    if len(view) > header.total_bytes:
+        raise DamagedChunkError("size_bytes", header.total_bytes, len(view))
+    padding = bytes(view[_header_bytes(len(header.section_bytes)) : header.payload_offset])
+    if padding != bytes(len(padding)):
+        raise DamagedChunkError("padding", "zeros", "other bytes")
+    if (computed := xxh3_128(view[header.payload_offset :]).digest()) != header.payload_checksum:
+        raise DamagedChunkError("payload_checksum", header.payload_checksum.hex(), computed.hex())
+    identity = header.identity
+    for name, wanted in (("fingerprint", fingerprint), ("group", group), ("key", key)):
+        got = getattr(identity, name)
+        if wanted is not None and got != wanted:
+            raise WrongChunkError(name, wanted.hex(), got.hex())
+    if tokens is not None and tokens != (identity.start_token, identity.end_token):
+        raise WrongChunkError("tokens", tokens, (identity.start_token, identity.end_token))
+    sections, at = [], header.payload_offset
+    for length in header.section_bytes:
+        sections.append(view[at : at + length])
+        at += length
+    return Chunk(header, tuple(sections))
+
+
+def _header_bytes(section_count: int) -> int:
+    return _FIXED.size + 8 * section_count + CHECKSUM_BYTES
+
+
+def _require_bytes(view: memoryview, size: int) -> None:
+    if len(view) < size:
+        raise TruncatedChunkError("size_bytes", f"at least {size}", len(view))
+
+
+def _check_header(header: ChunkHeader) -> None:
+    identity = header.identity
+    for name in ("fingerprint", "group", "key"):
+        if len(getattr(identity, name)) != DIGEST_BYTES:
+            raise ValueError(f"{name} must have {DIGEST_BYTES} bytes, got {len(getattr(identity, name))}")
+    if len(header.payload_checksum) != CHECKSUM_BYTES:
+        raise ValueError(f"payload_checksum must have {CHECKSUM_BYTES} bytes, got {len(header.payload_checksum)}")
+    if not 0 <= identity.start_token < identity.end_token < _TOKENS_LIMIT:
+        raise ValueError(f"tokens must be a range, got {identity.start_token} to {identity.end_token}")
+    if len(header.section_bytes) > MAX_SECTIONS:
+        raise ValueError(f"a chunk has at most {MAX_SECTIONS} sections, got {len(header.section_bytes)}")
+    if not 0 <= header.payload_offset - _header_bytes(len(header.section_bytes)) < MAX_ALIGN_BYTES:
+        raise ValueError(f"payload_offset {header.payload_offset} is within the header or far behind it")
+    if header.total_bytes >= _TOKENS_LIMIT or min(header.section_bytes, default=0) < 0:
+        raise ValueError(f"sections of {header.section_bytes} bytes fit no file")

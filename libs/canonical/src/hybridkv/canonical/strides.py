@@ -1,0 +1,148 @@
+"""From a tensor's shape and strides to the regions of its pages: arithmetic on plain numbers, so no torch.
+
+A page is its bytes in memory order. Dimensions that do not lie densely within a block (K and V in halves of their own,
+heads outside of blocks) make a region each.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridkv.canonical.pages import LayerLayout, PageRegion
+
+MAX_REGIONS = 4096
+"""Regions that one layer may fall apart into; more is a view that nobody meant to store."""
+
+
+class LayoutError(ValueError):
+    """A KV tensor whose bytes cannot be addressed by block; nothing may be stored from it."""
+
+
+class Strides(NamedTuple):
+    """A tensor as numbers.
+
+    Args:
+        address: of its first element.
+        item_bytes: of an element.
+        shape: elements in every dimension.
+        strides: elements from one entry of a dimension to the next.
+    """
+
+    address: int
+    item_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[PageRegion]:
+    """The regions that a tensor's pages make, outermost dimension first.
+
+    Args:
+        layer: which dimension counts blocks, and whether pages may have gaps.
+        tensor: its block dimension may count several kernel blocks for each block.
+        num_blocks: blocks in the engine's pool.
+
+    Raises:
+        LayoutError: the block dimension is not a multiple of `num_blocks`, a page is not dense where it must be, or
+            bytes are shared between blocks or within one.
+    """
+    inner, block_stride = _inside_of_a_block(layer, tensor, num_blocks)
+    # The dense end of a page is one run of bytes; what lies outside of it repeats that run.
+    run, rest = 1, list(inner)
+    while rest and rest[-1][1] == run:
+        run *= rest.pop()[0]
+    inside = [dim for dim in rest if num_blocks == 1 or dim[1] < block_stride]
+    if inside and not layer.interleaved:
+        raise LayoutError(
+            f"{layer.name}: the bytes of a block are not contiguous: shape {tensor.shape}, stride {tensor.strides}"
+        )
+    if np.prod([size for size, _ in rest], dtype=object) > MAX_REGIONS:
+        raise LayoutError(f"{layer.name}: a page falls apart into more than {MAX_REGIONS} regions: {tensor}")
+    steps = [range(0, size * stride, stride) if stride else [0] * size for size, stride in rest]
+    regions = [
+        PageRegion(
+            tensor.address + sum(offsets) * tensor.item_bytes, block_stride * tensor.item_bytes, run * tensor.item_bytes
+        )
+        for offsets in itertools.product(*steps)
+    ]
+    _check_apart(layer, regions, num_blocks)
+    return regions
+
+
+def _inside_of_a_block(layer: LayerLayout, tensor: Strides, num_blocks: int) -> tuple[list[tuple[int, int]], int]:
+    """(size, stride) of what one block holds, outermost first, and the stride of blocks; in elements."""
+    dims = list(zip(tensor.shape, tensor.strides, strict=True))
+    blocks = tensor.shape[layer.block_dim] if 0 <= layer.block_dim < len(dims) else 0
+    if len(dims) < 2 or blocks == 0 or blocks % num_blocks:
+        others = [i for i, size in enumerate(tensor.shape) if size and size % num_blocks == 0]
+        hint = f"; block_dim could be {' or '.join(map(str, others))}" if others else ""
+        raise LayoutError(
+            f"{layer.name}: expected {num_blocks} blocks or a multiple of them in dimension {layer.block_dim}, "
+            f"got {tensor.shape}{hint}"
+        )
+    kernel_blocks, kernel_stride = blocks // num_blocks, dims.pop(layer.block_dim)[1]
+    dims.insert(0, (kernel_blocks, kernel_stride))
+    inner = sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: -dim[1])
+    block_stride = kernel_blocks * kernel_stride
+    if num_blocks == 1:
+        # The stride of a single block means nothing, and engines leave anything there.
+        block_stride = max(block_stride, 1 + sum((size - 1) * stride for size, stride in inner))
+    return inner, block_stride
+
+
+def _check_apart(layer: LayerLayout, regions: Sequence[PageRegion], num_blocks: int) -> None:
+    for region in regions:
+        if not 0 < region.page_bytes <= region.stride_bytes:
+            raise LayoutError(
+                f"{layer.name}: blocks share bytes: pages of {region.page_bytes}, {region.stride_bytes} bytes apart"
+            )
+    if pair := first_overlap(regions, num_blocks):
+        raise LayoutError(f"{layer.name}: a block holds the same bytes twice: {regions[pair[0]]}, {regions[pair[1]]}")
+
+
+def region_end(region: PageRegion, num_blocks: int) -> int:
+    """The address behind a region's last page."""
+    return region.address + (num_blocks - 1) * region.stride_bytes + region.page_bytes
+
+
+def first_overlap(regions: Sequence[PageRegion], num_blocks: int) -> tuple[int, int] | None:
+    """Indexes of two regions that share a byte, or None. A region's own pages are not looked at."""
+    order = sorted(range(len(regions)), key=lambda i: regions[i].address)
+    for at, i in enumerate(order):
+        end = region_end(regions[i], num_blocks)
+        for j in itertools.islice(order, at + 1, None):
+            if regions[j].address >= end:
+                break
+            if _share_a_byte(regions[i], regions[j], num_blocks):
+                return (i, j) if i < j else (j, i)
+    return None
+
+
+def _share_a_byte(a: PageRegion, b: PageRegion, num_blocks: int) -> bool:
+    if a.stride_bytes == b.stride_bytes:
+        # Block i of a and block i + k of b do for some k: the smallest shift that puts a's end behind b's start.
+        ahead = b.address - a.address
+        shift = (ahead - a.page_bytes) // a.stride_bytes + 1
+        return abs(shift) < num_blocks and shift * a.stride_bytes < ahead + b.page_bytes
+    blocks = np.arange(num_blocks, dtype=np.int64)
+    starts = a.address + blocks * a.stride_bytes
+    others = b.address + blocks * b.stride_bytes
+    # The last page of a that starts before each page of b ends.
+    before = np.searchsorted(starts, others + b.page_bytes) - 1
+    return bool(((before >= 0) & (starts[before] + a.page_bytes > others)).any())
+
+
+def merge_adjacent(regions: Sequence[PageRegion]) -> list[PageRegion]:
+    """The same pages in fewer regions: one that begins where the one before it ends, in every block, joins it."""
+    merged: list[PageRegion] = []
+    for region in regions:
+        last = merged[-1] if merged else None
+        if last and last.stride_bytes == region.stride_bytes and last.address + last.page_bytes == region.address:
+            page_bytes = last.page_bytes + region.page_bytes
+            if page_bytes <= last.stride_bytes:
+                merged[-1] = last._replace(page_bytes=page_bytes)
+                continue
+        merged.append(region)
+    return merged

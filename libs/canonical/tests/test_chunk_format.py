@@ -1,0 +1,202 @@
+import re
+import struct
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from chunks import GOLDEN, IDENTITY, SMALL
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_128
+
+from hybridkv.canonical import (
+    ChunkError,
+    ChunkIdentity,
+    DamagedChunkError,
+    NotAChunkError,
+    TruncatedChunkError,
+    UnknownVersionError,
+    WrongChunkError,
+    decode,
+    decode_header,
+    encode,
+    encode_header,
+    header_for,
+)
+from hybridkv.canonical.chunk_format import MAGIC, MAX_ALIGN_BYTES, MAX_SECTIONS
+
+HERE = Path(__file__).resolve().parent
+DATA = encode(IDENTITY, SMALL)
+every_golden = pytest.mark.parametrize("name", GOLDEN)
+
+DIGESTS = st.binary(min_size=32, max_size=32)
+IDENTITIES = st.builds(
+    lambda start, tokens, **digests: ChunkIdentity(start_token=start, end_token=start + tokens, **digests),
+    start=st.integers(0, 2**62),
+    tokens=st.integers(1, 2**61),
+    fingerprint=DIGESTS,
+    group=DIGESTS,
+    key=DIGESTS,
+)
+
+
+def resealed(data: bytes, at: int, value: bytes) -> bytes:
+    """A chunk of no padding with a field of its header changed by somebody who knows how to checksum."""
+    count = int.from_bytes(data[12:16], "little")
+    end = 152 + 8 * count
+    body = data[:at] + value + data[at + len(value) : end]
+    return body + xxh3_128(body).digest() + data[end + 16 :]
+
+
+@every_golden
+def test_a_chunk_has_the_same_bytes_in_every_process_and_release(name: str) -> None:
+    identity, sections, align_bytes = GOLDEN[name]
+    assert encode(identity, sections, align_bytes) == (HERE / "golden" / f"{name}.bin").read_bytes()
+
+
+@every_golden
+def test_every_field_lies_where_the_format_says(name: str) -> None:
+    identity, sections, _ = GOLDEN[name]
+    data = (HERE / "golden" / f"{name}.bin").read_bytes()
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\w+) \|", (HERE.parent / "FORMAT.md").read_text(), flags=re.MULTILINE)
+    fields = {field: data[int(at) : int(at) + int(size)] for at, size, field in rows}
+    numbers = {field: int.from_bytes(value, "little") for field, value in fields.items()}
+    offset, count = numbers["payload_offset"], len(sections)
+    assert fields["magic"].hex(" ") in (HERE.parent / "FORMAT.md").read_text()
+    assert (numbers["version"], numbers["reserved"], numbers["section_count"]) == (1, 0, count)
+    assert (numbers["start_token"], numbers["end_token"]) == (identity.start_token, identity.end_token)
+    assert (fields["fingerprint"], fields["group"], fields["key"]) == (
+        identity.fingerprint,
+        identity.group,
+        identity.key,
+    )
+    assert fields["payload_checksum"] == xxh3_128(b"".join(sections)).digest()
+    assert data[152 : 152 + 8 * count] == b"".join(len(section).to_bytes(8, "little") for section in sections)
+    assert data[152 + 8 * count :][:16] == xxh3_128(data[: 152 + 8 * count]).digest()
+    assert data[168 + 8 * count : offset] == bytes(offset - 168 - 8 * count)
+    assert data[offset:] == b"".join(sections)
+
+
+@given(IDENTITIES, st.lists(st.binary(max_size=50), max_size=5), st.integers(1, 5000))
+def test_a_chunk_is_read_back_as_it_was_written(
+    identity: ChunkIdentity, sections: list[bytes], align_bytes: int
+) -> None:
+    data = encode(identity, sections, align_bytes)
+    chunk = decode(data, fingerprint=identity.fingerprint, group=identity.group, key=identity.key)
+    assert chunk.header.identity == identity
+    assert [bytes(section) for section in chunk.sections] == sections
+    assert chunk.header.payload_offset % align_bytes == 0
+    assert chunk.header.total_bytes == len(data)
+    assert decode_header(data[: chunk.header.payload_offset]) == chunk.header
+
+
+def test_a_chunk_is_written_and_read_without_a_copy() -> None:
+    pages = [np.arange(12, dtype=np.float32).reshape(3, 4), np.arange(7, dtype=np.uint8)]
+    header = header_for(IDENTITY, [memoryview(page) for page in pages])
+    data = bytearray(encode_header(header) + b"".join(pages))
+    chunk = decode(data)
+    data[-1] ^= 1
+    assert bytes(chunk.sections[0]) == pages[0].tobytes()
+    assert chunk.sections[1][-1] == pages[1][-1] ^ 1, "a view sees what becomes of the buffer"
+
+
+def test_every_flipped_bit_of_a_chunk_is_noticed() -> None:
+    for bit in range(8 * len(DATA)):
+        damaged = bytearray(DATA)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ChunkError) as error:
+            decode(damaged)
+        kind = NotAChunkError if bit < 64 else UnknownVersionError if bit < 80 else ChunkError
+        assert isinstance(error.value, kind), bit
+
+
+def test_every_truncation_of_a_chunk_is_noticed() -> None:
+    for size in range(len(DATA)):
+        with pytest.raises(TruncatedChunkError, match=f"got {size}"):
+            decode(DATA[:size])
+
+
+@given(st.binary(max_size=400))
+def test_bytes_of_any_other_kind_are_an_error_and_not_a_crash(data: bytes) -> None:
+    for bytes_ in (data, MAGIC + data, MAGIC + b"\1\0\0\0" + data):
+        with pytest.raises(ChunkError):
+            decode(bytes_)
+
+
+@given(st.integers(0, len(DATA) - 1), st.binary(min_size=1, max_size=40))
+def test_a_chunk_with_other_bytes_written_over_it_is_noticed(at: int, other: bytes) -> None:
+    changed = DATA[:at] + other + DATA[at + len(other) :]
+    if changed != DATA:
+        with pytest.raises(ChunkError):
+            decode(changed)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        (b"PK\3\4" + DATA, NotAChunkError, "magic: expected 89484b56430d0a0a, got 504b"),
+        (DATA.replace(b"\r\n", b"\n"), NotAChunkError, "magic"),
+        (DATA[:8] + b"\2\0" + DATA[10:], UnknownVersionError, "version: expected 1, got 2"),
+        (DATA[:-1], TruncatedChunkError, f"size_bytes: expected at least {len(DATA)}, got {len(DATA) - 1}"),
+        (DATA + b"\0", DamagedChunkError, f"size_bytes: expected {len(DATA)}, got {len(DATA) + 1}"),
+        (DATA[:12] + b"\xff\xff\xff\xff" + DATA[16:], DamagedChunkError, "section_count: expected at most 65536"),
+        (DATA[:40] + b"\x99" + DATA[41:], DamagedChunkError, "header_checksum"),
+        (DATA[:-1] + b"\x98", DamagedChunkError, "payload_checksum"),
+        (resealed(DATA, 10, b"\1"), DamagedChunkError, "reserved: expected 0, got 1"),
+        (resealed(DATA, 16, bytes(8)), DamagedChunkError, "payload_offset 0"),
+        (resealed(DATA, 16, struct.pack("<Q", 1 << 40)), DamagedChunkError, "payload_offset"),
+        (resealed(DATA, 24, struct.pack("<Q", 256)), DamagedChunkError, "256 to 256"),
+        (resealed(DATA, 152, b"\xff" * 8), DamagedChunkError, "fit no file"),
+    ],
+)
+def test_damage_is_called_by_its_name(data: bytes, kind: type[ChunkError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        decode(data)
+
+
+def test_bytes_in_the_padding_are_damage() -> None:
+    data = bytearray(encode(IDENTITY, SMALL, 512))
+    data[300] = 1
+    with pytest.raises(DamagedChunkError, match="padding"):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"fingerprint": bytes(32)}, "fingerprint: expected 00000"),
+        ({"group": bytes(32)}, "group: expected 00000"),
+        ({"key": bytes(32)}, "key: expected 00000"),
+        ({"tokens": (0, 128)}, r"tokens: expected \(0, 128\), got \(128, 256\)"),
+    ],
+)
+def test_a_whole_chunk_that_is_not_the_one_asked_for_is_told_apart(asked: dict[str, bytes], words: str) -> None:
+    with pytest.raises(WrongChunkError, match=words):
+        decode(DATA, **asked)  # type: ignore[arg-type]
+    assert decode(DATA, fingerprint=IDENTITY.fingerprint, tokens=(128, 256)).sections
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fingerprint": b""}, "fingerprint must have 32 bytes"),
+        ({"group": bytes(31)}, "group must have 32 bytes"),
+        ({"key": bytes(33)}, "key must have 32 bytes"),
+        ({"start_token": -1}, "tokens must be a range"),
+        ({"end_token": 128}, "tokens must be a range"),
+        ({"end_token": 2**63}, "tokens must be a range"),
+    ],
+)
+def test_an_identity_out_of_range_is_not_written(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        encode(msgspec.structs.replace(IDENTITY, **changes), SMALL)
+
+
+def test_alignment_and_sections_have_bounds() -> None:
+    for align_bytes in (0, -1, MAX_ALIGN_BYTES + 1):
+        with pytest.raises(ValueError, match="align_bytes"):
+            encode(IDENTITY, SMALL, align_bytes)
+    assert decode(encode(IDENTITY, [b""] * MAX_SECTIONS, MAX_ALIGN_BYTES)).header.section_bytes == (0,) * MAX_SECTIONS
+    with pytest.raises(ValueError, match="at most 65536 sections"):
+        encode(IDENTITY, [b""] * (MAX_SECTIONS + 1))

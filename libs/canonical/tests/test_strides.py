@@ -1,0 +1,134 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.canonical import LayerLayout, LayoutError, PageRegion, Strides, page_regions
+from hybridkv.canonical.strides import MAX_REGIONS, first_overlap, merge_adjacent
+
+
+@st.composite
+def dense_tensors(draw: st.DrawFn) -> tuple[Strides, int, int]:
+    """A tensor in any order of its dimensions, perhaps with a gap behind every step of one, and its blocks."""
+    num_blocks = draw(st.integers(1, 4))
+    rest = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    block_dim = draw(st.integers(0, len(rest)))
+    shape = [*rest[:block_dim], num_blocks * draw(st.integers(1, 3)), *rest[block_dim:]]
+    strides = [0] * len(shape)
+    step = 1
+    gap_at = draw(st.integers(0, len(shape)))
+    for place, dim in enumerate(draw(st.permutations(range(len(shape))))):
+        step += draw(st.integers(0, 5)) if place == gap_at else 0
+        strides[dim] = step
+        step *= shape[dim]
+    return Strides(1000, draw(st.sampled_from([1, 2, 4])), tuple(shape), tuple(strides)), block_dim, num_blocks
+
+
+def tensor_bytes(tensor: Strides, block_dim: int, num_blocks: int) -> list[list[int]]:
+    """The addresses of every byte of every block, found by visiting each element."""
+    blocks: list[list[int]] = [[] for _ in range(num_blocks)]
+    for index in itertools.product(*map(range, tensor.shape)):
+        address = tensor.address + sum(i * s for i, s in zip(index, tensor.strides, strict=True)) * tensor.item_bytes
+        block = index[block_dim] // (tensor.shape[block_dim] // num_blocks)
+        blocks[block] += range(address, address + tensor.item_bytes)
+    return blocks
+
+
+def region_bytes(region: PageRegion, block: int) -> range:
+    start = region.address + block * region.stride_bytes
+    return range(start, start + region.page_bytes)
+
+
+@given(dense_tensors())
+def test_the_regions_of_a_block_are_its_bytes_and_each_of_them_once(case: tuple[Strides, int, int]) -> None:
+    tensor, block_dim, num_blocks = case
+    layer = LayerLayout("a", 0, block_dim, interleaved=True)
+    regions = page_regions(layer, tensor, num_blocks)
+    for block, expected in enumerate(tensor_bytes(tensor, block_dim, num_blocks)):
+        found = [address for region in regions for address in region_bytes(region, block)]
+        assert len(found) == len(set(found))
+        assert sorted(found) == sorted(expected)
+
+
+@given(dense_tensors())
+def test_only_layers_that_say_so_may_have_gaps_in_a_block(case: tuple[Strides, int, int]) -> None:
+    tensor, block_dim, num_blocks = case
+    try:
+        regions = page_regions(LayerLayout("a", 0, block_dim), tensor, num_blocks)
+    except LayoutError:
+        return
+    assert regions == page_regions(LayerLayout("a", 0, block_dim, interleaved=True), tensor, num_blocks)
+    addresses = [region.address for region in regions]
+    assert num_blocks == 1 or all(abs(a - b) >= regions[0].stride_bytes for a, b in itertools.pairwise(addresses))
+
+
+def test_a_dimension_of_size_two_is_what_the_caller_says_it_is() -> None:
+    tensor = Strides(0, 1, (2, 2, 8), (16, 8, 1))
+    assert page_regions(LayerLayout("a", 16), tensor, 2) == [PageRegion(0, 16, 16)]
+    assert page_regions(LayerLayout("a", 16, block_dim=1), tensor, 2) == [PageRegion(0, 8, 8), PageRegion(16, 8, 8)]
+
+
+def test_a_wrong_block_dimension_is_refused_with_the_ones_that_fit() -> None:
+    with pytest.raises(LayoutError, match=r"in dimension 0, got \(2, 6, 8\); block_dim could be 1"):
+        page_regions(LayerLayout("a", 16), Strides(0, 1, (2, 6, 8), (48, 8, 1)), 6)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (Strides(0, 1, (6,), (1,)), "expected 6 blocks"),
+        (Strides(0, 1, (0, 4), (4, 1)), "expected 6 blocks"),
+        (Strides(0, 1, (6, 4), (0, 1)), "share bytes"),
+        (Strides(0, 1, (6, 4), (2, 1)), "share bytes"),
+        (Strides(0, 1, (6, 2, 4), (8, 0, 1)), "same bytes twice"),
+        (Strides(0, 1, (6, 2, 4), (16, 2, 1)), "same bytes twice"),
+        (Strides(0, 1, (6, MAX_REGIONS + 1, 2), (3 * (MAX_REGIONS + 1), 3, 1)), "falls apart"),
+    ],
+)
+def test_what_is_no_page_of_its_own_is_refused(tensor: Strides, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        page_regions(LayerLayout("a", 4, interleaved=True), tensor, 6)
+
+
+@pytest.mark.parametrize("block_dim", [-1, 2])
+def test_a_block_dimension_that_is_not_there_is_refused(block_dim: int) -> None:
+    with pytest.raises(LayoutError, match="block_dim could be 0"):
+        page_regions(LayerLayout("a", 4, block_dim), Strides(0, 1, (6, 4), (4, 1)), 6)
+
+
+def test_the_stride_of_a_single_block_means_nothing() -> None:
+    [region] = page_regions(LayerLayout("a", 8), Strides(0, 1, (1, 2, 4), (1, 4, 1)), 1)
+    assert (region.address, region.page_bytes) == (0, 8)
+
+
+REGIONS = st.builds(
+    lambda address, stride, page: PageRegion(address, stride, min(page, stride)),
+    st.integers(0, 60),
+    st.integers(1, 20),
+    st.integers(1, 20),
+)
+
+
+@given(st.lists(REGIONS, max_size=4), st.integers(1, 5))
+def test_an_overlap_is_found_exactly_where_there_is_one(regions: list[PageRegion], num_blocks: int) -> None:
+    held = [{byte for block in range(num_blocks) for byte in region_bytes(region, block)} for region in regions]
+    shared = {(i, j) for i, j in itertools.combinations(range(len(regions)), 2) if held[i] & held[j]}
+    found = first_overlap(regions, num_blocks)
+    assert found in shared if shared else found is None
+
+
+@given(st.lists(REGIONS, max_size=6))
+def test_merging_keeps_the_bytes_of_a_block_and_their_order(regions: list[PageRegion]) -> None:
+    def in_order(pages: list[PageRegion]) -> list[int]:
+        return [byte for page in pages for byte in region_bytes(page, 0)]
+
+    merged = merge_adjacent(regions)
+    assert in_order(merged) == in_order(regions)
+    assert all(region.page_bytes <= region.stride_bytes for region in merged)
+    assert len(merged) <= len(regions)
+
+
+def test_states_that_follow_each_other_in_every_block_are_one_region() -> None:
+    pages = [PageRegion(0, 300, 100), PageRegion(100, 300, 150), PageRegion(260, 300, 40)]
+    assert merge_adjacent(pages) == [PageRegion(0, 300, 250), PageRegion(260, 300, 40)]
