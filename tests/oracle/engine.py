@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 IDLE_STEPS_LIMIT = 1000
 IDLE_PAUSE_S = 0.0005
+IDLE_LIMIT_S = 20.0
+"""A machine may stand still for a while with a copy under way; only a hang lasts this long."""
 
 
 class StuckError(OracleError):
@@ -221,11 +223,14 @@ class OracleEngine:
         return not self.scheduler.has_requests()
 
     def drain(self) -> None:
-        """Step until nothing is left to do; StuckError after IDLE_STEPS_LIMIT steps without a scheduled token."""
-        idle = 0
+        """Step until nothing is left to do; StuckError after too many steps and seconds without a scheduled token."""
+        idle, progress_s = 0, time.monotonic()
         while not self.is_idle:
             idle = 0 if self.step() else idle + 1
-            if idle > IDLE_STEPS_LIMIT or (idle > 50 and self.worker_connector is None):
+            if idle == 0:
+                progress_s = time.monotonic()
+            is_stuck = idle > IDLE_STEPS_LIMIT and time.monotonic() - progress_s > IDLE_LIMIT_S
+            if is_stuck or (idle > 50 and self.worker_connector is None):
                 raise StuckError(f"no token scheduled in {idle} steps; left: {self._left()}")
 
     def _left(self) -> str:

@@ -54,6 +54,7 @@ def test_the_oracle_catches(
 ) -> None:
     monkeypatch.setattr(engine, "IDLE_STEPS_LIMIT", 100)
     monkeypatch.setattr(engine, "IDLE_PAUSE_S", 0.0)
+    monkeypatch.setattr(engine, "IDLE_LIMIT_S", 0.0)
 
     # One seed, no shrinking: the claim is that some of the first scenarios fails, and fails in the right way.
     @settings(
