@@ -4,6 +4,7 @@ from hybridkv.connectors.config import OffloadConfig, RamTierConfig, decode_conf
 from hybridkv.connectors.errors import ConfigurationError
 
 RAM = {"type": "ram", "capacity": "4GiB"}
+DISK = {"type": "disk", "path": "/cache", "capacity": "1GiB"}
 
 
 def test_the_smallest_configuration_is_one_tier() -> None:
@@ -47,7 +48,15 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [{"type": "ram"}]}, "tiers[0].capacity", "a value", "nothing", "capacity"),
         ({"tiers": ["ram"]}, "tiers[0]", "an object", "'ram'", '"type": "ram"'),
         ({"tiers": "ram"}, "tiers", "array", "'ram'", "configuration.md"),
-        ({"tiers": [RAM, RAM]}, "tiers", "one tier", "2 tiers", "name one"),
+        ({"tiers": [RAM, RAM]}, "tiers", 'then a "disk" tier', '"ram", "ram"', "passes through host memory"),
+        ({"tiers": [DISK]}, "tiers", 'one "ram" tier', '"disk"', "passes through host memory"),
+        ({"tiers": [DISK, RAM]}, "tiers", 'one "ram" tier', '"disk", "ram"', "passes through host memory"),
+        ({"tiers": [RAM, DISK | {"path": "x"}]}, "tiers[1].path", "an absolute path", "'x'", "several processes"),
+        ({"tiers": [RAM, DISK | {"fsync": "often"}]}, "tiers[1].fsync", '"interval"', "'often'", "configuration.md"),
+        ({"tiers": [RAM, DISK | {"direct": "yes"}]}, "tiers[1].direct", '"auto"', "'yes'", "configuration.md"),
+        ({"tiers": [RAM, DISK | {"capacity": 0}]}, "tiers[1].capacity", "positive", "0", "512MiB"),
+        ({"tiers": [RAM], "load_timeout_seconds": 0}, "load_timeout_seconds", "above 0", "0", "30"),
+        ({"tiers": [RAM], "lookup_timeout_seconds": -1}, "lookup_timeout_seconds", "above 0", "-1", "30"),
         ({"tiers": [RAM | {"capacity": "-1GiB"}]}, "tiers[0].capacity", "positive", "'-1GiB'", "512MiB"),
         ({"tiers": [RAM | {"capacity": "4GiBs"}]}, "tiers[0].capacity", "a unit among", "'4GiBs'", "512MiB"),
         ({"tiers": [RAM], "chunk_tokens": "big"}, "chunk_tokens", "auto", "'big'", "configuration.md"),

@@ -8,6 +8,7 @@ from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
 from hybridkv.metrics import CATALOGUE, PrometheusSink
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, Miss
 from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import Direction, TierStack
 
 SPEC = CacheSpec(
     (GroupSpec(kind=GroupKind.RECURRENT, block_tokens=16), GroupSpec(kind=GroupKind.FULL, block_tokens=16)), 16
@@ -26,7 +27,9 @@ def everything() -> Recorder:
     recorder.load(32, 500, True, [LoadFailure("checksum", ""), LoadFailure("io", "")])
     recorder.copied(True, 0.01)
     recorder.copied(False, 0.02)
-    recorder.tier(RamIndex(1 << 20, 4096), 2)
+    recorder.tiers(TierStack(RamIndex(1 << 20, 4096), RamIndex(1 << 22, 4096), 2, lambda: 0.0), 2)
+    recorder.moved(Direction.PROMOTE, 0.01)
+    recorder.wait_timeout("load")
     return recorder
 
 
@@ -49,6 +52,10 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_load_failures_total{engine="0",reason="checksum"} 1.0',
         'vllm:hybridkv_stores_total{engine="0",kind="recurrent",outcome="dropped_no_room"} 1.0',
         'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="ram"} 2.097152e+06',
+        'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="disk"} 8.388608e+06',
+        'vllm:hybridkv_breaker_open{engine="0"} 0.0',
+        'vllm:hybridkv_wait_timeouts_total{engine="0",wait="load"} 1.0',
+        'vllm:hybridkv_move_seconds_count{direction="promote",engine="0"} 1.0',
     ):
         assert line in text, text
 

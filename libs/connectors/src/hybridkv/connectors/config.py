@@ -1,6 +1,8 @@
 """`kv_connector_extra_config`, decoded strictly: what is not understood is an error, never ignored."""
 
 import difflib
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -12,7 +14,12 @@ from hybridkv.connectors.errors import ConfigurationError
 ROOT = "kv_connector_extra_config"
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_CHOICES = {"chunk_tokens": 'a number of tokens (int), or "auto"', "load": '"async" or "sync"'}
+_CHOICES = {
+    "chunk_tokens": 'a number of tokens (int), or "auto"',
+    "load": '"async" or "sync"',
+    "fsync": '"none", "interval" or "always"',
+    "direct": 'true, false or "auto"',
+}
 _SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
 
 
@@ -26,22 +33,57 @@ class RamTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     capacity: int
 
 
-TierConfig = RamTierConfig
-_TIER_TYPES: dict[str, type[msgspec.Struct]] = {"ram": RamTierConfig}
+class DiskTierConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="disk"
+):
+    """A directory on a local disk, under host memory.
+
+    Args:
+        path: absolute; made if it is not there. What is not hybridkv's in it is left alone.
+        capacity: bytes, over all ranks of the engine and all models that share the directory.
+        fsync: when data is forced to the disk: "none", "interval" or "always".
+        direct: pass the page cache by; "auto" does so where the file system can.
+    """
+
+    path: str
+    capacity: int
+    fsync: Literal["none", "interval", "always"] = "interval"
+    direct: bool | Literal["auto"] = "auto"
+
+
+TierConfig = RamTierConfig | DiskTierConfig
+_TIER_TYPES: dict[str, type[msgspec.Struct]] = {"ram": RamTierConfig, "disk": DiskTierConfig}
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an operator says to HybridOffloadConnector.
 
     Args:
-        tiers: media; this version takes one.
+        tiers: media, the fastest first: one of host memory, and perhaps one of disk under it.
         chunk_tokens: tokens in one offloaded unit, or "auto".
         load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
+        load_timeout_seconds: how long a request waits for a load before it is computed instead.
+        lookup_timeout_seconds: how long it waits for chunks that another request is storing.
     """
 
     tiers: tuple[TierConfig, ...]
     chunk_tokens: int | Literal["auto"] = "auto"
     load: Literal["async", "sync"] = "async"
+    load_timeout_seconds: float = 30.0
+    lookup_timeout_seconds: float = 10.0
+
+    @property
+    def ram(self) -> RamTierConfig:
+        """The fast tier."""
+        tier = self.tiers[0]
+        assert isinstance(tier, RamTierConfig)
+        return tier
+
+    @property
+    def disk(self) -> DiskTierConfig | None:
+        """The slow tier, if there is one."""
+        tier = self.tiers[1] if len(self.tiers) > 1 else None
+        return tier if isinstance(tier, DiskTierConfig) else None
 
 
 def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
@@ -65,15 +107,32 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
         config = msgspec.convert(plain, OffloadConfig, strict=True)
     except msgspec.ValidationError as error:
         raise _as_configuration_error(error, raw) from None
-    if len(config.tiers) > 1:
-        raise ConfigurationError(
-            f"{ROOT}.tiers", "one tier", f"{len(config.tiers)} tiers", "this version stacks no tiers; name one"
-        )
+    _require_stack(config)
+    for name in ("load_timeout_seconds", "lookup_timeout_seconds"):
+        if not 0 < getattr(config, name) < math.inf:
+            raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
     if isinstance(config.chunk_tokens, int) and config.chunk_tokens <= 0:
         raise ConfigurationError(
             f"{ROOT}.chunk_tokens", 'a positive number of tokens, or "auto"', config.chunk_tokens, 'use "auto"'
         )
     return config
+
+
+def _require_stack(config: OffloadConfig) -> None:
+    kinds = [type(tier) for tier in config.tiers]
+    if kinds not in ([RamTierConfig], [RamTierConfig, DiskTierConfig]):
+        raise ConfigurationError(
+            f"{ROOT}.tiers",
+            'one "ram" tier, or a "ram" tier and then a "disk" tier',
+            ", ".join(f'"{tier.__struct_config__.tag}"' for tier in config.tiers),
+            "what comes from disk passes through host memory, so a disk tier needs some above it",
+        )
+    if config.disk is None:
+        return
+    if not os.path.isabs(config.disk.path):
+        raise ConfigurationError(
+            f"{ROOT}.tiers[1].path", "an absolute path", repr(config.disk.path), "the engine has several processes"
+        )
 
 
 def _plain_tier(path: str, tier: object) -> object:

@@ -82,6 +82,8 @@ class Catalogue:
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _GROUP_KINDS = ("full", "window", "chunked", "recurrent")
+_FAILURES = ("missing", "wrong_key", "checksum", "io", "busy", "closed", "injected")
+_DIRECTION = Label("direction", ("promote", "cascade"))
 _TIER = Label("tier", ("ram", "disk", "peer", "object"))
 
 CATALOGUE = Catalogue(
@@ -126,7 +128,58 @@ CATALOGUE = Catalogue(
             Kind.COUNTER,
             "loads",
             "Failed loads, by the reason that the tier gave.",
-            (Label("reason", ("missing", "wrong_key", "checksum", "io", "closed", "injected")),),
+            (Label("reason", ("timeout", *_FAILURES)),),
+        ),
+        Metric(
+            "vllm:hybridkv_wait_timeouts_total",
+            Kind.COUNTER,
+            "waits",
+            "Requests that stopped waiting: for chunks that were being stored (lookup) or for the slow tier (load).",
+            (Label("wait", ("lookup", "load")),),
+        ),
+        Metric(
+            "vllm:hybridkv_moves_total",
+            Kind.COUNTER,
+            "chunks",
+            "Chunks that moved between the tiers, or were to, by direction and by what became of them.",
+            (
+                _DIRECTION,
+                Label("result", ("done", "failed", "dropped_busy", "dropped_no_room", "dropped_open")),
+            ),
+        ),
+        Metric(
+            "vllm:hybridkv_move_bytes_total",
+            Kind.COUNTER,
+            "bytes",
+            "Bytes that moved between the tiers.",
+            (_DIRECTION,),
+        ),
+        Metric(
+            "vllm:hybridkv_move_failures_total",
+            Kind.COUNTER,
+            "chunks",
+            "Failed moves between the tiers, by the reason that the slow tier gave.",
+            (Label("reason", _FAILURES),),
+        ),
+        Metric(
+            "vllm:hybridkv_move_seconds",
+            Kind.HISTOGRAM,
+            "seconds",
+            "Time of one chunk between the tiers, with waiting in the queue.",
+            (_DIRECTION,),
+            buckets=(*_SECONDS, 30.0, 100.0),
+        ),
+        Metric(
+            "vllm:hybridkv_breaker_openings_total",
+            Kind.COUNTER,
+            "openings",
+            "Times that the slow tier was left alone because it did not answer.",
+        ),
+        Metric(
+            "vllm:hybridkv_breaker_open",
+            Kind.GAUGE,
+            "state",
+            "1 while the slow tier is left alone or only probed, else 0.",
         ),
         Metric(
             "vllm:hybridkv_evictions_total",

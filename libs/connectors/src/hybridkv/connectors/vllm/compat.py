@@ -61,6 +61,11 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
+def rank(vllm_config: VllmConfig) -> int:
+    """This worker's rank among those that share an engine."""
+    return int(vllm_config.parallel_config.rank)
+
+
 def max_in_flight_tokens(vllm_config: VllmConfig) -> int:
     """Tokens that may be scheduled before blocks that left a window are given back."""
     resolved = getattr(vllm_config, "max_in_flight_tokens", None)

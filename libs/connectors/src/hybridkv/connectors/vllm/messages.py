@@ -8,6 +8,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from hybridkv.tiers import Slot
+from hybridkv.tiers.stack import MoveOutcome, TierMove
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +52,8 @@ class StepPlan(KVConnectorMetadata):
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    moves: list[TierMove] = field(default_factory=list)
+    """Between the tiers."""
 
 
 class StoreOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -74,6 +77,11 @@ class StepOutcome(KVConnectorWorkerMetadata):
 
     stores: dict[int, StoreOutcome] = field(default_factory=dict)
     load_failures: dict[str, tuple[LoadFailure, ...]] = field(default_factory=dict)
+    moves: dict[int, MoveOutcome] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.stores or self.load_failures or self.moves)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcome:
         if not isinstance(other, StepOutcome):
@@ -87,4 +95,7 @@ class StepOutcome(KVConnectorWorkerMetadata):
         failures = dict(self.load_failures)
         for request_id, theirs_failed in other.load_failures.items():
             failures[request_id] = failures.get(request_id, ()) + theirs_failed
-        return StepOutcome(stores, failures)
+        moves = dict(self.moves)
+        for move_id, moved in other.moves.items():
+            moves[move_id] = moves[move_id].merge(moved) if move_id in moves else moved
+        return StepOutcome(stores, failures, moves)

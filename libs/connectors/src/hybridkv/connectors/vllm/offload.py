@@ -7,7 +7,6 @@ It only translates. What is loaded and stored is decided in `scheduler.py` with 
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,17 +20,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from hybridkv.connectors.config import ROOT, OffloadConfig, decode_config, format_size
+from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, decode_config, format_size
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
+from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.messages import StepPlan
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder
-from hybridkv.connectors.vllm.worker import OffloadWorker
+from hybridkv.connectors.vllm.tiers import arena_sizes, build_mover, build_stack, clock
+from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import GroupKind
-from hybridkv.tiers.ram import RamArena, RamIndex, choose_granule_bytes
+from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CpuCopyEngine, InlineCopyEngine
 
 if TYPE_CHECKING:
@@ -66,27 +67,27 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         _refuse_second(self, transfer.engine_id, role)
         config = decode_config(transfer.kv_connector_extra_config)
         layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens)
-        rank_bytes, granule_bytes = _arena_size(config, layout)
+        sizes = arena_sizes(config, layout)
         self._engine_id = transfer.engine_id
         self._recorder = Recorder()
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            index = RamIndex(rank_bytes, granule_bytes)
-            self._index = index
-            self._layout = layout
-            admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
-            self._scheduler = OffloadScheduler(layout, index, admission, self._recorder)
-            _say_what_was_understood(vllm_config, config, layout)
-        else:
-            stores = CpuCopyEngine()
-            self._worker = OffloadWorker(
+            self._scheduler = OffloadScheduler(
                 layout,
-                RamArena(rank_bytes, granule_bytes),
-                stores,
-                stores if config.load == "async" else InlineCopyEngine(),
+                build_stack(config, layout, sizes),
+                LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config)),
+                Deadlines(config.lookup_timeout_seconds, config.load_timeout_seconds, clock),
                 self._recorder,
             )
+            _say_what_was_understood(vllm_config, config, layout)
+        else:
+            arena = RamArena(sizes.rank_bytes, sizes.granule_bytes)
+            stores = CpuCopyEngine()
+            loads = stores if config.load == "async" else InlineCopyEngine()
+            paths = CopyPaths(stores, loads, config.load_timeout_seconds, clock)
+            mover = build_mover(config, layout, arena, compat.rank(vllm_config))
+            self._worker = OffloadWorker(layout, arena, paths, self._recorder, mover)
         _live.add(self)
 
     @property
@@ -170,7 +171,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler is not None:
-            self._recorder.tier(self._index, self._layout.world_size)
+            self._scheduler.record_tiers()
         return self._recorder.take()
 
     # In the API process.
@@ -217,44 +218,24 @@ def _refuse_second(connector: HybridOffloadConnector, engine_id: str | None, rol
             )
 
 
-def _arena_size(config: OffloadConfig, layout: CacheLayout) -> tuple[int, int]:
-    """Bytes of one rank's arena and of its granules."""
-    path = f"{ROOT}.tiers[0].capacity"
-    capacity = config.tiers[0].capacity
-    chunk_bytes = [layout.largest_chunk_bytes(i) for i in layout.spec.stored_groups]
-    granule = choose_granule_bytes([num_bytes for num_bytes in chunk_bytes if num_bytes])
-    smallest = sum(-(-num_bytes // granule) * granule for num_bytes in chunk_bytes) * layout.world_size
-    if capacity < smallest:
-        raise ConfigurationError(
-            path,
-            f"at least {smallest} bytes, which one chunk of {layout.spec.chunk_tokens} tokens takes",
-            f"{capacity} bytes",
-            f'a prefix can hit only if all its chunks fit; try "{format_size(64 * smallest).replace(" ", "")}" or more',
-        )
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if capacity > available:
-        raise ConfigurationError(
-            path, f"at most the {format_size(available)} of this host", format_size(capacity), "lower it"
-        )
-    return capacity // layout.world_size // granule * granule, granule
-
-
 def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout) -> None:
     spec = layout.spec
     chunk = spec.chunk_tokens
     per_chunk = sum(layout.largest_chunk_bytes(i) for i in spec.stored_groups) * layout.world_size
-    capacity = config.tiers[0].capacity
+    capacity = config.ram.capacity
     logger.info(
-        "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); ram %s holds about %d tokens; "
-        "smallest prompt that can hit %d tokens; loads %s; kv_load_failure_policy %s; cache %s",
+        "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); "
+        "ram %s holds about %d tokens; %ssmallest prompt that can hit %d tokens; loads %s, given up after %.3g s; kv_load_failure_policy %s; cache %s",
         ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
         chunk,
         format_size(per_chunk),
         per_chunk / chunk,
         format_size(capacity),
         capacity // per_chunk * chunk,
+        _disk_words(config.disk, per_chunk, chunk),
         chunk + 1,
         config.load,
+        config.load_timeout_seconds,
         getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "unknown"),
         layout.keys.fingerprint.digest().hex()[:12],
     )
@@ -270,3 +251,9 @@ def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, lay
     scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
     if scratch:
         logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)
+
+
+def _disk_words(disk: DiskTierConfig | None, per_chunk: int, chunk: int) -> str:
+    if disk is None:
+        return ""
+    return f"disk {format_size(disk.capacity)} at {disk.path} holds about {disk.capacity // per_chunk * chunk} tokens; "

@@ -10,11 +10,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from hybridkv.metrics import CATALOGUE, Counts, PrometheusSink
 from hybridkv.planner import CacheSpec, Hit, Miss, Pending
 from hybridkv.tiers import TierCounts, TierIndex
+from hybridkv.tiers.stack import BreakerState, Direction, TierStack
 
 if TYPE_CHECKING:
     from hybridkv.connectors.vllm.messages import LoadFailure
 
-RAM = "ram"
+RAM, DISK = "ram", "disk"
 
 
 class Recorder:
@@ -53,13 +54,41 @@ class Recorder:
         name = "vllm:hybridkv_load_seconds" if is_load else "vllm:hybridkv_store_seconds"
         self._counts.observe(name, seconds)
 
-    def tier(self, index: TierIndex, num_ranks: int) -> None:
-        """What the tier holds now, over all ranks, and what it evicted since it was last asked."""
+    def wait_timeout(self, wait: str) -> None:
+        """A request waited too long: a "lookup" for chunks that were being stored, a "load" for the slow tier."""
+        self._counts.add("vllm:hybridkv_wait_timeouts_total", 1, wait=wait)
+
+    def moved(self, direction: Direction, seconds: float) -> None:
+        """One chunk ended its way between two tiers on this rank."""
+        self._counts.observe("vllm:hybridkv_move_seconds", seconds, direction=str(direction))
+
+    def tiers(self, stack: TierStack, num_ranks: int) -> None:
+        """What the tiers hold now, over all ranks, and what they did since they were last asked."""
+        self._tier(RAM, stack.near, num_ranks)
+        if stack.far is None:
+            return
+        self._tier(DISK, stack.far, num_ranks)
+        counts = stack.take_counts()
+        for direction, results, num_bytes in (
+            (Direction.PROMOTE, counts.promotions, counts.promoted_bytes),
+            (Direction.CASCADE, counts.cascades, counts.cascaded_bytes),
+        ):
+            for result, number in results.items():
+                self._counts.add("vllm:hybridkv_moves_total", number, direction=str(direction), result=str(result))
+            if num_bytes:
+                self._counts.add("vllm:hybridkv_move_bytes_total", num_bytes * num_ranks, direction=str(direction))
+        for reason, number in counts.failures.items():
+            self._counts.add("vllm:hybridkv_move_failures_total", number, reason=reason)
+        if counts.breaker_openings:
+            self._counts.add("vllm:hybridkv_breaker_openings_total", counts.breaker_openings)
+        self._counts.set("vllm:hybridkv_breaker_open", int(stack.breaker_state is not BreakerState.CLOSED))
+
+    def _tier(self, name: str, index: TierIndex, num_ranks: int) -> None:
         counts: TierCounts = index.take_counts()
         if counts.evictions:
-            self._counts.add("vllm:hybridkv_evictions_total", counts.evictions, tier=RAM)
-        self._counts.set("vllm:hybridkv_tier_used_bytes", index.used_bytes * num_ranks, tier=RAM)
-        self._counts.set("vllm:hybridkv_tier_capacity_bytes", index.capacity_bytes * num_ranks, tier=RAM)
+            self._counts.add("vllm:hybridkv_evictions_total", counts.evictions, tier=name)
+        self._counts.set("vllm:hybridkv_tier_used_bytes", index.used_bytes * num_ranks, tier=name)
+        self._counts.set("vllm:hybridkv_tier_capacity_bytes", index.capacity_bytes * num_ranks, tier=name)
 
     def take(self) -> OffloadStats | None:
         """What was counted since the last call, None if nothing."""

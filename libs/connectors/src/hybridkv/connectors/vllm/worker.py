@@ -20,9 +20,34 @@ from hybridkv.connectors.vllm.lowering import runs_of
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers.ram import RamArena
+from hybridkv.tiers.stack import MoveOutcome, TierMover
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId
 
 logger = logging.getLogger("vllm.hybridkv.worker")
+
+
+DRAIN_S = 10.0
+"""How long `close` waits for chunks that are on their way to the slow tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPaths:
+    """How bytes get into and out of the engine's memory.
+
+    Args:
+        stores: carries out stores.
+        loads: carries out loads; the same engine as `stores`, or one that copies on the calling thread.
+        load_timeout_s: a load that has not begun by then fails, and the request is computed instead.
+        clock: seconds.
+    """
+
+    stores: CopyEngine
+    loads: CopyEngine
+    load_timeout_s: float
+    clock: Callable[[], float]
+
+    def engines(self) -> tuple[CopyEngine, ...]:
+        return (self.stores, self.loads) if self.stores is not self.loads else (self.stores,)
 
 
 @dataclass(slots=True)
@@ -45,19 +70,25 @@ class OffloadWorker:
 
     Args:
         layout: the model's groups.
-        arena: this rank's part of the tier.
-        stores: carries out stores.
-        loads: carries out loads; the same engine as `stores`, or one that copies on the calling thread.
+        arena: this rank's part of the fast tier.
+        paths: carry out loads and stores.
         recorder: counts what happens.
+        mover: carries out moves to and from the slow tier, None where there is none.
     """
 
     def __init__(
-        self, layout: CacheLayout, arena: RamArena, stores: CopyEngine, loads: CopyEngine, recorder: Recorder
+        self,
+        layout: CacheLayout,
+        arena: RamArena,
+        paths: CopyPaths,
+        recorder: Recorder,
+        mover: TierMover | None = None,
     ) -> None:
         self._layout = layout
         self._arena = arena
-        self._engines = (stores, loads) if stores is not loads else (stores,)
-        self._stores, self._loads = stores, loads
+        self._paths = paths
+        self._engines = paths.engines()
+        self._mover = mover
         self._recorder = recorder
         self._pages: dict[int, GroupPages] = {}
         self._jobs: dict[JobId, _Job] = {}
@@ -95,16 +126,19 @@ class OffloadWorker:
                     engine.register(storage.data_ptr(), storage.nbytes(), "kv cache")
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Submits the step's loads."""
+        """Submits the step's loads, and its moves between the tiers."""
+        now_s = self._paths.clock()
         for load in plan.loads:
             job = _Job(request_id=load.request_id)
-            self._submit(self._loads, job, load, partial(self._check, load, job), None)
+            self._submit(self._paths.loads, job, load, partial(self._check, load, job, now_s), None)
+        if self._mover is not None:
+            self._mover.start(plan.moves)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Submits the step's stores. The forward pass that wrote their blocks is over."""
         for store in plan.stores:
             job = _Job(store_id=store.job_id)
-            self._submit(self._stores, job, store, partial(self._discard, store), partial(self._seal, store))
+            self._submit(self._paths.stores, job, store, partial(self._discard, store), partial(self._seal, store))
 
     def _submit(
         self,
@@ -132,7 +166,11 @@ class OffloadWorker:
     def _runs(self, move: Move, to_engine: bool) -> CopyRuns:
         return runs_of(move, self._pages[move.group_index], self._arena.addresses(move.slot), to_engine)
 
-    def _check(self, load: Load, job: _Job) -> str | None:
+    def _check(self, load: Load, job: _Job, since_s: float) -> str | None:
+        if self._paths.clock() - since_s >= self._paths.load_timeout_s:
+            # Not a byte was moved, so the blocks may go to somebody else.
+            job.failures.append(LoadFailure("timeout", "the load waited too long for its turn"))
+            return job.failures[0].detail
         for move in load.moves:
             if failure := self._arena.check(move.key, move.slot):
                 job.failures.append(LoadFailure(str(failure.reason), failure.detail, move.key))
@@ -150,11 +188,14 @@ class OffloadWorker:
         return None
 
     def results(self) -> LoadResults:
-        """Loads that ended since the last call."""
+        """Loads that ended since the last call. Moves between the tiers that ended are in `outcome`."""
         for engine in self._engines:
             for copied in engine.poll():
                 self._recorder.copied(self._jobs[copied.job_id].store_id is None, copied.seconds)
                 self._end(copied.job_id, copied.failure)
+        for move, failure, seconds in self._mover.poll() if self._mover is not None else ():
+            self._recorder.moved(move.direction, seconds)
+            self._outcome.moves[move.move_id] = MoveOutcome(1, failure)
         results, self._results = self._results, LoadResults()
         return results
 
@@ -171,10 +212,12 @@ class OffloadWorker:
     def outcome(self) -> StepOutcome | None:
         """What the scheduler must hear, None if nothing."""
         outcome, self._outcome = self._outcome, StepOutcome()
-        return outcome if outcome.stores or outcome.load_failures else None
+        return None if outcome.is_empty else outcome
 
     def close(self) -> None:
         """Ends copies in flight, then gives up the memory they use."""
         for engine in self._engines:
             engine.close()
+        if self._mover is not None and not self._mover.close(DRAIN_S):
+            logger.warning("chunks on their way to the slow tier were not written in %.0f s and are lost", DRAIN_S)
         self._arena.close()

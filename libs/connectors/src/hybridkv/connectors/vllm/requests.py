@@ -1,0 +1,105 @@
+"""What the scheduler's half remembers of each request, from its first sight to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.hashing import TokenHashes
+from hybridkv.planner import Hit, Miss, Pending
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+NULL_BLOCK = 0
+"""The block id that stands for "no block" in the engine's tables."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request. Times are seconds of the connector's clock."""
+
+    request: Request
+    hashes: TokenHashes | None
+    stored_tokens: int = 0
+    """Chunks that end here or before have been seen to."""
+    is_storable: bool = True
+    """False after a reset, until the request starts over: what it has computed may be what the reset was to forget."""
+    computed_tokens: int = 0
+    """What the engine said it holds when it last asked."""
+    answer: Hit | Pending | Miss | None = None
+    asked: tuple[int, int, int] = (-1, -1, -1)
+    """(generation, tokens, computed tokens) that `answer` is good for."""
+    waiting_since_s: float | None = None
+    """When the engine was first told to ask again, None when it was not."""
+    gated_polls: int = 0
+    seen: tuple[int, int] = (0, 0)
+    """Chunks that were complete when stores were last planned: without a drafter's lookahead, and with it."""
+    failed_loads: int = 0
+    boundary_limit: int | None = None
+    """A load to this boundary failed and nobody knows why: only shorter ones are offered."""
+    room_limit: int | None = None
+    """What a longer load needs does not fit into the fast tier: only shorter ones are offered."""
+    claim: tuple[int, int] | None = None
+    """(boundary, computed tokens) that the stack's hold of this request is for."""
+    found_near: tuple[int, int, int] = (-1, -1, -1)
+    """(generation, boundary, computed tokens) for which the fast tier was seen to hold everything."""
+    near_only: bool = False
+    """The slow tier took too long: this request goes without it."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def prefix_hashes(self) -> Sequence[bytes]:
+        """A hash for every full hash block of the tokens that are known by now."""
+        if self.hashes is None:
+            return self.request.block_hashes
+        return self.hashes.upto(self.request.all_token_ids)
+
+    def forget_answer(self) -> None:
+        """The next question is searched anew."""
+        self.answer = None
+        self.asked = (-1, -1, -1)
+
+    def forget_progress(self) -> None:
+        """The engine starts this request over."""
+        self.stored_tokens = 0
+        self.is_storable = True
+        self.gated_polls = 0
+        self.seen = (0, 0)
+        self.forget_answer()
+
+
+class Requests:
+    """Requests by id. A new request may take the id of one that has ended."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+        self._states: dict[str, RequestState] = {}
+
+    def track(self, request: Request) -> RequestState:
+        """The state of a request, made when it is first seen."""
+        state = self._states.get(request.request_id)
+        if state is None or state.request is not request:
+            hashes = None
+            if not self._layout.reuses_hashes:
+                hashes = self._layout.keys.token_hashes(partial(compat.extra_hash_bytes, request))
+            state = self._states[request.request_id] = RequestState(request, hashes)
+        return state
+
+    def get(self, request_id: str) -> RequestState | None:
+        return self._states.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+
+    def all(self) -> list[RequestState]:
+        return list(self._states.values())
+
+    def clear(self) -> None:
+        self._states.clear()

@@ -1,0 +1,77 @@
+"""The moving half of a stack, one for each rank: hands a stack's moves to the slow medium and checks what comes back.
+
+A promoted chunk is verified by the slow medium and sealed with the checksum that was verified, so what the fast tier
+later checks is what was stored at first. A cascaded one must have the checksum that it was sealed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hybridkv.tiers.contract import Completion, Failure, FailureReason, Ticket, TierMedium
+from hybridkv.tiers.ram import RamArena
+from hybridkv.tiers.stack.moves import Direction, TierMove
+
+
+class TierMover:
+    """Carries out moves between an arena and a slow medium. Decides nothing and raises nothing for what a medium meets.
+
+    Args:
+        arena: this rank's part of the fast tier.
+        medium: this rank's part of the slow tier.
+        clock: seconds.
+    """
+
+    def __init__(self, arena: RamArena, medium: TierMedium, clock: Callable[[], float]) -> None:
+        self._arena = arena
+        self._medium = medium
+        self._clock = clock
+        self._moves: dict[Ticket, tuple[TierMove, float]] = {}
+        self._ended: list[tuple[TierMove, Failure | None, float]] = []
+
+    def start(self, moves: Iterable[TierMove]) -> None:
+        """Submit moves. A problem is an outcome, not an exception."""
+        for move in moves:
+            ticket = Ticket(move.move_id)
+            started_s = self._clock()
+            try:
+                views = self._arena.views(move.near)
+                if move.direction is Direction.PROMOTE:
+                    self._arena.discard(move.near)
+            except Exception as error:  # a plan that does not fit must not stop the engine
+                self._ended.append((move, Failure(FailureReason.IO, f"{type(error).__name__}: {error}"), 0.0))
+                continue
+            self._moves[ticket] = (move, started_s)
+            if move.direction is Direction.PROMOTE:
+                self._medium.load(ticket, move.key, move.far, views)
+            else:
+                self._medium.store(ticket, move.key, move.far, views)
+
+    def poll(self) -> list[tuple[TierMove, Failure | None, float]]:
+        """Moves that ended since the last call, each with its failure and the seconds that it took."""
+        for completion in self._medium.poll():
+            move, started_s = self._moves.pop(completion.ticket)
+            self._ended.append((move, self._verify(move, completion), self._clock() - started_s))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _verify(self, move: TierMove, completion: Completion) -> Failure | None:
+        if completion.failure is not None:
+            return completion.failure
+        if move.direction is Direction.PROMOTE:
+            return self._arena.seal(move.key, move.near, completion.checksum)
+        sealed = self._arena.sealed_checksum(move.key, move.near)
+        if sealed is None:
+            return Failure(FailureReason.MISSING, f"{move.key.hex()} was not sealed when it cascaded")
+        if completion.checksum is not None and sealed != completion.checksum:
+            return Failure(FailureReason.CHECKSUM, f"the bytes of {move.key.hex()} changed in the fast tier")
+        return None
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for what is on its way, at most `timeout_s`, then give up the slow medium. False when it was not enough.
+
+        The arena is closed by its owner, afterwards.
+        """
+        is_drained = self._medium.drain(timeout_s)
+        self._medium.close()
+        return is_drained

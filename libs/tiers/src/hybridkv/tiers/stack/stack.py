@@ -1,0 +1,447 @@
+"""The deciding half of a RAM tier over a slow one.
+
+Nothing is read from the slow tier until a caller that knows a boundary at which every group can resume says which
+chunks it needs; then those are promoted, and only those. What is stored in the fast tier cascades behind the caller's
+back, within bounds. Moves no byte: `take_moves` says what the media must do, `on_move` hears how it ended.
+
+No caller waits here. A wait is a `Hold` that is not ready, and it ends: when its chunks have come, when one is lost, or
+when the deadline passes. Bytes that come later than that still find the space that was reserved for them, which nobody
+else was given meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.stack.breaker import Breaker, BreakerOptions, BreakerState
+from hybridkv.tiers.stack.hold import Hold, HoldFailure
+from hybridkv.tiers.stack.moves import Direction, MoveOutcome, MoveResult, StackCounts, TierMove
+
+_KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
+"""Failures that say nothing about the chunk itself."""
+
+
+class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds.
+
+    Args:
+        load_timeout_s: how long a hold waits for the slow tier, and how long a move counts as alive.
+        promoting_share: of the fast tier's capacity, that may be on its way up at one time.
+        cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
+        breaker: when to leave the slow tier alone.
+    """
+
+    load_timeout_s: float = 30.0
+    promoting_share: float = 0.5
+    cascading_share: float = 0.25
+    breaker: BreakerOptions = BreakerOptions()
+
+    def __post_init__(self) -> None:
+        if not self.load_timeout_s > 0:
+            raise TierConfigurationError("load_timeout_s", "seconds above 0", self.load_timeout_s)
+        for name in ("promoting_share", "cascading_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise TierConfigurationError(name, "a share above 0, at most 1", getattr(self, name))
+
+
+@dataclass(slots=True)
+class _Move:
+    move: TierMove
+    num_bytes: int
+    ranks_left: int
+    since_s: float
+    failure: Failure | None = None
+    is_late: bool = False
+
+
+class TierStack:
+    """A fast tier, and perhaps a slow one under it. Used by one thread, as every `TierIndex`.
+
+    Args:
+        near: index of the fast tier.
+        far: index of the slow tier, None for a stack of one.
+        num_ranks: media that report every move.
+        clock: seconds.
+        options: bounds.
+    """
+
+    def __init__(
+        self,
+        near: TierIndex,
+        far: TierIndex | None,
+        num_ranks: int,
+        clock: Callable[[], float],
+        options: StackOptions | None = None,
+    ) -> None:
+        self.near = near
+        self.far = far
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self._options = options or StackOptions()
+        self._breaker = Breaker(self._options.breaker)
+        self._breaker_changes = 0
+        self._holds: dict[str, Hold] = {}
+        self._moves: dict[int, _Move] = {}
+        self._planned: list[TierMove] = []
+        self._move_ids = itertools.count(1)
+        self._bytes_moving = dict.fromkeys(Direction, 0)
+        self._counts = _Tally()
+
+    # What is stored.
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever the answer of any lookup may have changed."""
+        far = self.far.generation if self.far is not None else 0
+        return self.near.generation + far + self._breaker_changes
+
+    @property
+    def breaker_state(self) -> BreakerState:
+        return self._breaker.state
+
+    def lookup(self, key: Key) -> LookupResult:
+        """HIT when either tier holds it and may be asked for it."""
+        answer = self.near.lookup(key)
+        if answer is LookupResult.MISS and self.far is not None and self._breaker.allows:
+            return self.far.lookup(key)
+        return answer
+
+    def leading(self, keys: Sequence[Key]) -> int:
+        """How many keys in a row, from the first, are HIT or PENDING."""
+        held = self.near.leading(keys)
+        if self.far is None or not self._breaker.allows:
+            return held
+        indexes, turn = (self.far, self.near), 0
+        idle = 0
+        while held < len(keys) and idle < 2:
+            more = indexes[turn].leading(keys[held:])
+            idle = 0 if more else idle + 1
+            held, turn = held + more, 1 - turn
+        return held
+
+    def last_held(self, keys: Sequence[Key]) -> int | None:
+        """Position of the last key that is HIT or PENDING, None if there is none."""
+        near = self.near.last_held(keys)
+        if self.far is None or not self._breaker.allows:
+            return near
+        first = 0 if near is None else near + 1
+        far = self.far.last_held(keys[first:])
+        return near if far is None else first + far
+
+    def any_pending(self, keys: Iterable[Key]) -> bool:
+        """Whether one of these keys is PENDING."""
+        if self.far is None:
+            return self.near.any_pending(keys)
+        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+
+    def in_near(self, key: Key) -> bool:
+        """Whether the fast tier holds it now."""
+        return self.near.lookup(key) is LookupResult.HIT
+
+    # Holds.
+
+    def acquire(self, owner: str, keys: Sequence[Key]) -> Hold | Refusal:
+        """Claim chunks that were all HIT or PENDING: pin what the fast tier holds, and promote the rest.
+
+        An older hold of this owner is released. On a refusal nothing is held: PRESENT when a key is gone meanwhile,
+        BUSY when as much is on its way as may be, NO_ROOM or TOO_LARGE when the fast tier cannot take it all at once.
+
+        Args:
+            owner: whose claim it is.
+            keys: in the order in which they should outlive each other: the first is the most recently used later.
+        """
+        self.release(owner)
+        hold = Hold(owner, self._clock())
+        wanted: list[Key] = []
+        refusal: Refusal | None = None
+        for key in keys:
+            if self.near.pin(key) is not None:
+                hold.pinned.append(key)
+            elif self.near.lookup(key) is LookupResult.PENDING:
+                hold.waiting.add(key)
+            else:
+                wanted.append(key)
+        if wanted:
+            refusal = self._promote(wanted)
+        if refusal is not None:
+            self._unpin(hold)
+            return refusal
+        hold.waiting.update(wanted)
+        self._holds[owner] = hold
+        return hold
+
+    def hold(self, owner: str) -> Hold | None:
+        return self._holds.get(owner)
+
+    def release(self, owner: str) -> None:
+        """Give up a claim. What is on its way up still comes, for whoever wants it."""
+        hold = self._holds.pop(owner, None)
+        if hold is not None:
+            self._unpin(hold)
+
+    def _unpin(self, hold: Hold) -> None:
+        for key in reversed(hold.pinned):
+            self.near.unpin(key)
+        hold.pinned.clear()
+        hold.waiting.clear()
+
+    def _fail(self, hold: Hold, failure: HoldFailure) -> None:
+        self._unpin(hold)
+        hold.failure = failure
+
+    def _promote(self, keys: Sequence[Key]) -> Refusal | None:
+        """All of them or none."""
+        if self.far is None or not self._breaker.allows:
+            return Refusal.PRESENT
+        if self._breaker.state is BreakerState.PROBING and self._bytes_moving[Direction.PROMOTE]:
+            return Refusal.BUSY
+        sources: list[tuple[Key, Slot]] = []
+        reserved: list[tuple[Key, Slot, Slot]] = []
+        refusal: Refusal | None = None
+        for key in keys:
+            slot = self.far.pin(key)
+            if slot is None:
+                refusal = Refusal.PRESENT
+                break
+            sources.append((key, slot))
+        refusal = refusal or self._why_not_promote(sum(slot.num_bytes for _, slot in sources))
+        for key, slot in sources if refusal is None else ():
+            near = self.near.reserve(key, slot.num_bytes)
+            if isinstance(near, Refusal):
+                refusal = near
+                break
+            reserved.append((key, near, slot))
+        if refusal is not None:
+            for key, _, _ in reserved:
+                self.near.abort(key)
+            for key, _ in sources:
+                self.far.unpin(key)
+            return refusal
+        for key, near, far in reserved:
+            self._plan(Direction.PROMOTE, key, near, far)
+        return None
+
+    def _why_not_promote(self, num_bytes: int) -> Refusal | None:
+        if num_bytes > self.near.capacity_bytes:
+            return Refusal.TOO_LARGE
+        moving = self._bytes_moving[Direction.PROMOTE]
+        if moving and moving + num_bytes > self._options.promoting_share * self.near.capacity_bytes:
+            return Refusal.BUSY
+        return None
+
+    # What the caller does to the fast tier, with what follows for the slow one.
+
+    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+        """Space in the fast tier."""
+        return self.near.reserve(key, num_bytes)
+
+    def commit(self, key: Key) -> bool:
+        """The fast tier holds a stored chunk: offer it, and let it cascade."""
+        is_stored = self.near.commit(key)
+        self._on_near(key, is_stored)
+        if is_stored:
+            self.cascade(key)
+        return is_stored
+
+    def abort(self, key: Key) -> None:
+        self.near.abort(key)
+        self._on_near(key, False)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Make keys the most recently used in both tiers, the last one most."""
+        self.near.touch(keys)
+        if self.far is not None:
+            self.far.touch(keys)
+
+    def invalidate(self, key: Key) -> None:
+        """Never offer what is stored under this key again, anywhere."""
+        self.near.invalidate(key)
+        if self.far is not None:
+            self.far.invalidate(key)
+
+    def clear(self) -> None:
+        """`invalidate` everything, and let every hold fail. What moves comes to nothing."""
+        self.near.clear()
+        if self.far is not None:
+            self.far.clear()
+        for hold in self._holds.values():
+            self._fail(hold, HoldFailure.LOST)
+
+    def cascade(self, key: Key) -> None:
+        """Copy a chunk that the fast tier holds to the slow one, if that lacks it and there is room on the way."""
+        if self.far is None or self.far.lookup(key) is not LookupResult.MISS:
+            return
+        near = self.near.pin(key)
+        if near is None:
+            return
+        dropped = self._why_not_cascade(near.num_bytes)
+        if dropped is None:
+            far = self.far.reserve(key, near.num_bytes)
+            if isinstance(far, Slot):
+                self._plan(Direction.CASCADE, key, near, far)
+                return
+            dropped = None if far is Refusal.PRESENT else MoveResult.DROPPED_NO_ROOM
+        self.near.unpin(key)
+        if dropped is not None:
+            self._counts.moved(Direction.CASCADE, dropped)
+
+    def _why_not_cascade(self, num_bytes: int) -> MoveResult | None:
+        if not self._breaker.allows:
+            return MoveResult.DROPPED_OPEN
+        moving = self._bytes_moving[Direction.CASCADE]
+        if moving and moving + num_bytes > self._options.cascading_share * self.near.capacity_bytes:
+            return MoveResult.DROPPED_BUSY
+        return None
+
+    # Moves.
+
+    def _plan(self, direction: Direction, key: Key, near: Slot, far: Slot) -> None:
+        move = TierMove(next(self._move_ids), direction, key, near, far)
+        self._moves[move.move_id] = _Move(move, near.num_bytes, self._num_ranks, self._clock())
+        self._bytes_moving[direction] += near.num_bytes
+        self._planned.append(move)
+
+    def take_moves(self) -> list[TierMove]:
+        """What the media must do next, in order."""
+        planned, self._planned = self._planned, []
+        return planned
+
+    def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
+        """Ranks are done with a move; the last of them ends it."""
+        moving = self._moves[move_id]
+        moving.ranks_left -= outcome.num_ranks
+        moving.failure = moving.failure or outcome.failure
+        if moving.ranks_left > 0:
+            return
+        del self._moves[move_id]
+        move, failure = moving.move, moving.failure
+        self._bytes_moving[move.direction] -= moving.num_bytes
+        self._judge(moving)
+        result = MoveResult.DONE if failure is None else MoveResult.FAILED
+        self._counts.moved(move.direction, result, moving.num_bytes, failure)
+        if move.direction is Direction.PROMOTE:
+            self._end_promotion(move.key, failure)
+        else:
+            self._end_cascade(move.key, failure)
+
+    def _judge(self, moving: _Move) -> None:
+        """Tell the breaker. A late move was counted as a failure when it became late."""
+        if moving.is_late:
+            return
+        if moving.failure is None:
+            self._change_breaker(self._breaker.succeed)
+        elif moving.failure.reason in (FailureReason.IO, FailureReason.CLOSED):
+            self._fail_breaker()
+
+    def _end_promotion(self, key: Key, failure: Failure | None) -> None:
+        assert self.far is not None
+        self.far.unpin(key)
+        if failure is None:
+            self._on_near(key, self.near.commit(key))
+            return
+        self.near.abort(key)
+        if failure.reason not in _KEEPS_KEY:
+            self.far.invalidate(key)
+        self._on_near(key, False)
+
+    def _end_cascade(self, key: Key, failure: Failure | None) -> None:
+        assert self.far is not None
+        if failure is None:
+            self.far.commit(key)
+        else:
+            self.far.abort(key)
+            if failure.reason is FailureReason.CHECKSUM:
+                # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
+                self.near.invalidate(key)
+        self.near.unpin(key)
+
+    def _on_near(self, key: Key, is_held: bool) -> None:
+        """A key that was on its way into the fast tier has come, or never will."""
+        for hold in self._holds.values():
+            if key in hold.waiting:
+                if is_held and self.near.pin(key) is not None:
+                    hold.waiting.discard(key)
+                    hold.pinned.append(key)
+                else:
+                    self._fail(hold, HoldFailure.LOST)
+
+    # Time.
+
+    def tick(self) -> None:
+        """Let what has waited too long fail; call it once a step."""
+        now_s = self._clock()
+        limit_s = self._options.load_timeout_s
+        self._change_breaker(lambda: self._breaker.tick(now_s))
+        for hold in self._holds.values():
+            if hold.waiting and now_s - hold.since_s >= limit_s:
+                self._fail(hold, HoldFailure.TIMEOUT)
+                self._counts.timeouts += 1
+        for moving in self._moves.values():
+            if not moving.is_late and now_s - moving.since_s >= limit_s:
+                moving.is_late = True
+                self._fail_breaker()
+
+    def has_moves_alive(self) -> bool:
+        """Whether a move may still end in time. One that is late is not worth staying awake for."""
+        return any(not moving.is_late for moving in self._moves.values())
+
+    def _fail_breaker(self) -> None:
+        self._change_breaker(lambda: self._breaker.fail(self._clock()))
+
+    def _change_breaker(self, change: Callable[[], None]) -> None:
+        before = self._breaker.state
+        change()
+        if self._breaker.state is not before:
+            self._breaker_changes += 1
+
+    # Ends.
+
+    def take_counts(self) -> StackCounts:
+        """What happened since the last call."""
+        counts, self._counts = self._counts, _Tally()
+        openings, self._breaker.num_openings = self._breaker.num_openings, 0
+        return StackCounts(
+            promotions=counts.results[Direction.PROMOTE],
+            cascades=counts.results[Direction.CASCADE],
+            promoted_bytes=counts.num_bytes[Direction.PROMOTE],
+            cascaded_bytes=counts.num_bytes[Direction.CASCADE],
+            failures=counts.failures,
+            timeouts=counts.timeouts,
+            breaker_openings=openings,
+        )
+
+    def close(self) -> None:
+        """Close both tiers. Call it after the media have ended their moves: what a slow tier holds stays there."""
+        for owner in list(self._holds):
+            self.release(owner)
+        self.near.close()
+        if self.far is not None:
+            self.far.close()
+
+
+class _Tally:
+    """Counts on their way into `StackCounts`."""
+
+    def __init__(self) -> None:
+        self.results: dict[Direction, dict[MoveResult, int]] = {direction: {} for direction in Direction}
+        self.num_bytes = dict.fromkeys(Direction, 0)
+        self.failures: dict[str, int] = {}
+        self.timeouts = 0
+
+    def moved(
+        self, direction: Direction, result: MoveResult, num_bytes: int = 0, failure: Failure | None = None
+    ) -> None:
+        results = self.results[direction]
+        results[result] = results.get(result, 0) + 1
+        if failure is not None:
+            reason = str(failure.reason)
+            self.failures[reason] = self.failures.get(reason, 0) + 1
+        else:
+            self.num_bytes[direction] += num_bytes

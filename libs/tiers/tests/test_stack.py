@@ -1,0 +1,320 @@
+"""A stack promotes what a claim needs and nothing else, lets what is stored cascade, and lets no wait outlast its time."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Failure, FailureReason, Refusal, Slot, TierConfigurationError
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import (
+    BreakerOptions,
+    BreakerState,
+    Direction,
+    Hold,
+    HoldFailure,
+    MoveOutcome,
+    StackOptions,
+    TierMove,
+    TierStack,
+)
+
+CHUNK = 16
+A, B, C = b"a", b"b", b"c"
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Stack:
+    """A stack of two small tiers, and the clock it reads."""
+
+    def __init__(self, near_chunks: int = 8, far_chunks: int = 16, ranks: int = 1, **options: object) -> None:
+        self.clock = Clock()
+        self.near = RamIndex(near_chunks * CHUNK, CHUNK)
+        self.far = RamIndex(far_chunks * CHUNK, CHUNK)
+        chosen = StackOptions(**{"promoting_share": 1.0, "cascading_share": 1.0, **options})  # type: ignore[arg-type]
+        self.stack = TierStack(self.near, self.far, ranks, self.clock, chosen)
+
+    def put_far(self, *keys: bytes) -> None:
+        for key in keys:
+            assert isinstance(self.far.reserve(key, CHUNK), Slot)
+            assert self.far.commit(key)
+
+    def put_near(self, *keys: bytes) -> None:
+        for key in keys:
+            assert isinstance(self.near.reserve(key, CHUNK), Slot)
+            assert self.near.commit(key)
+
+    def store(self, *keys: bytes) -> None:
+        for key in keys:
+            assert isinstance(self.stack.reserve(key, CHUNK), Slot)
+            assert self.stack.commit(key)
+
+    def moves(self, direction: Direction) -> list[TierMove]:
+        moves = self.stack.take_moves()
+        assert all(move.direction is direction for move in moves)
+        return moves
+
+    def end(self, moves: list[TierMove], failure: Failure | None = None) -> None:
+        for move in moves:
+            self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+
+    def hold(self, *keys: bytes) -> Hold:
+        hold = self.stack.acquire("request", keys)
+        assert isinstance(hold, Hold)
+        return hold
+
+
+def test_a_lookup_moves_nothing() -> None:
+    it = Stack()
+    it.put_far(A)
+    assert it.stack.lookup(A) is LookupResult.HIT
+    assert it.stack.leading([A, B]) == 1
+    assert it.stack.take_moves() == []
+
+
+def test_a_claim_promotes_exactly_what_the_fast_tier_lacks() -> None:
+    it = Stack()
+    it.put_far(A, B, C)
+    it.put_near(B)
+    hold = it.hold(A, B)
+    moves = it.moves(Direction.PROMOTE)
+    assert [move.key for move in moves] == [A]
+    assert not hold.is_ready
+    it.end(moves)
+    assert hold.is_ready
+    assert it.near.lookup(A) is LookupResult.HIT and it.near.lookup(C) is LookupResult.MISS
+
+
+def test_a_promoted_chunk_is_pending_until_every_rank_has_it() -> None:
+    it = Stack(ranks=2)
+    it.put_far(A)
+    hold = it.hold(A)
+    (move,) = it.moves(Direction.PROMOTE)
+    it.stack.on_move(move.move_id, MoveOutcome(1))
+    assert it.stack.lookup(A) is LookupResult.PENDING and not hold.is_ready
+    it.stack.on_move(move.move_id, MoveOutcome(1))
+    assert hold.is_ready
+
+
+def test_two_claims_on_one_chunk_cost_one_promotion() -> None:
+    it = Stack()
+    it.put_far(A)
+    first = it.hold(A)
+    second = it.stack.acquire("another", [A])
+    assert isinstance(second, Hold)
+    moves = it.moves(Direction.PROMOTE)
+    assert len(moves) == 1
+    it.end(moves)
+    assert first.is_ready and second.is_ready
+
+
+def test_what_a_ready_claim_holds_is_not_evicted() -> None:
+    it = Stack(near_chunks=2)
+    it.put_far(A)
+    hold = it.hold(A)
+    it.end(it.moves(Direction.PROMOTE))
+    it.put_near(B, C)
+    assert hold.is_ready and it.near.lookup(A) is LookupResult.HIT
+    it.stack.release("request")
+    it.put_near(b"d", b"e")
+    assert it.near.lookup(A) is LookupResult.MISS
+
+
+def test_a_claim_that_does_not_fit_is_refused_and_holds_nothing() -> None:
+    it = Stack(near_chunks=2)
+    it.put_far(A, B, C)
+    it.near.pin(A)
+    assert it.stack.acquire("request", [A, B, C]) is Refusal.TOO_LARGE
+    it.put_near(b"d")
+    assert it.near.pin(b"d") is not None
+    assert it.stack.acquire("request", [A, B]) is Refusal.NO_ROOM
+    assert it.stack.take_moves() == []
+    assert all(it.far.pin(key) is not None for key in (A, B))
+    assert it.near.lookup(A) is LookupResult.MISS
+
+
+def test_more_than_its_share_is_refused_while_something_moves() -> None:
+    it = Stack(promoting_share=0.25)
+    it.put_far(A, B, C)
+    it.hold(A, B)
+    assert it.stack.acquire("another", [C]) is Refusal.BUSY
+    it.end(it.moves(Direction.PROMOTE))
+    assert isinstance(it.stack.acquire("another", [C]), Hold)
+
+
+def test_a_claim_fails_when_its_time_is_over_and_the_late_bytes_find_their_own_place() -> None:
+    it = Stack(load_timeout_s=30.0)
+    it.put_far(A)
+    hold = it.hold(A)
+    (move,) = it.moves(Direction.PROMOTE)
+    it.clock.now_s += 29
+    it.stack.tick()
+    assert hold.failure is None and it.stack.has_moves_alive()
+    it.clock.now_s += 1
+    it.stack.tick()
+    assert hold.failure is HoldFailure.TIMEOUT and not it.stack.has_moves_alive()
+    # The space stays reserved, so nobody else is given it while the medium may still write.
+    slots = [it.near.reserve(bytes([number]), CHUNK) for number in range(7)]
+    assert all(isinstance(slot, Slot) for slot in slots)
+    assert move.near not in slots
+    it.end([move])
+    assert it.near.lookup(A) is LookupResult.HIT
+
+
+@pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.IO])
+def test_a_chunk_that_cannot_be_read_is_never_offered_again(reason: FailureReason) -> None:
+    it = Stack()
+    it.put_far(A, B)
+    hold = it.hold(A, B)
+    first, second = it.moves(Direction.PROMOTE)
+    it.end([first], Failure(reason))
+    assert hold.failure is HoldFailure.LOST
+    it.end([second])
+    assert it.stack.lookup(A) is LookupResult.MISS and it.stack.lookup(B) is LookupResult.HIT
+
+
+def test_a_busy_medium_costs_no_chunk() -> None:
+    it = Stack()
+    it.put_far(A)
+    hold = it.hold(A)
+    it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.BUSY))
+    assert hold.failure is HoldFailure.LOST and it.stack.lookup(A) is LookupResult.HIT
+
+
+def test_what_is_stored_cascades_once() -> None:
+    it = Stack()
+    it.store(A)
+    (move,) = it.moves(Direction.CASCADE)
+    assert it.near.pin(A) is not None and it.far.lookup(A) is LookupResult.PENDING
+    it.end([move])
+    assert it.far.lookup(A) is LookupResult.HIT
+    it.stack.cascade(A)
+    assert it.stack.take_moves() == []
+
+
+def test_what_cascades_cannot_be_evicted_before_it_was_read() -> None:
+    it = Stack(near_chunks=1)
+    it.store(A)
+    moves = it.moves(Direction.CASCADE)
+    assert it.stack.reserve(B, CHUNK) is Refusal.NO_ROOM
+    it.end(moves)
+    assert isinstance(it.stack.reserve(B, CHUNK), Slot)
+
+
+def test_a_full_way_down_drops_and_counts() -> None:
+    it = Stack(cascading_share=0.25)
+    it.store(A, B, C)
+    assert len(it.moves(Direction.CASCADE)) == 2
+    assert it.stack.take_counts().cascades == {"dropped_busy": 1}
+
+
+def test_a_failed_cascade_leaves_the_fast_tier_as_it_was() -> None:
+    it = Stack()
+    it.store(A)
+    it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO, "no space"))
+    assert it.near.lookup(A) is LookupResult.HIT and it.far.lookup(A) is LookupResult.MISS
+
+
+def test_bytes_that_changed_in_the_fast_tier_are_withdrawn_from_both() -> None:
+    it = Stack()
+    it.store(A)
+    it.end(it.moves(Direction.CASCADE), Failure(FailureReason.CHECKSUM))
+    assert it.stack.lookup(A) is LookupResult.MISS
+
+
+def test_a_reset_fails_claims_and_nothing_that_moved_is_offered_afterwards() -> None:
+    it = Stack()
+    it.put_far(A)
+    hold = it.hold(A)
+    it.store(B)
+    moves = it.stack.take_moves()
+    it.stack.clear()
+    assert hold.failure is HoldFailure.LOST
+    it.end(moves)
+    assert [it.stack.lookup(key) for key in (A, B)] == [LookupResult.MISS] * 2
+    assert it.near.used_bytes == 0 and it.far.used_bytes == 0
+
+
+def test_the_breaker_hides_a_dead_tier_and_lets_it_come_back() -> None:
+    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=2, first_pause_s=5.0, longest_pause_s=8.0))
+    it.put_far(A, B, C)
+    generation = it.stack.generation
+    for key in (A, B):
+        it.stack.acquire(key.hex(), [key])
+    it.stack.take_moves()
+    it.clock.now_s += 30
+    it.stack.tick()
+    assert it.stack.breaker_state is BreakerState.OPEN and it.stack.generation != generation
+    assert it.stack.lookup(C) is LookupResult.MISS and it.stack.leading([C]) == 0 and it.stack.last_held([C]) is None
+    it.store(b"d")
+    assert it.stack.take_moves() == []
+    it.clock.now_s += 5
+    it.stack.tick()
+    assert it.stack.breaker_state is BreakerState.PROBING and it.stack.lookup(C) is LookupResult.HIT
+
+
+def probing() -> Stack:
+    it = Stack(breaker=BreakerOptions(failures=1, first_pause_s=5.0, longest_pause_s=8.0))
+    it.put_far(A, B)
+    it.hold(A)
+    it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
+    it.clock.now_s += 5
+    it.stack.tick()
+    assert it.stack.breaker_state is BreakerState.PROBING
+    return it
+
+
+def test_a_probe_that_succeeds_closes_the_breaker() -> None:
+    it = probing()
+    it.hold(B)
+    it.end(it.moves(Direction.PROMOTE))
+    assert it.stack.breaker_state is BreakerState.CLOSED
+
+
+def test_a_probe_that_fails_opens_it_for_longer_within_a_bound() -> None:
+    it = probing()
+    for pause_s in (8, 8):
+        it.put_far(B) if it.far.lookup(B) is LookupResult.MISS else None
+        it.hold(B)
+        it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
+        assert it.stack.breaker_state is BreakerState.OPEN
+        it.clock.now_s += pause_s - 1
+        it.stack.tick()
+        assert it.stack.breaker_state is BreakerState.OPEN
+        it.clock.now_s += 1
+        it.stack.tick()
+        assert it.stack.breaker_state is BreakerState.PROBING
+
+
+def test_counts_say_what_moved_since_they_were_taken() -> None:
+    it = Stack()
+    it.put_far(A)
+    it.hold(A)
+    it.end(it.moves(Direction.PROMOTE))
+    it.store(B)
+    it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO))
+    counts = it.stack.take_counts()
+    assert counts.promotions == {"done": 1} and counts.promoted_bytes == CHUNK
+    assert counts.cascades == {"failed": 1} and counts.cascaded_bytes == 0 and counts.failures == {"io": 1}
+    assert it.stack.take_counts().promotions == {}
+
+
+def test_options_that_cannot_work_are_refused() -> None:
+    for make in (
+        lambda: StackOptions(load_timeout_s=0),
+        lambda: StackOptions(promoting_share=0),
+        lambda: StackOptions(cascading_share=1.5),
+        lambda: BreakerOptions(failures=0),
+        lambda: BreakerOptions(first_pause_s=9, longest_pause_s=8),
+    ):
+        with pytest.raises(TierConfigurationError):
+            make()
