@@ -116,7 +116,7 @@ def stored_views(engine: Engine, key: bytes) -> Iterator[memoryview]:
 
     So a test can corrupt what no checksum can see, and prove that its own comparison would.
     """
-    index = engine.connector._index
+    index = engine.connector._scheduler._stack.near
     arena = engine.worker_connector._worker._arena
     slot = index.pin(key)
     assert slot is not None, "nothing is stored under this key"

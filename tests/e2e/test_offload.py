@@ -18,7 +18,7 @@ def one_by_one(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Result]
 
 
 def restorable(engine: Engine, prompt: Sequence[int]) -> int:
-    chunk: int = engine.connector._layout.spec.chunk_tokens
+    chunk: int = engine.connector._scheduler._layout.spec.chunk_tokens
     return (len(prompt) - 1) // chunk * chunk
 
 
@@ -89,7 +89,7 @@ def test_eight_requests_that_share_prefixes_equal_the_engines_own_hits(
 
 def test_an_answer_is_part_of_the_next_prompts_prefix(engine: Engine, audit: Audit, kind: str) -> None:
     """A turn of a conversation: the prompt is the last prompt, its answer and some more."""
-    if any(group.kind is GroupKind.RECURRENT for group in engine.connector._layout.spec.groups):
+    if any(group.kind is GroupKind.RECURRENT for group in engine.connector._scheduler._layout.spec.groups):
         pytest.skip("the engine keeps no recurrent state inside an answer, so nothing beyond the prompt can come back")
     first = make_prompt(exact_prompt_lengths(kind, 1)[0], seed=300)
     answer = engine.generate([first], max_tokens=200)[0]
@@ -102,7 +102,7 @@ def test_an_answer_is_part_of_the_next_prompts_prefix(engine: Engine, audit: Aud
 
 
 def test_a_group_whose_stored_pages_are_zeroed_is_seen(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
-    for group_index in engine.connector._layout.spec.stored_groups:
+    for group_index in engine.connector._scheduler._layout.spec.stored_groups:
         engine.connector.reset_cache()
         engine.reset_prefix_cache()
         audit.stored.clear()
@@ -125,7 +125,7 @@ def test_a_group_whose_stored_pages_are_zeroed_is_seen(engine: Engine, audit: Au
 def test_the_recurrent_state_of_another_boundary_is_seen(
     engine: Engine, audit: Audit, prompts: list[list[int]]
 ) -> None:
-    groups = engine.connector._layout.spec.groups
+    groups = engine.connector._scheduler._layout.spec.groups
     recurrent = [i for i, group in enumerate(groups) if group.kind is GroupKind.RECURRENT]
     if not recurrent:
         pytest.skip("this model has no recurrent group")
@@ -149,8 +149,8 @@ def test_one_flipped_bit_is_a_recompute_and_never_an_answer(
     cold = one_by_one(engine, prompts)
     engine.reset_prefix_cache()
     arena = engine.worker_connector._worker._arena
-    index = engine.connector._index
-    for group_index in engine.connector._layout.spec.stored_groups:
+    index = engine.connector._scheduler._stack.near
+    for group_index in engine.connector._scheduler._layout.spec.stored_groups:
         key = audit.keys_of(group_index)[-1]
         slot = index.pin(key)
         arena.views(slot)[-1][-1] ^= 1

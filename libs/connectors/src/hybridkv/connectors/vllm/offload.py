@@ -22,14 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, decode_config, format_size
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm import compat, tiers
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.messages import StepPlan
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder
-from hybridkv.connectors.vllm.tiers import arena_sizes, build_mover, build_stack, clock
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import GroupKind
 from hybridkv.tiers.ram import RamArena
@@ -67,7 +66,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         _refuse_second(self, transfer.engine_id, role)
         config = decode_config(transfer.kv_connector_extra_config)
         layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens)
-        sizes = arena_sizes(config, layout)
+        sizes = tiers.arena_sizes(config, layout)
         self._engine_id = transfer.engine_id
         self._recorder = Recorder()
         self._scheduler: OffloadScheduler | None = None
@@ -75,9 +74,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = OffloadScheduler(
                 layout,
-                build_stack(config, layout, sizes),
+                tiers.build_stack(config, layout, sizes),
                 LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config)),
-                Deadlines(config.lookup_timeout_seconds, config.load_timeout_seconds, clock),
+                Deadlines(config.lookup_timeout_seconds, config.load_timeout_seconds, tiers.clock),
                 self._recorder,
             )
             _say_what_was_understood(vllm_config, config, layout)
@@ -85,8 +84,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             arena = RamArena(sizes.rank_bytes, sizes.granule_bytes)
             stores = CpuCopyEngine()
             loads = stores if config.load == "async" else InlineCopyEngine()
-            paths = CopyPaths(stores, loads, config.load_timeout_seconds, clock)
-            mover = build_mover(config, layout, arena, compat.rank(vllm_config))
+            paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
+            mover = tiers.build_mover(config, layout, arena, compat.rank(vllm_config))
             self._worker = OffloadWorker(layout, arena, paths, self._recorder, mover)
         _live.add(self)
 

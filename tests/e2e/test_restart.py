@@ -1,0 +1,102 @@
+"""What one process stored, the next one serves: with equal tokens and log-probabilities, however the first one ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import restart_process
+from harness import scratch_directory
+
+START_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a process left behind."""
+
+    results: list[dict[str, Any]]
+    log: str
+
+    @property
+    def cached(self) -> list[int]:
+        return [result["cached"] for result in self.results]
+
+    @property
+    def outputs(self) -> list[Any]:
+        return [(result["tokens"], result["logprobs"]) for result in self.results]
+
+
+def live(kind: str, directory: Path, end: str, *more: str) -> Life:
+    output = directory / "results.json"
+    output.unlink(missing_ok=True)
+    arguments = ["--kind", kind, "--directory", str(directory), "--output", str(output), "--end", end, *more]
+    # Without PYTHONHASHSEED: what is stored must be found by processes that hash strings differently.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"
+    process = subprocess.run(
+        [sys.executable, restart_process.__file__, *arguments],
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        timeout=START_S,
+        check=False,
+    )
+    log = (process.stdout + process.stderr).decode(errors="replace")
+    assert process.returncode == (0 if end == "clean" else -signal.SIGKILL), log
+    return Life(json.loads(output.read_text()), log)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return scratch_directory(tmp_path_factory.mktemp("restart"))
+
+
+@pytest.fixture(scope="module")
+def lives(kind: str, directory: Path) -> list[Life]:
+    """Four processes on one directory, each of which ends in another way."""
+    return [live(kind, directory, end) for end in ("killed-early", "clean", "killed", "clean")]
+
+
+def test_every_process_answers_the_same_to_the_last_digit(lives: list[Life]) -> None:
+    cold = lives[0]
+    assert cold.cached == [0, 0, 0]
+    for life in lives[1:]:
+        assert life.outputs == cold.outputs
+
+
+@pytest.mark.parametrize("number", [2, 3], ids=["after a clean end", "after SIGKILL"])
+def test_a_new_process_hits_what_is_on_disk(lives: list[Life], number: int, kind: str) -> None:
+    for cached, prompt in zip(lives[number].cached, restart_process.prompts(kind), strict=True):
+        assert len(prompt) - 256 <= cached < len(prompt)
+
+
+def test_another_dtype_in_the_same_directory_misses_and_says_why(
+    lives: list[Life], kind: str, directory: Path
+) -> None:
+    if kind == "qwen3-next":
+        pytest.skip("this model runs in bfloat16 alone")
+    other = live(kind, directory, "clean", "--dtype", "bfloat16")
+    assert other.cached == [0, 0, 0]
+    assert "dtype" in other.log and "another cache" in other.log, other.log
+
+
+def test_a_flipped_bit_on_disk_is_a_recompute(lives: list[Life], kind: str, directory: Path) -> None:
+    """Last, because it leaves a damaged store behind."""
+    for path in (directory / "cache").rglob("segment-*"):
+        with path.open("r+b") as file:
+            content = file.read()
+            for page in range(4096, len(content.rstrip(b"\0")), 4096):
+                file.seek(page + 2048)
+                file.write(bytes([content[page + 2048] ^ 1]))
+    damaged = live(kind, directory, "clean")
+    assert damaged.outputs == lives[0].outputs
+    assert damaged.cached == [0, 0, 0]

@@ -1,0 +1,255 @@
+"""A disk under the RAM tier: nothing that it does, fails to do or does too late reaches the engine as a wrong byte."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm import CONNECTOR, register, tiers
+from hybridkv.planner import GroupKind
+from hybridkv.tiers import FailureReason
+from hybridkv.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
+from hybridkv.tiers.stack import StackCounts, TierStack
+from oracle.engine import OracleEngine
+from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix
+from oracle.profile import profile
+from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
+from oracle.settings import Connector, EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hybridkv.tiers import TierMedium
+
+SMALL = 16
+"""Chunks of each group that the RAM tier of these tests has room for: too few for a scenario."""
+SOON_S = 0.3
+"""Deadline where something never comes."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    register()
+
+
+def stacked(mix: Mix, directory: str | Path, load: str = "async", **more: Any) -> Connector:
+    # The smallest chunk takes a granule of 4 KiB.
+    ram = {"type": "ram", "capacity": SMALL * 4096 * (len(mix.groups) + 1)}
+    disk = {"type": "disk", "path": str(directory), "capacity": "64MiB", "fsync": "none", "direct": False}
+    return Connector(CONNECTOR, {"chunk_tokens": mix.alignment_tokens, "tiers": [ram, disk], "load": load, **more})
+
+
+class Moved:
+    """What the stacks of a test counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.total: dict[str, int] = {}
+        take = TierStack.take_counts
+
+        def counting(stack: TierStack) -> StackCounts:
+            counts = take(stack)
+            for name, results in (("promoted", counts.promotions), ("cascaded", counts.cascades)):
+                for result, number in results.items():
+                    self.add(f"{name} {result}", number)
+            self.add("timeouts", counts.timeouts)
+            self.add("openings", counts.breaker_openings)
+            for reason, number in counts.failures.items():
+                self.add(f"failed {reason}", number)
+            return counts
+
+        monkeypatch.setattr(TierStack, "take_counts", counting)
+
+    def add(self, name: str, number: int) -> None:
+        self.total[name] = self.total.get(name, 0) + number
+
+    def __getitem__(self, name: str) -> int:
+        return self.total.get(name, 0)
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
+    return Moved(monkeypatch)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultPlan]]:
+    """The plan in this list, the first, is what the disk media that are built do."""
+    plans = [FaultPlan()]
+    build = tiers.disk_medium
+
+    def disk_medium(*arguments: Any) -> TierMedium | None:
+        medium = build(*arguments)
+        return None if medium is None else FaultInjectingMedium(medium, plans[0])
+
+    monkeypatch.setattr(tiers, "disk_medium", disk_medium)
+    yield plans
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_what_fell_out_of_ram_comes_back_from_disk_and_never_corrupts(mix: Mix, load: str, moved: Moved) -> None:
+    tally = Tally()
+
+    @profile(40)
+    @given(scenarios(mix))
+    def check(scenario: Scenario) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            tally.add(run(mix, with_connector(scenario, stacked(mix, directory, load))))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 5, tally
+    assert moved["promoted done"] > 0 and moved["cascaded done"] > 0, moved.total
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_another_engine_on_the_same_directory_hits_what_the_first_one_stored(mix: Mix, moved: Moved) -> None:
+    tally = Tally()
+
+    @profile(30)
+    @given(scenarios(mix))
+    def check(scenario: Scenario) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            chosen = with_connector(scenario, stacked(mix, directory))
+            run(mix, chosen)
+            before = moved["promoted done"]
+            first_wave = Scenario(chosen.settings, chosen.prompts, chosen.waves[:1])
+            tally.add(run(mix, first_wave))
+            moved.add("scenarios with promotions after the restart", moved["promoted done"] > before)
+
+    check()
+    assert moved["scenarios with promotions after the restart"] > tally.scenarios // 10, moved.total
+
+
+fault_rules = st.builds(
+    Rule,
+    st.sampled_from([Operation.LOAD, Operation.STORE]),
+    st.one_of(
+        st.builds(Fail, st.sampled_from([FailureReason.IO, FailureReason.CHECKSUM, FailureReason.BUSY])),
+        st.builds(Delay, st.integers(1, 30)),
+        st.just(Drop()),
+    ),
+    nth=st.sampled_from([None, 1, 2, 3, 5, 8]),
+)
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_a_disk_that_fails_stalls_and_forgets_costs_time_and_nothing_else(
+    mix: Mix, moved: Moved, faulty: list[FaultPlan]
+) -> None:
+    tally = Tally()
+
+    @profile(40)
+    @given(scenarios(mix), st.lists(fault_rules, min_size=1, max_size=3))
+    def check(scenario: Scenario, rules: list[Rule]) -> None:
+        faulty[0] = FaultPlan(tuple(rules))
+        with tempfile.TemporaryDirectory() as directory:
+            connector = stacked(mix, directory, load_timeout_seconds=SOON_S, lookup_timeout_seconds=SOON_S)
+            tally.add(run(mix, with_connector(scenario, connector)))
+
+    check()
+    assert moved["timeouts"] > 0 and sum(moved[f"failed {reason}"] for reason in ("io", "checksum", "busy")) > 0
+
+
+@pytest.mark.parametrize("mix", [GEMMA3, GPT_OSS, QWEN3_NEXT], ids=lambda mix: mix.name)
+def test_bits_that_flip_on_disk_are_computed_again(mix: Mix, moved: Moved) -> None:
+    tally = Tally()
+
+    @profile(30)
+    @given(scenarios(mix), st.integers(0, 1 << 32))
+    def check(scenario: Scenario, seed: int) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            chosen = with_connector(scenario, stacked(mix, directory))
+            run(mix, chosen)
+            flip_bits(Path(directory), Random(seed))
+            tally.add(run(mix, chosen))
+
+    check()
+    assert moved["failed checksum"] + moved["failed wrong_key"] > 0, moved.total
+
+
+def flip_bits(directory: Path, random: Random) -> None:
+    """One bit in every 4 KiB of what is written."""
+    for path in directory.rglob("segment-*"):
+        content = bytearray(path.read_bytes())
+        used = len(bytes(content).rstrip(b"\0"))
+        for page in range(4096, used, 4096):
+            content[page + random.randrange(min(4096, used - page))] ^= 1 << random.randrange(8)
+        path.write_bytes(content)
+
+
+def storing(mix: Mix, directory: Path, num_prompts: int = 1) -> OracleEngine:
+    """An engine that has stored some prompts, which then fell out of its own cache and out of RAM."""
+    settings = EngineSettings(num_blocks=400, max_step_tokens=64, retention_tokens=0, connector=stacked(mix, directory))
+    engine = OracleEngine(mix, settings)
+    for number in range(num_prompts):
+        engine.submit(f"cold-{number}", prompt(number), 2)
+        engine.drain()
+    engine.reset_prefix_cache()
+    stack_of(engine).near.clear()
+    return engine
+
+
+def prompt(number: int) -> list[int]:
+    generator = Random(number)
+    return [generator.randrange(200) for _ in range(200)]
+
+
+def stack_of(engine: OracleEngine) -> TierStack:
+    return engine.scheduler_connector._scheduler._stack  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_path: Path, moved: Moved) -> None:
+    """Every group but one is on disk, whole: not a byte of it is of use, so not a byte is read."""
+    with storing(mix, tmp_path) as engine:
+        connector = engine.scheduler_connector._scheduler  # type: ignore[union-attr]
+        spec, stack = connector._layout.spec, stack_of(engine)
+        scarce = [i for i in spec.stored_groups if spec.groups[i].kind is not GroupKind.FULL] or [0]
+        hashes = next(iter(connector._requests.all())).prefix_hashes() if connector._requests.all() else None
+        assert hashes is None, "the request has ended"
+        engine.submit("warm", prompt(0), 2)
+        hashes = connector._requests.get("warm").prefix_hashes()
+        for end in range(spec.chunk_tokens, len(prompt(0)) + 1, spec.chunk_tokens):
+            stack.far.invalidate(connector._layout.key(scarce[-1], hashes, end))  # type: ignore[union-attr]
+        engine.drain()
+        assert engine.restored_tokens == 0
+        assert moved["promoted done"] == 0 and stack.take_counts().promoted_bytes == 0
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_only_what_the_boundary_needs_is_read_from_disk(mix: Mix, tmp_path: Path, moved: Moved) -> None:
+    with storing(mix, tmp_path) as engine:
+        connector = engine.scheduler_connector._scheduler  # type: ignore[union-attr]
+        num_keys = stack_of(engine).far.num_keys  # type: ignore[union-attr]
+        engine.submit("warm", prompt(0), 2)
+        engine.drain()
+        assert engine.restored_tokens > 0
+        spec = connector._layout.spec
+        if any(group.kind is not GroupKind.FULL for group in spec.groups):
+            assert 0 < moved["promoted done"] < num_keys
+
+
+def test_a_request_whose_disk_never_answers_is_computed_after_its_deadline(
+    tmp_path: Path, moved: Moved, faulty: list[FaultPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(tiers, "clock", lambda: now_s[0])
+    faulty[0] = FaultPlan((Rule(Operation.LOAD, Drop()),))
+    with storing(GPT_OSS, tmp_path, 2) as engine:
+        engine.submit("warm", prompt(0), 2)
+        for _ in range(20):
+            assert not engine.step(), "the request runs before its deadline"
+        now_s[0] = 29.9
+        assert not engine.step()
+        now_s[0] = 30.1
+        engine.drain()
+        assert engine.restored_tokens == 0
+        engine.check_idle()
+        engine.scheduler_connector.get_kv_connector_stats()  # type: ignore[union-attr]
+        assert moved["timeouts"] == 1
