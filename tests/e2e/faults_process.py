@@ -1,0 +1,128 @@
+"""An engine whose disk tier is made to fail in one way after another, as a process of its own.
+
+Faults of a file system are real ones: the directory is removed, the file system is full, or mounted read-only. What no
+file system here does on command, a read that never ends or fails, is injected below the tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import restart_process
+from harness import Engine, running_engine
+
+from hybridkv.connectors.vllm import tiers
+from hybridkv.tiers import TierMedium
+from hybridkv.tiers.faults import Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
+from hybridkv.tiers.faults.plan import Trigger
+from hybridkv.tiers.stack import Breaker
+
+LOAD_TIMEOUT_S = 2.0
+MEDIA: list[FaultInjectingMedium] = []
+
+
+def inject_below_the_tier() -> None:
+    """Every disk medium that is built from now on can be told to fail."""
+    build = tiers.disk_medium
+
+    def disk_medium(*arguments: Any) -> TierMedium | None:
+        inner = build(*arguments)
+        if inner is None:
+            return None
+        MEDIA.append(FaultInjectingMedium(inner, FaultPlan()))
+        return MEDIA[-1]
+
+    tiers.disk_medium = disk_medium  # type: ignore[assignment]
+
+
+def plan(*rules: Rule) -> None:
+    for medium in MEDIA:
+        medium._trigger = Trigger(FaultPlan(rules))
+
+
+def remove(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def mount(*options: str) -> None:
+    subprocess.run(["mount", *options], check=True)
+
+
+def injected(directory: Path) -> dict[str, Callable[[], object]]:
+    """Faults that need no rights of an administrator, the last one for good."""
+    return {
+        "none": lambda: None,
+        "stalled": lambda: plan(Rule(Operation.LOAD, Drop())),
+        "failing": lambda: plan(Rule(Operation.LOAD, Fail())),
+        "removed": lambda: remove(directory),
+    }
+
+
+def mounted(directory: Path) -> dict[str, Callable[[], object]]:
+    """Faults of a small file system of its own, which is full from the beginning."""
+    return {
+        "full": lambda: None,
+        "read-only": lambda: mount("-o", "remount,ro", str(directory)),
+    }
+
+
+def warm(engine: Engine, kind: str, fault: Callable[[], object]) -> dict[str, Any]:
+    """The prompts again, from disk as far as it still works."""
+    stack = engine.connector._scheduler._stack
+    stack._breaker = Breaker()
+    engine.reset_prefix_cache()
+    stack.near.clear()
+    stack.take_counts()
+    plan()
+    fault()
+    started_s = time.monotonic()
+    results = restart_process.run(engine, kind, drain=True)
+    counts = stack.take_counts()
+    return {
+        "results": results,
+        "seconds": time.monotonic() - started_s,
+        "promotions": {str(result): number for result, number in counts.promotions.items()},
+        "timeouts": counts.timeouts,
+        "failures": counts.failures,
+        "openings": counts.breaker_openings,
+        "disk_bytes": stack.far.used_bytes,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--mount", action="store_true", help="put the cache on a small file system; needs the right to")
+    chosen = parser.parse_args()
+    cache = chosen.directory / "faulty"
+    cache.mkdir(mode=0o700)
+    if chosen.mount:
+        mount("-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(cache))
+    disk = {"type": "disk", "path": str(cache), "capacity": "256MiB"}
+    extra = {"tiers": [{"type": "ram", "capacity": "64MiB"}, disk], "load_timeout_seconds": LOAD_TIMEOUT_S}
+    config = {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    inject_below_the_tier()
+    with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config) as engine:
+        lives = {"cold": {"results": restart_process.run(engine, chosen.kind, drain=True)}}
+        faults = mounted(cache) if chosen.mount else injected(cache)
+        for name, fault in faults.items():
+            lives[name] = warm(engine, chosen.kind, fault)
+        chosen.output.write_text(json.dumps(lives))
+
+
+if __name__ == "__main__":
+    main()
