@@ -81,6 +81,11 @@ class RamIndexMachine(RuleBasedStateMachine):
     def touch(self, touched: list[bytes]) -> None:
         self.both("touch", touched)
 
+    @rule(asked=st.lists(keys, max_size=6))
+    def ask_about_many(self, asked: list[bytes]) -> None:
+        for question in ("leading", "last_held", "any_pending"):
+            self.both(question, asked)
+
     @rule()
     def take_counts(self) -> None:
         assert self.ram.take_counts() == self.reference.take_counts()

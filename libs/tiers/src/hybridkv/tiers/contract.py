@@ -154,6 +154,18 @@ class TierIndex(Protocol):
         """HIT when committed, PENDING when reserved, else MISS. Changes nothing, recency included."""
         ...
 
+    def leading(self, keys: Iterable[Key]) -> int:
+        """How many keys in a row, from the first, are HIT or PENDING. Changes nothing, as the next two."""
+        ...
+
+    def last_held(self, keys: Sequence[Key]) -> int | None:
+        """The position of the last key that is HIT or PENDING, None if none is."""
+        ...
+
+    def any_pending(self, keys: Iterable[Key]) -> bool:
+        """Whether one of the keys is PENDING."""
+        ...
+
     def touch(self, keys: Iterable[Key]) -> None:
         """Make committed keys the most recently used, the last one most; other keys are passed over."""
         ...

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, is_protocol_error, reserved
-from hybridkv.tiers.contract import Refusal, TierIndex
+from hybridkv.tiers.contract import Key, Refusal, TierCounts, TierIndex
 
 A, B, C = b"key a", b"key b", b"key c"
+
+
+def assert_answers_agree(index: TierIndex, keys: Sequence[Key]) -> None:
+    """What an index says of many keys at once is what it says of each."""
+    answers = [index.lookup(key) for key in keys]
+    held = [answer is not LookupResult.MISS for answer in answers]
+    assert index.leading(keys) == len(list(itertools.takewhile(bool, held)))
+    assert index.leading(list(keys)) == index.leading(iter(keys))
+    assert index.last_held(keys) == max((place for place, is_held in enumerate(held) if is_held), default=None)
+    assert index.any_pending(keys) == (LookupResult.PENDING in answers)
 
 
 class IndexConformance(TierSuite):
@@ -170,6 +183,46 @@ class IndexConformance(TierSuite):
         index.lookup(A)
         assert index.reserve(B, CHUNK_BYTES) is Refusal.NO_ROOM
         assert index.generation == before
+
+    def test_a_question_about_many_keys_is_answered_as_one_by_one_in_every_state(self) -> None:
+        index, keys = self.make_index_in_every_state()
+        for asked in itertools.chain(itertools.product(keys, repeat=3), [(), tuple(keys)]):
+            assert_answers_agree(index, asked)
+
+    def test_a_question_about_many_keys_takes_any_iterable(self) -> None:
+        index = self.make_index(2)
+        committed(index, A)
+        reserved(index, B)
+        assert index.leading(iter([A, B, C, A])) == 2
+        assert index.any_pending(iter([C, A, B]))
+        assert (index.leading(iter(())), index.any_pending(iter(()))) == (0, False)
+
+    def test_a_question_about_many_keys_changes_nothing(self) -> None:
+        index = self.make_index(2)
+        committed(index, A, B)
+        index.take_counts()
+        before = (index.generation, index.used_bytes, index.num_keys)
+        assert (index.leading([A, C]), index.last_held([A, C]), index.any_pending([A, C])) == (1, 0, False)
+        assert (index.generation, index.used_bytes, index.num_keys) == before
+        assert index.take_counts() == TierCounts()
+        committed(index, C)
+        assert (index.lookup(A), index.lookup(B)) == (LookupResult.MISS, LookupResult.HIT), "asking is no use"
+
+    def make_index_in_every_state(self) -> tuple[TierIndex, list[Key]]:
+        """Keys: unknown, reserved, committed, pinned, doomed while written, doomed while pinned, withdrawn, aborted."""
+        index = self.make_index(8)
+        names = ("unknown", "reserved", "committed", "pinned", "doomed_write", "doomed_read", "withdrawn", "aborted")
+        keys = [name.encode() for name in names]
+        _, reserved_key, committed_key, pinned, doomed_write, doomed_read, withdrawn, aborted = keys
+        for key in (reserved_key, doomed_write, aborted):
+            reserved(index, key)
+        committed(index, committed_key, pinned, doomed_read, withdrawn)
+        for key in (pinned, doomed_read):
+            assert index.pin(key) is not None
+        for key in (doomed_write, doomed_read, withdrawn):
+            assert index.invalidate(key)
+        index.abort(aborted)
+        return index, keys
 
     def test_counts_say_what_happened_since_they_were_taken(self) -> None:
         index = self.make_index(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts, TierIndex
@@ -35,6 +35,15 @@ class FaultInjectingIndex:
 
     def lookup(self, key: Key) -> LookupResult:
         return self._inner.lookup(key)
+
+    def leading(self, keys: Iterable[Key]) -> int:
+        return self._inner.leading(keys)
+
+    def last_held(self, keys: Sequence[Key]) -> int | None:
+        return self._inner.last_held(keys)
+
+    def any_pending(self, keys: Iterable[Key]) -> bool:
+        return self._inner.any_pending(keys)
 
     def touch(self, keys: Iterable[Key]) -> None:
         self._inner.touch(keys)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts
@@ -51,7 +51,9 @@ class RamIndex:
         # Committed and unpinned, least recently used first: exactly what may be evicted.
         self._evictable: OrderedDict[Key, _Entry] = OrderedDict()
         self._num_evictable_granules = 0
-        self._num_doomed = 0
+        # Sets beside the entries, because a set answers for many keys in one call: reserved or committed, and reserved.
+        self._held: set[Key] = set()
+        self._pending: set[Key] = set()
         self._generation = 0
         self._is_closed = False
         self._tally = Tally()
@@ -70,7 +72,7 @@ class RamIndex:
 
     @property
     def num_keys(self) -> int:
-        return len(self._entries) - self._num_doomed
+        return len(self._held)
 
     @property
     def generation(self) -> int:
@@ -79,6 +81,32 @@ class RamIndex:
     def lookup(self, key: Key) -> LookupResult:
         entry = self._entries.get(key)
         return LookupResult.MISS if entry is None else entry.state.answer
+
+    def leading(self, keys: Iterable[Key]) -> int:
+        held = self._held
+        if isinstance(keys, list | tuple) and held.issuperset(keys):
+            return len(keys)
+        place = -1
+        for place, key in enumerate(keys):
+            if key not in held:
+                return place
+        return place + 1
+
+    def last_held(self, keys: Sequence[Key]) -> int | None:
+        held = self._held
+        if not keys:
+            return None
+        place = len(keys) - 1
+        if keys[place] in held:
+            return place
+        if held.isdisjoint(keys):
+            return None
+        while keys[place] not in held:
+            place -= 1
+        return place
+
+    def any_pending(self, keys: Iterable[Key]) -> bool:
+        return bool(self._pending) and not self._pending.isdisjoint(keys)
 
     def touch(self, keys: Iterable[Key]) -> None:
         for key in keys:
@@ -96,6 +124,8 @@ class RamIndex:
             self._evict_oldest()
         slot = self._granules.take(num_bytes)
         self._entries[key] = _Entry(slot, num_granules)
+        self._held.add(key)
+        self._pending.add(key)
         self._generation += 1
         self._tally.reservations += 1
         return slot
@@ -114,6 +144,7 @@ class RamIndex:
     def _evict_oldest(self) -> None:
         key, entry = self._evictable.popitem(last=False)
         self._num_evictable_granules -= entry.num_granules
+        self._held.remove(key)
         self._forget(key, entry)
         self._generation += 1
         self._tally.evictions += 1
@@ -122,10 +153,10 @@ class RamIndex:
     def commit(self, key: Key) -> bool:
         entry = self._reserved_entry("commit", key)
         if entry.state is _State.DOOMED_WRITE:
-            self._num_doomed -= 1
             self._forget(key, entry)
             return False
         entry.state = _State.COMMITTED
+        self._pending.remove(key)
         self._make_evictable(key, entry)
         self._generation += 1
         self._tally.commits += 1
@@ -133,9 +164,8 @@ class RamIndex:
 
     def abort(self, key: Key) -> None:
         entry = self._reserved_entry("abort", key)
-        if entry.state is _State.DOOMED_WRITE:
-            self._num_doomed -= 1
-        else:
+        if entry.state is _State.RESERVED:
+            self._withdraw(key)
             self._generation += 1
         self._forget(key, entry)
         self._tally.aborts += 1
@@ -152,12 +182,11 @@ class RamIndex:
         entry = self._entries.get(key)
         if entry is None or entry.state in (_State.DOOMED_WRITE, _State.DOOMED_READ):
             return False
+        self._withdraw(key)
         if entry.state is _State.RESERVED:
             entry.state = _State.DOOMED_WRITE
-            self._num_doomed += 1
         elif entry.num_pins:
             entry.state = _State.DOOMED_READ
-            self._num_doomed += 1
         else:
             self._make_unevictable(key, entry)
             self._forget(key, entry)
@@ -184,7 +213,6 @@ class RamIndex:
         if entry.state is _State.COMMITTED:
             self._make_evictable(key, entry)
         else:
-            self._num_doomed -= 1
             self._forget(key, entry)
 
     def clear(self) -> int:
@@ -204,6 +232,10 @@ class RamIndex:
     def _make_unevictable(self, key: Key, entry: _Entry) -> None:
         del self._evictable[key]
         self._num_evictable_granules -= entry.num_granules
+
+    def _withdraw(self, key: Key) -> None:
+        self._held.remove(key)
+        self._pending.discard(key)
 
     def _forget(self, key: Key, entry: _Entry) -> None:
         del self._entries[key]

@@ -6,7 +6,7 @@ Other indices are tested against it. It is slow on purpose and not meant to serv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
@@ -65,6 +65,18 @@ class ReferenceIndex:
         if chunk is None or chunk.is_doomed:
             return LookupResult.MISS
         return LookupResult.PENDING if chunk.is_reserved else LookupResult.HIT
+
+    def leading(self, keys: Iterable[Key]) -> int:
+        return sum(1 for _ in itertools.takewhile(self._is_held, keys))
+
+    def last_held(self, keys: Sequence[Key]) -> int | None:
+        return max((place for place, key in enumerate(keys) if self._is_held(key)), default=None)
+
+    def any_pending(self, keys: Iterable[Key]) -> bool:
+        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+
+    def _is_held(self, key: Key) -> bool:
+        return self.lookup(key) is not LookupResult.MISS
 
     def touch(self, keys: Iterable[Key]) -> None:
         for key in keys:
