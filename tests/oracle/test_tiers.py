@@ -15,6 +15,7 @@ from hybridkv.connectors.vllm import CONNECTOR, register, tiers
 from hybridkv.planner import GroupKind
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
+from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import StackCounts, TierStack
 from oracle.engine import OracleEngine
 from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix
@@ -23,12 +24,12 @@ from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from hybridkv.tiers import TierMedium
 
-SMALL = 16
-"""Chunks of each group that the RAM tier of these tests has room for: too few for a scenario."""
+SMALL, LARGE = 5, 500
+"""Chunks of each group that a RAM tier has room for: too few for a scenario, and enough for any."""
 SOON_S = 0.3
 """Deadline where something never comes."""
 
@@ -38,9 +39,9 @@ def _registered() -> None:
     register()
 
 
-def stacked(mix: Mix, directory: str | Path, load: str = "async", **more: Any) -> Connector:
+def stacked(mix: Mix, directory: str | Path, load: str = "async", chunks: int = LARGE, **more: Any) -> Connector:
     # The smallest chunk takes a granule of 4 KiB.
-    ram = {"type": "ram", "capacity": SMALL * 4096 * (len(mix.groups) + 1)}
+    ram = {"type": "ram", "capacity": chunks * 4096 * (len(mix.groups) + 1)}
     disk = {"type": "disk", "path": str(directory), "capacity": "64MiB", "fsync": "none", "direct": False}
     return Connector(CONNECTOR, {"chunk_tokens": mix.alignment_tokens, "tiers": [ram, disk], "load": load, **more})
 
@@ -91,16 +92,30 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultPlan]]:
     yield plans
 
 
+def forget(random: Random) -> Callable[[OracleEngine, int], None]:
+    """A hook that now and then evicts from RAM everything that may be evicted."""
+
+    def before_step(engine: OracleEngine, step: int) -> None:
+        near = stack_of(engine).near
+        assert isinstance(near, RamIndex)
+        if random.random() < 0.2:
+            for key in list(near._evictable):
+                near.invalidate(key)
+
+    return before_step
+
+
 @pytest.mark.parametrize("load", ["async", "sync"])
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
 def test_what_fell_out_of_ram_comes_back_from_disk_and_never_corrupts(mix: Mix, load: str, moved: Moved) -> None:
     tally = Tally()
 
     @profile(40)
-    @given(scenarios(mix))
-    def check(scenario: Scenario) -> None:
+    @given(scenarios(mix), st.sampled_from((SMALL, LARGE)), st.integers(0, 1 << 32))
+    def check(scenario: Scenario, chunks: int, seed: int) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            tally.add(run(mix, with_connector(scenario, stacked(mix, directory, load))))
+            chosen = with_connector(scenario, stacked(mix, directory, load, chunks))
+            tally.add(run(mix, chosen, forget(Random(seed))))
 
     check()
     assert tally.with_restored > tally.scenarios // 5, tally
@@ -145,15 +160,15 @@ def test_a_disk_that_fails_stalls_and_forgets_costs_time_and_nothing_else(
     tally = Tally()
 
     @profile(40)
-    @given(scenarios(mix), st.lists(fault_rules, min_size=1, max_size=3))
-    def check(scenario: Scenario, rules: list[Rule]) -> None:
+    @given(scenarios(mix), st.lists(fault_rules, min_size=1, max_size=3), st.integers(0, 1 << 32))
+    def check(scenario: Scenario, rules: list[Rule], seed: int) -> None:
         faulty[0] = FaultPlan(tuple(rules))
         with tempfile.TemporaryDirectory() as directory:
             connector = stacked(mix, directory, load_timeout_seconds=SOON_S, lookup_timeout_seconds=SOON_S)
-            tally.add(run(mix, with_connector(scenario, connector)))
+            tally.add(run(mix, with_connector(scenario, connector), forget(Random(seed))))
 
     check()
-    assert moved["timeouts"] > 0 and sum(moved[f"failed {reason}"] for reason in ("io", "checksum", "busy")) > 0
+    assert moved["timeouts"] + sum(moved[f"failed {reason}"] for reason in ("io", "checksum", "busy")) > 0, moved.total
 
 
 @pytest.mark.parametrize("mix", [GEMMA3, GPT_OSS, QWEN3_NEXT], ids=lambda mix: mix.name)
@@ -185,7 +200,9 @@ def flip_bits(directory: Path, random: Random) -> None:
 
 def storing(mix: Mix, directory: Path, num_prompts: int = 1) -> OracleEngine:
     """An engine that has stored some prompts, which then fell out of its own cache and out of RAM."""
-    settings = EngineSettings(num_blocks=400, max_step_tokens=64, retention_tokens=0, connector=stacked(mix, directory))
+    settings = EngineSettings(
+        num_blocks=400, max_step_tokens=64, retention_tokens=None, connector=stacked(mix, directory)
+    )
     engine = OracleEngine(mix, settings)
     for number in range(num_prompts):
         engine.submit(f"cold-{number}", prompt(number), 2)
@@ -197,7 +214,7 @@ def storing(mix: Mix, directory: Path, num_prompts: int = 1) -> OracleEngine:
 
 def prompt(number: int) -> list[int]:
     generator = Random(number)
-    return [generator.randrange(200) for _ in range(200)]
+    return [generator.randrange(200) for _ in range(300)]
 
 
 def stack_of(engine: OracleEngine) -> TierStack:
@@ -210,13 +227,13 @@ def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_p
     with storing(mix, tmp_path) as engine:
         connector = engine.scheduler_connector._scheduler  # type: ignore[union-attr]
         spec, stack = connector._layout.spec, stack_of(engine)
-        scarce = [i for i in spec.stored_groups if spec.groups[i].kind is not GroupKind.FULL] or [0]
-        hashes = next(iter(connector._requests.all())).prefix_hashes() if connector._requests.all() else None
-        assert hashes is None, "the request has ended"
+        # A CHUNKED group needs nothing at some boundaries, a FULL one something at each.
+        groups = {spec.groups[i].kind: i for i in spec.stored_groups}
+        lacking = groups.get(GroupKind.RECURRENT, groups.get(GroupKind.WINDOW, groups.get(GroupKind.FULL)))
         engine.submit("warm", prompt(0), 2)
         hashes = connector._requests.get("warm").prefix_hashes()
         for end in range(spec.chunk_tokens, len(prompt(0)) + 1, spec.chunk_tokens):
-            stack.far.invalidate(connector._layout.key(scarce[-1], hashes, end))  # type: ignore[union-attr]
+            stack.far.invalidate(connector._layout.key(lacking, hashes, end))  # type: ignore[union-attr]
         engine.drain()
         assert engine.restored_tokens == 0
         assert moved["promoted done"] == 0 and stack.take_counts().promoted_bytes == 0

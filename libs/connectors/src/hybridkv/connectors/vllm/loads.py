@@ -198,7 +198,7 @@ class LoadPlanner:
 
         def lookup(group_index: int, end_token: int) -> LookupResult:
             result = tiers.lookup(self._layout.key(group_index, hashes, end_token))
-            if pending_is_miss and result is LookupResult.PENDING:
+            if (pending_is_miss or state.near_only) and result is LookupResult.PENDING:
                 return LookupResult.MISS
             return result
 
