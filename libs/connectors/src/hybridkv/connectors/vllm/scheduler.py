@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lookups import TierLookup
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.hashing import TokenHashes
+from hybridkv.hashing import KeyRuns, TokenHashes
 from hybridkv.planner import (
     Hit,
     LookupResult,
@@ -57,6 +58,7 @@ NULL_BLOCK = 0
 class _RequestState:
     request: Request
     hashes: TokenHashes | None
+    lookup: TierLookup
     stored_tokens: int = 0
     """Chunks that end here or before have been seen to."""
     is_storable: bool = True
@@ -116,6 +118,7 @@ class OffloadScheduler:
     def __init__(self, layout: CacheLayout, index: TierIndex, admission: LoadAdmission, recorder: Recorder) -> None:
         self._layout = layout
         self._index = index
+        self._runs = KeyRuns(len(layout.spec.stored_groups))
         self._admission = admission
         self._recorder = recorder
         self._pool: BlockPool | None = None
@@ -134,7 +137,9 @@ class OffloadScheduler:
             hashes = None
             if not self._layout.reuses_hashes:
                 hashes = self._layout.keys.token_hashes(partial(compat.extra_hash_bytes, request))
-            state = self._requests[request.request_id] = _RequestState(request, hashes)
+            state = self._requests[request.request_id] = _RequestState(
+                request, hashes, TierLookup(self._layout, self._index, self._runs)
+            )
         return state
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
@@ -177,15 +182,8 @@ class OffloadScheduler:
     def _longest_hit(
         self, state: _RequestState, num_tokens: int, computed_tokens: int, pending_is_miss: bool = False
     ) -> Hit | Pending | Miss:
-        hashes = self._prefix_hashes(state)
-
-        def lookup(group_index: int, end_token: int) -> LookupResult:
-            result = self._index.lookup(self._layout.key(group_index, hashes, end_token))
-            if pending_is_miss and result is LookupResult.PENDING:
-                return LookupResult.MISS
-            return result
-
-        return longest_hit(self._layout.spec, num_tokens, computed_tokens, lookup)
+        lookup = state.lookup.over(self._prefix_hashes(state), pending_is_miss)
+        return longest_hit(self._layout.spec, num_tokens, computed_tokens, lookup, lookup)
 
     def _prefix_hashes(self, state: _RequestState) -> Sequence[bytes]:
         if state.hashes is None:
@@ -221,9 +219,9 @@ class OffloadScheduler:
 
     def _pin(self, state: _RequestState, transfers: Iterable[Transfer], job: _LoadJob) -> tuple[Move, ...]:
         moves = []
-        hashes = self._prefix_hashes(state)
+        keys = state.lookup.over(self._prefix_hashes(state)).keys
         for transfer in transfers:
-            key = self._layout.key(transfer.group_index, hashes, transfer.end_token)
+            key = keys.key(transfer.group_index, transfer.end_token)
             slot = self._index.pin(key)
             if slot is None:
                 raise PlanError(
@@ -284,10 +282,11 @@ class OffloadScheduler:
         if not states and complete == state.seen:
             return
         state.seen = complete
+        derived = state.lookup.over(hashes).keys
         keys: dict[tuple[int, int], bytes] = {}
 
         def wanted(group_index: int, end_token: int) -> bool:
-            key = keys[group_index, end_token] = self._layout.key(group_index, hashes, end_token)
+            key = keys[group_index, end_token] = derived.key(group_index, end_token)
             stored = self._index.lookup(key)
             if stored is LookupResult.HIT:
                 self._index.touch((key,))
