@@ -1,7 +1,10 @@
 import hashlib
+from collections.abc import Iterable
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_fingerprint import CACHE, GROUP
 
 from hybridkv.hashing import KEY_BYTES, ChunkKeys, group_digest
@@ -10,6 +13,7 @@ PREFIX = [hashlib.sha256(bytes([i])).digest() for i in range(8)]
 WINDOW = msgspec.structs.replace(GROUP, kind="window", window_tokens=256)
 DRAFTER = msgspec.structs.replace(GROUP, kind="full", lookahead_tokens=64)
 KEYS = ChunkKeys(msgspec.structs.replace(CACHE, groups=(GROUP, WINDOW, DRAFTER)), 64)
+KEYS_OF_CACHE = ChunkKeys(CACHE, 64)
 
 
 def test_a_key_is_the_same_in_every_process_and_release() -> None:
@@ -59,9 +63,47 @@ def test_many_keys_at_once_are_the_keys_one_by_one() -> None:
         assert KEYS.keys(group, PREFIX, ends) == [KEYS.key(group, PREFIX, end) for end in ends]
 
 
-def test_many_keys_are_refused_for_one_bad_boundary() -> None:
-    with pytest.raises(ValueError, match="got 100"):
-        KEYS.keys(0, PREFIX, [64, 100])
+@given(
+    st.integers(0, 2),
+    st.integers(1, 40),
+    st.integers(0, 40),
+    st.integers(1, 5),
+    st.lists(st.sampled_from([16, 32, 32, 32]), min_size=4, max_size=44),
+)
+def test_keys_of_a_range_are_the_keys_one_by_one(
+    group: int, first: int, count: int, step: int, hash_sizes: list[int]
+) -> None:
+    prefix = [bytes([i]) * size for i, size in enumerate(hash_sizes)]
+    lookahead = 1 if group == 2 else 0
+    ends = range(64 * first, 64 * (first + count), 64 * step)
+    if ends and ends[-1] // 64 + lookahead > len(prefix):
+        refused = next(end for end in ends if end // 64 + lookahead > len(prefix))
+        with pytest.raises(ValueError, match=f"got {refused}"):
+            KEYS.keys(group, prefix, ends)
+    else:
+        assert KEYS.keys(group, prefix, ends) == [KEYS.key(group, prefix, end) for end in ends]
+
+
+def test_more_chunks_than_are_kept_for_have_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = [hashlib.sha256(bytes([i])).digest() for i in range(40)]
+    monkeypatch.setattr("hybridkv.hashing.keys.MAX_KEPT_HEADS", 3)
+    keys = ChunkKeys(CACHE, 64)
+    for last in (2, 3, 4, 19):
+        ends = range(128, 128 * last + 1, 128)
+        assert keys.keys(0, prefix, ends) == [KEYS_OF_CACHE.key(0, prefix, end) for end in ends]
+
+
+def test_the_last_hash_of_a_key_is_the_one_that_changes_it() -> None:
+    assert KEYS.last_hash(0, PREFIX, 128) == PREFIX[1]
+    assert KEYS.last_hash(2, PREFIX, 128) == PREFIX[2]
+    assert KEYS.last_hash(0, PREFIX, 512) == PREFIX[7]
+    assert KEYS.last_hash(2, PREFIX, 512) is None
+
+
+@pytest.mark.parametrize("ends", [[64, 100], range(64, 101, 36), range(64, -1, -64), range(0, 65, 64)])
+def test_many_keys_are_refused_for_one_bad_boundary(ends: Iterable[int]) -> None:
+    with pytest.raises(ValueError, match=r"got (100|0)$"):
+        KEYS.keys(0, PREFIX, ends)
 
 
 def test_prefix_hashes_of_different_lengths_give_different_keys() -> None:

@@ -84,7 +84,7 @@ def test_no_search_asks_for_more_keys_than_there_are_chunks(spec: CacheSpec, dat
 
 @pytest.mark.parametrize("stored_chunks", [0, 1, 100, LONG])
 @pytest.mark.parametrize("groups", [(FULL,), (STATE, STATE, FULL), (window(1), window(8), FULL), (FULL,) * 64])
-def test_a_tier_that_answers_ranges_is_asked_a_few_times_a_group(
+def test_a_tier_that_answers_ranges_is_asked_a_few_times_a_group_and_for_no_single_key(
     groups: tuple[GroupSpec, ...], stored_chunks: int
 ) -> None:
     spec = CacheSpec(groups, CHUNK)
@@ -98,4 +98,27 @@ def test_a_tier_that_answers_ranges_is_asked_a_few_times_a_group(
 
     found = longest_hit(spec, LONG * CHUNK + 1, 0, lookup, ranges)
     assert found == Hit(stored_chunks * CHUNK) if stored_chunks else isinstance(found, Miss)
-    assert ranges.questions <= 5 * len(groups)
+    assert ranges.questions <= 5 * len(groups) + 2 * math.log2(LONG)
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (STATE, FULL), (window(1), window(8), FULL), (FULL,) * 64])
+def test_a_tier_that_answers_ranges_settles_a_miss_with_one_question(groups: tuple[GroupSpec, ...]) -> None:
+    spec = CacheSpec(groups, CHUNK)
+    ranges = Ranges(spec, {})
+    assert isinstance(longest_hit(spec, LONG * CHUNK + 1, 0, lambda *key: LookupResult.MISS, ranges), Miss)
+    assert ranges.questions == 1
+
+
+def test_a_range_reaches_no_further_than_where_the_full_prefix_ends() -> None:
+    spec = CacheSpec((STATE, FULL), CHUNK)
+    reached: list[int] = []
+
+    class Watched(Ranges):
+        def last_held(self, group_index: int, first_end: int, last_end: int) -> int:
+            reached.append((last_end - first_end) // CHUNK + 1)
+            return super().last_held(group_index, first_end, last_end)
+
+    store = {(1, (c + 1) * CHUNK): LookupResult.HIT for c in range(100)} | {(0, 90 * CHUNK): LookupResult.HIT}
+    found = longest_hit(spec, LONG * CHUNK + 1, 0, lambda *key: LookupResult.MISS, Watched(spec, store))
+    assert found == Hit(90 * CHUNK)
+    assert max(reached) <= 100

@@ -77,7 +77,7 @@ def test_a_hit_is_what_exhaustive_search_finds(spec: CacheSpec, data: st.DataObj
     computed = data.draw(st.integers(0, max(0, num_tokens - 1)))
     with mock.patch("hybridkv.planner.hit._PATIENCE", data.draw(st.sampled_from([1, 2, 16]))):
         found = hit(spec, num_tokens, computed, store)
-    by_ranges = longest_hit(spec, num_tokens, computed, lambda *key: store[key], Ranges(spec, store))
+        by_ranges = longest_hit(spec, num_tokens, computed, lambda *key: store[key], Ranges(spec, store))
     assert getattr(by_ranges, "num_tokens", 0) == getattr(found, "num_tokens", 0) and type(by_ranges) is type(found)
     expected = exhaustive(spec, num_tokens, computed, store)
     if expected == 0:

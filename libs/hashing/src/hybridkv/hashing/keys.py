@@ -6,6 +6,7 @@ token is hashed twice; `ChunkKeys.token_hashes` makes such a chain where they ar
 """
 
 from collections.abc import Iterable, Sequence
+from operator import add
 
 import msgspec
 from blake3 import blake3
@@ -14,6 +15,8 @@ from hybridkv.hashing.fingerprint import Fingerprint, GroupFingerprint
 from hybridkv.hashing.tokens import ExtraBytes, TokenHashes
 
 KEY_BYTES = 32
+MAX_KEPT_HEADS = 16384
+"""Ends of chunks whose part of the hashed message is kept for the next request: about 1 MB."""
 _GROUP_CONTEXT = "hybridkv 2026 group of a cache v1"
 
 
@@ -40,6 +43,8 @@ class ChunkKeys:
         self._hashers = [blake3(key=_group_key(self._digest, group)) for group in fingerprint.groups]
         if len({hasher.digest() for hasher in self._hashers}) != len(self._hashers):
             raise ValueError("two groups have the same kind, block and layers; their chunks would share keys")
+        self._kept_heads: list[bytes] = []
+        self._kept_size = 0
         self._lookahead = [
             -(-group.lookahead_tokens // hash_block_tokens) * hash_block_tokens for group in fingerprint.groups
         ]
@@ -76,14 +81,54 @@ class ChunkKeys:
         Raises:
             ValueError: as `key`, for the first boundary that it would refuse.
         """
+        messages: Iterable[bytes] | None = None
+        if isinstance(end_tokens, range):
+            messages = self._messages(group, prefix_hashes, end_tokens)
+        if messages is None:
+            messages = [self._message(group, prefix_hashes, end_token) for end_token in end_tokens]
         hasher = self._hashers[group].copy()
+        # One hasher for all keys, by its bound methods: its three calls are most of what a key costs.
         update, digest, reset = hasher.update, hasher.digest, hasher.reset
         found = []
-        for end_token in end_tokens:
-            update(self._message(group, prefix_hashes, end_token))
-            found.append(digest(KEY_BYTES))
+        keep = found.append
+        for message in messages:
+            update(message)
+            keep(digest())
             reset()
         return found
+
+    def _messages(self, group: int, prefix_hashes: Sequence[bytes], ends: range) -> Iterable[bytes] | None:
+        """`_message` of each end in one pass, or None if the ends or their hashes are not so regular that one will do.
+
+        What is checked of the first end and the step holds for all between."""
+        block, lookahead = self.hash_block_tokens, self._lookahead[group]
+        if not ends or ends[0] < 1 or ends[0] % block or ends.step < 1 or ends.step % block:
+            return None
+        first, last = (ends[0] + lookahead) // block - 1, (ends[-1] + lookahead) // block
+        prefixes = prefix_hashes[first : last : ends.step // block]
+        sizes = set(map(len, prefixes))
+        if len(prefixes) < len(ends) or len(sizes) != 1:
+            return None
+        return map(add, self._heads(ends, sizes.pop()), prefixes)
+
+    def _heads(self, ends: range, size: int) -> Sequence[bytes]:
+        """What stands before the prefix hash of `size` bytes in the message of each end; kept for ends of chunks."""
+        chunk = self.fingerprint.chunk_tokens
+        first, last = ends[0] // chunk - 1, ends[-1] // chunk
+        if ends[0] % chunk or ends.step != chunk or last > MAX_KEPT_HEADS:
+            return [_head(end_token, size) for end_token in ends]
+        if size != self._kept_size:
+            self._kept_heads, self._kept_size = [], size
+        kept = self._kept_heads
+        if len(kept) < last:
+            stop = min(MAX_KEPT_HEADS, 2 * last)
+            kept += [_head(end_token, size) for end_token in range((len(kept) + 1) * chunk, stop * chunk + 1, chunk)]
+        return kept[first:last]
+
+    def last_hash(self, group: int, prefix_hashes: Sequence[bytes], end_token: int) -> bytes | None:
+        """The prefix hash that `key` would derive the key of this boundary from, None if there is none yet."""
+        last = (end_token + self._lookahead[group]) // self.hash_block_tokens
+        return prefix_hashes[last - 1] if 0 < last <= len(prefix_hashes) else None
 
     def _message(self, group: int, prefix_hashes: Sequence[bytes], end_token: int) -> bytes:
         last, rest = divmod(end_token + self._lookahead[group], self.hash_block_tokens)
@@ -93,7 +138,11 @@ class ChunkKeys:
                 f"({len(prefix_hashes)} hashes), got {end_token}"
             )
         prefix = prefix_hashes[last - 1]
-        return end_token.to_bytes(8, "little") + len(prefix).to_bytes(8, "little") + prefix
+        return _head(end_token, len(prefix)) + prefix
+
+
+def _head(end_token: int, prefix_bytes: int) -> bytes:
+    return end_token.to_bytes(8, "little") + prefix_bytes.to_bytes(8, "little")
 
 
 def _group_key(fingerprint_digest: bytes, group: GroupFingerprint) -> bytes:

@@ -123,6 +123,11 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
         return tuple(sorted(self.stored_groups, key=lambda i: order.index(self.groups[i].kind)))
 
     @functools.cached_property
+    def first_full(self) -> int | None:
+        """Index of the first FULL group: without its first chunk nothing can be resumed. None where there is none."""
+        return next((i for i in self.stored_groups if self.groups[i].kind is GroupKind.FULL), None)
+
+    @functools.cached_property
     def lookahead_tokens(self) -> int:
         """The most tokens past a boundary that the bytes of any stored group depend on."""
         return max(self.groups[i].lookahead_tokens for i in self.stored_groups)

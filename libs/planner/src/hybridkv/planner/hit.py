@@ -6,15 +6,18 @@ Every group can only lower the boundary, so the search is a fixpoint from above.
   is walked last, once, and only as far as the others reach.
 - A window is asked for from its far end: a chunk that is missing there rules out every boundary that reads it, so a
   prompt of which nothing is stored costs one question a window rather than one a chunk.
-- When the scarce kinds keep missing, a few questions to the full prefix bound what is worth asking them about.
+- When the scarce kinds keep missing, a few questions to the full prefix bound what is worth asking them about. A tier
+  that answers ranges is asked for the first chunk of the full prefix before all else: without it there is no hit.
 """
+
+from functools import partial
 
 import msgspec
 
 from hybridkv.planner.coverage import load_start, resume_start
 from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
-from hybridkv.planner.scan import Scan
+from hybridkv.planner.scan import Scan, first_missing
 
 _PATIENCE = 16
 """Boundaries that scarce kinds may rule out before it is worth a few questions whether the full prefix is there."""
@@ -64,7 +67,9 @@ def longest_hit(
         lookup: asked for ends of chunks, which are multiples of `spec.chunk_tokens`, and of tails where the cache
             stores them.
         ranges: where the tier can answer about many chunks at once. It must agree with `lookup`, which is then asked
-            for single keys only. A few questions a group settle a store whose prefixes have no holes.
+            for ends of tails only. A few questions a group settle a store whose prefixes have no holes, and
+            O(log) more where scarce kinds are missing. What a question covers is asked for as late and as short as
+            that allows, because a tier may have to make a key for every chunk of it.
 
     Returns:
         Hit or Pending with a boundary above `computed_tokens`, or Miss.
@@ -75,7 +80,12 @@ def longest_hit(
     if num_tokens < 0 or computed_tokens < 0:
         raise ValueError(f"tokens must not be negative, got num_tokens={num_tokens}, computed_tokens={computed_tokens}")
     boundary = last_boundary(spec, num_tokens)
-    limiting: int | None = None
+    limiting = spec.first_full
+    if ranges is not None and limiting is not None and spec.tail_tokens is None:
+        first = (computed_tokens // spec.chunk_tokens + 1) * spec.chunk_tokens
+        if first <= boundary and not ranges.held(limiting, first, first):
+            return _miss(spec, num_tokens, computed_tokens, limiting)
+    limiting = None
     if boundary > computed_tokens:
         search = _Search(spec, computed_tokens, lookup, ranges)
         boundary, limiting = search.settle(boundary)
@@ -99,8 +109,7 @@ class _Search:
         self._lowest = (computed_tokens // spec.boundary_tokens + 1) * spec.boundary_tokens
         self._walked = [computed_tokens // spec.chunk_tokens * spec.chunk_tokens] * len(spec.groups)
         """Up to where each FULL group was seen to hold every chunk."""
-        # A tier that answers ranges is asked about all boundaries at once.
-        self._patience = 0 if ranges else _PATIENCE
+        self._patience = _PATIENCE
 
     def settle(self, boundary: int) -> tuple[int, int | None]:
         """The longest boundary that no group rules out, and the group that ruled out the last one above it."""
@@ -154,7 +163,7 @@ class _Search:
             if first == last:
                 return self._lower_to_state(group_index, boundary)
             if self._has_ranges:
-                found = self._ranges.last_held(group_index, self._lowest, last)
+                found = self._lower_to_state(group_index, last)
                 if found < last:
                     return found
         num_held = self._ranges.held(group_index, first, last)
@@ -182,10 +191,15 @@ class _Search:
         for group_index in self._order:
             if self._spec.groups[group_index].kind is GroupKind.FULL and boundary > self._computed:
                 first = self._walked[group_index] + chunk
-                missing = self._scan.first_missing(group_index, first, boundary // chunk * chunk)
+                missing = first_missing(partial(self._is_held, group_index), first, boundary // chunk * chunk, chunk)
                 if missing is not None:
                     boundary = missing - self._spec.boundary_tokens
         return boundary
+
+    def _is_held(self, group_index: int, end_token: int) -> bool:
+        if self._has_ranges:
+            return self._ranges.held(group_index, end_token, end_token) > 0
+        return self._scan.ask(group_index, end_token) is not LookupResult.MISS
 
     def is_pending(self, boundary: int) -> bool:
         """Whether something that a settled boundary needs is not readable yet."""

@@ -1,5 +1,7 @@
 """A `RangeLookup` for tiers that answer one key at a time. It asks for no key twice, and for none ahead of need."""
 
+from collections.abc import Callable
+
 from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.lookup import Lookup, LookupResult
 
@@ -74,22 +76,22 @@ class Scan:
         chunk = self._chunk
         return any(first_end <= end <= last_end and end % chunk == 0 for end in self._pending[group_index])
 
-    def first_missing(self, group_index: int, first_end: int, last_end: int) -> int | None:
-        """A chunk in the range that is missing, as early a one as O(log) questions find, None if they find none.
 
-        Where chunks are stored front to back, which is the rule, it is the first.
-        """
-        chunk = self._chunk
-        low, high, reach = first_end - chunk, last_end + chunk, chunk
-        while low + reach < high:
-            if self.ask(group_index, low + reach) is LookupResult.MISS:
-                high = low + reach
-                break
-            low, reach = low + reach, 2 * reach
-        while high - low > chunk:
-            middle = low + (high - low) // chunk // 2 * chunk
-            if self.ask(group_index, middle) is LookupResult.MISS:
-                high = middle
-            else:
-                low = middle
-        return high if high <= last_end else None
+def first_missing(is_held: Callable[[int], bool], first_end: int, last_end: int, step: int) -> int | None:
+    """An end in the range that is not held, as early a one as O(log) questions find, None if they find none.
+
+    Where chunks are stored front to back, which is the rule, it is the first.
+    """
+    low, high, reach = first_end - step, last_end + step, step
+    while low + reach < high:
+        if not is_held(low + reach):
+            high = low + reach
+            break
+        low, reach = low + reach, 2 * reach
+    while high - low > step:
+        middle = low + (high - low) // step // 2 * step
+        if is_held(middle):
+            low = middle
+        else:
+            high = middle
+    return high if high <= last_end else None

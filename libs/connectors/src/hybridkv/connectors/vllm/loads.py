@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lookups import TierLookup
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.planner import (
     GroupKind,
     Hit,
-    LookupResult,
     Miss,
     Pending,
     PlanError,
@@ -193,16 +193,9 @@ class LoadPlanner:
     def _longest_hit(
         self, state: RequestState, computed_tokens: int, pending_is_miss: bool = False
     ) -> Hit | Pending | Miss:
-        hashes = state.prefix_hashes()
         tiers = self._stack.near if state.near_only else self._stack
-
-        def lookup(group_index: int, end_token: int) -> LookupResult:
-            result = tiers.lookup(self._layout.key(group_index, hashes, end_token))
-            if (pending_is_miss or state.near_only) and result is LookupResult.PENDING:
-                return LookupResult.MISS
-            return result
-
-        return longest_hit(self._layout.spec, self._limit(state), computed_tokens, lookup)
+        lookup = TierLookup(state.keys(), tiers, pending_is_miss or state.near_only)
+        return longest_hit(self._layout.spec, self._limit(state), computed_tokens, lookup, lookup)
 
     def _bring_near(self, state: RequestState, boundary: int, computed_tokens: int) -> Refusal | None:
         """None when the fast tier holds everything for the boundary, or a hold now waits for it."""
@@ -221,10 +214,10 @@ class LoadPlanner:
 
     def _needed_keys(self, state: RequestState, boundary: int, computed_tokens: int) -> list[bytes]:
         """What a load to the boundary reads: full prefixes first, each from its beginning."""
-        spec, hashes = self._layout.spec, state.prefix_hashes()
+        spec, keys = self._layout.spec, state.keys()
         groups = sorted(spec.stored_groups, key=lambda group: spec.groups[group].kind is not GroupKind.FULL)
         return [
-            self._layout.key(group, hashes, end)
+            keys.key(group, end)
             for group in groups
             for end in needed_ends(spec, group, boundary, computed_tokens)
         ]
@@ -275,9 +268,9 @@ class LoadPlanner:
 
     def _pin(self, state: RequestState, transfers: Iterable[Transfer], job: _LoadJob) -> tuple[Move, ...]:
         moves = []
-        hashes = state.prefix_hashes()
+        keys = state.keys()
         for transfer in transfers:
-            key = self._layout.key(transfer.group_index, hashes, transfer.end_token)
+            key = keys.key(transfer.group_index, transfer.end_token)
             slot = self._stack.near.pin(key)
             if slot is None:
                 raise PlanError(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.hashing import TokenHashes
+from hybridkv.connectors.vllm.lookups import RequestKeys
+from hybridkv.hashing import KeyRuns, TokenHashes
 from hybridkv.planner import Hit, Miss, Pending
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class RequestState:
 
     request: Request
     hashes: TokenHashes | None
+    kept_keys: RequestKeys
     stored_tokens: int = 0
     """Chunks that end here or before have been seen to."""
     is_storable: bool = True
@@ -61,6 +63,10 @@ class RequestState:
             return self.request.block_hashes
         return self.hashes.upto(self.request.all_token_ids)
 
+    def keys(self) -> RequestKeys:
+        """The keys of the tokens that are known by now, until the next call."""
+        return self.kept_keys.follow(self.prefix_hashes())
+
     def forget_answer(self) -> None:
         """The next question is searched anew."""
         self.answer = None
@@ -80,6 +86,7 @@ class Requests:
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
+        self._runs = KeyRuns(len(layout.spec.stored_groups))
         self._states: dict[str, RequestState] = {}
 
     def track(self, request: Request) -> RequestState:
@@ -89,7 +96,8 @@ class Requests:
             hashes = None
             if not self._layout.reuses_hashes:
                 hashes = self._layout.keys.token_hashes(partial(compat.extra_hash_bytes, request))
-            state = self._states[request.request_id] = RequestState(request, hashes)
+            keys = RequestKeys(self._layout.spec, self._layout.keys, self._runs)
+            state = self._states[request.request_id] = RequestState(request, hashes, keys)
         return state
 
     def get(self, request_id: str) -> RequestState | None:

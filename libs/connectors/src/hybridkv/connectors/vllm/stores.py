@@ -86,11 +86,12 @@ class StorePlanner:
         if not states and complete == state.seen:
             return None
         state.seen = complete
+        derived = state.keys()
         keys: dict[tuple[int, int], bytes] = {}
         present: list[Chunk] = []
 
         def wanted(group_index: int, end_token: int) -> bool:
-            key = keys[group_index, end_token] = self._layout.key(group_index, hashes, end_token)
+            key = keys[group_index, end_token] = derived.key(group_index, end_token)
             # A chunk that only the slow tier holds is stored again: this costs no read, and the fast tier gets it.
             stored = self._stack.near.lookup(key)
             if stored is LookupResult.HIT:

@@ -1,0 +1,291 @@
+"""The answers of `TierLookup` are those of the index, key by key, however they were come by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
+from hybridkv.hashing import RUN_CHUNKS, ChunkKeys, Fingerprint, GroupFingerprint, KeyRuns, LayerFingerprint
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, Miss, Pending, longest_hit
+from hybridkv.tiers import Slot
+from hybridkv.tiers.ram import RamIndex
+
+BLOCK = 4
+CHUNKS = 3 * RUN_CHUNKS + 5
+FULL = GroupSpec(GroupKind.FULL, BLOCK)
+DRAFTER = GroupSpec(GroupKind.FULL, BLOCK, lookahead_tokens=BLOCK)
+STATE = GroupSpec(GroupKind.RECURRENT, 2 * BLOCK)
+SCRATCH = GroupSpec(GroupKind.SCRATCH, BLOCK)
+KINDS = (
+    FULL,
+    DRAFTER,
+    STATE,
+    SCRATCH,
+    GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=3),
+    GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=30),
+    GroupSpec(GroupKind.CHUNKED, BLOCK, align_tokens=24),
+)
+
+
+def chain(num_hashes: int, prompt: bytes = b"") -> list[bytes]:
+    hashes = [hashlib.sha256(prompt).digest()]
+    while len(hashes) < num_hashes:
+        hashes.append(hashlib.sha256(hashes[-1]).digest())
+    return hashes
+
+
+HASHES = chain(CHUNKS * 2 + 1)
+
+
+def make_layout(groups: Sequence[GroupSpec], tail_tokens: int | None = None) -> CacheLayout:
+    spec = CacheSpec(tuple(groups), 2 * BLOCK, tail_tokens)
+    prints = tuple(
+        GroupFingerprint(
+            kind=spec.groups[i].kind,
+            block_tokens=spec.groups[i].block_tokens,
+            layers=(LayerFingerprint(name=f"layer{i}", dtype="", page_bytes=1),),
+            lookahead_tokens=spec.groups[i].lookahead_tokens,
+        )
+        for i in spec.stored_groups
+    )
+    fingerprint = Fingerprint(
+        model="m",
+        revision="",
+        weights="",
+        dtype="",
+        cache_dtype="",
+        kv_layout="",
+        state_layout="",
+        chunk_tokens=spec.chunk_tokens,
+        hash_algorithm="sha256",
+        tensor_parallel_size=1,
+        groups=prints,
+    )
+    return CacheLayout(spec, ((),) * len(spec.groups), ChunkKeys(fingerprint, BLOCK), True, 1)
+
+
+def hold(index: RamIndex, key: bytes, answer: LookupResult) -> None:
+    """Brings a key from wherever it is to where `answer` is what a lookup says."""
+    if index.lookup(key) is LookupResult.PENDING and answer is not LookupResult.PENDING:
+        index.commit(key)
+    if index.lookup(key) is LookupResult.HIT and answer is not LookupResult.HIT:
+        index.invalidate(key)
+    if index.lookup(key) is LookupResult.MISS and answer is not LookupResult.MISS:
+        assert isinstance(index.reserve(key, 1), Slot)
+        if answer is LookupResult.HIT:
+            index.commit(key)
+
+
+Store = dict[tuple[int, int], LookupResult]
+
+
+@st.composite
+def stores(draw: st.DrawFn, spec: CacheSpec) -> Store:
+    """Prefixes of any length with holes and with parts that are on their way."""
+    step = spec.boundary_tokens
+    store = {}
+    for group in spec.stored_groups:
+        length = draw(st.one_of(st.integers(0, CHUNKS), st.just(CHUNKS)))
+        store |= {(group, end): LookupResult.HIT for end in range(step, length * spec.chunk_tokens + 1, step)}
+        for _ in range(draw(st.integers(0, 3))):
+            end = draw(st.integers(1, CHUNKS * spec.chunk_tokens // step)) * step
+            store[group, end] = draw(st.sampled_from(LookupResult))
+    return store
+
+
+def fill(index: RamIndex, layout: CacheLayout, store: Store, hashes: Sequence[bytes]) -> None:
+    step = layout.spec.boundary_tokens
+    for group in layout.spec.stored_groups:
+        for end in range(step, CHUNKS * layout.spec.chunk_tokens + 1, step):
+            hold(index, layout.key(group, hashes, end), store.get((group, end), LookupResult.MISS))
+
+
+def plain(
+    layout: CacheLayout, index: RamIndex, hashes: Sequence[bytes], tokens: tuple[int, int], pending_is_miss: bool
+) -> Hit | Pending | Miss:
+    def lookup(group: int, end: int) -> LookupResult:
+        answer = index.lookup(layout.key(group, hashes, end))
+        return LookupResult.MISS if pending_is_miss and answer is LookupResult.PENDING else answer
+
+    return longest_hit(layout.spec, *tokens, lookup)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_search_finds_what_the_plain_search_key_by_key_finds(data: st.DataObject) -> None:
+    groups = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4).filter(lambda g: set(g) != {SCRATCH}))
+    layout = make_layout(groups, data.draw(st.sampled_from([None, None, BLOCK])))
+    index, runs = RamIndex(1 << 16, 1), KeyRuns(len(layout.spec.stored_groups), 4 * RUN_CHUNKS)
+    requests = [(HASHES, TierLookup(layout, index, runs)) for _ in range(2)]
+    parted = HASHES[:20] + chain(len(HASHES) - 20, b"another")
+    requests.append((parted, TierLookup(layout, index, runs)))
+    for _ in range(3):
+        fill(index, layout, data.draw(stores(layout.spec)), HASHES)
+        for hashes, lookup in requests:
+            num_tokens = data.draw(st.integers(0, CHUNKS * layout.spec.chunk_tokens))
+            tokens = (num_tokens, data.draw(st.sampled_from([0, 0, num_tokens // 2, max(0, num_tokens - 9)])))
+            pending_is_miss = data.draw(st.booleans())
+            known = hashes[: num_tokens // BLOCK]
+            ranges = lookup.over(known, pending_is_miss)
+            found = longest_hit(layout.spec, *tokens, ranges, ranges)
+            expected = plain(layout, index, known, tokens, pending_is_miss)
+            assert type(found) is type(expected)
+            assert getattr(found, "num_tokens", None) == getattr(expected, "num_tokens", None)
+
+
+def make_keys(*groups: GroupSpec) -> tuple[CacheLayout, RequestKeys, KeyRuns]:
+    layout = make_layout(groups or (FULL, DRAFTER))
+    runs = KeyRuns(len(layout.spec.stored_groups))
+    keys = RequestKeys(layout.spec, layout.keys, runs)
+    keys.follow(HASHES)
+    return layout, keys, runs
+
+
+def expected_keys(layout: CacheLayout, group: int, first: int, stop: int) -> list[bytes]:
+    chunk = layout.spec.chunk_tokens
+    return [layout.key(group, HASHES, (n + 1) * chunk) for n in range(first, stop)]
+
+
+spans = st.tuples(st.integers(0, CHUNKS - 1), st.integers(1, CHUNKS)).map(lambda s: (s[0], min(CHUNKS, s[0] + s[1])))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 1), spans), max_size=12))
+def test_keys_are_the_same_in_whatever_order_and_batches_they_are_asked_for(
+    asked: list[tuple[bool, int, tuple[int, int]]],
+) -> None:
+    layout, keys, runs = make_keys()
+    for is_single, group, (first, stop) in asked:
+        if is_single:
+            key = keys.key(group, (first + 1) * layout.spec.chunk_tokens)
+            assert [key] == expected_keys(layout, group, first, first + 1)
+        else:
+            assert list(keys.between(group, first, stop)) == expected_keys(layout, group, first, stop)
+        assert set(keys.kept(group)) <= set(range(CHUNKS))
+    other = RequestKeys(layout.spec, layout.keys, runs)
+    other.follow(HASHES)
+    for group in (0, 1):
+        assert list(other.between(group, 0, CHUNKS)) == expected_keys(layout, group, 0, CHUNKS)
+
+
+def test_a_scratch_group_has_no_place_among_the_keys_groups() -> None:
+    layout, keys, _ = make_keys(SCRATCH, FULL)
+    assert keys.key(1, 8) == layout.keys.key(0, HASHES, 8) == layout.key(1, HASHES, 8)
+
+
+class CountingKeys(ChunkKeys):
+    """Counts the keys that it derives."""
+
+    num_derived = 0
+
+    def key(self, group: int, prefix_hashes: Sequence[bytes], end_token: int) -> bytes:
+        self.num_derived += 1
+        return super().key(group, prefix_hashes, end_token)
+
+    def keys(self, group: int, prefix_hashes: Sequence[bytes], end_tokens: Sequence[int]) -> list[bytes]:
+        self.num_derived += len(end_tokens)
+        return super().keys(group, prefix_hashes, end_tokens)
+
+
+def make_lookup(*groups: GroupSpec, stored_chunks: int = 0) -> tuple[CacheLayout, CountingKeys, RamIndex, KeyRuns]:
+    layout = make_layout(groups)
+    index = RamIndex(1 << 16, 1)
+    for group in layout.spec.stored_groups:
+        for key in expected_keys(layout, group, 0, stored_chunks):
+            hold(index, key, LookupResult.HIT)
+    counting = CountingKeys(layout.keys.fingerprint, BLOCK)
+    counted = CacheLayout(layout.spec, layout.layers, counting, True, 1)
+    return counted, counting, index, KeyRuns(len(layout.spec.stored_groups))
+
+
+def search(layout: CacheLayout, lookup: TierLookup, hashes: Sequence[bytes] = HASHES) -> Hit | Pending | Miss:
+    ranges = lookup.over(hashes)
+    return longest_hit(layout.spec, len(hashes) * BLOCK, 0, ranges, ranges)
+
+
+def test_a_prompt_of_which_nothing_is_stored_costs_one_key() -> None:
+    layout, counting, index, runs = make_lookup(STATE, FULL)
+    assert isinstance(search(layout, TierLookup(layout, index, runs)), Miss)
+    assert counting.num_derived == 1
+
+
+def test_a_waiting_request_derives_no_key_again() -> None:
+    layout, counting, index, runs = make_lookup(STATE, FULL, stored_chunks=CHUNKS)
+    lookup = TierLookup(layout, index, runs)
+    assert search(layout, lookup) == Hit(CHUNKS * layout.spec.chunk_tokens)
+    derived = counting.num_derived
+    assert derived <= CHUNKS + 2
+    index.invalidate(lookup.keys.key(1, 80))
+    index.reserve(b"another request's", 1)
+    assert isinstance(search(layout, lookup), Hit | Miss)
+    index.clear()
+    assert isinstance(search(layout, lookup), Miss)
+    assert counting.num_derived <= derived + CHUNKS, "states that are now missing, and no key of the full prefix"
+
+
+def test_a_request_that_grows_by_a_chunk_derives_its_keys_alone() -> None:
+    layout, counting, index, runs = make_lookup(STATE, FULL, stored_chunks=CHUNKS)
+    lookup = TierLookup(layout, index, runs)
+    search(layout, lookup, HASHES[:-2])
+    before = counting.num_derived
+    assert search(layout, lookup, HASHES) == Hit(CHUNKS * layout.spec.chunk_tokens)
+    assert counting.num_derived - before == 2
+
+
+def test_a_request_with_the_prefix_of_another_takes_over_its_keys() -> None:
+    layout, counting, index, runs = make_lookup(STATE, FULL, stored_chunks=CHUNKS)
+    search(layout, TierLookup(layout, index, runs))
+    before = counting.num_derived
+    assert search(layout, TierLookup(layout, index, runs)) == Hit(CHUNKS * layout.spec.chunk_tokens)
+    assert counting.num_derived - before <= 2 + RUN_CHUNKS, "the first chunk, the state, and what fills no run"
+
+
+def test_keys_derived_for_stores_are_there_for_the_next_lookup() -> None:
+    layout, counting, index, runs = make_lookup(FULL, stored_chunks=CHUNKS)
+    keys = TierLookup(layout, index, runs).over(HASHES).keys
+    for chunk in range(3 * RUN_CHUNKS):
+        keys.key(0, (chunk + 1) * layout.spec.chunk_tokens)
+    before = counting.num_derived
+    assert before <= 3 * RUN_CHUNKS
+    TierLookup(layout, index, runs).over(HASHES).keys.between(0, 0, 3 * RUN_CHUNKS)
+    assert counting.num_derived == before
+
+
+def test_hashes_that_are_not_those_before_and_more_drop_what_was_kept() -> None:
+    layout, keys, _ = make_keys()
+    keys.between(0, 0, 10)
+    changed = [*HASHES[:3], *chain(30, b"changed")]
+    keys.follow(changed)
+    assert keys.key(0, 80) == layout.key(0, changed, 80) != layout.key(0, HASHES, 80)
+    keys.between(0, 0, 10)
+    keys.follow(changed[:6])
+    assert len(keys.kept(0)) == 0
+
+
+@pytest.mark.parametrize("pending_is_miss", [False, True])
+def test_what_is_pending_is_held_unless_it_counts_as_a_miss(pending_is_miss: bool) -> None:
+    layout, _, index, runs = make_lookup(FULL, stored_chunks=10)
+    for chunk in (4, 9):
+        hold(index, layout.key(0, HASHES, (chunk + 1) * 8), LookupResult.PENDING)
+    lookup = TierLookup(layout, index, runs).over(HASHES, pending_is_miss)
+    assert lookup.held(0, 8, 160) == (4 if pending_is_miss else 10)
+    assert lookup.last_held(0, 8, 160) == (72 if pending_is_miss else 80)
+    assert lookup.any_pending(0, 8, 80) is not pending_is_miss
+    assert lookup(0, 40) is (LookupResult.MISS if pending_is_miss else LookupResult.PENDING)
+
+
+def test_no_key_is_kept_twice_and_stretches_have_no_gaps() -> None:
+    _, keys, _ = make_keys()
+    for first, stop in pairwise((50, 60, 70, 80)):
+        keys.between(0, first, stop)
+    keys.between(0, 3, 4)
+    assert keys.kept(0) == range(50, 80)
+    keys.between(0, 0, 2)
+    assert keys.kept(0) == range(2)
