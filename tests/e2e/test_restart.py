@@ -79,9 +79,7 @@ def test_a_new_process_hits_what_is_on_disk(lives: list[Life], number: int, kind
         assert len(prompt) - 256 <= cached < len(prompt)
 
 
-def test_another_dtype_in_the_same_directory_misses_and_says_why(
-    lives: list[Life], kind: str, directory: Path
-) -> None:
+def test_another_dtype_in_the_same_directory_misses_and_says_why(lives: list[Life], kind: str, directory: Path) -> None:
     if kind == "qwen3-next":
         pytest.skip("this model runs in bfloat16 alone")
     other = live(kind, directory, "clean", "--dtype", "bfloat16")

@@ -24,7 +24,7 @@ from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from hybridkv.tiers import TierMedium
 
@@ -79,7 +79,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultPlan]]:
+def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultPlan]:
     """The plan in this list, the first, is what the disk media that are built do."""
     plans = [FaultPlan()]
     build = tiers.disk_medium
@@ -89,7 +89,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultPlan]]:
         return None if medium is None else FaultInjectingMedium(medium, plans[0])
 
     monkeypatch.setattr(tiers, "disk_medium", disk_medium)
-    yield plans
+    return plans
 
 
 def forget(random: Random) -> Callable[[OracleEngine, int], None]:

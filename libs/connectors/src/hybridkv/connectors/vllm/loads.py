@@ -216,11 +216,7 @@ class LoadPlanner:
         """What a load to the boundary reads: full prefixes first, each from its beginning."""
         spec, keys = self._layout.spec, state.keys()
         groups = sorted(spec.stored_groups, key=lambda group: spec.groups[group].kind is not GroupKind.FULL)
-        return [
-            keys.key(group, end)
-            for group in groups
-            for end in needed_ends(spec, group, boundary, computed_tokens)
-        ]
+        return [keys.key(group, end) for group in groups for end in needed_ends(spec, group, boundary, computed_tokens)]
 
     def _may_wait(self, state: RequestState, limit_s: float) -> bool:
         """Whether a request may be told to ask again; its time begins when it is told so first."""
