@@ -1,4 +1,4 @@
-"""`kv_load_failure_policy: fail` does as the user asked: the request whose load fails ends with an error, and only it."""
+"""`kv_load_failure_policy: fail` does as asked: the request whose load fails ends with an error, and only that one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process stored, the next one serves: with equal tokens and log-probabilities, however the first one ended."""
+"""What one process stored the next one serves: with equal tokens and log-probabilities, however the first one ended."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def live(kind: str, directory: Path, end: str, *more: str) -> Life:
     process = subprocess.run(
         [sys.executable, restart_process.__file__, *arguments],
         env=environment,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         timeout=START_S,
         check=False,
     )

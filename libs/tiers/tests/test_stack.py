@@ -1,4 +1,4 @@
-"""A stack promotes what a claim needs and nothing else, lets what is stored cascade, and lets no wait outlast its time."""
+"""A stack promotes what a claim needs and nothing else, lets what is stored cascade, and ends every wait in time."""
 
 from __future__ import annotations
 

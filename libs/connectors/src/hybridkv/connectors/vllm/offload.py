@@ -224,7 +224,8 @@ def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, lay
     capacity = config.ram.capacity
     logger.info(
         "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); "
-        "ram %s holds about %d tokens; %ssmallest prompt that can hit %d tokens; loads %s, given up after %.3g s; kv_load_failure_policy %s; cache %s",
+        "ram %s holds about %d tokens; %ssmallest prompt that can hit %d tokens; loads %s, given up after %.3g s; "
+        "kv_load_failure_policy %s; cache %s",
         ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
         chunk,
         format_size(per_chunk),
