@@ -55,6 +55,8 @@ class Refusal(enum.StrEnum):
     """The key is committed or reserved, or its invalidated bytes are still pinned or being written."""
     CLOSED = "closed"
     """The index was closed."""
+    BUSY = "busy"
+    """As much is on its way as may be: asking again later may help."""
 
 
 class FailureReason(enum.StrEnum):
@@ -70,6 +72,8 @@ class FailureReason(enum.StrEnum):
     """The operation itself could not be carried out: sizes, bounds, device errors."""
     CLOSED = "closed"
     """The medium was closed."""
+    BUSY = "busy"
+    """More operations wait than may: nothing was tried."""
     INJECTED = "injected"
     """A test asked for it."""
 
@@ -89,6 +93,8 @@ class Completion(msgspec.Struct, frozen=True):
 
     ticket: Ticket
     failure: Failure | None = None
+    checksum: bytes | None = None
+    """XXH3-128 (16 bytes, canonical order) of the chunk's bytes, from a medium that computed it and succeeded."""
 
 
 class TierCounts(msgspec.Struct, frozen=True):

@@ -72,15 +72,24 @@ class RamArena:
         self._require(slot)
         return [self._buffer[offset : offset + num_bytes].data for offset, num_bytes in slot.extents]
 
-    def seal(self, key: Key, slot: Slot) -> Failure | None:
-        """Record that the slot's present bytes are those of `key`. Reads them once. None when done."""
+    def seal(self, key: Key, slot: Slot, checksum: bytes | None = None) -> Failure | None:
+        """Record that the slot's present bytes are those of `key`. None when done.
+
+        Reads them once, or takes the XXH3-128 that somebody else computed while writing them.
+        """
         failure = self._why_not_use(slot)
         if failure is not None:
             return failure
-        checksum = self._checksum(slot)
+        checksum = self._checksum(slot) if checksum is None else checksum
         with self._lock:
             self._seals[slot.first_offset] = (key, checksum)
         return None
+
+    def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
+        """XXH3-128 of what was sealed in the slot for `key`, None when nothing was."""
+        with self._lock:
+            sealed_key, checksum = self._seals.get(slot.first_offset, (b"", None))
+        return checksum if sealed_key == key else None
 
     def check(self, key: Key, slot: Slot) -> Failure | None:
         """None when the slot holds exactly the bytes that were sealed for `key`. Reads them once."""
