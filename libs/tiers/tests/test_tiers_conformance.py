@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 pytest.register_assert_rewrite("hybridkv.tiers.conformance")
 
+import disk_store  # noqa: E402
+
 from hybridkv.tiers import ExposesBytes, Slot, TierMedium  # noqa: E402
-from hybridkv.tiers.conformance import Tier, TierConformance  # noqa: E402
+from hybridkv.tiers.conformance import CHUNK_BYTES, ExactTierConformance, Tier  # noqa: E402
 from hybridkv.tiers.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
 from hybridkv.tiers.ram import RamArena, RamIndex  # noqa: E402
 from hybridkv.tiers.reference import ReferenceIndex, ReferenceMedium  # noqa: E402
@@ -19,7 +24,7 @@ def wrapped(tier: Tier) -> Tier:
     return Tier(FaultInjectingIndex(tier.index, FaultPlan()), FaultInjectingMedium(tier.medium, FaultPlan()))
 
 
-class InMemoryTier(TierConformance):
+class InMemoryTier(ExactTierConformance):
     def corrupt(self, medium: TierMedium, slot: Slot) -> None:
         assert isinstance(medium, ExposesBytes)
         medium.views(slot)[-1][-1] ^= 1
@@ -41,5 +46,45 @@ class TestReferenceInAnIdleFaultInjector(TestReference):
 
 
 class TestRamInAnIdleFaultInjector(TestRam):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return wrapped(super().make_tier(capacity_bytes))
+
+
+class TestDisk(ExactTierConformance):
+    """Exact, because it has nine times the room that it may fill; with less, segments are given up earlier."""
+
+    chunk_cost_bytes = 4096 + CHUNK_BYTES
+    path: Path
+    stores: list[Tier]
+
+    @pytest.fixture(autouse=True)
+    def directory(self, tmp_path: Path) -> Iterator[None]:
+        self.path = tmp_path
+        self.stores = []
+        yield
+        for tier in self.stores:
+            tier.medium.close()
+            tier.index.close()
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        path = self.path / f"store {len(self.stores)}"
+        options = disk_store.options_for(capacity_bytes)
+        self.stores.append(Tier(disk_store.make_index(path, options), disk_store.make_medium(path, options)))
+        return self.stores[-1]
+
+    def corrupt(self, medium: TierMedium, slot: Slot) -> None:
+        path = self.path / f"store {len(self.stores) - 1}"
+        disk_store.flip(disk_store.segment_path(path, slot), disk_store.payload_offset(slot) + slot.num_bytes - 1)
+
+
+class TestDiskThroughThePageCache(TestDisk):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        path = self.path / f"store {len(self.stores)}"
+        options = disk_store.options_for(capacity_bytes, direct=False)
+        self.stores.append(Tier(disk_store.make_index(path, options), disk_store.make_medium(path, options)))
+        return self.stores[-1]
+
+
+class TestDiskInAnIdleFaultInjector(TestDisk):
     def make_tier(self, capacity_bytes: int) -> Tier:
         return wrapped(super().make_tier(capacity_bytes))

@@ -28,7 +28,7 @@ class IndexConformance(TierSuite):
 
     def test_a_new_index_is_empty(self) -> None:
         index = self.make_index(3)
-        assert (index.capacity_bytes, index.used_bytes, index.num_keys) == (3 * CHUNK_BYTES, 0, 0)
+        assert (index.capacity_bytes, index.used_bytes, index.num_keys) == (3 * self.chunk_cost_bytes, 0, 0)
 
     def test_an_unknown_key_is_a_miss(self) -> None:
         assert self.make_index(1).lookup(A) is LookupResult.MISS
@@ -41,12 +41,12 @@ class IndexConformance(TierSuite):
         assert index.lookup(A) is LookupResult.HIT
 
     def test_a_slot_has_exactly_the_bytes_that_were_asked_for(self) -> None:
-        index = self.make_index(4)
+        index = self.make_index(6)
         sizes = [1, CHUNK_BYTES - 1, CHUNK_BYTES + 1]
         assert [reserved(index, str(size).encode(), size).num_bytes for size in sizes] == sizes
 
     def test_a_pin_gives_the_slot_that_was_reserved(self) -> None:
-        index = self.make_index(2)
+        index = self.make_index(3)
         slot = reserved(index, A, CHUNK_BYTES + 5)
         index.commit(A)
         assert index.pin(A) == slot
@@ -65,7 +65,7 @@ class IndexConformance(TierSuite):
         assert index.reserve(A, CHUNK_BYTES) is Refusal.PRESENT
 
     def test_a_chunk_larger_than_the_tier_is_refused_as_too_large(self) -> None:
-        assert self.make_index(2).reserve(A, 2 * CHUNK_BYTES + 1) is Refusal.TOO_LARGE
+        assert self.make_index(2).reserve(A, self.bytes_of(2) + 1) is Refusal.TOO_LARGE
 
     def test_an_aborted_reservation_frees_its_space_and_its_key(self) -> None:
         index = self.make_index(1)
@@ -144,7 +144,7 @@ class IndexConformance(TierSuite):
         index.pin(B)
         assert index.clear() == 3
         assert index.clear() == 0
-        assert index.used_bytes == 2 * CHUNK_BYTES
+        assert index.used_bytes == 2 * self.chunk_cost_bytes
         index.unpin(B)
         assert not index.commit(C)
         assert (index.used_bytes, index.num_keys) == (0, 0)
@@ -229,10 +229,10 @@ class IndexConformance(TierSuite):
         committed(index, A)
         reserved(index, B)
         index.reserve(C, CHUNK_BYTES)
-        index.reserve(C, 2 * CHUNK_BYTES)
+        index.reserve(C, self.bytes_of(2))
         index.abort(B)
         counts = index.take_counts()
         assert (counts.reservations, counts.commits, counts.aborts, counts.evictions) == (2, 1, 1, 1)
-        assert counts.evicted_bytes == CHUNK_BYTES
+        assert counts.evicted_bytes == self.chunk_cost_bytes
         assert counts.refusals == {Refusal.NO_ROOM: 1, Refusal.TOO_LARGE: 1}
         assert index.take_counts().merge(counts) == counts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import xxhash
+
 from hybridkv.tiers.conformance.tier import (
     CHUNK_BYTES,
     Tier,
@@ -10,7 +12,7 @@ from hybridkv.tiers.conformance.tier import (
     finish,
     reserved,
 )
-from hybridkv.tiers.contract import Completion, FailureReason, Slot, Ticket, TierMedium
+from hybridkv.tiers.contract import FailureReason, Slot, Ticket, TierMedium
 
 A, B = b"key a", b"key b"
 NUM_BYTES = CHUNK_BYTES + 7
@@ -25,14 +27,14 @@ def chunk_bytes(seed: int, num_bytes: int = NUM_BYTES) -> bytes:
 class MediumConformance(TierSuite):
     def stored(self, seed: int = 1) -> tuple[Tier, Slot]:
         """A tier that holds one chunk under A."""
-        tier = self.make_tier(8 * CHUNK_BYTES)
+        tier = self.make_tier_of(8)
         slot = reserved(tier.index, A, NUM_BYTES)
         tier.medium.store(FIRST, A, slot, [chunk_bytes(seed)])
         assert failure_of(tier.medium, FIRST) is None
         return tier, slot
 
     def test_a_medium_is_a_tier_medium(self) -> None:
-        assert isinstance(self.make_tier(CHUNK_BYTES).medium, TierMedium)
+        assert isinstance(self.make_tier_of(1).medium, TierMedium)
 
     def test_what_was_stored_is_loaded(self) -> None:
         tier, slot = self.stored()
@@ -42,7 +44,7 @@ class MediumConformance(TierSuite):
         assert destination == chunk_bytes(1)
 
     def test_buffers_may_be_cut_anywhere(self) -> None:
-        tier = self.make_tier(4 * CHUNK_BYTES)
+        tier = self.make_tier_of(4)
         slot = reserved(tier.index, A, NUM_BYTES)
         chunk = chunk_bytes(3)
         tier.medium.store(FIRST, A, slot, [chunk[:5], b"", memoryview(chunk)[5:4000], chunk[4000:]])
@@ -53,7 +55,7 @@ class MediumConformance(TierSuite):
         assert b"".join(parts) == chunk
 
     def test_the_source_is_free_again_after_its_completion(self) -> None:
-        tier = self.make_tier(4 * CHUNK_BYTES)
+        tier = self.make_tier_of(4)
         slot = reserved(tier.index, A, NUM_BYTES)
         source = bytearray(chunk_bytes(1))
         tier.medium.store(FIRST, A, slot, [source])
@@ -80,12 +82,24 @@ class MediumConformance(TierSuite):
         tickets = [Ticket(number) for number in range(10, 20)]
         for ticket in tickets:
             tier.medium.load(ticket, A, slot, [bytearray(NUM_BYTES)])
-        completions = sorted(finish(tier.medium), key=lambda completion: completion.ticket)
-        assert completions == [Completion(ticket) for ticket in tickets]
+        completions = finish(tier.medium)
+        assert sorted(completion.ticket for completion in completions) == tickets
+        assert {completion.failure for completion in completions} == {None}
         assert finish(tier.medium) == []
 
+    def test_a_checksum_that_a_medium_tells_is_that_of_the_bytes(self) -> None:
+        tier = self.make_tier_of(4)
+        slot = reserved(tier.index, A, NUM_BYTES)
+        chunk = chunk_bytes(5)
+        tier.medium.store(FIRST, A, slot, [chunk[:100], chunk[100:]])
+        stored = finish(tier.medium)
+        tier.medium.load(SECOND, A, slot, [bytearray(NUM_BYTES)])
+        for completion in (*stored, *finish(tier.medium)):
+            assert completion.failure is None
+            assert completion.checksum in (None, xxhash.xxh3_128_digest(chunk))
+
     def test_what_was_never_stored_is_missing(self) -> None:
-        tier = self.make_tier(4 * CHUNK_BYTES)
+        tier = self.make_tier_of(4)
         slot = reserved(tier.index, A, NUM_BYTES)
         self._expect_failed_load(tier.medium, A, slot, FailureReason.MISSING)
 
@@ -132,7 +146,7 @@ class MediumConformance(TierSuite):
         assert failure.reason is FailureReason.IO
 
     def test_a_slot_without_bytes_fails(self) -> None:
-        medium = self.make_tier(CHUNK_BYTES).medium
+        medium = self.make_tier_of(1).medium
         medium.store(FIRST, A, Slot(()), [])
         failure = failure_of(medium, FIRST)
         assert failure is not None

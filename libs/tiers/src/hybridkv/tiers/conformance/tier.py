@@ -9,7 +9,7 @@ from hybridkv.tiers.contract import Completion, Failure, Key, Slot, Ticket, Tier
 from hybridkv.tiers.errors import TierProtocolError
 
 CHUNK_BYTES = 4096
-"""Every capacity is a multiple of it; a tier that rounds must round to a divisor of it."""
+"""Of the suites' usual chunk; a tier that rounds must round to a divisor of it."""
 
 TIMEOUT_S = 30.0
 """Only a broken tier ever waits that long."""
@@ -26,16 +26,27 @@ class Tier:
 class TierSuite:
     """Base of the suites."""
 
+    chunk_cost_bytes: int = CHUNK_BYTES
+    """What one usual chunk takes up in the tier, with whatever it stores beside the bytes."""
+
     def make_tier(self, capacity_bytes: int) -> Tier:
-        """A new, empty tier of exactly this capacity, a multiple of `CHUNK_BYTES`."""
+        """A new, empty tier of exactly this capacity, a multiple of `chunk_cost_bytes`."""
         raise NotImplementedError
 
     def corrupt(self, medium: TierMedium, slot: Slot) -> None:
         """Change one stored byte of the slot behind the medium's back."""
         raise NotImplementedError
 
+    def make_tier_of(self, num_chunks: int) -> Tier:
+        """A tier with room for exactly so many usual chunks."""
+        return self.make_tier(num_chunks * self.chunk_cost_bytes)
+
     def make_index(self, num_chunks: int) -> TierIndex:
-        return self.make_tier(num_chunks * CHUNK_BYTES).index
+        return self.make_tier_of(num_chunks).index
+
+    def bytes_of(self, num_chunks: int) -> int:
+        """Size of the largest chunk that takes up no more than so many usual ones."""
+        return num_chunks * self.chunk_cost_bytes - (self.chunk_cost_bytes - CHUNK_BYTES)
 
 
 def reserved(index: TierIndex, key: Key, num_bytes: int = CHUNK_BYTES) -> Slot:

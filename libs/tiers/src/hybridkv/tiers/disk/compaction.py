@@ -1,0 +1,96 @@
+"""Decides which segment gives up its place when no empty one is left. Changes nothing but by evicting records.
+
+In this order: the segment with the fewest live bytes, if copying them is worth it; else least recently used records are
+evicted until one is; at most about two segments' worth of them. Pinned, reserved and doomed records hold their segment
+where it is.
+"""
+
+from __future__ import annotations
+
+from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES, number_of
+from hybridkv.tiers.disk.records import Record, RecordTable, State
+from hybridkv.tiers.disk.segment_files import Move
+from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
+
+
+class Compaction:
+    """Looks at the tables of one index."""
+
+    def __init__(self, segments: SegmentTable, records: RecordTable, share: float) -> None:
+        self._segments = segments
+        self._records = records
+        self._share = share
+
+    def dead(self) -> list[Segment]:
+        """Segments that hold nothing any more."""
+        return [
+            segment
+            for segment in self._segments.by_number.values()
+            if segment.stage is Stage.FULL and not (segment.live_bytes or segment.num_used or segment.is_moving)
+        ]
+
+    def victim(self) -> Segment | None:
+        """The segment to copy away, after evicting what had to be. None when every segment is held."""
+        candidates = self._candidates()
+        if not candidates:
+            return None
+        if not any(map(self._is_worth_copying, candidates)):
+            self._evict_until_worth_copying(candidates)
+        return min(candidates, key=lambda segment: segment.live_bytes)
+
+    def moves(self, victim: Segment) -> tuple[Move, ...]:
+        """The victim's live records, with new addresses for as many as fit into what is open and empty."""
+        moves = []
+        for record in self._live(victim):
+            if not self._segments.has_room(record.cost, may_take_last=True):
+                break
+            address = self._segments.append(record.key, record.cost)
+            self._segments.hold(address, is_writing=True)
+            moves.append(Move(record.key, record.address, address, record.payload_bytes))
+        return tuple(moves)
+
+    def empty(self, victim: Segment) -> None:
+        """Evict everything in it."""
+        for record in self._live(victim):
+            self._records.evict(record)
+
+    def cheapest(self) -> Segment | None:
+        """The segment with the fewest live bytes that nothing holds."""
+        return min(self._candidates(), key=lambda segment: segment.live_bytes, default=None)
+
+    def _candidates(self) -> list[Segment]:
+        return [
+            segment
+            for segment in self._segments.by_number.values()
+            if segment.stage is Stage.FULL and not (segment.num_used or segment.is_moving)
+        ]
+
+    def _is_worth_copying(self, segment: Segment) -> bool:
+        return segment.live_bytes <= self._share * (segment.segment_bytes - SEGMENT_HEAD_BYTES)
+
+    def _evict_until_worth_copying(self, candidates: list[Segment]) -> None:
+        by_number = {segment.number: segment for segment in candidates}
+        left_bytes = max(segment.segment_bytes for segment in candidates)
+        while left_bytes > 0 and self._records.evictable:
+            record = self._records.oldest()
+            segment = by_number.get(number_of(record.address))
+            left_bytes -= record.cost
+            self._records.evict(record)
+            if segment is not None and self._is_worth_copying(segment):
+                return
+        cheapest = min(candidates, key=lambda segment: segment.live_bytes)
+        for record in self._live(cheapest):
+            if self._is_worth_copying(cheapest):
+                return
+            self._records.evict(record)
+
+    def _live(self, segment: Segment) -> list[Record]:
+        """Its records that may be moved or evicted, in the order in which they lie."""
+        found = {}
+        for key in segment.keys:
+            record = self._records.by_key.get(key)
+            if record is None or number_of(record.address) != segment.number:
+                continue
+            if record.state is State.COMMITTED and not record.num_pins:
+                found[record.address] = record
+        return [found[address] for address in sorted(found)]

@@ -1,0 +1,58 @@
+"""What a disk tier did beside what every tier counts. Holds no decisions."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class DiskCounts(msgspec.Struct, frozen=True):
+    """Since the last call. Merging is addition, so order and grouping do not matter."""
+
+    moved_records: int = 0
+    moved_bytes: int = 0
+    """By compaction, over all ranks, headers included: beside the bytes stored, the write amplification."""
+    segments_created: int = 0
+    segments_dropped: int = 0
+    snapshots: int = 0
+    namespaces_deleted: int = 0
+    withdrawals_forgotten: int = 0
+    """Withdrawn records that a restart may offer again, because more were withdrawn than are remembered."""
+    quarantined: dict[str, int] = {}
+    """Withdrawn records by reason."""
+    failures: dict[str, int] = {}
+    """File work that failed, by what was tried and the system's name for why: `create: ENOSPC`."""
+
+    def merge(self, other: DiskCounts) -> DiskCounts:
+        return msgspec.structs.replace(
+            self, **{name: _add(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
+        )
+
+
+def _add(mine: int | dict[str, int], other: int | dict[str, int]) -> int | dict[str, int]:
+    if isinstance(mine, dict) and isinstance(other, dict):
+        return {name: mine.get(name, 0) + other.get(name, 0) for name in sorted({*mine, *other})}
+    assert isinstance(mine, int) and isinstance(other, int)
+    return mine + other
+
+
+class DiskTally:
+    """A mutable `DiskCounts`."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._quarantined: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
+
+    def add(self, name: str, amount: int = 1) -> None:
+        self._numbers[name] = self._numbers.get(name, 0) + amount
+
+    def quarantine(self, reason: str) -> None:
+        self._quarantined[reason] = self._quarantined.get(reason, 0) + 1
+
+    def fail(self, what: str) -> None:
+        self._failures[what] = self._failures.get(what, 0) + 1
+
+    def take(self) -> DiskCounts:
+        counts = DiskCounts(**self._numbers, quarantined=self._quarantined, failures=self._failures)
+        self.__init__()  # type: ignore[misc]
+        return counts

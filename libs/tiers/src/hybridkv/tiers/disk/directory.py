@@ -1,0 +1,195 @@
+"""A directory that is nobody else's: opened without following links, its owner and permissions checked.
+
+Everything below a store is reached through descriptors of such directories, never through a path that somebody could
+have exchanged meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+
+from hybridkv.tiers.disk.file_io import FileIO
+from hybridkv.tiers.errors import TierConfigurationError
+
+LARGEST_SMALL_FILE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 26
+
+
+class ForeignFileError(OSError):
+    """A file or directory of a store that is a link, not ours, or open to others. Never touched."""
+
+
+class Directory:
+    """One open directory."""
+
+    def __init__(self, io: FileIO, path: str, fd: int) -> None:
+        self.io = io
+        self.path = path
+        self.fd = fd
+
+    @classmethod
+    def root(cls, io: FileIO, path: str, create: bool) -> Directory:
+        """The directory at an absolute path, whose parent must be there. `OSError` as the system says."""
+        if create:
+            with contextlib.suppress(FileExistsError):
+                io.make_directory(path)
+        return cls(io, path, _open_directory(io, path, path, None))
+
+    def child(self, name: str, create: bool) -> Directory:
+        """A directory in this one."""
+        if create:
+            with contextlib.suppress(FileExistsError):
+                self.io.make_directory(name, self.fd)
+        path = f"{self.path}/{name}"
+        return Directory(self.io, path, _open_directory(self.io, name, path, self.fd))
+
+    def open_file(self, name: str, flags: int) -> int:
+        """A descriptor of a regular file of ours in this directory."""
+        try:
+            fd = self.io.open(name, flags | os.O_NOFOLLOW, 0o600, self.fd)
+        except OSError as error:
+            if _is_link(self.io, name, self.fd):
+                raise ForeignFileError(error.errno, "is a symbolic link", f"{self.path}/{name}") from error
+            raise
+        try:
+            _require_own(self.io.stat(fd), stat.S_ISREG, f"{self.path}/{name}")
+        except OSError:
+            self.io.close(fd)
+            raise
+        return fd
+
+    def read_file(self, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
+        """All of a file, None when there is none or it is larger than `max_bytes`."""
+        try:
+            fd = self.open_file(name, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            num_bytes = self.io.stat(fd).st_size
+            if num_bytes > max_bytes:
+                return None
+            data = bytearray(num_bytes)
+            view, done = memoryview(data), 0
+            while done < num_bytes:
+                got = self.io.preadv(fd, [view[done : done + _PIECE_BYTES]], done)
+                if not got:
+                    break
+                done += got
+            return bytes(view[:done])
+        finally:
+            self.io.close(fd)
+
+    def write_file(self, name: str, data: bytes, sync: bool) -> None:
+        """Make a file hold exactly this, or leave it as it was, also if the process dies in between.
+
+        With `sync` also if the power goes.
+        """
+        temporary = f"{name}.new"
+        fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(self.io, fd, data, 0)
+            if sync:
+                self.io.fdatasync(fd)
+        finally:
+            self.io.close(fd)
+        self.io.rename(temporary, name, self.fd)
+        if sync:
+            self.io.fsync(self.fd)
+
+    def remove_file(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.io.remove(name, self.fd)
+
+    def list(self) -> list[str]:
+        return self.io.list(self.fd)
+
+    def disk_bytes(self) -> int:
+        """What this directory, its files and its directories' files take up on disk."""
+        total = self.io.stat(self.fd).st_blocks * 512
+        for name in self.list():
+            try:
+                found = self.io.stat_name(name, self.fd)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISDIR(found.st_mode):
+                total += self._child_bytes(name)
+            else:
+                total += found.st_blocks * 512
+        return total
+
+    def _child_bytes(self, name: str) -> int:
+        try:
+            child = self.child(name, create=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        try:
+            return child.disk_bytes()
+        finally:
+            child.close()
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            self.io.close(fd)
+
+
+def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write everything, however little the system takes at a time."""
+    view = memoryview(data)
+    while view:
+        done = io.pwritev(fd, [view[:_PIECE_BYTES]], offset)
+        view, offset = view[done:], offset + done
+
+
+def open_root(io: FileIO, path: str) -> Directory:
+    """The root of a store, made if it is not there. `TierConfigurationError` when it cannot be used."""
+    if not os.path.isabs(path):
+        raise TierConfigurationError("path", "an absolute path", path)
+    path = path.rstrip("/") or "/"
+    try:
+        return Directory.root(io, path, create=True)
+    except OSError as error:
+        raise refused(path, error) from error
+
+
+def refused(path: str, error: OSError) -> TierConfigurationError:
+    """What an operator reads when a file or directory of a store cannot be used."""
+    if isinstance(error, ForeignFileError):
+        at = error.filename
+        hint = "name a directory that this user alone can write to, and no link"
+        return TierConfigurationError("path", "files that are this user's own", f"{at}: {error.strerror}", hint)
+    hint = "its parent must exist and be writable" if isinstance(error, FileNotFoundError) else ""
+    return TierConfigurationError("path", "a directory that can be used", f"{path}: {error.strerror or error}", hint)
+
+
+def _open_directory(io: FileIO, name: str, path: str, dir_fd: int | None) -> int:
+    try:
+        fd = io.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except OSError as error:
+        if os.path.islink(path) if dir_fd is None else _is_link(io, name, dir_fd):
+            raise ForeignFileError(error.errno, "is a symbolic link", path) from error
+        raise
+    try:
+        _require_own(io.stat(fd), stat.S_ISDIR, path)
+    except OSError:
+        io.close(fd)
+        raise
+    return fd
+
+
+def _is_link(io: FileIO, name: str, dir_fd: int) -> bool:
+    try:
+        return stat.S_ISLNK(io.stat_name(name, dir_fd).st_mode)
+    except OSError:
+        return False
+
+
+def _require_own(found: os.stat_result, is_kind: object, path: str) -> None:
+    if not callable(is_kind) or not is_kind(found.st_mode):
+        raise ForeignFileError(0, "is not of the kind that it should be", path)
+    if found.st_uid != os.geteuid():
+        raise ForeignFileError(0, f"belongs to user {found.st_uid}, not {os.geteuid()}", path)
+    if found.st_mode & 0o022:
+        raise ForeignFileError(0, f"others may write to it (mode {found.st_mode & 0o777:o})", path)

@@ -1,0 +1,70 @@
+"""Every call of the operating system that a disk tier makes, in one object, so that a test can make any of them fail.
+
+Decides nothing and catches nothing: what the system refuses is an `OSError`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+
+
+class FileIO:
+    """The real ones. Derive from it to inject faults."""
+
+    def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
+        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=dir_fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        os.posix_fallocate(fd, 0, num_bytes)
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        os.ftruncate(fd, num_bytes)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def stat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def stat_name(self, name: str, dir_fd: int) -> os.stat_result:
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
+    def list(self, fd: int) -> list[str]:
+        return os.listdir(fd)
+
+    def make_directory(self, name: str, dir_fd: int | None = None) -> None:
+        os.mkdir(name, 0o700, dir_fd=dir_fd)
+
+    def remove_directory(self, name: str, dir_fd: int) -> None:
+        os.rmdir(name, dir_fd=dir_fd)
+
+    def remove(self, name: str, dir_fd: int) -> None:
+        os.unlink(name, dir_fd=dir_fd)
+
+    def rename(self, old: str, new: str, dir_fd: int) -> None:
+        os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def lock(self, fd: int) -> bool:
+        """Take the file's lock without waiting; False when another process has it."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def advise_random(self, fd: int) -> None:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

@@ -1,0 +1,232 @@
+"""Decides which chunks stay on disk, and where. The only owner of metadata, and the only one that makes files.
+
+Records are kept by least recent use, each by itself: of the groups of a prefix the ones that were used stay. What is
+evicted is decided here and now, in memory; files follow on the janitor. Nothing waits for a device, but for the
+constructor, `clear` and `close`, and those with a bound (the constructor's is the device's own).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from hybridkv.hashing import Fingerprint
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.disk.counts import DiskCounts
+from hybridkv.tiers.disk.file_io import FileIO
+from hybridkv.tiers.disk.janitor import InlineJanitor, Janitor, ThreadJanitor
+from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, record_bytes
+from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.disk.opening import Opened, open_store
+from hybridkv.tiers.disk.options import DiskOptions, plan_sizes
+from hybridkv.tiers.disk.records import State
+from hybridkv.tiers.errors import TierProtocolError
+
+logger = logging.getLogger(__name__)
+
+
+class DiskIndex:
+    """A `TierIndex` over segment files of all ranks of one engine.
+
+    Args:
+        path: of the store, absolute. Made if it is not there; its parent must be.
+        fingerprint: of the cache; what was stored under another one is never read.
+        options: see `DiskOptions`.
+        janitor: where file work runs; None: on a thread of its own. Closed by `close`.
+        io: calls of the operating system.
+        clock: seconds, for intervals.
+
+    Raises:
+        TierConfigurationError: the options do not fit together, the path cannot be used or is not this user's own, or
+            another process has this cache open.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fingerprint: Fingerprint,
+        options: DiskOptions,
+        janitor: Janitor | None = None,
+        io: FileIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._sizes = plan_sizes(options, fingerprint.tensor_parallel_size)
+        self._namespace = Namespace(io or FileIO(), path, fingerprint)
+        store: Opened = open_store(self._namespace, fingerprint, options, self._sizes, clock)
+        self._segments, self._records, self._upkeep = store
+        self._is_closed = False
+        self._upkeep.janitor = InlineJanitor()
+        self._make_fit(0)
+        self._upkeep.run()
+        self._upkeep.janitor = self._janitor = janitor or ThreadJanitor()
+
+    @property
+    def namespace(self) -> bytes:
+        """The fingerprint's digest: what the media are built with."""
+        return self._namespace.digest
+
+    @property
+    def capacity_bytes(self) -> int:
+        """For records of one rank, headers included; less than the share of `DiskOptions.capacity_bytes`."""
+        return self._sizes.usable_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._records.used_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of segments, on all ranks: what they were given on disk, whether records fill it or not."""
+        return self._segments.allocated_bytes
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._records.by_key) - self._records.num_doomed
+
+    @property
+    def generation(self) -> int:
+        return self._records.generation
+
+    def lookup(self, key: Key) -> LookupResult:
+        record = self._records.by_key.get(key)
+        return LookupResult.MISS if record is None else record.state.answer
+
+    def leading(self, keys: Sequence[Key]) -> int:
+        """How many in a row, from the first one on, are HIT or PENDING."""
+        for position, key in enumerate(keys):
+            if self.lookup(key) is LookupResult.MISS:
+                return position
+        return len(keys)
+
+    def last_held(self, keys: Sequence[Key]) -> int | None:
+        """The position of the last one that is HIT or PENDING, None when none is."""
+        for position in range(len(keys) - 1, -1, -1):
+            if self.lookup(keys[position]) is not LookupResult.MISS:
+                return position
+        return None
+
+    def any_pending(self, keys: Sequence[Key]) -> bool:
+        """Whether one of them is PENDING."""
+        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        self._records.touch(keys)
+
+    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+        """As the contract says. NO_ROOM also while file work is behind: the next segment is not made yet, the file
+        system is full, or its directory is gone."""
+        if num_bytes <= 0:
+            raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
+        if not 0 < len(key) <= LARGEST_KEY_BYTES:
+            raise TierProtocolError(f"reserve: expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")
+        self._upkeep.collect()
+        cost = record_bytes(num_bytes)
+        refusal = self._why_not(key, cost)
+        if refusal is None and not self._segments.has_room(cost, may_take_last=False):
+            self._upkeep.run()
+            if not self._segments.has_room(cost, may_take_last=False):
+                refusal = Refusal.NO_ROOM
+        if refusal is not None:
+            return self._records.tally.refuse(refusal)
+        self._make_fit(cost)
+        record = self._records.reserve(key, self._segments.append(key, cost), num_bytes)
+        self._upkeep.run_if_needed()
+        return record.slot
+
+    def _why_not(self, key: Key, cost: int) -> Refusal | None:
+        records = self._records
+        if self._is_closed:
+            return Refusal.CLOSED
+        if key in records.by_key:
+            return Refusal.PRESENT
+        if cost > min(self._sizes.room_bytes, self._sizes.usable_bytes):
+            return Refusal.TOO_LARGE
+        if records.used_bytes + cost - records.evictable_bytes > self._sizes.usable_bytes:
+            return Refusal.NO_ROOM
+        if len(records.by_key) - len(records.evictable) >= self._sizes.max_records:
+            return Refusal.NO_ROOM
+        return None
+
+    def _make_fit(self, cost: int) -> None:
+        """Evict until `cost` more bytes and one more record are within bounds."""
+        records, sizes = self._records, self._sizes
+        num_more = 1 if cost else 0
+        while records.evictable and (
+            records.used_bytes + cost > sizes.usable_bytes or len(records.by_key) + num_more > sizes.max_records
+        ):
+            records.evict(records.oldest())
+
+    def commit(self, key: Key) -> bool:
+        is_committed = self._records.commit(key)
+        self._upkeep.run_if_needed()
+        return is_committed
+
+    def abort(self, key: Key) -> None:
+        self._upkeep.withdraw(self._records.abort(key))
+        self._upkeep.run()
+
+    def invalidate(self, key: Key, reason: str = "unspecified") -> bool:
+        """Never offer what is stored under this key again, also after a restart: it is quarantined.
+
+        `reason` is counted; a `FailureReason` is one.
+        """
+        self._upkeep.collect()
+        is_withdrawn = self._upkeep.quarantine(key, str(reason))
+        self._upkeep.run()
+        return is_withdrawn
+
+    def pin(self, key: Key) -> Slot | None:
+        self._upkeep.collect()
+        return self._records.pin(key)
+
+    def unpin(self, key: Key) -> None:
+        self._records.unpin(key)
+        self._upkeep.run_if_needed()
+
+    def clear(self) -> int:
+        """`invalidate` every key, durably: waits until that is written down, at most `close_timeout_s`."""
+        self._upkeep.collect()
+        count = sum(self._records.invalidate(key) is not None for key in list(self._records.by_key))
+        if self._is_closed:
+            return count
+        written = threading.Event()
+        if not self._upkeep.start_epoch(written.set) or not written.wait(self._options.close_timeout_s):
+            logger.warning("clear is not on disk yet in %s; a crash now would undo it", self._namespace.root.path)
+        self._upkeep.run()
+        return count
+
+    def take_counts(self) -> TierCounts:
+        self._upkeep.run()
+        return self._records.tally.take()
+
+    def take_disk_counts(self) -> DiskCounts:
+        """What happened beside, since the last call."""
+        self._upkeep.run()
+        return self._upkeep.state.tally.take()
+
+    def close(self) -> None:
+        """Offer nothing more, refuse every later reservation, and leave what is committed to the next opening.
+
+        Waits for file work at most `close_timeout_s`. Open pins and reservations may still be given back.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._upkeep.collect()
+        for record in self._records.by_key.values():
+            if record.state in (State.RESERVED, State.DOOMED_WRITE):
+                self._upkeep.withdraw(record)
+        self._upkeep.finish()
+        is_done = self._janitor.close(self._options.close_timeout_s)
+        self._upkeep.janitor = None
+        self._upkeep.collect()
+        for key in list(self._records.by_key):
+            self._records.invalidate(key)
+        if is_done:
+            self._namespace.close()
+        else:
+            logger.warning("%s is still locked: file work did not end in time", self._namespace.root.path)

@@ -1,0 +1,113 @@
+"""Builds the tables of an index from what is on disk."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hybridkv.hashing import Fingerprint
+from hybridkv.tiers.disk.compaction import Compaction
+from hybridkv.tiers.disk.directory import refused
+from hybridkv.tiers.disk.namespace import Namespace, say_what_differs
+from hybridkv.tiers.disk.options import DiskOptions, DiskSizes, Fsync
+from hybridkv.tiers.disk.records import RecordTable
+from hybridkv.tiers.disk.recovery import Found, recover
+from hybridkv.tiers.disk.segment_files import SegmentFiles
+from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.upkeep import Upkeep
+from hybridkv.tiers.disk.work import Files, WriteEpoch, run
+
+logger = logging.getLogger(__name__)
+
+
+class Opened(NamedTuple):
+    """An index's parts."""
+
+    segments: SegmentTable
+    records: RecordTable
+    upkeep: Upkeep
+
+
+def open_store(
+    namespace: Namespace,
+    fingerprint: Fingerprint,
+    options: DiskOptions,
+    sizes: DiskSizes,
+    clock: Callable[[], float],
+) -> Opened:
+    """`TierConfigurationError` when the directory cannot be read; the namespace is closed then."""
+    started_s = time.monotonic()
+    syncs = options.fsync is not Fsync.NONE
+    files = Files(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), syncs)
+    try:
+        found = recover(namespace, sizes.metadata_bytes)
+        if not found.segments:
+            say_what_differs(namespace, fingerprint)
+    except OSError as error:
+        namespace.close()
+        raise refused(namespace.root.path, error) from error
+    segments = _segment_table(sizes, found)
+    records = RecordTable(segments)
+    for record in found.records:
+        records.restore(*record)
+    _shrink(segments, records, options, sizes)
+    upkeep = Upkeep(options, sizes, segments, records, files, clock)
+    upkeep.state.epoch = found.epoch
+    for entry in found.withdrawals:
+        upkeep.state.withdrawn.restore(entry)
+    _write_epoch(upkeep, files, found)
+    own_bytes = segments.allocated_bytes + sizes.metadata_bytes
+    try:
+        files.segments.make_room(own_bytes)
+    except OSError as error:
+        logger.warning("%s: %s", namespace.root.path, error)
+    logger.info(
+        "disk tier in %s: %d chunks, %.1f MiB of %.1f MiB used, opened in %.2f s (%d of %d segments read)",
+        namespace.directory.path,
+        len(records.by_key),
+        records.used_bytes / 2**20,
+        sizes.usable_bytes / 2**20,
+        time.monotonic() - started_s,
+        found.num_scanned_segments,
+        len(found.segments),
+    )
+    return Opened(segments, records, upkeep)
+
+
+def _segment_table(sizes: DiskSizes, found: Found) -> SegmentTable:
+    table = SegmentTable(sizes, found.next_number)
+    for number, segment_bytes, end_offset, is_sealed in found.segments:
+        segment = Segment(number, segment_bytes, found.epoch)
+        segment.stage = Stage.FULL
+        segment.end_offset = end_offset
+        segment.is_sealed = is_sealed
+        # Nobody knows whether it holds a record that is not whole.
+        segment.may_be_sealed = is_sealed
+        table.add(segment)
+        table.allocated_bytes += segment_bytes * sizes.num_ranks
+    for number in found.useless:
+        segment = Segment(number, sizes.segment_bytes, found.epoch)
+        segment.stage = Stage.FULL
+        segment.may_be_sealed = False
+        table.add(segment)
+        table.allocated_bytes += segment.segment_bytes * sizes.num_ranks
+    return table
+
+
+def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, sizes: DiskSizes) -> None:
+    """Give up whole segments where the capacity is smaller than it was."""
+    compaction = Compaction(segments, records, options.compaction_share)
+    left_bytes = segments.allocated_bytes - sum(s.segment_bytes for s in compaction.dead()) * sizes.num_ranks
+    living = [segment for segment in segments.by_number.values() if segment.live_bytes]
+    fullest_first = sorted(living, key=lambda segment: segment.live_bytes, reverse=True)
+    while left_bytes > segments.limit_bytes and fullest_first:
+        segment = fullest_first.pop()
+        compaction.empty(segment)
+        left_bytes -= segment.segment_bytes * sizes.num_ranks
+
+
+def _write_epoch(upkeep: Upkeep, files: Files, found: Found) -> None:
+    if found.is_new_epoch:
+        upkeep.state.is_epoch_written = run(WriteEpoch(found.epoch), files).error is None

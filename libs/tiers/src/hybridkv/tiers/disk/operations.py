@@ -1,0 +1,162 @@
+"""Carries out a run of adjacent stores or loads in one segment, and says how each of them ended. Starts no thread."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Ticket
+from hybridkv.tiers.disk.file_io import FileIO
+from hybridkv.tiers.disk.format import RecordHeader, checksum, decode_record, encode_record
+from hybridkv.tiers.disk.layout import number_of, offset_of, record_bytes
+from hybridkv.tiers.disk.options import DiskOptions, Fsync
+from hybridkv.tiers.disk.record_io import Place, RecordReader, RecordWriter, Scratch, ShortReadError
+from hybridkv.tiers.disk.segment_cache import SegmentCache
+
+logger = logging.getLogger(__name__)
+
+
+class Operation(NamedTuple):
+    """One store or load."""
+
+    ticket: Ticket
+    key: Key
+    address: int
+    num_bytes: int
+    views: list[memoryview]
+    is_store: bool
+
+    def continues(self, before: Operation) -> bool:
+        """Whether its record begins where the other one's ends, in the same segment."""
+        follows = self.address == before.address + record_bytes(before.num_bytes)
+        return follows and number_of(self.address) == number_of(before.address)
+
+
+class RecordMover:
+    """Used by every thread of a medium."""
+
+    def __init__(self, io: FileIO, cache: SegmentCache, namespace: bytes, rank: int, options: DiskOptions) -> None:
+        self._io = io
+        self._cache = cache
+        self._namespace = namespace
+        self._rank = rank
+        self._batch_bytes = options.batch_bytes
+        self._syncs = options.fsync is Fsync.ALWAYS
+        self._may_fall_back = options.direct == "auto"
+        self._is_direct = options.direct is not False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether files are opened with O_DIRECT now."""
+        return self._is_direct
+
+    def move(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
+        """One completion for each operation of a run that is all stores or all loads."""
+        is_direct = self._is_direct
+        try:
+            if batch[0].is_store:
+                return self._store(batch, scratch, is_direct)
+            return self._load(batch, scratch, is_direct)
+        except OSError as error:
+            if is_direct and self._falls_back(error):
+                return self.move(batch, scratch)
+            if len(batch) > 1:  # one bad place must not fail its neighbours
+                return [completion for operation in batch for completion in self.move([operation], scratch)]
+            return [Completion(batch[0].ticket, self._failure(batch[0], error))]
+        except Exception as error:  # a thread that ends would leave everybody waiting
+            logger.exception("a disk operation could not be carried out")
+            failure = Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
+            return [Completion(operation.ticket, failure) for operation in batch]
+
+    def _store(self, batch: list[Operation], scratch: Scratch, is_direct: bool) -> list[Completion]:
+        first = batch[0]
+        completions = []
+        with self._cache.opened(number_of(first.address), is_direct) as fd:
+            place = Place(self._io, fd, offset_of(first.address), is_direct)
+            writer = RecordWriter(place, scratch, self._batch_bytes)
+            for operation in batch:
+                payload_checksum = checksum_of(operation.views)
+                writer.add(encode_record(self._header(operation, payload_checksum)), operation.views)
+                completions.append(Completion(operation.ticket, checksum=payload_checksum))
+            writer.flush()
+            if self._syncs:
+                self._io.fdatasync(fd)
+        return completions
+
+    def _load(self, batch: list[Operation], scratch: Scratch, is_direct: bool) -> list[Completion]:
+        first = batch[0]
+        with self._cache.opened(number_of(first.address), is_direct) as fd:
+            place = Place(self._io, fd, offset_of(first.address), is_direct)
+            reader = RecordReader(place, scratch, self._batch_bytes)
+            for operation in batch:
+                reader.add(operation.views)
+            reader.flush()
+        return [self._verified(operation, page) for operation, page in zip(batch, reader.headers, strict=True)]
+
+    def _verified(self, operation: Operation, page: bytes) -> Completion:
+        expected = self._header(operation, b"")
+        failure, payload_checksum = verify(expected, page, operation.views)
+        return Completion(operation.ticket, failure, payload_checksum)
+
+    def _header(self, operation: Operation, payload_checksum: bytes) -> RecordHeader:
+        return RecordHeader(
+            self._rank, operation.address, operation.num_bytes, self._namespace, payload_checksum, operation.key
+        )
+
+    def _falls_back(self, error: OSError) -> bool:
+        """Whether to try again through the page cache, now and for ever."""
+        if error.errno != errno.EINVAL or not self._may_fall_back:
+            return False
+        if self._is_direct:
+            logger.info("this file system has no O_DIRECT (%s): the disk tier goes through the page cache", error)
+        self._is_direct = False
+        return True
+
+    def _failure(self, operation: Operation, error: OSError) -> Failure:
+        number = number_of(operation.address)
+        self._cache.forget(number)
+        where = f"segment {number}"
+        if isinstance(error, (FileNotFoundError, ShortReadError)) and not operation.is_store:
+            return Failure(FailureReason.MISSING, f"{where}: {error.strerror}")
+        name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        return Failure(FailureReason.IO, f"{where}: {name}: {error.strerror or error}")
+
+
+def checksum_of(views: Sequence[memoryview]) -> bytes:
+    """XXH3-128 of the concatenation."""
+    if len(views) == 1:
+        return checksum(views[0])
+    digest = xxhash.xxh3_128()
+    for view in views:
+        digest.update(view)
+    return digest.digest()
+
+
+def verify(expected: RecordHeader, page: bytes, payload: Sequence[memoryview]) -> tuple[Failure | None, bytes | None]:
+    """Whether a record as it was read is the expected one (whose payload checksum is not looked at) and whole.
+
+    The payload's checksum if so.
+    """
+    found = decode_record(page)
+    if found is None:
+        if not any(page):
+            return Failure(FailureReason.MISSING, f"nothing was stored at {expected.address}"), None
+        detail = f"the header at {expected.address} is damaged or of another version"
+        return Failure(FailureReason.CHECKSUM, detail), None
+    if found.is_of != expected.is_of:
+        detail = f"the record at {expected.address} was written for another place: {found.rank}, {found.address}"
+        return Failure(FailureReason.WRONG_KEY, detail), None
+    if found.key != expected.key:
+        return Failure(FailureReason.WRONG_KEY, f"expected {expected.key.hex()}, got {found.key.hex()}"), None
+    if found.payload_bytes != expected.payload_bytes:
+        detail = f"expected {expected.payload_bytes} bytes of {expected.key.hex()}, got {found.payload_bytes}"
+        return Failure(FailureReason.CHECKSUM, detail), None
+    payload_checksum = checksum_of(payload)
+    if payload_checksum != found.payload_checksum:
+        detail = f"the bytes of {expected.key.hex()} are not those that were stored"
+        return Failure(FailureReason.CHECKSUM, detail), None
+    return None, payload_checksum

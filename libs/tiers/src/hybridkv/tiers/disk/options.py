@@ -1,0 +1,172 @@
+"""What an operator may choose for a disk tier, and what follows from it."""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+import msgspec
+
+from hybridkv.tiers.disk.layout import (
+    LARGEST_SEGMENT_BYTES,
+    PAGE_BYTES,
+    SEGMENT_HEAD_BYTES,
+    record_bytes,
+    round_up,
+)
+from hybridkv.tiers.errors import TierConfigurationError
+
+MIB = 1 << 20
+SMALLEST_SEGMENT_BYTES = MIB
+LARGEST_DEFAULT_SEGMENT_BYTES = 256 * MIB
+SEGMENTS_IN_CAPACITY = 32
+FEWEST_SEGMENTS = 4
+FEWEST_SPARE_SEGMENTS = 3
+"""One that is being filled, one that is ready to be, and one that compaction copies to."""
+
+SNAPSHOT_ENTRY_BYTES = 2 + 8 + 8 + 64
+"""Allowance for one record in a snapshot; a longer key makes the snapshot keep fewer records."""
+JOURNAL_ENTRY_BYTES = 48
+
+
+class Fsync(enum.StrEnum):
+    """When bytes are forced to the device. A crash of the process loses nothing with any of them."""
+
+    NONE = "none"
+    """Never. A loss of power may lose anything of the last half minute or so (the kernel decides)."""
+    INTERVAL = "interval"
+    """Every `fsync_interval_s`. A loss of power may lose what was stored since."""
+    ALWAYS = "always"
+    """Before a store completes. A loss of power loses nothing that was committed."""
+
+
+class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Choices of a disk tier. Index and media must be given equal ones.
+
+    Args:
+        capacity_bytes: of everything below the path on disk: all ranks, all namespaces, metadata included.
+        segment_bytes: of one file of one rank, a multiple of 4096; None: capacity / 32 over all ranks, within
+            [1 MiB, 256 MiB] and large enough for four of the largest chunks.
+        largest_chunk_bytes: the largest chunk that will be stored, if it is known.
+        spare_share: share of the segments that records never fill, so that compaction finds room: more means fewer
+            bytes moved, fewer means more records kept. Within (0, 0.9].
+        compaction_share: a segment with more live bytes than this share is not copied; records are evicted instead.
+            Bounds write amplification to 1 / (1 - share). Within (0, 0.95].
+        max_records: keys in the index. Memory: about 500 bytes each in the index, 82 on disk.
+        max_quarantined: withdrawn records that are remembered across restarts.
+        ready_segments: how many empty segments are prepared ahead.
+        snapshot_interval_s: between two snapshots of the index.
+        retry_interval_s: how long file work rests after it failed.
+        fsync: see `Fsync`.
+        fsync_interval_s: for `Fsync.INTERVAL`.
+        direct: pass the page cache by. "auto": where the file system can.
+        threads: of a medium, 1 to 64.
+        max_queued: operations that wait in a medium; beyond them one completes with BUSY.
+        batch_bytes: adjacent records that are read or written at once, and each thread's bounce buffer.
+        max_open_files: segment files that a medium keeps open.
+        close_timeout_s: how long `close` waits for file work.
+    """
+
+    capacity_bytes: int
+    segment_bytes: int | None = None
+    largest_chunk_bytes: int = 0
+    spare_share: float = 0.1
+    compaction_share: float = 0.75
+    max_records: int = 4_000_000
+    max_quarantined: int = 1024
+    ready_segments: int = 2
+    snapshot_interval_s: float = 120.0
+    retry_interval_s: float = 5.0
+    fsync: Fsync = Fsync.INTERVAL
+    fsync_interval_s: float = 5.0
+    direct: bool | Literal["auto"] = "auto"
+    threads: int = 4
+    max_queued: int = 4096
+    batch_bytes: int = 4 * MIB
+    max_open_files: int = 256
+    close_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("capacity_bytes", "max_records", "max_quarantined", "ready_segments", "max_queued"):
+            _require(name, getattr(self, name) > 0, "a number > 0", getattr(self, name))
+        for name in ("snapshot_interval_s", "retry_interval_s", "fsync_interval_s", "close_timeout_s"):
+            _require(name, 0 <= getattr(self, name) < float("inf"), "seconds >= 0", getattr(self, name))
+        _require("largest_chunk_bytes", self.largest_chunk_bytes >= 0, "a number >= 0", self.largest_chunk_bytes)
+        _require("spare_share", 0 < self.spare_share <= 0.9, "a share within (0, 0.9]", self.spare_share)
+        _require("compaction_share", 0 < self.compaction_share <= 0.95, "a share <= 0.95", self.compaction_share)
+        _require("threads", 1 <= self.threads <= 64, "1 to 64", self.threads)
+        _require("max_open_files", self.max_open_files >= self.threads, "one for each thread", self.max_open_files)
+        _require("fsync", self.fsync in list(Fsync), '"none", "interval" or "always"', self.fsync)
+        _require("direct", self.direct in (True, False, "auto"), 'true, false or "auto"', self.direct)
+        whole_pages = self.batch_bytes >= 4 * PAGE_BYTES and self.batch_bytes % PAGE_BYTES == 0
+        _require("batch_bytes", whole_pages, "a multiple of 4096, 16384 or more", self.batch_bytes)
+
+
+class DiskSizes(msgspec.Struct, frozen=True):
+    """What follows from the options for one namespace."""
+
+    num_ranks: int
+    segment_bytes: int
+    """Of one rank."""
+    data_bytes: int
+    """For segments of all ranks."""
+    metadata_bytes: int
+    """Set aside for everything else."""
+    usable_bytes: int
+    """For records of one rank, headers included: what an index calls its capacity."""
+    max_records: int
+
+    @property
+    def room_bytes(self) -> int:
+        """For records in one segment."""
+        return self.segment_bytes - SEGMENT_HEAD_BYTES
+
+
+def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
+    """`TierConfigurationError` when the capacity is too small for `num_ranks` ranks."""
+    segment_bytes = options.segment_bytes or _default_segment_bytes(options, num_ranks)
+    smallest = SEGMENT_HEAD_BYTES + record_bytes(max(options.largest_chunk_bytes, 1))
+    if segment_bytes % PAGE_BYTES or not smallest <= segment_bytes <= LARGEST_SEGMENT_BYTES:
+        expected = f"a multiple of {PAGE_BYTES} within [{smallest}, {LARGEST_SEGMENT_BYTES}]"
+        raise TierConfigurationError("segment_bytes", expected, segment_bytes)
+    max_records = min(options.max_records, options.capacity_bytes // num_ranks // record_bytes(1))
+    metadata_bytes = _metadata_bytes(options, num_ranks, max_records)
+    data_bytes = options.capacity_bytes - metadata_bytes
+    count = data_bytes // (num_ranks * segment_bytes)
+    if count < FEWEST_SEGMENTS:
+        fewest = metadata_bytes + FEWEST_SEGMENTS * num_ranks * segment_bytes
+        raise TierConfigurationError(
+            "capacity_bytes",
+            f"at least {fewest} bytes: {FEWEST_SEGMENTS} segments of {segment_bytes} bytes on each of {num_ranks} "
+            f"ranks, and metadata",
+            options.capacity_bytes,
+            hint="give the tier more room, or smaller segments",
+        )
+    num_spare = max(FEWEST_SPARE_SEGMENTS, -int(-options.spare_share * count // 1))
+    num_spare = min(num_spare, count - 1)
+    usable_bytes = (count - num_spare) * (segment_bytes - SEGMENT_HEAD_BYTES)
+    return DiskSizes(num_ranks, segment_bytes, data_bytes, metadata_bytes, usable_bytes, max(max_records, 1))
+
+
+def _default_segment_bytes(options: DiskOptions, num_ranks: int) -> int:
+    share = options.capacity_bytes // (SEGMENTS_IN_CAPACITY * num_ranks) // PAGE_BYTES * PAGE_BYTES
+    chosen = min(max(share, SMALLEST_SEGMENT_BYTES), LARGEST_DEFAULT_SEGMENT_BYTES)
+    return max(chosen, SEGMENT_HEAD_BYTES + 4 * record_bytes(max(options.largest_chunk_bytes, 1)))
+
+
+def _metadata_bytes(options: DiskOptions, num_ranks: int, max_records: int) -> int:
+    """Of all that is no segment.
+
+    Two snapshots while one is replaced; a journal that grows to twice its entries, and the one that replaces it; pages
+    for the small files; directories.
+    """
+    snapshots = 2 * (PAGE_BYTES + round_up(SNAPSHOT_ENTRY_BYTES * max_records))
+    journals = 3 * (PAGE_BYTES + round_up(JOURNAL_ENTRY_BYTES * options.max_quarantined))
+    files = 12 * PAGE_BYTES
+    directories = (2 + num_ranks) * 4 * PAGE_BYTES
+    return snapshots + journals + files + directories
+
+
+def _require(name: str, holds: bool, expected: str, got: object) -> None:
+    if not holds:
+        raise TierConfigurationError(name, expected, got)

@@ -1,0 +1,166 @@
+"""What came of the index's file work, applied to its tables. Decides nothing about what is next."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from hybridkv.tiers.contract import FailureReason, Key
+from hybridkv.tiers.disk.counts import DiskTally
+from hybridkv.tiers.disk.layout import number_of
+from hybridkv.tiers.disk.options import DiskOptions, DiskSizes
+from hybridkv.tiers.disk.quarantine import Quarantine
+from hybridkv.tiers.disk.records import Record, RecordTable, State
+from hybridkv.tiers.disk.rests import Rests
+from hybridkv.tiers.disk.segment_files import Move
+from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.work import (
+    Append,
+    Copy,
+    Create,
+    Drop,
+    Files,
+    Outcome,
+    Restore,
+    Rewrite,
+    Save,
+    Seal,
+    WriteEpoch,
+)
+
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Outcomes:
+    """Holds beside the tables what the index knows of its files."""
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        sizes: DiskSizes,
+        segments: SegmentTable,
+        records: RecordTable,
+        files: Files,
+        clock: Callable[[], float],
+    ) -> None:
+        self._sizes = sizes
+        self._segments = segments
+        self._records = records
+        self._files = files
+        self.tally = DiskTally()
+        self.rests = Rests(files.namespace.root.path, options.retry_interval_s, clock, self.tally)
+        self.withdrawn = Quarantine(options.max_quarantined)
+        self.epoch = 0
+        self.is_epoch_written = True
+        self.is_lost = False
+        """Something that should be on disk is not: perhaps the directory was removed."""
+
+    def withdraw(self, record: Record) -> None:
+        """Remember across restarts that this record may not be offered."""
+        num_forgotten = self.withdrawn.add(record, self._segments.next_address)
+        self.tally.add("withdrawals_forgotten", num_forgotten)
+
+    def quarantine(self, key: Key, reason: str) -> bool:
+        """Never offer what is stored under this key again. False when nothing is."""
+        record = self._records.invalidate(key)
+        if record is None:
+            return False
+        self.tally.quarantine(reason)
+        self.withdraw(record)
+        return True
+
+    def apply(self, outcome: Outcome) -> None:
+        """The tables, now that this job ended."""
+        job, error = outcome.job, outcome.error
+        if error is not None:
+            self.rests.failed(type(job), error)
+            self.is_lost = self.is_lost or getattr(error, "errno", None) in _GONE
+        else:
+            self.rests.succeeded(type(job))
+        is_done = error is None
+        if isinstance(job, Create):
+            self._end_create(job, error)
+        elif isinstance(job, Drop):
+            self._end_drop(job, is_done)
+        elif isinstance(job, Copy):
+            self.end_copy(job, outcome.value)
+        elif isinstance(job, Seal):
+            if is_done and job.number in self._segments.by_number:
+                self._segments.by_number[job.number].is_sealed = True
+        elif isinstance(job, (Append, Rewrite)):
+            if not is_done:
+                self.withdrawn.failed(job)
+        elif isinstance(job, WriteEpoch):
+            self.is_epoch_written = self.is_epoch_written or (is_done and job.epoch == self.epoch)
+        elif isinstance(job, Save):
+            self.tally.add("snapshots", int(is_done))
+        elif isinstance(job, Restore) and is_done:
+            self._end_restore(outcome.value)
+
+    def _end_create(self, job: Create, error: Exception | None) -> None:
+        segments = self._segments
+        if error is not None:
+            segments.allocated_bytes -= job.segment_bytes * self._sizes.num_ranks
+            if getattr(error, "errno", None) in _FULL:
+                segments.limit_bytes = segments.allocated_bytes
+            return
+        segment = Segment(job.number, job.segment_bytes, job.epoch)
+        if job.epoch != self.epoch:
+            segment.stage = Stage.FULL
+        segments.add(segment)
+        self.tally.add("segments_created")
+        deleted, self._files.segments.num_deleted_namespaces = self._files.segments.num_deleted_namespaces, 0
+        self.tally.add("namespaces_deleted", deleted)
+
+    def _end_drop(self, job: Drop, is_done: bool) -> None:
+        for number in job.numbers:
+            segment = self._segments.by_number[number]
+            segment.stage = Stage.FULL
+            self._segments.num_leaving -= 1
+            if is_done:
+                self._segments.remove(segment)
+                self.tally.add("segments_dropped")
+
+    def end_copy(self, job: Copy, value: object) -> None:
+        """`value`: what the copy gave back, None when it broke off."""
+        copied: list[tuple[Move, FailureReason | None]] = value if isinstance(value, list) else []
+        for move in job.moves:
+            self._segments.release(move.new_address, is_writing=True)
+        if not copied or any(reason is not None for _, reason in copied):
+            for move in job.moves:
+                self._segments.of(move.new_address).may_be_sealed = False
+        for move, reason in copied:
+            record = self._records.by_key.get(move.key)
+            if record is None or record.address != move.old_address:
+                continue
+            if reason is not None:
+                self.quarantine(move.key, reason)
+            elif record.state is State.COMMITTED and not record.num_pins:
+                self._records.move(record, move.new_address)
+                self.tally.add("moved_records")
+                self.tally.add("moved_bytes", record.cost * self._sizes.num_ranks)
+        self._segments.by_number[job.number].is_moving = False
+        self._segments.revision += 1
+
+    def _end_restore(self, value: object) -> None:
+        self.is_lost = False
+        if not isinstance(value, set):
+            return
+        self.withdrawn.lost()
+        self._segments.close_open()
+        for segment in self._segments.by_number.values():
+            if segment.number not in value:
+                self._lose(segment)
+
+    def _lose(self, segment: Segment) -> None:
+        """Its files are gone."""
+        if segment.stage is Stage.READY:
+            self._segments.ready.remove(segment)
+            segment.stage = Stage.FULL
+        segment.may_be_sealed = False
+        for key in segment.keys:
+            record = self._records.by_key.get(key)
+            if record is not None and number_of(record.address) == segment.number:
+                self._records.invalidate(key)
+        self._segments.revision += 1

@@ -1,0 +1,204 @@
+"""The life of every key of a disk tier, in memory: reserved, committed, doomed; pinned; least recently used first.
+
+Changes segments' counts along with it. Knows no file, and does not decide where a record goes or when one is evicted.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.contract import Key, Slot
+from hybridkv.tiers.disk.layout import record_bytes
+from hybridkv.tiers.disk.segments import SegmentTable
+from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.tally import Tally
+
+
+class State(enum.Enum):
+    """Of a record. A value."""
+
+    RESERVED = ("reserved", LookupResult.PENDING)
+    COMMITTED = ("committed", LookupResult.HIT)
+    DOOMED_WRITE = ("invalidated while it is being stored", LookupResult.MISS)
+    DOOMED_READ = ("invalidated while it is pinned", LookupResult.MISS)
+
+    def __init__(self, words: str, answer: LookupResult) -> None:
+        self.words = words
+        self.answer = answer
+
+
+class Record:
+    """One key's record. Another thread may read `key`, `address` and `payload_bytes` at any time."""
+
+    __slots__ = ("address", "key", "num_pins", "payload_bytes", "state")
+
+    def __init__(self, key: Key, address: int, payload_bytes: int, state: State) -> None:
+        self.key = key
+        self.address = address
+        self.payload_bytes = payload_bytes
+        self.state = state
+        self.num_pins = 0
+
+    @property
+    def cost(self) -> int:
+        return record_bytes(self.payload_bytes)
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(((self.address, self.payload_bytes),))
+
+
+class RecordTable:
+    """All records of a namespace."""
+
+    def __init__(self, segments: SegmentTable) -> None:
+        self._segments = segments
+        self.by_key: dict[Key, Record] = {}
+        # Committed and unpinned, least recently used first: exactly what may be evicted.
+        self.evictable: OrderedDict[Key, Record] = OrderedDict()
+        self.evictable_bytes = 0
+        self.pinned: dict[Key, Record] = {}
+        self.used_bytes = 0
+        self.num_doomed = 0
+        self.generation = 0
+        self.tally = Tally()
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            if key in self.evictable:
+                self.evictable.move_to_end(key)
+
+    def restore(self, key: Key, address: int, payload_bytes: int) -> None:
+        """A record that an opening found, more recently used than those before."""
+        record = Record(key, address, payload_bytes, State.COMMITTED)
+        cost = record.cost
+        self._segments.of(address).keys.append(key)
+        self._segments.change_live(address, cost)
+        self.by_key[key] = record
+        self.evictable[key] = record
+        self.evictable_bytes += cost
+        self.used_bytes += cost
+
+    def reserve(self, key: Key, address: int, payload_bytes: int) -> Record:
+        record = Record(key, address, payload_bytes, State.RESERVED)
+        self._segments.change_live(address, record.cost)
+        self._segments.hold(address, is_writing=True)
+        self.by_key[key] = record
+        self.used_bytes += record.cost
+        self.generation += 1
+        self.tally.reservations += 1
+        return record
+
+    def reserved(self, operation: str, key: Key) -> Record:
+        """The record of a reserved key; `TierProtocolError` when it is not one."""
+        record = self.by_key.get(key)
+        if record is None:
+            raise TierProtocolError(f"{operation}: expected a reserved key, got unknown key {key.hex()}")
+        if record.state not in (State.RESERVED, State.DOOMED_WRITE):
+            raise TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()} ({record.state.words})")
+        return record
+
+    def commit(self, key: Key) -> bool:
+        record = self.reserved("commit", key)
+        self._segments.release(record.address, is_writing=True)
+        if record.state is State.DOOMED_WRITE:
+            self._forget_doomed(record)
+            return False
+        record.state = State.COMMITTED
+        self._make_evictable(record)
+        self.generation += 1
+        self.tally.commits += 1
+        return True
+
+    def abort(self, key: Key) -> Record:
+        record = self.reserved("abort", key)
+        self._segments.release(record.address, is_writing=True)
+        if record.state is State.DOOMED_WRITE:
+            self._forget_doomed(record)
+        else:
+            self._forget(record)
+            self.generation += 1
+        self.tally.aborts += 1
+        return record
+
+    def invalidate(self, key: Key) -> Record | None:
+        """The record that is offered no more, None when none was."""
+        record = self.by_key.get(key)
+        if record is None or record.state.answer is LookupResult.MISS:
+            return None
+        if record.state is State.RESERVED:
+            record.state = State.DOOMED_WRITE
+            self.num_doomed += 1
+        elif record.num_pins:
+            record.state = State.DOOMED_READ
+            self.num_doomed += 1
+        else:
+            self._make_unevictable(record)
+            self._forget(record)
+        self.generation += 1
+        self.tally.invalidations += 1
+        return record
+
+    def pin(self, key: Key) -> Slot | None:
+        record = self.by_key.get(key)
+        if record is None or record.state is not State.COMMITTED:
+            return None
+        if not record.num_pins:
+            self._make_unevictable(record)
+            self._segments.hold(record.address, is_writing=False)
+            self.pinned[key] = record
+        record.num_pins += 1
+        return record.slot
+
+    def unpin(self, key: Key) -> None:
+        record = self.by_key.get(key)
+        if record is None or not record.num_pins:
+            raise TierProtocolError(f"unpin: expected a pinned key, got {key.hex()}")
+        record.num_pins -= 1
+        if record.num_pins:
+            return
+        del self.pinned[key]
+        self._segments.release(record.address, is_writing=False)
+        if record.state is State.COMMITTED:
+            self._make_evictable(record)
+        else:
+            self._forget_doomed(record)
+
+    def evict(self, record: Record) -> None:
+        """Give up a record that is committed and not pinned."""
+        self._make_unevictable(record)
+        self._forget(record)
+        self.generation += 1
+        self.tally.evictions += 1
+        self.tally.evicted_bytes += record.cost
+
+    def oldest(self) -> Record:
+        """What goes first. There is one."""
+        return next(iter(self.evictable.values()))
+
+    def move(self, record: Record, address: int) -> None:
+        """A record that is committed and not pinned lies elsewhere now."""
+        self._segments.change_live(address, record.cost)
+        self._segments.change_live(record.address, -record.cost)
+        record.address = address
+
+    def _make_evictable(self, record: Record) -> None:
+        self.evictable[record.key] = record
+        self.evictable_bytes += record.cost
+
+    def _make_unevictable(self, record: Record) -> None:
+        del self.evictable[record.key]
+        self.evictable_bytes -= record.cost
+
+    def _forget_doomed(self, record: Record) -> None:
+        self.num_doomed -= 1
+        self._forget(record)
+
+    def _forget(self, record: Record) -> None:
+        del self.by_key[record.key]
+        cost = record.cost
+        self.used_bytes -= cost
+        self._segments.change_live(record.address, -cost)

@@ -1,0 +1,47 @@
+"""What failed lately: counted, said once in the log, and left alone for a while. Decides nothing else."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+
+from hybridkv.tiers.disk.counts import DiskTally
+from hybridkv.tiers.disk.work import Job
+
+logger = logging.getLogger(__name__)
+
+
+class Rests:
+    """One for each kind of job, `retry_interval_s` long."""
+
+    def __init__(self, path: str, retry_interval_s: float, clock: Callable[[], float], tally: DiskTally) -> None:
+        self._path = path
+        self._retry_interval_s = retry_interval_s
+        self._clock = clock
+        self._tally = tally
+        self._until_s: dict[type[Job], float] = {}
+        self._failing: dict[str, type[Job]] = {}
+
+    def is_resting(self, kind: type[Job]) -> bool:
+        return self._until_s.get(kind, 0.0) > self._clock()
+
+    @property
+    def next_end_s(self) -> float:
+        """When the first rest ends."""
+        return min(self._until_s.values(), default=float("inf"))
+
+    def failed(self, kind: type[Job], error: Exception) -> None:
+        number = getattr(error, "errno", None) or 0
+        what = f"{kind.__name__.lower()}: {errno.errorcode.get(number, type(error).__name__)}"
+        self._tally.fail(what)
+        self._until_s[kind] = self._clock() + self._retry_interval_s
+        if what not in self._failing:
+            self._failing[what] = kind
+            logger.warning("disk tier in %s: %s: %s", self._path, what, error)
+
+    def succeeded(self, kind: type[Job]) -> None:
+        self._until_s.pop(kind, None)
+        for what in [what for what, failing in self._failing.items() if failing is kind]:
+            del self._failing[what]
+            logger.info("disk tier in %s: works again after %s", self._path, what)

@@ -1,0 +1,161 @@
+"""Which segments there are, what lives in them, and where the next record goes. Knows neither keys' states nor files.
+
+Records are appended to one open segment, compaction's copies too, so a higher address was always given out later.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+
+from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES, address_of, number_of
+from hybridkv.tiers.disk.options import DiskSizes
+
+
+class Stage(enum.Enum):
+    """Of a segment's life. A value."""
+
+    READY = "ready"
+    OPEN = "open"
+    FULL = "full"
+    LEAVING = "leaving"
+    """Being deleted."""
+
+
+class Segment:
+    """One segment, on all ranks alike."""
+
+    __slots__ = (
+        "end_offset",
+        "epoch",
+        "is_moving",
+        "is_sealed",
+        "keys",
+        "live_bytes",
+        "may_be_sealed",
+        "num_used",
+        "num_written",
+        "number",
+        "segment_bytes",
+        "stage",
+    )
+
+    def __init__(self, number: int, segment_bytes: int, epoch: int) -> None:
+        self.number = number
+        self.segment_bytes = segment_bytes
+        self.epoch = epoch
+        self.stage = Stage.READY
+        self.end_offset = SEGMENT_HEAD_BYTES
+        self.live_bytes = 0
+        """Of records that the index knows."""
+        self.num_used = 0
+        """Records that are pinned, reserved, or the target of a copy: they hold the segment where it is."""
+        self.num_written = 0
+        """Of those, the ones that somebody may still be writing."""
+        self.keys: list[Key] = []
+        """Of every record that was ever appended; most may live elsewhere by now, or nowhere."""
+        self.is_moving = False
+        """Its records are being copied away."""
+        self.is_sealed = False
+        self.may_be_sealed = True
+        """False when a copy into it broke off: it may hold a record that is not whole."""
+
+
+class SegmentTable:
+    """All segments of a namespace."""
+
+    def __init__(self, sizes: DiskSizes, next_number: int) -> None:
+        self._sizes = sizes
+        self.by_number: dict[int, Segment] = {}
+        self.next_number = next_number
+        self.open: Segment | None = None
+        self.ready: deque[Segment] = deque()
+        self.allocated_bytes = 0
+        """On all ranks, segments that are being made or deleted included."""
+        self.num_leaving = 0
+        self.limit_bytes = sizes.data_bytes
+        """Lower than `data_bytes` while the file system is full or the other namespaces take more."""
+        self.revision = 0
+        """Changes whenever there may be file work to do."""
+
+    def add(self, segment: Segment) -> None:
+        """A segment that is on disk."""
+        self.by_number[segment.number] = segment
+        self.revision += 1
+        if segment.stage is Stage.READY:
+            self.ready.append(segment)
+
+    def remove(self, segment: Segment) -> None:
+        """A segment that is on disk no more."""
+        del self.by_number[segment.number]
+        self.revision += 1
+        self.allocated_bytes -= segment.segment_bytes * self._sizes.num_ranks
+
+    def of(self, address: int) -> Segment:
+        return self.by_number[number_of(address)]
+
+    @property
+    def creatable(self) -> int:
+        """How many more segments may be made now."""
+        room_bytes = self.limit_bytes - self.allocated_bytes
+        return max(room_bytes // (self._sizes.segment_bytes * self._sizes.num_ranks), 0)
+
+    @property
+    def next_address(self) -> int:
+        """No record was given an address at or behind it."""
+        if self.open is not None:
+            return address_of(self.open.number, self.open.end_offset)
+        return address_of(self.ready[0].number if self.ready else self.next_number, 0)
+
+    def has_room(self, cost: int, may_take_last: bool) -> bool:
+        """Whether a record can be appended now.
+
+        The last empty segment is left to compaction, which makes room again; `may_take_last` is compaction's.
+        """
+        if self.open is not None and self.open.end_offset + cost <= self.open.segment_bytes:
+            return True
+        if not self.ready or SEGMENT_HEAD_BYTES + cost > self.ready[0].segment_bytes:
+            return False
+        return may_take_last or len(self.ready) + self.creatable + self.num_leaving >= 2
+
+    def append(self, key: Key, cost: int) -> int:
+        """The address of a new record. The caller saw that there is room."""
+        if self.open is None or self.open.end_offset + cost > self.open.segment_bytes:
+            self.close_open()
+            self.open = self.ready.popleft()
+            self.open.stage = Stage.OPEN
+            self.revision += 1
+        segment = self.open
+        address = address_of(segment.number, segment.end_offset)
+        segment.end_offset += cost
+        segment.keys.append(key)
+        return address
+
+    def change_live(self, address: int, num_bytes: int) -> None:
+        """A record at this address appeared or, with fewer than 0 bytes, went away."""
+        segment = self.of(address)
+        segment.live_bytes += num_bytes
+        if not segment.live_bytes:
+            self.revision += 1
+
+    def hold(self, address: int, is_writing: bool) -> None:
+        """A record at this address has a reader or a writer."""
+        segment = self.of(address)
+        segment.num_used += 1
+        segment.num_written += is_writing
+
+    def release(self, address: int, is_writing: bool) -> None:
+        """It has that reader or writer no more."""
+        segment = self.of(address)
+        segment.num_used -= 1
+        segment.num_written -= is_writing
+        if not segment.num_used:
+            self.revision += 1
+
+    def close_open(self) -> None:
+        """Append nothing more to the open segment."""
+        if self.open is not None:
+            self.open.stage = Stage.FULL
+            self.open = None
+            self.revision += 1

@@ -1,0 +1,254 @@
+"""Keeps empty segments ready and the metadata on disk true: decides which piece of file work is next, and starts it.
+
+One piece at a time is on its way. What fails rests for a while and is tried again; nothing raises for what the system
+says. Everything here runs in the index's thread, but for `_execute`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk.compaction import Compaction
+from hybridkv.tiers.disk.janitor import Janitor
+from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of
+from hybridkv.tiers.disk.options import SNAPSHOT_ENTRY_BYTES, DiskOptions, DiskSizes
+from hybridkv.tiers.disk.outcomes import Outcomes
+from hybridkv.tiers.disk.records import Record, RecordTable, State
+from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.work import (
+    Append,
+    Copy,
+    Create,
+    Drop,
+    Files,
+    Job,
+    Outcome,
+    Restore,
+    Rewrite,
+    Save,
+    Seal,
+    WriteEpoch,
+    run,
+)
+
+MAX_JOBS_IN_A_ROW = 64
+"""That one call starts, where jobs end before they are given back."""
+
+
+class Upkeep:
+    """The file work of one index."""
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        sizes: DiskSizes,
+        segments: SegmentTable,
+        records: RecordTable,
+        files: Files,
+        clock: Callable[[], float],
+    ) -> None:
+        self._options = options
+        self._sizes = sizes
+        self._segments = segments
+        self._records = records
+        self._files = files
+        self._clock = clock
+        self._compaction = Compaction(segments, records, options.compaction_share)
+        self._ended: deque[Outcome] = deque()
+        self._num_running = 0
+        self._snapshot_s = clock()
+        self._snapshot_generation = -1
+        self._look_again_s = self._snapshot_s
+        self._looked_at = -1
+        self.state = Outcomes(options, sizes, segments, records, files, clock)
+        self.janitor: Janitor | None = None
+
+    def run(self) -> None:
+        """Apply what ended and start what is to be done next."""
+        for _ in range(MAX_JOBS_IN_A_ROW):
+            self.collect()
+            if self._num_running:
+                return
+            self._looked_at = self._segments.revision
+            if not self._start(self._choose()):
+                due_s = self._snapshot_s + self._options.snapshot_interval_s
+                self._look_again_s = min(due_s, self.state.rests.next_end_s)
+                return
+
+    def run_if_needed(self) -> None:
+        """As `run`, but cheap where nothing happened that calls for work."""
+        has_news = self._ended or self.state.withdrawn.has_pending or self._segments.revision != self._looked_at
+        if has_news or self._clock() >= self._look_again_s:
+            self.run()
+
+    def collect(self) -> None:
+        """Apply what ended."""
+        while self._ended:
+            self._num_running -= 1
+            self.state.apply(self._ended.popleft())
+
+    def withdraw(self, record: Record) -> None:
+        """Remember across restarts that this record may not be offered."""
+        self.state.withdraw(record)
+
+    def quarantine(self, key: Key, reason: str) -> bool:
+        """Never offer what is stored under this key again. False when nothing is."""
+        return self.state.quarantine(key, reason)
+
+    def start_epoch(self, then: Callable[[], None]) -> bool:
+        """Nothing that is on disk now may be offered again.
+
+        Writes that down before anything that waits here is started, and calls `then`, in any thread, when it is
+        written or failed. False when that cannot be started.
+        """
+        self.state.epoch += 1
+        self.state.is_epoch_written = False
+        self._segments.close_open()
+        while self._segments.ready:
+            self._segments.ready.popleft().stage = Stage.FULL
+        self._snapshot_generation = -1
+        return self._submit(WriteEpoch(self.state.epoch), then)
+
+    def finish(self) -> None:
+        """Write down everything, so that the next opening reads one file."""
+        self._segments.close_open()
+        self.collect()
+        self._start(self.state.withdrawn.job())
+        for segment in list(self._segments.by_number.values()):
+            if self._is_sealable(segment):
+                self._start(self._seal(segment))
+        self._start(self._save())
+
+    # What is to be done next.
+
+    def _choose(self) -> Job | None:
+        is_resting = self.state.rests.is_resting
+        if not is_resting(Create):
+            self._segments.limit_bytes = self._sizes.data_bytes
+        for choose in (
+            self._choose_restore,
+            self._choose_epoch,
+            self.state.withdrawn.job,
+            self._choose_drop,
+            self._choose_create,
+            self._choose_copy,
+            self._choose_seal,
+            self._choose_save,
+        ):
+            job = choose()
+            if job is not None and not is_resting(type(job)):
+                return job
+        return None
+
+    def _choose_restore(self) -> Job | None:
+        return Restore(self.state.epoch) if self.state.is_lost else None
+
+    def _choose_epoch(self) -> Job | None:
+        return None if self.state.is_epoch_written else WriteEpoch(self.state.epoch)
+
+    def _choose_drop(self) -> Job | None:
+        dead = self._compaction.dead()
+        return Drop(tuple(segment.number for segment in dead)) if dead else None
+
+    def _choose_create(self) -> Job | None:
+        if len(self._segments.ready) >= self._options.ready_segments or not self._segments.creatable:
+            return None
+        sizes = self._sizes
+        added_bytes = sizes.segment_bytes * sizes.num_ranks
+        own_bytes = self._segments.allocated_bytes + added_bytes + sizes.metadata_bytes
+        return Create(self._segments.next_number, self.state.epoch, sizes.segment_bytes, own_bytes)
+
+    def _choose_copy(self) -> Job | None:
+        segments = self._segments
+        if len(segments.ready) + segments.creatable + segments.num_leaving >= self._options.ready_segments:
+            return None
+        if self.state.rests.is_resting(Copy) or self.state.rests.is_resting(Drop):
+            return None
+        if not segments.ready and not segments.creatable:
+            return self._give_up_one()
+        victim = self._compaction.victim()
+        if victim is None:
+            return None
+        if not victim.live_bytes:
+            return self._choose_drop()
+        moves = self._compaction.moves(victim)
+        if not moves:
+            return self._give_up_one()
+        victim.is_moving = True
+        return Copy(victim.number, moves)
+
+    def _give_up_one(self) -> Job | None:
+        """Nothing can be copied anywhere: evict the segment that costs least."""
+        victim = self._compaction.cheapest()
+        if victim is not None:
+            self._compaction.empty(victim)
+        return self._choose_drop()
+
+    def _choose_seal(self) -> Job | None:
+        if self.state.withdrawn.has_pending:
+            return None
+        for segment in self._segments.by_number.values():
+            if self._is_sealable(segment):
+                return self._seal(segment)
+        return None
+
+    def _is_sealable(self, segment: Segment) -> bool:
+        is_settled = segment.stage is Stage.FULL and not segment.num_written and segment.epoch == self.state.epoch
+        return is_settled and segment.may_be_sealed and not segment.is_sealed
+
+    def _seal(self, segment: Segment) -> Seal:
+        return Seal(segment.number, segment.epoch, segment.end_offset)
+
+    def _choose_save(self) -> Job | None:
+        is_due = self._clock() >= self._snapshot_s + self._options.snapshot_interval_s
+        return self._save() if is_due and self._snapshot_generation != self._records.generation else None
+
+    def _save(self) -> Save:
+        """The records that are offered now, and from where on there may be more when this is read."""
+        segments = self._segments
+        writing = [segment.number for segment in segments.by_number.values() if segment.num_written]
+        first = segments.open.number if segments.open else segments.next_number
+        first = min([first, *writing, *(segment.number for segment in segments.ready)])
+        pinned = [record for record in self._records.pinned.values() if record.state is State.COMMITTED]
+        offered = [*self._records.evictable.values(), *pinned]
+        self.state.withdrawn.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
+        self._snapshot_s = self._clock()
+        self._snapshot_generation = self._records.generation
+        max_bytes = PAGE_BYTES + SNAPSHOT_ENTRY_BYTES * self._sizes.max_records
+        return Save(self.state.epoch, first, segments.next_number, offered, max_bytes)
+
+    # Starting it.
+
+    def _start(self, job: Job | None) -> bool:
+        if job is None:
+            return False
+        if not self._submit(job):
+            if isinstance(job, Copy):
+                self.state.end_copy(job, None)
+            return False
+        if isinstance(job, (Append, Rewrite)):
+            self.state.withdrawn.started(job)
+        elif isinstance(job, Create):
+            self._segments.next_number += 1
+            self._segments.allocated_bytes += job.segment_bytes * self._sizes.num_ranks
+        elif isinstance(job, Drop):
+            for number in job.numbers:
+                self._segments.by_number[number].stage = Stage.LEAVING
+            self._segments.num_leaving += len(job.numbers)
+        return True
+
+    def _submit(self, job: Job, then: Callable[[], None] | None = None) -> bool:
+        self._num_running += 1
+        if self.janitor is not None and self.janitor.submit(partial(self._execute, job, then)):
+            return True
+        self._num_running -= 1
+        return False
+
+    def _execute(self, job: Job, then: Callable[[], None] | None) -> None:
+        """In the janitor's thread."""
+        self._ended.append(run(job, self._files))
+        if then is not None:
+            then()

@@ -1,0 +1,177 @@
+"""File work of the index as values: what shall be done, and what came of it. Runs on the janitor.
+
+A job is planned from the state of the index, in the index's thread. It touches only files. Its result is applied there
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from hybridkv.tiers.contract import FailureReason
+from hybridkv.tiers.disk import epoch as epoch_file
+from hybridkv.tiers.disk import journal, snapshot
+from hybridkv.tiers.disk.directory import write_all
+from hybridkv.tiers.disk.names import EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME, segment_number
+from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.disk.records import Record
+from hybridkv.tiers.disk.segment_files import Move, SegmentFiles
+
+logger = logging.getLogger(__name__)
+
+RECORDS_AT_A_TIME = 2048
+"""Of a snapshot, between two moments in which another thread may run."""
+
+
+class Files(NamedTuple):
+    """What jobs work with."""
+
+    namespace: Namespace
+    segments: SegmentFiles
+    syncs: bool
+
+
+class Create(NamedTuple):
+    number: int
+    epoch: int
+    segment_bytes: int
+    own_bytes: int
+
+    def run(self, files: Files) -> object:
+        files.segments.create(self.number, self.epoch, self.segment_bytes, self.own_bytes)
+        return None
+
+
+class Drop(NamedTuple):
+    numbers: tuple[int, ...]
+
+    def run(self, files: Files) -> object:
+        for number in self.numbers:
+            files.segments.drop(number)
+        return None
+
+
+class Copy(NamedTuple):
+    number: int
+    moves: tuple[Move, ...]
+
+    def run(self, files: Files) -> list[tuple[Move, FailureReason | None]]:
+        return files.segments.copy(self.moves)
+
+
+class Seal(NamedTuple):
+    number: int
+    epoch: int
+    end_offset: int
+
+    def run(self, files: Files) -> object:
+        files.segments.seal(self.number, self.epoch, self.end_offset)
+        return None
+
+
+class WriteEpoch(NamedTuple):
+    epoch: int
+
+    def run(self, files: Files) -> object:
+        data = epoch_file.encode(self.epoch, files.namespace.digest)
+        files.namespace.directory.write_file(EPOCH_NAME, data, sync=True)
+        return None
+
+
+class Append(NamedTuple):
+    """Withdrawals behind the `num_before` that the journal holds."""
+
+    num_before: int
+    entries: tuple[journal.Withdrawal, ...]
+
+    def run(self, files: Files) -> object:
+        directory = files.namespace.directory
+        fd = directory.open_file(JOURNAL_NAME, os.O_RDWR)
+        try:
+            data = b"".join(map(journal.encode_entry, self.entries))
+            write_all(directory.io, fd, data, journal.HEAD_BYTES + self.num_before * journal.ENTRY_BYTES)
+            if files.syncs:
+                directory.io.fdatasync(fd)
+        finally:
+            directory.io.close(fd)
+        return None
+
+
+class Rewrite(NamedTuple):
+    """A journal of exactly these withdrawals."""
+
+    entries: tuple[journal.Withdrawal, ...]
+
+    def run(self, files: Files) -> object:
+        data = journal.encode_head(files.namespace.digest) + b"".join(map(journal.encode_entry, self.entries))
+        files.namespace.directory.write_file(JOURNAL_NAME, data, files.syncs)
+        return None
+
+
+class Save(NamedTuple):
+    """A snapshot of these records, least recently used first, of at most `max_bytes`."""
+
+    epoch: int
+    scan_from: int
+    next_number: int
+    records: Sequence[Record]
+    max_bytes: int
+
+    def run(self, files: Files) -> object:
+        keys, addresses, sizes = [], [], []
+        for start in range(0, len(self.records), RECORDS_AT_A_TIME):
+            part = self.records[start : start + RECORDS_AT_A_TIME]
+            keys += [record.key for record in part]
+            addresses += [record.address for record in part]
+            sizes += [record.payload_bytes for record in part]
+        while True:
+            saved = snapshot.Snapshot(self.epoch, self.scan_from, self.next_number, keys, addresses, sizes)
+            data = snapshot.encode(saved, files.namespace.digest)
+            if len(data) <= self.max_bytes or not keys:
+                break
+            half = len(keys) // 2 + 1
+            keys, addresses, sizes = keys[half:], addresses[half:], sizes[half:]
+        files.namespace.directory.write_file(SNAPSHOT_NAME, data, files.syncs)
+        return None
+
+
+class Restore(NamedTuple):
+    """Make the directories anew if somebody removed them."""
+
+    epoch: int
+
+    def run(self, files: Files) -> set[int] | None:
+        """The segments that every rank has now; None when nothing was removed."""
+        namespace = files.namespace
+        if namespace.is_there():
+            return None
+        logger.warning("%s was removed; making it anew", namespace.directory.path)
+        namespace.restore()
+        WriteEpoch(self.epoch).run(files)
+        numbers = [{segment_number(name) for name in directory.list()} for directory in namespace.ranks]
+        return {number for number in set.intersection(*numbers) if number is not None}
+
+
+Job: TypeAlias = Create | Drop | Copy | Seal | WriteEpoch | Append | Rewrite | Save | Restore
+
+
+class Outcome(NamedTuple):
+    """How a job ended: with what `run` gave back, or with what the system said."""
+
+    job: Job
+    value: object
+    error: Exception | None
+
+
+def run(job: Job, files: Files) -> Outcome:
+    """Never raises."""
+    try:
+        return Outcome(job, job.run(files), None)
+    except OSError as error:
+        return Outcome(job, None, error)
+    except Exception as error:  # a janitor that dies would take nothing more
+        logger.exception("file work of the disk tier went wrong")
+        return Outcome(job, None, error)

@@ -1,0 +1,125 @@
+"""Small disk tiers for tests: a fingerprint, options that give exact sizes, a clock that stands still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
+from hybridkv.tiers import Completion, Slot, Ticket, TierMedium
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor, plan_sizes
+from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES, number_of, offset_of
+from hybridkv.tiers.disk.names import rank_name, segment_name
+
+TIMEOUT_S = 30.0
+"""Only a broken tier ever waits that long."""
+
+FINGERPRINT = Fingerprint(
+    model="tiny",
+    revision="",
+    weights="",
+    dtype="bfloat16",
+    cache_dtype="bfloat16",
+    kv_layout="NHD",
+    state_layout="SD",
+    chunk_tokens=128,
+    hash_algorithm="sha256",
+    tensor_parallel_size=1,
+    groups=(
+        GroupFingerprint(kind="full", block_tokens=16, layers=(LayerFingerprint(name="0", dtype="u8", page_bytes=8),)),
+    ),
+)
+
+
+def fingerprint(**changes: object) -> Fingerprint:
+    return msgspec.structs.replace(FINGERPRINT, **changes)
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def options_for(usable_bytes: int, num_ranks: int = 1, num_spare: int = 9, **more: object) -> DiskOptions:
+    """Options whose index has exactly this capacity: one segment's room, beside so many spare segments."""
+    chosen: dict[str, object] = {"fsync": Fsync.NONE, "threads": 2, "batch_bytes": 1 << 18, "max_quarantined": 64}
+    chosen |= more
+    segment_bytes = SEGMENT_HEAD_BYTES + usable_bytes
+    rough_bytes = 2 * (num_spare + 1) * segment_bytes * num_ranks + (1 << 20)
+    share = num_spare / (num_spare + 1)
+    rough = DiskOptions(capacity_bytes=rough_bytes, segment_bytes=segment_bytes, spare_share=share, **chosen)
+    metadata_bytes = plan_sizes(rough, num_ranks).metadata_bytes
+    capacity_bytes = metadata_bytes + (num_spare + 1) * segment_bytes * num_ranks
+    exact = msgspec.structs.replace(rough, capacity_bytes=capacity_bytes)
+    while (sizes := plan_sizes(exact, num_ranks)).data_bytes >= (num_spare + 2) * segment_bytes * num_ranks:
+        exact = msgspec.structs.replace(exact, capacity_bytes=exact.capacity_bytes - 4096)
+    assert sizes.usable_bytes == usable_bytes, sizes
+    return exact
+
+
+def make_index(path: Path, options: DiskOptions, io: FileIO | None = None, **changes: object) -> DiskIndex:
+    """An index that does all file work before it answers."""
+    return DiskIndex(str(path), fingerprint(**changes), options, InlineJanitor(), io, Clock())
+
+
+def make_medium(
+    path: Path, options: DiskOptions, io: FileIO | None = None, rank: int = 0, **changes: object
+) -> DiskMedium:
+    return DiskMedium(str(path), fingerprint(**changes).digest(), rank, options, io)
+
+
+def segment_path(path: Path, slot: Slot, rank: int = 0, **changes: object) -> Path:
+    """The file in which a slot lies."""
+    number = number_of(slot.first_offset)
+    return path / fingerprint(**changes).digest().hex() / rank_name(rank) / segment_name(number)
+
+
+def payload_offset(slot: Slot) -> int:
+    """Where the slot's bytes begin in that file."""
+    return offset_of(slot.first_offset) + 4096
+
+
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    """Change bits of one byte behind the tier's back."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+
+
+def finish(medium: TierMedium) -> list[Completion]:
+    assert medium.drain(TIMEOUT_S)
+    return medium.poll()
+
+
+def store(index: DiskIndex, media: DiskMedium | list[DiskMedium], key: bytes, chunk: bytes) -> bool:
+    """Reserve, store on every rank, commit. False when it was refused or failed."""
+    slot = index.reserve(key, len(chunk))
+    if not isinstance(slot, Slot):
+        return False
+    for medium in media if isinstance(media, list) else [media]:
+        medium.store(Ticket(1), key, slot, [chunk])
+        [completion] = finish(medium)
+        if completion.failure is not None:
+            index.abort(key)
+            return False
+    return index.commit(key)
+
+
+def load(index: DiskIndex, medium: DiskMedium, key: bytes) -> tuple[Completion, bytes] | None:
+    """Pin, load, unpin. None when it is not offered."""
+    slot = index.pin(key)
+    if slot is None:
+        return None
+    destination = bytearray(slot.num_bytes)
+    medium.load(Ticket(2), key, slot, [destination])
+    [completion] = finish(medium)
+    index.unpin(key)
+    return completion, bytes(destination)
