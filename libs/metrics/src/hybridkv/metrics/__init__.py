@@ -1,8 +1,8 @@
 """Names and mergeable counts of everything that hybridkv measures."""
 
-from hybridkv.metrics.catalogue import CATALOGUE, Catalogue, Kind, Label, Metric
+from hybridkv.metrics.catalogue import CATALOGUE, DISK_ERRORS, Catalogue, Kind, Label, Metric
 from hybridkv.metrics.counts import Counts
 from hybridkv.metrics.errors import MetricsError
 from hybridkv.metrics.prometheus import PrometheusSink
 
-__all__ = ["CATALOGUE", "Catalogue", "Counts", "Kind", "Label", "Metric", "MetricsError", "PrometheusSink"]
+__all__ = ["CATALOGUE", "DISK_ERRORS", "Catalogue", "Counts", "Kind", "Label", "Metric", "MetricsError", "PrometheusSink"]

@@ -83,6 +83,8 @@ class Catalogue:
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _GROUP_KINDS = ("full", "window", "chunked", "recurrent")
 _FAILURES = ("missing", "wrong_key", "checksum", "io", "busy", "closed", "injected")
+DISK_ERRORS = ("enospc", "edquot", "eio", "eacces", "eperm", "erofs", "enoent", "estale", "other")
+"""What the system says, in lower case, and everything else."""
 _DIRECTION = Label("direction", ("promote", "cascade"))
 _TIER = Label("tier", ("ram", "disk", "peer", "object"))
 
@@ -168,6 +170,19 @@ CATALOGUE = Catalogue(
             "Time of one chunk between the tiers, with waiting in the queue.",
             (_DIRECTION,),
             buckets=(*_SECONDS, 30.0, 100.0),
+        ),
+        Metric(
+            "vllm:hybridkv_disk_errors_total",
+            Kind.COUNTER,
+            "operations",
+            "File work of the disk tier that the system refused, by what it said. Chunks are dropped meanwhile.",
+            (Label("reason", DISK_ERRORS),),
+        ),
+        Metric(
+            "vllm:hybridkv_compacted_bytes_total",
+            Kind.COUNTER,
+            "bytes",
+            "Bytes that the disk tier copied to make room in one piece; beside those stored, its write amplification.",
         ),
         Metric(
             "vllm:hybridkv_breaker_openings_total",

@@ -54,6 +54,8 @@ class StepPlan(KVConnectorMetadata):
     stores: list[Store] = field(default_factory=list)
     moves: list[TierMove] = field(default_factory=list)
     """Between the tiers."""
+    namespace: bytes = b""
+    """Of the slow tier, where there are moves: the scheduler and the workers describe a model's layers differently."""
 
 
 class StoreOutcome(msgspec.Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -85,8 +86,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             stores = CpuCopyEngine()
             loads = stores if config.load == "async" else InlineCopyEngine()
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
-            mover = tiers.build_mover(config, layout, arena, compat.rank(vllm_config))
-            self._worker = OffloadWorker(layout, arena, paths, self._recorder, mover)
+            rank = compat.rank(vllm_config)
+            self._worker = OffloadWorker(layout, arena, paths, self._recorder)
+            if config.disk is not None:
+                self._worker.bind_slow_tier(partial(tiers.build_mover, config.disk, arena=arena, rank=rank))
         _live.add(self)
 
     @property

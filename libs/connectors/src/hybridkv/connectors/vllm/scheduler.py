@@ -95,6 +95,7 @@ class OffloadScheduler:
             self._loads.on_gone(request_id)
         plan, self._plan = self._plan, StepPlan()
         plan.moves = self._stack.take_moves()
+        plan.namespace = self._layout.keys.fingerprint.digest() if plan.moves else b""
         return plan
 
     def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from hybridkv.metrics import CATALOGUE, Counts, PrometheusSink
+from hybridkv.metrics import CATALOGUE, DISK_ERRORS, Counts, PrometheusSink
 from hybridkv.planner import CacheSpec, Hit, Miss, Pending
 from hybridkv.tiers import TierCounts, TierIndex
+from hybridkv.tiers.disk import DiskCounts, DiskIndex
 from hybridkv.tiers.stack import BreakerState, Direction, TierStack
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Recorder:
         if stack.far is None:
             return
         self._tier(DISK, stack.far, num_ranks)
+        if isinstance(stack.far, DiskIndex):
+            self._disk(stack.far.take_disk_counts())
         counts = stack.take_counts()
         for direction, results, num_bytes in (
             (Direction.PROMOTE, counts.promotions, counts.promoted_bytes),
@@ -82,6 +85,14 @@ class Recorder:
         if counts.breaker_openings:
             self._counts.add("vllm:hybridkv_breaker_openings_total", counts.breaker_openings)
         self._counts.set("vllm:hybridkv_breaker_open", int(stack.breaker_state is not BreakerState.CLOSED))
+
+    def _disk(self, counts: DiskCounts) -> None:
+        for failure, number in counts.failures.items():
+            reason = failure.rpartition(" ")[2].lower()
+            reason = reason if reason in DISK_ERRORS else "other"
+            self._counts.add("vllm:hybridkv_disk_errors_total", number, reason=reason)
+        if counts.moved_bytes:
+            self._counts.add("vllm:hybridkv_compacted_bytes_total", counts.moved_bytes)
 
     def _tier(self, name: str, index: TierIndex, num_ranks: int) -> None:
         counts: TierCounts = index.take_counts()

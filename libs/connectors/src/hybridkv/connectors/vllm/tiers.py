@@ -6,12 +6,17 @@ import os
 import time
 from dataclasses import dataclass
 
-from hybridkv.connectors.config import ROOT, OffloadConfig, format_size
+from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, format_size
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.tiers import TierIndex, TierMedium
+from hybridkv.tiers import TierConfigurationError, TierMedium
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import StackOptions, TierMover, TierStack
+
+DISK_PATH = f"{ROOT}.tiers[1]"
+_DISK_FIELDS = {"capacity_bytes": "capacity"}
+"""What an option of the tier is called in the configuration, where the names differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +65,41 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, sizes: ArenaSizes) -
         ConfigurationError: the disk tier cannot use its directory.
     """
     near = RamIndex(sizes.rank_bytes, sizes.granule_bytes)
+    far = None if config.disk is None else disk_index(config.disk, layout)
     options = StackOptions(load_timeout_s=config.load_timeout_seconds)
-    return TierStack(near, disk_index(config, layout), layout.world_size, clock, options)
+    return TierStack(near, far, layout.world_size, clock, options)
 
 
-def build_mover(config: OffloadConfig, layout: CacheLayout, arena: RamArena, rank: int) -> TierMover | None:
-    """A worker's half of the slow tier, None where there is none."""
-    medium = disk_medium(config, layout, rank)
-    return None if medium is None else TierMover(arena, medium, clock)
+def build_mover(config: DiskTierConfig, namespace: bytes, arena: RamArena, rank: int) -> TierMover:
+    """A worker's half of the slow tier."""
+    return TierMover(arena, disk_medium(config, namespace, rank), clock)
 
 
-def disk_index(config: OffloadConfig, layout: CacheLayout) -> TierIndex | None:
-    """The index of the disk tier, None where none is configured."""
-    return None
+def disk_index(config: DiskTierConfig, layout: CacheLayout) -> DiskIndex:
+    """The scheduler's half of the disk tier.
+
+    Raises:
+        ConfigurationError: its directory or its size cannot be used.
+    """
+    try:
+        return DiskIndex(config.path, layout.keys.fingerprint, _disk_options(config, max(_chunk_bytes(layout))))
+    except TierConfigurationError as error:
+        field = _DISK_FIELDS.get(error.field, error.field)
+        raise ConfigurationError(f"{DISK_PATH}.{field}", error.expected, repr(error.got), error.hint) from error
 
 
-def disk_medium(config: OffloadConfig, layout: CacheLayout, rank: int) -> TierMedium | None:
-    """One rank's medium of the disk tier, None where none is configured."""
-    return None
+def disk_medium(config: DiskTierConfig, namespace: bytes, rank: int) -> TierMedium:
+    """One rank's medium of the disk tier. It owns no metadata: the index has made whatever it writes into."""
+    return DiskMedium(config.path, namespace, rank, _disk_options(config))
+
+
+def _disk_options(config: DiskTierConfig, largest_chunk_bytes: int = 0) -> DiskOptions:
+    return DiskOptions(
+        capacity_bytes=config.capacity,
+        largest_chunk_bytes=largest_chunk_bytes,
+        fsync=Fsync(config.fsync),
+        direct=config.direct,
+    )
 
 
 def _chunk_bytes(layout: CacheLayout) -> list[int]:

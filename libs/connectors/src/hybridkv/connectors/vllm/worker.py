@@ -73,28 +73,25 @@ class OffloadWorker:
         arena: this rank's part of the fast tier.
         paths: carry out loads and stores.
         recorder: counts what happens.
-        mover: carries out moves to and from the slow tier, None where there is none.
     """
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        arena: RamArena,
-        paths: CopyPaths,
-        recorder: Recorder,
-        mover: TierMover | None = None,
-    ) -> None:
+    def __init__(self, layout: CacheLayout, arena: RamArena, paths: CopyPaths, recorder: Recorder) -> None:
         self._layout = layout
         self._arena = arena
         self._paths = paths
         self._engines = paths.engines()
-        self._mover = mover
+        self._mover: TierMover | None = None
+        self._make_mover: Callable[[bytes], TierMover] | None = None
         self._recorder = recorder
         self._pages: dict[int, GroupPages] = {}
         self._jobs: dict[JobId, _Job] = {}
         self._job_ids = itertools.count(1)
         self._outcome = StepOutcome()
         self._results = LoadResults()
+
+    def bind_slow_tier(self, make_mover: Callable[[bytes], TierMover]) -> None:
+        """How to reach the slow tier, whose namespace comes with the first moves."""
+        self._make_mover = make_mover
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int) -> None:
         """Takes the engine's KV tensors.
@@ -131,6 +128,8 @@ class OffloadWorker:
         for load in plan.loads:
             job = _Job(request_id=load.request_id)
             self._submit(self._paths.loads, job, load, partial(self._check, load, job, now_s), None)
+        if plan.moves and self._mover is None and self._make_mover is not None:
+            self._mover = self._make_mover(plan.namespace)
         if self._mover is not None:
             self._mover.start(plan.moves)
 

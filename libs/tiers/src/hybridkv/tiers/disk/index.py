@@ -95,12 +95,14 @@ class DiskIndex:
         record = self._records.by_key.get(key)
         return LookupResult.MISS if record is None else record.state.answer
 
-    def leading(self, keys: Sequence[Key]) -> int:
+    def leading(self, keys: Iterable[Key]) -> int:
         """How many in a row, from the first one on, are HIT or PENDING."""
-        for position, key in enumerate(keys):
+        held = 0
+        for key in keys:
             if self.lookup(key) is LookupResult.MISS:
-                return position
-        return len(keys)
+                break
+            held += 1
+        return held
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """The position of the last one that is HIT or PENDING, None when none is."""
@@ -109,7 +111,7 @@ class DiskIndex:
                 return position
         return None
 
-    def any_pending(self, keys: Sequence[Key]) -> bool:
+    def any_pending(self, keys: Iterable[Key]) -> bool:
         """Whether one of them is PENDING."""
         return any(self.lookup(key) is LookupResult.PENDING for key in keys)
 
