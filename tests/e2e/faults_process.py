@@ -1,31 +1,38 @@
 """An engine whose disk tier is made to fail in one way after another, as a process of its own.
 
-Faults of a file system are real ones: the directory is removed, the file system is full, or mounted read-only. What no
-file system here does on command, a read that never ends or fails, is injected below the tier.
+Where it can be done, the fault is a real one: the directory is removed, the file system is full. What no file system
+does on command, a read that never ends or fails, or the kernel's turn to read-only, is injected below the tier.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import shutil
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import restart_process
 from harness import Engine, running_engine
 
 from hybridkv.connectors.vllm import tiers
 from hybridkv.tiers import TierMedium
+from hybridkv.tiers.disk import FileIO
 from hybridkv.tiers.faults import Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from hybridkv.tiers.faults.plan import Trigger
 from hybridkv.tiers.stack import Breaker
 
 LOAD_TIMEOUT_S = 2.0
 MEDIA: list[FaultInjectingMedium] = []
+WRITES = {
+    name: getattr(FileIO, name)
+    for name in ("pwritev", "allocate", "truncate", "make_directory", "remove_directory", "remove", "rename")
+}
 
 
 def inject_below_the_tier() -> None:
@@ -47,29 +54,29 @@ def plan(*rules: Rule) -> None:
         medium._trigger = Trigger(FaultPlan(rules))
 
 
-def remove(directory: Path) -> None:
-    shutil.rmtree(directory)
+def refuse_writes() -> None:
+    """As a file system that the kernel has made read-only after an error. It does so for no request of ours."""
+
+    def refuse(*arguments: object, **named: object) -> NoReturn:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in WRITES:
+        setattr(FileIO, name, refuse)
 
 
-def mount(*options: str) -> None:
-    subprocess.run(["mount", *options], check=True)
+def accept_writes() -> None:
+    for name, function in WRITES.items():
+        setattr(FileIO, name, function)
 
 
 def injected(directory: Path) -> dict[str, Callable[[], object]]:
     """Faults that need no rights of an administrator, the last one for good."""
     return {
         "none": lambda: None,
+        "read-only": refuse_writes,
         "stalled": lambda: plan(Rule(Operation.LOAD, Drop())),
         "failing": lambda: plan(Rule(Operation.LOAD, Fail())),
-        "removed": lambda: remove(directory),
-    }
-
-
-def mounted(directory: Path) -> dict[str, Callable[[], object]]:
-    """Faults of a small file system of its own, which is full from the beginning."""
-    return {
-        "full": lambda: None,
-        "read-only": lambda: mount("-o", "remount,ro", str(directory)),
+        "removed": lambda: shutil.rmtree(directory),
     }
 
 
@@ -81,6 +88,7 @@ def warm(engine: Engine, kind: str, fault: Callable[[], object]) -> dict[str, An
     stack.near.clear()
     stack.take_counts()
     plan()
+    accept_writes()
     fault()
     started_s = time.monotonic()
     results = restart_process.run(engine, kind, drain=True)
@@ -106,7 +114,7 @@ def main() -> None:
     cache = chosen.directory / "faulty"
     cache.mkdir(mode=0o700)
     if chosen.mount:
-        mount("-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(cache))
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(cache)], check=True)
     disk = {"type": "disk", "path": str(cache), "capacity": "256MiB"}
     extra = {"tiers": [{"type": "ram", "capacity": "64MiB"}, disk], "load_timeout_seconds": LOAD_TIMEOUT_S}
     config = {
@@ -118,7 +126,8 @@ def main() -> None:
     inject_below_the_tier()
     with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config) as engine:
         lives = {"cold": {"results": restart_process.run(engine, chosen.kind, drain=True)}}
-        faults = mounted(cache) if chosen.mount else injected(cache)
+        # The small file system is full from the beginning.
+        faults: dict[str, Callable[[], object]] = {"full": lambda: None} if chosen.mount else injected(cache)
         for name, fault in faults.items():
             lives[name] = warm(engine, chosen.kind, fault)
         chosen.output.write_text(json.dumps(lives))
