@@ -25,10 +25,12 @@ from hybridkv.tiers import TierMedium
 from hybridkv.tiers.disk import FileIO
 from hybridkv.tiers.faults import Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from hybridkv.tiers.faults.plan import Trigger
-from hybridkv.tiers.stack import Breaker
+from hybridkv.tiers.stack import Breaker, StackCounts, TierStack
+from hybridkv.tiers.stack.moves import MoveResult
 
 LOAD_TIMEOUT_S = 2.0
 MEDIA: list[FaultInjectingMedium] = []
+COUNTED: list[StackCounts] = []
 WRITES = {
     name: getattr(FileIO, name)
     for name in ("pwritev", "allocate", "truncate", "make_directory", "remove_directory", "remove", "rename")
@@ -39,14 +41,22 @@ def inject_below_the_tier() -> None:
     """Every disk medium that is built from now on can be told to fail."""
     build = tiers.disk_medium
 
-    def disk_medium(*arguments: Any) -> TierMedium | None:
-        inner = build(*arguments)
-        if inner is None:
-            return None
-        MEDIA.append(FaultInjectingMedium(inner, FaultPlan()))
+    def disk_medium(*arguments: Any) -> TierMedium:
+        MEDIA.append(FaultInjectingMedium(build(*arguments), FaultPlan()))
         return MEDIA[-1]
 
     tiers.disk_medium = disk_medium  # type: ignore[assignment]
+
+
+def count() -> None:
+    """Keep what the engine's statistics take away."""
+    take = TierStack.take_counts
+
+    def take_counts(stack: TierStack) -> StackCounts:
+        COUNTED.append(take(stack))
+        return COUNTED[-1]
+
+    TierStack.take_counts = take_counts  # type: ignore[method-assign]
 
 
 def plan(*rules: Rule) -> None:
@@ -86,21 +96,21 @@ def warm(engine: Engine, kind: str, fault: Callable[[], object]) -> dict[str, An
     stack._breaker = Breaker()
     engine.reset_prefix_cache()
     stack.near.clear()
-    stack.take_counts()
+    COUNTED.clear()
     plan()
     accept_writes()
     fault()
     started_s = time.monotonic()
     results = restart_process.run(engine, kind, drain=True)
-    counts = stack.take_counts()
+    stack.take_counts()
     return {
         "results": results,
         "seconds": time.monotonic() - started_s,
-        "promotions": {str(result): number for result, number in counts.promotions.items()},
-        "timeouts": counts.timeouts,
-        "failures": counts.failures,
-        "openings": counts.breaker_openings,
-        "disk_bytes": stack.far.used_bytes,
+        "promoted": sum(counts.promotions.get(MoveResult.DONE, 0) for counts in COUNTED),
+        "timeouts": sum(counts.timeouts for counts in COUNTED),
+        "failures": sum(sum(counts.failures.values()) for counts in COUNTED),
+        "openings": sum(counts.breaker_openings for counts in COUNTED),
+        "disk_bytes": stack.far.disk_bytes,
     }
 
 
@@ -124,6 +134,7 @@ def main() -> None:
         "kv_connector_extra_config": extra,
     }
     inject_below_the_tier()
+    count()
     with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config) as engine:
         lives = {"cold": {"results": restart_process.run(engine, chosen.kind, drain=True)}}
         # The small file system is full from the beginning.

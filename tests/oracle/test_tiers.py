@@ -84,9 +84,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultPlan]:
     plans = [FaultPlan()]
     build = tiers.disk_medium
 
-    def disk_medium(*arguments: Any) -> TierMedium | None:
-        medium = build(*arguments)
-        return None if medium is None else FaultInjectingMedium(medium, plans[0])
+    def disk_medium(*arguments: Any) -> TierMedium:
+        return FaultInjectingMedium(build(*arguments), plans[0])
 
     monkeypatch.setattr(tiers, "disk_medium", disk_medium)
     return plans

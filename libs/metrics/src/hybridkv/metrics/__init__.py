@@ -5,4 +5,14 @@ from hybridkv.metrics.counts import Counts
 from hybridkv.metrics.errors import MetricsError
 from hybridkv.metrics.prometheus import PrometheusSink
 
-__all__ = ["CATALOGUE", "DISK_ERRORS", "Catalogue", "Counts", "Kind", "Label", "Metric", "MetricsError", "PrometheusSink"]
+__all__ = [
+    "CATALOGUE",
+    "DISK_ERRORS",
+    "Catalogue",
+    "Counts",
+    "Kind",
+    "Label",
+    "Metric",
+    "MetricsError",
+    "PrometheusSink",
+]

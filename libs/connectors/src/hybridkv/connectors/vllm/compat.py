@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,17 @@ except ImportError:
 BlockTables = Callable[[str], Sequence[Sequence[int]]]
 STABLE_HASHES = ("sha256", "sha256_cbor")
 """Block hashes that are the same in every process and that nobody can collide."""
+
+
+def share_log() -> None:
+    """What the libraries below say goes where the engine's own log goes, unless somebody has seen to it already."""
+    ours, engine = logging.getLogger("hybridkv"), logging.getLogger("vllm")
+    if ours.handlers or not engine.handlers:
+        return
+    for handler in engine.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(engine.level)
+    ours.propagate = False
 
 
 def require_supported_engine() -> None:

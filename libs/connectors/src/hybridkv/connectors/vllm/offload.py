@@ -62,6 +62,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         compat.require_supported_engine()
+        compat.share_log()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         _refuse_second(self, transfer.engine_id, role)
