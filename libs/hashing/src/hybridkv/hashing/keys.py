@@ -89,7 +89,7 @@ class ChunkKeys:
         hasher = self._hashers[group].copy()
         # One hasher for all keys, by its bound methods: its three calls are most of what a key costs.
         update, digest, reset = hasher.update, hasher.digest, hasher.reset
-        found = []
+        found: list[bytes] = []
         keep = found.append
         for message in messages:
             update(message)

@@ -100,8 +100,12 @@ class _Search:
     def __init__(self, spec: CacheSpec, computed_tokens: int, lookup: Lookup, ranges: RangeLookup | None) -> None:
         self._spec = spec
         self._computed = computed_tokens
-        self._scan = Scan(spec, lookup)
-        self._ranges = ranges or self._scan
+        if ranges is None:
+            scan = Scan(spec, lookup)
+            self._ask: Lookup = scan.ask
+            self._ranges: RangeLookup = scan
+        else:
+            self._ask, self._ranges = lookup, ranges
         self._has_ranges = ranges is not None
         # A window of two tokens or more reads the chunk before every boundary, but a tail may be all that it reads.
         self._has_plain_windows = spec.tail_tokens is None
@@ -199,7 +203,7 @@ class _Search:
     def _is_held(self, group_index: int, end_token: int) -> bool:
         if self._has_ranges:
             return self._ranges.held(group_index, end_token, end_token) > 0
-        return self._scan.ask(group_index, end_token) is not LookupResult.MISS
+        return self._ask(group_index, end_token) is not LookupResult.MISS
 
     def is_pending(self, boundary: int) -> bool:
         """Whether something that a settled boundary needs is not readable yet."""
@@ -211,7 +215,7 @@ class _Search:
             if start < last and self._ranges.any_pending(group_index, (start // chunk + 1) * chunk, last):
                 return True
             reads_tail = max(start, last) < boundary
-            if reads_tail and self._scan.ask(group_index, boundary) is LookupResult.PENDING:
+            if reads_tail and self._ask(group_index, boundary) is LookupResult.PENDING:
                 return True
         return False
 

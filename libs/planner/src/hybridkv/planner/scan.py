@@ -78,11 +78,17 @@ class Scan:
 
 
 def first_missing(is_held: Callable[[int], bool], first_end: int, last_end: int, step: int) -> int | None:
-    """An end in the range that is not held, as early a one as O(log) questions find, None if they find none.
+    """An end in the range that is not held, as early a one as O(log) questions find; None if the last one is held.
 
     Where chunks are stored front to back, which is the rule, it is the first.
     """
-    low, high, reach = first_end - step, last_end + step, step
+    if last_end < first_end:
+        return None
+    if not is_held(first_end):
+        return first_end
+    if last_end == first_end or is_held(last_end):
+        return None
+    low, high, reach = first_end, last_end, step
     while low + reach < high:
         if not is_held(low + reach):
             high = low + reach
@@ -94,4 +100,4 @@ def first_missing(is_held: Callable[[int], bool], first_end: int, last_end: int,
             low = middle
         else:
             high = middle
-    return high if high <= last_end else None
+    return high

@@ -7,17 +7,15 @@ search and the stores of the same request. It decides nothing and changes nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hybridkv.hashing import RUN_CHUNKS, ChunkKeys, KeyRuns
 from hybridkv.planner import CacheSpec, LookupResult
-from hybridkv.tiers import TierIndex
-
-if TYPE_CHECKING:
-    from hybridkv.connectors.vllm.layout import CacheLayout
 
 _GROWTH = 8
 """How many times as many chunks the next batch of a search may have as all before it."""
+_MAX_LONE_KEYS = 64
+"""Keys that are kept beside a stretch: what a search by halves asks for, and the next one again."""
 
 
 class RequestKeys:
@@ -32,10 +30,10 @@ class RequestKeys:
         runs: keys that other requests have derived.
     """
 
-    __slots__ = ("_chunk", "_first", "_group", "_hashes", "_kept", "_keys", "_runs", "_seen")
+    __slots__ = ("_chunk", "_first", "_group", "_hashes", "_kept", "_keys", "_lone", "_runs", "_seen", "_step")
 
     def __init__(self, spec: CacheSpec, keys: ChunkKeys, runs: KeyRuns) -> None:
-        self._chunk = spec.chunk_tokens
+        self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
         self._keys, self._runs = keys, runs
         self._group = {group_index: place for place, group_index in enumerate(spec.stored_groups)}
         self._hashes: Sequence[bytes] = ()
@@ -43,20 +41,34 @@ class RequestKeys:
         """How many hashes there were, and the last of them, which stands for all before it."""
         self._first = [0] * len(spec.groups)
         self._kept: list[list[bytes]] = [[] for _ in spec.groups]
+        self._lone: dict[tuple[int, int], bytes] = {}
 
-    def follow(self, prefix_hashes: Sequence[bytes]) -> None:
-        """The request's hashes as they are now. If they are not those before and more, what is kept is dropped."""
+    @property
+    def chunk_tokens(self) -> int:
+        return self._chunk
+
+    @property
+    def boundary_tokens(self) -> int:
+        return self._step
+
+    def follow(self, prefix_hashes: Sequence[bytes]) -> RequestKeys:
+        """These keys over the request's hashes as they are now, until the next call.
+
+        Hashes that are not those before and more drop what is kept. To be called before the others.
+        """
         num_seen, last_seen = self._seen
         num_hashes = len(prefix_hashes)
         if num_seen and (num_hashes < num_seen or prefix_hashes[num_seen - 1] != last_seen):
             self._kept = [[] for _ in self._kept]
+            self._lone.clear()
         self._hashes = prefix_hashes
         self._seen = (num_hashes, prefix_hashes[-1]) if num_hashes else (0, b"")
+        return self
 
-    def kept(self, group_index: int) -> range:
-        """The chunks whose keys are kept."""
+    def kept(self, group_index: int) -> tuple[int, int]:
+        """The first chunk whose key is kept, and the one after the last."""
         first = self._first[group_index]
-        return range(first, first + len(self._kept[group_index]))
+        return first, first + len(self._kept[group_index])
 
     def key(self, group_index: int, end_token: int) -> bytes:
         """The key of a chunk or tail by its end.
@@ -82,7 +94,7 @@ class RequestKeys:
     def between(self, group_index: int, first: int, stop: int) -> Sequence[bytes]:
         """The keys of chunks [first, stop), of which there is at least one.
 
-        They are kept, with those next to them; a single one that lies apart is not.
+        They are kept in place of the stretch that is kept, unless they are next to it or only one.
 
         Raises:
             ValueError: the prefix of one of them is not hashed yet.
@@ -91,39 +103,59 @@ class RequestKeys:
         high = low + len(kept)
         if first < low or stop > high:
             if not kept or first > high or stop < low:
-                derived = self._derive(group_index, first, stop)
                 if kept and stop == first + 1:
-                    return derived
-                kept[:] = derived
-                low = self._first[group_index] = first
-                self._remember(group_index, first, stop)
-            else:
-                if stop > high:
-                    kept += self._derive(group_index, high, stop)
-                    self._remember(group_index, high, stop)
-                if first < low:
-                    kept[:0] = self._derive(group_index, first, low)
-                    self._first[group_index] = first
-                    self._remember(group_index, first, low)
-                    low = first
+                    return (self._lone_key(group_index, first),)
+                kept.clear()
+                self._first[group_index] = low = high = first
+            if stop > high:
+                self._extend_up(group_index, high, stop)
+            if first < low:
+                self._extend_down(group_index, first, low)
+                low = first
         return kept if first == low and stop - low == len(kept) else kept[first - low : stop - low]
 
-    def _derive(self, group_index: int, first: int, stop: int) -> Sequence[bytes]:
-        group, chunk = self._group[group_index], self._chunk
-        found: list[bytes] = []
-        while first < stop:
-            run_stop = (first // RUN_CHUNKS + 1) * RUN_CHUNKS
-            last_hash = self._keys.last_hash(group, self._hashes, run_stop * chunk)
-            run = None if last_hash is None else self._runs.find(group, last_hash)
+    def _extend_up(self, group_index: int, first: int, stop: int) -> None:
+        keys, num_found = self._make(group_index, first, stop)
+        self._kept[group_index] += keys
+        if num_found < len(keys):
+            self._remember(group_index, first + num_found, stop)
+
+    def _extend_down(self, group_index: int, first: int, stop: int) -> None:
+        keys, num_found = self._make(group_index, first, stop)
+        self._kept[group_index][:0] = keys
+        self._first[group_index] = first
+        if num_found < len(keys):
+            self._remember(group_index, first + num_found, stop)
+
+    def _lone_key(self, group_index: int, chunk: int) -> bytes:
+        key = self._lone.get((group_index, chunk))
+        if key is None:
+            if len(self._lone) == _MAX_LONE_KEYS:
+                self._lone.clear()
+            key = self._lone[group_index, chunk] = self._make(group_index, chunk, chunk + 1)[0][0]
+        return key
+
+    def _make(self, group_index: int, first: int, stop: int) -> tuple[list[bytes], int]:
+        """The keys of chunks [first, stop), and how many of them, from the first, other requests have derived."""
+        group, chunk, runs, hashes = self._group[group_index], self._chunk, self._runs, self._hashes
+        keys: list[bytes] = []
+        place = first
+        while place < stop:
+            run_stop = (place // RUN_CHUNKS + 1) * RUN_CHUNKS
+            last_hash = self._keys.last_hash(group, hashes, run_stop * chunk)
+            run = None if last_hash is None else runs.find(group, last_hash)
             if run is None:
                 break
-            found += run[first % RUN_CHUNKS : RUN_CHUNKS - max(0, run_stop - stop)]
-            first = run_stop
-        if first == stop - 1:
-            found.append(self._keys.key(group, self._hashes, stop * chunk))
-        elif first < stop:
-            found += self._keys.keys(group, self._hashes, range((first + 1) * chunk, stop * chunk + 1, chunk))
-        return found
+            if place % RUN_CHUNKS or run_stop > stop:
+                run = run[place % RUN_CHUNKS : RUN_CHUNKS - max(0, run_stop - stop)]
+            keys += run
+            place += len(run)
+        num_found = len(keys)
+        if place == stop - 1:
+            keys.append(self._keys.key(group, hashes, stop * chunk))
+        elif place < stop:
+            keys += self._keys.keys(group, hashes, range((place + 1) * chunk, stop * chunk + 1, chunk))
+        return keys, num_found
 
     def _remember(self, group_index: int, first: int, stop: int) -> None:
         """Leaves to other requests the runs that chunks [first, stop) have completed."""
@@ -137,36 +169,36 @@ class RequestKeys:
                 self._runs.remember(group, last_hash, kept[run_start - low : run_stop - low])
 
 
+class TierQuestions(Protocol):
+    """What is asked of an index, or of several behind one face; see `TierIndex`."""
+
+    def lookup(self, key: bytes) -> LookupResult: ...
+
+    def leading(self, keys: Sequence[bytes]) -> int: ...
+
+    def last_held(self, keys: Sequence[bytes]) -> int | None: ...
+
+    def any_pending(self, keys: Sequence[bytes]) -> bool: ...
+
+
 class TierLookup:
-    """The planner's `Lookup` and `RangeLookup` for one request.
+    """The planner's `Lookup` and `RangeLookup` for one search of one request.
 
     Args:
-        layout: the model's groups and keys.
-        index: of the tier.
-        runs: keys that other requests have derived.
+        keys: of the request.
+        index: what is asked.
+        pending_is_miss: what is not readable yet counts as not stored.
     """
 
-    __slots__ = ("_chunk", "_index", "_pending_is_miss", "_step", "keys")
+    __slots__ = ("_chunk", "_index", "_keys", "_pending_is_miss", "_step")
 
-    def __init__(self, layout: CacheLayout, index: TierIndex, runs: KeyRuns) -> None:
-        self.keys = RequestKeys(layout.spec, layout.keys, runs)
-        self._index = index
-        self._chunk, self._step = layout.spec.chunk_tokens, layout.spec.boundary_tokens
-        self._pending_is_miss = False
-
-    def over(self, prefix_hashes: Sequence[bytes], pending_is_miss: bool = False) -> TierLookup:
-        """This lookup over the request's hashes as they are now, until it is called again.
-
-        Args:
-            prefix_hashes: as `ChunkKeys.key` takes them.
-            pending_is_miss: what is not readable yet counts as not stored.
-        """
-        self.keys.follow(prefix_hashes)
+    def __init__(self, keys: RequestKeys, index: TierQuestions, pending_is_miss: bool = False) -> None:
+        self._keys, self._index = keys, index
+        self._chunk, self._step = keys.chunk_tokens, keys.boundary_tokens
         self._pending_is_miss = pending_is_miss
-        return self
 
     def __call__(self, group_index: int, end_token: int) -> LookupResult:
-        result = self._index.lookup(self.keys.key(group_index, end_token))
+        result = self._index.lookup(self._keys.key(group_index, end_token))
         if self._pending_is_miss and result is LookupResult.PENDING:
             return LookupResult.MISS
         return result
@@ -175,10 +207,10 @@ class TierLookup:
         chunk = self._chunk
         first, stop = first_end // chunk - 1, last_end // chunk
         place = first
-        kept = self.keys.kept(group_index)
-        batch_stop = min(stop, kept.stop) if first in kept else min(stop, first + 1)
+        low, high = self._keys.kept(group_index)
+        batch_stop = min(stop, high if low <= first < high else first + 1)
         while place < stop:
-            keys = self.keys.between(group_index, place, batch_stop)
+            keys = self._keys.between(group_index, place, batch_stop)
             num_held = self._leading(keys)
             place += num_held
             if num_held < len(keys):
@@ -191,12 +223,12 @@ class TierLookup:
             return self._last_held_tail(group_index, first_end, last_end)
         chunk = self._chunk
         first, stop = first_end // chunk - 1, last_end // chunk
-        kept = self.keys.kept(group_index)
-        batch_first = kept.start if stop - 1 in kept else stop - 1
+        low, high = self._keys.kept(group_index)
+        batch_first = low if low < stop <= high else stop - 1
         end = stop
         while end > first:
             batch_first = max(first, batch_first)
-            place = self._last(self.keys.between(group_index, batch_first, end))
+            place = self._last(self._keys.between(group_index, batch_first, end))
             if place is not None:
                 return (batch_first + place + 1) * chunk
             end = batch_first
@@ -207,7 +239,7 @@ class TierLookup:
         if self._pending_is_miss:
             return False
         chunk = self._chunk
-        return self._index.any_pending(self.keys.between(group_index, first_end // chunk - 1, last_end // chunk))
+        return self._index.any_pending(self._keys.between(group_index, first_end // chunk - 1, last_end // chunk))
 
     @staticmethod
     def _grown(num_chunks: int) -> int:

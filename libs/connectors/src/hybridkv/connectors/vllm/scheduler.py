@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lookups import TierLookup
+from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.hashing import KeyRuns, TokenHashes
@@ -58,7 +58,7 @@ NULL_BLOCK = 0
 class _RequestState:
     request: Request
     hashes: TokenHashes | None
-    lookup: TierLookup
+    keys: RequestKeys
     stored_tokens: int = 0
     """Chunks that end here or before have been seen to."""
     is_storable: bool = True
@@ -138,7 +138,7 @@ class OffloadScheduler:
             if not self._layout.reuses_hashes:
                 hashes = self._layout.keys.token_hashes(partial(compat.extra_hash_bytes, request))
             state = self._requests[request.request_id] = _RequestState(
-                request, hashes, TierLookup(self._layout, self._index, self._runs)
+                request, hashes, RequestKeys(self._layout.spec, self._layout.keys, self._runs)
             )
         return state
 
@@ -182,7 +182,7 @@ class OffloadScheduler:
     def _longest_hit(
         self, state: _RequestState, num_tokens: int, computed_tokens: int, pending_is_miss: bool = False
     ) -> Hit | Pending | Miss:
-        lookup = state.lookup.over(self._prefix_hashes(state), pending_is_miss)
+        lookup = TierLookup(state.keys.follow(self._prefix_hashes(state)), self._index, pending_is_miss)
         return longest_hit(self._layout.spec, num_tokens, computed_tokens, lookup, lookup)
 
     def _prefix_hashes(self, state: _RequestState) -> Sequence[bytes]:
@@ -219,7 +219,7 @@ class OffloadScheduler:
 
     def _pin(self, state: _RequestState, transfers: Iterable[Transfer], job: _LoadJob) -> tuple[Move, ...]:
         moves = []
-        keys = state.lookup.over(self._prefix_hashes(state)).keys
+        keys = state.keys.follow(self._prefix_hashes(state))
         for transfer in transfers:
             key = keys.key(transfer.group_index, transfer.end_token)
             slot = self._index.pin(key)
@@ -282,7 +282,7 @@ class OffloadScheduler:
         if not states and complete == state.seen:
             return
         state.seen = complete
-        derived = state.lookup.over(hashes).keys
+        derived = state.keys.follow(hashes)
         keys: dict[tuple[int, int], bytes] = {}
 
         def wanted(group_index: int, end_token: int) -> bool:
