@@ -1,23 +1,23 @@
-"""`longest_hit` and `plan_load` against the lookup of vLLM's own offloading connector, side by side in one process.
+"""`longest_hit` as the connector calls it, and `plan_load`, against vLLM's own offloading lookup, in one process.
 
 What runs on vLLM's side: the real `OffloadingConnectorScheduler` over the real `CPUOffloadingManager` (LRU), one block
-a chunk, as it comes. `first` is the first `get_num_new_matched_tokens` of a request, which makes its keys; `again`
-repeats it, as for a request that waits; `alloc` is `update_state_after_alloc` for the whole hit, which pins every key.
+a chunk, as it comes: `get_num_new_matched_tokens`, and `update_state_after_alloc` for the whole hit (`load`).
 
-What runs on ours, for the same requests:
-- `key by key`: `longest_hit` with a lookup that makes a key when it is asked for (block hash + group, the bytes that
-  vLLM's key has) and looks it up in a `RamIndex`. Nothing is kept between calls, so no second one is cheaper.
-- `ranges`: `longest_hit` over a tier that answers ranges: one dict of prefix hashes a group, walked by C code. It needs
-  no keys. `RamIndex` has no such method yet: this is what the planner allows, not what the connector does.
-- `load`: block ids read off the engine's objects, `plan_load`, and a pin of every key in the `RamIndex`. `plan` is
-  `plan_load` alone.
+What runs on ours: `longest_hit` over the connector's `TierLookup`, with the keys of `ChunkKeys`, in a `RamIndex`, in
+the chunk that the connector chooses by itself ("auto"); and `plan_load` with a pin of every key (`load`).
 
-Not measured on either side: hashing tokens, and the connector around it. hybridkv's connector makes keys with a keyed
-BLAKE3, which costs more than the concatenation here. Requests are plain objects with the attributes that vLLM reads,
-block hashes are random bytes: neither side looks into them. Ours is measured with the connector's automatic chunk
-(`auto`: 128 tokens or the least common multiple of the blocks, so up to an eighth of vLLM's keys) and with the smallest
-chunk (`unit`), where the full group has as many keys as vLLM's. Times are CPU time of the thread, best of `--rounds`,
-variants interleaved.
+- `first`: the first lookup of a request, making its keys included. On our side that depends on what this process has
+  done before: `new` is a prefix of which it has derived no key (after a restart), `known` one whose keys the request
+  that stored it has derived, as for every hit on host memory; what is not stored has not been derived there either.
+- `again`: the same lookup once more, for a request that waits. Nothing is reused but its keys. The connector searches
+  again only when the tier has changed, vLLM in every step.
+- `step`: the first lookup of a request of which the engine holds all but the last 16 chunks; and, ours alone, `grow`:
+  the keys of all groups for one more chunk. What ours cost must not depend on the tokens before.
+
+Not measured on either side: hashing tokens, metrics, and what the connector adds around a search (comparing whether
+anything changed, admission). Requests are plain objects with the attributes that vLLM reads, block hashes are random
+bytes: neither side looks into them. Times are CPU time of the thread, medians of `--rounds`, variants interleaved; each
+side looks up once off the clock before its turn, so that neither pays for the caches that the other has filled.
 
     python bench/planner_lookup.py --json planner_lookup.json
 """
@@ -26,19 +26,26 @@ import argparse
 import gc
 import json
 import os
+import platform
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from itertools import compress, count
-from operator import not_
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
+from blake3 import blake3
 from planner_upstream import Upstream, allocated_blocks
 
+from hybridkv.connectors.vllm.layout import AUTO_CHUNK_TOKENS, CacheLayout
+from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
+from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, KeyRuns, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, chunk_unit, longest_hit, plan_load
 from hybridkv.tiers.ram import RamIndex
 
-AUTO_CHUNK_TOKENS = 128
 GRANULE_BYTES = 64
+STEP_CHUNKS = 16
+GOAL = 10
+GOAL_TOKENS = 131072
 
 
 def window(block: int, tokens: int) -> GroupSpec:
@@ -61,152 +68,252 @@ def is_stored(scenario: str, group: GroupSpec) -> bool:
     return scenario == "full" or (scenario == "no_state" and group.kind is GroupKind.FULL)
 
 
+def make_layout(preset: str) -> CacheLayout:
+    """What `resolve_layout` makes of such a model; only which layers there are is made up."""
+    groups = PRESETS[preset]
+    unit = chunk_unit(groups)
+    recurrent = any(group.kind is GroupKind.RECURRENT for group in groups)
+    spec = CacheSpec(groups, unit if recurrent else -(-AUTO_CHUNK_TOKENS // unit) * unit)
+    prints = tuple(
+        GroupFingerprint(
+            kind=group.kind,
+            block_tokens=group.block_tokens,
+            layers=(LayerFingerprint(name=f"layers.{i}", dtype="bfloat16", page_bytes=GRANULE_BYTES),),
+            window_tokens=group.window_tokens,
+        )
+        for i, group in enumerate(groups)
+    )
+    fingerprint = Fingerprint(
+        model=preset,
+        revision="",
+        weights="",
+        dtype="bfloat16",
+        cache_dtype="auto",
+        kv_layout="",
+        state_layout="",
+        chunk_tokens=spec.chunk_tokens,
+        hash_algorithm="sha256",
+        tensor_parallel_size=1,
+        groups=prints,
+    )
+    return CacheLayout(spec, ((),) * len(groups), ChunkKeys(fingerprint, HASH_TOKENS[preset]), True, 1)
+
+
 class Ours:
-    """The planner over a tier with what one scenario stores."""
+    """The connector's lookup over a tier with what one scenario stores."""
 
-    def __init__(self, preset: str, num_tokens: int, hashes: list[bytes], scenario: str, chunk: str) -> None:
-        groups = PRESETS[preset]
-        unit = chunk_unit(groups)
-        recurrent = any(group.kind is GroupKind.RECURRENT for group in groups)
-        auto = unit if recurrent else -(-AUTO_CHUNK_TOKENS // unit) * unit
-        self.spec = CacheSpec(groups, unit if chunk == "unit" else auto)
-        self._num_tokens, self._hashes, self._hash_tokens = num_tokens, hashes, HASH_TOKENS[preset]
-        self._suffixes = [index.to_bytes(4, "big") for index in range(len(groups))]
-        step = self.spec.chunk_tokens // self._hash_tokens
-        stored = [hashes[step - 1 :: step] if is_stored(scenario, group) else [] for group in groups]
-        self.index = RamIndex((sum(map(len, stored)) + 1) * GRANULE_BYTES, GRANULE_BYTES)
-        for suffix, group_hashes in zip(self._suffixes, stored, strict=True):
-            for block_hash in group_hashes:
-                self.index.reserve(block_hash + suffix, GRANULE_BYTES)
-                self.index.commit(block_hash + suffix)
-        self._dicts = [dict.fromkeys(group_hashes, True) for group_hashes in stored]
-        self._step = step
+    def __init__(self, preset: str, num_tokens: int, hashes: list[bytes], scenario: str) -> None:
+        self.layout = make_layout(preset)
+        self.spec = self.layout.spec
+        self.num_tokens, self.hashes = num_tokens, hashes
+        self.num_chunks = num_tokens // self.spec.chunk_tokens
+        self.step_start = (self.num_chunks - STEP_CHUNKS) * self.spec.chunk_tokens
+        self.index = RamIndex((self.num_chunks * len(self.spec.groups) + 1) * GRANULE_BYTES, GRANULE_BYTES)
+        self._known = KeyRuns(len(self.spec.groups))
+        stored_by = self.request_keys(self._known).follow(hashes)
+        for group_index, group in enumerate(self.spec.groups):
+            for chunk in range(self.num_chunks) if is_stored(scenario, group) else ():
+                key = stored_by.key(group_index, (chunk + 1) * self.spec.chunk_tokens)
+                self.index.reserve(key, GRANULE_BYTES)
+                self.index.commit(key)
 
-    def key(self, group_index: int, end_token: int) -> bytes:
-        return self._hashes[end_token // self._hash_tokens - 1] + self._suffixes[group_index]
+    def request_keys(self, runs: KeyRuns) -> RequestKeys:
+        return RequestKeys(self.spec, self.layout.keys, runs)
 
-    def by_key(self) -> int:
-        hashes, hash_tokens, suffixes, find = self._hashes, self._hash_tokens, self._suffixes, self.index.lookup
+    def new_runs(self) -> KeyRuns:
+        return KeyRuns(len(self.spec.groups))
 
-        def lookup(group_index: int, end_token: int) -> LookupResult:
-            return find(hashes[end_token // hash_tokens - 1] + suffixes[group_index])
+    def known_runs(self) -> KeyRuns:
+        """What was derived when the prefix was stored, and nothing that a lookup has derived since."""
+        runs = self.new_runs()
+        runs._runs.update(self._known._runs)
+        return runs
 
-        found = longest_hit(self.spec, self._num_tokens, 0, lookup)
-        return found.num_tokens if isinstance(found, Hit) else 0
+    def first(self, runs: KeyRuns) -> tuple[RequestKeys, int]:
+        keys = self.request_keys(runs)
+        return keys, self.again(keys)
 
-    def by_range(self) -> int:
-        found = longest_hit(self.spec, self._num_tokens, 0, self._no_single_key, self)
-        return found.num_tokens if isinstance(found, Hit) else 0
+    def again(self, keys: RequestKeys, computed_tokens: int = 0) -> int:
+        ranges = TierLookup(keys.follow(self.hashes), self.index)
+        found = longest_hit(self.spec, self.num_tokens, computed_tokens, ranges, ranges)
+        return found.num_tokens - computed_tokens if isinstance(found, Hit) else 0
 
-    def _no_single_key(self, group_index: int, end_token: int) -> LookupResult:
-        raise AssertionError("asked for a single key")
+    def grow(self, keys: RequestKeys) -> None:
+        """The keys of the last chunk, for a request that has all those before."""
+        last = self.num_chunks * self.spec.chunk_tokens
+        keys.follow(self.hashes)
+        for group_index in range(len(self.spec.groups)):
+            keys.key(group_index, last)
+
+    def load(self, keys: RequestKeys, blocks: Any, num_tokens: int) -> list[bytes]:
+        """Keys that were pinned."""
+        table = [[0 if b.is_null else b.block_id for b in group] for group in blocks.blocks]
+        pinned = []
+        for transfer in plan_load(self.spec, num_tokens, 0, table):
+            key = keys.key(transfer.group_index, transfer.end_token)
+            assert self.index.pin(key) is not None
+            pinned.append(key)
+        return pinned
+
+
+class Everything:
+    """A tier that holds all and answers at once: what is left is the planner's own."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+
+    def __call__(self, group_index: int, end_token: int) -> LookupResult:
+        return LookupResult.HIT
 
     def held(self, group_index: int, first_end: int, last_end: int) -> int:
-        hashes = self._hashes[first_end // self._hash_tokens - 1 : last_end // self._hash_tokens : self._step]
-        absent = map(not_, map(self._dicts[group_index].__contains__, hashes))
-        return next(compress(count(), absent), len(hashes))
+        return (last_end - first_end) // self._chunk_tokens + 1
 
     def last_held(self, group_index: int, first_end: int, last_end: int) -> int:
-        stop = first_end // self._hash_tokens - 2
-        hashes = self._hashes[last_end // self._hash_tokens - 1 : stop if stop >= 0 else None : -self._step]
-        place = next(compress(count(), map(self._dicts[group_index].__contains__, hashes)), None)
-        return 0 if place is None else last_end - place * self.spec.chunk_tokens
+        return last_end
 
     def any_pending(self, group_index: int, first_end: int, last_end: int) -> bool:
         return False
 
-    def load(self, blocks: Any, num_tokens: int) -> list[bytes]:
-        """Keys that were pinned."""
-        table = [[0 if b.is_null else b.block_id for b in group] for group in blocks.blocks]
-        keys = [self.key(t.group_index, t.end_token) for t in plan_load(self.spec, num_tokens, 0, table)]
-        for key in keys:
-            assert self.index.pin(key) is not None
-        return keys
-
 
 class Clock:
-    """Best thread CPU time of each name, in microseconds."""
+    """Thread CPU times of each name, in microseconds."""
 
     def __init__(self) -> None:
-        self.best_us: dict[str, float] = {}
+        self._times_us: defaultdict[str, list[float]] = defaultdict(list)
 
     def time(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         start = time.thread_time_ns()
         result = call(*arguments)
-        took_us = (time.thread_time_ns() - start) / 1000
-        self.best_us[name] = min(took_us, self.best_us.get(name, took_us))
+        self._times_us[name].append((time.thread_time_ns() - start) / 1000)
         return result
+
+    def medians_us(self) -> dict[str, float]:
+        return {name: statistics.median(times) for name, times in self._times_us.items()}
 
 
 def measure(preset: str, num_tokens: int, scenario: str, rounds: int) -> dict[str, Any]:
     hashes = [os.urandom(32) for _ in range(num_tokens // HASH_TOKENS[preset])]
     stored = [is_stored(scenario, group) for group in PRESETS[preset]]
     upstream = Upstream(PRESETS[preset], stored, num_tokens, hashes, HASH_TOKENS[preset])
-    ours = {chunk: Ours(preset, num_tokens, hashes, scenario, chunk) for chunk in ("auto", "unit")}
-    clock, hits = Clock(), {}
-    blocks: dict[int, Any] = {}
+    ours = Ours(preset, num_tokens, hashes, scenario)
+    clock = Clock()
+    hits: dict[str, int] = {}
     gc.disable()
-    for _ in range(rounds):
-        request = upstream.new_request()
-        hits["vllm"] = clock.time("vllm first", upstream.lookup, request)
-        assert clock.time("vllm again", upstream.lookup, request) == hits["vllm"]
-        assert bool(hits["vllm"]) == (scenario == "full")
-        if hits["vllm"]:
-            boundary = hits["vllm"]
-            blocks.setdefault(boundary, allocated_blocks(PRESETS[preset], boundary))
-            clock.time("vllm alloc", upstream.allocate, request, blocks[boundary], boundary)
-            assert upstream.num_loading(request) > 0
-        upstream.end(request)
+    for number in range(rounds):
         # In turns, so that either finds the caches as warm as the other.
-        ours = dict(reversed(ours.items()))
-        for chunk, side in ours.items():
-            hits[chunk] = clock.time(f"{chunk} key by key", side.by_key)
-            assert clock.time(f"{chunk} ranges", side.by_range) == hits[chunk]
-            if boundary := hits[chunk]:
-                given = blocks.setdefault(boundary, allocated_blocks(PRESETS[preset], boundary))
-                for key in clock.time(f"{chunk} load", side.load, given, boundary):
-                    side.index.unpin(key)
-                table = [[0 if b.is_null else b.block_id for b in group] for group in given.blocks]
-                clock.time(f"{chunk} plan", plan_load, side.spec, boundary, 0, table)
-        gc.collect()
+        sides = [lambda: run_upstream(upstream, clock, hits, ours.step_start), lambda: run_ours(ours, clock, hits)]
+        for side in sides if number % 2 else reversed(sides):
+            side()
     gc.enable()
-    return {"preset": preset, "tokens": num_tokens, "scenario": scenario, "hit_tokens": hits, "us": clock.best_us}
+    gc.collect()
+    assert bool(hits["vllm"]) == bool(hits["ours"]) == (scenario == "full")
+    return {"preset": preset, "tokens": num_tokens, "scenario": scenario, "hit_tokens": hits, "us": clock.medians_us()}
 
 
-def ratios(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    us = result["us"]
-    for chunk in ("auto", "unit"):
-        for way in ("key by key", "ranges"):
-            yield f"{chunk} {way} / first", us["vllm first"] / us[f"{chunk} {way}"]
-            yield f"{chunk} {way} / again", us["vllm again"] / us[f"{chunk} {way}"]
-        if "vllm alloc" in us and f"{chunk} load" in us:
-            yield f"{chunk} load / alloc", us["vllm alloc"] / us[f"{chunk} load"]
+def run_upstream(upstream: Upstream, clock: Clock, hits: dict[str, int], computed_tokens: int) -> None:
+    warming = upstream.new_request()
+    upstream.lookup(warming)
+    upstream.end(warming)
+    request = upstream.new_request()
+    found = hits["vllm"] = clock.time("vllm first", upstream.lookup, request)
+    assert clock.time("vllm again", upstream.lookup, request) == found
+    if found:
+        clock.time("vllm load", upstream.allocate, request, allocated_blocks(upstream.groups, found), found)
+        assert upstream.num_loading(request) > 0
+    upstream.end(request)
+    stepping = upstream.new_request()
+    clock.time("vllm step", upstream.lookup, stepping, computed_tokens)
+    upstream.end(stepping)
+
+
+def run_ours(ours: Ours, clock: Clock, hits: dict[str, int]) -> None:
+    ours.again(ours.first(ours.new_runs())[0])
+    _, found = clock.time("first new", ours.first, ours.new_runs())
+    hits["ours"] = found
+    keys, known = clock.time("first known", ours.first, ours.known_runs())
+    assert known == found
+    assert clock.time("again", ours.again, keys) == found
+    if found:
+        for key in clock.time("load", ours.load, keys, allocated_blocks(ours.spec.groups, found), found):
+            ours.index.unpin(key)
+        clock.time("of which planning", longest_hit, ours.spec, ours.num_tokens, 0, *[Everything(1)] * 2)
+    chunk = ours.spec.chunk_tokens
+    step_keys = ours.request_keys(ours.new_runs())
+    clock.time("step", ours.again, step_keys, ours.step_start)
+    growing = ours.request_keys(ours.new_runs()).follow(ours.hashes[: -(chunk // ours.layout.keys.hash_block_tokens)])
+    for group_index in range(len(ours.spec.groups)):
+        growing.key(group_index, ours.step_start)
+        growing.between(group_index, ours.num_chunks - STEP_CHUNKS, ours.num_chunks - 1)
+    clock.time("grow", ours.grow, growing)
+    # The floors of `first new` and `again` for a full prefix: its keys and the tier's answers, with nothing around.
+    full = next(i for i, group in enumerate(ours.spec.groups) if group.kind is GroupKind.FULL)
+    ends = range(chunk, ours.num_chunks * chunk + 1, chunk)
+    made = clock.time("of which keys", ours.layout.keys.keys, full, ours.hashes, ends)
+    clock.time("of which blake3", only_blake3, made)
+    clock.time("of which tier", ours.index.leading, made)
+
+
+def only_blake3(messages: list[bytes]) -> None:
+    hasher = blake3(key=bytes(32))
+    update, digest, reset = hasher.update, hasher.digest, hasher.reset
+    for message in messages:
+        update(message)
+        digest()
+        reset()
+
+
+def ratios(us: dict[str, float]) -> dict[str, float]:
+    pairs = {"first new": "first", "first known": "first", "again": "again", "step": "step", "load": "load"}
+    return {name: us[f"vllm {peer}"] / us[name] for name, peer in pairs.items() if name in us}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="longest_hit and plan_load against vLLM's offloading lookup")
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 131072, 1048576])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192, GOAL_TOKENS, 1048576])
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", default="planner_lookup.json", help="where the figures go")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     results = []
     for preset in arguments.presets:
-        for num_tokens in arguments.tokens:
+        for asked_tokens in arguments.tokens:
             for scenario in SCENARIOS:
                 if scenario == "no_state" and len(PRESETS[preset]) == 1:
                     continue
-                # One token more than whole blocks, so that the last one can be part of the hit on both sides.
-                unit = chunk_unit(PRESETS[preset])
-                result = measure(preset, num_tokens // unit * unit + 1, scenario, arguments.rounds)
-                result["ratios"] = dict(ratios(result))
+                # One token more than whole chunks, so that the last one can be part of the hit on both sides.
+                chunk = make_layout(preset).spec.chunk_tokens
+                num_tokens = max(asked_tokens // chunk, STEP_CHUNKS + 1) * chunk + 1
+                result = measure(preset, num_tokens, scenario, arguments.rounds)
+                result |= {"asked_tokens": asked_tokens, "ratios": ratios(result["us"])}
                 results.append(result)
                 print(f"{preset} {num_tokens} tokens, {scenario}: hit {result['hit_tokens']}")
-                print("   us      " + "  ".join(f"{name} {value:.0f}" for name, value in result["us"].items()))
+                print("   us      " + "  ".join(f"{name} {value:.1f}" for name, value in result["us"].items()))
                 print("   vllm/us " + "  ".join(f"{name} {value:.1f}x" for name, value in result["ratios"].items()))
+    summary = summarise(results)
+    about = {"python": platform.python_version(), "rounds": arguments.rounds, "chunk": "auto"}
     with open(arguments.json, "w") as out:
-        json.dump(results, out, indent=1)
+        json.dump({"about": about, "summary": summary, "results": results}, out, indent=1)
+
+
+def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Prints which lookups miss the goal, and what a step costs at each length."""
+    under = {}
+    for result in results:
+        for name in ("first new", "first known", "again"):
+            if result["asked_tokens"] == GOAL_TOKENS and result["ratios"][name] < GOAL:
+                under[f"{result['preset']} {result['scenario']} {name}"] = result["ratios"][name]
+    print(f"\nunder {GOAL}x at {GOAL_TOKENS} tokens: ", under or "none")
+    print(f"\nus for the last {STEP_CHUNKS} chunks of a full hit (step), and for the keys of one more chunk (grow):")
+    steps: dict[str, dict[int, dict[str, float]]] = {}
+    for result in results:
+        if result["scenario"] == "full":
+            us = {name: result["us"][name] for name in ("step", "grow", "vllm step")}
+            steps.setdefault(result["preset"], {})[result["tokens"]] = us
+    for preset, by_tokens in steps.items():
+        for num_tokens, us in by_tokens.items():
+            print(f"   {preset:10} {num_tokens:8} tokens  " + "  ".join(f"{k} {v:.1f}" for k, v in us.items()))
+    return {"under_goal": under, "steps_us": steps}
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ class Upstream:
         from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext, make_offload_key
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-        self._groups, self._hashes, self._num_tokens = groups, hashes, num_tokens
+        self.groups, self._hashes, self.num_tokens = groups, hashes, num_tokens
         keys = [
             make_offload_key(block_hash, index)
-            for index, group in enumerate(self._groups)
+            for index, group in enumerate(self.groups)
             if stored[index]
             for block_hash in hashes[group.block_tokens // hash_tokens - 1 :: group.block_tokens // hash_tokens]
         ]
@@ -45,11 +45,9 @@ class Upstream:
         parallel = SimpleNamespace(world_size=1, decode_context_parallel_size=1)
         spec = SimpleNamespace(
             config=SimpleNamespace(
-                groups=[
-                    SimpleNamespace(group_id=i, tokens_per_block=g.block_tokens) for i, g in enumerate(self._groups)
-                ]
+                groups=[SimpleNamespace(group_id=i, tokens_per_block=g.block_tokens) for i, g in enumerate(self.groups)]
             ),
-            tokens_per_block=tuple(group.block_tokens for group in self._groups),
+            tokens_per_block=tuple(group.block_tokens for group in self.groups),
             blocks_per_chunk=1,
             tokens_per_hash=hash_tokens,
             offload_prompt_only=True,
@@ -57,14 +55,14 @@ class Upstream:
             get_manager=lambda: self._manager,
         )
         config = SimpleNamespace(cache_config=cache, parallel_config=parallel, speculative_config=None)
-        self._scheduler = OffloadingConnectorScheduler(spec, config, _kv_cache_config(self._groups))
+        self._scheduler = OffloadingConnectorScheduler(spec, config, _kv_cache_config(self.groups))
         self._ids = count()
 
     def new_request(self) -> Any:
         request = SimpleNamespace(
             request_id=str(next(self._ids)),
-            num_tokens=self._num_tokens,
-            num_prompt_tokens=self._num_tokens,
+            num_tokens=self.num_tokens,
+            num_prompt_tokens=self.num_tokens,
             block_hashes=self._hashes,
             kv_transfer_params=None,
             kv_hints=None,
@@ -73,8 +71,8 @@ class Upstream:
         self._scheduler.on_new_request(request)
         return request
 
-    def lookup(self, request: Any) -> int:
-        return self._scheduler.get_num_new_matched_tokens(request, 0)[0] or 0
+    def lookup(self, request: Any, computed_tokens: int = 0) -> int:
+        return self._scheduler.get_num_new_matched_tokens(request, computed_tokens)[0] or 0
 
     def allocate(self, request: Any, blocks: Any, num_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_tokens)

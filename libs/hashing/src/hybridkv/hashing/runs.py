@@ -1,12 +1,12 @@
 """Keys of chunks that were derived before, for the next request with the same prefix.
 
 A prefix hash stands for everything before it, so the hash that the last key of a run was derived from names the whole
-run: one look-up finds `RUN_CHUNKS` keys. It makes no keys and asks no tier.
+run: one question finds `RUN_CHUNKS` keys. It makes no keys and asks no tier.
 """
 
 from collections.abc import Sequence
 
-RUN_CHUNKS = 32
+RUN_CHUNKS = 16
 """Chunks in a run. Run r is chunks [r * RUN_CHUNKS, (r + 1) * RUN_CHUNKS)."""
 DEFAULT_MAX_KEYS = 1 << 16
 """About 6 MB: 32 bytes a key, and what Python adds."""

@@ -105,44 +105,57 @@ class RequestKeys:
             if not kept or first > high or stop < low:
                 if kept and stop == first + 1:
                     return (self._lone_key(group_index, first),)
-                kept[:] = self._derive(group_index, first, stop)
-                low = self._first[group_index] = first
-                self._remember(group_index, first, stop)
-            else:
-                if stop > high:
-                    kept += self._derive(group_index, high, stop)
-                    self._remember(group_index, high, stop)
-                if first < low:
-                    kept[:0] = self._derive(group_index, first, low)
-                    self._first[group_index] = first
-                    self._remember(group_index, first, low)
-                    low = first
+                kept.clear()
+                self._first[group_index] = low = high = first
+            if stop > high:
+                self._extend_up(group_index, high, stop)
+            if first < low:
+                self._extend_down(group_index, first, low)
+                low = first
         return kept if first == low and stop - low == len(kept) else kept[first - low : stop - low]
+
+    def _extend_up(self, group_index: int, first: int, stop: int) -> None:
+        keys, num_found = self._make(group_index, first, stop)
+        self._kept[group_index] += keys
+        if num_found < len(keys):
+            self._remember(group_index, first + num_found, stop)
+
+    def _extend_down(self, group_index: int, first: int, stop: int) -> None:
+        keys, num_found = self._make(group_index, first, stop)
+        self._kept[group_index][:0] = keys
+        self._first[group_index] = first
+        if num_found < len(keys):
+            self._remember(group_index, first + num_found, stop)
 
     def _lone_key(self, group_index: int, chunk: int) -> bytes:
         key = self._lone.get((group_index, chunk))
         if key is None:
             if len(self._lone) == _MAX_LONE_KEYS:
                 self._lone.clear()
-            key = self._lone[group_index, chunk] = self._derive(group_index, chunk, chunk + 1)[0]
+            key = self._lone[group_index, chunk] = self._make(group_index, chunk, chunk + 1)[0][0]
         return key
 
-    def _derive(self, group_index: int, first: int, stop: int) -> Sequence[bytes]:
-        group, chunk = self._group[group_index], self._chunk
-        found: list[bytes] = []
-        while first < stop:
-            run_stop = (first // RUN_CHUNKS + 1) * RUN_CHUNKS
-            last_hash = self._keys.last_hash(group, self._hashes, run_stop * chunk)
-            run = None if last_hash is None else self._runs.find(group, last_hash)
+    def _make(self, group_index: int, first: int, stop: int) -> tuple[list[bytes], int]:
+        """The keys of chunks [first, stop), and how many of them, from the first, other requests have derived."""
+        group, chunk, runs, hashes = self._group[group_index], self._chunk, self._runs, self._hashes
+        keys: list[bytes] = []
+        place = first
+        while place < stop:
+            run_stop = (place // RUN_CHUNKS + 1) * RUN_CHUNKS
+            last_hash = self._keys.last_hash(group, hashes, run_stop * chunk)
+            run = None if last_hash is None else runs.find(group, last_hash)
             if run is None:
                 break
-            found += run[first % RUN_CHUNKS : RUN_CHUNKS - max(0, run_stop - stop)]
-            first = run_stop
-        if first == stop - 1:
-            found.append(self._keys.key(group, self._hashes, stop * chunk))
-        elif first < stop:
-            found += self._keys.keys(group, self._hashes, range((first + 1) * chunk, stop * chunk + 1, chunk))
-        return found
+            if place % RUN_CHUNKS or run_stop > stop:
+                run = run[place % RUN_CHUNKS : RUN_CHUNKS - max(0, run_stop - stop)]
+            keys += run
+            place += len(run)
+        num_found = len(keys)
+        if place == stop - 1:
+            keys.append(self._keys.key(group, hashes, stop * chunk))
+        elif place < stop:
+            keys += self._keys.keys(group, hashes, range((place + 1) * chunk, stop * chunk + 1, chunk))
+        return keys, num_found
 
     def _remember(self, group_index: int, first: int, stop: int) -> None:
         """Leaves to other requests the runs that chunks [first, stop) have completed."""
