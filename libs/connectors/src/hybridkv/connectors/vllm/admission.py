@@ -55,6 +55,10 @@ class LoadAdmission:
         self._held.pop(request_id, None)
         self._failed.pop(request_id, None)
 
+    def has_failed(self, request_id: str) -> bool:
+        """Whether a load of this request failed, here or in a connector beside, and it was not scheduled since."""
+        return request_id in self._failed
+
     def reserved_for_failed(self) -> int:
         """Blocks that the engine reserves for requests whose loads failed."""
         return sum(self._failed.values())

@@ -28,6 +28,7 @@ from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.messages import StepPlan
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
+from hybridkv.connectors.vllm.siblings import current_place
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder
 from hybridkv.connectors.vllm.worker import OffloadWorker
 from hybridkv.planner import GroupKind
@@ -63,6 +64,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         compat.require_supported_engine()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
+        self._place = current_place()
         _refuse_second(self, transfer.engine_id, role)
         config = decode_config(transfer.kv_connector_extra_config)
         layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens)
@@ -75,8 +77,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             index = RamIndex(rank_bytes, granule_bytes)
             self._index = index
             self._layout = layout
-            admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
-            self._scheduler = OffloadScheduler(layout, index, admission, self._recorder)
+            self._admission = _admission_of_sibling(transfer.engine_id) or LoadAdmission(
+                layout.spec, compat.max_in_flight_tokens(vllm_config)
+            )
+            self._scheduler = OffloadScheduler(layout, index, self._admission, self._recorder)
             _say_what_was_understood(vllm_config, config, layout)
         else:
             stores = CpuCopyEngine()
@@ -207,14 +211,24 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _refuse_second(connector: HybridOffloadConnector, engine_id: str | None, role: KVConnectorRole) -> None:
+    """One to each place of an engine: a second at the same place would store everything twice, and its counts and
+    sizes would overwrite the first one's in the metrics. HybridMultiConnector gives each of its children a place."""
     for other in _live:
-        if other._engine_id == engine_id and other.role == role:
+        if (other._engine_id, other.role, other._place) == (engine_id, role, connector._place):
             raise ConfigurationError(
                 "kv_connector",
                 "one HybridOffloadConnector for each engine",
                 f"a second one in engine {engine_id}",
-                'name it once among "connectors"',
+                'name it once among "connectors", or use HybridMultiConnector, which tells several apart',
             )
+
+
+def _admission_of_sibling(engine_id: str | None) -> LoadAdmission | None:
+    """Loads of one engine wait for the same blocks, whichever connector they are of, so they are admitted together."""
+    for other in _live:
+        if other._engine_id == engine_id and other._scheduler is not None:
+            return other._admission
+    return None
 
 
 def _arena_size(config: OffloadConfig, layout: CacheLayout) -> tuple[int, int]:

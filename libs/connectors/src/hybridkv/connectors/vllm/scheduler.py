@@ -142,7 +142,8 @@ class OffloadScheduler:
         state = self.track(request)
         state.computed_tokens = computed_tokens
         others = self._admission.held_by_others(request.request_id)
-        if state.failed_loads and others:
+        has_failed = state.failed_loads > 0 or self._admission.has_failed(request.request_id)
+        if has_failed and others:
             # The engine puts a request whose load failed before all that have loaded, and looks no further when it does
             # not fit: asked again later, it lets them pass.
             return None
@@ -169,7 +170,7 @@ class OffloadScheduler:
         if others and others + needed > self._pool_blocks():
             state.gated_polls += 1
             return None if state.gated_polls <= MAX_GATED_POLLS else 0
-        if state.failed_loads and needed + self._admission.reserved_for_failed() > self._free_blocks():
+        if has_failed and needed + self._admission.reserved_for_failed() > self._free_blocks():
             # The engine still reserves for loads that failed, this request's too, and another must fit beside that.
             return 0
         return state.answer.num_tokens - computed_tokens

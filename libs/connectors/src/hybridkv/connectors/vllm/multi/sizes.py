@@ -1,0 +1,43 @@
+"""How many bytes of engine memory a load fills. A child says how many tokens it loads, never how many bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hybridkv.connectors.vllm import compat
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class LoadSizes:
+    """Block sizes of a model's groups.
+
+    Args:
+        kv_cache_config: of the engine.
+        num_ranks: each of which fills its own memory.
+    """
+
+    def __init__(self, kv_cache_config: KVCacheConfig, num_ranks: int) -> None:
+        cacheable = compat.cacheable_group_ids(kv_cache_config)
+        self._groups = [
+            (index, group.kv_cache_spec.block_size, _block_bytes(group) * num_ranks)
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            if index in cacheable
+        ]
+
+    def load_bytes(self, blocks: KVCacheBlocks, first_token: int, num_tokens: int) -> int:
+        """Bytes, over all ranks, of the blocks that hold something of these tokens."""
+        total = 0
+        for index, block_tokens, block_bytes in self._groups:
+            table = blocks.blocks[index][first_token // block_tokens : -(-(first_token + num_tokens) // block_tokens)]
+            total += block_bytes * sum(not block.is_null for block in table)
+        return total
+
+
+def _block_bytes(group: Any) -> int:
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if per_layer:
+        return sum(compat.unpadded_page_bytes(spec) for spec in per_layer.values())
+    return compat.unpadded_page_bytes(group.kv_cache_spec) * len(group.layer_names)
