@@ -114,9 +114,15 @@ def test_a_foreign_store_beside_an_offload_connector_never_corrupts(mix: Mix, lo
     tally = Tally()
 
     @profile(60)
-    @given(scenarios(mix, st.booleans()), st.sampled_from(("async", "sync")), st.integers(0, 3), st.integers(0, 3))
-    def check(scenario: Scenario, load: str, delay_steps: int, fail_every: int) -> None:
-        children = foreign(mix, load, delay_steps, fail_every, 1.0), offload(mix.alignment_tokens, weight=1.1)
+    @given(
+        scenarios(mix, st.booleans()),
+        st.sampled_from(("async", "sync")),
+        st.integers(0, 3),
+        st.integers(0, 3),
+        st.sampled_from((0.5, 2.0)),
+    )
+    def check(scenario: Scenario, load: str, delay_steps: int, fail_every: int, weight: float) -> None:
+        children = foreign(mix, load, delay_steps, fail_every, 1.0), offload(mix.alignment_tokens, weight=weight)
         tally.add(loaded.add(run(mix, with_connector(scenario, multi(*children)))))
 
     check()

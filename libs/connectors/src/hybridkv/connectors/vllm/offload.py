@@ -64,7 +64,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         compat.require_supported_engine()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        self._place = current_place()
+        place = current_place()
+        self._place = place.number
         _refuse_second(self, transfer.engine_id, role)
         config = decode_config(transfer.kv_connector_extra_config)
         layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens)
@@ -77,10 +78,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             index = RamIndex(rank_bytes, granule_bytes)
             self._index = index
             self._layout = layout
-            self._admission = _admission_of_sibling(transfer.engine_id) or LoadAdmission(
-                layout.spec, compat.max_in_flight_tokens(vllm_config)
-            )
-            self._scheduler = OffloadScheduler(layout, index, self._admission, self._recorder)
+            admission = place.admission or LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
+            self._scheduler = OffloadScheduler(layout, index, admission, self._recorder)
             _say_what_was_understood(vllm_config, config, layout)
         else:
             stores = CpuCopyEngine()
@@ -221,14 +220,6 @@ def _refuse_second(connector: HybridOffloadConnector, engine_id: str | None, rol
                 f"a second one in engine {engine_id}",
                 'name it once among "connectors", or use HybridMultiConnector, which tells several apart',
             )
-
-
-def _admission_of_sibling(engine_id: str | None) -> LoadAdmission | None:
-    """Loads of one engine wait for the same blocks, whichever connector they are of, so they are admitted together."""
-    for other in _live:
-        if other._engine_id == engine_id and other._scheduler is not None:
-            return other._admission
-    return None
 
 
 def _arena_size(config: OffloadConfig, layout: CacheLayout) -> tuple[int, int]:

@@ -14,8 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hybridkv.connectors.config import ROOT, _did_you_mean
 from hybridkv.connectors.errors import ConfigurationError, ManagerError
+from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.multi.config import ChildConfig, MultiConfig, decode_multi_config
-from hybridkv.connectors.vllm.siblings import at_place
+from hybridkv.connectors.vllm.siblings import Place, at_place
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -121,19 +122,19 @@ def require_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, clas
             f"{ROOT}.connectors",
             f"children that support several KV cache groups (SupportsHMA): the hybrid KV cache manager is {state}",
             ", ".join(without),
-            f"remove {', '.join(without)} from connectors, or start with --disable-hybrid-kv-cache-manager, which a model "
-            "with recurrent layers cannot do",
+            f"remove {', '.join(without)} from connectors, or start with --disable-hybrid-kv-cache-manager (which models "
+            "with recurrent layers need)",
         )
 
 
 def build_children(
-    classes: Sequence[ChildClass], role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    classes: Sequence[ChildClass], role: KVConnectorRole, kv_cache_config: KVCacheConfig, admission: LoadAdmission
 ) -> tuple[Child, ...]:
-    """Builds the children of one role. When one cannot start, those before it are shut down."""
+    """Builds the children of one role, who share `admission`. When one cannot start, those before it are shut down."""
     children: list[Child] = []
     try:
-        for place, child in enumerate(classes):
-            with at_place(place):
+        for number, child in enumerate(classes):
+            with at_place(Place(number, admission)):
                 connector = child.connector_class(child.vllm_config, role, kv_cache_config)
             children.append(Child(child.config, connector, supports_hma(connector)))
     except BaseException:

@@ -33,7 +33,7 @@ from hybridkv.connectors.vllm.multi.children import (
 from hybridkv.connectors.vllm.multi.messages import MultiKVEvents, MultiMetadata, MultiWorkerMetadata, of_child
 from hybridkv.connectors.vllm.multi.saves import SavesBegun
 from hybridkv.connectors.vllm.multi.selection import Selector
-from hybridkv.connectors.vllm.multi.sizes import LoadSizes
+from hybridkv.connectors.vllm.multi.sizes import LoadSizes, load_admission
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
 from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide
 
@@ -65,12 +65,13 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         config, classes = resolve_children(vllm_config)
         require_groups(vllm_config, kv_cache_config, classes)
-        self._take_children(build_children(classes, role, kv_cache_config))
+        admission = load_admission(vllm_config, kv_cache_config)
+        self._take_children(build_children(classes, role, kv_cache_config, admission))
         self._saves_begun = SavesBegun()
         self._scheduler: Selector | None = None
         if role == KVConnectorRole.SCHEDULER:
             sizes = LoadSizes(kv_cache_config, vllm_config.parallel_config.world_size)
-            self._scheduler = Selector(self._children, config.lookup_timeout_s, sizes, time.monotonic)
+            self._scheduler = Selector(self._children, config.lookup_timeout_s, sizes, admission, time.monotonic)
             logger.info(
                 "HybridMultiConnector: %s; a lookup waits at most %g s",
                 ", ".join(f"{child.name} load_weight {child.config.weight}" for child in self._children),
@@ -94,10 +95,12 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._kv_cache_manager = kv_cache_manager
+        self._selector().bind_block_pool(kv_cache_manager.block_pool)
         for each in self._connectors:
             each.bind_kv_cache_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._selector().bind_block_pool(gpu_block_pool)
         for each in self._connectors:
             each.bind_gpu_block_pool(gpu_block_pool)
 

@@ -1,13 +1,15 @@
-"""Loads that have begun and not ended, and requests that hold blocks for one. Follows; chooses and counts nothing.
+"""Loads that have begun and not ended. Follows them, and tells the admission of loads; chooses and counts nothing.
 
 A load in the background ends when the workers report its request. One within a step ends with that step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from hybridkv.connectors.vllm.admission import LoadAdmission
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -20,6 +22,7 @@ class Load:
 
     Args:
         child: its position.
+        request_tokens: of the whole request.
         num_tokens: that are loaded.
         num_bytes: of engine memory that they fill.
         begun_at_s: when the engine gave blocks for it.
@@ -29,6 +32,7 @@ class Load:
     """
 
     child: int
+    request_tokens: int
     num_tokens: int
     num_bytes: int
     begun_at_s: float
@@ -38,44 +42,49 @@ class Load:
 
 
 class Loads:
-    """Loads by request."""
+    """Loads by request.
 
-    def __init__(self, num_children: int) -> None:
+    Args:
+        num_children: who load.
+        admission: of all loads of this engine; children may tell it the same.
+    """
+
+    def __init__(self, num_children: int, admission: LoadAdmission) -> None:
+        self._admission = admission
         self.pending = [0] * num_children
         """Loads that have begun and not ended, by child."""
         self._loads: dict[str, Load] = {}
+        self._begun: set[str] = set()
+        """Since the last step was planned."""
         self._within_steps: list[str] = []
-        self._holding: set[str] = set()
 
     def begin(self, request_id: str, load: Load) -> None:
         """A request was given blocks for a load. Until it is scheduled, nothing can take them from it."""
         self._loads[request_id] = load
-        self._holding.add(request_id)
+        self._begun.add(request_id)
+        self._admission.take(request_id, load.request_tokens)
         self.pending[load.child] += 1
-
-    def others_hold(self, request_id: str) -> bool:
-        """Whether another request holds blocks for a load and was not scheduled since."""
-        return bool(self._holding) and self._holding != {request_id}
 
     def is_loading(self, request_id: str) -> bool:
         """Whether a load of the request has not ended."""
         return request_id in self._loads
 
-    def scheduled(self, request_ids: Iterable[str], step: int) -> frozenset[int]:
-        """These run in this step. A load of theirs that has not ended is within it; the children of such loads."""
+    def scheduled(self, request_ids: Collection[str], step: int) -> frozenset[int]:
+        """These run in this step. A load of theirs that has just begun is within it; the children of such loads."""
         children = set()
-        if self._holding:
-            for request_id in self._holding.intersection(request_ids):
-                self._holding.discard(request_id)
-                if (load := self._loads.get(request_id)) is not None:
-                    load.step = step
-                    self._within_steps.append(request_id)
-                    children.add(load.child)
+        for request_id in self._begun.intersection(request_ids):
+            load = self._loads[request_id]
+            load.step = step
+            self._within_steps.append(request_id)
+            children.add(load.child)
+        self._begun.clear()
+        for request_id in request_ids:
+            self._admission.give_back(request_id)
         return frozenset(children)
 
     def forget(self, request_id: str) -> None:
         """The request is gone, and no load of it has begun and not ended."""
-        self._holding.discard(request_id)
+        self._admission.give_back(request_id)
 
     def ended_within(self, step: int, output: KVConnectorOutput) -> list[tuple[str, Load]]:
         """Takes the loads within this step and those before it."""
@@ -109,9 +118,8 @@ class Loads:
     def _take(self, request_id: str, load: Load) -> tuple[str, Load]:
         del self._loads[request_id]
         self.pending[load.child] -= 1
-        if load.has_failed:
-            # The engine takes its blocks back.
-            self._holding.discard(request_id)
+        if load.has_failed and load.step is None:
+            self._admission.fail(request_id, load.request_tokens)
         return request_id, load
 
 

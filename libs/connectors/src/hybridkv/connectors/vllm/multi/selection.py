@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from hybridkv.connectors.vllm.admission import LoadAdmission, Verdict
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.learning import Learning
 from hybridkv.connectors.vllm.multi.loads import Load, Loads
@@ -19,6 +20,7 @@ from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
 from hybridkv.planner import AUTO, UNKNOWN_RATES, Answer, Take, Unusable, Wait, choose
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.multi")
 
 MAX_GATE_S: Final = 60.0
-"""How long a request whose load failed lets pass those that hold blocks for a load."""
+"""How long a request waits for room beside other loads before it is computed instead."""
 
 
 @dataclass(slots=True)
@@ -61,11 +63,17 @@ class Selector:
         children: in the order of configuration.
         lookup_timeout_s: how long a request waits for a child that needs more time, while no other has anything.
         sizes: of the model's blocks.
+        admission: which loads may hold blocks at the same time.
         clock: seconds that only grow.
     """
 
     def __init__(
-        self, children: Sequence[Child], lookup_timeout_s: float, sizes: LoadSizes, clock: Callable[[], float]
+        self,
+        children: Sequence[Child],
+        lookup_timeout_s: float,
+        sizes: LoadSizes,
+        admission: LoadAdmission,
+        clock: Callable[[], float],
     ) -> None:
         self._children = children
         self._weights = [child.config.weight for child in children]
@@ -75,11 +83,17 @@ class Selector:
         self._learning = Learning(len(children), clock) if AUTO in self._weights else None
         self._clamp = TokenClamp(logger.warning, clock)
         self._requests: dict[str, _RequestState] = {}
-        self._loads = Loads(len(children))
+        self._admission = admission
+        self._pool: BlockPool | None = None
+        self._loads = Loads(len(children), admission)
         self._stats = SelectionStats()
         self._told_pending: list[int] | None = None
         self._warned: set[int] = set()
         self._step = 0
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The pool in which loads must fit."""
+        self._pool = pool
 
     # What the engine asks before it admits a request.
 
@@ -90,8 +104,10 @@ class Selector:
         state = self._requests.get(request_id)
         if state is None:
             state = self._requests[request_id] = _RequestState()
-        elif state.barred and self._must_let_pass(request_id, state):
-            return None, False
+        elif self._admission.has_failed(request_id) and self._admission.held_by_others(request_id):
+            # The engine puts a request whose load failed before all that have loaded, and looks no further when it does
+            # not fit: asked again later, it lets them pass.
+            return self._gated(state)
         state.computed_tokens = computed_tokens
         state.answers = answers = []
         in_background: list[bool] = []
@@ -110,10 +126,16 @@ class Selector:
         rates = self._learning.rates() if self._learning is not None else UNKNOWN_RATES
         choice = choose(answers, self._weights, rates, may_wait=may_wait)
         state.is_late = not may_wait
-        if isinstance(choice, Take):
-            state.chosen = choice.child
-            return choice.tokens, in_background[choice.child]
         state.chosen = None
+        if isinstance(choice, Take):
+            is_async = in_background[choice.child]
+            verdict = self._verdict(request) if is_async else Verdict.ADMIT
+            if verdict is Verdict.WAIT:
+                return self._gated(state)
+            if verdict is Verdict.REFUSE:
+                return 0, False
+            state.chosen = choice.child
+            return choice.tokens, is_async
         if isinstance(choice, Wait):
             for position in choice.children:
                 self._counts(position).deferrals += 1
@@ -126,15 +148,18 @@ class Selector:
             state.waits_since_s = now_s
         return now_s - state.waits_since_s < self._timeout_s
 
-    def _must_let_pass(self, request_id: str, state: _RequestState) -> bool:
-        """The engine puts a request whose load failed before all that have loaded, and looks no further when it does
-        not fit. Asked again later, it lets those pass that hold blocks until they are scheduled."""
-        if not self._loads.others_hold(request_id):
-            return False
+    def _verdict(self, request: Request) -> Verdict:
+        if self._pool is None:
+            return Verdict.ADMIT
+        pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
+        return self._admission.verdict(request.request_id, request.num_tokens, pool_blocks, free_blocks)
+
+    def _gated(self, state: _RequestState) -> tuple[int | None, bool]:
+        """To be asked again until the loads of others leave room; computed when that takes too long."""
         now_s = self._clock()
         if state.gated_since_s is None:
             state.gated_since_s = now_s
-        return now_s - state.gated_since_s < MAX_GATE_S
+        return (None if now_s - state.gated_since_s < MAX_GATE_S else 0), False
 
     def _raised(self, position: int, error: Exception) -> None:
         if position not in self._warned:
@@ -157,7 +182,7 @@ class Selector:
         self._settle(state, num_external_tokens)
         if num_external_tokens and state.chosen is not None:
             num_bytes = self._sizes.load_bytes(blocks, state.computed_tokens, num_external_tokens)
-            load = Load(state.chosen, num_external_tokens, num_bytes, self._clock(), blocks)
+            load = Load(state.chosen, request.num_tokens, num_external_tokens, num_bytes, self._clock(), blocks)
             self._loads.begin(request.request_id, load)
         for position, child in enumerate(self._children):
             num_tokens = num_external_tokens if position == state.chosen else 0
