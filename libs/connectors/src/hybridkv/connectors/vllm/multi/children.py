@@ -118,12 +118,13 @@ def require_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, clas
     without = [child.config.name for child in classes if not supports_hma(child.connector_class)]
     if without:
         state = "on" if is_on else f"off and the model has {num_groups} groups"
+        names = ", ".join(without)
         raise ManagerError(
             f"{ROOT}.connectors",
             f"children that support several KV cache groups (SupportsHMA): the hybrid KV cache manager is {state}",
-            ", ".join(without),
-            f"remove {', '.join(without)} from connectors, or start with --disable-hybrid-kv-cache-manager (which models "
-            "with recurrent layers need)",
+            names,
+            f"remove {names} from connectors, or start with --disable-hybrid-kv-cache-manager (models with recurrent "
+            "layers need that manager)",
         )
 
 

@@ -117,6 +117,7 @@ class Loads:
 
     def _take(self, request_id: str, load: Load) -> tuple[str, Load]:
         del self._loads[request_id]
+        self._begun.discard(request_id)
         self.pending[load.child] -= 1
         if load.has_failed and load.step is None:
             self._admission.fail(request_id, load.request_tokens)
