@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hybridkv.connectors.vllm.admission import LoadAdmission, Verdict
@@ -41,7 +41,7 @@ class _RequestState:
     waits_since_s: float | None = None
     is_late: bool = False
     """It waited for a child in vain."""
-    barred: set[int] = field(default_factory=set)
+    barred: frozenset[int] = frozenset()
     """Children whose loads for this request failed."""
     gated_since_s: float | None = None
     is_ended: bool = False
@@ -280,7 +280,7 @@ class Selector:
         counts = self._counts(load.child)
         if load.has_failed:
             counts.failures += 1
-            state.barred.add(load.child)
+            state.barred |= {load.child}
         else:
             counts.load_seconds += seconds
             counts.load_bytes += load.num_bytes
