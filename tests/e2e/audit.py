@@ -19,12 +19,14 @@ class Audit:
     """What was seen so far. `mismatches` names every restored page that is not what was stored.
 
     Attributes:
+        child: which child of a multi connector is watched; None: the connector itself.
         stored: for each chunk key its group and its pages, layer by layer.
         loads: for each ended load the request, the tokens that were asked for and whether it failed.
         compared_pages: how many restored pages were compared.
     """
 
     engine: Engine
+    child: int | None = None
     stored: dict[bytes, tuple[int, list[list[torch.Tensor]]]] = field(default_factory=dict)
     loads: list[tuple[str, int, bool]] = field(default_factory=list)
     compared_pages: int = 0
@@ -34,12 +36,15 @@ class Audit:
 
     def attach(self) -> Audit:
         """Watches the connector from now on."""
-        worker = self.engine.worker_connector._worker
+        worker = self._half(self.engine.worker_connector)._worker
         self._wrap(worker, "start_stores", before=self._on_stores)
         self._wrap(worker, "start_loads", before=self._on_loads)
         self._wrap(worker, "results", after=self._on_results)
-        self._wrap(self.engine.connector, "update_state_after_alloc", before=self._on_allocated)
+        self._wrap(self._half(self.engine.connector), "update_state_after_alloc", before=self._on_allocated)
         return self
+
+    def _half(self, connector: Any) -> Any:
+        return connector if self.child is None else connector.sub_connectors[self.child]
 
     @property
     def restored_tokens(self) -> int:
@@ -111,13 +116,15 @@ class Audit:
                     self.mismatches.append(f"group {move.group_index} layer {layer} block {move.block_ids[i]}")
 
 
-def stored_views(engine: Engine, key: bytes) -> Iterator[memoryview]:
-    """The bytes that the tier holds for a key, writable; its checksum is renewed afterwards.
+def stored_views(engine: Engine, key: bytes, child: int | None = None) -> Iterator[memoryview]:
+    """The bytes that the tier (of a multi connector's child) holds for a key, writable; its checksum is renewed
+    afterwards.
 
     So a test can corrupt what no checksum can see, and prove that its own comparison would.
     """
-    index = engine.connector._scheduler._stack.near
-    arena = engine.worker_connector._worker._arena
+    halves = engine.connector, engine.worker_connector
+    scheduler, worker = halves if child is None else (half.sub_connectors[child] for half in halves)
+    index, arena = scheduler._scheduler._stack.near, worker._worker._arena
     slot = index.pin(key)
     assert slot is not None, "nothing is stored under this key"
     yield from arena.views(slot)

@@ -5,19 +5,19 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR, MODULES, MULTI_CONNECTOR, register
 
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = {name: loader for name, loader in KVConnectorFactory._registry.items() if name != CONNECTOR}
+    without = {name: loader for name, loader in KVConnectorFactory._registry.items() if name not in MODULES}
     monkeypatch.setattr(KVConnectorFactory, "_registry", without)
 
 
-def test_the_connector_is_found_by_its_class_name() -> None:
+@pytest.mark.parametrize("name", [CONNECTOR, MULTI_CONNECTOR])
+def test_a_connector_is_found_by_its_class_name(name: str) -> None:
     register()
-    found = KVConnectorFactory.get_connector_class_by_name(CONNECTOR)
-    assert found.__name__ == CONNECTOR
+    assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -27,16 +27,17 @@ def test_registering_again_changes_nothing() -> None:
     assert before == KVConnectorFactory._registry
 
 
-def test_another_connector_of_the_same_name_is_refused() -> None:
-    KVConnectorFactory.register_connector(CONNECTOR, "somebody.else", CONNECTOR)
+@pytest.mark.parametrize("name", [CONNECTOR, MULTI_CONNECTOR])
+def test_another_connector_of_the_same_name_is_refused(name: str) -> None:
+    KVConnectorFactory.register_connector(name, "somebody.else", name)
     with pytest.raises(ConfigurationError) as caught:
         register()
     assert "somebody.else" in str(caught.value) and "VLLM_PLUGINS" in caught.value.hint
 
 
-def test_registering_twice_does_not_import_the_connector() -> None:
+def test_registering_twice_imports_no_connector() -> None:
     program = (
-        "import sys; from hybridkv.connectors.vllm import register, MODULE; register(); register();"
-        "sys.exit(MODULE in sys.modules)"
+        "import sys; from hybridkv.connectors.vllm import register, MODULES; register(); register();"
+        "sys.exit(any(module in sys.modules for module in MODULES.values()))"
     )
     subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}, check=True)

@@ -17,3 +17,7 @@ class ConfigurationError(ValueError):
         self.expected = expected
         self.got = got
         self.hint = hint
+
+
+class ManagerError(ConfigurationError, TypeError):
+    """A connector of a type that the engine's hybrid KV cache manager cannot work with."""

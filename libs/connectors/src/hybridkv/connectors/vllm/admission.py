@@ -8,7 +8,19 @@ with all that its request needs to be scheduled, and loads that do not fit besid
 
 from __future__ import annotations
 
+import enum
+
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+
+
+class Verdict(enum.Enum):
+    """Of a load that asks for blocks."""
+
+    ADMIT = enum.auto()
+    WAIT = enum.auto()
+    """It does not fit beside the others yet."""
+    REFUSE = enum.auto()
+    """It would wait for itself: compute."""
 
 
 class LoadAdmission:
@@ -54,6 +66,23 @@ class LoadAdmission:
         """It was scheduled, or is gone."""
         self._held.pop(request_id, None)
         self._failed.pop(request_id, None)
+
+    def has_failed(self, request_id: str) -> bool:
+        """Whether a load of this request failed, here or in a connector beside, and it was not scheduled since."""
+        return request_id in self._failed
+
+    def verdict(self, request_id: str, num_tokens: int, pool_blocks: int, free_blocks: int) -> Verdict:
+        """Whether a request may be given blocks for a load now, in a pool of `pool_blocks`."""
+        if not self._held and not self._failed:
+            return Verdict.ADMIT
+        has_failed, others = request_id in self._failed, self.held_by_others(request_id)
+        needed = self.blocks(num_tokens)
+        if self.must_let_pass(request_id) or (others and (has_failed or others + needed > pool_blocks)):
+            return Verdict.WAIT
+        if has_failed and needed + self.reserved_for_failed() > free_blocks:
+            # The engine still reserves for its load that failed, and the next must fit beside that.
+            return Verdict.REFUSE
+        return Verdict.ADMIT
 
     def reserved_for_failed(self) -> int:
         """Blocks that the engine reserves for requests whose loads failed."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm.admission import LoadAdmission
+from hybridkv.connectors.vllm.admission import LoadAdmission, Verdict
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import TierLookup
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move
@@ -108,7 +108,7 @@ class LoadPlanner:
         """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
         state.computed_tokens = computed_tokens
         others = self._admission.held_by_others(state.request_id)
-        if state.failed_loads and others:
+        if (state.failed_loads or self._admission.has_failed(state.request_id)) and others:
             # The engine puts a request whose load failed before all that have loaded, and looks no further when it does
             # not fit: asked again later, it lets them pass.
             return None
@@ -120,25 +120,22 @@ class LoadPlanner:
         state.waiting_since_s = None
         if boundary <= computed_tokens:
             return 0
-        return boundary - computed_tokens if self._may_load(state, others) else self._gate(state, others)
-
-    def _may_load(self, state: RequestState, others: int) -> bool:
-        needed = self._admission.blocks(state.request.num_tokens)
-        if self._admission.must_let_pass(state.request_id) or (others and others + needed > self._pool_blocks()):
-            return False
-        # The engine still reserves for loads that failed, this request's too, and another must fit beside that.
-        return not state.failed_loads or needed + self._admission.reserved_for_failed() <= self._free_blocks()
-
-    def _gate(self, state: RequestState, others: int) -> int | None:
-        """What to say to a request that has a hit and may not load it now."""
-        if self._admission.must_let_pass(state.request_id):
-            return None
-        if others and others + self._admission.blocks(state.request.num_tokens) > self._pool_blocks():
-            state.gated_polls += 1
+        verdict = self._verdict(state)
+        if verdict is Verdict.ADMIT:
+            return boundary - computed_tokens
+        if verdict is Verdict.WAIT:
+            # Others whose loads failed are certain to be scheduled; room beside loads may never come.
+            state.gated_polls += not self._admission.must_let_pass(state.request_id)
             if state.gated_polls <= MAX_GATED_POLLS:
                 return None
         self._stack.release(state.request_id)
         return 0
+
+    def _verdict(self, state: RequestState) -> Verdict:
+        """Whether a request that has a hit may be given blocks for it now."""
+        return self._admission.verdict(
+            state.request_id, state.request.num_tokens, self._pool_blocks(), self._free_blocks()
+        )
 
     def _pool_blocks(self) -> int:
         return self._pool.num_gpu_blocks - 1 if self._pool is not None else 0

@@ -29,6 +29,7 @@ from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.messages import StepPlan
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
+from hybridkv.connectors.vllm.siblings import current_place
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import GroupKind
@@ -65,6 +66,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         compat.share_log()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
+        place = current_place()
+        self._place = place.number
         _refuse_second(self, transfer.engine_id, role)
         config = decode_config(transfer.kv_connector_extra_config)
         layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens)
@@ -77,7 +80,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = OffloadScheduler(
                 layout,
                 tiers.build_stack(config, layout, sizes),
-                LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config)),
+                place.admission or LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config)),
                 Deadlines(config.lookup_timeout_seconds, config.load_timeout_seconds, tiers.clock),
                 self._recorder,
             )
@@ -211,13 +214,15 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _refuse_second(connector: HybridOffloadConnector, engine_id: str | None, role: KVConnectorRole) -> None:
+    """One to each place of an engine: a second at the same place would store everything twice, and its counts and
+    sizes would overwrite the first one's in the metrics. HybridMultiConnector gives each of its children a place."""
     for other in _live:
-        if other._engine_id == engine_id and other.role == role:
+        if (other._engine_id, other.role, other._place) == (engine_id, role, connector._place):
             raise ConfigurationError(
                 "kv_connector",
                 "one HybridOffloadConnector for each engine",
                 f"a second one in engine {engine_id}",
-                'name it once among "connectors"',
+                'name it once among "connectors", or use HybridMultiConnector, which tells several apart',
             )
 
 

@@ -1,0 +1,145 @@
+"""The children of HybridMultiConnector: which classes, with which configuration, and whether they can work together."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
+
+from hybridkv.connectors.config import ROOT, _did_you_mean
+from hybridkv.connectors.errors import ConfigurationError, ManagerError
+from hybridkv.connectors.vllm.admission import LoadAdmission
+from hybridkv.connectors.vllm.multi.config import ChildConfig, MultiConfig, decode_multi_config
+from hybridkv.connectors.vllm.siblings import Place, at_place
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_INHERITED = ("engine_id", "kv_role", "kv_load_failure_policy")
+_PREPARED_BY_NAME = ("HiSparseConnector",)
+"""What vLLM sets itself up for when it reads this name, which it looks for below its own MultiConnector alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildClass:
+    """A child before it is built: `vllm_config` is the engine's, with the child's own KVTransferConfig."""
+
+    config: ChildConfig
+    connector_class: Any
+    vllm_config: VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A child of this process."""
+
+    config: ChildConfig
+    connector: KVConnectorBase_V1
+    supports_groups: bool
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+
+def transfer_keys() -> list[str]:
+    """The keys of vLLM's KVTransferConfig."""
+    return [field.name for field in dataclasses.fields(KVTransferConfig)]  # type: ignore[arg-type]
+
+
+def class_of(config: ChildConfig, transfer: KVTransferConfig) -> Any:
+    """A child's class.
+
+    Raises:
+        ConfigurationError: no connector of that name is registered.
+    """
+    if not transfer.kv_connector_module_path and config.connector not in KVConnectorFactory._registry:
+        raise ConfigurationError(
+            f"{ROOT}.connectors ({config.name})",
+            "a registered connector",
+            repr(config.connector),
+            _did_you_mean(config.connector, list(KVConnectorFactory._registry)),
+        )
+    return KVConnectorFactory.get_connector_class(transfer)
+
+
+def resolve_children(vllm_config: VllmConfig) -> tuple[MultiConfig, tuple[ChildClass, ...]]:
+    """Reads the configuration and finds the children's classes. The engine's configuration stays as it is.
+
+    Raises:
+        ConfigurationError: it is not understood, or a child cannot work here.
+    """
+    outer = vllm_config.kv_transfer_config
+    inherited = {key: getattr(outer, key) for key in _INHERITED if getattr(outer, key, None) is not None}
+    config = decode_multi_config(outer.kv_connector_extra_config, inherited, transfer_keys())
+    classes = []
+    for child in config.children:
+        if child.connector in _PREPARED_BY_NAME:
+            raise ConfigurationError(
+                f"{ROOT}.connectors ({child.name})",
+                "a connector that vLLM need not know of beforehand",
+                child.connector,
+                "vLLM sets itself up for it only below its own MultiConnector; use that one",
+            )
+        own = copy.copy(vllm_config)
+        own.kv_transfer_config = KVTransferConfig(**child.transfer)
+        classes.append(ChildClass(child, class_of(child, own.kv_transfer_config), own))
+    return config, tuple(classes)
+
+
+def resolve_without_engine(extra_config: Mapping[str, Any]) -> list[tuple[Any, KVTransferConfig]]:
+    """The children's classes and own configurations where nothing but `kv_connector_extra_config` is known.
+
+    Raises:
+        ConfigurationError: it is not understood.
+    """
+    config = decode_multi_config(extra_config, {"kv_role": "kv_both"}, transfer_keys())
+    transfers = [KVTransferConfig(**child.transfer) for child in config.children]
+    return [(class_of(child, own), own) for child, own in zip(config.children, transfers, strict=True)]
+
+
+def require_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, classes: Sequence[ChildClass]) -> None:
+    """Refuses children that know of one KV cache group only, where there are or may be several.
+
+    Raises:
+        ManagerError: names them, and both ways out.
+    """
+    is_on = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    if not is_on and num_groups <= 1:
+        return
+    without = [child.config.name for child in classes if not supports_hma(child.connector_class)]
+    if without:
+        state = "on" if is_on else f"off and the model has {num_groups} groups"
+        names = ", ".join(without)
+        raise ManagerError(
+            f"{ROOT}.connectors",
+            f"children that support several KV cache groups (SupportsHMA): the hybrid KV cache manager is {state}",
+            names,
+            f"remove {names} from connectors, or start with --disable-hybrid-kv-cache-manager (models with recurrent "
+            "layers need that manager)",
+        )
+
+
+def build_children(
+    classes: Sequence[ChildClass], role: KVConnectorRole, kv_cache_config: KVCacheConfig, admission: LoadAdmission
+) -> tuple[Child, ...]:
+    """Builds the children of one role, who share `admission`. When one cannot start, those before it are shut down."""
+    children: list[Child] = []
+    try:
+        for number, child in enumerate(classes):
+            with at_place(Place(number, admission)):
+                connector = child.connector_class(child.vllm_config, role, kv_cache_config)
+            children.append(Child(child.config, connector, supports_hma(connector)))
+    except BaseException:
+        for built in children:
+            built.connector.shutdown()
+        raise
+    return tuple(children)

@@ -1,0 +1,289 @@
+"""HybridMultiConnector: vLLM's connector interface over several children.
+
+Here and in `worker_side.py` every method of the interface is forwarded to the children or put together from their
+answers; nothing is decided. Which child loads is the business of `selection.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.multi.children import (
+    Child,
+    build_children,
+    require_groups,
+    resolve_children,
+    resolve_without_engine,
+)
+from hybridkv.connectors.vllm.multi.messages import MultiKVEvents, MultiMetadata, MultiWorkerMetadata, of_child
+from hybridkv.connectors.vllm.multi.saves import SavesBegun
+from hybridkv.connectors.vllm.multi.selection import Selector
+from hybridkv.connectors.vllm.multi.sizes import LoadSizes, load_admission
+from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
+from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.hybridkv.multi")
+
+Finished = tuple[bool, dict[str, Any] | None]
+
+
+class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
+    """Loads each request from the child that is worth most for it, and stores with all of them.
+
+    Raises:
+        ConfigurationError: the configuration cannot work; the engine does not start.
+        ManagerError: a child does not support several KV cache groups, and there may be some.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        compat.require_supported_engine()
+        super().__init__(vllm_config, role, kv_cache_config)
+        config, classes = resolve_children(vllm_config)
+        require_groups(vllm_config, kv_cache_config, classes)
+        admission = load_admission(vllm_config, kv_cache_config)
+        self._take_children(build_children(classes, role, kv_cache_config, admission))
+        self._saves_begun = SavesBegun()
+        self._scheduler: Selector | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            sizes = LoadSizes(kv_cache_config, vllm_config.parallel_config.world_size)
+            self._scheduler = Selector(self._children, config.lookup_timeout_s, sizes, admission, time.monotonic)
+            logger.info(
+                "HybridMultiConnector: %s; a lookup waits at most %g s",
+                ", ".join(f"{child.name} load_weight {child.config.weight}" for child in self._children),
+                config.lookup_timeout_s,
+            )
+
+    @property
+    def sub_connectors(self) -> list[KVConnectorBase_V1]:
+        """The children in the order of configuration."""
+        return list(self._connectors)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return all(each.supports_divergent_local_hybrid_hits for each in self._connectors)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return any(each.requires_kv_delivery for each in self._connectors)
+
+    # Scheduler side.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._kv_cache_manager = kv_cache_manager
+        self._selector().bind_block_pool(kv_cache_manager.block_pool)
+        for each in self._connectors:
+            each.bind_kv_cache_manager(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._selector().bind_block_pool(gpu_block_pool)
+        for each in self._connectors:
+            each.bind_gpu_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        for each in self._connectors:
+            each.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._selector().matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        chosen = self._selector().chosen(request)
+        if chosen is None:
+            return super().get_loaded_kv_cache_group_ids(request)
+        return self._connectors[chosen].get_loaded_kv_cache_group_ids(request)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._selector().allocated(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        return self._selector().hit_sources(request, num_external_tokens, self._cache_hit_source)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        children = tuple(each.build_connector_meta(scheduler_output) for each in self._connectors)
+        marks = self._selector().plan_step(scheduler_output)
+        return MultiMetadata(
+            children,
+            self._saves_begun.take(),
+            marks.step,
+            is_measured=marks.is_measured,
+            sync_children=marks.sync_children,
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        events = connector_output.kv_cache_events
+        if isinstance(metadata, MultiWorkerMetadata) and metadata.step is not None:
+            self._selector().step_ended(metadata.step, metadata.sync_load_seconds, connector_output)
+        loaded_by = self._selector().loads_reported(connector_output)
+        for position, each in enumerate(self._connectors):
+            # A child hears of its own loads only.
+            others = {request_id for request_id, child in loaded_by.items() if child != position}
+            each.update_connector_output(
+                replace(
+                    connector_output,
+                    finished_recving=(connector_output.finished_recving or set()) - others,
+                    failed_recving=(connector_output.failed_recving or set()) - others,
+                    kv_connector_worker_meta=metadata.children[position]
+                    if isinstance(metadata, MultiWorkerMetadata)
+                    else None,
+                    kv_cache_events=events.children.get(position) if isinstance(events, MultiKVEvents) else None,
+                )
+            )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
+        return self._finish(request, lambda child: child.connector.request_finished(request, block_ids))
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
+        def finish(child: Child) -> Finished:
+            if child.supports_groups:
+                return cast(SupportsHMA, child.connector).request_finished_all_groups(request, block_ids)
+            (only,) = block_ids
+            return child.connector.request_finished(request, only)
+
+        return self._finish(request, finish)
+
+    def register_finished_partial_tail(
+        self, request: Request, block_ids: tuple[list[int], ...], partial_tail_offloads: list[tuple[int, int, int]]
+    ) -> bool:
+        accepted = [
+            position
+            for position, each in enumerate(self._connectors)
+            if each.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+        ]
+        self._saves_begun.tail_accepted(request.request_id, accepted)
+        return bool(accepted)
+
+    def _finish(self, request: Request, finish: Callable[[Child], Finished]) -> Finished:
+        reading: list[int] = []
+        together: dict[str, Any] | None = None
+        for position, child in enumerate(self._children):
+            reads_on, parameters = finish(child)
+            if reads_on:
+                reading.append(position)
+            if parameters is not None:
+                if clash := sorted(parameters.keys() & (together or {}).keys()):
+                    raise RuntimeError(f"{child.name} and another child both answer kv_transfer_params {clash}")
+                together = (together or {}) | parameters
+        self._selector().ended(request)
+        return self._saves_begun.request_ended(request.request_id, reading), together
+
+    def take_events(self) -> Iterable[Any]:
+        return [event for each in self._connectors for event in each.take_events()]
+
+    def has_pending_block_frees(self) -> bool:
+        return any(each.has_pending_block_frees() for each in self._connectors)
+
+    def has_pending_push_work(self) -> bool:
+        return any(each.has_pending_push_work() for each in self._connectors)
+
+    def get_finished_count(self) -> int | None:
+        counts = {child.name: child.connector.get_finished_count() for child in self._children}
+        if None in counts.values() or len(set(counts.values())) == 1:
+            return None if None in counts.values() else next(iter(counts.values()))
+        raise ConfigurationError(
+            f"{ROOT}.connectors", "children that await the same number of ranks", counts, "run them in engines apart"
+        )
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        for position, each in enumerate(self._connectors):
+            if of_each := of_child(metadata, position):
+                each.set_xfer_handshake_metadata(of_each)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        for position, each in enumerate(self._connectors):
+            if of_each := of_child(metadata, position):
+                each.set_xfer_handshake_metadata_pp_aware(of_each)
+
+    def reset_cache(self) -> bool | None:
+        answers = self._all("reset_cache")
+        return all(answer is not False for answer in answers)
+
+    def _selector(self) -> Selector:
+        if self._scheduler is None:
+            raise RuntimeError("a scheduler's method was called on the worker's half of HybridMultiConnector")
+        return self._scheduler
+
+    # Both sides.
+
+    def shutdown(self) -> None:
+        self._all("shutdown")
+
+    def _all(self, method: str) -> list[Any]:
+        """Calls a method of every child, also after one has raised; then raises the first error."""
+        answers, errors = [], []
+        for child in self._children:
+            try:
+                answers.append(getattr(child.connector, method)())
+            except Exception as error:
+                logger.exception("%s: %s failed", child.name, method)
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return MultiStats.collect(self._scheduler.take_stats() if self._scheduler is not None else None, self._children)
+
+    # Before the engine runs, and in the API process.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        _, classes = resolve_children(vllm_config)
+        wanted = {
+            child.config.name: child.connector_class.get_required_kvcache_layout(child.vllm_config) for child in classes
+        }
+        layouts = {layout for layout in wanted.values() if layout is not None}
+        if len(layouts) > 1:
+            raise ConfigurationError(
+                f"{ROOT}.connectors", "children that want the same KV cache layout", wanted, "run them in engines apart"
+            )
+        return next(iter(layouts), None)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        return any(
+            connector_class.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+            for connector_class, transfer in resolve_without_engine(extra_config)
+        )
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return MultiStats.build(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MultiPromMetrics:
+        _, classes = resolve_children(vllm_config)
+        return MultiPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, classes)

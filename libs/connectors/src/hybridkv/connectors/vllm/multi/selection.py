@@ -1,0 +1,303 @@
+"""The scheduler's half of HybridMultiConnector: asks the children, takes the planner's choice, counts what came of it.
+
+It decides nothing: `hybridkv.planner.choose` does. A child that raises when it is asked is counted, warned of once and
+treated as having nothing. A child whose load failed is not asked again for that request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from hybridkv.connectors.vllm.admission import LoadAdmission, Verdict
+from hybridkv.connectors.vllm.multi.children import Child
+from hybridkv.connectors.vllm.multi.learning import Learning
+from hybridkv.connectors.vllm.multi.loads import Load, Loads
+from hybridkv.connectors.vllm.multi.sizes import LoadSizes
+from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
+from hybridkv.planner import AUTO, UNKNOWN_RATES, Answer, Take, Unusable, Wait, choose
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.hybridkv.multi")
+
+MAX_GATE_S: Final = 60.0
+"""How long a request waits for room beside other loads before it is computed instead."""
+
+
+@dataclass(slots=True)
+class _RequestState:
+    computed_tokens: int = 0
+    answers: list[Answer] | None = None
+    """Of the last round, until the request is admitted."""
+    chosen: int | None = None
+    waits_since_s: float | None = None
+    is_late: bool = False
+    """It waited for a child in vain."""
+    barred: frozenset[int] = frozenset()
+    """Children whose loads for this request failed."""
+    gated_since_s: float | None = None
+    is_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepMarks:
+    """What the workers must know of a step: its number, whether to report its end, children that load within it."""
+
+    step: int
+    is_measured: bool
+    sync_children: frozenset[int]
+
+
+class Selector:
+    """Chooses a child for each request.
+
+    Args:
+        children: in the order of configuration.
+        lookup_timeout_s: how long a request waits for a child that needs more time, while no other has anything.
+        sizes: of the model's blocks.
+        admission: which loads may hold blocks at the same time.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        lookup_timeout_s: float,
+        sizes: LoadSizes,
+        admission: LoadAdmission,
+        clock: Callable[[], float],
+    ) -> None:
+        self._children = children
+        self._weights = [child.config.weight for child in children]
+        self._timeout_s = lookup_timeout_s
+        self._sizes = sizes
+        self._clock = clock
+        self._learning = Learning(len(children), clock) if AUTO in self._weights else None
+        self._clamp = TokenClamp(logger.warning, clock)
+        self._requests: dict[str, _RequestState] = {}
+        self._admission = admission
+        self._pool: BlockPool | None = None
+        self._loads = Loads(len(children), admission)
+        self._stats = SelectionStats()
+        self._told_pending: list[int] | None = None
+        self._warned: set[int] = set()
+        self._step = 0
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The pool in which loads must fit."""
+        self._pool = pool
+
+    # What the engine asks before it admits a request.
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that the chosen child can load beyond `computed_tokens` and whether it does so in the background, or
+        None to be asked again."""
+        request_id = request.request_id
+        state = self._requests.get(request_id)
+        if state is None:
+            state = self._requests[request_id] = _RequestState()
+        elif self._admission.has_failed(request_id) and self._admission.held_by_others(request_id):
+            # The engine puts a request whose load failed before all that have loaded, and looks no further when it does
+            # not fit: asked again later, it lets them pass.
+            return self._gated(state)
+        state.computed_tokens = computed_tokens
+        state.answers = answers = []
+        in_background: list[bool] = []
+        for position, child in enumerate(self._children):
+            tokens: Answer = Unusable.BARRED
+            is_async = False
+            if position not in state.barred:
+                try:
+                    tokens, is_async = child.connector.get_num_new_matched_tokens(request, computed_tokens)
+                except Exception as error:  # one child must not end the engine for all
+                    self._raised(position, error)
+                    tokens = Unusable.RAISED
+            answers.append(tokens)
+            in_background.append(is_async)
+        may_wait = None not in answers or self._may_wait(state)
+        rates = self._learning.rates() if self._learning is not None else UNKNOWN_RATES
+        choice = choose(answers, self._weights, rates, may_wait=may_wait)
+        state.is_late = not may_wait
+        state.chosen = None
+        if isinstance(choice, Take):
+            is_async = in_background[choice.child]
+            verdict = self._verdict(request) if is_async else Verdict.ADMIT
+            if verdict is Verdict.WAIT:
+                return self._gated(state)
+            if verdict is Verdict.REFUSE:
+                return 0, False
+            state.chosen = choice.child
+            return choice.tokens, is_async
+        if isinstance(choice, Wait):
+            for position in choice.children:
+                self._counts(position).deferrals += 1
+            return None, False
+        return 0, False
+
+    def _may_wait(self, state: _RequestState) -> bool:
+        now_s = self._clock()
+        if state.waits_since_s is None:
+            state.waits_since_s = now_s
+        return now_s - state.waits_since_s < self._timeout_s
+
+    def _verdict(self, request: Request) -> Verdict:
+        if self._pool is None:
+            return Verdict.ADMIT
+        pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
+        return self._admission.verdict(request.request_id, request.num_tokens, pool_blocks, free_blocks)
+
+    def _gated(self, state: _RequestState) -> tuple[int | None, bool]:
+        """To be asked again until the loads of others leave room; computed when that takes too long."""
+        now_s = self._clock()
+        if state.gated_since_s is None:
+            state.gated_since_s = now_s
+        return (None if now_s - state.gated_since_s < MAX_GATE_S else 0), False
+
+    def _raised(self, position: int, error: Exception) -> None:
+        if position not in self._warned:
+            self._warned.add(position)
+            logger.warning(
+                "%s raised %r when asked about a request: it counts as having nothing, now and whenever it does so "
+                "again; vllm:kv_connector_mc_errors_total says how often",
+                self._children[position].name,
+                error,
+                exc_info=error,
+            )
+
+    # What the engine tells about a request.
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has blocks: the chosen child is to load, the others hear that they are not."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = _RequestState()
+        self._settle(state, num_external_tokens)
+        if num_external_tokens and state.chosen is not None:
+            num_bytes = self._sizes.load_bytes(blocks, state.computed_tokens, num_external_tokens)
+            load = Load(state.chosen, request.num_tokens, num_external_tokens, num_bytes, self._clock(), blocks)
+            self._loads.begin(request.request_id, load)
+        for position, child in enumerate(self._children):
+            num_tokens = num_external_tokens if position == state.chosen else 0
+            child.connector.update_state_after_alloc(request, blocks, num_tokens)
+
+    def _settle(self, state: _RequestState, num_external_tokens: int) -> None:
+        """Counts the last round, which the engine has acted on."""
+        answers, state.answers = state.answers, None
+        if answers is None:
+            return
+        for position, answer in enumerate(answers):
+            counts = self._counts(position)
+            counts.queries += 1
+            if position == state.chosen and num_external_tokens:
+                counts.hits += 1
+                counts.hit_tokens += num_external_tokens
+            elif isinstance(answer, Unusable):
+                counts.errors += 1
+            elif answer is None:
+                counts.unanswered += 1
+                counts.timeouts += state.is_late
+            elif answer > 0:
+                counts.passed_over += 1
+            else:
+                counts.misses += 1
+        state.waits_since_s = None
+        state.gated_since_s = None
+
+    def chosen(self, request: Request) -> int | None:
+        """The position of the child that loads, or last loaded, for a request."""
+        state = self._requests.get(request.request_id)
+        return state.chosen if state is not None else None
+
+    def hit_sources(self, request: Request, num_tokens: int, unspecified: Any) -> dict[Any, int]:
+        """Where external tokens come from: what the chosen child says, nothing below zero, `num_tokens` in all."""
+        position = self.chosen(request)
+        said: dict[Any, int] = {}
+        if position is not None:
+            try:
+                said = self._children[position].connector.get_external_cache_hit_sources(request, num_tokens)
+            except Exception as error:  # a matter of metrics alone
+                self._raised(position, error)
+        sources: dict[Any, int] = {}
+        left = num_tokens
+        for source, tokens in said.items():
+            if position is not None and tokens < 0:
+                _, below_zero = self._clamp.clamp(f"{self._children[position].name} ({source!s})", tokens)
+                self._counts(position).clamped_tokens += int(below_zero)
+            elif taken := min(tokens, left):
+                sources[source] = taken
+                left -= taken
+        if left:
+            sources[unspecified] = sources.get(unspecified, 0) + left
+        return sources
+
+    def ended(self, request: Request) -> None:
+        """The request is over. What it loads is followed to its end."""
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            state.is_ended = True
+            self._forget_ended(request.request_id, state)
+
+    def _forget_ended(self, request_id: str, state: _RequestState) -> None:
+        if state.is_ended and not self._loads.is_loading(request_id):
+            del self._requests[request_id]
+            self._loads.forget(request_id)
+
+    # What the engine tells once a step.
+
+    def plan_step(self, scheduler_output: SchedulerOutput) -> StepMarks:
+        """A step is about to run."""
+        self._step += 1
+        sync_children = self._loads.scheduled(scheduler_output.num_scheduled_tokens, self._step)
+        if self._learning is not None:
+            self._learning.step_planned(self._step, scheduler_output, bool(sync_children))
+        return StepMarks(self._step, bool(sync_children) or self._learning is not None, sync_children)
+
+    def step_ended(self, step: int, sync_load_seconds: dict[int, float], output: KVConnectorOutput) -> None:
+        """All ranks are done with a step, and with the loads within it."""
+        if self._learning is not None:
+            self._learning.step_ended(step)
+        for request_id, load in self._loads.ended_within(step, output):
+            self._load_ended(request_id, load, sync_load_seconds.get(load.child, 0.0))
+
+    def loads_reported(self, output: KVConnectorOutput) -> dict[str, int]:
+        """The workers report ends of loads: those requests, and who loaded for them."""
+        ended = {}
+        for request_id, load in self._loads.reported(output):
+            ended[request_id] = load.child
+            self._load_ended(request_id, load, self._clock() - load.begun_at_s)
+        return ended
+
+    def _load_ended(self, request_id: str, load: Load, seconds: float) -> None:
+        state = self._requests[request_id]
+        counts = self._counts(load.child)
+        if load.has_failed:
+            counts.failures += 1
+            state.barred |= {load.child}
+        else:
+            counts.load_seconds += seconds
+            counts.load_bytes += load.num_bytes
+            if self._learning is not None:
+                self._learning.loaded(load.child, load.num_tokens, seconds)
+        self._forget_ended(request_id, state)
+
+    # Counts.
+
+    def _counts(self, position: int) -> ChildSelection:
+        return self._stats.child(self._children[position].name)
+
+    def take_stats(self) -> SelectionStats | None:
+        """What was counted since the last call, None if nothing."""
+        if self._loads.pending != self._told_pending:
+            self._told_pending = list(self._loads.pending)
+            for position, pending in enumerate(self._loads.pending):
+                self._counts(position).pending_loads = pending
+        stats = self._stats.take()
+        return stats if stats.children else None

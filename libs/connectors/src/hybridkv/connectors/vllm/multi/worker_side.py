@@ -1,0 +1,144 @@
+"""The worker's half of HybridMultiConnector: every call goes to every child, and their answers are put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.multi.children import Child
+from hybridkv.connectors.vllm.multi.messages import (
+    MultiHandshakeMetadata,
+    MultiKVEvents,
+    MultiMetadata,
+    MultiWorkerMetadata,
+)
+from hybridkv.connectors.vllm.multi.saves import SavesOpen
+from hybridkv.connectors.vllm.multi.timing import SyncLoadTimer
+
+
+class MultiWorkerSide(KVConnectorBase_V1):
+    """What vLLM calls in a worker. `_take_children` comes first."""
+
+    def _take_children(self, children: Sequence[Child]) -> None:
+        self._children = tuple(children)
+        self._connectors = [child.connector for child in children]
+        self._saves_open = SavesOpen()
+        self._timer = SyncLoadTimer(time.monotonic)
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        found = [(child.name, child.connector.get_mem_pool_context()) for child in self._children]
+        pools = [(name, context) for name, context in found if context is not None]
+        if len(pools) > 1:
+            raise ConfigurationError(
+                f"{ROOT}.connectors",
+                "one child at most with a memory pool of its own",
+                ", ".join(name for name, _ in pools),
+                "the KV cache is allocated once; turn the pool off in all but one",
+            )
+        return pools[0][1] if pools else None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        for each in self._connectors:
+            each.register_kv_caches(kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        for each in self._connectors:
+            each.set_host_xfer_buffer_ops(copy_operation)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        metadata = _own(connector_metadata)
+        super().bind_connector_metadata(metadata)
+        self._saves_open.begin(metadata.saving)
+        self._timer.begin(metadata.sync_children)
+        for each, of_each in zip(self._connectors, metadata.children, strict=True):
+            each.bind_connector_metadata(of_each)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        for each in self._connectors:
+            each.clear_connector_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata | set[str]) -> None:
+        """Takes the step's metadata, or a set of request ids as engines before 0.18 pass it."""
+        if isinstance(kv_connector_metadata, MultiMetadata):
+            for each, of_each in zip(self._connectors, kv_connector_metadata.children, strict=True):
+                each.handle_preemptions(of_each)
+        else:
+            for each in self._connectors:
+                each.handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for position, each in enumerate(self._connectors):
+            self._timer.run(position, each.start_load_kv, forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for position, each in enumerate(self._connectors):
+            self._timer.run(position, each.wait_for_layer_load, layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        for each in self._connectors:
+            each.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def finish_forward(self) -> None:
+        for each in self._connectors:
+            each.finish_forward()
+
+    def reset_capture_state(self) -> None:
+        for each in self._connectors:
+            each.reset_capture_state()
+
+    def wait_for_save(self) -> None:
+        for each in self._connectors:
+            each.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        together = KVConnectorTransferResults()
+        for position, each in enumerate(self._connectors):
+            results = each.get_transfer_results(finished_req_ids)
+            together.finished_recving |= results.finished_recving
+            together.failed_recving |= results.failed_recving
+            together.finished_sending |= self._saves_open.end(position, results.finished_sending)
+        return together
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set[int]().union(*(each.get_block_ids_with_load_errors() for each in self._connectors))
+
+    def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
+        events = {i: each.get_kv_connector_kv_cache_events() for i, each in enumerate(self._connectors)}
+        found = {position: of_child for position, of_child in events.items() if of_child is not None}
+        return MultiKVEvents(found) if found else None
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        metadata = {i: each.get_handshake_metadata() for i, each in enumerate(self._connectors)}
+        found = {position: of_child for position, of_child in metadata.items() if of_child is not None}
+        return MultiHandshakeMetadata(found) if found else None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        children = tuple(each.build_connector_worker_meta() for each in self._connectors)
+        metadata = self._connector_metadata
+        measured = metadata if isinstance(metadata, MultiMetadata) and metadata.is_measured else None
+        if measured is None and not any(of_child is not None for of_child in children):
+            return None
+        return MultiWorkerMetadata(children, measured.step if measured else None, self._timer.take())
+
+
+def _own(metadata: KVConnectorMetadata) -> MultiMetadata:
+    if not isinstance(metadata, MultiMetadata):
+        raise TypeError(f"expected MultiMetadata, got {type(metadata).__name__}")
+    return metadata

@@ -1,0 +1,45 @@
+"""Several connectors below one engine: the place of each, and what they must share.
+
+A child of HybridMultiConnector finds here what cannot travel in its configuration, where every key is the operator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from hybridkv.connectors.vllm.admission import LoadAdmission
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a connector stands.
+
+    Args:
+        number: among the children; 0 for one that stands alone.
+        admission: of all children's loads, which wait for the same blocks; None for one that stands alone.
+    """
+
+    number: int = 0
+    admission: LoadAdmission | None = None
+
+
+_ALONE = Place()
+_place: ContextVar[Place] = ContextVar("hybridkv_place", default=_ALONE)
+
+
+@contextmanager
+def at_place(place: Place) -> Iterator[None]:
+    """Connectors that are built inside stand at this place."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+def current_place() -> Place:
+    """The place of a connector that is being built."""
+    return _place.get()

@@ -1,0 +1,245 @@
+"""What HybridMultiConnector is made of besides the choice: saves, messages, statistics."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_events import KVConnectorKVEvents
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
+
+from hybridkv.connectors.vllm.multi.children import Child, ChildClass
+from hybridkv.connectors.vllm.multi.config import ChildConfig
+from hybridkv.connectors.vllm.multi.messages import (
+    MultiHandshakeMetadata,
+    MultiKVEvents,
+    MultiWorkerMetadata,
+    of_child,
+)
+from hybridkv.connectors.vllm.multi.saves import SavesBegun, SavesOpen
+from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
+from hybridkv.connectors.vllm.multi.timing import SyncLoadTimer
+from hybridkv.connectors.vllm.offload import HybridOffloadConnector
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.metrics import ChildSelection, SelectionStats
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit
+
+SPEC = CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16)
+
+
+# Saves.
+
+
+@given(st.permutations(range(4)), st.sets(st.integers(0, 3), min_size=1))
+def test_blocks_are_given_back_when_the_last_child_that_reads_them_is_done(order: list[int], reading: set[int]) -> None:
+    begun, open_saves = SavesBegun(), SavesOpen()
+    assert begun.request_ended("r", reading)
+    open_saves.begin(begun.take())
+    done = [bool(open_saves.end(child, {"r"})) for child in order]
+    last = max(order.index(child) for child in reading)
+    assert done == [place == last for place in range(4)]
+
+
+def test_a_child_that_reads_a_partial_tail_is_waited_for_once() -> None:
+    begun, open_saves = SavesBegun(), SavesOpen()
+    begun.tail_accepted("r", [0, 1])
+    assert begun.request_ended("r", [1])
+    assert begun.take() == {"r": {0, 1}} and begun.take() == {}
+    open_saves.begin({"r": frozenset({0, 1})})
+    assert open_saves.end(1, {"r"}) == set()
+    assert open_saves.end(0, {"r"}) == {"r"}
+
+
+def test_a_request_that_nobody_reads_is_not_waited_for() -> None:
+    begun = SavesBegun()
+    assert not begun.request_ended("r", [])
+    assert begun.take() == {}
+
+
+def test_a_child_that_reports_what_it_never_held_frees_nothing() -> None:
+    open_saves = SavesOpen()
+    open_saves.begin({"r": frozenset({0})})
+    assert open_saves.end(1, {"r", "other"}) == set()
+    assert open_saves.end(0, {"r"}) == {"r"}
+    assert open_saves.end(0, {"r"}) == set(), "once"
+
+
+# Messages.
+
+
+class Seen(KVConnectorWorkerMetadata):
+    def __init__(self, *seen: int) -> None:
+        self.seen = seen
+
+    def aggregate(self, other: Any) -> Seen:
+        return Seen(*self.seen, *other.seen)
+
+
+def test_what_the_workers_say_is_put_together_child_by_child() -> None:
+    first = MultiWorkerMetadata((Seen(1), None, Seen(3)), 7, {0: 0.5})
+    second = MultiWorkerMetadata((Seen(10), Seen(20), None), None, {0: 0.25, 2: 1.0})
+    both = pickle.loads(pickle.dumps(first)).aggregate(second)
+    assert [each.seen for each in both.children] == [(1, 10), (20,), (3,)]
+    assert (both.step, both.sync_load_seconds) == (7, {0: 0.5, 2: 1.0})
+
+
+@pytest.mark.parametrize("other", [Seen(1), MultiWorkerMetadata((None,))])
+def test_what_does_not_fit_is_not_put_together(other: KVConnectorWorkerMetadata) -> None:
+    with pytest.raises(TypeError, match="of 2 children"):
+        MultiWorkerMetadata((None, None)).aggregate(other)
+
+
+class Events(KVConnectorKVEvents):
+    """Counts as vLLM's connectors do: only what every worker saw is an event of the whole."""
+
+    def __init__(self, *events: str) -> None:
+        self.events, self.workers = list(events), 1
+
+    def add_events(self, events: list[Any]) -> None:
+        self.events += events
+
+    def aggregate(self) -> Events:
+        self.events = sorted({each for each in self.events if self.events.count(each) == self.workers})
+        return self
+
+    def increment_workers(self, count: int = 1) -> None:
+        self.workers += count
+
+    def get_all_events(self) -> list[Any]:
+        return self.events
+
+    def get_number_of_workers(self) -> int:
+        return self.workers
+
+    def clear_events(self) -> None:
+        self.events.clear()
+
+
+def test_events_of_two_ranks_are_merged_child_by_child() -> None:
+    mine, theirs = MultiKVEvents({0: Events("a", "b")}), MultiKVEvents({0: Events("b"), 2: Events("c")})
+    mine.add_events(theirs.get_all_events())
+    mine.increment_workers(1)
+    mine.aggregate()
+    assert {child: events.get_all_events() for child, events in mine.children.items()} == {0: ["b"], 2: ["c"]}
+    assert mine.get_number_of_workers() == 2
+
+
+def test_a_child_gets_the_handshake_that_its_own_kind_made() -> None:
+    mine, other = KVConnectorHandshakeMetadata(), KVConnectorHandshakeMetadata()
+    metadata = {0: MultiHandshakeMetadata({1: mine}), 1: MultiHandshakeMetadata({0: other, 1: mine})}
+    assert of_child(metadata, 1) == {0: mine, 1: mine}
+    assert of_child(metadata, 0) == {1: other}
+    assert of_child({0: other}, 5) == {0: other}, "not ours, so it is for everyone"
+
+
+def test_only_children_that_load_within_the_step_are_timed() -> None:
+    ticks = itertools.count()
+    timer = SyncLoadTimer(lambda: next(ticks))
+    timer.begin(frozenset({1}))
+    for child in (0, 1, 1):
+        timer.run(child, lambda *args, **options: None, "context", more=True)
+    assert timer.take() == {1: 2.0}
+    assert timer.take() == {}
+
+
+# Statistics.
+
+
+def counted(recorder: Recorder, num_tokens: int) -> None:
+    recorder.lookup(Hit(num_tokens), SPEC, num_tokens)
+
+
+def children_of(*recorders: Recorder) -> list[Child]:
+    """HybridOffloadConnectors as far as statistics go."""
+    children = []
+    for number, recorder in enumerate(recorders):
+        connector = HybridOffloadConnector.__new__(HybridOffloadConnector)
+        connector.__dict__ |= {"_recorder": recorder, "_scheduler": None}
+        children.append(Child(ChildConfig(f"HybridOffloadConnector-{number}", "", 1.0, {}), connector, True))
+    return children
+
+
+def test_nothing_counted_by_anyone_is_nothing_sent() -> None:
+    assert MultiStats.collect(None, children_of(Recorder())) is None
+    assert MultiStats().is_empty() and MultiStats.build(None).is_empty()
+
+
+def test_statistics_of_two_ranks_and_two_steps_add_up_and_survive_the_wire() -> None:
+    recorders = Recorder(), Recorder()
+    parts = []
+    for num_tokens in (16, 32):
+        counted(recorders[0], num_tokens)
+        counted(recorders[1], 100)
+        selection = SelectionStats({"HybridOffloadConnector-0": ChildSelection(hits=1, hit_tokens=num_tokens)})
+        stats = MultiStats.collect(selection, children_of(*recorders))
+        assert stats is not None
+        parts.append(pickle.loads(pickle.dumps(stats)))
+    total = parts[0].aggregate(parts[1])
+    carried = msgspec.msgpack.decode(msgspec.msgpack.encode(total.to_dict()))
+    rebuilt = MultiStats.build(carried)
+    assert rebuilt.selection == total.selection and rebuilt.children.keys() == total.children.keys()
+    reduced = rebuilt.reduce()
+    assert reduced["HybridOffloadConnector-0.hit_tokens"] == 48
+    assert reduced["HybridOffloadConnector-0.vllm:hybridkv_hit_tokens_total"] == 48
+    assert reduced["HybridOffloadConnector-1.vllm:hybridkv_hit_tokens_total"] == 200
+    assert not rebuilt.is_empty()
+    rebuilt.reset()
+    assert rebuilt.is_empty()
+
+
+def test_statistics_of_another_connector_do_not_add_up() -> None:
+    from hybridkv.connectors.vllm.stats import OffloadStats
+
+    with pytest.raises(TypeError, match="MultiStats"):
+        MultiStats().aggregate(OffloadStats())
+
+
+def make_metrics(registry: CollectorRegistry, engines: dict[int, list[object]]) -> MultiPromMetrics:
+    types = {each: partial(each, registry=registry) for each in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    classes = [
+        ChildClass(ChildConfig(f"HybridOffloadConnector-{i}", "", 1.0, {}), HybridOffloadConnector, config)  # type: ignore[arg-type]
+        for i in (0, 1)
+    ]
+    return MultiPromMetrics(config, types, ["model_name", "engine"], engines, classes)
+
+
+def test_children_of_one_class_are_shown_apart_in_every_engine() -> None:
+    registry = CollectorRegistry()
+    metrics = make_metrics(registry, {0: ["tiny", "0"], 1: ["tiny", "1"]})
+    for engine in (0, 1):
+        recorders = Recorder(), Recorder()
+        for number, recorder in enumerate(recorders):
+            recorder._counts.set("vllm:hybridkv_tier_used_bytes", 10 * engine + number, tier="ram")
+        selection = SelectionStats(
+            {f"HybridOffloadConnector-{engine}": ChildSelection(queries=1, hits=1, hit_tokens=5)}
+        )
+        stats = MultiStats.collect(selection, children_of(*recorders))
+        assert stats is not None
+        metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())), engine)
+    for engine, child in itertools.product((0, 1), (0, 1)):
+        labels = {"model_name": "tiny", "engine": str(engine), "connector": f"HybridOffloadConnector-{child}"}
+        used = registry.get_sample_value("vllm:hybridkv_tier_used_bytes", {**labels, "tier": "ram"})
+        assert used == 10 * engine + child
+        tokens = registry.get_sample_value("vllm:kv_connector_mc_hit_tokens_total", labels)
+        assert tokens == (5 if engine == child else 0)
+    assert "vllm:kv_connector_mc_queries_total" in generate_latest(registry).decode()
+
+
+def test_counts_below_zero_do_not_end_the_metrics_loop() -> None:
+    registry = CollectorRegistry()
+    metrics = make_metrics(registry, {0: ["tiny", "0"]})
+    stats = MultiStats({"selection": SelectionStats(), "children": {}})
+    stats.selection.child("HybridOffloadConnector-1").hit_tokens = -64
+    metrics.observe(stats.to_dict())
+    labels = {"model_name": "tiny", "engine": "0", "connector": "HybridOffloadConnector-1"}
+    assert registry.get_sample_value("vllm:kv_connector_mc_hit_tokens_total", labels) == 0
+    assert registry.get_sample_value("vllm:kv_connector_mc_clamped_tokens_total", labels) == 64

@@ -1,0 +1,295 @@
+"""The choice between children as the engine drives it: who loads, who is waited for, what is counted."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+
+import pytest
+from multi_fakes import BLOCK_BYTES, Bench, FakeStore, new_blocks, new_request, output, scheduled
+
+from hybridkv.connectors.vllm.multi.selection import MAX_GATE_S
+from hybridkv.planner import AUTO
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What the selector logged."""
+    handler = _Said()
+    logger = logging.getLogger("vllm.hybridkv.multi")
+    logger.addHandler(handler)
+    yield handler.texts
+    logger.removeHandler(handler)
+
+
+def test_the_chosen_child_is_told_the_tokens_and_the_others_none() -> None:
+    bench = Bench(FakeStore(32), FakeStore(64), FakeStore(48))
+    assert bench.admit(new_request()) == 1
+    assert [store.told for store in bench.stores] == [[("r", 0)], [("r", 64)], [("r", 0)]]
+
+
+@pytest.mark.parametrize(("weights", "chosen"), [([1.0, 1.0], 1), ([3.0, 1.0], 0), ([2.0, 1.0], 0)])
+def test_weights_say_who_loads_and_ties_go_to_the_first(weights: list[float], chosen: int) -> None:
+    assert Bench(FakeStore(32), FakeStore(64), weights=list(weights)).admit(new_request()) == chosen
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_one_that_needs_more_time_does_not_hold_up_the_others(place: int) -> None:
+    stores = [FakeStore(32), FakeStore(32), FakeStore(32)]
+    stores[place].tokens = None
+    bench = Bench(*stores)
+    assert bench.admit(new_request()) == (1 if place == 0 else 0)
+    assert bench.total(place).unanswered == 1 and bench.total(place).timeouts == 0
+
+
+@pytest.mark.parametrize("place", range(2))
+def test_one_that_stalls_delays_a_request_no_longer_than_the_timeout(place: int) -> None:
+    stores = [FakeStore(0), FakeStore(0)]
+    stores[place].tokens = None
+    bench = Bench(*stores, timeout_s=2.0)
+    request = new_request()
+    assert bench.ask(request) is None
+    bench.clock.now_s += 1.9
+    assert bench.ask(request) is None
+    bench.clock.now_s += 0.1
+    assert bench.admit(request) is None
+    counts = bench.total(place)
+    assert (counts.deferrals, counts.timeouts, counts.unanswered, counts.queries) == (2, 1, 1, 1)
+    # The engine may ask once more before it has room: still no waiting.
+    assert bench.total(1 - place).misses == 1
+
+
+def test_after_its_time_a_request_does_not_wait_again_before_it_is_admitted() -> None:
+    bench = Bench(FakeStore(None))
+    request = new_request()
+    assert bench.ask(request) is None
+    bench.clock.now_s += 1.0
+    assert [bench.ask(request) for _ in range(3)] == [0, 0, 0]
+    bench.admit(request)
+    assert bench.ask(request) is None, "started over, it may wait again"
+
+
+def test_a_timeout_of_nothing_waits_for_nobody() -> None:
+    assert Bench(FakeStore(None), timeout_s=0.0).ask(new_request()) == 0
+
+
+def test_a_child_whose_answer_changes_is_taken_at_its_last_word() -> None:
+    first, second = FakeStore(None), FakeStore(0)
+    bench = Bench(first, second)
+    request = new_request()
+    assert bench.ask(request) is None
+    first.tokens, second.tokens = 32, 64
+    assert bench.ask(request) == 64
+    first.tokens, second.tokens = 32, None
+    assert bench.ask(request) == 32
+    second.tokens = 0
+    assert bench.admit(request) == 0
+    assert (bench.total(0).queries, bench.total(0).hit_tokens, bench.total(1).misses) == (1, 32, 1)
+
+
+def test_a_child_that_raises_counts_as_having_nothing_and_is_warned_of_once(said: list[str]) -> None:
+    bench = Bench(FakeStore(RuntimeError("out of order")), FakeStore(32))
+    for name in "abc":
+        assert bench.admit(new_request(name)) == 1
+    assert bench.total(0).errors == 3
+    assert len(said) == 1 and "s0" in said[0] and "out of order" in said[0]
+
+
+def test_if_all_raise_the_request_is_computed() -> None:
+    assert Bench(FakeStore(ValueError()), FakeStore(KeyError())).ask(new_request()) == 0
+
+
+def test_a_failed_load_bars_its_child_for_that_request_alone() -> None:
+    bench = Bench(FakeStore(64), FakeStore(32))
+    request, other = new_request("a"), new_request("b")
+    assert bench.admit(request) == 0
+    bench.end_load(request, has_failed=True)
+    assert bench.admit(request) == 1
+    assert bench.total(0).failures == 1 and bench.total(0).errors == 1
+    bench.end_load(request)
+    bench.selector.plan_step(scheduled([request], 1))
+    assert bench.admit(other) == 0
+
+
+def test_children_that_all_failed_are_not_asked_and_the_request_is_computed() -> None:
+    bench = Bench(FakeStore(64))
+    request = new_request()
+    bench.admit(request)
+    bench.end_load(request, has_failed=True)
+    assert bench.ask(request) == 0 and bench.stores[0].asked == 1
+
+
+def test_a_request_whose_load_failed_lets_pass_those_that_hold_blocks() -> None:
+    bench = Bench(FakeStore(64), FakeStore(64))
+    failed, holding = new_request("a"), new_request("b")
+    bench.admit(failed)
+    bench.admit(holding)
+    bench.end_load(failed, has_failed=True)
+    assert bench.ask(failed) is None
+    bench.end_load(holding)
+    assert bench.ask(failed) is None, "loaded, but not scheduled yet"
+    bench.selector.plan_step(scheduled([holding], 1))
+    assert bench.ask(failed) == 64
+
+
+def test_letting_pass_has_an_end() -> None:
+    bench = Bench(FakeStore(64), FakeStore(64))
+    failed, stuck = new_request("a"), new_request("b")
+    bench.admit(failed)
+    bench.admit(stuck)
+    bench.end_load(failed, has_failed=True)
+    assert bench.ask(failed) is None
+    bench.clock.now_s += MAX_GATE_S
+    assert bench.ask(failed) == 0
+
+
+def test_blocks_that_could_not_be_loaded_bar_the_child_of_their_request() -> None:
+    bench = Bench(FakeStore(64), FakeStore(64))
+    hurt, fine = new_request("a"), new_request("b")
+    for request, first_id in ((hurt, 1), (fine, 100)):
+        assert bench.ask(request) == 64
+        bench.selector.allocated(request, new_blocks(first_id), 64)
+    bench.selector.loads_reported(output(invalid={3}))
+    bench.selector.loads_reported(output({"a", "b"}))
+    assert bench.total(0).failures == 1
+    bench.selector.plan_step(scheduled([fine], 1))
+    assert bench.admit(hurt) == 1
+
+
+def test_a_load_within_a_step_ends_with_it_and_takes_the_seconds_that_the_workers_say() -> None:
+    bench = Bench(FakeStore(64, is_async=False), FakeStore(0))
+    request = new_request()
+    bench.admit(request)
+    marks = bench.selector.plan_step(scheduled([request], 96))
+    assert (marks.sync_children, marks.is_measured) == (frozenset({0}), True)
+    assert bench.total(0).pending_loads == 1
+    bench.selector.step_ended(marks.step, {0: 0.25}, output())
+    counts = bench.total(0)
+    assert (counts.load_seconds, counts.load_bytes, counts.pending_loads) == (0.25, 4 * BLOCK_BYTES, 0)
+
+
+def test_a_load_within_a_step_whose_blocks_are_invalid_has_failed() -> None:
+    bench = Bench(FakeStore(64, is_async=False), FakeStore(32))
+    request = new_request()
+    bench.admit(request)
+    marks = bench.selector.plan_step(scheduled([request], 96))
+    bench.selector.step_ended(marks.step, {}, output(invalid={1}))
+    assert bench.total(0).failures == 1
+    assert bench.admit(request) == 1
+
+
+def test_loads_are_counted_with_their_seconds_and_bytes() -> None:
+    bench = Bench(FakeStore(40))
+    request = new_request()
+    bench.admit(request)
+    assert bench.total(0).pending_loads == 1
+    bench.end_load(request, took_s=0.5)
+    counts = bench.total(0)
+    # 40 tokens lie in three blocks of 16.
+    assert (counts.load_seconds, counts.load_bytes, counts.pending_loads) == (0.5, 3 * BLOCK_BYTES, 0)
+
+
+def test_an_aborted_request_is_followed_until_its_load_ends() -> None:
+    bench = Bench(FakeStore(64))
+    request = new_request()
+    bench.admit(request)
+    bench.selector.ended(request)
+    assert bench.total(0).pending_loads == 1
+    bench.end_load(request)
+    assert bench.total(0).pending_loads == 0
+    assert not bench.selector._requests
+
+
+def learn_prefill(bench: Bench, seconds_per_token: float) -> None:
+    request = new_request("teacher")
+    marks = bench.selector.plan_step(scheduled([request], 1000))
+    bench.clock.now_s += 1000 * seconds_per_token
+    bench.selector.step_ended(marks.step, {}, output())
+
+
+def test_an_automatic_weight_is_tried_then_learned_and_a_hit_slower_than_computing_is_not_taken() -> None:
+    bench = Bench(FakeStore(1000), weights=[AUTO])
+    learn_prefill(bench, 0.001)
+    first = new_request("a", 2000)
+    assert bench.admit(first) == 0
+    bench.end_load(first, took_s=5.0)
+    bench.selector.plan_step(scheduled([first], 1))
+    assert bench.admit(new_request("b", 2000)) is None
+    assert bench.total(0).passed_over == 1
+
+
+def test_a_faster_child_is_preferred_once_both_are_known() -> None:
+    bench = Bench(FakeStore(1000), FakeStore(900), weights=[AUTO, AUTO])
+    learn_prefill(bench, 0.001)
+    slow, fast = new_request("a", 2000), new_request("b", 2000)
+    assert bench.admit(slow) == 0
+    bench.end_load(slow, took_s=0.8)
+    bench.stores[0].tokens = 0
+    assert bench.admit(fast) == 1
+    bench.end_load(fast, took_s=0.09)
+    bench.stores[0].tokens = 1000
+    assert bench.admit(new_request("c", 2000)) == 1
+
+
+def test_what_was_slow_is_tried_again_after_a_while() -> None:
+    bench = Bench(FakeStore(1000), weights=[AUTO])
+    learn_prefill(bench, 0.001)
+    first = new_request("a", 2000)
+    bench.admit(first)
+    bench.end_load(first, took_s=5.0)
+    assert bench.ask(new_request("b", 2000)) == 0
+    bench.clock.now_s += 121.0
+    learn_prefill(bench, 0.001)
+    assert bench.ask(new_request("c", 2000)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"host": 64}, {"host": 64}),
+        ({"host": 40, "disk": 24}, {"host": 40, "disk": 24}),
+        ({"host": -10, "disk": 64}, {"disk": 64}),
+        ({"host": -10, "disk": 40}, {"disk": 40, "unspecified": 24}),
+        ({"host": 80}, {"host": 64}),
+        ({}, {"unspecified": 64}),
+    ],
+)
+def test_sources_add_up_to_the_tokens_and_none_is_below_zero(said: dict[str, int], shown: dict[str, int]) -> None:
+    bench = Bench(FakeStore(64, sources=said))
+    request = new_request()
+    bench.admit(request)
+    assert bench.selector.hit_sources(request, 64, "unspecified") == shown
+    assert bench.total(0).clamped_tokens == sum(-tokens for tokens in said.values() if tokens < 0)
+
+
+def test_skew_below_zero_is_warned_of_once_an_interval_with_its_numbers(said: list[str]) -> None:
+    bench = Bench(FakeStore(64, sources={"host": -7}))
+    for number, later_s in enumerate((0.0, 1.0, 1.0, 60.0)):
+        bench.clock.now_s += later_s
+        request = new_request(str(number))
+        bench.admit(request)
+        bench.selector.hit_sources(request, 64, "unspecified")
+    first, second = said
+    assert "s0 (host) counted -7 tokens" in first
+    assert "3 counts" in second and "-21 tokens" in second
+    assert bench.total(0).clamped_tokens == 28
+
+
+@pytest.mark.parametrize("answers", list(itertools.product([None, 0, 16, 32, RuntimeError()], repeat=2)))
+def test_each_admitted_lookup_of_a_child_has_one_outcome(answers: tuple[object, object]) -> None:
+    bench = Bench(*(FakeStore(answer) for answer in answers), timeout_s=0.0)
+    bench.admit(new_request())
+    for place in (0, 1):
+        counts = bench.total(place)
+        outcomes = (counts.hits, counts.misses, counts.passed_over, counts.unanswered, counts.errors)
+        assert (counts.queries, sum(outcomes)) == (1, 1)

@@ -1,0 +1,229 @@
+"""Several stores below a real engine: the one that is told loads, the answers stay the same, nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import stores
+from audit import Audit, stored_views
+from equality import require_same
+from harness import Engine, exact_prompt_lengths, make_prompt
+
+from hybridkv.metrics import ChildSelection
+
+KIND = os.environ.get("HYBRIDKV_E2E_MODEL", "qwen3-next")
+OFFLOAD = "HybridOffloadConnector"
+CHUNKS = (128, 256)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.scratch_directory(tmp_path_factory.mktemp("engine"))
+
+
+def offload(chunk_tokens: int, **extra: Any) -> dict[str, Any]:
+    tiers = [{"type": "ram", "capacity": "256MiB"}]
+    return {
+        "kv_connector": OFFLOAD,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"tiers": tiers, "chunk_tokens": chunk_tokens, **extra},
+    }
+
+
+def foreign(name: str, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_connector_module_path": stores.MODULE, "kv_connector_extra_config": extra}
+
+
+@contextmanager
+def running(
+    directory: Path, *children: dict[str, Any], name: str = "HybridMultiConnector", **options: Any
+) -> Iterator[Engine]:
+    timeout = {"lookup_timeout_seconds": options.pop("timeout_s")} if "timeout_s" in options else {}
+    config = {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(children), **timeout},
+    }
+    with harness.running_engine(KIND, directory, kv_transfer_config=config, **options) as engine:
+        yield engine
+
+
+def make_prompts() -> list[list[int]]:
+    return [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(KIND, 3))]
+
+
+def one_by_one(engine: Engine, prompts: list[list[int]]) -> list[harness.Result]:
+    return [engine.generate([prompt])[0] for prompt in prompts]
+
+
+def counted(engine: Engine) -> dict[str, float]:
+    """Series of the engine's /metrics: name and labels besides the engine's own, to value."""
+    from vllm.v1.metrics.reader import Counter, Gauge
+
+    series = {}
+    for metric in engine.llm.get_metrics():
+        if isinstance(metric, Counter | Gauge):
+            labels = [f"{k}={v}" for k, v in sorted(metric.labels.items()) if k not in ("engine", "model_name")]
+            series[",".join([metric.name, *labels])] = float(metric.value)
+    return series
+
+
+class Selections:
+    """What the choice counted, as it leaves the scheduler."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._total: dict[str, ChildSelection] = {}
+        selector = engine.connector._scheduler
+        take = selector.take_stats
+
+        def taking() -> Any:
+            stats = take()
+            if stats is not None:
+                for name, counts in stats.children.items():
+                    self._total.setdefault(name, ChildSelection()).merge(counts)
+            return stats
+
+        selector.take_stats = taking
+
+    def of(self, name: str) -> ChildSelection:
+        return self._total.setdefault(name, ChildSelection())
+
+
+@pytest.mark.parametrize("preferred", [0, 1])
+def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(directory: Path, preferred: int) -> None:
+    weights = [1.0, 1.0]
+    weights[preferred] = 10.0
+    children = [offload(chunk, load_weight=weight) for chunk, weight in zip(CHUNKS, weights, strict=True)]
+    with running(directory, *children, disable_log_stats=False) as engine:
+        selections = Selections(engine)
+        audits = [Audit(engine, child).attach() for child in (0, 1)]
+        prompts = make_prompts()
+        before = counted(engine)
+        cold = one_by_one(engine, prompts)
+        local = one_by_one(engine, prompts)
+        engine.reset_prefix_cache()
+        warm = one_by_one(engine, prompts)
+        chosen, other = audits[preferred], audits[1 - preferred]
+        require_same(chosen, cold, warm)
+        require_same(chosen, local, warm)
+        restorable = [(len(prompt) - 1) // CHUNKS[preferred] * CHUNKS[preferred] for prompt in prompts]
+        assert [result.num_cached_tokens for result in warm] == restorable
+        assert (chosen.restored_tokens, other.restored_tokens) == (sum(restorable), 0)
+        name, passed = f"{OFFLOAD}-{preferred}", f"{OFFLOAD}-{1 - preferred}"
+        assert (selections.of(name).hits, selections.of(name).hit_tokens) == (3, sum(restorable))
+        assert (selections.of(passed).hits, selections.of(passed).passed_over) == (0, 3)
+        assert selections.of(name).load_bytes > 0 and selections.of(name).load_seconds > 0
+
+        shown = {series: value - before.get(series, 0.0) for series, value in counted(engine).items()}
+        assert shown[f"vllm:kv_connector_mc_hit_tokens,connector={name}"] == sum(restorable)
+        assert shown[f"vllm:kv_connector_mc_hits,connector={passed}"] == 0
+        assert shown[f"vllm:kv_connector_mc_queries,connector={passed}"] == selections.of(passed).queries == 9
+        assert shown[f"vllm:hybridkv_hit_tokens,connector={name}"] == sum(restorable)
+        assert shown["vllm:external_prefix_cache_hits"] == sum(restorable)
+
+        # Controls: zeroed in the store that does not load nothing shows; in the one that loads, everything.
+        for child, is_seen in ((1 - preferred, False), (preferred, True)):
+            engine.reset_prefix_cache()
+            for key in list(audits[child].stored):
+                for view in stored_views(engine, key, child):
+                    view[:] = bytes(len(view))
+            again = one_by_one(engine, prompts)
+            assert all(a.same_output(b) for a, b in zip(cold, again, strict=True)) is not is_seen
+        with pytest.raises(AssertionError):
+            require_same(chosen, cold, again)
+
+
+def test_a_damaged_store_gives_way_to_the_other(directory: Path) -> None:
+    with running(directory, offload(128, load_weight=10.0), offload(256)) as engine:
+        selections = Selections(engine)
+        audits = [Audit(engine, child).attach() for child in (0, 1)]
+        prompts = make_prompts()
+        cold = one_by_one(engine, prompts)
+        engine.reset_prefix_cache()
+        arena = engine.worker_connector.sub_connectors[0]._worker._arena
+        for slot in arena._seals:
+            arena._buffer[slot] ^= 1
+        warm = one_by_one(engine, prompts)
+        assert audits[0].failed_loads == selections.of(f"{OFFLOAD}-0").failures == 3
+        assert audits[1].restored_tokens == selections.of(f"{OFFLOAD}-1").hit_tokens > 0
+        assert audits[1].mismatches == []
+        # The second store's boundary is another, so only a prompt whose last chunk is the same is equal to the digit.
+        assert [a.token_ids for a in warm] == [b.token_ids for b in cold]
+
+
+def test_a_store_that_stalls_delays_nobody_beyond_the_timeout_and_not_those_with_a_hit(directory: Path) -> None:
+    with running(directory, foreign("StallingConnector"), offload(128), timeout_s=0.05) as engine:
+        selections = Selections(engine)
+        audit = Audit(engine, 1).attach()
+        prompts = make_prompts()
+        cold = one_by_one(engine, prompts)
+        stalling = selections.of("StallingConnector")
+        assert (stalling.timeouts, stalling.unanswered) == (3, 3) and stalling.deferrals > 0
+        engine.reset_prefix_cache()
+        deferrals = stalling.deferrals
+        warm = one_by_one(engine, prompts)
+        require_same(audit, cold, warm)
+        assert audit.restored_tokens > 0
+        assert (stalling.timeouts, stalling.unanswered, stalling.deferrals) == (3, 6, deferrals)
+
+
+def test_a_store_that_raises_ends_nothing(directory: Path) -> None:
+    with running(directory, foreign("RaisingConnector"), offload(128)) as engine:
+        selections = Selections(engine)
+        audit = Audit(engine, 1).attach()
+        prompts = make_prompts()
+        cold = one_by_one(engine, prompts)
+        engine.reset_prefix_cache()
+        require_same(audit, cold, one_by_one(engine, prompts))
+        assert selections.of("RaisingConnector").errors == 6
+
+
+def test_a_hybrid_model_with_a_store_without_groups_refuses_to_start(directory: Path) -> None:
+    with pytest.raises(TypeError) as caught, running(directory, offload(128), foreign("QuietConnector")):
+        pass
+    text = str(caught.value)
+    assert "got QuietConnector\n" in text
+    assert "remove QuietConnector" in text and "--disable-hybrid-kv-cache-manager" in text
+
+
+def test_below_vllms_own_multi_connector_the_offload_connector_works_and_its_statistics_are_rebuilt(
+    directory: Path,
+) -> None:
+    children = {**foreign("GroupsConnector"), "kv_role": "kv_both"}, offload(128)
+    with running(directory, *children, name="MultiConnector", disable_log_stats=False) as engine:
+        audit = Audit(engine, 1).attach()
+        prompts = make_prompts()
+        before = counted(engine)
+        cold = one_by_one(engine, prompts)
+        engine.reset_prefix_cache()
+        require_same(audit, cold, one_by_one(engine, prompts))
+        after = counted(engine)
+        assert after["vllm:hybridkv_hit_tokens"] - before.get("vllm:hybridkv_hit_tokens", 0) == audit.restored_tokens
+
+
+@pytest.mark.skipif(KIND == "qwen3-next", reason="a recurrent model needs the hybrid manager, ExampleConnector none")
+def test_vllms_example_connector_works_below_ours_where_the_hybrid_manager_is_off(
+    directory: Path, tmp_path: Path
+) -> None:
+    example = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    children = example, offload(128)
+    with running(directory, *children, disable_hybrid_kv_cache_manager=True) as engine:
+        selections = Selections(engine)
+        # The example connector stores a prompt right only if it is computed in one step.
+        prompts = [make_prompt(300, seed=50 + i) for i in range(2)]
+        cold = one_by_one(engine, prompts)
+        assert any(tmp_path.iterdir()), "the example connector stored nothing"
+        engine.reset_prefix_cache()
+        warm = one_by_one(engine, prompts)
+        assert [a.token_ids for a in warm] == [b.token_ids for b in cold]
+        example_counts = selections.of("ExampleConnector")
+        assert (example_counts.hits, example_counts.hit_tokens) == (2, 512), "a tie goes to the first"
+        assert example_counts.load_bytes > 0 and example_counts.load_seconds > 0
+        assert (selections.of(OFFLOAD).passed_over, example_counts.pending_loads) == (2, 0)

@@ -1,0 +1,231 @@
+"""HybridMultiConnector over several stores: no wrong byte, no request lost, no block kept, whoever loads."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
+from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide
+from oracle.block_store import block_store
+from oracle.engine import OracleEngine
+from oracle.mixes import GPT_OSS, NAMED, Mix
+from oracle.profile import profile
+from oracle.runner import CorruptionError
+from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
+from oracle.settings import Connector, EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Entry = dict[str, Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    register()
+
+
+def multi(*children: Entry) -> Connector:
+    # Computing is as good as waiting here, so no child is waited for: what is drawn decides, not the clock.
+    return Connector(MULTI_CONNECTOR, {"connectors": list(children), "lookup_timeout_seconds": 0})
+
+
+def offload(chunk_tokens: int, capacity: int | str = "64MiB", load: str = "async", weight: float | str = 1.0) -> Entry:
+    tiers = [{"type": "ram", "capacity": capacity}]
+    extra = {"chunk_tokens": chunk_tokens, "tiers": tiers, "load": load, "load_weight": weight}
+    return {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra}
+
+
+def foreign(mix: Mix, load: str, delay_steps: int, fail_every: int, weight: float) -> Entry:
+    """The oracle's own small connector, as somebody else's store."""
+    store = block_store(mix, load, delay_steps, fail_every)
+    return {
+        "kv_connector": store.name,
+        "kv_connector_module_path": store.module_path,
+        "kv_connector_extra_config": {**store.extra_config, "load_weight": weight},
+    }
+
+
+def small(mix: Mix) -> int:
+    """Room for about two chunks of each group, so that the other store often has more."""
+    return 4 * 4096 * (len(mix.groups) + 1)
+
+
+weights = st.sampled_from((0.5, 1.0, 4.0, "auto"))
+
+
+class Loaded:
+    """How many loads each child was given."""
+
+    def __init__(self) -> None:
+        self.by_child: dict[str, int] = {}
+
+    def add(self, engine: OracleEngine) -> OracleEngine:
+        stats = engine.scheduler_connector._total  # type: ignore[union-attr]
+        for name, child in stats.children.items():
+            self.by_child[name] = self.by_child.get(name, 0) + child.hits
+        return engine
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    """Keeps the counts that the connectors hand over."""
+    from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
+    from hybridkv.metrics import SelectionStats
+
+    take = HybridMultiConnector.get_kv_connector_stats
+
+    def taking(connector: Any) -> Any:
+        total = connector.__dict__.setdefault("_total", SelectionStats())
+        stats = take(connector)
+        if stats is not None:
+            total.merge(stats.selection)
+        return stats
+
+    monkeypatch.setattr(HybridMultiConnector, "get_kv_connector_stats", taking)
+    return Loaded()
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_two_offload_connectors_never_corrupt(mix: Mix, load: str, loaded: Loaded) -> None:
+    tally = Tally()
+
+    @profile(60)
+    @given(scenarios(mix, st.booleans()), weights, weights)
+    def check(scenario: Scenario, first: Any, second: Any) -> None:
+        unit = mix.alignment_tokens
+        children = offload(unit, small(mix), load, first), offload(2 * unit, load=load, weight=second)
+        tally.add(loaded.add(run(mix, with_connector(scenario, multi(*children)))))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 8, tally
+    assert all(loaded.by_child[f"{CONNECTOR}-{i}"] for i in (0, 1)), loaded.by_child
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_a_foreign_store_beside_an_offload_connector_never_corrupts(mix: Mix, loaded: Loaded) -> None:
+    tally = Tally()
+
+    @profile(60)
+    @given(
+        scenarios(mix, st.booleans()),
+        st.sampled_from(("async", "sync")),
+        st.integers(0, 3),
+        st.integers(0, 3),
+        st.sampled_from((0.5, 2.0)),
+    )
+    def check(scenario: Scenario, load: str, delay_steps: int, fail_every: int, weight: float) -> None:
+        children = foreign(mix, load, delay_steps, fail_every, 1.0), offload(mix.alignment_tokens, weight=weight)
+        tally.add(loaded.add(run(mix, with_connector(scenario, multi(*children)))))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 8, tally
+    assert all(loaded.by_child.values()) and len(loaded.by_child) == 2, loaded.by_child
+
+
+def test_random_mixes_over_three_stores_never_corrupt() -> None:
+    tally = Tally()
+
+    @profile(120)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        mix = data.draw(mixes())
+        scenario = data.draw(scenarios(mix, st.booleans()))
+        unit = mix.alignment_tokens
+        children = [
+            offload(unit, small(mix), data.draw(st.sampled_from(("async", "sync"))), data.draw(weights)),
+            offload(2 * unit, weight=data.draw(weights)),
+            foreign(mix, "async", data.draw(st.integers(0, 3)), data.draw(st.sampled_from((0, 0, 3))), 1.0),
+        ]
+        children = data.draw(st.permutations(children))
+        tally.add(run(mix, with_connector(scenario, multi(*children))))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 8, tally
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_damage_in_one_store_is_loaded_from_the_other_or_computed(mix: Mix) -> None:
+    """Bits flip in the store that is preferred: its loads fail, and the retries go elsewhere."""
+    tally = Tally()
+
+    @profile(40)
+    @given(scenarios(mix), st.integers(0, 1 << 32))
+    def check(scenario: Scenario, seed: int) -> None:
+        children = offload(mix.alignment_tokens, weight=10.0), offload(2 * mix.alignment_tokens)
+        tally.add(run(mix, with_connector(scenario, multi(*children)), flip_bits_of_the_first(Random(seed))))
+
+    check()
+    assert tally.with_failed_loads > tally.scenarios // 10, tally
+
+
+def flip_bits_of_the_first(random: Random) -> Callable[[OracleEngine, int], None]:
+    def before_step(engine: OracleEngine, step: int) -> None:
+        worker = engine.worker_connector.sub_connectors[0]._worker  # type: ignore[union-attr]
+        sealed = sorted(worker._arena._seals)
+        if sealed and not worker._jobs:
+            worker._arena._buffer[random.choice(sealed)] ^= 1 << random.randrange(8)
+
+    return before_step
+
+
+def warm(engine: OracleEngine, name: str) -> None:
+    engine.reset_prefix_cache()
+    engine.submit(name, list(range(100)), 2)
+    engine.drain()
+
+
+@pytest.mark.parametrize(("first", "second"), [(10.0, 1.0), (1.0, 10.0)])
+def test_the_heavier_store_loads(first: float, second: float, loaded: Loaded) -> None:
+    connector = multi(offload(8, weight=first), offload(16, weight=second))
+    with OracleEngine(GPT_OSS, EngineSettings(num_blocks=200, connector=connector)) as engine:
+        engine.submit("cold", list(range(100)), 2)
+        engine.drain()
+        warm(engine, "warm")
+        loaded.add(engine)
+    assert loaded.by_child == {f"{CONNECTOR}-0": int(first > second), f"{CONNECTOR}-1": int(second > first)}
+
+
+def test_a_failed_load_bars_its_store_and_the_retry_takes_the_other(loaded: Loaded) -> None:
+    connector = multi(offload(8, weight=10.0), offload(16))
+    with OracleEngine(GPT_OSS, EngineSettings(num_blocks=200, connector=connector)) as engine:
+        engine.submit("cold", list(range(100)), 2)
+        engine.drain()
+        arena = engine.worker_connector.sub_connectors[0]._worker._arena  # type: ignore[union-attr]
+        for slot in arena._seals:
+            arena._buffer[slot] ^= 1
+        warm(engine, "warm")
+        stats = engine.scheduler_connector._total.children  # type: ignore[union-attr]
+    assert stats[f"{CONNECTOR}-0"].failures == 1
+    assert (stats[f"{CONNECTOR}-1"].hits, stats[f"{CONNECTOR}-1"].hit_tokens) == (1, 96)
+    assert stats[f"{CONNECTOR}-1"].load_bytes > 0
+
+
+@pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
+def test_a_load_that_is_reported_before_its_child_has_loaded_is_caught(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def early(connector: Any, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        loads = {load.request_id for child in connector._connectors for load in child._connector_metadata.loads}
+        return KVConnectorTransferResults(finished_recving=loads)
+
+    connector = multi(offload(8), offload(16))
+    with OracleEngine(GPT_OSS, EngineSettings(num_blocks=200, connector=connector)) as engine:
+        engine.submit("cold", list(range(100)), 2)
+        engine.drain()
+        if not is_wrong:
+            warm(engine, "warm")
+            assert engine.restored_tokens > 0
+            return
+        monkeypatch.setattr(MultiWorkerSide, "get_transfer_results", early)
+        for child in engine.worker_connector.sub_connectors:  # type: ignore[union-attr]
+            monkeypatch.setattr(child, "start_load_kv", lambda context: None)
+        with pytest.raises(CorruptionError):
+            warm(engine, "warm")
