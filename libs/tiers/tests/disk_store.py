@@ -63,15 +63,23 @@ def options_for(usable_bytes: int, num_ranks: int = 1, num_spare: int = 9, **mor
     return exact
 
 
-def make_index(path: Path, options: DiskOptions, io: FileIO | None = None, **changes: object) -> DiskIndex:
+def make_index(
+    path: Path, options: DiskOptions, io: FileIO | None = None, clock: Clock | None = None, **changes: object
+) -> DiskIndex:
     """An index that does all file work before it answers."""
-    return DiskIndex(str(path), fingerprint(**changes), options, InlineJanitor(), io, Clock())
+    return DiskIndex(str(path), fingerprint(**changes), options, InlineJanitor(), io, clock or Clock())
 
 
 def make_medium(
     path: Path, options: DiskOptions, io: FileIO | None = None, rank: int = 0, **changes: object
 ) -> DiskMedium:
     return DiskMedium(str(path), fingerprint(**changes).digest(), rank, options, io)
+
+
+def disk_bytes(path: Path) -> int:
+    """What everything below a path takes up on disk, and the path itself."""
+    found = [path, *path.rglob("*")]
+    return sum(each.lstat().st_blocks * 512 for each in found)
 
 
 def segment_path(path: Path, slot: Slot, rank: int = 0, **changes: object) -> Path:

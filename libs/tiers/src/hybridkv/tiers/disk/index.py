@@ -210,6 +210,13 @@ class DiskIndex:
         self._upkeep.run()
         return self._upkeep.state.tally.take()
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all file work that is due is done, or failed and rests. False when `timeout_s` passed first.
+
+        From then on a crash of the process, too, leaves what was invalidated or aborted withdrawn.
+        """
+        return self._upkeep.drain(timeout_s)
+
     def close(self) -> None:
         """Offer nothing more, refuse every later reservation, and leave what is committed to the next opening.
 

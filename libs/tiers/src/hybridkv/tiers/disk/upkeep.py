@@ -6,6 +6,8 @@ says. Everything here runs in the index's thread, but for `_execute`.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -58,6 +60,7 @@ class Upkeep:
         self._clock = clock
         self._compaction = Compaction(segments, records, options.compaction_share)
         self._ended: deque[Outcome] = deque()
+        self._has_ended = threading.Event()
         self._num_running = 0
         self._snapshot_s = clock()
         self._snapshot_generation = -1
@@ -89,6 +92,17 @@ class Upkeep:
         while self._ended:
             self._num_running -= 1
             self.state.apply(self._ended.popleft())
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything that is due was done or failed. False when `timeout_s` passed first."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._has_ended.clear()
+            self.run()
+            if not self._num_running:
+                return True
+            if not self._has_ended.wait(max(deadline_s - time.monotonic(), 0.0)):
+                return False
 
     def withdraw(self, record: Record) -> None:
         """Remember across restarts that this record may not be offered."""
@@ -250,5 +264,6 @@ class Upkeep:
     def _execute(self, job: Job, then: Callable[[], None] | None) -> None:
         """In the janitor's thread."""
         self._ended.append(run(job, self._files))
+        self._has_ended.set()
         if then is not None:
             then()

@@ -1,0 +1,120 @@
+"""A writer that is killed anywhere leaves a store with everything it said was committed, and nothing it said was not."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import disk_store
+import disk_writer
+import pytest
+
+from hybridkv.tiers import Ticket
+
+KILLS_OF_SEED = dict.fromkeys(range(8), 20) | dict.fromkeys(range(8, 12), 10)
+"""200 in all. The last seeds are of writers whose index works on a thread of its own."""
+FIRST_THREADED_SEED = 8
+kills: Counter[str] = Counter()
+
+
+@dataclass
+class Expected:
+    """What may be found of one key after what the writer said. 0: nothing."""
+
+    must: int = 0
+    may: set[int] = field(default_factory=set)
+
+
+def expectations(words: list[str]) -> dict[bytes, Expected]:
+    found = {key: Expected() for key in disk_writer.KEYS + disk_writer.HELD_KEYS}
+    for line in words:
+        kind, *rest = line.split()
+        if kind == "evicted":
+            expected = found[bytes.fromhex(rest[0])]
+            expected.may.add(expected.must)
+            expected.must = 0
+        elif kind in ("begin", "done"):
+            apply(found, kind, *rest)
+    return found
+
+
+def apply(found: dict[bytes, Expected], kind: str, verb: str, key_hex: str, version: str) -> None:
+    if verb == "clear":
+        for expected in found.values():
+            begin_or_end_withdrawal(expected, kind)
+    elif verb in ("put", "abort", "invalidate"):
+        expected = found[bytes.fromhex(key_hex)]
+        if verb == "put" and kind == "begin":
+            expected.may.add(int(version))
+        elif verb == "put":
+            expected.must = int(version)
+        elif verb == "abort" and kind == "begin":
+            expected.may.add(int(version))
+        else:
+            begin_or_end_withdrawal(expected, kind)
+
+
+def begin_or_end_withdrawal(expected: Expected, kind: str) -> None:
+    if kind == "begin":
+        expected.may.add(expected.must)
+        expected.must = 0
+    else:
+        expected.may.clear()
+
+
+def check(path: Path, words: list[str]) -> None:
+    ranks = disk_writer.NUM_RANKS
+    index = disk_store.make_index(path, disk_writer.OPTIONS, tensor_parallel_size=ranks)
+    media = [
+        disk_store.make_medium(path, disk_writer.OPTIONS, rank=rank, tensor_parallel_size=ranks)
+        for rank in range(ranks)
+    ]
+    evictions = index.take_counts().evictions
+    lost = 0
+    for key, expected in expectations(words).items():
+        slot = index.pin(key)
+        if slot is None:
+            lost += expected.must != 0
+            continue
+        allowed = {expected.must, *expected.may} - {0}
+        found = set()
+        for rank, medium in enumerate(media):
+            destination = bytearray(slot.num_bytes)
+            medium.load(Ticket(1), key, slot, [destination])
+            [completion] = disk_store.finish(medium)
+            assert completion.failure is None, completion.failure
+            found.add(next((v for v in allowed if disk_writer.payload(key, v, rank) == destination), None))
+        assert len(found) == 1 and None not in found, f"{key!r} is offered with bytes that it may not have: {allowed}"
+    assert lost <= evictions, "something that was committed is not there"
+    for medium in media:
+        medium.close()
+    index.close()
+
+
+@pytest.mark.parametrize("seed", KILLS_OF_SEED)
+def test_a_killed_writer_leaves_what_it_committed_and_nothing_else(seed: int, tmp_path: Path) -> None:
+    on_janitor = seed >= FIRST_THREADED_SEED
+    words, num_calls = disk_writer.write_until_killed(tmp_path / "whole", seed, -1, on_janitor)
+    check(tmp_path / "whole", words)
+    chooser = random.Random(seed)
+    for number in range(KILLS_OF_SEED[seed]):
+        path = tmp_path / str(number)
+        kill_at = chooser.randrange(1, max(num_calls * 3 // 4, 2))
+        words, was_not_killed = disk_writer.write_until_killed(path, seed, kill_at, on_janitor)
+        if not was_not_killed:
+            kills[next(line.split()[1] for line in words if line.startswith("killed"))] += 1
+        check(path, words)
+
+
+def test_writers_were_killed_in_every_kind_of_work() -> None:
+    assert sum(kills.values()) >= 190
+    assert {"Copy", "Save", "Drop", "Create", "Seal", "medium"} <= kills.keys(), kills
+
+
+def test_the_check_finds_a_chunk_that_should_be_there(tmp_path: Path) -> None:
+    words, _ = disk_writer.write_until_killed(tmp_path / "store", 1, kill_at=-1)
+    key = next(key for key, expected in expectations(words).items() if not expected.must and not expected.may)
+    with pytest.raises(AssertionError, match="not there"):
+        check(tmp_path / "store", [*words, f"done put {key.hex()} 9999"])
