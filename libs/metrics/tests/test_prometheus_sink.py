@@ -93,7 +93,23 @@ def test_help_and_type_come_from_the_declaration() -> None:
     _, registry = make_sink()
     shown = set(lines(registry))
     for metric in CATALOGUE.metrics:
+        if metric.series_labels is None:
+            continue
         assert {f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"} <= shown
+
+
+def test_a_metric_whose_label_was_not_configured_is_not_shown() -> None:
+    _, registry = make_sink()
+    assert "kv_connector_mc" not in generate_latest(registry).decode()
+
+
+def test_a_configured_label_starts_at_zero_for_each_of_its_values() -> None:
+    registry = CollectorRegistry()
+    classes = [partial(metric_cls, registry=registry) for metric_cls in (Counter, Gauge, Histogram)]
+    PrometheusSink(CATALOGUE.configured("connector", ["fast", "slow"]), *classes, ["model_name", "engine"], ENGINES)
+    for engine, store in ((0, "fast"), (1, "slow")):
+        assert registry.get_sample_value("vllm:kv_connector_mc_queries_total", labels(engine, connector=store)) == 0
+    assert "hybridkv" not in generate_latest(registry).decode()
 
 
 def test_foreign_data_are_refused_whole() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from hybridkv.metrics.errors import MetricsError
@@ -29,6 +29,16 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
+class ConfiguredLabel:
+    """A label whose values an operator names, at most `max_values` of them. Counts and sinks want them at start:
+    `Catalogue.configured`."""
+
+    name: str
+    max_values: int
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One metric. `buckets` are the upper bounds of a histogram, ascending, without infinity."""
 
@@ -36,7 +46,7 @@ class Metric:
     kind: Kind
     unit: str
     help: str
-    labels: tuple[Label, ...] = ()
+    labels: tuple[Label | ConfiguredLabel, ...] = ()
     buckets: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -45,7 +55,10 @@ class Metric:
         if list(self.buckets) != sorted(set(self.buckets)):
             raise MetricsError(self.name, "ascending buckets", self.buckets)
         for label in self.labels:
-            if not label.values or len(set(label.values)) != len(label.values):
+            if isinstance(label, ConfiguredLabel):
+                if label.max_values < 1:
+                    raise MetricsError(f"{self.name}.{label.name}", "room for one value at least", label.max_values)
+            elif not label.values or len(set(label.values)) != len(label.values):
                 raise MetricsError(f"{self.name}.{label.name}", "different values, at least one", label.values)
         if self.kind is Kind.COUNTER and not self.name.endswith("_total"):
             raise MetricsError(self.name, "a counter's name to end in _total", self.name)
@@ -53,6 +66,24 @@ class Metric:
     @property
     def label_names(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
+
+    @property
+    def series_labels(self) -> tuple[Label, ...] | None:
+        """Labels with their values, None while some have yet to be configured: then there is no series."""
+        fixed = tuple(label for label in self.labels if isinstance(label, Label))
+        return fixed if len(fixed) == len(self.labels) else None
+
+    def with_values(self, name: str, values: Sequence[str]) -> Metric:
+        """The metric with a configured label's values; `MetricsError` when they are too many, none or not different."""
+        labels: list[Label | ConfiguredLabel] = []
+        for label in self.labels:
+            if isinstance(label, ConfiguredLabel) and label.name == name:
+                if len(values) > label.max_values:
+                    raise MetricsError(f"{self.name}.{name}", f"at most {label.max_values} values", list(values))
+                labels.append(Label(name, tuple(values)))
+            else:
+                labels.append(label)
+        return replace(self, labels=tuple(labels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +98,20 @@ class Catalogue:
         if len(by_name) != len(self.metrics):
             raise MetricsError("metrics", "each name once", [metric.name for metric in self.metrics])
         object.__setattr__(self, "_by_name", MappingProxyType(by_name))
+
+    def configured(self, name: str, values: Sequence[str]) -> Catalogue:
+        """The metrics that have this configured label, and no others, with its values.
+
+        `MetricsError` when there is none, or the values are too many, none or not different.
+        """
+        having = [
+            metric
+            for metric in self.metrics
+            if any(isinstance(label, ConfiguredLabel) and label.name == name for label in metric.labels)
+        ]
+        if not having:
+            raise MetricsError("label", "a configured label of some metric", name)
+        return Catalogue(tuple(metric.with_values(name, values) for metric in having))
 
     def metric(self, name: str, kind: Kind) -> Metric:
         """The metric of this name; `MetricsError` when there is none or it is of another kind."""
@@ -85,6 +130,15 @@ _GROUP_KINDS = ("full", "window", "chunked", "recurrent")
 _FAILURES = ("missing", "wrong_key", "checksum", "io", "busy", "closed", "injected")
 _DIRECTION = Label("direction", ("promote", "cascade"))
 _TIER = Label("tier", ("ram", "disk", "peer", "object"))
+
+MAX_CHILDREN = 16
+"""Stores below one engine that can be told apart."""
+_CONNECTOR = ConfiguredLabel("connector", MAX_CHILDREN, "the stores in `connectors`")
+
+
+def _of_child(name: str, kind: Kind, unit: str, meaning: str) -> Metric:
+    return Metric(f"vllm:kv_connector_mc_{name}", kind, unit, meaning, (_CONNECTOR,))
+
 
 CATALOGUE = Catalogue(
     (
@@ -215,6 +269,54 @@ CATALOGUE = Catalogue(
             "bytes",
             "Space of the tier.",
             (_TIER,),
+        ),
+        _of_child(
+            "queries_total",
+            Kind.COUNTER,
+            "requests",
+            "Admitted requests, each of which is a hit, a miss, passed over, unanswered or an error of the store.",
+        ),
+        _of_child("hits_total", Kind.COUNTER, "requests", "Requests that the store was chosen to load."),
+        _of_child("hit_tokens_total", Kind.COUNTER, "tokens", "Tokens that the store was chosen to load."),
+        _of_child("misses_total", Kind.COUNTER, "requests", "Requests for which the store had nothing."),
+        _of_child(
+            "passed_over_total",
+            Kind.COUNTER,
+            "requests",
+            "Requests for which the store had tokens that were not loaded: another scored higher, or computing did.",
+        ),
+        _of_child(
+            "unanswered_total",
+            Kind.COUNTER,
+            "requests",
+            "Requests that were admitted before the store had answered, because another had or the time was over.",
+        ),
+        _of_child(
+            "errors_total",
+            Kind.COUNTER,
+            "requests",
+            "Requests for which the store raised when asked, or was not asked because its load for them had failed.",
+        ),
+        _of_child(
+            "deferrals_total", Kind.COUNTER, "lookups", "Lookups that were put off because the store needed more time."
+        ),
+        _of_child("timeouts_total", Kind.COUNTER, "requests", "Requests that waited for the store in vain."),
+        _of_child("failures_total", Kind.COUNTER, "loads", "Loads of the store that failed."),
+        _of_child(
+            "load_seconds_total",
+            Kind.COUNTER,
+            "seconds",
+            "Time from the start to the end of the store's loads that worked.",
+        ),
+        _of_child(
+            "load_bytes_total", Kind.COUNTER, "bytes", "Engine memory that the store's loads filled, over all ranks."
+        ),
+        _of_child("pending_loads", Kind.GAUGE, "loads", "Loads of the store that have begun and not ended."),
+        _of_child(
+            "clamped_tokens_total",
+            Kind.COUNTER,
+            "tokens",
+            "How far below zero counts of the store were before they were taken as zero. More than 0 is a bug in it.",
         ),
     )
 )

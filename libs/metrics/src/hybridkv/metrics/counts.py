@@ -134,9 +134,12 @@ class Counts:
         return self._checked_series(metric, tuple(labels[label] for label in metric.label_names))
 
     def _checked_series(self, metric: Metric, values: Sequence[str]) -> Series:
-        if len(values) != len(metric.labels):
-            raise MetricsError(metric.name, f"{len(metric.labels)} label values", list(values))
-        for label, value in zip(metric.labels, values, strict=True):
+        labels = metric.series_labels
+        if labels is None:
+            raise MetricsError(metric.name, "label values that were configured (Catalogue.configured)", list(values))
+        if len(values) != len(labels):
+            raise MetricsError(metric.name, f"{len(labels)} label values", list(values))
+        for label, value in zip(labels, values, strict=True):
             if value not in label.values:
                 raise MetricsError(f"{metric.name}.{label.name}", f"one of {list(label.values)}", value)
         return metric.name, tuple(values)

@@ -23,7 +23,7 @@ class PrometheusSink:
 
     `labelnames` (of the engine) come before the declared ones; `labelvalues_per_engine` gives their values by engine
     index. Counters and histograms start at zero in every series, so that a rate is right from the first event on; a
-    gauge appears when it is first set.
+    gauge appears when it is first set. Metrics with a label that has yet to be configured are left out.
     """
 
     def __init__(
@@ -42,13 +42,15 @@ class PrometheusSink:
             Kind.GAUGE: gauge_cls,
             Kind.HISTOGRAM: histogram_cls,
         }
-        self._metrics = {
-            metric.name: _make(classes[metric.kind], metric, [*labelnames, *metric.label_names])
-            for metric in catalogue.metrics
-        }
-        for metric, engine in itertools.product(catalogue.metrics, self._labelvalues):
+        self._metrics: dict[str, Any] = {}
+        for metric in catalogue.metrics:
+            labels = metric.series_labels
+            if labels is None:
+                continue
+            self._metrics[metric.name] = _make(classes[metric.kind], metric, [*labelnames, *metric.label_names])
             if metric.kind is not Kind.GAUGE:
-                for values in itertools.product(*(label.values for label in metric.labels)):
+                series = itertools.product(*(label.values for label in labels))
+                for engine, values in itertools.product(self._labelvalues, series):
                     self._child(metric.name, engine, values)
 
     def observe(self, counts: Mapping[str, Any], engine_idx: int = 0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hybridkv.metrics.catalogue import CATALOGUE, Catalogue, Metric
+from hybridkv.metrics.catalogue import CATALOGUE, Catalogue, ConfiguredLabel, Label, Metric
 
 _HEAD = """# Metrics
 
@@ -27,11 +27,14 @@ def render(catalogue: Catalogue) -> str:
 
 
 def _cells(metric: Metric) -> list[str]:
-    labels = "; ".join(
-        f"`{label.name}`: {', '.join(f'`{value}`' if value else '(empty)' for value in label.values)}"
-        for label in metric.labels
-    )
+    labels = "; ".join(f"`{label.name}`: {_values(label)}" for label in metric.labels)
     return [f"`{metric.name}`", str(metric.kind), metric.unit, labels, metric.help]
+
+
+def _values(label: Label | ConfiguredLabel) -> str:
+    if isinstance(label, ConfiguredLabel):
+        return f"{label.meaning}, at most {label.max_values}"
+    return ", ".join(f"`{value}`" if value else "(empty)" for value in label.values)
 
 
 if __name__ == "__main__":

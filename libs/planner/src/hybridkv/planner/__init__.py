@@ -4,6 +4,20 @@ A prefix can be resumed at token N only if every KV cache group can. This librar
 for that, finds the longest such N in a store, and says which blocks move. It holds no bytes and no keys.
 """
 
+from hybridkv.planner.choice import (
+    AUTO,
+    UNKNOWN_RATES,
+    Answer,
+    Choice,
+    Pass,
+    Rates,
+    Take,
+    Unusable,
+    Wait,
+    Weight,
+    choose,
+    is_weight,
+)
 from hybridkv.planner.clipping import ClippedBlocks, clip_blocks, read_blocks, window_blocks
 from hybridkv.planner.coverage import chunk_blocks, chunk_span, coverage, needed_ends, resume_start
 from hybridkv.planner.diagnosis import Finding, Problem, diagnose
@@ -12,10 +26,16 @@ from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.offload_units import HybridOffloadPlanner
 from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store, plan_tail
+from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
 from hybridkv.planner.slices import common_block_count, slice_group_blocks
 
 __all__ = [
+    "AUTO",
+    "UNKNOWN_RATE",
+    "UNKNOWN_RATES",
+    "Answer",
     "CacheSpec",
+    "Choice",
     "ClippedBlocks",
     "Finding",
     "GroupKind",
@@ -25,14 +45,22 @@ __all__ = [
     "Lookup",
     "LookupResult",
     "Miss",
+    "Pass",
     "Pending",
     "PlanError",
     "Problem",
     "RangeLookup",
+    "Rate",
+    "Rates",
     "State",
     "StorePlan",
+    "Take",
     "TokenSpan",
     "Transfer",
+    "Unusable",
+    "Wait",
+    "Weight",
+    "choose",
     "chunk_blocks",
     "chunk_span",
     "chunk_unit",
@@ -40,14 +68,17 @@ __all__ = [
     "common_block_count",
     "coverage",
     "diagnose",
+    "is_weight",
     "last_boundary",
     "longest_hit",
     "needed_ends",
+    "observe",
     "plan_load",
     "plan_store",
     "plan_tail",
     "read_blocks",
     "resume_start",
+    "seconds_per_token",
     "slice_group_blocks",
     "window_blocks",
 ]

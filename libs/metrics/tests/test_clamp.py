@@ -1,0 +1,41 @@
+"""Counts below zero become zero, are said once an interval, and lose none of their numbers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.metrics import TokenClamp
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@given(st.lists(st.tuples(st.integers(-1000, 1000), st.floats(0.0, 30.0)), max_size=50))
+def test_nothing_below_zero_comes_out_and_nothing_else_changes(seen: list[tuple[int, float]]) -> None:
+    clock = Clock()
+    warned_at_s: list[float] = []
+    clamp = TokenClamp(lambda text: warned_at_s.append(clock.now_s), clock, interval_s=60.0)
+    for value, later_s in seen:
+        clock.now_s += later_s
+        assert clamp.clamp("ram", value) == (max(value, 0), max(-value, 0))
+    assert bool(warned_at_s) == any(value < 0 for value, _ in seen)
+    assert all(later - earlier >= 60.0 for earlier, later in zip(warned_at_s, warned_at_s[1:], strict=False))  # noqa: RUF007
+
+
+def test_a_warning_names_the_source_and_the_numbers_of_all_that_it_stands_for() -> None:
+    clock, texts = Clock(), list[str]()
+    clamp = TokenClamp(texts.append, clock, interval_s=60.0)
+    clamp.clamp("ram", -7)
+    clamp.clamp("ram", -100)
+    clock.now_s = 61.0
+    clamp.clamp("disk", -5)
+    assert texts == [
+        "ram counted -7 tokens, taken as 0; 1 counts were below zero since the last such warning, -7 tokens together",
+        "disk counted -5 tokens, taken as 0; 2 counts were below zero since the last such warning, -105 tokens "
+        "together",
+    ]

@@ -1,0 +1,121 @@
+"""Which of several stores a request loads from. Pure: answers, weights and learned rates in, a choice out.
+
+Asks nobody, reads no clock and remembers nothing; `rates.py` says how rates are learned.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+AUTO: Final = "auto"
+
+Weight: TypeAlias = float | Literal["auto"]
+"""What a token of a store is worth: positive and finite, or learned from its loads."""
+
+
+class Unusable(enum.StrEnum):
+    """Why a store's answer is no answer."""
+
+    RAISED = "raised"
+    """It raised when it was asked."""
+    BARRED = "barred"
+    """Its load for this request failed; it was not asked again."""
+
+
+Answer: TypeAlias = int | Unusable | None
+"""Tokens that a store can load (below 2**53; 0 or less: none), why it is of no use, or None: it needs more time."""
+
+
+class Take(msgspec.Struct, frozen=True):
+    """Load `tokens` from this store, by its position."""
+
+    child: int
+    tokens: int
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Ask again: none has anything worth loading, and these may yet."""
+
+    children: tuple[int, ...]
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """Load nothing: compute."""
+
+
+Choice: TypeAlias = Take | Wait | Pass
+PASS: Final = Pass()
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """What was learned, in seconds per token; None is not known (yet, or any more).
+
+    Args:
+        load_seconds_per_token: by position of the store; a store beyond the end is not known.
+        prefill_seconds_per_token: of computing a token instead.
+    """
+
+    load_seconds_per_token: tuple[float | None, ...] = ()
+    prefill_seconds_per_token: float | None = None
+
+
+UNKNOWN_RATES: Final = Rates()
+
+
+def is_weight(value: object) -> bool:
+    """Whether a value can be a store's weight."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return math.isfinite(value) and float(value) > 0
+        except OverflowError:
+            return False
+    return value == AUTO
+
+
+def choose(
+    answers: Sequence[Answer], weights: Sequence[Weight], rates: Rates = UNKNOWN_RATES, *, may_wait: bool = True
+) -> Choice:
+    """The store with the highest score above zero; the first of them on a tie.
+
+    A weighted store scores `tokens x weight`. A store that is weighted "auto" scores the prefill seconds that a hit
+    saves minus the seconds that its load takes, over the prefill seconds of one token: the tokens that it saves net,
+    so that both kinds compare. While either rate is unknown that is all its tokens.
+
+    A store that needs more time holds up none that has something: only if no score is above zero, some store needs
+    more time and `may_wait`, the choice is to wait.
+
+    Raises:
+        ValueError: there are not as many weights as answers.
+    """
+    if len(answers) != len(weights):
+        raise ValueError(f"expected a weight for each of {len(answers)} answers, got {len(weights)}")
+    best: Take | None = None
+    best_score = 0.0
+    is_pending = False
+    for child, answer in enumerate(answers):
+        if answer is None:
+            is_pending = True
+        elif isinstance(answer, int) and answer > 0:
+            weight = weights[child]
+            score = net_tokens(answer, child, rates) if isinstance(weight, str) else answer * weight
+            if score > best_score:
+                best, best_score = Take(child, answer), score
+    if best is not None:
+        return best
+    if is_pending and may_wait:
+        return Wait(tuple(child for child, answer in enumerate(answers) if answer is None))
+    return PASS
+
+
+def net_tokens(tokens: int, child: int, rates: Rates) -> float:
+    """Tokens that a load saves beyond those that could be computed while it runs; negative: computing is faster."""
+    prefill = rates.prefill_seconds_per_token
+    load = rates.load_seconds_per_token[child] if child < len(rates.load_seconds_per_token) else None
+    if load is None or prefill is None or not prefill > 0:
+        return float(tokens)
+    return tokens * (1.0 - load / prefill)
