@@ -69,7 +69,10 @@ ALERTS: Final = (
         summary="A stored chunk was not what it was when it was stored; it was found out and not used.",
         action="Look for failing memory or a failing disk; if there is none, report a bug.",
         firing={'vllm:hybridkv_load_failures_total{reason="checksum"}': "0x50 1x40"},
-        quiet={'vllm:hybridkv_load_failures_total{reason="io"}': "0x50 1x40"},
+        quiet={
+            'vllm:hybridkv_load_failures_total{reason="checksum"}': "1x90",
+            'vllm:hybridkv_load_failures_total{reason="io"}': "0x50 1x40",
+        },
     ),
     Alert(
         name="HybridKVBytesDamagedInSlowTier",
@@ -80,7 +83,10 @@ ALERTS: Final = (
         summary="The slow tier gave back other bytes than it was given; they were found out and not used.",
         action="Look for a failing disk, or for somebody who writes into the tier's directory.",
         firing={'vllm:hybridkv_move_failures_total{reason="wrong_key"}': "0x50 1x40"},
-        quiet={'vllm:hybridkv_move_failures_total{reason="busy"}': "0x50 1x40"},
+        quiet={
+            'vllm:hybridkv_move_failures_total{reason="wrong_key"}': "1x90",
+            'vllm:hybridkv_move_failures_total{reason="busy"}': "0x50 1x40",
+        },
     ),
     Alert(
         name="HybridKVLoadsFail",
@@ -111,7 +117,10 @@ ALERTS: Final = (
             'vllm:hybridkv_stores_total{kind="full",outcome="stored"}': "0+90x90",
             'vllm:hybridkv_stores_total{kind="full",outcome="failed"}': "0+10x90",
         },
-        quiet={'vllm:hybridkv_stores_total{kind="full",outcome="stored"}': "0+90x90"},
+        quiet={
+            'vllm:hybridkv_stores_total{kind="full",outcome="stored"}': "0+99x90",
+            'vllm:hybridkv_stores_total{kind="full",outcome="failed"}': "0+1x90",
+        },
     ),
     Alert(
         name="HybridKVStoresDropped",
@@ -132,7 +141,8 @@ ALERTS: Final = (
         },
         quiet={
             'vllm:hybridkv_stores_total{kind="full",outcome="stored"}': "0+50x90",
-            'vllm:hybridkv_stores_total{kind="full",outcome="present"}': "0+50x90",
+            'vllm:hybridkv_stores_total{kind="full",outcome="present"}': "0+45x90",
+            'vllm:hybridkv_stores_total{kind="full",outcome="dropped_no_room"}': "0+5x90",
         },
     ),
     Alert(
