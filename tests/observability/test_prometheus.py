@@ -13,7 +13,8 @@ from pathlib import Path
 
 import exporter
 import pytest
-from prometheus_server import PanelQuery, Prometheus, panel_queries, promtool, running_prometheus
+from panels_svg import PanelQuery, panel_queries
+from prometheus_server import Prometheus, promtool, running_prometheus
 
 from hybridkv.metrics import CATALOGUE
 from hybridkv.metrics.alerts import ALERTS, Alert
@@ -101,7 +102,7 @@ def test_the_server_sees_every_metric_of_the_catalogue(prometheus: Prometheus) -
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.section}-{query.panel}-{query.legend}")
 def test_every_panel_gets_data_for_each_engine(prometheus: Prometheus, query: PanelQuery) -> None:
-    series = query.with_data(prometheus)
+    series = prometheus.data(query.expression)
     assert {one.labels["engine"] for one in series} == {"0", "1"}
     for one in series:
         assert all(label in one.labels for label in re.findall(r"{{(\w+)}}", query.legend)), one

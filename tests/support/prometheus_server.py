@@ -1,4 +1,4 @@
-"""A real Prometheus server on loopback, and what a dashboard asks it.
+"""A real Prometheus server on loopback.
 
 Where the programs are comes from HYBRIDKV_PROMETHEUS and HYBRIDKV_PROMTOOL.
 """
@@ -9,14 +9,13 @@ import contextlib
 import json
 import math
 import os
-import re
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +54,10 @@ class Prometheus:
     port: int
     log: Path
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def query(self, expression: str) -> list[Series]:
         """What an instant query gives now. `ValueError` where the server cannot parse or evaluate it."""
         data = self._get("query", query=expression)
@@ -62,12 +65,9 @@ class Prometheus:
             raise ValueError(f"expected a vector, got {data['resultType']}: {expression}")
         return [Series(result["metric"], float(result["value"][1])) for result in data["result"]]
 
-    def query_range(self, expression: str, start_s: float, end_s: float, step_s: float) -> list[dict[str, Any]]:
-        """Series with their values over time, as the server writes them."""
-        result: list[dict[str, Any]] = self._get(
-            "query_range", query=expression, start=start_s, end=end_s, step=step_s
-        )["result"]
-        return result
+    def data(self, expression: str) -> list[Series]:
+        """The series that have a number now: a share of nothing has none."""
+        return [series for series in self.query(expression) if math.isfinite(series.value)]
 
     def rules(self) -> list[dict[str, Any]]:
         """Every alert rule, with its state and health."""
@@ -90,7 +90,7 @@ class Prometheus:
         return sum(series.value for series in self.query('sum_over_time(up{job="engine"}[1h])'))
 
     def _get(self, path: str, **parameters: Any) -> Any:
-        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=REPLY_DEADLINE_S) as reply:
                 answer = json.load(reply)
@@ -146,40 +146,6 @@ def promtool(*arguments: str | Path, text: str | None = None) -> subprocess.Comp
     """Runs promtool, with `text` on its standard input."""
     program = Path(os.environ["HYBRIDKV_PROMTOOL"]).resolve()
     return subprocess.run([program, *arguments], input=text, capture_output=True, text=True, check=False)
-
-
-@dataclass(frozen=True, slots=True)
-class PanelQuery:
-    """One curve, or family of curves, of a dashboard's panel."""
-
-    section: str
-    panel: str
-    unit: str
-    legend: str
-    expression: str
-
-    @property
-    def metrics(self) -> frozenset[str]:
-        """What it reads, by the names under which the metrics were declared."""
-        return frozenset(name.removesuffix("_bucket") for name in re.findall(r"vllm:\w+", self.expression))
-
-    def with_data(self, prometheus: Prometheus) -> list[Series]:
-        """The series that have a number now; a share of nothing has none."""
-        return [series for series in prometheus.query(self.expression) if math.isfinite(series.value)]
-
-
-def panel_queries(dashboard: Path, window: str) -> Sequence[PanelQuery]:
-    """Every query of a dashboard, as Grafana sends it with all models, engines and stores chosen."""
-    queries, section = [], ""
-    for panel in json.loads(dashboard.read_text())["panels"]:
-        if panel["type"] == "row":
-            section = panel["title"]
-            continue
-        for target in panel["targets"]:
-            expression = re.sub(r'=~"\$\w+"', '=~".*"', target["expr"].replace("$__rate_interval", window))
-            unit = panel["fieldConfig"]["defaults"]["unit"]
-            queries.append(PanelQuery(section, panel["title"], unit, target["legendFormat"], expression))
-    return queries
 
 
 def _free_port() -> int:
