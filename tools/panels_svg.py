@@ -152,8 +152,9 @@ def _named(panel: PanelData) -> list[Curve]:
 
 
 def _height(panel: PanelData) -> int:
-    has_rest = len(panel.curves) > len(_named(panel))
-    return 34 + _PLOT_HEIGHT + (len(_named(panel)) + has_rest) * _LINE_HEIGHT
+    named = _named(panel)
+    has_rest = len(panel.curves) > len(named)
+    return 34 + (_PLOT_HEIGHT if named else 0) + (len(named) + has_rest) * _LINE_HEIGHT
 
 
 def _panel(panel: PanelData, left: int, top: int) -> str:
@@ -161,7 +162,7 @@ def _panel(panel: PanelData, left: int, top: int) -> str:
     highest = max((curve.highest for curve in named), default=0.0)
     times = [at for curve in panel.curves for at, _ in curve.points]
     start, span = min(times, default=0.0), max(1.0, max(times, default=0.0) - min(times, default=0.0))
-    inner, base = _WIDTH - 2 * _MARGIN, top + 24 + _PLOT_HEIGHT
+    inner, base = _WIDTH - 2 * _MARGIN, top + 24 + (_PLOT_HEIGHT if named else 0)
     parts = [
         f'<rect x="{left}" y="{top}" width="{inner + 12}" height="{_height(panel)}" class="frame"/>',
         f'<text x="{left + 6}" y="{top + 15}" class="title">{escape(panel.title)}</text>',
