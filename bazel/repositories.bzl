@@ -2,6 +2,7 @@
 
 load("//bazel/gpu:local_gpus.bzl", "local_gpus")
 load("//bazel/npm:npm_buildifier.bzl", "npm_buildifier")
+load("//bazel/prometheus:debian_prometheus.bzl", "debian_prometheus")
 load("//bazel/python:local_python.bzl", "local_python")
 load("//bazel/python:locked_packages.bzl", "locked_packages")
 
@@ -15,6 +16,13 @@ def hybridkv_repositories():
     # The same at the same versions, with torch and vLLM; only the targets that need those name it.
     locked_packages(name = "pypi_engine", lock = "//third_party/python:engine_lock.txt")
     local_gpus(name = "local_gpus")
+
+    # A monitoring server that asks what an operator's would.
+    debian_prometheus(
+        name = "debian_prometheus",
+        installer = "//tools:install_prometheus.sh",
+        private_apt = "//tools:private_apt.sh",
+    )
     npm_buildifier(
         name = "npm_buildifier",
         lock = "//third_party/npm:package-lock.json",

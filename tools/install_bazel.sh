@@ -13,12 +13,14 @@ set -euo pipefail
 
 prefix=${1:?usage: tools/install_bazel.sh PREFIX}
 suite=${BAZEL_DEBIAN_SUITE:-forky}
-keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 
 fail() {
   printf 'install_bazel.sh: %s\nhint: %s\n' "$1" "$2" >&2
   exit 1
 }
+
+# shellcheck source=tools/private_apt.sh
+source "$(dirname "${BASH_SOURCE[0]}")/private_apt.sh"
 
 [[ $(uname -s) == Linux ]] || fail "this machine is not Linux" "install bazelisk; tools/bazel will use it"
 for tool in apt-get dpkg-deb awk find flock python3 sed xargs; do
@@ -32,31 +34,13 @@ exec 9>"$prefix.lock"
 flock 9
 [[ ! -x $prefix/bin/bazel ]] || exit 0
 
-# The archive that this machine's apt already uses.
-mirror=${BAZEL_DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' | grep -m 1 '/debian/*$' || true)}
+mirror=${BAZEL_DEBIAN_MIRROR:-$(debian_mirror)}
 [[ -n $mirror ]] || fail "apt knows no Debian archive" "set BAZEL_DEBIAN_MIRROR to one; or install bazelisk"
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-mkdir -p "$scratch"/{lists/partial,archives/partial,debs}
-: >"$scratch/status"
-echo "deb [signed-by=$keyring] $mirror $suite main" >"$scratch/sources.list"
-cat >"$scratch/apt.conf" <<CONF
-Dir::Etc::sourcelist "$scratch/sources.list";
-Dir::Etc::sourceparts "/dev/null";
-Dir::Etc::preferences "/dev/null";
-Dir::Etc::preferencesparts "/dev/null";
-Dir::State::lists "$scratch/lists";
-Dir::State::status "$scratch/status";
-Dir::Cache "$scratch";
-Acquire::Check-Valid-Until "false";
-Acquire::Languages "none";
-Acquire::Retries "3";
-APT::Install-Recommends "false";
-APT::Sandbox::User "root";
-CONF
-export APT_CONFIG=$scratch/apt.conf
-apt-get update -qq >&2 || fail "apt cannot read $suite from $mirror" "set BAZEL_DEBIAN_MIRROR or BAZEL_DEBIAN_SUITE"
+use_private_apt "$scratch" "$mirror" "$suite" ||
+  fail "apt cannot read $suite from $mirror" "set BAZEL_DEBIAN_MIRROR or BAZEL_DEBIAN_SUITE"
 
 # Everything that Bazel needs, less what only a build of Debian's own needs: compilers, the JDK, Perl, Python.
 unneeded='^(openjdk-[0-9]+-jdk|default-|build-essential|g\+\+|gcc|cpp|binutils|dpkg|make|perl|python3|lib(perl|python|[a-z]*san[0-9]))|-dev$'

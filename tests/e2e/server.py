@@ -100,7 +100,7 @@ def command(python: Path, kind: str, model: Path, port: int, kv_transfer_config:
 
 @contextlib.contextmanager
 def started(
-    python: Path, kind: str, directory: Path, kv_transfer_config: Mapping[str, Any]
+    python: Path, kind: str, directory: Path, kv_transfer_config: Mapping[str, Any], **environment_variables: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], Server]]:
     """Starts a server in `directory` and ends all its processes with the block. It may not answer yet, or ever."""
     directory.mkdir()
@@ -108,6 +108,7 @@ def started(
     server = Server(_free_port(), directory / "server.log")
     # Resetting caches over HTTP is for development.
     environment = outside_environment() | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    environment |= environment_variables
     with server.log.open("wb") as log:
         process = subprocess.Popen(
             command(python, kind, model, server.port, kv_transfer_config),
@@ -131,9 +132,11 @@ def started(
 
 
 @contextlib.contextmanager
-def running_server(python: Path, kind: str, directory: Path, kv_transfer_config: Mapping[str, Any]) -> Iterator[Server]:
+def running_server(
+    python: Path, kind: str, directory: Path, kv_transfer_config: Mapping[str, Any], **environment_variables: str
+) -> Iterator[Server]:
     """A server that answers requests, until the block ends."""
-    with started(python, kind, directory, kv_transfer_config) as (process, server):
+    with started(python, kind, directory, kv_transfer_config, **environment_variables) as (process, server):
         deadline = time.monotonic() + START_DEADLINE_S
         while True:
             with contextlib.suppress(OSError, RuntimeError):

@@ -135,7 +135,7 @@ def test_another_first_chunk_gives_other_log_probabilities(server: Server, excha
         ("vllm:prompt_tokens_by_source_total", "source=local_cache_hit", 0),
         ("vllm:prompt_tokens_by_source_total", "source=local_compute", 2 * PROMPT_TOKENS - RESTORABLE_TOKENS),
         ("vllm:prompt_tokens_cached_by_source_total", "source=host", RESTORABLE_TOKENS),
-        ("vllm:hybridkv_lookups_total", "limiting_kind=,result=hit", 1),
+        ("vllm:hybridkv_lookups_total", "reason=complete,result=hit", 1),
         ("vllm:hybridkv_hit_tokens_total", "", RESTORABLE_TOKENS),
         ("vllm:hybridkv_loads_total", "outcome=loaded", 1),
         ("vllm:hybridkv_loads_total", "outcome=failed", 0),

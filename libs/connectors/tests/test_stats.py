@@ -1,33 +1,58 @@
 from functools import partial
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from hybridkv.connectors.vllm.explain import Explanation, Reason
 from hybridkv.connectors.vllm.messages import LoadFailure
 from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
 from hybridkv.metrics import CATALOGUE, PrometheusSink
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, Miss
+from hybridkv.tiers import Refusal
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import Direction, TierStack
 
-SPEC = CacheSpec(
-    (GroupSpec(kind=GroupKind.RECURRENT, block_tokens=16), GroupSpec(kind=GroupKind.FULL, block_tokens=16)), 16
-)
+
+def explanation(result: str, reason: Reason, num_tokens: int = 0, offered_tokens: int = 0, **more: Any) -> Explanation:
+    return Explanation(
+        request_id="a",
+        result=result,
+        reason=reason,
+        num_tokens=num_tokens,
+        engine_tokens=0,
+        offered_tokens=offered_tokens,
+        compute_tokens=num_tokens - offered_tokens,
+        **more,
+    )
+
+
+def used_stack() -> TierStack:
+    """Two tiers, the upper of which has evicted two chunks and lost one."""
+    near = RamIndex(4 * 4096, 4096)
+    for key, num_bytes in ((b"a", 8192), (b"b", 8192), (b"c", 16384)):
+        assert not isinstance(near.reserve(key, num_bytes), Refusal)
+        near.commit(key)
+    near.invalidate(b"c")
+    return TierStack(near, RamIndex(1 << 22, 4096), 1, lambda: 0.0)
 
 
 def everything() -> Recorder:
     recorder = Recorder()
-    recorder.lookup(Hit(32), SPEC, 32)
-    recorder.lookup(Miss(0, "no state"), SPEC, 0)
-    recorder.lookup(Miss(None, "too short"), SPEC, 0)
-    for outcome in ("stored", "present", "dropped_no_room", "dropped_not_aligned", "failed"):
+    recorder.pending()
+    recorder.lookup(explanation("hit", Reason.COMPLETE, num_tokens=40, offered_tokens=32, source="ram"))
+    recorder.lookup(explanation("hit", Reason.PREFIX_ENDS, junction="resumed"))
+    recorder.lookup(
+        explanation("miss", Reason.GROUP_LIMITS, limiting_kind="recurrent", lost_tokens=16, junction="lost")
+    )
+    for outcome in ("stored", "present", "dropped_no_room", "dropped_too_large", "dropped_not_aligned", "failed"):
         recorder.store("recurrent", outcome)
     recorder.stored_bytes(1000)
+    recorder.store_failed("busy")
     recorder.load(32, 500, False, [])
     recorder.load(32, 500, True, [LoadFailure("checksum", ""), LoadFailure("io", "")])
-    recorder.copied(True, 0.01)
-    recorder.copied(False, 0.02)
-    recorder.tiers(TierStack(RamIndex(1 << 20, 4096), RamIndex(1 << 22, 4096), 2, lambda: 0.0), 2)
+    recorder.copied(True, 0.01, 4096)
+    recorder.copied(False, 0.02, 8192)
+    recorder.tiers(used_stack(), 1)
     recorder.moved(Direction.PROMOTE, 0.01)
     recorder.wait_timeout("load")
     return recorder
@@ -44,15 +69,28 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
     sink.observe(carried, 0)
     text = generate_latest(registry).decode()
     for line in (
-        'vllm:hybridkv_lookups_total{engine="0",limiting_kind="",result="hit"} 1.0',
-        'vllm:hybridkv_lookups_total{engine="0",limiting_kind="recurrent",result="miss"} 1.0',
+        'vllm:hybridkv_lookups_total{engine="0",reason="complete",result="hit"} 1.0',
+        'vllm:hybridkv_lookups_total{engine="0",reason="group_limits",result="miss"} 1.0',
+        'vllm:hybridkv_lookups_total{engine="0",reason="being_stored",result="pending"} 1.0',
+        'vllm:hybridkv_lookup_tokens_total{engine="0",source="ram"} 32.0',
+        'vllm:hybridkv_lookup_tokens_total{engine="0",source="compute"} 8.0',
+        'vllm:hybridkv_limited_lookups_total{engine="0",limiting_kind="recurrent"} 1.0',
+        'vllm:hybridkv_lost_tokens_total{engine="0",limiting_kind="recurrent"} 16.0',
+        'vllm:hybridkv_junctions_total{engine="0",outcome="resumed"} 1.0',
+        'vllm:hybridkv_junctions_total{engine="0",outcome="lost"} 1.0',
+        'vllm:hybridkv_load_size_bytes_sum{engine="0"} 4096.0',
+        'vllm:hybridkv_store_size_bytes_sum{engine="0"} 8192.0',
+        'vllm:hybridkv_store_failures_total{engine="0",reason="busy"} 1.0',
+        'vllm:hybridkv_evicted_bytes_total{engine="0",tier="ram"} 16384.0',
+        'vllm:hybridkv_evictions_total{engine="0",tier="ram"} 2.0',
+        'vllm:hybridkv_invalidations_total{engine="0",tier="ram"} 1.0',
         'vllm:hybridkv_hit_tokens_total{engine="0"} 32.0',
         'vllm:hybridkv_loads_total{engine="0",outcome="failed"} 1.0',
         'vllm:hybridkv_load_bytes_total{engine="0"} 500.0',
         'vllm:hybridkv_load_failures_total{engine="0",reason="checksum"} 1.0',
         'vllm:hybridkv_stores_total{engine="0",kind="recurrent",outcome="dropped_no_room"} 1.0',
-        'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="ram"} 2.097152e+06',
-        'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="disk"} 8.388608e+06',
+        'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="ram"} 16384.0',
+        'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="disk"} 4.194304e+06',
         'vllm:hybridkv_breaker_open{engine="0"} 0.0',
         'vllm:hybridkv_wait_timeouts_total{engine="0",wait="load"} 1.0',
         'vllm:hybridkv_move_seconds_count{direction="promote",engine="0"} 1.0',

@@ -33,15 +33,15 @@ def labels(engine: int, **own: str) -> dict[str, str]:
 def test_a_counter_is_shown_with_the_engines_labels_first() -> None:
     sink, registry = make_sink()
     counts = Counts()
-    counts.add("vllm:hybridkv_lookups_total", 3, result="miss", limiting_kind="recurrent")
+    counts.add("vllm:hybridkv_lookups_total", 3, result="miss", reason="not_stored")
     sink.observe(counts.to_dict(), 1)
     expected = (
-        'vllm:hybridkv_lookups_total{engine="1",limiting_kind="recurrent",model_name="tiny",result="miss"} 3.0',
-        'vllm:hybridkv_lookups_total{engine="0",limiting_kind="recurrent",model_name="tiny",result="miss"} 0.0',
+        'vllm:hybridkv_lookups_total{engine="1",model_name="tiny",reason="not_stored",result="miss"} 3.0',
+        'vllm:hybridkv_lookups_total{engine="0",model_name="tiny",reason="not_stored",result="miss"} 0.0',
     )
     assert set(expected) <= set(lines(registry))
     [metric] = [metric for metric in registry.collect() if metric.name == "vllm:hybridkv_lookups"]
-    assert list(metric.samples[0].labels) == ["model_name", "engine", "result", "limiting_kind"]
+    assert list(metric.samples[0].labels) == ["model_name", "engine", "result", "reason"]
 
 
 def test_counters_add_up_over_observations() -> None:

@@ -1,17 +1,18 @@
 """Names and mergeable counts of everything that hybridkv measures."""
 
-from hybridkv.metrics.catalogue import (
-    CATALOGUE,
-    DISK_ERRORS,
-    MAX_CHILDREN,
+from hybridkv.metrics.catalogue import CATALOGUE, DISK_ERRORS, MAX_CHILDREN
+from hybridkv.metrics.clamp import TokenClamp
+from hybridkv.metrics.counts import Counts
+from hybridkv.metrics.declaration import (
     Catalogue,
     ConfiguredLabel,
     Kind,
     Label,
     Metric,
+    Panel,
+    Section,
+    View,
 )
-from hybridkv.metrics.clamp import TokenClamp
-from hybridkv.metrics.counts import Counts
 from hybridkv.metrics.errors import MetricsError
 from hybridkv.metrics.prometheus import PrometheusSink
 from hybridkv.metrics.selection import ChildSelection, SelectionStats
@@ -28,7 +29,10 @@ __all__ = [
     "Label",
     "Metric",
     "MetricsError",
+    "Panel",
     "PrometheusSink",
+    "Section",
     "SelectionStats",
     "TokenClamp",
+    "View",
 ]

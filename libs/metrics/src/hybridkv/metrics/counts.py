@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from hybridkv.metrics.catalogue import CATALOGUE, Catalogue, Kind, Metric
+from hybridkv.metrics.catalogue import CATALOGUE
+from hybridkv.metrics.declaration import Catalogue, Kind, Metric
 from hybridkv.metrics.errors import MetricsError
 
 Series: TypeAlias = tuple[str, tuple[str, ...]]

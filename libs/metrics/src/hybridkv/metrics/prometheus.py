@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from hybridkv.metrics.catalogue import Catalogue, Kind, Metric
 from hybridkv.metrics.counts import Counts
+from hybridkv.metrics.declaration import Catalogue, Kind, Metric
 from hybridkv.metrics.errors import MetricsError
 
 MetricClass: TypeAlias = Callable[..., Any]

@@ -7,8 +7,8 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from hybridkv.metrics.catalogue import Catalogue
 from hybridkv.metrics.counts import Counts
+from hybridkv.metrics.declaration import Catalogue
 from hybridkv.metrics.errors import MetricsError
 
 _PREFIX: Final = "vllm:kv_connector_mc_"

@@ -24,6 +24,7 @@ from hybridkv.planner.diagnosis import Finding, Problem, diagnose
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit
 from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
+from hybridkv.planner.loss import Loss, measure_loss
 from hybridkv.planner.offload_units import HybridOffloadPlanner
 from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store, plan_tail
 from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
@@ -44,6 +45,7 @@ __all__ = [
     "HybridOffloadPlanner",
     "Lookup",
     "LookupResult",
+    "Loss",
     "Miss",
     "Pass",
     "Pending",
@@ -71,6 +73,7 @@ __all__ = [
     "is_weight",
     "last_boundary",
     "longest_hit",
+    "measure_loss",
     "needed_ends",
     "observe",
     "plan_load",

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.admission import LoadAdmission, Verdict
+from hybridkv.connectors.vllm.explain import Admission, explain, log
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import TierLookup
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.stats import DISK, RAM, Recorder
 from hybridkv.planner import (
     GroupKind,
     Hit,
@@ -27,6 +28,7 @@ from hybridkv.planner import (
     Transfer,
     chunk_blocks,
     longest_hit,
+    measure_loss,
     needed_ends,
     plan_load,
 )
@@ -106,6 +108,11 @@ class LoadPlanner:
 
     def matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
+        offered = self._offered_tokens(state, computed_tokens)
+        state.offered_tokens = offered or 0
+        return offered
+
+    def _offered_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         state.computed_tokens = computed_tokens
         others = self._admission.held_by_others(state.request_id)
         if (state.failed_loads or self._admission.has_failed(state.request_id)) and others:
@@ -113,6 +120,7 @@ class LoadPlanner:
             # not fit: asked again later, it lets them pass.
             return None
         if state.failed_loads >= MAX_FAILED_LOADS:
+            state.answer = Miss(None, f"{state.failed_loads} loads of this request failed")
             return 0
         boundary = self._boundary(state, computed_tokens)
         if boundary is None:
@@ -160,6 +168,7 @@ class LoadPlanner:
                 if self._may_wait(state, self._deadlines.lookup_s):
                     return None
                 self._recorder.wait_timeout("lookup")
+                state.waited_in_vain = True
                 answer = state.answer = self._longest_hit(state, computed_tokens, pending_is_miss=True)
             if not isinstance(answer, Hit):
                 return computed_tokens
@@ -180,7 +189,7 @@ class LoadPlanner:
             was_pending = isinstance(state.answer, Pending)
             state.asked, state.answer = asked, self._longest_hit(state, computed_tokens)
             if isinstance(state.answer, Pending) and not was_pending:
-                self._recorder.lookup(state.answer, self._layout.spec, 0)
+                self._recorder.pending()
         return state.answer
 
     def _limit(self, state: RequestState) -> int:
@@ -236,7 +245,7 @@ class LoadPlanner:
         """The engine has given the request blocks; the load of its external tokens into them."""
         request_id = state.request_id
         if state.answer is not None and not isinstance(state.answer, Pending):
-            self._recorder.lookup(state.answer, self._layout.spec, num_external_tokens)
+            self._explain(state, state.answer, num_external_tokens)
         state.forget_answer()
         if num_external_tokens == 0:
             self._stack.release(request_id)
@@ -258,6 +267,25 @@ class LoadPlanner:
         self._loads[request_id] = job
         self._admission.take(request_id, state.request.num_tokens)
         return load
+
+    def _explain(self, state: RequestState, answer: Hit | Miss, num_external_tokens: int) -> None:
+        """Counts and logs why the request loads so much and no more."""
+        computed = state.computed_tokens
+        lookup = TierLookup(state.keys(), self._stack.near if state.near_only else self._stack)
+        limit = max(self._limit(state), computed)
+        resumed = answer.num_tokens if isinstance(answer, Hit) else computed
+        loss = measure_loss(
+            self._layout.spec,
+            limit,
+            computed,
+            resumed,
+            lookup,
+            lookup,
+        )
+        source = RAM if self._stack.hold(state.request_id) is None else DISK
+        explanation = explain(self._layout.spec, state, Admission(answer, limit, num_external_tokens, loss, source))
+        self._recorder.lookup(explanation)
+        log(explanation)
 
     def _pin(self, state: RequestState, transfers: Iterable[Transfer], job: _LoadJob) -> tuple[Move, ...]:
         moves = []

@@ -63,6 +63,8 @@ class StoreOutcome(msgspec.Struct, frozen=True, array_like=True):
 
     num_ranks: int
     failure: str | None = None
+    reason: str | None = None
+    """The tier's word for it."""
 
 
 class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +94,11 @@ class StepOutcome(KVConnectorWorkerMetadata):
         for job_id, theirs in other.stores.items():
             mine = stores.get(job_id)
             stores[job_id] = (
-                StoreOutcome(mine.num_ranks + theirs.num_ranks, mine.failure or theirs.failure) if mine else theirs
+                StoreOutcome(
+                    mine.num_ranks + theirs.num_ranks, mine.failure or theirs.failure, mine.reason or theirs.reason
+                )
+                if mine
+                else theirs
             )
         failures = dict(self.load_failures)
         for request_id, theirs_failed in other.load_failures.items():

@@ -50,6 +50,10 @@ class RequestState:
     """(boundary, computed tokens) that the stack's hold of this request is for."""
     found_near: tuple[int, int, int] = (-1, -1, -1)
     """(generation, boundary, computed tokens) for which the fast tier was seen to hold everything."""
+    offered_tokens: int = 0
+    """What the engine was last told that it can load."""
+    waited_in_vain: bool = False
+    """Chunks that were being stored did not come in time."""
     near_only: bool = False
     """The slow tier took too long: this request goes without it."""
 
@@ -77,6 +81,7 @@ class RequestState:
         self.stored_tokens = 0
         self.is_storable = True
         self.gated_polls = 0
+        self.waited_in_vain = False
         self.seen = (0, 0)
         self.forget_answer()
 

@@ -129,7 +129,7 @@ class OffloadScheduler:
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             for job_id, ended in outcome.stores.items():
-                self._stores.on_ended(job_id, ended.num_ranks, ended.failure)
+                self._stores.on_ended(job_id, ended)
             for request_id, failures in outcome.load_failures.items():
                 self._loads.on_failures(request_id, failures)
             for move_id, moved in outcome.moves.items():

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from hybridkv.metrics import CATALOGUE, DISK_ERRORS, Counts, PrometheusSink
-from hybridkv.planner import CacheSpec, Hit, Miss, Pending
 from hybridkv.tiers import TierCounts, TierIndex
 from hybridkv.tiers.disk import DiskCounts, DiskIndex
 from hybridkv.tiers.stack import BreakerState, Direction, TierStack
 
 if TYPE_CHECKING:
+    from hybridkv.connectors.vllm.explain import Explanation
     from hybridkv.connectors.vllm.messages import LoadFailure
 
 RAM, DISK = "ram", "disk"
@@ -25,15 +25,28 @@ class Recorder:
     def __init__(self) -> None:
         self._counts = Counts()
 
-    def lookup(self, answer: Hit | Pending | Miss, spec: CacheSpec, num_tokens: int) -> None:
-        """A request was admitted with this answer, or waits for it; `num_tokens` are loaded."""
-        limiting = ""
-        if isinstance(answer, Miss) and answer.limiting_group is not None:
-            limiting = str(spec.groups[answer.limiting_group].kind)
-        result = {Hit: "hit", Pending: "pending", Miss: "miss"}[type(answer)]
-        self._counts.add("vllm:hybridkv_lookups_total", 1, result=result, limiting_kind=limiting)
-        if num_tokens:
-            self._counts.add("vllm:hybridkv_hit_tokens_total", num_tokens)
+    def pending(self) -> None:
+        """A request was told to ask again because what it needs is being stored."""
+        self._counts.add("vllm:hybridkv_lookups_total", 1, result="pending", reason="being_stored")
+
+    def lookup(self, explained: Explanation) -> None:
+        """A request was looked up and admitted."""
+        self._counts.add("vllm:hybridkv_lookups_total", 1, result=explained.result, reason=str(explained.reason))
+        for source, num_tokens in (
+            ("engine", explained.engine_tokens),
+            (explained.source, explained.offered_tokens),
+            ("compute", explained.compute_tokens),
+        ):
+            if num_tokens:
+                self._counts.add("vllm:hybridkv_lookup_tokens_total", num_tokens, source=source)
+        if explained.offered_tokens:
+            self._counts.add("vllm:hybridkv_hit_tokens_total", explained.offered_tokens)
+        if explained.lost_tokens:
+            kind = explained.limiting_kind
+            self._counts.add("vllm:hybridkv_limited_lookups_total", 1, limiting_kind=kind)
+            self._counts.add("vllm:hybridkv_lost_tokens_total", explained.lost_tokens, limiting_kind=kind)
+        if explained.junction:
+            self._counts.add("vllm:hybridkv_junctions_total", 1, outcome=explained.junction)
 
     def store(self, kind: str, outcome: str) -> None:
         """One chunk of one group was stored, or why not."""
@@ -41,6 +54,10 @@ class Recorder:
 
     def stored_bytes(self, num_bytes: int) -> None:
         self._counts.add("vllm:hybridkv_store_bytes_total", num_bytes)
+
+    def store_failed(self, reason: str) -> None:
+        """One request's store of one step failed."""
+        self._counts.add("vllm:hybridkv_store_failures_total", 1, reason=reason)
 
     def load(self, num_tokens: int, num_bytes: int, failed: bool, failures: Sequence[LoadFailure]) -> None:
         """One request's load ended."""
@@ -50,10 +67,12 @@ class Recorder:
         for reason in {failure.reason for failure in failures}:
             self._counts.add("vllm:hybridkv_load_failures_total", 1, reason=reason)
 
-    def copied(self, is_load: bool, seconds: float) -> None:
-        """One copy job ended on this rank."""
-        name = "vllm:hybridkv_load_seconds" if is_load else "vllm:hybridkv_store_seconds"
-        self._counts.observe(name, seconds)
+    def copied(self, is_load: bool, seconds: float, num_bytes: int) -> None:
+        """One copy job ended on this rank; 0 bytes where it failed before the first one."""
+        job = "load" if is_load else "store"
+        self._counts.observe(f"vllm:hybridkv_{job}_seconds", seconds)
+        if num_bytes:
+            self._counts.observe(f"vllm:hybridkv_{job}_size_bytes", num_bytes)
 
     def wait_timeout(self, wait: str) -> None:
         """A request waited too long: a "lookup" for chunks that were being stored, a "load" for the slow tier."""
@@ -98,6 +117,9 @@ class Recorder:
         counts: TierCounts = index.take_counts()
         if counts.evictions:
             self._counts.add("vllm:hybridkv_evictions_total", counts.evictions, tier=name)
+            self._counts.add("vllm:hybridkv_evicted_bytes_total", counts.evicted_bytes * num_ranks, tier=name)
+        if counts.invalidations:
+            self._counts.add("vllm:hybridkv_invalidations_total", counts.invalidations, tier=name)
         self._counts.set("vllm:hybridkv_tier_used_bytes", index.used_bytes * num_ranks, tier=name)
         self._counts.set("vllm:hybridkv_tier_capacity_bytes", index.capacity_bytes * num_ranks, tier=name)
 

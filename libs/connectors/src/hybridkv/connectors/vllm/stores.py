@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.messages import Move, Store
+from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.planner import GroupKind, LookupResult, State, Transfer, chunk_blocks, plan_store
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 logger = logging.getLogger("vllm.hybridkv.scheduler")
+
+_OUTCOMES = {Refusal.PRESENT: "present", Refusal.TOO_LARGE: "dropped_too_large"}
+"""What becomes of a chunk that the fast tier refuses; otherwise there is no room for it."""
 
 Chunk = tuple[bytes, GroupKind]
 """A key, and the kind of its group."""
@@ -48,6 +51,7 @@ class _StoreJob:
     num_bytes: int
     ranks_left: int
     failure: str | None = None
+    reason: str | None = None
 
 
 class StorePlanner:
@@ -126,7 +130,7 @@ class StorePlanner:
             num_bytes = self._layout.chunk_bytes(transfer.group_index, transfer.end_token)
             slot = self._stack.reserve(key, num_bytes)
             if isinstance(slot, Refusal):
-                self._recorder.store(kind, "present" if slot is Refusal.PRESENT else "dropped_no_room")
+                self._recorder.store(kind, _OUTCOMES.get(slot, "dropped_no_room"))
                 continue
             stored = len(chunk_blocks(self._layout.spec, transfer.group_index, transfer.end_token))
             moves.append(Move(transfer.group_index, key, slot, transfer.first_block, stored, transfer.block_ids))
@@ -153,16 +157,18 @@ class StorePlanner:
     def has_work(self) -> bool:
         return bool(self._stores)
 
-    def on_ended(self, job_id: int, num_ranks: int, failure: str | None) -> None:
+    def on_ended(self, job_id: int, ended: StoreOutcome) -> None:
         """Ranks are done with a store; the last of them commits or aborts it."""
         job = self._stores[job_id]
-        job.ranks_left -= num_ranks
-        job.failure = job.failure or failure
+        job.ranks_left -= ended.num_ranks
+        job.failure = job.failure or ended.failure
+        job.reason = job.reason or ended.reason
         if job.ranks_left > 0:
             return
         del self._stores[job_id]
         if job.failure is not None:
             logger.warning("%d chunks were not stored: %s", len(job.chunks), job.failure)
+            self._recorder.store_failed(job.reason or "io")
         for key, kind in eviction_order(job.chunks):
             is_stored = job.failure is None and self._stack.commit(key)
             if job.failure is not None:

@@ -137,7 +137,7 @@ class OffloadWorker:
         """Submits the step's stores. The forward pass that wrote their blocks is over."""
         for store in plan.stores:
             job = _Job(store_id=store.job_id)
-            self._submit(self._paths.stores, job, store, partial(self._discard, store), partial(self._seal, store))
+            self._submit(self._paths.stores, job, store, partial(self._discard, store), partial(self._seal, store, job))
 
     def _submit(
         self,
@@ -155,7 +155,9 @@ class OffloadWorker:
                 runs = CopyRuns.concatenate(
                     [self._runs(move, isinstance(work, Load)) for move in work.moves]
                 ).coalesce()
-                refused = None if engine.submit(job_id, runs, before, after) else "the copy queue is full"
+                if not engine.submit(job_id, runs, before, after):
+                    refused = "the copy queue is full"
+                    job.failures.append(LoadFailure("busy", refused))
         except Exception as error:  # whatever it was, it is this job's failure and not the engine's
             logger.exception("a copy could not be submitted")
             refused = f"{type(error).__name__}: {error}"
@@ -180,9 +182,10 @@ class OffloadWorker:
             self._arena.discard(move.slot)
         return None
 
-    def _seal(self, store: Store) -> str | None:
+    def _seal(self, store: Store, job: _Job) -> str | None:
         for move in store.moves:
             if failure := self._arena.seal(move.key, move.slot):
+                job.failures.append(LoadFailure(str(failure.reason), failure.detail, move.key))
                 return str(failure)
         return None
 
@@ -190,7 +193,8 @@ class OffloadWorker:
         """Loads that ended since the last call. Moves between the tiers that ended are in `outcome`."""
         for engine in self._engines:
             for copied in engine.poll():
-                self._recorder.copied(self._jobs[copied.job_id].store_id is None, copied.seconds)
+                is_load = self._jobs[copied.job_id].store_id is None
+                self._recorder.copied(is_load, copied.seconds, copied.num_bytes)
                 self._end(copied.job_id, copied.failure)
         for move, failure, seconds in self._mover.poll() if self._mover is not None else ():
             self._recorder.moved(move.direction, seconds)
@@ -201,7 +205,8 @@ class OffloadWorker:
     def _end(self, job_id: JobId, failure: str | None) -> None:
         job = self._jobs.pop(job_id)
         if job.store_id is not None:
-            self._outcome.stores[job.store_id] = StoreOutcome(1, failure)
+            reason = job.failures[0].reason if job.failures else "io"
+            self._outcome.stores[job.store_id] = StoreOutcome(1, failure, reason if failure else None)
         elif job.request_id is not None:
             self._results.finished.add(job.request_id)
             if failure is not None:

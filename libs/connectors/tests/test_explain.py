@@ -1,0 +1,117 @@
+"""Each reason why a request is offered no more is given where it is the reason."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from hybridkv.connectors.vllm.explain import Admission, Explanation, Reason, explain, log, logger
+from hybridkv.connectors.vllm.requests import RequestState
+from hybridkv.metrics import CATALOGUE, Label
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, Loss, Miss
+
+RECURRENT, FULL = 0, 1
+SPEC = CacheSpec(
+    (GroupSpec(kind=GroupKind.RECURRENT, block_tokens=16), GroupSpec(kind=GroupKind.FULL, block_tokens=16)), 16
+)
+NUM_TOKENS = 100
+END = 96
+
+
+def request(**more: Any) -> RequestState:
+    state = RequestState(SimpleNamespace(request_id="a", num_tokens=NUM_TOKENS), None)  # type: ignore[arg-type]
+    for name, value in more.items():
+        setattr(state, name, value)
+    return state
+
+
+def explained(
+    answer: Hit | Miss,
+    full_tokens: int,
+    limiting: int | None = None,
+    taken: int | None = None,
+    limit: int = NUM_TOKENS,
+    **more: Any,
+) -> Explanation:
+    resumed = answer.num_tokens if isinstance(answer, Hit) else more.get("computed_tokens", 0)
+    if taken is None:
+        taken = answer.num_tokens if isinstance(answer, Hit) else 0
+    admission = Admission(answer, limit, taken, Loss(resumed, full_tokens, limiting), "ram")
+    return explain(SPEC, request(offered_tokens=taken) if not more else request(**more), admission)
+
+
+@pytest.mark.parametrize(
+    ("answer", "full_tokens", "more", "reason", "kind"),
+    [
+        (Hit(END), END, {}, Reason.COMPLETE, ""),
+        (Hit(48), 48, {}, Reason.PREFIX_ENDS, "full"),
+        (Hit(48), 80, {"limiting": RECURRENT}, Reason.GROUP_LIMITS, "recurrent"),
+        (Miss(RECURRENT, "no state"), 80, {"limiting": RECURRENT}, Reason.GROUP_LIMITS, "recurrent"),
+        (Hit(48), 48, {"limit": 50, "room_limit": 50}, Reason.TIER_ROOM, ""),
+        (Hit(48), 48, {"taken": 0, "offered_tokens": 0}, Reason.ENGINE_ROOM, "full"),
+        (Hit(48), 48, {"taken": 0, "offered_tokens": 48}, Reason.NOT_TAKEN, "full"),
+        (Miss(None, "too short"), END, {"computed_tokens": END}, Reason.NO_BOUNDARY, ""),
+        (Miss(RECURRENT, "no state"), 0, {}, Reason.NOT_STORED, "full"),
+        (Miss(RECURRENT, "no state"), 0, {"waited_in_vain": True}, Reason.TIMEOUT, "full"),
+        (Hit(48), 48, {"near_only": True}, Reason.TIMEOUT, "full"),
+        (Miss(None, "3 loads failed"), 0, {"failed_loads": 3}, Reason.FAILED_LOADS, "full"),
+        (Hit(48), 48, {"failed_loads": 1, "limit": 50}, Reason.FAILED_LOADS, ""),
+    ],
+)
+def test_the_reason_is_the_one_that_kept_more_away(
+    answer: Hit | Miss, full_tokens: int, more: dict[str, Any], reason: Reason, kind: str
+) -> None:
+    told = explained(answer, full_tokens, **more)
+    assert (told.reason, told.limiting_kind) == (reason, kind)
+
+
+@pytest.mark.parametrize(
+    ("answer", "full_tokens", "limiting", "junction"),
+    [
+        (Hit(48), 48, None, "resumed"),
+        (Hit(48), 80, RECURRENT, "lost"),
+        (Miss(RECURRENT, ""), 80, RECURRENT, "lost"),
+        (Hit(48), END, RECURRENT, ""),
+        (Hit(END), END, None, ""),
+        (Miss(RECURRENT, ""), 0, None, ""),
+    ],
+)
+def test_a_junction_is_where_a_request_parts_from_what_the_full_groups_hold(
+    answer: Hit | Miss, full_tokens: int, limiting: int | None, junction: str
+) -> None:
+    assert explained(answer, full_tokens, limiting).junction == junction
+
+
+def test_tokens_are_told_by_where_they_come_from() -> None:
+    told = explained(Hit(48), 48, taken=16, computed_tokens=32)
+    assert (told.num_tokens, told.engine_tokens, told.offered_tokens, told.compute_tokens) == (100, 32, 16, 52)
+
+
+def test_every_reason_has_its_series_and_every_series_its_reason() -> None:
+    (declared,) = (
+        label.values
+        for label in CATALOGUE.named("vllm:hybridkv_lookups_total").labels
+        if isinstance(label, Label) and label.name == "reason"
+    )
+    assert set(declared) == {str(reason) for reason in Reason} | {"being_stored"}
+
+
+def test_a_record_is_one_line_of_json_and_silent_above_debug(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = explained(Hit(48), 80, RECURRENT)
+    # Whether vLLM's loggers propagate depends on whether vLLM has configured them.
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    try:
+        for level, number in ((logging.INFO, 0), (logging.DEBUG, 1)):
+            caplog.clear()
+            logger.setLevel(level)
+            log(told)
+            assert len(caplog.records) == number
+        assert msgspec.json.decode(caplog.records[0].getMessage(), type=Explanation) == told
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(logging.NOTSET)

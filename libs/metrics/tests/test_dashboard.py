@@ -1,0 +1,167 @@
+"""The dashboard shows every metric, and is whole as Grafana wants it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import pytest
+from repository import generated
+
+from hybridkv.metrics import CATALOGUE, Catalogue, Kind, Label, Metric, MetricsError, Panel, Section, View
+from hybridkv.metrics.dashboard import COLUMNS, dashboard, render, shown
+from hybridkv.metrics.promql import Increase, Quantile, Query, Rate, Ratio, Renderer, Value, metrics_of
+
+DASHBOARD = "deploy/grafana/hybridkv.json"
+BUILT_IN = {"__rate_interval"}
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in dashboard(CATALOGUE)["panels"] if panel["type"] != "row"]
+
+
+def targets() -> list[dict[str, Any]]:
+    return [target for panel in panels() for target in panel["targets"]]
+
+
+def test_the_dashboard_is_the_generated_one() -> None:
+    hint = f"run: python -m hybridkv.metrics.dashboard > {DASHBOARD}"
+    assert generated(DASHBOARD) == render(CATALOGUE), hint
+
+
+@pytest.mark.parametrize("metric", CATALOGUE.metrics, ids=lambda metric: metric.name)
+def test_every_metric_is_shown_by_a_panel(metric: Metric) -> None:
+    assert metric.panel is not None
+    assert metric.name in {
+        name for panel in shown(CATALOGUE) for query, _ in panel.queries for name in metrics_of(query)
+    }
+
+
+def test_every_metric_of_a_query_is_declared() -> None:
+    suffixes = {Kind.HISTOGRAM: ("_bucket",), Kind.COUNTER: ("",), Kind.GAUGE: ("",)}
+    known = {metric.name + suffix for metric in CATALOGUE.metrics for suffix in suffixes[metric.kind]}
+    for target in targets():
+        named = set(re.findall(r"vllm:\w+", target["expr"]))
+        assert named and named <= known, target["expr"]
+
+
+def test_every_query_looks_at_the_chosen_models_and_engines_only() -> None:
+    for target in targets():
+        num_selectors = len(re.findall(r"vllm:\w+", target["expr"]))
+        for label in ("model_name", "engine"):
+            assert target["expr"].count(f'{label}=~"${label}"') == num_selectors, target["expr"]
+
+
+def test_every_query_of_a_store_looks_at_the_chosen_stores_only() -> None:
+    for target in targets():
+        assert target["expr"].count('connector=~"$connector"') == target["expr"].count("vllm:kv_connector_mc_")
+
+
+def test_every_variable_is_defined_and_used() -> None:
+    whole = dashboard(CATALOGUE)
+    defined = {variable["name"] for variable in whole["templating"]["list"]}
+    text = json.dumps(whole["panels"])
+    used = set(re.findall(r"\$\{?(\w+)\}?", text)) - BUILT_IN
+    assert used == defined == {"datasource", "model_name", "engine", "connector"}
+
+
+def test_every_panel_and_target_asks_the_chosen_data_source() -> None:
+    chosen = {"type": "prometheus", "uid": "${datasource}"}
+    assert all(part["datasource"] == chosen for part in [*panels(), *targets()])
+
+
+def test_every_name_of_a_curve_uses_labels_that_the_query_keeps() -> None:
+    for target in targets():
+        kept = set(re.findall(r"\w+", re.findall(r"by \(([^)]*)\)", target["expr"])[0]))
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept
+
+
+def test_curves_of_a_panel_have_different_names() -> None:
+    for panel in panels():
+        names = [target["legendFormat"] for target in panel["targets"]]
+        assert len(set(names)) == len(names), panel["title"]
+        assert [target["refId"] for target in panel["targets"]] == [chr(65 + i) for i in range(len(names))]
+
+
+def test_panels_have_different_ids_and_lie_beside_each_other() -> None:
+    everything = dashboard(CATALOGUE)["panels"]
+    assert sorted(panel["id"] for panel in everything) == list(range(1, len(everything) + 1))
+    covered: set[tuple[int, int]] = set()
+    for panel in everything:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= COLUMNS
+        cells = set(
+            itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
+        )
+        assert not covered & cells, panel["title"]
+        covered |= cells
+
+
+def small() -> Catalogue:
+    stage = Label("stage", ("in", "out"))
+    return Catalogue(
+        (
+            Metric("x_total", Kind.COUNTER, "bytes", "", (stage,), panel=Panel(Section.LOADS, "X", by=())),
+            Metric("y", Kind.GAUGE, "bytes", "", (stage,), panel=Panel(Section.LOADS, "Y")),
+            Metric("z_seconds", Kind.HISTOGRAM, "seconds", "", buckets=(1.0,), panel=Panel(Section.LOADS, "Z")),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        (Rate("x_total"), "sum by (model_name, engine) (rate(x_total[1m]))"),
+        (Increase("x_total", {"stage": ("in",)}), 'sum by (model_name, engine) (increase(x_total{stage="in"}[1m]))'),
+        (
+            Rate("x_total", {"stage": ("in", "out")}, ("stage",)),
+            'sum by (model_name, engine, stage) (rate(x_total{stage=~"in|out"}[1m]))',
+        ),
+        (Value("y"), "sum by (model_name, engine) (y)"),
+        (
+            Quantile(0.5, "z_seconds"),
+            "histogram_quantile(0.5, sum by (model_name, engine, le) (rate(z_seconds_bucket[1m])))",
+        ),
+        (Ratio(Value("y"), (Value("y"),)), "sum by (model_name, engine) (y) / sum by (model_name, engine) (y)"),
+        (
+            Ratio(Value("y"), (Value("y"), Value("y"))),
+            "sum by (model_name, engine) (y) / (sum by (model_name, engine) (y) + sum by (model_name, engine) (y))",
+        ),
+    ],
+)
+def test_a_query_is_written_in_prometheus_language(query: Query, text: str) -> None:
+    assert Renderer(small(), "1m").render(query) == text
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        Rate("unheard_total"),
+        Rate("y"),
+        Value("x_total"),
+        Quantile(0.5, "x_total"),
+        Rate("x_total", {"stage": ("sideways",)}),
+        Rate("x_total", {"stage": ()}),
+        Rate("x_total", {"colour": ("red",)}),
+        Rate("x_total", by=("colour",)),
+        Ratio(Rate("x_total"), (Rate("unheard_total"),)),
+    ],
+)
+def test_a_query_of_what_is_not_declared_is_refused(query: Query) -> None:
+    with pytest.raises(MetricsError):
+        Renderer(small(), "1m").render(query)
+
+
+@pytest.mark.parametrize(
+    "panel", [Panel(Section.LOADS, "X", view=View.QUANTILES), Panel(Section.LOADS, "X", by=("colour",))]
+)
+def test_a_panel_that_cannot_show_its_metric_cannot_be_declared(panel: Panel) -> None:
+    with pytest.raises(MetricsError, match="panel"):
+        Metric("x_total", Kind.COUNTER, "bytes", "", panel=panel)
+
+
+def test_metrics_of_one_title_share_a_panel() -> None:
+    declared = {panel.title: panel for panel in shown(CATALOGUE)}
+    assert [legend for _, legend in declared["Space"].queries] == ["used {{tier}}", "capacity {{tier}}"]

@@ -1,0 +1,232 @@
+"""A real server under load: what it says of each request, what /metrics counts and what Prometheus sees are one."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import panels_svg
+import pytest
+import server as servers
+import wheels
+from panels_svg import PanelQuery, panel_queries
+from prometheus_server import Prometheus, promtool, running_prometheus
+from server import Server
+
+KIND = "qwen3-next"
+CHUNK_TOKENS = 128
+NUM_CLIENTS = 6
+NUM_WAVES = 10
+COUNTS_DEADLINE_S = 60.0
+WINDOW = "2m"
+DEPLOY = next(folder / "deploy" for folder in Path(__file__).resolve().parents if (folder / "deploy").is_dir())
+DASHBOARD = DEPLOY / "grafana/hybridkv.json"
+QUERIES = panel_queries(DASHBOARD, WINDOW)
+# This server has one tier, and one store, and none of its loads and moves fail.
+NOT_HERE = {"vllm:hybridkv_breaker_open", "vllm:hybridkv_move_seconds"}
+PREFIX = "vllm:hybridkv_"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A server that a load has run over, what it counted and said, and the Prometheus server that watched."""
+
+    server: Server
+    prometheus: Prometheus
+    counts: dict[tuple[str, str], float]
+    records: list[dict[str, Any]]
+    began_s: float
+
+    def counted(self, name: str) -> Counter[str]:
+        """A counter's values that are not 0, by their labels."""
+        return +Counter({labels: int(value) for (found, labels), value in self.counts.items() if found == name})
+
+    def told(self, *fields: str, weight: str | None = None) -> Counter[str]:
+        """The records counted, or summed by `weight`, by these fields: as `counted` writes labels."""
+        total: Counter[str] = Counter()
+        for record in self.records:
+            labels = ",".join(f"{field}={record[field]}" for field in sorted(fields))
+            total[labels] += record[weight] if weight else 1
+        return +total
+
+
+def run_load(server: Server) -> None:
+    """Waves of conversations; several clients ask at once. The engine forgets its own cache again and again.
+
+    Those of a wave begin like one that was asked alone before, so that no state was kept where they part from it.
+    """
+    for wave in range(NUM_WAVES):
+        opening = harness.make_prompt(6 * CHUNK_TOKENS, seed=100 * wave)
+        first_turns = [
+            harness.make_prompt(6 * CHUNK_TOKENS + 17, seed=100 * wave + 1 + i, prefix=opening[: (i % 3) * 300])
+            for i in range(NUM_CLIENTS)
+        ]
+        second_turns = [turn + harness.make_prompt(300, seed=100 * wave + 50 + i) for i, turn in enumerate(first_turns)]
+        for prompts in ([opening], first_turns, second_turns, first_turns):
+            ask_together(server, prompts)
+            server.reset_prefix_cache()
+        ask_together(server, first_turns)
+        ask_together(server, first_turns)  # which the engine still holds
+
+
+def ask_together(server: Server, prompts: list[list[int]]) -> None:
+    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+        list(clients.map(server.complete, prompts))
+
+
+def settled(server: Server, explained: Path) -> tuple[dict[tuple[str, str], float], list[dict[str, Any]]]:
+    """Counts and records once as many were counted as said: a step's counts reach /metrics after its tokens."""
+    deadline = time.monotonic() + COUNTS_DEADLINE_S
+    while True:
+        records = [json.loads(line) for line in explained.read_text().splitlines()]
+        counts = server.counts()
+        num_counted = sum(
+            value
+            for (name, labels), value in counts.items()
+            if name == f"{PREFIX}lookups_total" and "pending" not in labels
+        )
+        if num_counted == len(records) or time.monotonic() > deadline:
+            return counts, records
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    directory = harness.scratch_directory(tmp_path_factory.mktemp("metrics"))
+    harness.prepare_environment(directory / "environment")
+    python = wheels.install(
+        Path(os.environ["HYBRIDKV_WHEELHOUSE"]).resolve(),
+        directory / "venv",
+        "hybridkv-vllm",
+        beside=wheels.packages_beside("vllm"),
+    )
+    # Too small for all waves, so that chunks are evicted.
+    config = {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "12MiB"}], "chunk_tokens": CHUNK_TOKENS},
+    }
+    logging_file = str(DEPLOY / "vllm/explain-logging.json")
+    with servers.running_server(
+        python, KIND, directory / "server", config, VLLM_LOGGING_CONFIG_PATH=logging_file
+    ) as server:
+        rules = DEPLOY / "prometheus/hybridkv-alerts.yml"
+        with running_prometheus(directory / "prometheus", server.port, rules) as prometheus:
+            prometheus.wait_for_scrapes(1)
+            began_s = time.time()
+            run_load(server)
+            counts, records = settled(server, directory / "server/explain.jsonl")
+            prometheus.wait_for_scrapes(2)
+            yield Loaded(server, prometheus, counts, records, began_s)
+        print(server.log.read_text())
+
+
+def test_every_request_is_explained(loaded: Loaded) -> None:
+    assert len(loaded.records) == NUM_WAVES * (1 + 5 * NUM_CLIENTS)
+    reasons = {labels.removeprefix("reason=") for labels in loaded.told("reason")}
+    assert {"not_stored", "group_limits", "prefix_ends", "complete", "no_boundary"} <= reasons
+
+
+def test_tokens_of_a_record_add_up(loaded: Loaded) -> None:
+    for record in loaded.records:
+        parts = record["engine_tokens"] + record["offered_tokens"] + record["compute_tokens"]
+        assert parts == record["num_tokens"], record
+
+
+def test_lookups_are_those_that_were_explained(loaded: Loaded) -> None:
+    counted = loaded.counted(f"{PREFIX}lookups_total")
+    told = loaded.told("result", "reason")
+    assert {labels: value for labels, value in counted.items() if "pending" not in labels} == told
+
+
+def test_tokens_by_source_agree_to_the_token(loaded: Loaded) -> None:
+    counted = loaded.counted(f"{PREFIX}lookup_tokens_total")
+    assert counted["source=engine"] == sum(record["engine_tokens"] for record in loaded.records)
+    assert counted["source=compute"] == sum(record["compute_tokens"] for record in loaded.records) > 0
+    assert counted["source=ram"] == loaded.told("source", weight="offered_tokens")["source=ram"] > 0
+    assert loaded.counted(f"{PREFIX}hit_tokens_total")[""] == counted["source=ram"]
+
+
+def test_lost_tokens_agree_to_the_token(loaded: Loaded) -> None:
+    counted = loaded.counted(f"{PREFIX}lost_tokens_total")
+    assert counted == loaded.told("limiting_kind", weight="lost_tokens")
+    assert counted["limiting_kind=recurrent"] > 0
+
+
+def test_junctions_are_those_that_were_explained(loaded: Loaded) -> None:
+    told = loaded.told("junction")
+    told.pop("junction=", None)
+    assert {labels.replace("junction", "outcome"): value for labels, value in told.items()} == loaded.counted(
+        f"{PREFIX}junctions_total"
+    )
+
+
+def test_the_engine_counts_the_same_tokens(loaded: Loaded) -> None:
+    """vLLM counts a prompt once, so this holds because no load failed and no request was preempted."""
+    assert not loaded.counted("vllm:num_preemptions_total")
+    assert "outcome=failed" not in loaded.counted(f"{PREFIX}loads_total")
+    by_source = loaded.counted("vllm:prompt_tokens_by_source_total")
+    for name, field in (
+        ("external_kv_transfer", "offered_tokens"),
+        ("local_cache_hit", "engine_tokens"),
+        ("local_compute", "compute_tokens"),
+    ):
+        assert by_source[f"source={name}"] == sum(record[field] for record in loaded.records), name
+
+
+def test_the_tier_was_too_small_and_says_so(loaded: Loaded) -> None:
+    assert loaded.counted(f"{PREFIX}evictions_total")["tier=ram"] > 0
+    assert loaded.counted(f"{PREFIX}evicted_bytes_total")["tier=ram"] > 0
+
+
+def test_promtool_has_nothing_against_our_metrics_but_the_engines_prefix(loaded: Loaded) -> None:
+    lines = loaded.server.get("/metrics").splitlines(keepends=True)
+    complaints = promtool(
+        "check", "metrics", text="".join(line for line in lines if PREFIX in line)
+    ).stderr.splitlines()
+    assert complaints
+    for complaint in complaints:
+        assert complaint.endswith("metric names should not contain ':'"), complaint
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.section}-{query.panel}-{query.legend}")
+def test_every_panel_shows_this_server(loaded: Loaded, query: PanelQuery) -> None:
+    series = loaded.prometheus.data(query.expression)
+    if query.metrics & NOT_HERE or query.section == "Choice between stores":
+        assert not series
+    else:
+        assert series
+        assert {one.labels["engine"] for one in series} == {"0"}
+
+
+def test_prometheus_saw_what_the_server_counted(loaded: Loaded) -> None:
+    (found,) = loaded.prometheus.query(f"{PREFIX}hit_tokens_total")
+    assert found.value == loaded.counted(f"{PREFIX}hit_tokens_total")[""]
+
+
+def test_every_alert_is_evaluated_and_none_fires(loaded: Loaded) -> None:
+    loaded.prometheus.wait_until(
+        lambda server: all(rule["health"] != "unknown" for rule in server.rules()), "all rules"
+    )
+    rules = loaded.prometheus.rules()
+    assert {rule["name"] for rule in rules if rule["health"] != "ok"} == set()
+    assert {rule["name"] for rule in rules if rule["state"] == "firing"} == set()
+
+
+def test_the_panels_can_be_drawn(loaded: Loaded, tmp_path: Path) -> None:
+    """The picture in docs/guides/observing.md is this one; Bazel keeps it beside the test's log."""
+    picture = Path(os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR", tmp_path)) / "observing.svg"
+    panels = panels_svg.read_panels(loaded.prometheus.url, DASHBOARD, loaded.began_s, time.time())
+    shown = [panel for panel in panels if panel.curves]
+    picture.write_text(panels_svg.draw(shown))
+    text = picture.read_text()
+    assert {"Tokens by source", "Tokens lost to a kind of group", "Space"} <= {panel.title for panel in shown}
+    assert all(f">{panel.title}<" in text for panel in shown)

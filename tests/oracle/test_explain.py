@@ -1,0 +1,199 @@
+"""What the connector says of each request is what it counts and what the engine did, to the token."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm.explain import Explanation, Reason
+from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
+from hybridkv.metrics import Counts
+from oracle.engine import OracleEngine
+from oracle.mixes import GPT_OSS, NAMED, QWEN3_NEXT, Mix
+from oracle.profile import profile
+from oracle.scenarios import Scenario, run, scenarios, with_connector
+from oracle.settings import Connector, EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOGGER = logging.getLogger("vllm.hybridkv.explain")
+PREFIX = "vllm:hybridkv_"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    register()
+
+
+class Heard(logging.Handler):
+    """Every record that was logged, and everything that was counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.explanations: list[Explanation] = []
+        self.counts = Counts()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.explanations.append(msgspec.json.decode(record.getMessage(), type=Explanation))
+
+    def add(self, stats: OffloadStats | None) -> None:
+        if stats is not None:
+            self.counts.merge(Counts.from_dict(stats.data))
+
+    def forget(self) -> None:
+        self.explanations.clear()
+        self.counts = Counts()
+
+    def counted(self, name: str) -> Counter[tuple[str, ...]]:
+        """A counter's values by those of its labels."""
+        return Counter(
+            {labels: value for found, labels, value in self.counts.data().counters if found == PREFIX + name}
+        )
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
+    handler = Heard()
+    take = Recorder.take
+
+    def taking(recorder: Recorder) -> OffloadStats | None:
+        stats = take(recorder)
+        handler.add(stats)
+        return stats
+
+    monkeypatch.setattr(Recorder, "take", taking)
+    level, propagates = LOGGER.level, LOGGER.propagate
+    LOGGER.setLevel(logging.DEBUG)
+    LOGGER.propagate = False
+    LOGGER.addHandler(handler)
+    yield handler
+    LOGGER.removeHandler(handler)
+    LOGGER.setLevel(level)
+    LOGGER.propagate = propagates
+
+
+def offload(mix: Mix, capacity: str | int = "64MiB") -> Connector:
+    tiers = [{"type": "ram", "capacity": capacity}]
+    return Connector(CONNECTOR, {"chunk_tokens": mix.alignment_tokens, "tiers": tiers})
+
+
+def require_agreement(heard: Heard, engine: OracleEngine) -> None:
+    """Sums of records are what was counted, and what the engine took."""
+    assert engine.scheduler_connector is not None
+    engine.scheduler_connector.get_kv_connector_stats()  # what came after the last step
+    told = heard.explanations
+    for one in told:
+        assert one.engine_tokens + one.offered_tokens + one.compute_tokens == one.num_tokens, one
+        assert min(one.engine_tokens, one.offered_tokens, one.compute_tokens - 1, one.lost_tokens) >= 0, one
+        assert one.lost_tokens < one.num_tokens, one
+        assert bool(one.lost_tokens) <= (one.limiting_kind not in ("", "full")), one
+    lookups = heard.counted("lookups_total")
+    assert +Counter((one.result, str(one.reason)) for one in told) == +Counter(
+        {labels: value for labels, value in lookups.items() if labels[0] != "pending"}
+    )
+    tokens: Counter[tuple[str]] = Counter()
+    for one in told:
+        tokens += Counter(
+            {("engine",): one.engine_tokens, (one.source,): one.offered_tokens, ("compute",): one.compute_tokens}
+        )
+    assert tokens == heard.counted("lookup_tokens_total")
+    assert sum(one.offered_tokens for one in told) == heard.counted("hit_tokens_total")[()] == engine.restored_tokens
+    lost: Counter[tuple[str]] = Counter()
+    limited: Counter[tuple[str]] = Counter()
+    for one in told:
+        lost += Counter({(one.limiting_kind,): one.lost_tokens})
+        limited += Counter({(one.limiting_kind,): int(one.lost_tokens > 0)})
+    assert lost == heard.counted("lost_tokens_total")
+    assert limited == heard.counted("limited_lookups_total")
+    assert Counter((one.junction,) for one in told if one.junction) == heard.counted("junctions_total")
+
+
+@pytest.mark.parametrize("capacity", ["64MiB", 40 * 4096], ids=["large", "small"])
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_records_and_counts_agree_to_the_token(mix: Mix, capacity: str | int, heard: Heard) -> None:
+    reasons: Counter[Reason] = Counter()
+
+    @profile(40)
+    @given(scenarios(mix, st.booleans()))
+    def check(scenario: Scenario) -> None:
+        heard.forget()
+        engine = run(mix, with_connector(scenario, offload(mix, capacity)))
+        require_agreement(heard, engine)
+        reasons.update(one.reason for one in heard.explanations)
+
+    check()
+    assert {Reason.COMPLETE, Reason.NOT_STORED, Reason.NO_BOUNDARY} <= reasons.keys(), reasons
+
+
+def prompt(num_tokens: int, seed: int, prefix: list[int] | None = None) -> list[int]:
+    generator = Random(seed)
+    return [*(prefix or []), *(generator.randrange(200) for _ in range(num_tokens))][:num_tokens]
+
+
+class Told:
+    """An engine that answers one prompt after the other, each with an empty cache of its own."""
+
+    def __init__(self, mix: Mix, heard: Heard) -> None:
+        settings = EngineSettings(num_blocks=400, max_step_tokens=512, retention_tokens=0, connector=offload(mix))
+        self.engine = OracleEngine(mix, settings)
+        self.heard = heard
+
+    def ask(self, tokens: list[int], keep_cache: bool = False) -> Explanation:
+        if not keep_cache:
+            self.engine.reset_prefix_cache()
+        self.engine.submit(f"request-{len(self.heard.explanations)}", tokens, 2)
+        self.engine.drain()
+        return self.heard.explanations[-1]
+
+
+@pytest.fixture
+def chunk() -> int:
+    return QWEN3_NEXT.alignment_tokens
+
+
+def test_a_cold_prompt_is_not_stored_and_no_state_is_to_blame(heard: Heard, chunk: int) -> None:
+    told = Told(QWEN3_NEXT, heard).ask(prompt(6 * chunk + 1, 1))
+    assert (told.result, told.reason, told.limiting_kind) == ("miss", Reason.NOT_STORED, "full")
+    assert (told.offered_tokens, told.lost_tokens, told.junction) == (0, 0, "")
+
+
+def test_a_prompt_that_is_stored_is_hit_completely(heard: Heard, chunk: int) -> None:
+    engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
+    engine.ask(tokens)
+    told = engine.ask(tokens)
+    assert (told.result, told.reason, told.source) == ("hit", Reason.COMPLETE, "ram")
+    assert (told.offered_tokens, told.compute_tokens, told.limiting_kind) == (6 * chunk, 1, "")
+
+
+def test_a_sibling_loses_its_prefix_for_want_of_a_state(heard: Heard, chunk: int) -> None:
+    engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
+    engine.ask(tokens)
+    told = engine.ask(prompt(6 * chunk + 1, 2, prefix=tokens[: 4 * chunk]))
+    assert (told.result, told.reason, told.limiting_kind) == ("miss", Reason.GROUP_LIMITS, "recurrent")
+    assert (told.offered_tokens, told.lost_tokens, told.junction) == (0, 4 * chunk, "lost")
+
+
+def test_a_sibling_with_windows_is_resumed_where_it_parts(heard: Heard) -> None:
+    chunk = GPT_OSS.alignment_tokens
+    engine, tokens = Told(GPT_OSS, heard), prompt(6 * chunk + 1, 1)
+    engine.ask(tokens)
+    told = engine.ask(prompt(6 * chunk + 1, 2, prefix=tokens[: 4 * chunk]))
+    assert (told.result, told.reason, told.limiting_kind) == ("hit", Reason.PREFIX_ENDS, "full")
+    assert (told.offered_tokens, told.lost_tokens, told.junction) == (4 * chunk, 0, "resumed")
+
+
+def test_what_the_engine_holds_leaves_nothing_to_offer(heard: Heard, chunk: int) -> None:
+    engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
+    engine.ask(tokens)
+    told = engine.ask(tokens, keep_cache=True)
+    assert (told.result, told.reason) == ("miss", Reason.NO_BOUNDARY)
+    assert (told.engine_tokens, told.compute_tokens) == (6 * chunk, 1)
