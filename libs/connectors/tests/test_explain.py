@@ -21,7 +21,7 @@ END = 96
 
 
 def request(**more: Any) -> RequestState:
-    state = RequestState(SimpleNamespace(request_id="a", num_tokens=NUM_TOKENS), None)  # type: ignore[arg-type]
+    state = RequestState(SimpleNamespace(request_id="a", num_tokens=NUM_TOKENS), None, None)  # type: ignore[arg-type]
     for name, value in more.items():
         setattr(state, name, value)
     return state

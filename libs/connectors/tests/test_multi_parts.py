@@ -30,7 +30,7 @@ from hybridkv.connectors.vllm.multi.timing import SyncLoadTimer
 from hybridkv.connectors.vllm.offload import HybridOffloadConnector
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.metrics import ChildSelection, SelectionStats
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 
 SPEC = CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16)
 
@@ -153,8 +153,8 @@ def test_only_children_that_load_within_the_step_are_timed() -> None:
 # Statistics.
 
 
-def counted(recorder: Recorder, num_tokens: int) -> None:
-    recorder.lookup(Hit(num_tokens), SPEC, num_tokens)
+def counted(recorder: Recorder, num_bytes: int) -> None:
+    recorder.stored_bytes(num_bytes)
 
 
 def children_of(*recorders: Recorder) -> list[Child]:
@@ -188,8 +188,8 @@ def test_statistics_of_two_ranks_and_two_steps_add_up_and_survive_the_wire() -> 
     assert rebuilt.selection == total.selection and rebuilt.children.keys() == total.children.keys()
     reduced = rebuilt.reduce()
     assert reduced["HybridOffloadConnector-0.hit_tokens"] == 48
-    assert reduced["HybridOffloadConnector-0.vllm:hybridkv_hit_tokens_total"] == 48
-    assert reduced["HybridOffloadConnector-1.vllm:hybridkv_hit_tokens_total"] == 200
+    assert reduced["HybridOffloadConnector-0.vllm:hybridkv_store_bytes_total"] == 48
+    assert reduced["HybridOffloadConnector-1.vllm:hybridkv_store_bytes_total"] == 200
     assert not rebuilt.is_empty()
     rebuilt.reset()
     assert rebuilt.is_empty()
