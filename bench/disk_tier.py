@@ -40,14 +40,20 @@ OPERATIONS = ("store", "load in order", "load at random")
 Timed = Callable[[Path, int, int], dict[str, float]]
 
 
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
 def keys(count: int) -> list[bytes]:
-    return [number.to_bytes(32, "little") for number in range(count)]
+    return [key_of(number) for number in range(count)]
 
 
 def filled(num_bytes: int) -> mmap.mmap:
     """Memory that begins on a page and holds no two equal pages."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory[:] = random.Random(0).randbytes(1 << 20) * (num_bytes >> 20)
+    piece = random.Random(0).randbytes(1 << 20)
+    for start in range(0, num_bytes, len(piece)):
+        memory[start : start + len(piece)] = piece[: num_bytes - start]
     return memory
 
 
@@ -105,15 +111,11 @@ def sqlite(directory: Path, size: int, count: int) -> dict[str, float]:
     for name, order in orders(count).items():
         started_s = time.perf_counter()
         for i in order:
-            (chunk,) = connection.execute("SELECT chunk FROM chunks WHERE key = ?", (keys_at(i),)).fetchone()
+            (chunk,) = connection.execute("SELECT chunk FROM chunks WHERE key = ?", (key_of(i),)).fetchone()
             memory[i * size : (i + 1) * size] = chunk
         seconds[name] = time.perf_counter() - started_s
     connection.close()
     return seconds
-
-
-def keys_at(number: int) -> bytes:
-    return number.to_bytes(32, "little")
 
 
 def fio(directory: Path, size: int, count: int) -> dict[str, float]:

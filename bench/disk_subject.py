@@ -1,0 +1,139 @@
+"""The disk tier as `disk_tier.py` measures it: many stores or loads on their way at once, as an engine has them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
+from hybridkv.planner import GroupKind
+from hybridkv.tiers import Slot, Ticket
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
+
+RECORDS = (10_000, 100_000, 1_000_000)
+
+
+def fingerprint() -> Fingerprint:
+    """Of no model in particular."""
+    layer = LayerFingerprint(name="layer", dtype="bfloat16", page_bytes=4096)
+    return Fingerprint(
+        model="none",
+        revision="",
+        weights="",
+        dtype="bfloat16",
+        cache_dtype="bfloat16",
+        kv_layout="NHD",
+        state_layout="",
+        chunk_tokens=16,
+        hash_algorithm="sha256",
+        tensor_parallel_size=1,
+        groups=(GroupFingerprint(kind=GroupKind.FULL, block_tokens=16, layers=(layer,)),),
+    )
+
+
+class Subject:
+    """Both halves of a disk tier."""
+
+    def __init__(self, index: DiskIndex, medium: DiskMedium) -> None:
+        self.index, self.medium = index, medium
+
+    def store(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> float:
+        """Seconds until every chunk is committed."""
+        started_s = time.perf_counter()
+        done = 0
+        for number, (key, chunk) in enumerate(zip(keys, chunks, strict=True)):
+            slot = self.index.reserve(key, len(chunk))
+            while not isinstance(slot, Slot):
+                # The next segment is being made.
+                done += self._end(keys, self.index.commit)
+                slot = self.index.reserve(key, len(chunk))
+            self.medium.store(Ticket(number), key, slot, [chunk])
+            done += self._end(keys, self.index.commit)
+        self._wait(keys, done, self.index.commit)
+        return time.perf_counter() - started_s
+
+    def load(self, keys: Sequence[bytes], chunks: Sequence[memoryview]) -> float:
+        """Seconds until every chunk is in memory and was verified."""
+        started_s = time.perf_counter()
+        for number, (key, chunk) in enumerate(zip(keys, chunks, strict=True)):
+            slot = self.index.pin(key)
+            if slot is None:
+                raise RuntimeError(f"chunk {number} is not stored")
+            self.medium.load(Ticket(number), key, slot, [chunk])
+        self._wait(keys, 0, self.index.unpin)
+        return time.perf_counter() - started_s
+
+    def _wait(self, keys: Sequence[bytes], done: int, end: Callable[[bytes], object]) -> None:
+        while done < len(keys):
+            self.medium.drain(1.0)
+            done += self._end(keys, end)
+
+    def _end(self, keys: Sequence[bytes], end: Callable[[bytes], object]) -> int:
+        completions = self.medium.poll()
+        for completion in completions:
+            if completion.failure is not None:
+                raise RuntimeError(str(completion.failure))
+            end(keys[completion.ticket])
+        return len(completions)
+
+
+@contextmanager
+def opened(directory: Path, capacity_bytes: int, threads: int) -> Iterator[Subject]:
+    """A disk tier that calls no fsync."""
+    options = DiskOptions(
+        capacity_bytes=capacity_bytes, threads=threads, fsync=Fsync.NONE, max_queued=1 << 20, max_records=100_000
+    )
+    index = DiskIndex(str(directory / "tier"), fingerprint(), options)
+    medium = DiskMedium(str(directory / "tier"), index.namespace, 0, options)
+    try:
+        yield Subject(index, medium)
+    finally:
+        medium.close()
+        index.close()
+
+
+def reopening(root: Path) -> dict[str, dict[str, float]]:
+    """Seconds to open a store again by its number of records, from its snapshot and without it."""
+    found = {}
+    for count in RECORDS:
+        options = DiskOptions(
+            capacity_bytes=count * 16384 + (256 << 20), fsync=Fsync.NONE, max_records=count + 1, max_queued=count + 1
+        )
+        path = root / f"records-{count}"
+        fill(path, options, count)
+        found[str(count)] = {"snapshot": reopen_s(path, options, count)}
+        for snapshot in path.rglob("snapshot*"):
+            snapshot.unlink()
+        found[str(count)]["scan"] = reopen_s(path, options, count)
+        print(
+            f"{count:9,d} records: {found[str(count)]['snapshot']:.2f} s from the snapshot, "
+            f"{found[str(count)]['scan']:.2f} s by reading every segment",
+            flush=True,
+        )
+    return found
+
+
+def fill(path: Path, options: DiskOptions, count: int) -> None:
+    """Small records: only their number matters."""
+    index = DiskIndex(str(path), fingerprint(), options, janitor=InlineJanitor())
+    medium = DiskMedium(str(path), index.namespace, 0, options)
+    subject = Subject(index, medium)
+    chunk = memoryview(bytearray(64))
+    keys = [number.to_bytes(32, "little") for number in range(count)]
+    subject.store(keys, [chunk] * count)
+    medium.close()
+    index.close()
+
+
+def reopen_s(path: Path, options: DiskOptions, count: int) -> float:
+    gc.collect()
+    started_s = time.perf_counter()
+    index = DiskIndex(str(path), fingerprint(), options)
+    seconds = time.perf_counter() - started_s
+    if index.num_keys != count:
+        raise RuntimeError(f"{index.num_keys} of {count} records came back")
+    index.close()
+    return seconds
