@@ -183,7 +183,8 @@ def _panel(panel: PanelData, left: int, top: int) -> str:
     rest = len(panel.curves) - len(named)
     if rest:
         line = base + (len(named) + 1) * _LINE_HEIGHT
-        words = "and more" if len(named) == _MAX_NAMED else "at 0"
+        are_all_named = sum(curve.highest > 0 for curve in panel.curves) == len(named)
+        words = "at 0" if are_all_named else "lower ones"
         parts.append(f'<text x="{left + 6}" y="{line}">{rest} {words}</text>')
     return "\n".join(parts)
 

@@ -58,7 +58,7 @@ OVERVIEW: Final = (
     ),
     Shown(
         Section.HITS,
-        "Share of found tokens that a kind of group lost",
+        "Share of found tokens that were lost",
         "percentunit",
         "Tokens that the full groups held and that could not be used, for want of a state or a window.",
         (
