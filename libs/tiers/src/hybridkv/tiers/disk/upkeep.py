@@ -222,8 +222,11 @@ class Upkeep:
         return Seal(segment.number, segment.epoch, segment.end_offset)
 
     def _choose_save(self) -> Job | None:
+        if self.state.rests.is_resting(Save):
+            return None
         is_due = self._clock() >= self._snapshot_s + self._options.snapshot_interval_s
-        return self._save() if is_due and self._snapshot_generation != self._records.generation else None
+        is_news = self._snapshot_generation != self._records.generation
+        return self._save() if self.state.is_snapshot_owed or (is_due and is_news) else None
 
     def _save(self, is_last: bool = False) -> Save:
         """The records that are offered now, and from where on there may be more when this is read.
