@@ -1,4 +1,4 @@
-"""A writer that is killed anywhere leaves a store with everything it said was committed, and nothing it said was not."""
+"""A writer that is killed anywhere leaves what it said was committed, and nothing that it said was withdrawn."""
 
 from __future__ import annotations
 

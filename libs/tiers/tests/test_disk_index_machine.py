@@ -1,7 +1,8 @@
-"""Any sequence of calls, restarts and crashes: what is offered was committed, has its own bytes, and fits the capacity."""
+"""Any calls, restarts and crashes: what is offered was committed, has its own bytes, and fits the capacity."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -289,7 +290,7 @@ class DiskIndexMachine(RuleBasedStateMachine):
             for chunk in self.chunks.values()
             if chunk.is_reserved or chunk.num_pins
         )
-        assert all(end <= start for (_, end), (start, _) in zip(places, places[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
 DiskIndexMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)

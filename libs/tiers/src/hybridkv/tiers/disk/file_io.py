@@ -5,6 +5,7 @@ Decides nothing and catches nothing: what the system refuses is an `OSError`.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Sequence
@@ -65,6 +66,15 @@ class FileIO:
         except BlockingIOError:
             return False
         return True
+
+    def next_data(self, fd: int, offset: int) -> int:
+        """Where the file holds written bytes again, at `offset` or behind it; its end when it holds no more."""
+        try:
+            return os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return os.lseek(fd, 0, os.SEEK_END)
+            return offset
 
     def advise_random(self, fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)

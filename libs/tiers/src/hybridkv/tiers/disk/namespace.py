@@ -65,20 +65,29 @@ class Namespace:
 
     def _lock(self) -> None:
         for _ in range(MAX_LOCK_ATTEMPTS):
-            fd = self.directory.open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT)
+            # Read-only: an open file that may be written to would keep anybody from mounting it read-only.
+            fd = self.directory.open_file(LOCK_NAME, os.O_RDONLY | os.O_CREAT)
             if not self.io.lock(fd):
                 self.io.close(fd)
                 raise self._locked()
             if self._is_current(fd):
                 self._lock_fd = fd
-                self.io.truncate(fd, 0)
-                self.io.pwritev(fd, [f"{os.getpid()}\n".encode()], 0)
+                self._sign_lock()
                 return
             # Whoever removes a stale namespace had it. Its directory is gone, or about to go.
             self.io.close(fd)
             self.directory.close()
             self.directory = self.root.child(self.name, create=True)
         raise TierConfigurationError("path", "a namespace that nobody removes", f"{self.directory.path}")
+
+    def _sign_lock(self) -> None:
+        """Say who has it, and when it was taken."""
+        fd = self.directory.open_file(LOCK_NAME, os.O_WRONLY)
+        try:
+            self.io.truncate(fd, 0)
+            self.io.pwritev(fd, [f"{os.getpid()}\n".encode()], 0)
+        finally:
+            self.io.close(fd)
 
     def _is_current(self, fd: int) -> bool:
         try:

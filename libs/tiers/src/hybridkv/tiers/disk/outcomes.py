@@ -53,6 +53,8 @@ class Outcomes:
         self.withdrawn = Quarantine(options.max_quarantined)
         self.epoch = 0
         self.is_epoch_written = True
+        self.is_snapshot_owed = False
+        """The last one could not be written."""
         self.is_lost = False
         """Something that should be on disk is not: perhaps the directory was removed."""
 
@@ -95,6 +97,7 @@ class Outcomes:
             self.is_epoch_written = self.is_epoch_written or (is_done and job.epoch == self.epoch)
         elif isinstance(job, Save):
             self.tally.add("snapshots", int(is_done))
+            self.is_snapshot_owed = not is_done
         elif isinstance(job, Restore) and is_done:
             self._end_restore(outcome.value)
 

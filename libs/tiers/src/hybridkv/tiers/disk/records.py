@@ -61,6 +61,8 @@ class RecordTable:
         self.evictable: OrderedDict[Key, Record] = OrderedDict()
         self.evictable_bytes = 0
         self.pinned: dict[Key, Record] = {}
+        self.reserved_now: dict[Key, Record] = {}
+        """Doomed ones included: somebody may be writing them."""
         self.used_bytes = 0
         self.num_doomed = 0
         self.generation = 0
@@ -87,6 +89,7 @@ class RecordTable:
         self._segments.change_live(address, record.cost)
         self._segments.hold(address, is_writing=True)
         self.by_key[key] = record
+        self.reserved_now[key] = record
         self.used_bytes += record.cost
         self.generation += 1
         self.tally.reservations += 1
@@ -103,6 +106,7 @@ class RecordTable:
 
     def commit(self, key: Key) -> bool:
         record = self.reserved("commit", key)
+        del self.reserved_now[key]
         self._segments.release(record.address, is_writing=True)
         if record.state is State.DOOMED_WRITE:
             self._forget_doomed(record)
@@ -115,6 +119,7 @@ class RecordTable:
 
     def abort(self, key: Key) -> Record:
         record = self.reserved("abort", key)
+        del self.reserved_now[key]
         self._segments.release(record.address, is_writing=True)
         if record.state is State.DOOMED_WRITE:
             self._forget_doomed(record)

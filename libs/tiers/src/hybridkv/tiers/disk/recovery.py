@@ -192,8 +192,11 @@ def _merge(
             if offset_of(address) + record_bytes(payload_bytes) <= end_of.get(number_of(address), 0):
                 records[key] = FoundRecord(key, address, payload_bytes)
     known = {record.address for record in records.values()} if scanned else set()
+    next_address, pending = (saved.next_address, set(saved.pending)) if saved is not None else (0, set())
     for segment in scanned:
         for found in _scan_segment(namespace, segment, known):
+            if found.address < next_address and found.address not in pending and found.address not in known:
+                continue  # it was evicted or withdrawn before the snapshot
             before = records.get(found.key)
             if before is None or before.address < found.address:
                 records.pop(found.key, None)
@@ -250,6 +253,8 @@ def _is_at(header: RecordHeader, segment: FoundSegment, offset: int) -> bool:
 def _next_record(directory: Directory, fd: int, segment: FoundSegment, offset: int) -> int:
     """Where the next page begins that looks like a record, at `offset` or behind it."""
     while offset < segment.end_offset:
+        written = directory.io.next_data(fd, offset) // PAGE_BYTES * PAGE_BYTES
+        offset = max(offset, min(written, segment.end_offset))
         window = _read(directory, fd, offset, min(SEARCH_BYTES, segment.end_offset - offset))
         words = np.frombuffer(window[: len(window) // PAGE_BYTES * PAGE_BYTES], "<u8")[:: PAGE_BYTES // 8]
         places = np.flatnonzero(words == _MAGIC_NUMBER)

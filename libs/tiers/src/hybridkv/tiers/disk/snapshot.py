@@ -16,7 +16,7 @@ from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format import VERSION, checksum
 
 SNAPSHOT_MAGIC = b"\x89HKVI\r\n\n"
-_HEAD = struct.Struct("<8sHHI32sQQQQQ")
+_HEAD = struct.Struct("<8sHHI32sQQQQQQQ")
 _CHECKSUM_BYTES = 16
 
 
@@ -28,6 +28,10 @@ class Snapshot(NamedTuple):
     """Segments with this number or a higher one may hold records that are not named here."""
     next_number: int
     """No segment had this number or a higher one."""
+    next_address: int
+    """No record had this address or a higher one. A record below it that is not named here, nor pending, is dead."""
+    pending: Sequence[int]
+    """Addresses of records that were being written."""
     keys: Sequence[Key]
     addresses: Sequence[int]
     payload_bytes: Sequence[int]
@@ -44,12 +48,15 @@ def encode(snapshot: Snapshot, namespace: bytes) -> bytes:
         snapshot.epoch,
         snapshot.scan_from,
         snapshot.next_number,
+        snapshot.next_address,
+        len(snapshot.pending),
         len(snapshot.keys),
         len(blob),
     )
     body = b"".join(
         (
             head,
+            np.array(snapshot.pending, dtype="<u8").tobytes(),
             np.array(snapshot.addresses, dtype="<u8").tobytes(),
             np.array(snapshot.payload_bytes, dtype="<u8").tobytes(),
             np.array([len(key) for key in snapshot.keys], dtype="<u2").tobytes(),
@@ -64,16 +71,20 @@ def decode(data: bytes, namespace: bytes) -> Snapshot | None:
     if len(data) < _HEAD.size + _CHECKSUM_BYTES:
         return None
     body = memoryview(data)[:-_CHECKSUM_BYTES]
-    magic, version, _, _, owner, epoch, scan_from, next_number, count, blob_bytes = _HEAD.unpack_from(data)
+    magic, version, _, _, owner, epoch, scan_from, next_number, *rest = _HEAD.unpack_from(data)
+    next_address, pending_count, count, blob_bytes = rest
     if magic != SNAPSHOT_MAGIC or version != VERSION or owner != namespace:
         return None
-    if len(body) != _HEAD.size + 18 * count + blob_bytes or checksum(body) != data[-_CHECKSUM_BYTES:]:
+    if (
+        len(body) != _HEAD.size + 8 * pending_count + 18 * count + blob_bytes
+        or checksum(body) != data[-_CHECKSUM_BYTES:]
+    ):
         return None
-    at = _HEAD.size
+    pending = np.frombuffer(data, "<u8", pending_count, _HEAD.size).tolist()
+    at = _HEAD.size + 8 * pending_count
     addresses = np.frombuffer(data, "<u8", count, at).tolist()
     payload_bytes = np.frombuffer(data, "<u8", count, at + 8 * count).tolist()
-    ends = np.frombuffer(data, "<u2", count, at + 16 * count).cumsum(dtype=np.uint64) + np.uint64(at + 18 * count)
-    stops = ends.tolist()
-    starts = [at + 18 * count, *stops[:-1]]
-    keys = [data[start:stop] for start, stop in zip(starts, stops, strict=False)] if count else []
-    return Snapshot(epoch, scan_from, next_number, keys, addresses, payload_bytes)
+    first = at + 18 * count
+    stops = (np.frombuffer(data, "<u2", count, at + 16 * count).cumsum(dtype=np.int64) + first).tolist()
+    keys = [data[start:stop] for start, stop in zip([first, *stops[:-1]], stops, strict=bool(count))]
+    return Snapshot(epoch, scan_from, next_number, next_address, pending, keys, addresses, payload_bytes)

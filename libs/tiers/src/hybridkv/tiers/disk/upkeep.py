@@ -15,10 +15,11 @@ from functools import partial
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.compaction import Compaction
 from hybridkv.tiers.disk.janitor import Janitor
-from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of
+from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import SNAPSHOT_ENTRY_BYTES, DiskOptions, DiskSizes
 from hybridkv.tiers.disk.outcomes import Outcomes
 from hybridkv.tiers.disk.records import Record, RecordTable, State
+from hybridkv.tiers.disk.segment_files import Move
 from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
 from hybridkv.tiers.disk.work import (
     Append,
@@ -62,6 +63,7 @@ class Upkeep:
         self._ended: deque[Outcome] = deque()
         self._has_ended = threading.Event()
         self._num_running = 0
+        self._copying: tuple[Move, ...] = ()
         self._snapshot_s = clock()
         self._snapshot_generation = -1
         self._look_again_s = self._snapshot_s
@@ -91,7 +93,10 @@ class Upkeep:
         """Apply what ended."""
         while self._ended:
             self._num_running -= 1
-            self.state.apply(self._ended.popleft())
+            outcome = self._ended.popleft()
+            if isinstance(outcome.job, Copy):
+                self._copying = ()
+            self.state.apply(outcome)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything that is due was done or failed. False when `timeout_s` passed first."""
@@ -134,7 +139,7 @@ class Upkeep:
         for segment in list(self._segments.by_number.values()):
             if self._is_sealable(segment):
                 self._start(self._seal(segment))
-        self._start(self._save())
+        self._start(self._save(is_last=True))
 
     # What is to be done next.
 
@@ -217,22 +222,30 @@ class Upkeep:
         return Seal(segment.number, segment.epoch, segment.end_offset)
 
     def _choose_save(self) -> Job | None:
+        if self.state.rests.is_resting(Save):
+            return None
         is_due = self._clock() >= self._snapshot_s + self._options.snapshot_interval_s
-        return self._save() if is_due and self._snapshot_generation != self._records.generation else None
+        is_news = self._snapshot_generation != self._records.generation
+        return self._save() if self.state.is_snapshot_owed or (is_due and is_news) else None
 
-    def _save(self) -> Save:
-        """The records that are offered now, and from where on there may be more when this is read."""
+    def _save(self, is_last: bool = False) -> Save:
+        """The records that are offered now, and from where on there may be more when this is read.
+
+        `is_last`: nothing will be appended any more.
+        """
         segments = self._segments
-        writing = [segment.number for segment in segments.by_number.values() if segment.num_written]
-        first = segments.open.number if segments.open else segments.next_number
-        first = min([first, *writing, *(segment.number for segment in segments.ready)])
+        first = segments.next_number if is_last else number_of(segments.next_address)
+        first = min([first, *(segment.number for segment in segments.by_number.values() if segment.num_written)])
+        copied = [move.new_address for move in self._copying]
+        pending = [*(record.address for record in self._records.reserved_now.values()), *copied]
         pinned = [record for record in self._records.pinned.values() if record.state is State.COMMITTED]
         offered = [*self._records.evictable.values(), *pinned]
         self.state.withdrawn.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
         self._snapshot_s = self._clock()
         self._snapshot_generation = self._records.generation
         max_bytes = PAGE_BYTES + SNAPSHOT_ENTRY_BYTES * self._sizes.max_records
-        return Save(self.state.epoch, first, segments.next_number, offered, max_bytes)
+        next_address = segments.next_address
+        return Save(self.state.epoch, first, segments.next_number, next_address, tuple(pending), offered, max_bytes)
 
     # Starting it.
 
@@ -245,6 +258,8 @@ class Upkeep:
             return False
         if isinstance(job, (Append, Rewrite)):
             self.state.withdrawn.started(job)
+        elif isinstance(job, Copy):
+            self._copying = job.moves
         elif isinstance(job, Create):
             self._segments.next_number += 1
             self._segments.allocated_bytes += job.segment_bytes * self._sizes.num_ranks

@@ -117,6 +117,8 @@ class Save(NamedTuple):
     epoch: int
     scan_from: int
     next_number: int
+    next_address: int
+    pending: tuple[int, ...]
     records: Sequence[Record]
     max_bytes: int
 
@@ -128,7 +130,7 @@ class Save(NamedTuple):
             addresses += [record.address for record in part]
             sizes += [record.payload_bytes for record in part]
         while True:
-            saved = snapshot.Snapshot(self.epoch, self.scan_from, self.next_number, keys, addresses, sizes)
+            saved = snapshot.Snapshot(*self[:5], keys, addresses, sizes)
             data = snapshot.encode(saved, files.namespace.digest)
             if len(data) <= self.max_bytes or not keys:
                 break

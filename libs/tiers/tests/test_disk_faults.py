@@ -1,0 +1,392 @@
+"""What the system refuses is a refusal or a failed operation, counted by reason, and over when its cause is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import disk_faults
+import disk_store
+import msgspec
+import pytest
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import FailureReason, Refusal, Slot, Ticket
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, InlineJanitor, ThreadJanitor
+
+CHUNK = b"chunk" * 1000
+OPTIONS = disk_store.options_for(6 * 12288, num_spare=3, direct=False)
+
+
+class Store:
+    """An index and a medium over system calls that can be made to fail."""
+
+    def __init__(self, path: Path, options: DiskOptions = OPTIONS) -> None:
+        self.path = path
+        self.options = options
+        self.io = disk_faults.FaultyIO()
+        self.clock = disk_store.Clock()
+        self.index: DiskIndex = disk_store.make_index(path, options, self.io, self.clock)
+        self.medium: DiskMedium = disk_store.make_medium(path, options, self.io)
+        self.num_stored = 0
+
+    def store(self, key: bytes | None = None) -> bool:
+        self.num_stored += 1
+        return disk_store.store(self.index, self.medium, key or b"%d" % self.num_stored, CHUNK)
+
+    def fill(self) -> None:
+        """Until every segment is in use."""
+        for _ in range(40):
+            assert self.store()
+
+    def load_fails_with(self, key: bytes) -> FailureReason | None:
+        loaded = disk_store.load(self.index, self.medium, key)
+        assert loaded is not None
+        return loaded[0].failure.reason if loaded[0].failure else None
+
+    def close(self) -> None:
+        self.io.failing.clear()
+        self.medium.close()
+        self.index.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES])
+def test_segments_that_cannot_be_made_are_refusals_until_they_can(tmp_path: Path, number: int) -> None:
+    store = Store(tmp_path / "store")
+    store.io.failing["allocate"] = number
+    taken = sum(store.store() for _ in range(60))
+    assert 0 < taken < 60
+    name = errno.errorcode[number]
+    assert store.index.take_counts().refusals == {Refusal.NO_ROOM: 60 - taken}
+    assert store.index.take_disk_counts().failures.keys() == {f"create: {name}"}
+    store.io.failing.clear()
+    assert not store.store(), "it rests for a while"
+    store.clock.now_s += OPTIONS.retry_interval_s
+    store.fill()
+    store.close()
+
+
+def test_a_full_file_system_at_the_beginning_is_a_refusal(tmp_path: Path) -> None:
+    io = disk_faults.FaultyIO()
+    io.failing["allocate"] = errno.ENOSPC
+    index = disk_store.make_index(tmp_path / "store", OPTIONS, io)
+    assert index.reserve(b"key", 100) is Refusal.NO_ROOM
+    assert index.used_bytes == 0
+    index.close()
+
+
+@pytest.mark.parametrize("call", ["truncate", "remove"])
+def test_segments_that_cannot_be_deleted_stop_new_ones_until_they_can(tmp_path: Path, call: str) -> None:
+    store = Store(tmp_path / "store")
+    store.fill()
+    store.io.failing[call] = errno.EIO
+    refused = sum(not store.store() for _ in range(60))
+    assert refused
+    assert disk_store.disk_bytes(store.path) <= OPTIONS.capacity_bytes
+    store.io.failing.clear()
+    store.clock.now_s += OPTIONS.retry_interval_s
+    store.fill()
+    assert disk_store.disk_bytes(store.path) <= OPTIONS.capacity_bytes
+    store.close()
+
+
+def test_a_read_that_fails_is_one_failed_load(store: Store) -> None:
+    assert store.store(b"key")
+    store.io.failing["preadv"] = errno.EIO
+    assert store.load_fails_with(b"key") is FailureReason.IO
+    store.io.failing.clear()
+    assert store.load_fails_with(b"key") is None
+    store.close()
+
+
+def test_one_bad_place_does_not_fail_its_neighbours(store: Store) -> None:
+    slots: dict[bytes, Slot] = {}
+    for key in (b"a", b"b", b"c"):
+        assert store.store(key)
+        slot = store.index.pin(key)
+        assert slot is not None
+        slots[key] = slot
+    disk_store.flip(disk_store.segment_path(store.path, slots[b"b"]), disk_store.payload_offset(slots[b"b"]))
+    event = store.io.stalled["open"] = threading.Event()
+    store.medium._cache.forget(0)
+    for ticket, (key, slot) in enumerate(slots.items()):
+        store.medium.load(Ticket(ticket), key, slot, [bytearray(len(CHUNK))])
+    event.set()
+    reasons = {completion.ticket: completion.failure for completion in disk_store.finish(store.medium)}
+    assert reasons[Ticket(0)] is None and reasons[Ticket(2)] is None
+    failure = reasons[Ticket(1)]
+    assert failure is not None and failure.reason is FailureReason.CHECKSUM
+    store.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_a_write_that_fails_is_a_failed_store_that_leaves_nothing(store: Store, number: int) -> None:
+    assert store.store(b"before")
+    store.io.failing["pwritev"] = number
+    assert not store.store(b"key")
+    assert store.index.lookup(b"key") is LookupResult.MISS
+    store.io.failing.clear()
+    store.clock.now_s += OPTIONS.retry_interval_s
+    assert store.store(b"key")
+    assert store.load_fails_with(b"before") is None
+    store.close()
+
+
+def test_a_directory_that_is_removed_is_made_anew(store: Store) -> None:
+    for number in range(8):
+        assert store.store(b"old %d" % number)
+    shutil.rmtree(store.path)
+    outcomes = []
+    for _ in range(60):
+        store.clock.now_s += OPTIONS.retry_interval_s
+        outcomes.append(store.store())
+    assert all(outcomes[-20:]), "it works again"
+    assert all(store.index.lookup(b"old %d" % number) is LookupResult.MISS for number in range(8))
+    assert store.store(b"new")
+    assert store.load_fails_with(b"new") is None
+    store.close()
+    reopened = disk_store.make_index(store.path, OPTIONS)
+    assert reopened.lookup(b"new") is LookupResult.HIT
+    reopened.close()
+
+
+def test_loads_from_a_removed_directory_fail_or_are_right(store: Store) -> None:
+    assert store.store(b"key")
+    shutil.rmtree(store.path)
+    store.medium._cache.forget(0)
+    assert store.load_fails_with(b"key") is FailureReason.MISSING
+    store.close()
+
+
+def test_what_cannot_be_written_of_the_metadata_is_tried_again(store: Store) -> None:
+    assert store.store(b"a") and store.store(b"b")
+    store.io.failing["rename"] = errno.EIO
+    assert store.index.invalidate(b"a", "checksum")
+    store.clock.now_s += 1000
+    counts = store.index.take_disk_counts()
+    assert counts.quarantined == {"checksum": 1}
+    assert {"rewrite: EIO", "save: EIO"} <= counts.failures.keys()
+    store.io.failing.clear()
+    store.clock.now_s += OPTIONS.retry_interval_s
+    assert store.index.take_disk_counts().snapshots == 1
+    store.medium.close()
+    store.index._namespace.close()  # as a crash
+    index = disk_store.make_index(store.path, OPTIONS)
+    assert (index.lookup(b"a"), index.lookup(b"b")) == (LookupResult.MISS, LookupResult.HIT)
+    index.close()
+
+
+def test_a_clear_that_cannot_be_written_is_written_later(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    assert store.store(b"a")
+    store.io.failing["rename"] = errno.EIO
+    store.index.clear()
+    assert "writeepoch: EIO" in caplog.text
+    assert store.index.lookup(b"a") is LookupResult.MISS
+    store.io.failing.clear()
+    store.clock.now_s += OPTIONS.retry_interval_s
+    assert store.store(b"b")
+    store.medium.close()
+    store.index._namespace.close()
+    index = disk_store.make_index(store.path, OPTIONS)
+    assert (index.lookup(b"a"), index.lookup(b"b")) == (LookupResult.MISS, LookupResult.HIT)
+    index.close()
+
+
+def test_a_record_that_compaction_finds_damaged_is_quarantined(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    assert store.store(b"bad")
+    slot = store.index.pin(b"bad")
+    assert slot is not None
+    store.index.unpin(b"bad")
+    disk_store.flip(disk_store.segment_path(store.path, slot), disk_store.payload_offset(slot) + 17)
+    for _ in range(60):
+        store.index.touch([b"bad"])
+        assert store.store()
+    assert store.index.lookup(b"bad") is LookupResult.MISS
+    assert store.index.take_disk_counts().quarantined == {"checksum": 1}
+    store.close()
+
+
+def test_a_read_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(OPTIONS, max_queued=2, threads=2, close_timeout_s=0.05)
+    store = Store(tmp_path / "store", options)
+    assert store.store(b"key")
+    slot = store.index.pin(b"key")
+    assert slot is not None
+    event = store.io.stalled["preadv"] = threading.Event()
+    store.medium.load(Ticket(1), b"key", slot, [bytearray(len(CHUNK))])
+    assert store.io.has_stalled.wait(disk_faults.TIMEOUT_S)
+    assert store.medium.poll() == []
+    assert not store.medium.drain(0.0)
+    other = store.index.reserve(b"other", len(CHUNK))
+    assert isinstance(other, Slot)
+    store.medium.store(Ticket(2), b"other", other, [CHUNK])
+    while not (completions := store.medium.poll()):
+        pass
+    assert [(completion.ticket, completion.failure) for completion in completions] == [(Ticket(2), None)]
+    event.set()
+    assert [completion.failure for completion in disk_store.finish(store.medium)] == [None]
+    store.close()
+
+
+def test_a_full_queue_answers_at_once(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(OPTIONS, max_queued=2, threads=1)
+    store = Store(tmp_path / "store", options)
+    assert store.store(b"key")
+    slot = store.index.pin(b"key")
+    assert slot is not None
+    event = store.io.stalled["preadv"] = threading.Event()
+    for ticket in range(4):
+        store.medium.load(Ticket(ticket), b"key", slot, [bytearray(len(CHUNK))])
+        assert store.io.has_stalled.wait(disk_faults.TIMEOUT_S)
+    [completion] = store.medium.poll()
+    assert completion.ticket == 3
+    assert completion.failure is not None and completion.failure.reason is FailureReason.BUSY
+    event.set()
+    assert {completion.failure for completion in disk_store.finish(store.medium)} == {None}
+    store.close()
+
+
+def test_closing_does_not_wait_for_a_read_that_stands_still(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(OPTIONS, threads=1, close_timeout_s=0.05)
+    store = Store(tmp_path / "store", options)
+    assert store.store(b"key")
+    slot = store.index.pin(b"key")
+    assert slot is not None
+    event = store.io.stalled["preadv"] = threading.Event()
+    store.medium.load(Ticket(1), b"key", slot, [bytearray(len(CHUNK))])
+    assert store.io.has_stalled.wait(disk_faults.TIMEOUT_S)
+    store.medium.load(Ticket(2), b"key", slot, [bytearray(len(CHUNK))])
+    store.medium.close()
+    [completion] = store.medium.poll()
+    assert completion.ticket == 2
+    assert completion.failure is not None and completion.failure.reason is FailureReason.CLOSED
+    event.set()
+    assert store.medium.drain(disk_faults.TIMEOUT_S)
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["allocate", "rename", "truncate", "open"])
+def test_file_work_that_stands_still_holds_up_no_call_of_the_index(tmp_path: Path, call: str) -> None:
+    options = msgspec.structs.replace(OPTIONS, close_timeout_s=0.05)
+    io = disk_faults.FaultyIO()
+    index = DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, options, ThreadJanitor(), io, disk_store.Clock())
+    event = io.stalled[call] = threading.Event()
+    for number in range(60):
+        key = b"%d" % number
+        if isinstance(index.reserve(key, 5000), Slot):
+            index.commit(key)
+        index.lookup(key)
+        index.invalidate(key)
+    assert not index.drain(0.0)
+    index.close()
+    event.set()
+
+
+def test_a_file_size_limit_is_a_full_file_system(tmp_path: Path) -> None:
+    """A real one: the system itself refuses to allocate."""
+    program = textwrap.dedent(
+        """
+        import pathlib, resource, signal, sys
+        import disk_store
+        from hybridkv.tiers import Refusal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        options = disk_store.options_for(64 * 8192)
+        index = disk_store.make_index(pathlib.Path(sys.argv[1]), options)
+        assert index.reserve(b"key", 100) is Refusal.NO_ROOM
+        assert index.take_disk_counts().failures == {"create: EFBIG": 1}, "counted"
+        index.close()
+        """
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "store")], env=environment, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 65536
+
+
+MOUNTED = """
+import pathlib, subprocess, sys
+import disk_store
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Refusal
+from hybridkv.tiers.disk import DiskOptions, Fsync
+path = pathlib.Path(sys.argv[1])
+def mount(*options):
+    subprocess.run(["mount", *options], check=True)
+mount("-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(path))
+clock = disk_store.Clock()
+options = DiskOptions(capacity_bytes=8 << 20, segment_bytes=256 << 10, fsync=Fsync.NONE, threads=1)
+index = disk_store.make_index(path, options, clock=clock)
+medium = disk_store.make_medium(path, options)
+stored = [key for key in (b"%d" % n for n in range(30)) if disk_store.store(index, medium, key, b"x" * 60000)]
+assert stored, "the file system has room for a few segments"
+failures = index.take_disk_counts().failures
+assert set(failures) == {"create: ENOSPC"}, failures
+kept = [key for key in stored if index.lookup(key) is LookupResult.HIT]
+assert kept
+for key in kept:
+    completion, data = disk_store.load(index, medium, key)
+    assert completion.failure is None and data == b"x" * 60000
+medium.close()  # the system mounts nothing read-only while somebody may write to a file in it
+mount("-o", "remount,ro", str(path))
+clock.now_s += 1000
+medium = disk_store.make_medium(path, options)
+for key in kept:
+    completion, data = disk_store.load(index, medium, key)
+    assert completion.failure is None and data == b"x" * 60000, completion
+assert not any(disk_store.store(index, medium, b"new %d" % n, b"x" * 60000) for n in range(30))
+assert any(name.endswith("EROFS") for name in index.take_disk_counts().failures)
+mount("-o", "remount,rw,size=16m", str(path))
+clock.now_s += 1000
+medium.close()
+medium = disk_store.make_medium(path, options)
+assert all([disk_store.store(index, medium, b"newer %d" % n, b"x" * 60000) for n in range(30)][5:])
+medium.close()
+index.close()
+"""
+
+
+def test_a_small_file_system_that_is_full_and_then_read_only(tmp_path: Path) -> None:
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a file system in a namespace of his own")
+    path = tmp_path / "mounted"
+    path.mkdir(mode=0o700)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [*namespace, sys.executable, "-c", MOUNTED, str(path)], env=environment, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_janitor_that_is_closed_takes_no_more() -> None:
+    for janitor in (InlineJanitor(), ThreadJanitor()):
+        done: list[int] = []
+        assert janitor.submit(lambda done=done: done.append(1))  # type: ignore[misc]
+        assert janitor.close(disk_faults.TIMEOUT_S)
+        assert done == [1]
+        assert not janitor.submit(lambda: None)
+
+
+def test_a_janitor_takes_a_bounded_number_of_jobs() -> None:
+    janitor = ThreadJanitor(max_queued=2)
+    event = threading.Event()
+    taken = [janitor.submit(lambda: event.wait(disk_faults.TIMEOUT_S) and None) for _ in range(5)]
+    assert not all(taken) and taken[0]
+    event.set()
+    assert janitor.close(disk_faults.TIMEOUT_S)
