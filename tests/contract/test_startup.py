@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,3 +173,40 @@ def test_an_engine_that_was_shut_down_can_start_again(started: list[Any]) -> Non
     configs = configure(GPT_OSS, {"tiers": [RAM]})
     start(configs).shutdown()
     started.append(start(configs))
+
+
+def with_disk(path: Path) -> dict[str, Any]:
+    return {"tiers": [RAM, {"type": "disk", "path": str(path), "capacity": "256MiB"}]}
+
+
+@pytest.mark.parametrize("field", ["nnodes", "data_parallel_size"])
+def test_a_disk_that_several_engines_or_hosts_would_share(field: str, tmp_path: Path) -> None:
+    configs = configure(GPT_OSS, with_disk(tmp_path / "cache"))
+    setattr(configs.vllm.parallel_config, field, 2)
+    error = refused(configs)
+    assert error.path == field and "disk" in error.expected
+
+
+def test_a_disk_path_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigurationError) as caught:
+        start(configure(GPT_OSS, with_disk(tmp_path / "cache")), KVConnectorRole.SCHEDULER)
+    assert caught.value.path == "kv_connector_extra_config.tiers[1].path" and "link" in str(caught.value)
+
+
+def test_a_disk_too_small_for_its_segments(tmp_path: Path) -> None:
+    config = with_disk(tmp_path / "cache")
+    config["tiers"][1]["capacity"] = "1MiB"
+    with pytest.raises(ConfigurationError) as caught:
+        start(configure(GPT_OSS, config), KVConnectorRole.SCHEDULER)
+    assert caught.value.path == "kv_connector_extra_config.tiers[1].capacity" and "at least" in caught.value.expected
+
+
+def test_a_disk_that_another_engine_has_open(started: list[Any], tmp_path: Path) -> None:
+    started.append(start(configure(GPT_OSS, with_disk(tmp_path / "cache")), KVConnectorRole.SCHEDULER))
+    other = configure(GPT_OSS, with_disk(tmp_path / "cache"))
+    other.vllm.kv_transfer_config.engine_id = "another"
+    with pytest.raises(ConfigurationError) as caught:
+        start(other, KVConnectorRole.SCHEDULER)
+    assert caught.value.path == "kv_connector_extra_config.tiers[1].path" and str(os.getpid()) in str(caught.value)

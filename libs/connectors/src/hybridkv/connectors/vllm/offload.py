@@ -71,6 +71,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         _refuse_second(self, transfer.engine_id, role)
         config = decode_config(transfer.kv_connector_extra_config)
         layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens)
+        tiers.require_own_directory(config, vllm_config)
         sizes = tiers.arena_sizes(config, layout)
         self._engine_id = transfer.engine_id
         self._recorder = Recorder()

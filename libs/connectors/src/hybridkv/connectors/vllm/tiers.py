@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, format_size
 from hybridkv.connectors.errors import ConfigurationError
@@ -13,6 +14,9 @@ from hybridkv.tiers import TierConfigurationError, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import StackOptions, TierMover, TierStack
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 DISK_PATH = f"{ROOT}.tiers[1]"
 _DISK_FIELDS = {"capacity_bytes": "capacity"}
@@ -68,6 +72,25 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, sizes: ArenaSizes) -
     far = None if config.disk is None else disk_index(config.disk, layout)
     options = StackOptions(load_timeout_s=config.load_timeout_seconds)
     return TierStack(near, far, layout.world_size, clock, options)
+
+
+def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> None:
+    """Refuses engines whose processes cannot all use one directory, and those that would share it.
+
+    Raises:
+        ConfigurationError: the engine's workers are on several hosts, or it is one of several of a data-parallel group.
+    """
+    if config.disk is None:
+        return
+    for field in ("nnodes", "data_parallel_size"):
+        number = getattr(vllm_config.parallel_config, field, 1)
+        if number != 1:
+            raise ConfigurationError(
+                field,
+                "1 with a disk tier",
+                number,
+                "a directory belongs to one engine on one host; use host memory alone",
+            )
 
 
 def build_mover(config: DiskTierConfig, namespace: bytes, arena: RamArena, rank: int) -> TierMover:
