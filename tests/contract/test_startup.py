@@ -182,6 +182,7 @@ def with_disk(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("field", ["nnodes", "data_parallel_size"])
 def test_a_disk_that_several_engines_or_hosts_would_share(field: str, tmp_path: Path) -> None:
     configs = configure(GPT_OSS, with_disk(tmp_path / "cache"))
+    configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
     setattr(configs.vllm.parallel_config, field, 2)
     error = refused(configs)
     assert error.path == field and "disk" in error.expected
