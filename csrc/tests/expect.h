@@ -35,14 +35,15 @@ class Noise {
 };
 
 inline constexpr unsigned char kPoison = 0xA5;
+inline constexpr std::size_t kMemoryPageBytes = 4096;
 
-// Memory that starts `misalignment` bytes behind a multiple of 64.
+// Memory that starts `misalignment` bytes behind the start of a memory page, as O_DIRECT wants it when that is 0.
 class Memory {
  public:
   Memory(std::size_t num_bytes, std::size_t misalignment)
-      : bytes_(num_bytes + 128 + misalignment, kPoison), num_bytes_(num_bytes) {
+      : bytes_(num_bytes + 2 * kMemoryPageBytes + misalignment, kPoison), num_bytes_(num_bytes) {
     const auto start = reinterpret_cast<std::uintptr_t>(bytes_.data());
-    offset_ = (64 - start % 64) % 64 + misalignment;
+    offset_ = kMemoryPageBytes - start % kMemoryPageBytes + misalignment;
   }
 
   unsigned char* data() { return bytes_.data() + offset_; }
