@@ -1,5 +1,5 @@
-// How far a request has come. One system call need not do all of it: it takes at most IOV_MAX extents and 2 GiB, and may
-// do less than it was asked. Private to the backends.
+// How far a request has come. One system call need not do all of it: it takes at most IOV_MAX extents and 2 GiB, and
+// may do less than it was asked. Private to the backends.
 #ifndef HYBRIDKV_CPU_FILE_PROGRESS_H_
 #define HYBRIDKV_CPU_FILE_PROGRESS_H_
 

@@ -1,8 +1,8 @@
 // Reads and writes many pieces of files at once: requests in, completions out, no order between them.
 //
 // Two backends do the same: io_uring, spoken to by system calls alone, where the kernel has it and lets us; and threads
-// that call preadv and pwritev everywhere else. Memory and file positions are the caller's, who aligns both where a file
-// was opened with O_DIRECT. A queue keeps no data, opens and closes no file, and knows no format.
+// that call preadv and pwritev everywhere else. Memory and file positions are the caller's, who aligns both where a
+// file was opened with O_DIRECT. A queue keeps no data, opens and closes no file, and knows no format.
 #ifndef HYBRIDKV_CPU_FILE_QUEUE_H_
 #define HYBRIDKV_CPU_FILE_QUEUE_H_
 
@@ -59,8 +59,8 @@ class FileQueue {
   virtual std::vector<FileCompletion> reap(std::size_t min_completions, std::size_t capacity, double timeout_s) = 0;
 };
 
-// `max_in_flight` between 1 and 4096. With kUring where `has_uring` is false: null. Destroying a queue waits for what is
-// in flight, since the kernel still writes to its memory.
+// `max_in_flight` between 1 and 4096. With kUring where `has_uring` is false: null. Destroying a queue waits for what
+// is in flight, since the kernel still writes to its memory.
 std::unique_ptr<FileQueue> make_file_queue(FileBackend backend, std::size_t max_in_flight, std::size_t num_threads);
 
 inline constexpr std::size_t kMaxInFlight = 4096;

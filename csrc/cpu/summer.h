@@ -1,8 +1,8 @@
 // Checksums of records whose bytes come in pieces, out of order.
 //
-// A record is a sequence of runs with one digest. Its whole blocks are summed wherever they lie, four at a time; a block
-// that is split between two runs is put together first. Sums wait in a ring until all that comes before them is there,
-// and are folded in order.
+// A record is a sequence of runs with one digest. Its whole blocks are summed wherever they lie, four at a time; a
+// block that is split between two runs is put together first. Sums wait in a ring until all that comes before them is
+// there, and are folded in order.
 #ifndef HYBRIDKV_CPU_SUMMER_H_
 #define HYBRIDKV_CPU_SUMMER_H_
 

@@ -23,8 +23,8 @@ class ThreadPool {
 
   std::size_t num_threads() const { return threads_.size() + 1; }
 
-  // Calls `part(0)` to `part(num_parts - 1)`, each once, on whatever thread is free, and returns when all have returned.
-  // `part` must not throw.
+  // Calls `part(0)` to `part(num_parts - 1)`, each once, on whatever thread is free, and returns when all have
+  // returned. `part` must not throw.
   void run(std::size_t num_parts, const std::function<void(std::size_t)>& part);
 
  private:

@@ -28,8 +28,8 @@ void store(std::uint32_t* shared, std::uint32_t value) {
 }  // namespace
 
 Mapping::Mapping(int fd, std::size_t num_bytes, std::uint64_t offset) : num_bytes_(num_bytes) {
-  void* start = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
-                     static_cast<off_t>(offset));
+  void* start =
+      mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, static_cast<off_t>(offset));
   if (start != MAP_FAILED) start_ = start;
 }
 Mapping::~Mapping() {

@@ -1,9 +1,8 @@
 // Every kernel of csrc/cpu against the plain reference, at every level that this machine has.
-#include "csrc/cpu/move.h"
-
 #include <string>
 #include <vector>
 
+#include "csrc/cpu/move.h"
 #include "csrc/tests/expect.h"
 #include "hybridkv/reference.h"
 
@@ -13,8 +12,8 @@ using hybridkv::BlockId;
 using hybridkv::CopyRun;
 using hybridkv::Digest128;
 using hybridkv::Direction;
-using hybridkv::PageSet;
 using hybridkv::PagePermutation;
+using hybridkv::PageSet;
 using hybridkv::cpu::Caching;
 using hybridkv::cpu::Level;
 using hybridkv::cpu::MoveOptions;
@@ -110,13 +109,12 @@ struct PageCase {
 
 // 64 B to 4 MiB; odd strides; padded pages; heads and tails that are not aligned; one block taken more than once.
 const PageCase kPageCases[] = {
-    {64, 0, 64, 40, 0, 0},          {64, 1, 64, 64, 1, 3},         {65, 0, 50, 33, 0, 0},
-    {192, 64, 40, 40, 0, 16},       {240, 0, 30, 30, 0, 0},        {241, 15, 30, 30, 7, 9},
-    {1000, 24, 40, 37, 0, 0},       {1024, 0, 64, 64, 0, 0},       {1025, 7, 40, 40, 5, 1},
-    {1088, 0, 20, 20, 0, 32},       {4096, 0, 64, 50, 0, 0},       {4096, 4096, 16, 16, 0, 8},
-    {4095, 3, 16, 16, 63, 1},       {34304, 31232, 12, 12, 0, 0},  {32768, 0, 20, 17, 0, 0},
-    {65536, 64, 9, 9, 0, 0},        {70001, 13, 9, 9, 0, 0},       {327680, 0, 6, 5, 0, 0},
-    {1048576, 0, 3, 3, 0, 1},       {4194304, 0, 2, 2, 0, 0},      {4194304, 8, 1, 1, 3, 0},
+    {64, 0, 64, 40, 0, 0},    {64, 1, 64, 64, 1, 3},        {65, 0, 50, 33, 0, 0},    {192, 64, 40, 40, 0, 16},
+    {240, 0, 30, 30, 0, 0},   {241, 15, 30, 30, 7, 9},      {1000, 24, 40, 37, 0, 0}, {1024, 0, 64, 64, 0, 0},
+    {1025, 7, 40, 40, 5, 1},  {1088, 0, 20, 20, 0, 32},     {4096, 0, 64, 50, 0, 0},  {4096, 4096, 16, 16, 0, 8},
+    {4095, 3, 16, 16, 63, 1}, {34304, 31232, 12, 12, 0, 0}, {32768, 0, 20, 17, 0, 0}, {65536, 64, 9, 9, 0, 0},
+    {70001, 13, 9, 9, 0, 0},  {327680, 0, 6, 5, 0, 0},      {1048576, 0, 3, 3, 0, 1}, {4194304, 0, 2, 2, 0, 0},
+    {4194304, 8, 1, 1, 3, 0},
 };
 
 void check_pages(ThreadPool& pool) {
@@ -152,10 +150,8 @@ void check_overlapping_groups(ThreadPool& pool) {
   std::vector<BlockId> ids;
   for (std::size_t id = 0; id < 40; ++id) ids.push_back(static_cast<BlockId>((id * 11) % 64));
   const std::vector<PageSet> sets = {
-      {paged.address(), 8192, 8192, 0, 0, 10},
-      {paged.address(), 8192, 4000, 81920, 10, 0},
-      {paged.address(), 8192, 4000, 81920, 10, 20},
-      {paged.address() + 4096, 8192, 1024, 161920, 5, 33},
+      {paged.address(), 8192, 8192, 0, 0, 10},      {paged.address(), 8192, 4000, 81920, 10, 0},
+      {paged.address(), 8192, 4000, 81920, 10, 20}, {paged.address() + 4096, 8192, 1024, 161920, 5, 33},
       {paged.address(), 4096, 100, 195712, 0, 1},
   };
   Memory buffer(195812, 0);

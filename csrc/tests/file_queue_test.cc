@@ -121,7 +121,8 @@ void check_many(const Backend& backend, const File& file, std::size_t alignment)
       expect(one.digest == digest_of(*written[record]), backend.name + ": with its digest");
     }
   }
-  expect(only(*queue, request(FileOperation::kSyncData, file.fd(), 0, {})).error == 0, backend.name + ": data is synced");
+  expect(only(*queue, request(FileOperation::kSyncData, file.fd(), 0, {})).error == 0,
+         backend.name + ": data is synced");
 }
 
 void check_edges(const Backend& backend) {

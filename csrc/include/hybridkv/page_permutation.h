@@ -16,9 +16,9 @@ namespace hybridkv {
 
 inline constexpr std::uint32_t kMaxPageDimensions = 6;
 
-// Unit (i0, i1, ...) of the page is the unit `(i0 * extents[1] + i1) * extents[2] + ...` of the canonical page, and lies
-// `i0 * strides[0] + i1 * strides[1] + ...` bytes into the engine's page. A unit is `unit_bytes` contiguous bytes on
-// both sides. Zero dimensions are one unit.
+// Unit (i0, i1, ...) of the page is the unit `(i0 * extents[1] + i1) * extents[2] + ...` of the canonical page, and
+// lies `i0 * strides[0] + i1 * strides[1] + ...` bytes into the engine's page. A unit is `unit_bytes` contiguous bytes
+// on both sides. Zero dimensions are one unit.
 struct PagePermutation {
   std::uint64_t unit_bytes;
   std::uint64_t num_dimensions;  // at most kMaxPageDimensions

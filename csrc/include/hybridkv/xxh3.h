@@ -1,10 +1,10 @@
-// XXH3-128 with seed 0, from its published specification, in plain scalar code: the reference of the vectorised kernels,
-// and the pieces that they and device code share. It equals python's xxhash.xxh3_128.
+// XXH3-128 with seed 0, from its published specification, in plain scalar code: the reference of the vectorised
+// kernels, and the pieces that they and device code share. It equals python's xxhash.xxh3_128.
 //
 // Why not a library: the copy kernels add each stripe to the checksum while it is in a register, on its way to the
-// destination, which no library's interface allows. `block_sum` is what makes that possible out of order: the stripes of
-// a block only add to the accumulators, so the sums of many blocks may be computed in any order, or by many threads, and
-// be folded in order afterwards.
+// destination, which no library's interface allows. `block_sum` is what makes that possible out of order: the stripes
+// of a block only add to the accumulators, so the sums of many blocks may be computed in any order, or by many threads,
+// and be folded in order afterwards.
 #ifndef HYBRIDKV_XXH3_H_
 #define HYBRIDKV_XXH3_H_
 
