@@ -181,17 +181,20 @@ std::vector<std::string> levels() {
 }  // namespace
 
 NB_MODULE(_cpu, module) {
+  // What lives until the process ends, as a mover that a library keeps, is no leak.
+  nb::set_leak_warnings(false);
   module.def("levels", &levels);
   module.def("copy_with_memcpy", &copy_with_memcpy, "source"_a, "destination"_a, "num_bytes"_a);
   nb::class_<Mover>(module, "Mover")
       .def(nb::init<std::size_t, const std::string&, const std::string&>(), "num_threads"_a = 1, "level"_a = "best",
            "caching"_a = "by_size")
-      .def("copy", &copy, "sources"_a, "destinations"_a, "num_bytes"_a)
-      .def("copy_and_digest", &copy_and_digest, "sources"_a, "destinations"_a, "num_bytes"_a, "record_ends"_a)
-      .def("digest", &digest, "addresses"_a, "num_bytes"_a, "record_ends"_a)
-      .def("move_pages", &move_pages, "page_sets"_a, "block_ids"_a, "buffer"_a, "buffer_bytes"_a, "is_scatter"_a,
-           "with_digests"_a)
-      .def("permute_pages", &permute_pages, "unit_bytes"_a, "extents"_a, "strides"_a, "pages"_a, "buffer"_a,
+      .def("copy", &copy, "sources"_a.noconvert(), "destinations"_a.noconvert(), "num_bytes"_a.noconvert())
+      .def("copy_and_digest", &copy_and_digest, "sources"_a.noconvert(), "destinations"_a.noconvert(),
+           "num_bytes"_a.noconvert(), "record_ends"_a.noconvert())
+      .def("digest", &digest, "addresses"_a.noconvert(), "num_bytes"_a.noconvert(), "record_ends"_a.noconvert())
+      .def("move_pages", &move_pages, "page_sets"_a.noconvert(), "block_ids"_a.noconvert(), "buffer"_a,
+           "buffer_bytes"_a, "is_scatter"_a, "with_digests"_a)
+      .def("permute_pages", &permute_pages, "unit_bytes"_a, "extents"_a, "strides"_a, "pages"_a.noconvert(), "buffer"_a,
            "is_scatter"_a);
   bind_file_queue(module);
 }

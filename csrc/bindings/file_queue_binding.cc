@@ -141,8 +141,9 @@ void bind_file_queue(nb::module_& module) {
            "num_threads"_a = 4)
       .def_prop_ro("backend", &Queue::backend)
       .def_prop_ro("num_in_flight", &Queue::num_in_flight)
-      .def("submit", &Queue::submit, "tags"_a, "operations"_a, "fds"_a, "offsets"_a, "extent_ends"_a, "addresses"_a,
-           "num_bytes"_a, "wants_digests"_a)
+      .def("submit", &Queue::submit, "tags"_a.noconvert(), "operations"_a.noconvert(), "fds"_a.noconvert(),
+           "offsets"_a.noconvert(), "extent_ends"_a.noconvert(), "addresses"_a.noconvert(), "num_bytes"_a.noconvert(),
+           "wants_digests"_a)
       .def("reap", &Queue::reap, "min_completions"_a, "timeout_s"_a);
 }
 

@@ -27,7 +27,7 @@ class Mover:
 
     def __init__(self, num_threads: int = 1, level: str = "best", caching: _Caching = "by_size") -> None: ...
     def copy(self, sources: _Integers, destinations: _Integers, num_bytes: _Integers) -> None:
-        """Copies `num_bytes[i]` bytes from address `sources[i]` to `destinations[i]`. No destination overlaps anything."""
+        """Copies `num_bytes[i]` bytes from `sources[i]` to `destinations[i]`. No destination overlaps anything."""
 
     def copy_and_digest(
         self, sources: _Integers, destinations: _Integers, num_bytes: _Integers, record_ends: _Integers
@@ -103,6 +103,6 @@ class FileQueue:
     def reap(self, min_completions: int, timeout_s: float) -> list[tuple[int, int, int, bytes]]:
         """(tag, errno or 0, bytes moved, digest) of what has ended; each once.
 
-        Waits for `min_completions`, at most `timeout_s`, and for no more than is in flight. The digest is zeros unless it
-        was asked for and all bytes were read. ENODATA: the file ended before the extents did.
+        Waits for `min_completions`, at most `timeout_s`, and for no more than is in flight. The digest is zeros unless
+        it was asked for and all bytes were read. ENODATA: the file ended before the extents did.
         """
