@@ -5,6 +5,7 @@ load("//bazel/npm:npm_buildifier.bzl", "npm_buildifier")
 load("//bazel/prometheus:debian_prometheus.bzl", "debian_prometheus")
 load("//bazel/python:local_python.bzl", "local_python")
 load("//bazel/python:locked_packages.bzl", "locked_packages")
+load("//bazel/python:nanobind_cc.bzl", "nanobind_cc")
 
 def hybridkv_repositories():
     """Declares the repositories; none is fetched before something needs it."""
@@ -12,6 +13,7 @@ def hybridkv_repositories():
 
     # What the libraries import; small.
     locked_packages(name = "pypi", lock = "//third_party/python:requirements_lock.txt")
+    nanobind_cc(name = "nanobind_cc", packages = "@pypi//:BUILD.bazel")
 
     # The same at the same versions, with torch and vLLM; only the targets that need those name it.
     locked_packages(name = "pypi_engine", lock = "//third_party/python:engine_lock.txt")

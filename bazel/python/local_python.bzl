@@ -2,6 +2,7 @@
 
 _BUILD = """\
 load("@bazel_tools//tools/python:toolchain.bzl", "py_runtime_pair")
+load("@rules_cc//cc:defs.bzl", "cc_library")
 
 package(default_visibility = ["//visibility:public"])
 
@@ -22,6 +23,18 @@ toolchain(
     toolchain = ":runtime_pair",
     toolchain_type = "@bazel_tools//tools/python:toolchain_type",
 )
+
+# For extension modules.
+cc_library(
+    name = "headers",
+    hdrs = glob(["include/**/*.h"]),
+    includes = ["include"],
+)
+"""
+
+# So that only what compiles an extension fails, and says why.
+_NO_HEADERS = """\
+#error "this Python has no headers; hint: apt-get install python3-dev, or set HYBRIDKV_PYTHON to another Python"
 """
 
 _PROBE = """\
@@ -44,6 +57,14 @@ def _candidates(rctx):
                 found.append(str(entry.get_child("bin").get_child("python" + version)))
     return found
 
+def _link_headers(rctx, python):
+    result = rctx.execute([python, "-I", "-c", "import sysconfig; print(sysconfig.get_path('include'))"])
+    include = result.stdout.strip()
+    if result.return_code == 0 and rctx.path(include + "/Python.h").exists:
+        rctx.symlink(include, "include")
+    else:
+        rctx.file("include/Python.h", _NO_HEADERS)
+
 def _local_python_impl(rctx):
     tried = []
     for candidate in _candidates(rctx):
@@ -55,6 +76,7 @@ def _local_python_impl(rctx):
             path = str(rctx.path("venv/bin/python3"))
             rctx.file("BUILD.bazel", _BUILD.format(path = path))
             rctx.file("path.txt", path)
+            _link_headers(rctx, path)
             return
         tried.append("%s (%s)" % (candidate, (result.stderr or result.stdout).strip()))
     fail("no Python {} found; set HYBRIDKV_PYTHON to one. Tried: {}".format(

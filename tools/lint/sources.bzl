@@ -1,6 +1,6 @@
 """What the lint tests read of one package."""
 
-_PATTERNS = ["*.bazel", "*.bzl", "*.py"]
+_PATTERNS = ["*.bazel", "*.bzl", "*.py", "*.pyi"]
 
 def lint_sources(name, srcs = None):
     """Collects the package's Python and Starlark files, new ones too.

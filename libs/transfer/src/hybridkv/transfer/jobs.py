@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId
 from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.native import runs_copier
 from hybridkv.transfer.runs import CopyRuns
 
 
@@ -24,8 +24,7 @@ class Job:
 
 def copy_runs(runs: CopyRuns) -> None:
     """Copy each run, without the interpreter lock. The caller checked every address."""
-    for source, destination, num_bytes in runs.triples():
-        ctypes.memmove(destination, source, num_bytes)
+    runs_copier()(runs)
 
 
 def execute(

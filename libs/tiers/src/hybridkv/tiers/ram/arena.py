@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from hybridkv.tiers.buffers import byte_views, copy_views, why_not_copy
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
+from hybridkv.tiers.digests import view_digest
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.ram.sizes import count_granules
 
@@ -169,10 +169,7 @@ class RamArena:
             self._completions.append(Completion(ticket, failure))
 
     def _checksum(self, slot: Slot) -> bytes:
-        digest = xxhash.xxh3_128()
-        for view in self.views(slot):
-            digest.update(view)
-        return digest.digest()
+        return view_digest()(self.views(slot))
 
     def _why_not_use(self, slot: Slot) -> Failure | None:
         if self._is_closed:

@@ -1,0 +1,202 @@
+// hybridkv.native._cpu: csrc/cpu for Python. Checks shapes, gives up the interpreter lock, and calls; decides nothing.
+// Addresses are plain integers, as everywhere in hybridkv.transfer: who calls keeps their memory alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "csrc/bindings/file_queue_binding.h"
+#include "csrc/cpu/level.h"
+#include "csrc/cpu/move.h"
+#include "csrc/cpu/run_source.h"
+#include "csrc/cpu/thread_pool.h"
+
+namespace hybridkv::bindings {
+namespace {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+using Integers = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+cpu::Level level_of(const std::string& name) {
+  if (name == "best") return cpu::best_level();
+  for (const cpu::Level level : cpu::supported_levels()) {
+    if (name == cpu::name_of(level)) return level;
+  }
+  throw std::invalid_argument("level: expected one of levels(), got " + name);
+}
+
+cpu::Caching caching_of(const std::string& name) {
+  if (name == "by_size") return cpu::Caching::kBySize;
+  if (name == "cached") return cpu::Caching::kCached;
+  if (name == "streamed") return cpu::Caching::kStreamed;
+  throw std::invalid_argument("caching: expected by_size, cached or streamed, got " + name);
+}
+
+// How a call is carried out, once for many calls.
+struct Mover {
+  cpu::MoveOptions options;
+  cpu::ThreadPool pool;
+
+  Mover(std::size_t num_threads, const std::string& level, const std::string& caching)
+      : options{level_of(level), caching_of(caching), nullptr}, pool(checked(num_threads)) {
+    if (num_threads > 1) options.pool = &pool;
+  }
+
+  static std::size_t checked(std::size_t num_threads) {
+    if (num_threads < 1 || num_threads > 256) {
+      throw std::invalid_argument("num_threads: expected 1 to 256, got " + std::to_string(num_threads));
+    }
+    return num_threads;
+  }
+};
+
+void require(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+cpu::RunArrays runs_of(const Integers& sources, const Integers& destinations, const Integers& num_bytes) {
+  require(sources.size() == num_bytes.size() && destinations.size() == num_bytes.size(),
+          "sources, destinations, num_bytes: expected arrays of one length");
+  return {sources.data(), destinations.data(), num_bytes.data(), num_bytes.size()};
+}
+
+void require_records(const Integers& record_ends, std::size_t num_runs) {
+  std::int64_t last = 0;
+  for (std::size_t record = 0; record < record_ends.size(); ++record) {
+    require(record_ends.data()[record] >= last, "record_ends: expected ends that do not fall");
+    last = record_ends.data()[record];
+  }
+  require(static_cast<std::size_t>(last) == num_runs, "record_ends: expected the last to be the number of runs");
+}
+
+nb::bytes bytes_of(const std::vector<Digest128>& digests) {
+  std::vector<unsigned char> bytes(digests.size() * 16);
+  for (std::size_t digest = 0; digest < digests.size(); ++digest) {
+    write_canonical(digests[digest], bytes.data() + digest * 16);
+  }
+  return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+void copy(Mover& mover, const Integers& sources, const Integers& destinations, const Integers& num_bytes) {
+  const cpu::RunArrays runs = runs_of(sources, destinations, num_bytes);
+  const nb::gil_scoped_release released;
+  cpu::copy(runs, mover.options);
+}
+
+nb::bytes copy_and_digest(Mover& mover, const Integers& sources, const Integers& destinations,
+                          const Integers& num_bytes, const Integers& record_ends) {
+  const cpu::RunArrays runs = runs_of(sources, destinations, num_bytes);
+  require_records(record_ends, runs.size());
+  std::vector<Digest128> digests(record_ends.size());
+  {
+    const nb::gil_scoped_release released;
+    cpu::copy_and_digest(runs, record_ends.data(), digests.size(), digests.data(), mover.options);
+  }
+  return bytes_of(digests);
+}
+
+nb::bytes digest(Mover& mover, const Integers& addresses, const Integers& num_bytes, const Integers& record_ends) {
+  require(addresses.size() == num_bytes.size(), "addresses, num_bytes: expected arrays of one length");
+  require_records(record_ends, num_bytes.size());
+  std::vector<Digest128> digests(record_ends.size());
+  {
+    const nb::gil_scoped_release released;
+    const cpu::RunArrays runs(addresses.data(), nullptr, num_bytes.data(), num_bytes.size());
+    cpu::digest(runs, record_ends.data(), digests.size(), digests.data(), mover.options);
+  }
+  return bytes_of(digests);
+}
+
+// `page_sets` are rows of sizeof(PageSet) bytes. A digest for each set when `with_digests`, else none.
+nb::bytes move_pages(Mover& mover, const Table& page_sets, const Integers& block_ids, std::uint64_t buffer,
+                     std::uint64_t buffer_bytes, bool is_scatter, bool with_digests) {
+  require(page_sets.shape(1) == sizeof(PageSet), "page_sets: expected rows of 40 bytes");
+  std::vector<PageSet> sets(page_sets.shape(0));
+  if (!sets.empty()) std::memcpy(sets.data(), page_sets.data(), sets.size() * sizeof(PageSet));
+  std::vector<std::int64_t> ends;
+  std::int64_t end = 0;
+  for (const PageSet& set : sets) {
+    require(set.first_id <= block_ids.size() && set.num_pages <= block_ids.size() - set.first_id,
+            "page_sets: expected block ids that are in the table");
+    require(set.buffer_offset <= buffer_bytes &&
+                (set.num_pages == 0 || set.page_bytes <= (buffer_bytes - set.buffer_offset) / set.num_pages),
+            "page_sets: expected pages that lie in the buffer");
+    ends.push_back(end += set.num_pages);
+  }
+  for (std::size_t id = 0; id < block_ids.size(); ++id) {
+    require(block_ids.data()[id] >= 0, "block_ids: expected numbers >= 0");
+  }
+  std::vector<Digest128> digests(with_digests ? sets.size() : 0);
+  {
+    const nb::gil_scoped_release released;
+    const Direction direction = is_scatter ? Direction::kScatter : Direction::kGather;
+    const cpu::PageRuns runs(sets.data(), sets.size(), block_ids.data(), buffer, direction);
+    if (with_digests) {
+      cpu::copy_and_digest(runs, ends.data(), ends.size(), digests.data(), mover.options);
+    } else {
+      cpu::copy(runs, mover.options);
+    }
+  }
+  return bytes_of(digests);
+}
+
+void permute_pages(Mover& mover, std::uint64_t unit_bytes, const std::vector<std::uint64_t>& extents,
+                   const std::vector<std::uint64_t>& strides, const Integers& pages, std::uint64_t buffer,
+                   bool is_scatter) {
+  require(extents.size() == strides.size() && extents.size() <= kMaxPageDimensions,
+          "extents, strides: expected at most 6, as many of one as of the other");
+  PagePermutation permutation{unit_bytes, extents.size(), {}, {}};
+  for (std::size_t dimension = 0; dimension < extents.size(); ++dimension) {
+    require(extents[dimension] > 0, "extents: expected numbers > 0");
+    permutation.extents[dimension] = extents[dimension];
+    permutation.strides[dimension] = strides[dimension];
+  }
+  const nb::gil_scoped_release released;
+  const Direction direction = is_scatter ? Direction::kScatter : Direction::kGather;
+  cpu::copy(cpu::UnitRuns(permutation, pages.data(), pages.size(), buffer, direction), mover.options);
+}
+
+// The C library's copy, for benchmarks: without ctypes in the way.
+void copy_with_memcpy(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes) {
+  const nb::gil_scoped_release released;
+  std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), num_bytes);
+}
+
+std::vector<std::string> levels() {
+  std::vector<std::string> names;
+  for (const cpu::Level level : cpu::supported_levels()) names.emplace_back(cpu::name_of(level));
+  return names;
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, module) {
+  // What lives until the process ends, as a mover that a library keeps, is no leak.
+  nb::set_leak_warnings(false);
+  module.def("levels", &levels);
+  module.def("copy_with_memcpy", &copy_with_memcpy, "source"_a, "destination"_a, "num_bytes"_a);
+  nb::class_<Mover>(module, "Mover")
+      .def(nb::init<std::size_t, const std::string&, const std::string&>(), "num_threads"_a = 1, "level"_a = "best",
+           "caching"_a = "by_size")
+      .def("copy", &copy, "sources"_a.noconvert(), "destinations"_a.noconvert(), "num_bytes"_a.noconvert())
+      .def("copy_and_digest", &copy_and_digest, "sources"_a.noconvert(), "destinations"_a.noconvert(),
+           "num_bytes"_a.noconvert(), "record_ends"_a.noconvert())
+      .def("digest", &digest, "addresses"_a.noconvert(), "num_bytes"_a.noconvert(), "record_ends"_a.noconvert())
+      .def("move_pages", &move_pages, "page_sets"_a.noconvert(), "block_ids"_a.noconvert(), "buffer"_a,
+           "buffer_bytes"_a, "is_scatter"_a, "with_digests"_a)
+      .def("permute_pages", &permute_pages, "unit_bytes"_a, "extents"_a, "strides"_a, "pages"_a.noconvert(), "buffer"_a,
+           "is_scatter"_a);
+  bind_file_queue(module);
+}
+
+}  // namespace hybridkv::bindings

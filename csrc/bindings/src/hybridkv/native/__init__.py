@@ -1,0 +1,10 @@
+"""The C++ of csrc/cpu: moves bytes and takes their checksums at the speed of memory. Without the interpreter lock.
+
+Optional: `hybridkv.transfer` and `hybridkv.tiers` use it where it can be imported, and say once when they do without.
+The plugin's wheel carries it. Addresses are integers and nothing here checks them: the caller made sure that they are
+readable, or writable, and stay so until a call returns (for a `FileQueue`: until the completion was reaped).
+"""
+
+from hybridkv.native._cpu import FileQueue, Mover, copy_with_memcpy, has_uring, levels
+
+__all__ = ["FileQueue", "Mover", "copy_with_memcpy", "has_uring", "levels"]

@@ -1,0 +1,108 @@
+"""What cpu_module.cc and file_queue_binding.cc export. ValueError for arguments that fit no call."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+_Integers = npt.NDArray[np.int64]  # one-dimensional, contiguous
+_Caching = Literal["by_size", "cached", "streamed"]
+
+def levels() -> list[str]:
+    """The instructions that this machine has: "scalar", "avx2", "avx512"; best last."""
+
+def has_uring() -> bool:
+    """Whether this kernel lets this process use io_uring."""
+
+def copy_with_memcpy(source: int, destination: int, num_bytes: int) -> None:
+    """The C library's memcpy, for benchmarks."""
+
+class Mover:
+    """Carries out copies. Any number of threads may use one at once; with `num_threads` > 1 they take turns.
+
+    `level` is one of `levels()` or "best". `caching` says whether what is written stays out of the caches: "streamed",
+    "cached", or by the size of the call. Threads above the first start now, and end with the object.
+    """
+
+    def __init__(self, num_threads: int = 1, level: str = "best", caching: _Caching = "by_size") -> None: ...
+    def copy(self, sources: _Integers, destinations: _Integers, num_bytes: _Integers) -> None:
+        """Copies `num_bytes[i]` bytes from `sources[i]` to `destinations[i]`. No destination overlaps anything."""
+
+    def copy_and_digest(
+        self, sources: _Integers, destinations: _Integers, num_bytes: _Integers, record_ends: _Integers
+    ) -> bytes:
+        """The same, and XXH3-128 of each record, 16 bytes each as `xxhash.xxh3_128_digest` gives them.
+
+        Record i is runs `record_ends[i - 1]` to `record_ends[i]`, in order; the last end is the number of runs.
+        """
+
+    def digest(self, addresses: _Integers, num_bytes: _Integers, record_ends: _Integers) -> bytes:
+        """The digests alone: nothing is written."""
+
+    def move_pages(
+        self,
+        page_sets: npt.NDArray[np.uint8],
+        block_ids: _Integers,
+        buffer: int,
+        buffer_bytes: int,
+        is_scatter: bool,
+        with_digests: bool,
+    ) -> bytes:
+        """Gathers pages into a buffer, or scatters a buffer over pages. Digests of the sets, or b"".
+
+        `page_sets` has a row of 40 bytes for each set, which csrc/include/hybridkv/page_set.h lays out.
+        """
+
+    def permute_pages(
+        self,
+        unit_bytes: int,
+        extents: Sequence[int],
+        strides: Sequence[int],
+        pages: _Integers,
+        buffer: int,
+        is_scatter: bool,
+    ) -> None:
+        """Between pages at the addresses `pages` and canonical pages, one after the other, at `buffer`.
+
+        Unit (i0, i1, ...) of the canonical order, `extents` with the outermost first, lies `sum(i * stride)` bytes into
+        a page.
+        """
+
+class FileQueue:
+    """Reads and writes many pieces of files at once. For one thread at a time: a second one gets `RuntimeError`.
+
+    `max_in_flight` requests at most, 1 to 4096. `backend`: "io_uring" (`RuntimeError` where the kernel has none),
+    "threads", which are `num_threads`, or the better one that is to be had. It waits at its end for what is in flight.
+    """
+
+    def __init__(
+        self, max_in_flight: int, backend: Literal["best", "io_uring", "threads"] = "best", num_threads: int = 4
+    ) -> None: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def num_in_flight(self) -> int: ...
+    def submit(
+        self,
+        tags: _Integers,
+        operations: _Integers,
+        fds: _Integers,
+        offsets: _Integers,
+        extent_ends: _Integers,
+        addresses: _Integers,
+        num_bytes: _Integers,
+        wants_digests: bool,
+    ) -> int:
+        """Starts as many requests as there is room for, from the first on. Returns how many.
+
+        Request i: `operations[i]` 0 reads, 1 writes, 2 syncs data. The extents `extent_ends[i - 1]` to `extent_ends[i]`
+        of `addresses` and `num_bytes` are, in order, the bytes of file `fds[i]` from `offsets[i]` on.
+        """
+
+    def reap(self, min_completions: int, timeout_s: float) -> list[tuple[int, int, int, bytes]]:
+        """(tag, errno or 0, bytes moved, digest) of what has ended; each once.
+
+        Waits for `min_completions`, at most `timeout_s`, and for no more than is in flight. The digest is zeros unless
+        it was asked for and all bytes were read. ENODATA: the file ended before the extents did.
+        """

@@ -1,0 +1,161 @@
+"""The movers of hybridkv.native do what numpy and xxhash do, at every level of instructions."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv.native import Mover, copy_with_memcpy, levels
+
+CACHINGS = ("cached", "streamed")
+WAYS = [(level, caching, threads) for level in levels() for caching in CACHINGS for threads in (1, 3)]
+MOVERS = {way: Mover(num_threads=way[2], level=way[0], caching=way[1]) for way in WAYS}
+POISON = 0xA5
+
+mover = pytest.mark.parametrize("mover", MOVERS.values(), ids=["-".join(map(str, way)) for way in WAYS])
+
+
+def integers(values: Any) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def noise(num_bytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
+def digests(data: bytes) -> list[bytes]:
+    return [data[start : start + 16] for start in range(0, len(data), 16)]
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 5000), st.integers(0, 70)), max_size=40)
+"""(where in the source, bytes, gap before it in the destination)"""
+
+
+@settings(max_examples=60, deadline=None)
+@given(RUNS, st.integers(0, 63), st.data())
+def test_runs_and_their_digests_are_those_of_numpy_and_xxhash(
+    runs: list[tuple[int, int, int]], misalignment: int, data: st.DataObject
+) -> None:
+    source = noise(8000)
+    starts = np.cumsum([0] + [gap + size for _, size, gap in runs])
+    wanted = np.full(int(starts[-1]) + misalignment + 64, POISON, dtype=np.uint8)
+    places = [misalignment + int(start) + gap for start, (_, _, gap) in zip(starts, runs, strict=False)]
+    for place, (offset, size, _) in zip(places, runs, strict=True):
+        wanted[place : place + size] = source[offset : offset + size]
+    cuts = [*sorted(data.draw(st.lists(st.integers(0, len(runs)), max_size=4))), len(runs)]
+    records = [
+        b"".join(source[o : o + n].tobytes() for o, n, _ in runs[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)
+    ]
+    wanted_digests = [xxhash.xxh3_128_digest(record) for record in records]
+    for one in MOVERS.values():
+        target = np.full_like(wanted, POISON)
+        arrays = (
+            integers([source.ctypes.data + offset for offset, _, _ in runs]),
+            integers([target.ctypes.data + place for place in places]),
+            integers([size for _, size, _ in runs]),
+        )
+        one.copy(*arrays)
+        assert np.array_equal(target, wanted)
+        target[:] = POISON
+        assert digests(one.copy_and_digest(*arrays, integers(cuts))) == wanted_digests
+        assert np.array_equal(target, wanted)
+        assert digests(one.digest(arrays[0], arrays[2], integers(cuts))) == wanted_digests
+
+
+@mover
+@pytest.mark.parametrize("num_bytes", [0, 1, 240, 241, 1024, 65536, 3_000_001])
+def test_a_digest_is_xxhashs(mover: Mover, num_bytes: int) -> None:
+    data = noise(num_bytes + 1)
+    got = mover.digest(integers([data.ctypes.data]), integers([num_bytes]), integers([1]))
+    assert got == xxhash.xxh3_128_digest(data[:num_bytes].tobytes())
+
+
+def page_sets(*rows: tuple[int, int, int, int, int, int]) -> np.ndarray:
+    """(base, stride, page bytes, place in the buffer, first id, pages), as page_set.h lays them out."""
+    table = np.frombuffer(b"".join(struct.pack("<QQQQII", *row) for row in rows), dtype=np.uint8)
+    return table.reshape(len(rows), 40)
+
+
+@mover
+def test_gathered_pages_come_back_by_a_scatter(mover: Mover) -> None:
+    cache = noise(64 * 5000).reshape(64, 5000)
+    ids = integers(np.random.default_rng(1).permutation(64)[:30])
+    sets = page_sets((cache.ctypes.data, 5000, 4096, 0, 0, 20), (cache.ctypes.data + 100, 5000, 700, 20 * 4096, 20, 10))
+    buffer = np.full(20 * 4096 + 7000, POISON, dtype=np.uint8)
+    got = mover.move_pages(sets, ids, buffer.ctypes.data, buffer.nbytes, False, True)
+    wanted = [cache[ids[:20], :4096].tobytes(), cache[ids[20:], 100:800].tobytes()]
+    assert buffer.tobytes() == b"".join(wanted)
+    assert digests(got) == [xxhash.xxh3_128_digest(part) for part in wanted]
+    there = np.full_like(cache, POISON)
+    back = page_sets((there.ctypes.data, 5000, 4096, 0, 0, 20), (there.ctypes.data + 100, 5000, 700, 20 * 4096, 20, 10))
+    assert mover.move_pages(back, ids, buffer.ctypes.data, buffer.nbytes, True, False) == b""
+    restored = np.full_like(cache, POISON)
+    restored[ids[:20], :4096] = cache[ids[:20], :4096]
+    restored[ids[20:], 100:800] = cache[ids[20:], 100:800]
+    assert np.array_equal(there, restored)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=4), st.integers(1, 70), st.data())
+def test_a_permutation_is_a_transposition(extents: list[int], unit_bytes: int, data: st.DataObject) -> None:
+    """The engine keeps the dimensions in another order than the canonical one."""
+    order = data.draw(st.permutations(range(len(extents))))
+    pages = noise(3 * int(np.prod(extents, dtype=int)) * unit_bytes)
+    engine_shape = [extents[axis] for axis in order]
+    engine = pages.reshape(3, *engine_shape, unit_bytes)
+    back = [1 + order.index(axis) for axis in range(len(extents))]
+    canonical = np.ascontiguousarray(engine.transpose(0, *back, len(extents) + 1))
+    strides = [engine.strides[1 + order.index(axis)] for axis in range(len(extents))]
+    addresses = integers([engine[page].ctypes.data for page in range(3)])
+    for one in MOVERS.values():
+        got = np.full(canonical.nbytes, POISON, dtype=np.uint8)
+        one.permute_pages(unit_bytes, extents, strides, addresses, got.ctypes.data, False)
+        assert got.tobytes() == canonical.tobytes()
+        kept = pages.copy()
+        pages[:] = POISON
+        one.permute_pages(unit_bytes, extents, strides, addresses, got.ctypes.data, True)
+        assert np.array_equal(pages, kept)
+
+
+def test_the_c_librarys_copy_copies() -> None:
+    source, target = noise(1000), np.zeros(1000, dtype=np.uint8)
+    copy_with_memcpy(source.ctypes.data, target.ctypes.data, 1000)
+    assert np.array_equal(source, target)
+
+
+TABLE = page_sets((0, 64, 64, 0, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Mover(num_threads=0), "num_threads"),
+        (lambda: Mover(level="mmx"), "level"),
+        (lambda: Mover(caching="never"), "caching"),
+        (lambda: Mover().copy(integers([1]), integers([]), integers([1])), "one length"),
+        (lambda: Mover().digest(integers([1]), integers([]), integers([])), "one length"),
+        (lambda: Mover().digest(integers([]), integers([]), integers([1])), "record_ends"),
+        (lambda: Mover().digest(integers([]), integers([]), integers([1, 0])), "record_ends"),
+        (lambda: Mover().move_pages(TABLE[:, :39].copy(), integers([0, 1]), 0, 128, False, False), "40 bytes"),
+        (lambda: Mover().move_pages(TABLE, integers([0]), 0, 128, False, False), "in the table"),
+        (lambda: Mover().move_pages(TABLE, integers([0, 1]), 0, 127, False, False), "in the buffer"),
+        (lambda: Mover().move_pages(TABLE, integers([0, -1]), 0, 128, False, False), "block_ids"),
+        (lambda: Mover().permute_pages(1, [1], [], integers([]), 0, False), "extents"),
+        (lambda: Mover().permute_pages(1, [1] * 7, [1] * 7, integers([]), 0, False), "extents"),
+        (lambda: Mover().permute_pages(1, [0], [1], integers([]), 0, False), "extents"),
+    ],
+)
+def test_what_fits_no_call_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_arrays_of_another_type_are_refused() -> None:
+    with pytest.raises(TypeError):
+        Mover().copy(np.zeros(1, dtype=np.int32), integers([0]), integers([0]))  # type: ignore[arg-type]

@@ -1,0 +1,151 @@
+#include "csrc/cpu/move.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "csrc/cpu/kernels.h"
+#include "csrc/cpu/lanes.h"
+#include "csrc/cpu/recorder.h"
+#include "csrc/cpu/share.h"
+#include "csrc/cpu/summer.h"
+
+namespace hybridkv::cpu {
+namespace {
+
+// Longer runs are cut, so that a few long runs keep every lane busy too.
+constexpr std::size_t kMaxPieceBytes = kMaxPieceBlocks * xxh3::kBlockBytes;
+
+// Shorter runs are not worth a lane.
+constexpr std::size_t kMinStreamedRunBytes = 1024;
+
+std::uint64_t total_bytes(const RunSource& runs) {
+  std::uint64_t total = 0;
+  for_each_run(runs, whole(0, runs.size()), [&](const CopyRun& run) { total += run.num_bytes; });
+  return total;
+}
+
+Stores stores_for(const MoveOptions& options, const Kernels& kernels, std::uint64_t num_bytes) {
+  if (!kernels.streams || options.caching == Caching::kCached) return Stores::kCached;
+  if (options.caching == Caching::kStreamed) return Stores::kStreaming;
+  return num_bytes >= kStreamedBytes ? Stores::kStreaming : Stores::kCached;
+}
+
+void copy_share(const RunSource& runs, const Share& share, const Kernels& kernels, Stores stores) {
+  if (stores == Stores::kCached) {
+    for_each_run(runs, share, [](const CopyRun& run) {
+      if (run.num_bytes > 0) std::memcpy(writable_at(run.destination), bytes_at(run.source), run.num_bytes);
+    });
+    return;
+  }
+  Lanes lanes([&](Lane* together, std::size_t num_lanes,
+                  std::size_t num_bytes) { kernels.copy(together, num_lanes, num_bytes, Stores::kStreaming); },
+              [](std::size_t) {});
+  for_each_run(runs, share, [&](const CopyRun& run) {
+    const Byte* source = bytes_at(run.source);
+    Byte* destination = writable_at(run.destination);
+    if (run.num_bytes < kMinStreamedRunBytes) {
+      if (run.num_bytes > 0) std::memcpy(destination, source, run.num_bytes);
+      return;
+    }
+    const std::size_t head = -run.destination % kLineBytes;
+    const std::size_t body = (run.num_bytes - head) / kCopyStepBytes * kCopyStepBytes;
+    std::memcpy(destination, source, head);
+    std::memcpy(destination + head + body, source + head + body, run.num_bytes - head - body);
+    for (std::size_t done = 0; done < body; done += kMaxPieceBytes) {
+      const std::size_t piece = std::min(kMaxPieceBytes, body - done);
+      lanes.add({source + head + done, destination + head + done, nullptr}, piece, 0);
+    }
+  });
+  lanes.drain();
+  kernels.fence();
+}
+
+// Cuts the runs into at most `num_shares` of nearly equal bytes.
+std::vector<Share> shares_of(const RunSource& runs, std::uint64_t num_bytes, std::size_t num_shares) {
+  std::vector<Share> shares;
+  Share share = whole(0, 0);
+  std::uint64_t end = 0;
+  std::size_t number = 0;
+  for_each_run(runs, whole(0, runs.size()), [&](const CopyRun& run) {
+    const std::uint64_t start = end;
+    end += run.num_bytes;
+    while (shares.size() + 1 < num_shares) {
+      const std::uint64_t cut = num_bytes / num_shares * (shares.size() + 1);
+      if (cut > end) break;
+      share.last = number + 1;
+      share.take = cut - start;
+      shares.push_back(share);
+      share = cut < end ? Share{number, cut - start, 0, SIZE_MAX} : whole(number + 1, 0);
+    }
+    ++number;
+  });
+  share.last = runs.size();
+  shares.push_back(share);
+  return shares;
+}
+
+void digest_records(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records, Digest128* digests,
+                    const MoveOptions& options, bool copies) {
+  const Kernels& kernels = cpu::kernels(options.level);
+  const std::uint64_t num_bytes = total_bytes(runs);
+  const Stores stores = stores_for(options, kernels, num_bytes);
+  const auto run_records = [&](std::size_t first, std::size_t last) {
+    Recorder recorder(kernels, stores, copies);
+    for (std::size_t record = first; record < last; ++record) {
+      const std::size_t start = record == 0 ? 0 : static_cast<std::size_t>(record_ends[record - 1]);
+      recorder.record(runs, start, static_cast<std::size_t>(record_ends[record]), &digests[record]);
+    }
+    recorder.finish();
+  };
+  const std::size_t num_threads = options.pool == nullptr ? 1 : options.pool->num_threads();
+  const std::size_t num_parts =
+      std::min({num_threads, static_cast<std::size_t>(num_bytes / kMinPartBytes), num_records});
+  if (num_parts < 2) {
+    run_records(0, num_records);
+    return;
+  }
+  options.pool->run(num_parts, [&](std::size_t part) {
+    run_records(num_records * part / num_parts, num_records * (part + 1) / num_parts);
+  });
+}
+
+}  // namespace
+
+void copy(const RunSource& runs, const MoveOptions& options) {
+  const Kernels& kernels = cpu::kernels(options.level);
+  const std::uint64_t num_bytes = total_bytes(runs);
+  const Stores stores = stores_for(options, kernels, num_bytes);
+  const std::size_t num_threads = options.pool == nullptr ? 1 : options.pool->num_threads();
+  const std::size_t num_parts = std::min(num_threads, static_cast<std::size_t>(num_bytes / kMinPartBytes));
+  if (num_parts < 2) {
+    copy_share(runs, whole(0, runs.size()), kernels, stores);
+    return;
+  }
+  const std::vector<Share> shares = shares_of(runs, num_bytes, num_parts);
+  options.pool->run(shares.size(), [&](std::size_t part) { copy_share(runs, shares[part], kernels, stores); });
+}
+
+void copy_and_digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records,
+                     Digest128* digests, const MoveOptions& options) {
+  digest_records(runs, record_ends, num_records, digests, options, true);
+}
+
+void digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records, Digest128* digests,
+            const MoveOptions& options) {
+  digest_records(runs, record_ends, num_records, digests, options, false);
+}
+
+Digest128 digest(const void* bytes, std::size_t num_bytes, Level level) {
+  const auto source = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(bytes));
+  const auto size = static_cast<std::int64_t>(num_bytes);
+  const std::int64_t end = 1;
+  Digest128 result{};
+  MoveOptions options;
+  options.level = level;
+  digest(RunArrays(&source, nullptr, &size, 1), &end, 1, &result, options);
+  return result;
+}
+
+}  // namespace hybridkv::cpu

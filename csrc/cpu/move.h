@@ -1,0 +1,53 @@
+// Moves runs of bytes, and takes their checksums on the way. The entrance to this folder: what the bindings call.
+//
+// No function here allocates per run, waits for anything but its own threads, or checks an address: the caller did.
+#ifndef HYBRIDKV_CPU_MOVE_H_
+#define HYBRIDKV_CPU_MOVE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/cpu/level.h"
+#include "csrc/cpu/run_source.h"
+#include "csrc/cpu/thread_pool.h"
+#include "hybridkv/xxh3.h"
+
+namespace hybridkv::cpu {
+
+// Whether what is written stays out of the caches.
+enum class Caching {
+  kBySize,  // out of them when it is more than they could keep: kStreamedBytes
+  kCached,
+  kStreamed,
+};
+
+// From this many bytes of one call on, kBySize keeps them out of the caches.
+inline constexpr std::size_t kStreamedBytes = 1024 * 1024;
+
+struct MoveOptions {
+  Level level = best_level();
+  Caching caching = Caching::kBySize;
+  ThreadPool* pool = nullptr;  // null: the calling thread alone
+};
+
+// Smaller parts are not given to another thread.
+inline constexpr std::size_t kMinPartBytes = 1024 * 1024;
+
+// Copies every run. With a pool the bytes are shared out evenly, and runs are cut where a share ends.
+void copy(const RunSource& runs, const MoveOptions& options);
+
+// Copies every run, and takes the digest of each record. Record i is runs `record_ends[i - 1]` to `record_ends[i]`,
+// in order; the last end is the number of runs. With a pool, whole records are shared out.
+void copy_and_digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records,
+                     Digest128* digests, const MoveOptions& options);
+
+// The digests without the copies: destinations are not looked at.
+void digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records, Digest128* digests,
+            const MoveOptions& options);
+
+// The digest of one range of memory.
+Digest128 digest(const void* bytes, std::size_t num_bytes, Level level = best_level());
+
+}  // namespace hybridkv::cpu
+
+#endif  // HYBRIDKV_CPU_MOVE_H_

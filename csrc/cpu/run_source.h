@@ -1,0 +1,84 @@
+// Where a mover's runs come from: arrays that Python filled, or tables that are lowered on the way, a few runs at a
+// time, so that a transfer of any size needs no list of its runs.
+#ifndef HYBRIDKV_CPU_RUN_SOURCE_H_
+#define HYBRIDKV_CPU_RUN_SOURCE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "hybridkv/copy_run.h"
+#include "hybridkv/page_permutation.h"
+#include "hybridkv/page_set.h"
+
+namespace hybridkv::cpu {
+
+// A sequence of runs. `read` may be called by many threads at once.
+class RunSource {
+ public:
+  virtual ~RunSource() = default;
+  virtual std::size_t size() const = 0;
+  // Writes runs `first` to `first + count` of the sequence to `out`.
+  virtual void read(std::size_t first, std::size_t count, CopyRun* out) const = 0;
+};
+
+// Three arrays of one length, as numpy keeps them.
+class RunArrays final : public RunSource {
+ public:
+  RunArrays(const std::int64_t* sources, const std::int64_t* destinations, const std::int64_t* num_bytes,
+            std::size_t size)
+      : sources_(sources), destinations_(destinations), num_bytes_(num_bytes), size_(size) {}
+
+  std::size_t size() const override { return size_; }
+  void read(std::size_t first, std::size_t count, CopyRun* out) const override;
+
+ private:
+  const std::int64_t* sources_;
+  const std::int64_t* destinations_;  // null: the runs are only read
+  const std::int64_t* num_bytes_;
+  std::size_t size_;
+};
+
+// The pages of a gather or a scatter, in the order of the sets.
+class PageRuns final : public RunSource {
+ public:
+  PageRuns(const PageSet* sets, std::size_t num_sets, const BlockId* ids, std::uint64_t buffer, Direction direction);
+
+  std::size_t size() const override { return ends_.empty() ? 0 : ends_.back(); }
+  void read(std::size_t first, std::size_t count, CopyRun* out) const override;
+
+ private:
+  const PageSet* sets_;
+  const BlockId* ids_;
+  std::uint64_t buffer_;
+  Direction direction_;
+  std::vector<std::size_t> ends_;  // of each set, counted in pages
+};
+
+// The units of pages that are permuted: page i of the engine is canonical page i of the buffer.
+class UnitRuns final : public RunSource {
+ public:
+  UnitRuns(const PagePermutation& permutation, const std::int64_t* pages, std::size_t num_pages, std::uint64_t buffer,
+           Direction direction)
+      : permutation_(simplified(permutation)),
+        num_units_(num_units(permutation_)),
+        pages_(pages),
+        num_pages_(num_pages),
+        buffer_(buffer),
+        direction_(direction) {}
+
+  std::size_t size() const override { return num_pages_ * num_units_; }
+  void read(std::size_t first, std::size_t count, CopyRun* out) const override;
+
+ private:
+  PagePermutation permutation_;
+  std::uint64_t num_units_;
+  const std::int64_t* pages_;  // addresses of the engine's pages
+  std::size_t num_pages_;
+  std::uint64_t buffer_;
+  Direction direction_;
+};
+
+}  // namespace hybridkv::cpu
+
+#endif  // HYBRIDKV_CPU_RUN_SOURCE_H_

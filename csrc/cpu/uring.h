@@ -1,0 +1,71 @@
+// The backend on io_uring, by its system calls and shared rings alone: no liburing, so nothing to install or to link.
+#ifndef HYBRIDKV_CPU_URING_H_
+#define HYBRIDKV_CPU_URING_H_
+
+#include <linux/io_uring.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "csrc/cpu/file_progress.h"
+#include "csrc/cpu/file_queue.h"
+
+namespace hybridkv::cpu {
+
+// Memory that is shared with the kernel.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(int fd, std::size_t num_bytes, std::uint64_t offset);
+  ~Mapping();
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+
+  bool is_mapped() const { return start_ != nullptr; }
+  template <typename T>
+  T* at(std::size_t offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(start_) + offset);
+  }
+
+ private:
+  void* start_ = nullptr;
+  std::size_t num_bytes_ = 0;
+};
+
+class Uring final : public FileQueue {
+ public:
+  // Null where the kernel does not give us a ring, or one without what we need.
+  static std::unique_ptr<Uring> open(std::size_t max_in_flight);
+  ~Uring() override;
+
+  FileBackend backend() const override { return FileBackend::kUring; }
+  std::size_t max_in_flight() const override { return requests_.size(); }
+  std::size_t num_in_flight() const override { return requests_.size() - free_.size(); }
+  bool submit(FileRequest request) override;
+  std::vector<FileCompletion> reap(std::size_t min_completions, std::size_t capacity, double timeout_s) override;
+
+ private:
+  Uring(int fd, const io_uring_params& parameters, std::size_t max_in_flight);
+
+  bool is_mapped() const { return submissions_.is_mapped() && completions_.is_mapped() && entries_.is_mapped(); }
+  void push(std::size_t slot);
+  int enter(unsigned min_complete, double timeout_s);
+  bool take_one(std::vector<FileCompletion>& reaped);
+  void fail_unsubmitted(int error, std::size_t capacity, std::vector<FileCompletion>& reaped);
+
+  int fd_;
+  io_uring_params parameters_;
+  Mapping submissions_;
+  Mapping completions_;
+  Mapping entries_;
+  unsigned num_unsubmitted_ = 0;
+  std::vector<std::optional<FileProgress>> requests_;  // by slot, which is the kernel's user_data
+  std::vector<std::size_t> free_;
+};
+
+}  // namespace hybridkv::cpu
+
+#endif  // HYBRIDKV_CPU_URING_H_
