@@ -134,6 +134,15 @@ std::uint32_t blocks_for(std::uint64_t warps, std::uint32_t threads, std::uint32
 
 }  // namespace
 
+Status load_kernels() {
+  cudaFuncAttributes attributes;
+  const Status status = check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&copy_kernel)),
+                              "cudaFuncGetAttributes(copy_kernel)");
+  if (!status.ok()) return status;
+  return check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&checksum_kernel)),
+               "cudaFuncGetAttributes(checksum_kernel)");
+}
+
 Status launch_copy(const FragmentRun* runs, std::uint64_t num_runs, std::uint64_t num_tiles, std::uint64_t tile_bytes,
                    std::uint32_t num_blocks, cudaStream_t stream) {
   if (num_tiles == 0) return {};

@@ -15,6 +15,10 @@
 
 namespace hybridkv::cuda {
 
+// Loads the code of both kernels onto the current device. CUDA would load it at the first launch, and
+// then wait for what runs.
+Status load_kernels();
+
 // Copies all fragments of a table of `num_runs` rows, which hold `num_tiles` tiles of at most
 // `tile_bytes`. Source and destination may each be device memory or pinned host memory.
 Status launch_copy(const FragmentRun* runs, std::uint64_t num_runs, std::uint64_t num_tiles, std::uint64_t tile_bytes,

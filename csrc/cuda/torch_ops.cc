@@ -68,6 +68,8 @@ void copy_batch(const Tensor& sources, const Tensor& destinations, const Tensor&
                                      stream_of(stream)));
 }
 
+void load_kernels() { require(hybridkv::cuda::load_kernels()); }
+
 std::int64_t interface_version() { return kInterfaceVersion; }
 
 bool has_batch_copy() { return hybridkv::cuda::has_batch_copy(); }
@@ -78,6 +80,7 @@ STABLE_TORCH_LIBRARY(hybridkv_cuda, library) {
   library.def("copy_fragments(Tensor table, int num_tiles, int tile_bytes, int num_blocks, int stream) -> ()");
   library.def("checksums(Tensor ranges, Tensor(a!) digests, int num_blocks, int stream) -> ()");
   library.def("copy_batch(Tensor sources, Tensor destinations, Tensor num_bytes, int stream) -> ()");
+  library.def("load_kernels() -> ()");
   library.def("interface_version() -> int");
   library.def("has_batch_copy() -> bool");
 }
@@ -91,6 +94,7 @@ STABLE_TORCH_LIBRARY_IMPL(hybridkv_cuda, CUDA, library) {
 STABLE_TORCH_LIBRARY_IMPL(hybridkv_cuda, CPU, library) { library.impl("copy_batch", TORCH_BOX(&copy_batch)); }
 
 STABLE_TORCH_LIBRARY_IMPL(hybridkv_cuda, CompositeExplicitAutograd, library) {
+  library.impl("load_kernels", TORCH_BOX(&load_kernels));
   library.impl("interface_version", TORCH_BOX(&interface_version));
   library.impl("has_batch_copy", TORCH_BOX(&has_batch_copy));
 }

@@ -13,8 +13,11 @@ from hybridkv.transfer.cuda import driver
 from hybridkv.transfer.cuda.device import CudaError, MemoryKind, Queue
 from hybridkv.transfer.cuda.extension import cuda_kernels
 from hybridkv.transfer.cuda.plan import CopyTuning
-from hybridkv.transfer.cuda.table import fragment_table
+from hybridkv.transfer.cuda.table import ROW_WORDS, fragment_table
 from hybridkv.transfer.runs import CopyRuns, Integers
+
+TABLE_ROWS = 64 * 1024
+"""Rows that the tables of one job may have together before memory must be allocated for them, which delays compute."""
 
 
 class TorchCudaDevice:
@@ -30,8 +33,13 @@ class TorchCudaDevice:
         self._keep: list[torch.Tensor] = []
         with self._calling("open"):
             self._streams = {queue: torch.cuda.Stream(self._device) for queue in Queue}
-            staging_bytes = tuning.staging_bytes if self._kernels is not None else 0
-            self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=self._device)
+            if self._kernels is not None:
+                # All that a job needs is taken now: taking memory and loading code may wait for what the GPU runs.
+                self._kernels.load_kernels()
+                self._staging = torch.empty(tuning.staging_bytes, dtype=torch.uint8, device=self._device)
+                self._host_rows = torch.empty((TABLE_ROWS, ROW_WORDS), dtype=torch.int64, pin_memory=True)
+                self._rows = torch.empty((TABLE_ROWS, ROW_WORDS), dtype=torch.int64, device=self._device)
+        self._rows_used = 0
 
     @property
     def tuning(self) -> CopyTuning:
@@ -39,7 +47,7 @@ class TorchCudaDevice:
 
     @property
     def staging_address(self) -> int:
-        return self._staging.data_ptr()
+        return self._staging.data_ptr() if self._kernels is not None else 0
 
     @property
     def has_kernels(self) -> bool:
@@ -74,12 +82,22 @@ class TorchCudaDevice:
         table = fragment_table(runs, self._tuning.tile_bytes)
         stream = self._streams[Queue.KERNEL]
         with self._calling("copy_fragments"), torch.cuda.stream(stream):
-            host = _tensor(table.rows).pin_memory()
-            rows = host.to(self._device, non_blocking=True)
-            self._keep += [host, rows]
+            rows = self._upload(_tensor(table.rows))
             self._kernels.copy_fragments(
                 rows, table.num_tiles, self._tuning.tile_bytes, self._tuning.num_blocks, stream.cuda_stream
             )
+
+    def _upload(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows on the GPU, until `finish`."""
+        first, last = self._rows_used, self._rows_used + rows.shape[0]
+        if last > TABLE_ROWS:
+            host = rows.pin_memory()
+            uploaded = host.to(self._device, non_blocking=True)
+            self._keep += [host, uploaded]
+            return uploaded
+        self._rows_used = last
+        self._host_rows[first:last] = rows
+        return self._rows[first:last].copy_(self._host_rows[first:last], non_blocking=True)
 
     def copy_by_transfer(self, runs: CopyRuns) -> None:
         stream = self._streams[Queue.TRANSFER]
@@ -114,6 +132,7 @@ class TorchCudaDevice:
                     event.synchronize()
         finally:
             self._keep.clear()
+            self._rows_used = 0
 
     def _bytes(self, address: int, num_bytes: int) -> torch.Tensor:
         for start, size, view in self._views:
