@@ -106,6 +106,7 @@ def cuda_library(name, srcs, hdrs = [], deps = [], archs = ["80", "90", "100"], 
         name = name,
         srcs = [":%s_objects" % name],
         hdrs = hdrs,
+        linkstatic = True,
         target_compatible_with = needs_nvcc,
         deps = deps + cuda,
         **kwargs

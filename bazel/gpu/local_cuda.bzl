@@ -96,8 +96,8 @@ def _local_cuda_impl(rctx):
         print("CUDA targets are skipped; " + reason)
         rctx.file("BUILD.bazel", _ABSENT)
     else:
-        known = rctx.execute([root.get_child("bin").get_child("nvcc"), "--list-gpu-code"]).stdout.split()
-        archs = [code.removeprefix("sm_") for code in known]
+        known = rctx.execute([root.get_child("bin").get_child("nvcc"), "--list-gpu-code"]).stdout.splitlines()
+        archs = [code.removeprefix("sm_") for code in known if code.startswith("sm_")]
         rctx.symlink(root, "cuda")
         rctx.file("BUILD.bazel", _BUILD.format(libraries = _libraries(root)))
     rctx.file("why_not.txt", reason)

@@ -50,6 +50,9 @@ class SimulatedKernels:
         self.library = library
         self.calls: list[str] = []
 
+    def load_kernels(self) -> None:
+        self.calls.append("load_kernels")
+
     def copy_fragments(
         self, table: torch.Tensor, num_tiles: int, tile_bytes: int, num_blocks: int, stream: int
     ) -> None:
@@ -98,8 +101,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setattr(torch_device.torch, "device", lambda *_: SimpleNamespace(index=0))
     real_empty, real_to = torch.empty, torch.Tensor.to
 
-    def empty_on_cpu(*shape: int, device: object, **kwargs: torch.dtype) -> torch.Tensor:
-        return real_empty(*shape, **kwargs)
+    def empty_on_cpu(shape: int | tuple[int, int], *, dtype: torch.dtype, **kwargs: object) -> torch.Tensor:
+        return real_empty(shape, dtype=dtype)
 
     monkeypatch.setattr(torch_device.torch, "empty", empty_on_cpu)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **kwargs: real_to(self, "cpu"))
@@ -132,17 +135,25 @@ def job(monkeypatch: pytest.MonkeyPatch, size: int, count: int) -> None:
 
 def test_small_pages_are_staged(kernels: SimulatedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     job(monkeypatch, 512, 60)
-    assert set(kernels.calls) == {"copy_fragments", "copy_batch"}
+    assert set(kernels.calls) == {"load_kernels", "copy_fragments", "copy_batch"}
 
 
 def test_large_pages_are_one_batch(kernels: SimulatedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     job(monkeypatch, SMALL.large_run_bytes, 10)
-    assert kernels.calls == ["copy_batch"]
+    assert kernels.calls == ["load_kernels", "copy_batch"]
 
 
 def test_few_bytes_are_copied_by_the_kernel(kernels: SimulatedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     job(monkeypatch, 64, 4)
-    assert kernels.calls == ["copy_fragments"]
+    assert kernels.calls == ["load_kernels", "copy_fragments"]
+
+
+def test_a_table_that_does_not_fit_gets_memory_of_its_own(
+    kernels: SimulatedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_device, "TABLE_ROWS", 1)
+    job(monkeypatch, 512, 61)
+    assert kernels.calls.count("copy_fragments") > 1
 
 
 def test_without_kernels_torch_copies(kernels: SimulatedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
