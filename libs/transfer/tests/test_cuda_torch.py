@@ -128,6 +128,12 @@ def test_memory_that_cannot_be_pinned_is_an_error_with_the_calls_name(monkeypatc
         pin_memory(4096)
 
 
+@needs_no_gpu
+def test_memory_is_not_pinned_without_a_gpu() -> None:
+    with pytest.raises(CudaError, match=r"^torch .*: "):
+        pin_memory(4096)
+
+
 def test_no_memory_is_no_request() -> None:
     with pytest.raises(ValueError, match="num_bytes: expected a number >= 1"):
         pin_memory(0)

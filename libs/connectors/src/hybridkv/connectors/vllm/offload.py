@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.config import ROOT, OffloadConfig, decode_config, format_size
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm import compat, devices
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.messages import StepPlan
@@ -32,7 +32,6 @@ from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Rec
 from hybridkv.connectors.vllm.worker import OffloadWorker
 from hybridkv.planner import GroupKind
 from hybridkv.tiers.ram import RamArena, RamIndex, choose_granule_bytes
-from hybridkv.transfer import CpuCopyEngine, InlineCopyEngine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,14 +78,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = OffloadScheduler(layout, index, admission, self._recorder)
             _say_what_was_understood(vllm_config, config, layout)
         else:
-            stores = CpuCopyEngine()
-            self._worker = OffloadWorker(
-                layout,
-                RamArena(rank_bytes, granule_bytes),
-                stores,
-                stores if config.load == "async" else InlineCopyEngine(),
-                self._recorder,
-            )
+            self._device_type = vllm_config.device_config.device_type
+            arena = RamArena(rank_bytes, granule_bytes, devices.arena_memory(self._device_type, rank_bytes))
+            stores, loads = devices.copy_engines(self._device_type, config.load)
+            self._worker = OffloadWorker(layout, arena, stores, loads, self._recorder)
         _live.add(self)
 
     @property
@@ -97,7 +92,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        self._of_worker().register(kv_caches, self._kv_cache_config.num_blocks)
+        self._of_worker().register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._of_worker().start_loads(self._step_plan())

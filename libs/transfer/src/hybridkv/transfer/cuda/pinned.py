@@ -35,9 +35,10 @@ def pin_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin, and for the GPU to look up
     memory = np.frombuffer(mapping, dtype=np.uint8)
-    cudart = torch.cuda.cudart()
-    if cudart is None:
-        raise CudaError("this torch has no CUDA runtime")
+    try:
+        cudart = torch.cuda.cudart()
+    except (AssertionError, RuntimeError) as error:  # the first: torch's word for a build without CUDA
+        raise CudaError(f"torch {torch.__version__}: {error}") from error
     address = int(memory.ctypes.data)
     code = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
     if code != 0:
