@@ -39,17 +39,17 @@ def test_large_runs_are_batched() -> None:
 def test_a_run_just_below_the_crossover_is_staged() -> None:
     made = plan(stores(SMALL.large_run_bytes - 1, 8))
     assert len(made.batched) == 0
-    assert sum(len(batch.kernel) for batch in made.staged) == 8
+    assert sum(len(batch.kernel) for batch in made.batches()) == 8
 
 
 def test_staging_joins_neighbours_on_the_host_into_long_runs() -> None:
     made = plan(stores(512, 64))
-    assert [len(batch.moved) for batch in made.staged] == [1] * len(made.staged)
+    assert [len(batch.moved) for batch in made.batches()] == [1] * len(list(made.batches()))
 
 
 def test_the_order_of_the_runs_does_not_keep_neighbours_apart() -> None:
     made = plan(stores(512, 64)[::-1])
-    assert [len(batch.moved) for batch in made.staged] == [1] * len(made.staged)
+    assert [len(batch.moved) for batch in made.batches()] == [1] * len(list(made.batches()))
 
 
 def test_a_small_job_is_copied_by_the_kernel_alone() -> None:
@@ -80,15 +80,15 @@ def test_without_kernels_everything_is_batched() -> None:
 def test_loads_go_the_other_way_round() -> None:
     loads = [(destination, source, size) for source, destination, size in stores(512, 64)]
     made = plan(loads)
-    assert [batch.is_store for batch in made.staged] == [False] * len(made.staged)
-    assert made.staged[0].moved.sources.tolist() == [HOST]
-    assert made.staged[0].moved.destinations.tolist() == [STAGING]
+    assert [batch.is_store for batch in made.batches()] == [False] * len(list(made.batches()))
+    assert next(made.batches()).moved.sources.tolist() == [HOST]
+    assert next(made.batches()).moved.destinations.tolist() == [STAGING]
 
 
 def test_the_halves_take_turns_and_no_turn_leaves_its_half() -> None:
     made = plan(stores(1000, 100))
-    assert [batch.half for batch in made.staged] == [i % 2 for i in range(len(made.staged))]
-    for batch in made.staged:
+    assert [batch.half for batch in made.batches()] == [i % 2 for i in range(len(list(made.batches())))]
+    for batch in made.batches():
         begin = STAGING + batch.half * SMALL.half_bytes
         ends = batch.kernel.destinations + batch.kernel.num_bytes
         assert begin <= batch.kernel.destinations.min()
@@ -123,14 +123,14 @@ def test_the_ways_together_move_every_byte_once(
 
     parts = [made.within_host, made.batched, made.direct]
     random.shuffle(parts)
-    for batch in made.staged:
+    for batch in made.batches():
         parts += [batch.kernel, batch.moved] if batch.is_store else [batch.moved, batch.kernel]
     for part in parts:
         for source, destination, size in part.triples():
             ctypes.memmove(destination, source, size)
     for kind, array in memory.items():
         assert np.array_equal(array, expected[kind])
-    moved = sum(part.total_bytes for part in parts) - sum(batch.moved.total_bytes for batch in made.staged)
+    moved = sum(part.total_bytes for part in parts) - sum(batch.moved.total_bytes for batch in made.batches())
     assert moved == runs.total_bytes
 
 
@@ -146,7 +146,7 @@ def test_a_half_of_the_staging_memory_takes_any_small_run() -> None:
 
 
 def test_a_plan_can_be_described() -> None:
-    assert plan(stores(512, 64)).describe().startswith("0 runs batched, 0 direct, 64 staged in 4 turns")
+    assert plan(stores(512, 64)).describe().startswith("0 runs batched, 0 direct, 64 staged")
 
 
 def test_overlapping_ranges_of_the_gpu_are_one() -> None:

@@ -71,7 +71,7 @@ class CudaCopier:
         if len(plan.direct):
             self._device.copy_by_kernel(plan.direct)
         is_free: list[Any] = [None, None]
-        for batch in plan.staged:
+        for batch in plan.batches():
             is_free[batch.half] = self._enqueue_batch(batch, is_free[batch.half])
 
     def _enqueue_batch(self, batch: StagedBatch, is_free: Any) -> Any:

@@ -12,6 +12,7 @@ Three ways:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,20 +71,53 @@ class StagedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StagedRuns:
+    """Small runs of one direction, in the host's order, and the staging memory that they pass through.
+
+    The turns are made one by one, so that the first is on its way while the next is made.
+    """
+
+    runs: CopyRuns
+    is_store: bool
+    staging_address: int
+    half_bytes: int
+
+    def batches(self) -> Iterator[StagedBatch]:
+        runs = self.runs
+        ends = np.cumsum(runs.num_bytes)
+        first, half = 0, 0
+        while first < len(runs):
+            begin = int(ends[first] - runs.num_bytes[first])
+            last = int(np.searchsorted(ends, begin + self.half_bytes, side="right"))
+            sizes = runs.num_bytes[first:last]
+            packed = self.staging_address + half * self.half_bytes + (ends[first:last] - sizes - begin)
+            to_staging = CopyRuns(runs.sources[first:last], packed, sizes)
+            from_staging = CopyRuns(packed, runs.destinations[first:last], sizes)
+            kernel, moved = (to_staging, from_staging) if self.is_store else (from_staging, to_staging)
+            yield StagedBatch(half, self.is_store, kernel, moved.coalesce())
+            first, half = last, 1 - half
+
+
+@dataclass(frozen=True, slots=True)
 class CopyPlan:
     """Every byte of a job once. The parts may run in any order, the batches of one half after one another."""
 
     within_host: CopyRuns
     batched: CopyRuns
     direct: CopyRuns
-    staged: tuple[StagedBatch, ...]
+    staged: tuple[StagedRuns, ...]
+
+    def batches(self) -> Iterator[StagedBatch]:
+        """The turns of staging memory, in order."""
+        for part in self.staged:
+            yield from part.batches()
 
     def describe(self) -> str:
         """Counts, for a log line."""
-        staged = sum(len(batch.kernel) for batch in self.staged)
+        staged = sum(len(part.runs) for part in self.staged)
         return (
-            f"{len(self.batched)} runs batched, {len(self.direct)} direct, {staged} staged in {len(self.staged)} "
-            f"turns, {len(self.within_host)} within host memory"
+            f"{len(self.batched)} runs batched, {len(self.direct)} direct, {staged} staged, "
+            f"{len(self.within_host)} within host memory"
         )
 
 
@@ -125,14 +159,14 @@ def plan_copies(
     is_large = (runs.num_bytes >= tuning.large_run_bytes) | (not has_kernels)
     within = from_device & to_device
     is_direct = within & ~is_large
-    staged: list[StagedBatch] = []
+    staged: list[StagedRuns] = []
     for is_store, is_mine in ((True, from_device & ~within), (False, to_device & ~within)):
         small = is_mine & ~is_large
         if not small.any():
             continue
-        batches = _staged_batches(_select(runs, small), is_store, staging_address, tuning)
-        if _is_worth_staging(batches, tuning):
-            staged += batches
+        part = _in_host_order(_select(runs, small), is_store)
+        if _is_worth_staging(part, is_store, tuning):
+            staged.append(StagedRuns(part, is_store, staging_address, tuning.half_bytes))
         else:
             is_direct |= small
     return CopyPlan(
@@ -143,32 +177,23 @@ def plan_copies(
     )
 
 
-def _is_worth_staging(batches: list[StagedBatch], tuning: CopyTuning) -> bool:
-    num_bytes = sum(batch.moved.total_bytes for batch in batches)
-    num_runs = sum(len(batch.moved) for batch in batches)
-    return num_bytes > tuning.direct_job_bytes and num_bytes >= num_runs * tuning.large_run_bytes
+def _in_host_order(runs: CopyRuns, is_store: bool) -> CopyRuns:
+    """So that neighbours on the host are neighbours in staging memory, and move together."""
+    host = runs.destinations if is_store else runs.sources
+    if (host[1:] >= host[:-1]).all():
+        return runs
+    order = np.argsort(host, kind="stable")
+    return CopyRuns(runs.sources[order], runs.destinations[order], runs.num_bytes[order])
 
 
-def _staged_batches(runs: CopyRuns, is_store: bool, staging_address: int, tuning: CopyTuning) -> list[StagedBatch]:
-    # In the host's order, so that neighbours there are neighbours in staging memory and move together.
-    order = np.argsort(runs.destinations if is_store else runs.sources, kind="stable")
-    runs = _select(runs, order)
-    ends = np.cumsum(runs.num_bytes)
-    batches: list[StagedBatch] = []
-    first = 0
-    while first < len(runs):
-        begin = int(ends[first] - runs.num_bytes[first])
-        last = int(np.searchsorted(ends, begin + tuning.half_bytes, side="right"))
-        half = len(batches) % 2
-        part = _select(runs, slice(first, last))
-        packed = staging_address + half * tuning.half_bytes + (ends[first:last] - part.num_bytes - begin)
-        to_staging = CopyRuns(part.sources, packed, part.num_bytes)
-        from_staging = CopyRuns(packed, part.destinations, part.num_bytes)
-        kernel, moved = (to_staging, from_staging) if is_store else (from_staging, to_staging)
-        batches.append(StagedBatch(half, is_store, kernel, moved.coalesce()))
-        first = last
-    return batches
+def _is_worth_staging(runs: CopyRuns, is_store: bool, tuning: CopyTuning) -> bool:
+    host = runs.destinations if is_store else runs.sources
+    stretches = 1 + int(np.count_nonzero(host[1:] != host[:-1] + runs.num_bytes[:-1]))
+    num_bytes = runs.total_bytes
+    return num_bytes > tuning.direct_job_bytes and num_bytes >= stretches * tuning.large_run_bytes
 
 
-def _select(runs: CopyRuns, which: Mask | Integers | slice) -> CopyRuns:
+def _select(runs: CopyRuns, which: Mask) -> CopyRuns:
+    if which.all():
+        return runs
     return CopyRuns(runs.sources[which], runs.destinations[which], runs.num_bytes[which])
