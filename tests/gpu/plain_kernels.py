@@ -36,13 +36,17 @@ class PlainKernels:
     @contextlib.contextmanager
     def memory(self, content: npt.NDArray[np.uint8], on_device: bool) -> Iterator[int]:
         """The address of memory on the GPU, or pinned on the host, that holds `content`."""
-        address = ctypes.c_uint64(0)
-        self._call("allocate", ctypes.c_int(on_device), ctypes.c_uint64(max(1, content.nbytes)), ctypes.byref(address))
+        address = self.allocate(max(1, content.nbytes), on_device)
         try:
-            self._move(content.ctypes.data, address.value, content.nbytes)
-            yield address.value
+            self._move(content.ctypes.data, address, content.nbytes)
+            yield address
         finally:
-            self._call("free", ctypes.c_int(on_device), ctypes.c_uint64(address.value))
+            self._call("free", ctypes.c_int(on_device), ctypes.c_uint64(address))
+
+    def allocate(self, num_bytes: int, on_device: bool) -> int:
+        address = ctypes.c_uint64(0)
+        self._call("allocate", ctypes.c_int(on_device), ctypes.c_uint64(num_bytes), ctypes.byref(address))
+        return address.value
 
     def read(self, address: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         content = np.empty(num_bytes, dtype=np.uint8)

@@ -105,7 +105,12 @@ def test_the_checksum_is_the_one_that_the_host_computes(kernels: PlainKernels, s
         assert kernels.checksums([(address + skew, num_bytes) for num_bytes in sizes], NUM_BLOCKS) == wanted
 
 
-def test_a_copy_within_unmapped_memory_is_an_error_with_the_calls_name(kernels: PlainKernels) -> None:
-    """By the copy engines, whose driver checks addresses; a kernel would end the context for every later test."""
-    with kernels.memory(np.zeros(64, dtype=np.uint8), True) as address, pytest.raises(CudaCallError, match="cu"):
-        kernels.copy_batch(CopyRuns.of([(address, 1 << 60, 64)]))
+def test_a_call_that_asks_too_much_is_an_error_with_its_name(kernels: PlainKernels) -> None:
+    with pytest.raises(CudaCallError, match=r"^cudaMalloc: cudaErrorMemoryAllocation"):
+        kernels.allocate(1 << 60, on_device=True)
+    assert copied(kernels, next(case for case in cases() if case.name == "one run"), "store")
+
+
+def test_a_launch_without_blocks_is_refused(kernels: PlainKernels) -> None:
+    with pytest.raises(CudaCallError, match="^launch_copy: expected"):
+        copied(kernels, next(case for case in cases() if case.name == "one run"), "store", num_blocks=0)

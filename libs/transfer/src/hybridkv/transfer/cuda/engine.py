@@ -52,7 +52,8 @@ class CudaCopier:
     def _copy(self, runs: CopyRuns, fence: Any) -> None:
         device = self._device
         plan = plan_copies(runs, self._ranges, device.staging_address, device.tuning, has_kernels=device.has_kernels)
-        logger.debug("copying %s", plan.describe())
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("copying %s", plan.describe())
         try:
             for queue in Queue:
                 device.wait(queue, fence)
