@@ -1,6 +1,8 @@
 """Every external repository that this monorepo declares itself, for WORKSPACE and MODULE.bazel alike."""
 
+load("//bazel/gpu:local_cuda.bzl", "local_cuda")
 load("//bazel/gpu:local_gpus.bzl", "local_gpus")
+load("//bazel/gpu:torch_headers.bzl", "torch_headers")
 load("//bazel/npm:npm_buildifier.bzl", "npm_buildifier")
 load("//bazel/prometheus:debian_prometheus.bzl", "debian_prometheus")
 load("//bazel/python:local_python.bzl", "local_python")
@@ -17,6 +19,8 @@ def hybridkv_repositories():
 
     # The same at the same versions, with torch and vLLM; only the targets that need those name it.
     locked_packages(name = "pypi_engine", lock = "//third_party/python:engine_lock.txt")
+    torch_headers(name = "torch_cc", packages = "@pypi_engine//:BUILD.bazel")
+    local_cuda(name = "local_cuda")
     local_gpus(name = "local_gpus")
 
     # A monitoring server that asks what an operator's would.

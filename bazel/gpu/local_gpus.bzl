@@ -1,7 +1,9 @@
-"""The platform that this machine is: the host's, with its NVIDIA GPUs as constraints."""
+"""The platform that this machine is: the host's, with its NVIDIA GPUs and its nvcc as constraints."""
 
 _BUILD = """\
 package(default_visibility = ["//visibility:public"])
+
+exports_files(["gpus.txt"])
 
 platform(
     name = "platform",
@@ -28,7 +30,12 @@ def _local_gpus_impl(rctx):
         # buildifier: disable=print
         print("GPU tests are skipped; " + reason)
     constraints = ["@hybridkv//bazel/gpu:at_least_%d_nvidia_gpus" % n for n in (1, 2, 4, 8) if n <= count]
+    if not rctx.read(Label("@local_cuda//:why_not.txt")):
+        constraints.append("@hybridkv//bazel/gpu:working_nvcc")
     rctx.file("BUILD.bazel", _BUILD.format(constraints = repr(constraints)))
+
+    # For the sentinel: how many, and why none.
+    rctx.file("gpus.txt", "%d\n%s\n" % (count, reason))
 
 local_gpus = repository_rule(
     implementation = _local_gpus_impl,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from played_device import PlayedDevice
 
 from hybridkv.transfer import (
     CopyEngine,
@@ -20,6 +21,7 @@ from hybridkv.transfer import (
     JobId,
     cpu,
 )
+from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine
 
 TIMEOUT_S = 30.0
 POISON = 0xA5
@@ -27,6 +29,9 @@ ENGINES: dict[str, Callable[[], CopyEngine]] = {
     "inline": InlineCopyEngine,
     "one thread": CpuCopyEngine,
     "three threads": lambda: CpuCopyEngine(num_threads=3),
+    "played gpu": lambda: CudaCopyEngine(PlayedDevice()),
+    "played gpu, inline": lambda: InlineCudaCopyEngine(PlayedDevice()),
+    "played gpu without kernels": lambda: CudaCopyEngine(PlayedDevice(has_kernels=False)),
 }
 
 

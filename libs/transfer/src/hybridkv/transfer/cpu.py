@@ -5,25 +5,19 @@ One thread takes the jobs in order. With more threads, the runs of one large job
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from hybridkv.transfer.engine import CopyResult, Hook, JobId
-from hybridkv.transfer.errors import CopyEngineError
-from hybridkv.transfer.jobs import Job, copy_runs, describe, execute
-from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.jobs import copy_runs
+from hybridkv.transfer.queued import QueuedCopyEngine
 from hybridkv.transfer.runs import CopyRuns
 
 SHARED_JOB_BYTES = 4 * 1024 * 1024
 """Smaller jobs are not shared out between threads."""
 
-CLOSED = "the copy engine was closed before the job began"
 
-
-class CpuCopyEngine:
+class CpuCopyEngine(QueuedCopyEngine):
     """A `CopyEngine` for host memory.
 
     `num_threads` >= 1 copy; the first starts now. `max_queued_jobs` bounds the jobs that were submitted and whose
@@ -35,75 +29,14 @@ class CpuCopyEngine:
     ) -> None:
         if num_threads < 1:
             raise ValueError(f"num_threads: expected a number >= 1, got {num_threads}")
-        if max_queued_jobs < 1:
-            raise ValueError(f"max_queued_jobs: expected a number >= 1, got {max_queued_jobs}")
         self._num_threads = num_threads
-        self._clock = clock
-        self._max_queued_jobs = max_queued_jobs
-        self._memory = RegisteredMemory()
-        self._changed = threading.Condition()
-        self._queue: deque[Job] = deque()
-        self._unfinished: set[JobId] = set()
-        self._results: dict[JobId, CopyResult] = {}
-        self._is_closed = False
         self._helpers = ThreadPoolExecutor(num_threads - 1, "hybridkv-copy-helper") if num_threads > 1 else None
-        self._thread = threading.Thread(target=self._run, name="hybridkv-copy", daemon=True)
-        self._thread.start()
-
-    def register(self, address: int, num_bytes: int, name: str) -> None:
-        self._memory = self._memory.with_region(address, num_bytes, name)
-
-    def submit(self, job_id: JobId, runs: CopyRuns, before: Hook | None = None, after: Hook | None = None) -> bool:
-        with self._changed:
-            if self._is_closed:
-                raise CopyEngineError(f"submit: job {job_id} came after close")
-            if job_id in self._unfinished or job_id in self._results:
-                raise CopyEngineError(f"submit: the result of job {job_id} was not polled yet")
-            if len(self._unfinished) + len(self._results) >= self._max_queued_jobs:
-                return False
-            self._unfinished.add(job_id)
-            self._queue.append(Job(job_id, runs, before, after))
-            self._changed.notify_all()
-        return True
-
-    def poll(self) -> list[CopyResult]:
-        with self._changed:
-            results, self._results = self._results, {}
-        return list(results.values())
-
-    def wait(self, job_ids: Iterable[JobId], timeout_s: float) -> bool:
-        wanted = set(job_ids)
-        with self._changed:
-            return self._changed.wait_for(lambda: wanted.isdisjoint(self._unfinished), timeout_s)
+        super().__init__(lambda: self._copy, clock, max_queued_jobs)
 
     def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        super().close()
         if self._helpers is not None:
             self._helpers.shutdown()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_closed)
-                if self._is_closed:
-                    break
-                job = self._queue.popleft()
-            try:
-                result = execute(job, self._memory, self._copy, self._clock)
-            except BaseException as error:  # the thread must outlive a job, or every later one would hang
-                result = job.failed(describe(error))
-            self._finish(result)
-        while self._queue:
-            self._finish(self._queue.popleft().failed(CLOSED))
-
-    def _finish(self, result: CopyResult) -> None:
-        with self._changed:
-            self._unfinished.discard(result.job_id)
-            self._results[result.job_id] = result
-            self._changed.notify_all()
 
     def _copy(self, runs: CopyRuns) -> None:
         if self._helpers is None or runs.total_bytes < SHARED_JOB_BYTES:

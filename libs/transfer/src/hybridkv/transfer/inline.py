@@ -15,13 +15,20 @@ from hybridkv.transfer.runs import CopyRuns
 class InlineCopyEngine:
     """A `CopyEngine` whose jobs have ended when `submit` returns. At most `max_queued_jobs` results wait for `poll`.
 
-    `clock` gives seconds. `ValueError` when `max_queued_jobs` is below 1.
+    `clock` gives seconds. `copier` gives the function that copies a job's runs. `ValueError` when `max_queued_jobs` is
+    below 1.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, max_queued_jobs: int = 1024) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        max_queued_jobs: int = 1024,
+        copier: Callable[[], Callable[[CopyRuns], None]] = lambda: copy_runs,
+    ) -> None:
         if max_queued_jobs < 1:
             raise ValueError(f"max_queued_jobs: expected a number >= 1, got {max_queued_jobs}")
         self._clock = clock
+        self._copier = copier
         self._max_queued_jobs = max_queued_jobs
         self._memory = RegisteredMemory()
         self._results: dict[JobId, CopyResult] = {}
@@ -37,7 +44,7 @@ class InlineCopyEngine:
             raise CopyEngineError(f"submit: the result of job {job_id} was not polled yet")
         if len(self._results) >= self._max_queued_jobs:
             return False
-        self._results[job_id] = execute(Job(job_id, runs, before, after), self._memory, copy_runs, self._clock)
+        self._results[job_id] = execute(Job(job_id, runs, before, after), self._memory, self._copier(), self._clock)
         return True
 
     def poll(self) -> list[CopyResult]:

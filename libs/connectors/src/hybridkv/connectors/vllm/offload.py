@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, decode_config, format_size
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import compat, tiers
+from hybridkv.connectors.vllm import compat, devices, tiers
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.loads import Deadlines
@@ -34,7 +34,6 @@ from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Rec
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import GroupKind
 from hybridkv.tiers.ram import RamArena
-from hybridkv.transfer import CpuCopyEngine, InlineCopyEngine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,9 +86,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             )
             _say_what_was_understood(vllm_config, config, layout)
         else:
-            arena = RamArena(sizes.rank_bytes, sizes.granule_bytes)
-            stores = CpuCopyEngine()
-            loads = stores if config.load == "async" else InlineCopyEngine()
+            self._device_type = devices.require_allowed(vllm_config.device_config.device_type, config.experimental_cuda)
+            memory = devices.arena_memory(self._device_type, sizes.rank_bytes)
+            arena = RamArena(sizes.rank_bytes, sizes.granule_bytes, memory)
+            stores, loads = devices.copy_engines(self._device_type, config.load)
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
             rank = compat.rank(vllm_config)
             self._worker = OffloadWorker(layout, arena, paths, self._recorder)
@@ -105,7 +105,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        self._of_worker().register(kv_caches, self._kv_cache_config.num_blocks)
+        self._of_worker().register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._of_worker().start_loads(self._step_plan())

@@ -15,6 +15,7 @@ from functools import partial
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import devices
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import runs_of
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
@@ -93,18 +94,13 @@ class OffloadWorker:
         """How to reach the slow tier, whose namespace comes with the first moves."""
         self._make_mover = make_mover
 
-    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int) -> None:
+    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device_type: str = "cpu") -> None:
         """Takes the engine's KV tensors.
 
         Raises:
-            ConfigurationError: their bytes are not where the engine's own description says, or not in host memory.
+            ConfigurationError: their bytes are not where the engine's own description says, or not on this device.
         """
-        for name, cache in kv_caches.items():
-            for tensor in [cache] if hasattr(cache, "device") else cache:
-                if tensor.device.type != "cpu":
-                    raise ConfigurationError(
-                        "device", "KV caches in host memory", f"{tensor.device} ({name})", "run vLLM's CPU platform"
-                    )
+        devices.require_same_device(kv_caches, device_type)
         try:
             caches = canonical_kv_caches(kv_caches, self._layout.layers, num_blocks)
             for group_index in self._layout.spec.stored_groups:

@@ -1,0 +1,154 @@
+// Index arithmetic of the copy kernel: which bytes a lane of a warp copies.
+//
+// Everything here runs on the host as well, so that the CPU can play the kernel warp by warp and
+// lane by lane (simulation.cc). Needs neither torch nor the CUDA headers. Nothing is allocated, and
+// no address is checked: whoever fills the table has done that.
+#ifndef HYBRIDKV_CUDA_FRAGMENTS_H_
+#define HYBRIDKV_CUDA_FRAGMENTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__CUDACC__)
+#define HYBRIDKV_HOST_DEVICE __host__ __device__
+#else
+#define HYBRIDKV_HOST_DEVICE
+#endif
+
+namespace hybridkv::cuda {
+
+inline constexpr std::uint32_t kLanes = 32;
+
+// The widest access of a lane, and how many of them it has in flight.
+inline constexpr std::uint32_t kWidestWord = 16;
+inline constexpr std::uint32_t kWordsInFlight = 4;
+
+// `num_fragments` copies of `fragment_bytes` each, from `source`, `source + source_stride`, ... to
+// `destination`, `destination + destination_stride`, ...
+//
+// A row of the table that Python fills (hybridkv.transfer.cuda.table): eight 64-bit words. The
+// kernel cuts a fragment into tiles; `first_tile` counts the tiles of all rows before.
+struct FragmentRun {
+  std::uint64_t source;
+  std::uint64_t destination;
+  std::int64_t source_stride;
+  std::int64_t destination_stride;
+  std::uint64_t fragment_bytes;
+  std::uint64_t num_fragments;
+  std::uint64_t first_tile;
+  std::uint64_t tiles_per_fragment;
+};
+
+static_assert(std::is_trivially_copyable_v<FragmentRun> && std::is_standard_layout_v<FragmentRun>);
+static_assert(sizeof(FragmentRun) == 64 && alignof(FragmentRun) == 8);
+static_assert(offsetof(FragmentRun, source) == 0 && offsetof(FragmentRun, destination) == 8);
+static_assert(offsetof(FragmentRun, source_stride) == 16 && offsetof(FragmentRun, destination_stride) == 24);
+static_assert(offsetof(FragmentRun, fragment_bytes) == 32 && offsetof(FragmentRun, num_fragments) == 40);
+static_assert(offsetof(FragmentRun, first_tile) == 48 && offsetof(FragmentRun, tiles_per_fragment) == 56);
+
+// What one warp copies at a time: a piece of one fragment.
+struct Tile {
+  std::uint64_t source;
+  std::uint64_t destination;
+  std::uint64_t num_bytes;
+};
+
+// A tile as a lane sees it: bytes up to where words may begin, whole words, and the bytes left over.
+struct WordSplit {
+  std::uint32_t head_bytes;
+  std::uint32_t tail_bytes;
+  std::uint64_t num_words;
+};
+
+// The row of `tile`: the last one that begins at or before it. It lies in [low, num_runs), because
+// a warp's tiles ascend and `low` is where its last one was. Rows hold at least one tile each.
+HYBRIDKV_HOST_DEVICE constexpr std::uint32_t find_run(const FragmentRun* runs, std::uint32_t low,
+                                                      std::uint32_t num_runs, std::uint64_t tile) {
+  std::uint32_t high = num_runs;
+  while (high - low > 1) {
+    const std::uint32_t middle = low + (high - low) / 2;
+    if (runs[middle].first_tile <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+HYBRIDKV_HOST_DEVICE constexpr Tile tile_at(const FragmentRun& run, std::uint64_t tile, std::uint64_t tile_bytes) {
+  // A plan has fewer than 2^32 tiles (launch_copy refuses more), and 32-bit division is cheap.
+  const auto nth = static_cast<std::uint32_t>(tile - run.first_tile);
+  const auto per_fragment = static_cast<std::uint32_t>(run.tiles_per_fragment);
+  const std::uint32_t fragment = nth / per_fragment;
+  const std::uint64_t offset = (nth - fragment * per_fragment) * tile_bytes;
+  const std::uint64_t left = run.fragment_bytes - offset;
+  return {run.source + static_cast<std::uint64_t>(fragment * run.source_stride) + offset,
+          run.destination + static_cast<std::uint64_t>(fragment * run.destination_stride) + offset,
+          left < tile_bytes ? left : tile_bytes};
+}
+
+// The widest power of two up to 16 at which source and destination can be aligned together.
+HYBRIDKV_HOST_DEVICE constexpr std::uint32_t common_word_bytes(std::uint64_t source, std::uint64_t destination) {
+  const auto apart = static_cast<std::uint32_t>((source ^ destination) & (kWidestWord - 1)) | kWidestWord;
+  return apart & (~apart + 1);
+}
+
+// Source and destination must agree modulo `word_bytes`.
+HYBRIDKV_HOST_DEVICE constexpr WordSplit split_words(const Tile& tile, std::uint32_t word_bytes) {
+  const std::uint64_t to_boundary = (~tile.source + 1) & (word_bytes - 1);
+  const std::uint64_t head = to_boundary < tile.num_bytes ? to_boundary : tile.num_bytes;
+  const std::uint64_t rest = tile.num_bytes - head;
+  return {static_cast<std::uint32_t>(head), static_cast<std::uint32_t>(rest & (word_bytes - 1)), rest / word_bytes};
+}
+
+// One lane's part of a tile. `Memory` moves the bytes: `copy<width>(source, destination)` one word,
+// `copy_many<width>(source, destination)` kWordsInFlight words that are `kLanes` words apart.
+template <std::uint32_t kWidth, class Memory>
+HYBRIDKV_HOST_DEVICE void copy_words(const Tile& tile, std::uint32_t lane, Memory& memory) {
+  static_assert(kWidestWord <= kLanes, "a head or tail has at most one byte for each lane");
+  const WordSplit split = split_words(tile, kWidth);
+  if (lane < split.head_bytes) memory.template copy<1>(tile.source + lane, tile.destination + lane);
+
+  const std::uint64_t source = tile.source + split.head_bytes;
+  const std::uint64_t destination = tile.destination + split.head_bytes;
+  std::uint64_t word = lane;
+  for (; word + (kWordsInFlight - 1) * kLanes < split.num_words; word += kWordsInFlight * kLanes) {
+    memory.template copy_many<kWidth>(source + word * kWidth, destination + word * kWidth);
+  }
+  for (; word < split.num_words; word += kLanes) {
+    memory.template copy<kWidth>(source + word * kWidth, destination + word * kWidth);
+  }
+
+  const std::uint64_t tail = split.num_words * kWidth + lane;
+  if (lane < split.tail_bytes) memory.template copy<1>(source + tail, destination + tail);
+}
+
+template <class Memory>
+HYBRIDKV_HOST_DEVICE void copy_tile(const Tile& tile, std::uint32_t lane, Memory& memory) {
+  switch (common_word_bytes(tile.source, tile.destination)) {
+    case 16: return copy_words<16>(tile, lane, memory);
+    case 8: return copy_words<8>(tile, lane, memory);
+    case 4: return copy_words<4>(tile, lane, memory);
+    case 2: return copy_words<2>(tile, lane, memory);
+    default: return copy_words<1>(tile, lane, memory);
+  }
+}
+
+// One lane's part of a whole plan. Tiles are dealt out to warps in turns, so that neighbours work on
+// neighbouring bytes and no warp has more than one tile more than another.
+template <class Memory>
+HYBRIDKV_HOST_DEVICE void copy_fragments(const FragmentRun* runs, std::uint32_t num_runs, std::uint64_t num_tiles,
+                                         std::uint64_t tile_bytes, std::uint32_t warp, std::uint32_t num_warps,
+                                         std::uint32_t lane, Memory& memory) {
+  std::uint32_t run = 0;
+  for (std::uint64_t tile = warp; tile < num_tiles; tile += num_warps) {
+    run = find_run(runs, run, num_runs, tile);
+    copy_tile(tile_at(runs[run], tile, tile_bytes), lane, memory);
+  }
+}
+
+}  // namespace hybridkv::cuda
+
+#endif  // HYBRIDKV_CUDA_FRAGMENTS_H_

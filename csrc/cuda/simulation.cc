@@ -1,0 +1,67 @@
+// The kernels of kernels.cu, played on the CPU: every block, every warp, every lane, with the same
+// templates (fragments.h, xxh3.h) and plain memory. Tests call it through ctypes and compare with a
+// plain reference; on a machine without a GPU it is the only thing that runs this arithmetic.
+//
+// It shows that the bytes and their order are right. It cannot show races, timing, or what a
+// compiler for device code makes of the templates.
+#include <cstdint>
+#include <cstring>
+
+#include "fragments.h"
+#include "host_warp.h"
+#include "xxh3.h"
+
+namespace {
+
+using namespace hybridkv::cuda;
+
+struct HostMemory {
+  std::uint64_t wide_words = 0;
+
+  template <std::uint32_t kWidth>
+  void copy(std::uint64_t source, std::uint64_t destination) {
+    if (source % kWidth != 0 || destination % kWidth != 0) misaligned = true;
+    if (kWidth == kWidestWord) ++wide_words;
+    std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), kWidth);
+  }
+
+  template <std::uint32_t kWidth>
+  void copy_many(std::uint64_t source, std::uint64_t destination) {
+    for (std::uint32_t i = 0; i < kWordsInFlight; ++i) {
+      copy<kWidth>(source + i * kLanes * kWidth, destination + i * kLanes * kWidth);
+    }
+  }
+
+  // A GPU would fault; the CPU would not notice.
+  bool misaligned = false;
+};
+
+const std::uint8_t kSecret[kSecretBytes] = {HYBRIDKV_XXH3_SECRET};
+
+}  // namespace
+
+extern "C" {
+
+// 16-byte words that were moved, or -1 if a word was not aligned.
+std::int64_t hybridkv_simulate_copy(const FragmentRun* runs, std::uint64_t num_runs, std::uint64_t num_tiles,
+                                    std::uint64_t tile_bytes, std::uint32_t num_warps) {
+  HostMemory memory;
+  for (std::uint32_t warp = 0; warp < num_warps; ++warp) {
+    for (std::uint32_t lane = 0; lane < kLanes; ++lane) {
+      copy_fragments(runs, static_cast<std::uint32_t>(num_runs), num_tiles, tile_bytes, warp, num_warps, lane, memory);
+    }
+  }
+  return memory.misaligned ? -1 : static_cast<std::int64_t>(memory.wide_words);
+}
+
+// `ranges` holds (address, num_bytes), `digests` takes (low, high).
+void hybridkv_simulate_checksums(const std::uint64_t* ranges, std::uint64_t num_ranges, std::uint64_t* digests) {
+  HostWarp warp;
+  for (std::uint64_t i = 0; i < num_ranges; ++i) {
+    const Digest digest = checksum(warp, ranges[2 * i], ranges[2 * i + 1], kSecret);
+    digests[2 * i] = digest.low;
+    digests[2 * i + 1] = digest.high;
+  }
+}
+
+}  // extern "C"

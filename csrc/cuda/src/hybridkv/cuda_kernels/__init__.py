@@ -1,0 +1,19 @@
+"""The compiled kernels that `hybridkv.transfer.cuda` loads. Says where they are, and imports nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["library_path"]
+
+
+def library_path() -> Path:
+    """Of the library that registers `torch.ops.hybridkv_cuda`, for `torch.ops.load_library`.
+
+    Raises:
+        FileNotFoundError: this is the source tree, or a wheel that was built without the library.
+    """
+    path = Path(__file__).with_name("libhybridkv_cuda.so")
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there; hint: tools/bazel build //csrc/cuda:wheel, and install that")
+    return path

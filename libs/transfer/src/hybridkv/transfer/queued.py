@@ -1,0 +1,95 @@
+"""Jobs on a thread of their own, whatever copies the bytes. Private to the engines of this library."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from hybridkv.transfer.engine import CopyResult, Hook, JobId
+from hybridkv.transfer.errors import CopyEngineError
+from hybridkv.transfer.jobs import Job, describe, execute
+from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.runs import CopyRuns
+
+CLOSED = "the copy engine was closed before the job began"
+
+
+class QueuedCopyEngine:
+    """The part of a `CopyEngine` that is the same for every memory: one thread takes the jobs in order.
+
+    `copier` is asked in `submit`, on the caller's thread, for the function that the copy thread will copy this job's
+    runs with. `max_queued_jobs` bounds the jobs that were submitted and whose results were not polled. `clock` gives
+    seconds. `ValueError` for numbers below 1.
+    """
+
+    def __init__(
+        self, copier: Callable[[], Callable[[CopyRuns], None]], clock: Callable[[], float], max_queued_jobs: int
+    ) -> None:
+        if max_queued_jobs < 1:
+            raise ValueError(f"max_queued_jobs: expected a number >= 1, got {max_queued_jobs}")
+        self._copier = copier
+        self._clock = clock
+        self._max_queued_jobs = max_queued_jobs
+        self._memory = RegisteredMemory()
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Job, Callable[[CopyRuns], None]]] = deque()
+        self._unfinished: set[JobId] = set()
+        self._results: dict[JobId, CopyResult] = {}
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="hybridkv-copy", daemon=True)
+        self._thread.start()
+
+    def register(self, address: int, num_bytes: int, name: str) -> None:
+        self._memory = self._memory.with_region(address, num_bytes, name)
+
+    def submit(self, job_id: JobId, runs: CopyRuns, before: Hook | None = None, after: Hook | None = None) -> bool:
+        with self._changed:
+            if self._is_closed:
+                raise CopyEngineError(f"submit: job {job_id} came after close")
+            if job_id in self._unfinished or job_id in self._results:
+                raise CopyEngineError(f"submit: the result of job {job_id} was not polled yet")
+            if len(self._unfinished) + len(self._results) >= self._max_queued_jobs:
+                return False
+            copy = self._copier()
+            self._unfinished.add(job_id)
+            self._queue.append((Job(job_id, runs, before, after), copy))
+            self._changed.notify_all()
+        return True
+
+    def poll(self) -> list[CopyResult]:
+        with self._changed:
+            results, self._results = self._results, {}
+        return list(results.values())
+
+    def wait(self, job_ids: Iterable[JobId], timeout_s: float) -> bool:
+        wanted = set(job_ids)
+        with self._changed:
+            return self._changed.wait_for(lambda: wanted.isdisjoint(self._unfinished), timeout_s)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
+                if self._is_closed:
+                    break
+                job, copy = self._queue.popleft()
+            try:
+                result = execute(job, self._memory, copy, self._clock)
+            except BaseException as error:  # the thread must outlive a job, or every later one would hang
+                result = job.failed(describe(error))
+            self._finish(result)
+        while self._queue:
+            self._finish(self._queue.popleft()[0].failed(CLOSED))
+
+    def _finish(self, result: CopyResult) -> None:
+        with self._changed:
+            self._unfinished.discard(result.job_id)
+            self._results[result.job_id] = result
+            self._changed.notify_all()

@@ -1,0 +1,231 @@
+"""The GPU engines' fences, turns and failures, on a played GPU (`played_device`): here there is no real one.
+
+What is true of every copy engine is tested in test_copy_engines.py, on the same played GPU. tests/gpu runs the engines
+on a real one.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from played_device import SMALL, TIMEOUT_S, Event, PlayedDevice
+
+from hybridkv.transfer import CopyEngine, CopyEngineError, CopyRuns, JobId
+from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine, MemoryKind, Queue
+
+ENGINES = (CudaCopyEngine, InlineCudaCopyEngine)
+
+
+class Place:
+    """KV memory of a played GPU and a pinned arena, registered with an engine."""
+
+    def __init__(self, engine: CopyEngine, device: PlayedDevice, num_bytes: int = 200_000) -> None:
+        random = np.random.default_rng(9)
+        self.cache, self.arena = (random.integers(0, 256, num_bytes, dtype=np.uint8) for _ in range(2))
+        device.kinds[self.address(self.cache)] = MemoryKind.DEVICE
+        device.kinds[self.address(self.arena)] = MemoryKind.PINNED
+        engine.register(self.address(self.cache), num_bytes, "kv cache")
+        engine.register(self.address(self.arena), num_bytes, "arena")
+
+    @staticmethod
+    def address(array: np.ndarray) -> int:  # type: ignore[type-arg]
+        return int(array.ctypes.data)
+
+    def stores(self, size: int, count: int) -> CopyRuns:
+        """Scattered pages to one stretch of the arena."""
+        cache, arena = self.address(self.cache), self.address(self.arena)
+        return CopyRuns.of([(cache + (i * 7 % count) * 2 * size, arena + i * size, size) for i in range(count)])
+
+    def stored(self, size: int, count: int) -> np.ndarray:  # type: ignore[type-arg]
+        return np.concatenate([self.cache[(i * 7 % count) * 2 * size :][:size] for i in range(count)])
+
+
+def finish(engine: CopyEngine, job_id: int) -> str | None:
+    assert engine.wait([JobId(job_id)], TIMEOUT_S)
+    [result] = engine.poll()
+    assert result.job_id == job_id
+    return result.failure
+
+
+@pytest.mark.parametrize("make", ENGINES)
+@pytest.mark.parametrize("size", [64, 512, SMALL.large_run_bytes, 10_000])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_stored_is_loaded_again(
+    make: type[CudaCopyEngine | InlineCudaCopyEngine], size: int, seed: int
+) -> None:
+    device = PlayedDevice(seed)
+    engine = make(device)
+    place = Place(engine, device)
+    count = min(150, 90_000 // size)
+    wanted = place.stored(size, count)
+    engine.submit(JobId(1), place.stores(size, count))
+    assert finish(engine, 1) is None
+    assert np.array_equal(place.arena[: size * count], wanted)
+    before = place.cache.copy()
+    place.cache[:] = 0
+    engine.submit(JobId(2), place.stores(size, count).reversed())
+    assert finish(engine, 2) is None
+    assert np.array_equal(place.stored(size, count), wanted)
+    for i in range(count):
+        gap = slice(i * 2 * size + size, (i + 1) * 2 * size)
+        assert not place.cache[gap].any(), "bytes beside the pages changed"
+    assert before.any()
+    engine.close()
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 10_000), size=st.integers(100, 1000), is_load=st.booleans())
+def test_halves_of_the_staging_memory_are_never_in_two_hands(seed: int, size: int, is_load: bool) -> None:
+    device = PlayedDevice(seed)
+    engine = InlineCudaCopyEngine(device)
+    place = Place(engine, device)
+    count = 100_000 // size // 2
+    runs = place.stores(size, count)
+    wanted = place.stored(size, count)
+    if is_load:
+        place.arena[: size * count] = wanted
+        place.cache[:] = 0
+        runs = runs.reversed()
+    engine.submit(JobId(1), runs)
+    assert finish(engine, 1) is None
+    assert "copy_by_kernel" in device.log
+    assert np.array_equal(place.stored(size, count) if is_load else place.arena[: size * count], wanted)
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_missing_event_is_noticed_by_the_played_gpu(is_load: bool) -> None:
+    class Forgetful(PlayedDevice):
+        def wait(self, queue: Queue, event: Event) -> None:
+            """As an engine without fences would do."""
+
+    def is_right(seed: int) -> bool:
+        device = Forgetful(seed)
+        engine = InlineCudaCopyEngine(device)
+        place = Place(engine, device)
+        runs, wanted = place.stores(512, 90), place.stored(512, 90)
+        if is_load:
+            place.arena[: 512 * 90] = wanted
+            place.cache[:] = 0
+            runs = runs.reversed()
+        engine.submit(JobId(1), runs)
+        assert finish(engine, 1) is None
+        return bool(np.array_equal(place.stored(512, 90) if is_load else place.arena[: 512 * 90], wanted))
+
+    assert not all(is_right(seed) for seed in range(10))
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+@pytest.mark.parametrize("size", [64, 512, SMALL.large_run_bytes])
+def test_copies_wait_for_what_compute_was_given_before_them(size: int, is_load: bool) -> None:
+    device = PlayedDevice()
+    engine = CudaCopyEngine(device)
+    place = Place(engine, device)
+    cache, arena = place.cache.copy(), place.arena.copy()
+    device.compute.happened.clear()
+    runs = place.stores(size, 20)
+    engine.submit(JobId(1), runs.reversed() if is_load else runs)
+    assert device.is_stuck.wait(TIMEOUT_S)
+    # What the forward pass reads last is still there, and what it writes last is what is stored.
+    assert np.array_equal(place.cache, cache)
+    assert np.array_equal(place.arena, arena)
+    if not is_load:
+        place.cache[:] = cache[::-1]
+    wanted = arena[: 20 * size] if is_load else place.stored(size, 20)
+    device.compute.happened.set()
+    assert finish(engine, 1) is None
+    assert np.array_equal(place.stored(size, 20) if is_load else place.arena[: 20 * size], wanted)
+    engine.close()
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_the_fence_is_taken_on_the_thread_that_submits_before_anything_else(
+    make: type[CudaCopyEngine | InlineCudaCopyEngine],
+) -> None:
+    device = PlayedDevice()
+    engine = make(device)
+    threads: list[str] = []
+    take = device.caller_event
+    device.caller_event = lambda: (threads.append(threading.current_thread().name), take())[1]  # type: ignore[method-assign]
+    engine.submit(JobId(1), CopyRuns.empty(), before=lambda: device.log.append("before"))
+    assert finish(engine, 1) is None
+    assert threads == [threading.current_thread().name]
+    assert device.log == ["caller_event", "before", "finish"]
+    engine.close()
+
+
+def test_a_full_engine_takes_no_fence() -> None:
+    device = PlayedDevice()
+    engine = InlineCudaCopyEngine(device, max_queued_jobs=1)
+    assert engine.submit(JobId(1), CopyRuns.empty())
+    assert not engine.submit(JobId(2), CopyRuns.empty())
+    assert device.log.count("caller_event") == 1
+
+
+@pytest.mark.parametrize("call", ["copy_by_kernel", "copy_by_transfer", "finish"])
+def test_a_call_that_fails_is_the_failure_of_its_job(call: str) -> None:
+    device = PlayedDevice()
+    engine = CudaCopyEngine(device)
+    place = Place(engine, device)
+    device.fail_on = call
+    engine.submit(JobId(1), place.stores(512, 60))
+    assert finish(engine, 1) == f"CudaError: {call}: cudaErrorUnknown"
+    device.fail_on = None
+    engine.submit(JobId(2), place.stores(512, 60))
+    assert finish(engine, 2) is None
+    engine.close()
+
+
+def test_a_failed_job_ends_only_when_nothing_of_it_can_still_write() -> None:
+    device = PlayedDevice()
+    engine = CudaCopyEngine(device)
+    place = Place(engine, device)
+    device.fail_on = "copy_by_kernel"
+    engine.submit(JobId(1), place.stores(512, 60))
+    assert finish(engine, 1) is not None
+    assert device.log[-1] == "finish"
+    engine.close()
+
+
+def test_a_fence_that_cannot_be_taken_refuses_the_job_and_leaves_nothing_behind() -> None:
+    device = PlayedDevice()
+    engine = CudaCopyEngine(device)
+    device.fail_on = "caller_event"
+    with pytest.raises(RuntimeError, match="caller_event: cudaErrorUnknown"):
+        engine.submit(JobId(1), CopyRuns.empty())
+    device.fail_on = None
+    assert engine.submit(JobId(1), CopyRuns.empty())
+    assert finish(engine, 1) is None
+    engine.close()
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_memory_that_the_gpu_cannot_reach_is_refused_and_stays_unknown(
+    make: type[CudaCopyEngine | InlineCudaCopyEngine],
+) -> None:
+    device = PlayedDevice()
+    engine = make(device)
+    memory = np.zeros(64, dtype=np.uint8)
+    address = int(memory.ctypes.data)
+    device.kinds[address] = MemoryKind.OTHER
+    with pytest.raises(CopyEngineError, match="register arena: expected this GPU's memory or pinned memory"):
+        engine.register(address, 64, "arena")
+    engine.submit(JobId(1), CopyRuns.of([(address, address + 32, 8)]))
+    failure = finish(engine, 1)
+    assert failure is not None
+    assert "does not lie in registered memory" in failure
+    engine.close()
+
+
+def test_without_kernels_pages_are_copied_one_by_one() -> None:
+    device = PlayedDevice(has_kernels=False)
+    engine = InlineCudaCopyEngine(device)
+    place = Place(engine, device)
+    wanted = place.stored(512, 60)
+    engine.submit(JobId(1), place.stores(512, 60))
+    assert finish(engine, 1) is None
+    assert "copy_by_kernel" not in device.log
+    assert np.array_equal(place.arena[: 512 * 60], wanted)

@@ -1,0 +1,180 @@
+"""The copy engines on a real GPU: bytes, fences, and overlap with compute, with the kernels and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import xxhash
+from conftest import unavailable
+
+from hybridkv.transfer import CopyRuns, JobId
+from hybridkv.transfer.cuda import CopyTuning, CudaCopyEngine, InlineCudaCopyEngine, open_device, pin_memory
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+TIMEOUT_S = 60.0
+SIZES = (64, 512, 4096, 16 * 1024, 64 * 1024, 320 * 1024, 2 * 1024 * 1024)
+BUSY_CYCLES = 400_000_000
+"""How long the stream of compute is kept busy: some tenths of a second."""
+Engine = CudaCopyEngine | InlineCudaCopyEngine
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        reason = f"torch {torch.__version__} sees no GPU"
+        if torch.version.cuda is None:
+            pytest.skip(
+                f"{reason}: it was built without CUDA; docs/guides/gpu.md says how to run this with one that was"
+            )
+        unavailable(reason)
+
+
+@pytest.fixture(params=["kernels", "torch alone"])
+def has_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    from hybridkv.transfer.cuda import extension, torch_device
+
+    if request.param == "torch alone":
+        monkeypatch.setattr(torch_device, "cuda_kernels", lambda: None)
+        return False
+    if extension.cuda_kernels() is None:
+        unavailable("hybridkv-cuda is not installed")
+    return True
+
+
+class Place:
+    """KV memory and a pinned arena, registered with an engine."""
+
+    def __init__(self, engine: Engine, page_bytes: int, num_pages: int) -> None:
+        self.page_bytes, self.num_pages = page_bytes, num_pages
+        generator = torch.Generator(device="cuda").manual_seed(page_bytes)
+        self.cache = torch.randint(
+            0, 256, (2 * num_pages, page_bytes), dtype=torch.uint8, device="cuda", generator=generator
+        )
+        self.arena = pin_memory(num_pages * page_bytes)
+        self.arena[:] = 0xA5
+        self.order = np.random.default_rng(1).permutation(2 * num_pages)[:num_pages]
+        engine.register(self.cache.data_ptr(), self.cache.nbytes, "kv cache")
+        engine.register(int(self.arena.ctypes.data), self.arena.nbytes, "arena")
+
+    def stores(self) -> CopyRuns:
+        sources = self.cache.data_ptr() + self.order.astype(np.int64) * self.page_bytes
+        destinations = int(self.arena.ctypes.data) + np.arange(self.num_pages, dtype=np.int64) * self.page_bytes
+        return CopyRuns(sources, destinations, np.full(self.num_pages, self.page_bytes, dtype=np.int64))
+
+    def pages(self) -> np.ndarray:  # type: ignore[type-arg]
+        """What the arena should hold."""
+        return self.cache[torch.from_numpy(self.order).cuda()].cpu().numpy().reshape(-1)
+
+
+@pytest.fixture(params=[CudaCopyEngine, InlineCudaCopyEngine], ids=["thread", "inline"])
+def engine(request: pytest.FixtureRequest, has_kernels: bool) -> Iterator[Engine]:
+    made = request.param(open_device(torch.cuda.current_device()))
+    yield made
+    made.close()
+
+
+def finish(engine: Engine, job_id: int) -> None:
+    assert engine.wait([JobId(job_id)], TIMEOUT_S)
+    [result] = engine.poll()
+    assert result.failure is None, result.failure
+
+
+@pytest.mark.parametrize("page_bytes", SIZES)
+def test_what_was_stored_is_loaded_again(engine: Engine, page_bytes: int) -> None:
+    place = Place(engine, page_bytes, max(3, min(3000, 64 * 1024 * 1024 // page_bytes)))
+    wanted = place.pages()
+    engine.submit(JobId(1), place.stores())
+    finish(engine, 1)
+    assert np.array_equal(place.arena, wanted)
+    others = place.cache.clone()
+    place.cache[torch.from_numpy(place.order).cuda()] = 0
+    engine.submit(JobId(2), place.stores().reversed())
+    finish(engine, 2)
+    assert torch.equal(place.cache, others)
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 2 * 1024 * 1024])
+def test_a_store_holds_what_the_forward_pass_wrote_last(engine: Engine, page_bytes: int) -> None:
+    place = Place(engine, page_bytes, 16)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)
+    place.cache.fill_(7)
+    engine.submit(JobId(1), place.stores())
+    finish(engine, 1)
+    assert (place.arena == 7).all()
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 2 * 1024 * 1024])
+def test_a_load_leaves_blocks_to_those_who_read_them_before(engine: Engine, page_bytes: int) -> None:
+    place = Place(engine, page_bytes, 16)
+    place.cache.fill_(3)
+    place.arena[:] = 9
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)
+    read = place.cache.clone()
+    engine.submit(JobId(1), place.stores().reversed())
+    finish(engine, 1)
+    assert (read == 3).all()
+    assert (place.cache[torch.from_numpy(place.order).cuda()] == 9).all()
+
+
+def test_a_load_does_not_wait_for_the_forward_pass_after_it(has_kernels: bool) -> None:
+    """It ends while compute that was enqueued later is still busy."""
+    engine = CudaCopyEngine(open_device(torch.cuda.current_device()))
+    place = Place(engine, 4096, 16)
+    gate = _Gate()
+    torch.cuda.synchronize()
+    engine.submit(JobId(1), place.stores().reversed(), before=gate)
+    torch.cuda._sleep(10 * BUSY_CYCLES)
+    behind = torch.cuda.Event()
+    behind.record()
+    gate.open()
+    finish(engine, 1)
+    assert not behind.query()
+    torch.cuda.synchronize()
+    engine.close()
+
+
+class _Gate:
+    """A hook that holds the copy until the compute that comes after it was enqueued."""
+
+    def __init__(self) -> None:
+        import threading
+
+        self._opened = threading.Event()
+        self.open: Callable[[], None] = self._opened.set
+
+    def __call__(self) -> str | None:
+        return None if self._opened.wait(TIMEOUT_S) else "the gate was never opened"
+
+
+def test_small_turns_of_staging_memory_lose_nothing(has_kernels: bool) -> None:
+    if not has_kernels:
+        pytest.skip("without kernels nothing is staged")
+    tuning = CopyTuning(large_run_bytes=8192, direct_job_bytes=1, staging_bytes=65536)
+    engine = CudaCopyEngine(open_device(torch.cuda.current_device(), tuning))
+    place = Place(engine, 4096, 4000)
+    wanted = place.pages()
+    for job_id in range(20):
+        place.arena[:] = 0
+        engine.submit(JobId(job_id), place.stores())
+        finish(engine, job_id)
+        assert np.array_equal(place.arena, wanted)
+    engine.close()
+
+
+def test_checksums_are_those_that_the_arena_seals_with(has_kernels: bool) -> None:
+    if not has_kernels:
+        pytest.skip("without kernels the host computes them")
+    from hybridkv.transfer.cuda.torch_device import TorchCudaDevice
+
+    data = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8, device="cuda")
+    ranges = [(0, 65536), (65536, 300_000), (17, 4096), (999_000, 100)]
+    table = np.array([(data.data_ptr() + start, size) for start, size in ranges], dtype=np.int64)
+    host = data.cpu().numpy()
+    torch.cuda.synchronize()
+    found = TorchCudaDevice(torch.cuda.current_device(), CopyTuning()).checksums(table)
+    assert found == [xxhash.xxh3_128(host[start : start + size].tobytes()).digest() for start, size in ranges]
