@@ -240,7 +240,8 @@ def run_ours(ours: Ours, clock: Clock, hits: dict[str, int]) -> None:
     chunk = ours.spec.chunk_tokens
     step_keys = ours.request_keys(ours.new_runs())
     clock.time("step", ours.again, step_keys, ours.step_start)
-    growing = ours.request_keys(ours.new_runs()).follow(ours.hashes[: -(chunk // ours.layout.keys.hash_block_tokens)])
+    before = ours.hashes[: -(chunk // ours.layout.keys.hash_block_tokens)]
+    growing = ours.request_keys(ours.new_runs()).follow(before)
     for group_index in range(len(ours.spec.groups)):
         growing.key(group_index, ours.step_start)
         growing.between(group_index, ours.num_chunks - STEP_CHUNKS, ours.num_chunks - 1)
