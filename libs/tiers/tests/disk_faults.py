@@ -52,18 +52,8 @@ def _wrapped(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    "open",
-    "allocate",
-    "truncate",
-    "fdatasync",
-    "fsync",
-    "list",
-    "make_directory",
-    "remove",
-    "rename",
-    "lock",
-):
+_NAMES = ("open", "allocate", "truncate", "fdatasync", "fsync", "list", "make_directory", "remove", "rename", "lock")
+for _name in _NAMES:
     setattr(FaultyIO, _name, _wrapped(_name))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -52,7 +53,7 @@ def options_for(usable_bytes: int, num_ranks: int = 1, num_spare: int = 9, **mor
     chosen |= more
     segment_bytes = SEGMENT_HEAD_BYTES + usable_bytes
     rough_bytes = 2 * (num_spare + 1) * segment_bytes * num_ranks + (1 << 20)
-    share = num_spare / (num_spare + 1)
+    share = (num_spare - 3) / (num_spare + 1)
     rough = DiskOptions(capacity_bytes=rough_bytes, segment_bytes=segment_bytes, spare_share=share, **chosen)
     metadata_bytes = plan_sizes(rough, num_ranks).metadata_bytes
     capacity_bytes = metadata_bytes + (num_spare + 1) * segment_bytes * num_ranks
@@ -78,8 +79,12 @@ def make_medium(
 
 def disk_bytes(path: Path) -> int:
     """What everything below a path takes up on disk, and the path itself."""
-    found = [path, *path.rglob("*")]
-    return sum(each.lstat().st_blocks * 512 for each in found)
+    total = os.lstat(path).st_blocks * 512
+    with os.scandir(path) as entries:
+        for entry in entries:
+            is_directory = entry.is_dir(follow_symlinks=False)
+            total += disk_bytes(Path(entry.path)) if is_directory else entry.stat(follow_symlinks=False).st_blocks * 512
+    return total
 
 
 def segment_path(path: Path, slot: Slot, rank: int = 0, **changes: object) -> Path:

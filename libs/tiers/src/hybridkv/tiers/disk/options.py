@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Literal
 
 import msgspec
@@ -19,7 +20,7 @@ from hybridkv.tiers.errors import TierConfigurationError
 MIB = 1 << 20
 SMALLEST_SEGMENT_BYTES = MIB
 LARGEST_DEFAULT_SEGMENT_BYTES = 256 * MIB
-SEGMENTS_IN_CAPACITY = 32
+SEGMENTS_IN_CAPACITY = 64
 FEWEST_SEGMENTS = 4
 FEWEST_SPARE_SEGMENTS = 3
 """One that is being filled, one that is ready to be, and one that compaction copies to."""
@@ -45,11 +46,11 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         capacity_bytes: of everything below the path on disk: all ranks, all namespaces, metadata included.
-        segment_bytes: of one file of one rank, a multiple of 4096; None: capacity / 32 over all ranks, within
+        segment_bytes: of one file of one rank, a multiple of 4096; None: capacity / 64 over all ranks, within
             [1 MiB, 256 MiB] and large enough for four of the largest chunks.
         largest_chunk_bytes: the largest chunk that will be stored, if it is known.
-        spare_share: share of the segments that records never fill, so that compaction finds room: more means fewer
-            bytes moved, fewer means more records kept. Within (0, 0.9].
+        spare_share: share of the segments that records never fill, beside three segments: more means fewer bytes moved
+            by compaction, fewer means more records kept. Within [0, 0.9].
         compaction_share: a segment with more live bytes than this share is not copied; records are evicted instead.
             Bounds write amplification to 1 / (1 - share). Within (0, 0.95].
         max_records: keys in the index. Memory: about 500 bytes each in the index, 82 on disk.
@@ -92,7 +93,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("snapshot_interval_s", "retry_interval_s", "fsync_interval_s", "close_timeout_s"):
             _require(name, 0 <= getattr(self, name) < float("inf"), "seconds >= 0", getattr(self, name))
         _require("largest_chunk_bytes", self.largest_chunk_bytes >= 0, "a number >= 0", self.largest_chunk_bytes)
-        _require("spare_share", 0 < self.spare_share <= 0.9, "a share within (0, 0.9]", self.spare_share)
+        _require("spare_share", 0 <= self.spare_share <= 0.9, "a share within [0, 0.9]", self.spare_share)
         _require("compaction_share", 0 < self.compaction_share <= 0.95, "a share <= 0.95", self.compaction_share)
         _require("threads", 1 <= self.threads <= 64, "1 to 64", self.threads)
         _require("max_open_files", self.max_open_files >= self.threads, "one for each thread", self.max_open_files)
@@ -142,8 +143,7 @@ def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
             options.capacity_bytes,
             hint="give the tier more room, or smaller segments",
         )
-    num_spare = max(FEWEST_SPARE_SEGMENTS, -int(-options.spare_share * count // 1))
-    num_spare = min(num_spare, count - 1)
+    num_spare = min(FEWEST_SPARE_SEGMENTS + math.ceil(options.spare_share * count - 1e-9), count - 1)
     usable_bytes = (count - num_spare) * (segment_bytes - SEGMENT_HEAD_BYTES)
     return DiskSizes(num_ranks, segment_bytes, data_bytes, metadata_bytes, usable_bytes, max(max_records, 1))
 

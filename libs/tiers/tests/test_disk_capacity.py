@@ -1,0 +1,169 @@
+"""A store never takes up more than it may, however much goes through it, and keeps what is used."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import disk_store
+import msgspec
+import pytest
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers.disk import DiskCounts, DiskIndex, DiskOptions, Fsync, ThreadJanitor, plan_sizes
+from hybridkv.tiers.disk.layout import record_bytes
+
+CAPACITY_BYTES = 16 << 20
+OPTIONS = DiskOptions(capacity_bytes=CAPACITY_BYTES, segment_bytes=1 << 20, fsync=Fsync.NONE, threads=2)
+CHUNK_BYTES = 30_000
+POOL = random.Random(0).randbytes(1 << 20)
+
+
+def chunk(number: int) -> bytes:
+    return POOL[number % 9973 : number % 9973 + CHUNK_BYTES + number % 5 * 500]
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_twenty_times_the_capacity_goes_through_within_it_and_a_working_set_stays(
+    tmp_path: Path, has_thread: bool
+) -> None:
+    path = tmp_path / "store"
+    janitor = ThreadJanitor() if has_thread else None
+    index = (
+        DiskIndex(str(path), disk_store.FINGERPRINT, OPTIONS, janitor)
+        if has_thread
+        else disk_store.make_index(path, OPTIONS)
+    )
+    medium = disk_store.make_medium(path, OPTIONS)
+    num_used = index.capacity_bytes // 2 // record_bytes(CHUNK_BYTES + 2000)
+    working_set = [b"used %d" % number for number in range(num_used)]
+    num_bytes = num_lookups = num_hits = number = 0
+    while num_bytes < 20 * CAPACITY_BYTES:
+        # Two lookups of what is used for each chunk that is never used again.
+        for turn in range(2):
+            key = working_set[(2 * number + turn) % len(working_set)]
+            is_warm = number > len(working_set)
+            is_hit = index.lookup(key) is LookupResult.HIT
+            num_lookups += is_warm
+            num_hits += is_warm and is_hit
+            if is_hit:
+                index.touch([key])
+            elif store(index, medium, key, chunk(turn), has_thread):
+                num_bytes += len(chunk(turn))
+        if store(index, medium, b"once %d" % number, chunk(number), has_thread):
+            num_bytes += len(chunk(number))
+        number += 1
+        assert index.disk_bytes <= CAPACITY_BYTES
+        assert has_thread or disk_store.disk_bytes(path) <= CAPACITY_BYTES
+    assert num_hits > 0.95 * num_lookups, f"{num_hits} of {num_lookups}"
+    assert disk_store.disk_bytes(path) <= CAPACITY_BYTES
+    counts = index.take_disk_counts()
+    assert 0 < counts.moved_bytes < 1.5 * num_bytes, "compaction moves a bounded share"
+    medium.close()
+    index.close()
+
+
+def store(index: DiskIndex, medium: disk_store.DiskMedium, key: bytes, data: bytes, has_thread: bool) -> bool:
+    is_stored = disk_store.store(index, medium, key, data)
+    if has_thread and not is_stored:
+        index.drain(disk_store.TIMEOUT_S)
+    return is_stored
+
+
+def test_compaction_keeps_what_is_used_where_everything_else_dies(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    options = disk_store.options_for(16 * 8192, num_spare=3)
+    index = disk_store.make_index(path, options)
+    medium = disk_store.make_medium(path, options)
+    assert disk_store.store(index, medium, b"used", b"used" * 1000)
+    for number in range(400):
+        index.touch([b"used"])
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 4000)
+    loaded = disk_store.load(index, medium, b"used")
+    assert loaded is not None and loaded[1] == b"used" * 1000
+    counts = index.take_disk_counts()
+    assert counts.moved_records > 0 and counts.segments_dropped > 0
+    medium.close()
+    index.close()
+
+
+def test_every_segment_held_by_a_pin_is_a_refusal_that_ends_with_the_pins(tmp_path: Path) -> None:
+    options = disk_store.options_for(4 * 8192, num_spare=3)
+    index = disk_store.make_index(tmp_path / "store", options)
+    medium = disk_store.make_medium(tmp_path / "store", options)
+    pinned = []
+    for number in range(60):
+        if disk_store.store(index, medium, b"%d" % number, b"x" * 4000) and number % 4 == 0:
+            assert index.pin(b"%d" % number) is not None
+            pinned.append(b"%d" % number)
+            if len(pinned) == 3:
+                break
+    assert all(index.lookup(key) is LookupResult.HIT for key in pinned)
+    for number in range(60):
+        disk_store.store(index, medium, b"more %d" % number, b"x" * 4000)
+    assert all(index.lookup(key) is LookupResult.HIT for key in pinned)
+    for key in pinned:
+        index.unpin(key)
+    assert all(disk_store.store(index, medium, b"again %d" % number, b"x" * 4000) for number in range(60))
+    medium.close()
+    index.close()
+
+
+def test_no_more_records_are_kept_than_may_be(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(disk_store.options_for(16 * 8192), max_records=5)
+    index = disk_store.make_index(tmp_path / "store", options)
+    for number in range(20):
+        key = b"%d" % number
+        assert not isinstance(index.reserve(key, 100), str)
+        index.commit(key)
+        assert index.num_keys <= 5
+    assert [index.lookup(b"%d" % number) for number in range(15, 20)] == [LookupResult.HIT] * 5
+    index.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"capacity_bytes": 0}, "capacity_bytes"),
+        ({"capacity_bytes": 1 << 20}, "capacity_bytes"),
+        ({"segment_bytes": 1000}, "segment_bytes"),
+        ({"segment_bytes": 8192}, "segment_bytes"),
+        ({"segment_bytes": 1 << 33}, "segment_bytes"),
+        ({"segment_bytes": 512 << 10, "largest_chunk_bytes": 1 << 20}, "segment_bytes"),
+        ({"spare_share": -0.1}, "spare_share"),
+        ({"compaction_share": 1.0}, "compaction_share"),
+        ({"threads": 0}, "threads"),
+        ({"threads": 8, "max_open_files": 4}, "max_open_files"),
+        ({"fsync": "sometimes"}, "fsync"),
+        ({"direct": "maybe"}, "direct"),
+        ({"batch_bytes": 5000}, "batch_bytes"),
+        ({"max_queued": 0}, "max_queued"),
+        ({"fsync_interval_s": -1.0}, "fsync_interval_s"),
+    ],
+)
+def test_options_that_cannot_work_name_the_field(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(TierConfigurationError) as caught:
+        plan_sizes(msgspec.structs.replace(OPTIONS, **changes), 1)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("capacity_bytes", [256 << 20, 1 << 30, 1 << 40, 1 << 44])
+def test_the_usual_sizes_leave_most_of_the_capacity_to_records(num_ranks: int, capacity_bytes: int) -> None:
+    options = DiskOptions(capacity_bytes=capacity_bytes, largest_chunk_bytes=200_000)
+    sizes = plan_sizes(options, num_ranks)
+    assert 1 << 20 <= sizes.segment_bytes <= 256 << 20
+    assert sizes.data_bytes + sizes.metadata_bytes == capacity_bytes
+    assert sizes.usable_bytes * num_ranks > 0.7 * capacity_bytes
+    assert sizes.usable_bytes * num_ranks < 0.92 * capacity_bytes
+
+
+def test_disk_counts_merge_in_any_order() -> None:
+    a = DiskCounts(moved_bytes=3, quarantined={"checksum": 1}, failures={"create: EIO": 2})
+    b = DiskCounts(moved_bytes=4, snapshots=1, quarantined={"checksum": 2, "io": 1})
+    assert a.merge(b) == b.merge(a)
+    assert a.merge(b) == DiskCounts(
+        moved_bytes=7, snapshots=1, quarantined={"checksum": 3, "io": 1}, failures={"create: EIO": 2}
+    )
+    assert a.merge(DiskCounts()) == a

@@ -1,0 +1,252 @@
+"""How bytes reach a segment and come back: aligned or not, together or alone, synced or not."""
+
+from __future__ import annotations
+
+import random
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import disk_faults
+import disk_store
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv.tiers import FailureReason, Slot, Ticket
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
+from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of
+from hybridkv.tiers.ram import RamArena, RamIndex
+
+OPTIONS = disk_store.options_for(64 * 8192, num_spare=3, batch_bytes=8 * PAGE_BYTES)
+
+
+def tier(path: Path, options: DiskOptions = OPTIONS, io: FileIO | None = None) -> tuple[DiskIndex, DiskMedium]:
+    return disk_store.make_index(path, options), disk_store.make_medium(path, options, io)
+
+
+def close(index: DiskIndex, medium: DiskMedium) -> None:
+    medium.close()
+    index.close()
+
+
+def reserve(index: DiskIndex, key: bytes, num_bytes: int) -> Slot:
+    slot = index.reserve(key, num_bytes)
+    assert isinstance(slot, Slot)
+    return slot
+
+
+def parts_of(memory: memoryview, cuts: list[int]) -> list[memoryview]:
+    places = sorted({0, len(memory), *(cut % (len(memory) + 1) for cut in cuts)})
+    return [memory[first:last] for first, last in pairwise(places)]
+
+
+def aligned(num_bytes: int, shift: int) -> memoryview:
+    """Memory that begins so many bytes behind a page."""
+    memory = np.zeros(num_bytes + 2 * PAGE_BYTES, dtype=np.uint8)
+    first = -memory.ctypes.data % PAGE_BYTES + shift
+    return memoryview(memory)[first : first + num_bytes]
+
+
+@pytest.mark.parametrize("direct", [True, False, "auto"])
+@pytest.mark.parametrize("io", [FileIO, disk_faults.InPieces])
+def test_any_memory_is_stored_and_loaded(tmp_path: Path, direct: bool | str, io: type[FileIO]) -> None:
+    index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, direct=direct), io())
+    numbers = iter(range(10_000))
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        num_bytes=st.integers(1, 12 * PAGE_BYTES),
+        shifts=st.tuples(st.sampled_from([0, 1, 512]), st.sampled_from([0, 7])),
+        cuts=st.lists(st.sampled_from([1, 100, PAGE_BYTES, 2 * PAGE_BYTES, 5 * PAGE_BYTES + 3]), max_size=4),
+    )
+    def check(num_bytes: int, shifts: tuple[int, int], cuts: list[int]) -> None:
+        key = b"%d" % next(numbers)
+        slot = reserve(index, key, num_bytes)
+        source, destination = aligned(num_bytes, shifts[0]), aligned(num_bytes, shifts[1])
+        source[:] = random.Random(num_bytes).randbytes(num_bytes)
+        medium.store(Ticket(1), key, slot, parts_of(source, cuts))
+        [stored] = disk_store.finish(medium)
+        medium.load(Ticket(2), key, slot, parts_of(destination, cuts[1:]))
+        [loaded] = disk_store.finish(medium)
+        assert stored.failure is None and loaded.failure is None
+        assert destination == source
+        assert stored.checksum == loaded.checksum == xxhash.xxh3_128_digest(source)
+        index.abort(key)
+
+    check()
+    close(index, medium)
+
+
+def test_memory_of_an_arena_goes_to_disk_as_it_is(tmp_path: Path) -> None:
+    """Scattered granules and a trimmed end, without a copy of a whole page."""
+    near = RamIndex(16 * PAGE_BYTES, PAGE_BYTES)
+    arena = RamArena(16 * PAGE_BYTES, PAGE_BYTES)
+    for number in range(16):
+        near.reserve(bytes([number]), PAGE_BYTES)
+    for number in (2, 3, 7, 12):
+        near.abort(bytes([number]))
+    num_bytes = 3 * PAGE_BYTES + 100
+    place = near.reserve(b"key", num_bytes)
+    assert isinstance(place, Slot) and len(place.extents) == 3
+    chunk = random.Random(1).randbytes(num_bytes)
+    arena.store(Ticket(1), b"key", place, [chunk])
+    arena.poll()
+    index, medium = tier(tmp_path / "store")
+    slot = reserve(index, b"key", num_bytes)
+    medium.store(Ticket(1), b"key", slot, arena.views(place))
+    [stored] = disk_store.finish(medium)
+    assert stored.checksum == arena.sealed_checksum(b"key", place)
+    arena.discard(place)
+    for view in arena.views(place):
+        view[:] = bytes(len(view))
+    medium.load(Ticket(2), b"key", slot, arena.views(place))
+    [loaded] = disk_store.finish(medium)
+    assert arena.seal(b"key", place, loaded.checksum) is None
+    assert arena.check(b"key", place) is None
+    close(index, medium)
+
+
+def test_adjacent_chunks_are_moved_together(tmp_path: Path) -> None:
+    io = disk_faults.FaultyIO()
+    options = msgspec.structs.replace(OPTIONS, threads=1, batch_bytes=1 << 20)
+    index, medium = tier(tmp_path / "store", options, io)
+    keys = [b"%d" % number for number in range(9)]
+    slots = [reserve(index, key, 5000) for key in keys]
+    for call in ("pwritev", "preadv"):
+        event = io.stalled["open"] = threading.Event()
+        io.has_stalled.clear()
+        medium._cache.forget(0)
+        for ticket, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+            if call == "pwritev":
+                medium.store(Ticket(ticket), key, slot, [key * 5000])
+            else:
+                medium.load(Ticket(ticket), key, slot, [bytearray(5000)])
+            assert io.has_stalled.wait(disk_faults.TIMEOUT_S)  # the first one is on its way alone
+        event.set()
+        assert {completion.failure for completion in disk_store.finish(medium)} == {None}
+        assert io.count(call) == 2
+    close(index, medium)
+
+
+def test_a_load_goes_before_stores_that_wait(tmp_path: Path) -> None:
+    io = disk_faults.FaultyIO()
+    index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, threads=1), io)
+    assert disk_store.store(index, medium, b"key", b"x" * 100)
+    slot = index.pin(b"key")
+    assert slot is not None
+    event = io.stalled["pwritev"] = threading.Event()
+    for number in range(4):
+        # Gaps between them, so that each is moved alone.
+        medium.store(Ticket(number), b"%d" % number, reserve(index, b"%d" % number, 100), [b"x" * 100])
+        reserve(index, b"gap %d" % number, 100)
+        assert io.has_stalled.wait(disk_faults.TIMEOUT_S)
+    medium.load(Ticket(9), b"key", slot, [bytearray(100)])
+    event.set()
+    order = [completion.ticket for completion in disk_store.finish(medium)]
+    assert order == [0, 9, 1, 2, 3]
+    close(index, medium)
+
+
+def test_without_direct_io_auto_goes_through_the_page_cache_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+        index, medium = tier(tmp_path / "store", OPTIONS, disk_faults.WithoutDirect())
+        for number in range(3):
+            assert disk_store.store(index, medium, b"%d" % number, b"x" * 5000)
+    assert [record.getMessage().count("O_DIRECT") for record in caplog.records].count(1) == 1
+    close(index, medium)
+
+
+def test_without_direct_io_demanding_it_fails(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(OPTIONS, direct=True)
+    index, medium = tier(tmp_path / "store", options, disk_faults.WithoutDirect())
+    slot = reserve(index, b"key", 100)
+    medium.store(Ticket(1), b"key", slot, [b"x" * 100])
+    [completion] = disk_store.finish(medium)
+    assert completion.failure is not None and completion.failure.reason is FailureReason.IO
+    assert "EINVAL" in completion.failure.detail
+    close(index, medium)
+
+
+@pytest.mark.parametrize(("fsync", "expected"), [(Fsync.NONE, 0), (Fsync.ALWAYS, 3)])
+def test_how_often_stores_are_synced(tmp_path: Path, fsync: Fsync, expected: int) -> None:
+    io = disk_faults.FaultyIO()
+    index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, fsync=fsync), io)
+    for number in range(3):
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 100)
+    assert io.count("fdatasync") == expected
+    close(index, medium)
+    assert io.count("fdatasync") == expected
+
+
+def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_end(tmp_path: Path) -> None:
+    io = disk_faults.FaultyIO()
+    clock = disk_store.Clock()
+    options = msgspec.structs.replace(OPTIONS, fsync=Fsync.INTERVAL, threads=1)
+    index = disk_store.make_index(tmp_path / "store", options)
+    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, clock)
+    for number in range(3):
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 100)
+    assert io.count("fdatasync") == 0
+    clock.now_s += options.fsync_interval_s
+    event = io.stalled["fdatasync"] = threading.Event()
+    assert disk_store.store(index, medium, b"3", b"x" * 100)
+    assert io.has_stalled.wait(disk_faults.TIMEOUT_S)
+    event.set()
+    assert disk_store.store(index, medium, b"4", b"x" * 100)
+    assert io.count("fdatasync") == 1
+    close(index, medium)
+    assert io.count("fdatasync") == 2
+
+
+def test_a_store_whose_sync_fails_fails(tmp_path: Path) -> None:
+    io = disk_faults.FaultyIO()
+    index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, fsync=Fsync.ALWAYS), io)
+    io.failing["fdatasync"] = 5
+    assert not disk_store.store(index, medium, b"key", b"x")
+    io.failing.clear()
+    close(index, medium)
+
+
+def test_a_medium_that_was_built_first_finds_what_the_index_makes_later(tmp_path: Path) -> None:
+    medium = disk_store.make_medium(tmp_path / "store", OPTIONS)
+    slot = Slot(((address_of(0, 8192), 100),))
+    medium.load(Ticket(1), b"key", slot, [bytearray(100)])
+    [completion] = disk_store.finish(medium)
+    assert completion.failure is not None and completion.failure.reason is FailureReason.MISSING
+    index = disk_store.make_index(tmp_path / "store", OPTIONS)
+    assert disk_store.store(index, medium, b"key", b"x" * 100)
+    close(index, medium)
+
+
+def test_a_medium_makes_no_file(tmp_path: Path) -> None:
+    medium = disk_store.make_medium(tmp_path / "store", OPTIONS)
+    medium.store(Ticket(1), b"key", Slot(((address_of(0, 8192), 100),)), [b"x" * 100])
+    [completion] = disk_store.finish(medium)
+    assert completion.failure is not None and completion.failure.reason is FailureReason.IO
+    assert not (tmp_path / "store").exists()
+    medium.close()
+
+
+def test_no_more_files_are_open_than_may_be(tmp_path: Path) -> None:
+    options = disk_store.options_for(2 * 8192, num_spare=9, threads=2, max_open_files=2)
+    index, medium = tier(tmp_path / "store", options)
+    for number in range(60):
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 100)
+        assert len(medium._cache._open) <= 2
+    close(index, medium)
+
+
+@pytest.mark.parametrize("extents", [((-4096, 10),), ((100, 10),), ((0, 0),), ((1 << 62, 10),), ((0, 5), (8192, 5))])
+def test_a_slot_that_no_index_gives_out_fails(tmp_path: Path, extents: tuple[tuple[int, int], ...]) -> None:
+    index, medium = tier(tmp_path / "store")
+    medium.load(Ticket(1), b"key", Slot(extents), [bytearray(10)])
+    [completion] = disk_store.finish(medium)
+    assert completion.failure is not None
+    assert completion.failure.reason in (FailureReason.IO, FailureReason.MISSING)
+    close(index, medium)

@@ -1,0 +1,231 @@
+"""One directory, several caches: they share its capacity, never mix, and nobody else's files are touched."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import disk_store
+import msgspec
+import pytest
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import FailureReason, Slot, TierConfigurationError
+from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, InlineJanitor, open_disk_tier
+from hybridkv.tiers.disk.directory import Directory
+
+OPTIONS = disk_store.options_for(8 * 8192, num_spare=3)
+OTHER_USER = 12345
+
+
+def opened(path: Path, options: DiskOptions = OPTIONS, io: FileIO | None = None, **changes: object) -> DiskIndex:
+    return disk_store.make_index(path, options, io, **changes)
+
+
+def filled(path: Path, options: DiskOptions = OPTIONS, **changes: object) -> None:
+    """A cache that somebody used and closed."""
+    index = opened(path, options, **changes)
+    medium = disk_store.make_medium(path, options, **changes)
+    for number in range(40):
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 4000)
+    medium.close()
+    index.close()
+
+
+def namespace_of(path: Path, **changes: object) -> Path:
+    return path / disk_store.fingerprint(**changes).digest().hex()
+
+
+def test_what_another_cache_stored_is_a_miss(tmp_path: Path) -> None:
+    options = msgspec.structs.replace(OPTIONS, capacity_bytes=2 * OPTIONS.capacity_bytes)
+    filled(tmp_path / "store", options)
+    index = opened(tmp_path / "store", options, dtype="float16")
+    assert index.lookup(b"39") is LookupResult.MISS
+    index.close()
+    index = opened(tmp_path / "store", options)
+    assert index.lookup(b"39") is LookupResult.HIT
+    index.close()
+
+
+def test_a_new_cache_says_in_what_the_nearest_one_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = msgspec.structs.replace(OPTIONS, capacity_bytes=4 * OPTIONS.capacity_bytes)
+    filled(tmp_path / "store", options)
+    filled(tmp_path / "store", options, model="another", dtype="float32")
+    with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+        opened(tmp_path / "store", options, dtype="float16").close()
+    [line] = [record.getMessage() for record in caplog.records if "nearest" in record.getMessage()]
+    assert "dtype (the element type): 'float16' is not 'bfloat16'" in line
+    assert "model" not in line
+
+
+def test_a_second_opener_is_told_who_has_it(tmp_path: Path) -> None:
+    index = opened(tmp_path / "store")
+    with pytest.raises(TierConfigurationError) as caught:
+        opened(tmp_path / "store")
+    assert str(namespace_of(tmp_path / "store")) in str(caught.value)
+    assert f"process {os.getpid()}" in str(caught.value)
+    index.close()
+    opened(tmp_path / "store").close()
+
+
+def test_stale_caches_make_room_the_one_opened_longest_ago_first(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    options = msgspec.structs.replace(OPTIONS, capacity_bytes=4 * OPTIONS.capacity_bytes, spare_share=0.1)
+    for number, model in enumerate(["oldest", "older"]):
+        filled(path, options, model=model)
+        os.utime(namespace_of(path, model=model) / "LOCK", ns=(number, number))
+    index = opened(path, options)
+    medium = disk_store.make_medium(path, options)
+    models = ["oldest", "older"]
+    seen = [models]
+    for number in range(200):
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 4000)
+        assert disk_store.disk_bytes(path) <= options.capacity_bytes
+        present = [model for model in models if namespace_of(path, model=model).exists()]
+        seen += [present] if present != seen[-1] else []
+    assert seen == [models, ["older"], []]
+    assert index.take_disk_counts().namespaces_deleted == 2
+    medium.close()
+    index.close()
+
+
+def test_a_cache_that_is_open_is_never_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    filled(path, model="living")
+    living = opened(path, model="living")
+    index = opened(path)
+    medium = disk_store.make_medium(path, OPTIONS)
+    taken = sum(disk_store.store(index, medium, b"%d" % number, b"x" * 4000) for number in range(60))
+    assert taken < 60, "the living cache takes the capacity"
+    assert "create: EDQUOT" in index.take_disk_counts().failures
+    # But for the small files of the cache that found no room.
+    assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes + 15 * 4096
+    assert living.lookup(b"39") is LookupResult.HIT
+    for each in (medium, index, living):
+        each.close()
+
+
+def test_files_are_this_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        filled(tmp_path / "store")
+    finally:
+        os.umask(before)
+    for found in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
+        expected = 0o700 if found.is_dir() else 0o600
+        assert stat.S_IMODE(found.stat().st_mode) == expected, found
+
+
+def test_nothing_but_the_configured_path_is_written(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir(mode=0o700)
+    (tmp_path / "store" / "of somebody else").write_text("kept")
+    filled(tmp_path / "store")
+    assert [found.name for found in tmp_path.iterdir()] == ["store"]
+    assert (tmp_path / "store" / "of somebody else").read_text() == "kept"
+    names = sorted(found.name for found in (tmp_path / "store").iterdir())
+    assert names == sorted(["of somebody else", disk_store.FINGERPRINT.digest().hex()])
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(TierConfigurationError) as caught:
+        opened(path)
+    assert caught.value.field == "path"
+    return str(caught.value)
+
+
+def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "store").symlink_to(tmp_path / "real")
+    assert "symbolic link" in refusal(tmp_path / "store")
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "rank-0", "LOCK", "epoch", "snapshot", "namespace.json", "a segment"])
+def test_a_link_anywhere_in_the_store_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "store"
+    filled(path)
+    target = namespace_of(path) / name
+    segments = sorted((namespace_of(path) / "rank-0").iterdir())
+    if name == "a segment":
+        target = segments[0]
+    target.rename(tmp_path / "moved away")
+    target.symlink_to(tmp_path / "moved away")
+    assert "symbolic link" in refusal(path)
+    assert target.is_symlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("name", ["", "namespace", "namespace/rank-0", "namespace/LOCK", "namespace/epoch"])
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "store"
+    filled(path)
+    os.chown(path / name.replace("namespace", namespace_of(path).name), OTHER_USER, OTHER_USER)
+    assert f"belongs to user {OTHER_USER}" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["", "namespace", "namespace/rank-0", "namespace/LOCK"])
+def test_what_others_may_write_to_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "store"
+    filled(path)
+    (path / name.replace("namespace", namespace_of(path).name)).chmod(0o770)
+    assert "others may write" in refusal(path)
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("")
+    assert "Not a directory" in refusal(tmp_path / "store")
+
+
+def test_a_path_without_a_parent_says_so(tmp_path: Path) -> None:
+    assert "its parent must exist" in refusal(tmp_path / "no" / "store")
+
+
+def test_a_relative_path_is_refused() -> None:
+    assert "an absolute path" in refusal(Path("store"))
+
+
+def test_a_link_that_appears_later_is_not_followed(tmp_path: Path) -> None:
+    """A medium, which opens files long after the index looked at them."""
+    path = tmp_path / "store"
+    index = opened(path)
+    slot = index.reserve(b"key", 100)
+    assert isinstance(slot, Slot)
+    file = disk_store.segment_path(path, slot)
+    file.rename(tmp_path / "moved away")
+    file.symlink_to(tmp_path / "moved away")
+    medium = disk_store.make_medium(path, OPTIONS)
+    before = (tmp_path / "moved away").read_bytes()
+    medium.store(disk_store.Ticket(1), b"key", slot, [b"x" * 100])
+    [completion] = disk_store.finish(medium)
+    assert completion.failure is not None and completion.failure.reason is FailureReason.IO
+    assert (tmp_path / "moved away").read_bytes() == before
+    medium.close()
+    index.abort(b"key")
+    index.close()
+
+
+def test_a_directory_knows_what_it_takes_up(tmp_path: Path) -> None:
+    filled(tmp_path / "store")
+    directory = Directory.root(FileIO(), str(tmp_path / "store"), create=False)
+    assert directory.disk_bytes() == disk_store.disk_bytes(tmp_path / "store")
+    directory.close()
+
+
+def test_one_call_opens_both_halves(tmp_path: Path) -> None:
+    index, medium = open_disk_tier(str(tmp_path / "store"), disk_store.FINGERPRINT, OPTIONS)
+    assert index.drain(disk_store.TIMEOUT_S)
+    assert disk_store.store(index, medium, b"key", b"x" * 100)
+    loaded = disk_store.load(index, medium, b"key")
+    assert loaded is not None and loaded[1] == b"x" * 100
+    medium.close()
+    index.close()
+
+
+def test_a_closed_index_lets_the_next_one_in_while_its_user_still_holds_it(tmp_path: Path) -> None:
+    first = DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, OPTIONS, InlineJanitor())
+    first.close()
+    first.close()
+    second = opened(tmp_path / "store")
+    assert first.lookup(b"key") is LookupResult.MISS
+    second.close()
