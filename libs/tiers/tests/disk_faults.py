@@ -52,8 +52,18 @@ def _wrapped(name: str) -> Callable[..., Any]:
     return call
 
 
-_NAMES = ("open", "allocate", "truncate", "fdatasync", "fsync", "list", "make_directory", "remove", "rename", "lock")
-for _name in _NAMES:
+for _name in (
+    "open",
+    "allocate",
+    "truncate",
+    "fdatasync",
+    "fsync",
+    "list",
+    "make_directory",
+    "remove",
+    "rename",
+    "lock",
+):
     setattr(FaultyIO, _name, _wrapped(_name))
 
 
