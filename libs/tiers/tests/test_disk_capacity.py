@@ -36,9 +36,8 @@ def test_twenty_times_the_capacity_goes_through_within_it_and_a_working_set_stay
         else disk_store.make_index(path, OPTIONS)
     )
     medium = disk_store.make_medium(path, OPTIONS)
-    working_set = [
-        b"used %d" % number for number in range(index.capacity_bytes // 2 // record_bytes(CHUNK_BYTES + 2000))
-    ]
+    num_used = index.capacity_bytes // 2 // record_bytes(CHUNK_BYTES + 2000)
+    working_set = [b"used %d" % number for number in range(num_used)]
     num_bytes = num_lookups = num_hits = number = 0
     while num_bytes < 20 * CAPACITY_BYTES:
         # Two lookups of what is used for each chunk that is never used again.

@@ -78,6 +78,20 @@ def test_segments_that_cannot_be_made_are_refusals_until_they_can(tmp_path: Path
     store.close()
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_file_system_that_stays_full_costs_little_of_what_is_there(tmp_path: Path, number: int) -> None:
+    options = disk_store.options_for(6 * 12288, num_spare=9, direct=False)
+    store = Store(tmp_path / "store", msgspec.structs.replace(options, spare_share=0.0))
+    store.fill()
+    before = store.index.num_keys
+    assert before > 30
+    store.io.failing["allocate"] = number
+    for _ in range(200):
+        store.store()
+    assert store.index.num_keys > before - 4 * 6, "a segment or two were given up to make room"
+    store.close()
+
+
 def test_a_full_file_system_at_the_beginning_is_a_refusal(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
     io.failing["allocate"] = errno.ENOSPC

@@ -99,9 +99,8 @@ def test_a_cache_that_is_open_is_never_deleted(tmp_path: Path) -> None:
     taken = sum(disk_store.store(index, medium, b"%d" % number, b"x" * 4000) for number in range(60))
     assert taken < 60, "the living cache takes the capacity"
     assert "create: EDQUOT" in index.take_disk_counts().failures
-    assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes + 12 * 4096 + 3 * 4096, (
-        "but for the files of an empty one"
-    )
+    # But for the small files of the cache that found no room.
+    assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes + 15 * 4096
     assert living.lookup(b"39") is LookupResult.HIT
     for each in (medium, index, living):
         each.close()
@@ -142,15 +141,13 @@ def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "real").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["", "rank-0", "LOCK", "epoch", "snapshot", "namespace.json", "rank-0/segment-0000000000"]
-)
+@pytest.mark.parametrize("name", ["", "rank-0", "LOCK", "epoch", "snapshot", "namespace.json", "a segment"])
 def test_a_link_anywhere_in_the_store_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "store"
     filled(path)
     target = namespace_of(path) / name
     segments = sorted((namespace_of(path) / "rank-0").iterdir())
-    if "segment" in name:
+    if name == "a segment":
         target = segments[0]
     target.rename(tmp_path / "moved away")
     target.symlink_to(tmp_path / "moved away")

@@ -63,6 +63,19 @@ def test_what_was_committed_is_offered_by_the_next_process(tmp_path: Path, is_ki
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
+def test_what_every_rank_stored_before_anybody_heard_of_it_is_offered(tmp_path: Path, is_killed: bool) -> None:
+    """As when an engine ends: its workers finish their writes, and nobody is left to commit them."""
+    index, media = opened(tmp_path / "store")
+    slot = index.reserve(b"a", 4000)
+    assert isinstance(slot, Slot)
+    for medium in media:
+        medium.store(Ticket(1), b"a", slot, [chunk(b"a")])
+        assert medium.drain(10.0)
+    end(index, media, is_killed)
+    assert offered(tmp_path / "store") == {b"a": chunk(b"a")}
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_what_one_rank_did_not_store_is_not_offered(tmp_path: Path, is_killed: bool) -> None:
     index, media = opened(tmp_path / "store")
     slot = index.reserve(b"a", 4000)

@@ -227,7 +227,8 @@ class DiskIndex:
         self._is_closed = True
         self._upkeep.collect()
         for record in self._records.by_key.values():
-            if record.state in (State.RESERVED, State.DOOMED_WRITE):
+            # What a medium has written and nobody has heard of yet is found by the next opening, which verifies it.
+            if record.state is State.DOOMED_WRITE:
                 self._upkeep.withdraw(record)
         self._upkeep.finish()
         is_done = self._janitor.close(self._options.close_timeout_s)

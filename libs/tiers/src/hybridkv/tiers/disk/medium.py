@@ -91,11 +91,15 @@ class DiskMedium:
             self._loads.clear()
             self._stores.clear()
             self._condition.notify_all()
-        deadline_s = time.monotonic() + self._options.close_timeout_s
+        ending = threading.Thread(target=self._end, name="hybridkv-disk-end", daemon=True)
+        ending.start()
+        ending.join(self._options.close_timeout_s)
+
+    def _end(self) -> None:
+        """In a thread of its own: any of it may wait for a device."""
         for thread in self._threads:
-            thread.join(max(deadline_s - time.monotonic(), 0.0))
-        if not any(thread.is_alive() for thread in self._threads):
-            self._syncer.sync()
+            thread.join()
+        self._syncer.sync()
         self._cache.close()
 
     def _is_idle(self) -> bool:
@@ -118,18 +122,25 @@ class DiskMedium:
             if failure is not None:
                 self._completions.append(Completion(ticket, failure))
                 return
+            if len(self._threads) < self._options.threads and not self._start_thread():
+                self._completions.append(Completion(ticket, _NO_THREAD))
+                return
             queue.append(Operation(ticket, key, slot.extents[0][0], slot.num_bytes, views, is_store))
-            if len(self._threads) < self._options.threads:
-                self._start_thread()
             self._condition.notify()
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
+        """False when there is no thread at all: the process may have no more, or no memory for one."""
         name = f"hybridkv-disk-{len(self._threads)}"
-        self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-        self._threads[-1].start()
+        try:
+            scratch = Scratch(self._options.batch_bytes)
+            thread = threading.Thread(target=self._work, args=(scratch,), name=name, daemon=True)
+            thread.start()
+        except (RuntimeError, OSError, MemoryError):
+            return bool(self._threads)
+        self._threads.append(thread)
+        return True
 
-    def _work(self) -> None:
-        scratch = Scratch(self._options.batch_bytes)
+    def _work(self, scratch: Scratch) -> None:
         while True:
             with self._condition:
                 while not (self._loads or self._stores or self._is_closed or self._syncer.is_due):
@@ -165,6 +176,7 @@ class DiskMedium:
         return batch
 
 
+_NO_THREAD = Failure(FailureReason.IO, "no thread could be started")
 _CLOSED = Failure(FailureReason.CLOSED, "the medium was closed")
 
 

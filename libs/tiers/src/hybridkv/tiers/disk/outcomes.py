@@ -124,6 +124,8 @@ class Outcomes:
             if is_done:
                 self._segments.remove(segment)
                 self.tally.add("segments_dropped")
+        if is_done:
+            self.rests.end(Create)
 
     def end_copy(self, job: Copy, value: object) -> None:
         """`value`: what the copy gave back, None when it broke off."""

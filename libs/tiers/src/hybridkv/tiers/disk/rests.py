@@ -21,6 +21,7 @@ class Rests:
         self._clock = clock
         self._tally = tally
         self._until_s: dict[type[Job], float] = {}
+        self._ended_early: set[type[Job]] = set()
         self._failing: dict[str, type[Job]] = {}
 
     def is_resting(self, kind: type[Job]) -> bool:
@@ -40,8 +41,14 @@ class Rests:
             self._failing[what] = kind
             logger.warning("disk tier in %s: %s: %s", self._path, what, error)
 
+    def end(self, kind: type[Job]) -> None:
+        """Something changed that may let it succeed: it may be tried now, but once only until it did."""
+        if kind not in self._ended_early and self._until_s.pop(kind, None) is not None:
+            self._ended_early.add(kind)
+
     def succeeded(self, kind: type[Job]) -> None:
         self._until_s.pop(kind, None)
+        self._ended_early.discard(kind)
         for what in [what for what, failing in self._failing.items() if failing is kind]:
             del self._failing[what]
             logger.info("disk tier in %s: works again after %s", self._path, what)

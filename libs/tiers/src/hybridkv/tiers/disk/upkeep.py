@@ -184,7 +184,8 @@ class Upkeep:
         segments = self._segments
         if len(segments.ready) + segments.creatable + segments.num_leaving >= self._options.ready_segments:
             return None
-        if self.state.rests.is_resting(Copy) or self.state.rests.is_resting(Drop):
+        is_resting = self.state.rests.is_resting
+        if is_resting(Copy) or is_resting(Drop) or (segments.creatable and is_resting(Create)):
             return None
         if not segments.ready and not segments.creatable:
             return self._give_up_one()

@@ -1,0 +1,148 @@
+"""The bytes on disk are those that FORMAT.md describes and that the golden files hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import disk_store
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.tiers.disk import epoch, format, journal, snapshot  # noqa: A004
+from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, PAGE_BYTES, address_of, number_of, offset_of, record_bytes
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMESPACE = bytes(range(32))
+KEY = bytes(range(100, 132))
+PAYLOAD = b"0123456789" * 10
+SEGMENT = format.SegmentHeader(3, 17, 5, 1 << 20, NAMESPACE)
+RECORD = format.RecordHeader(3, address_of(17, 8192), len(PAYLOAD), NAMESPACE, format.checksum(PAYLOAD), KEY)
+WITHDRAWALS = [
+    journal.Withdrawal(journal.digest_of(KEY), address_of(18, 0), address_of(17, 8192)),
+    journal.Withdrawal(journal.digest_of(b"other"), address_of(19, 4096), address_of(2, 8192)),
+]
+ADDRESSES = [address_of(17, 8192), address_of(3, 8192)]
+SNAPSHOT = snapshot.Snapshot(
+    5, 17, 19, address_of(17, 65536), [address_of(16, 8192)], [KEY, b"other"], ADDRESSES, [100, 5]
+)
+
+keys = st.binary(min_size=1, max_size=LARGEST_KEY_BYTES)
+addresses = st.integers(0, 1 << 62)
+
+FILES = {
+    "segment": format.encode_segment(SEGMENT),
+    "seal": format.encode_seal(SEGMENT, 65536),
+    "record": format.encode_record(RECORD).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0"),
+    "journal": journal.encode_head(NAMESPACE) + b"".join(map(journal.encode_entry, WITHDRAWALS)),
+    "snapshot": snapshot.encode(SNAPSHOT, NAMESPACE),
+    "epoch": epoch.encode(5, NAMESPACE),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_written_is_the_golden_file(name: str) -> None:
+    assert FILES[name] == (GOLDEN / f"disk_v1_{name}.bin").read_bytes()
+
+
+def test_the_golden_files_are_read() -> None:
+    data = {name: (GOLDEN / f"disk_v1_{name}.bin").read_bytes() for name in FILES}
+    assert format.decode_segment(data["segment"]) == SEGMENT
+    assert format.decode_seal(data["seal"], SEGMENT) == 65536
+    assert format.decode_record(data["record"]) == RECORD
+    assert journal.decode(data["journal"], NAMESPACE) == WITHDRAWALS
+    assert snapshot.decode(data["snapshot"], NAMESPACE) == SNAPSHOT
+    assert epoch.decode(data["epoch"], NAMESPACE) == 5
+
+
+def test_a_segment_on_disk_is_laid_out_as_described(tmp_path: Path) -> None:
+    options = disk_store.options_for(4 * 8192, direct=False)
+    index = disk_store.make_index(tmp_path / "store", options)
+    medium = disk_store.make_medium(tmp_path / "store", options)
+    assert disk_store.store(index, medium, KEY, PAYLOAD)
+    slot = index.pin(KEY)
+    assert slot is not None
+    data = disk_store.segment_path(tmp_path / "store", slot).read_bytes()
+    namespace = disk_store.FINGERPRINT.digest()
+    header = format.SegmentHeader(0, 0, 0, len(data), namespace)
+    record = RECORD._replace(rank=0, address=8192, namespace=namespace)
+    expected = format.encode_segment(header) + bytes(PAGE_BYTES)
+    expected += format.encode_record(record).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0")
+    assert data == expected.ljust(len(data), b"\0")
+    index.unpin(KEY)
+    medium.close()
+    index.close()
+
+
+@pytest.mark.parametrize("name", ["segment", "seal", "record", "snapshot"])
+def test_another_version_is_not_read(name: str) -> None:
+    data = bytearray(FILES[name])
+    data[8] ^= 2
+    decoders = {
+        "segment": format.decode_segment,
+        "seal": lambda page: format.decode_seal(page, SEGMENT),
+        "record": format.decode_record,
+        "snapshot": lambda page: snapshot.decode(bytes(page), NAMESPACE),
+    }
+    assert decoders[name](data) is None  # type: ignore[operator]
+
+
+def test_a_stored_fingerprint_is_readable_and_whole(tmp_path: Path) -> None:
+    index = disk_store.make_index(tmp_path / "store", disk_store.options_for(8192))
+    index.close()
+    path = tmp_path / "store" / disk_store.FINGERPRINT.digest().hex() / "namespace.json"
+    assert msgspec.json.decode(path.read_bytes(), type=type(disk_store.FINGERPRINT)) == disk_store.FINGERPRINT
+
+
+@given(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 32) - 1))
+def test_an_address_is_a_number_and_an_offset(number: int, offset: int) -> None:
+    address = address_of(number, offset)
+    assert (number_of(address), offset_of(address)) == (number, offset)
+    assert address < 1 << 63
+
+
+@given(st.integers(1, 1 << 30))
+def test_a_record_takes_a_header_page_and_whole_pages(payload_bytes: int) -> None:
+    taken = record_bytes(payload_bytes)
+    assert taken % PAGE_BYTES == 0
+    assert PAGE_BYTES + payload_bytes <= taken < 2 * PAGE_BYTES + payload_bytes
+
+
+@given(
+    st.lists(st.tuples(keys, addresses, st.integers(1, 1 << 32))),
+    st.lists(addresses),
+)
+def test_snapshots_survive_their_bytes(records: list[tuple[bytes, int, int]], pending: list[int]) -> None:
+    keys, addresses, sizes = [list(column) for column in zip(*records, strict=True)] if records else ([], [], [])
+    saved = snapshot.Snapshot(1, 2, 3, 4, pending, keys, addresses, sizes)  # type: ignore[arg-type]
+    assert snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) == saved
+
+
+@given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 4))
+def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[int], max_entries: int) -> None:
+    withdrawals = journal.Withdrawals(max_entries)
+    forgotten = sum(
+        withdrawals.add(journal.Withdrawal(journal.digest_of(b"%d" % number), position + 1, 0))
+        for position, number in enumerate(numbers)
+    )
+    kept = list(dict.fromkeys(reversed(numbers)))[:max_entries]
+    assert len(withdrawals) == len(kept)
+    assert forgotten == 0 or len(withdrawals) == max_entries
+    for number in kept:
+        last = len(numbers) - 1 - numbers[::-1].index(number)
+        assert withdrawals.covers(b"%d" % number, last)
+        assert not withdrawals.covers(b"%d" % number, last + 1)
+
+
+def test_the_description_names_every_magic_and_every_size() -> None:
+    words = Path(format.__file__).with_name("FORMAT.md").read_text()
+    magics = [format.SEGMENT_MAGIC, format.SEAL_MAGIC, format.RECORD_MAGIC]
+    magics += [journal.JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, epoch.EPOCH_MAGIC]
+    for magic in magics:
+        assert magic.hex(" ") in words
+    tables = re.findall(r"(?:^\|.*\n)+", words, flags=re.MULTILINE)
+    ends = {"segment": 88, "seal": 88, "record": 80, "journal": journal.HEAD_BYTES, "epoch": 72}
+    for name, end in ends.items():
+        assert any(f"| {end - 16} | 16 |" in table for table in tables), name
