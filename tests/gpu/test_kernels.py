@@ -112,5 +112,5 @@ def test_a_call_that_asks_too_much_is_an_error_with_its_name(kernels: PlainKerne
 
 
 def test_a_launch_without_blocks_is_refused(kernels: PlainKernels) -> None:
-    with pytest.raises(CudaCallError, match="^launch_copy: expected"):
+    with pytest.raises(CudaCallError, match=r"^launch_copy: expected"):
         copied(kernels, next(case for case in cases() if case.name == "one run"), "store", num_blocks=0)
