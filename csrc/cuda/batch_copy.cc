@@ -99,6 +99,11 @@ Status copy_batch(const std::uint64_t* sources, const std::uint64_t* destination
   if (count == 0) return {};
 #if CUDA_VERSION >= 12080
   if (count > 1 && has_batch_copy()) {
+    // The runtime makes a context current when it needs one; the driver fails without.
+    int device = 0;
+    Status status = check(cudaGetDevice(&device), "cudaGetDevice");
+    if (status.ok()) status = check(cudaSetDevice(device), "cudaSetDevice");
+    if (!status.ok()) return status;
     const CUresult code = call_driver(sources, destinations, sizes, count, stream);
     if (code == CUDA_SUCCESS) return {};
     if (code != CUDA_ERROR_NOT_SUPPORTED) return {"cuMemcpyBatchAsync", name_of(code)};

@@ -45,10 +45,12 @@ int hybridkv_cuda_free(int on_device, std::uint64_t address, char* error, std::u
 // Waits until the bytes are there.
 int hybridkv_cuda_move(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes, char* error,
                        std::uint64_t error_bytes) {
-  return report(check(cudaMemcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), num_bytes,
-                                 cudaMemcpyDefault),
-                      "cudaMemcpy"),
-                error, error_bytes);
+  const Status moved = check(cudaMemcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),
+                                        num_bytes, cudaMemcpyDefault),
+                             "cudaMemcpy");
+  if (!moved.ok()) return report(moved, error, error_bytes);
+  // From pageable memory it returns before the bytes have arrived, and other streams do not wait for it.
+  return report(check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize"), error, error_bytes);
 }
 
 // Waits until everything on the stream has happened; reports what failed on the way.
