@@ -22,6 +22,7 @@ cc_library(
         "nanobind/ext/robin_map/include",
         "nanobind/include",
     ],
+    linkstatic = True,
     textual_hdrs = glob(
         [
             "nanobind/ext/robin_map/include/**/*.h",

@@ -1,0 +1,44 @@
+"""An engine gives the same answers whether the compiled extension moves its bytes or the plain reference does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import extension_run
+import pytest
+
+
+@pytest.fixture(scope="module")
+def runs(kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each process wrote."""
+    pytest.importorskip("hybridkv.native", reason="the extension is not among this target's dependencies")
+    written = {}
+    for choice in ("with", "without"):
+        directory = tmp_path_factory.mktemp(choice)
+        output = directory / "answers.json"
+        program = [sys.executable, extension_run.__file__, kind, choice, str(directory), str(output)]
+        ran = subprocess.run(program, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-5000:]
+        written[choice] = json.loads(Path(output).read_text())
+    return written
+
+
+def test_each_run_moved_its_bytes_as_it_was_told(runs: dict[str, dict[str, Any]]) -> None:
+    assert runs["with"]["extension"] == {"was_used": True, "copies": True, "checksums": True}
+    assert runs["without"]["extension"] == {"was_used": True, "copies": False, "checksums": False}
+
+
+def test_the_answers_are_the_same_to_the_last_digit(runs: dict[str, dict[str, Any]]) -> None:
+    assert all(answer["cached_tokens"] > 0 for answer in runs["with"]["warm"])
+    for phase in ("cold", "warm"):
+        assert runs["with"][phase] == runs["without"][phase]
+
+
+def test_what_was_loaded_answers_as_what_was_computed(runs: dict[str, dict[str, Any]]) -> None:
+    for run in runs.values():
+        for cold, warm in zip(run["cold"], run["warm"], strict=True):
+            assert (warm["tokens"], warm["logprobs"]) == (cold["tokens"], cold["logprobs"])
