@@ -97,21 +97,26 @@ class DiskIndex:
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many in a row, from the first one on, are HIT or PENDING."""
+        find, miss = self._records.by_key.get, LookupResult.MISS
         for position, key in enumerate(keys):
-            if self.lookup(key) is LookupResult.MISS:
+            record = find(key)
+            if record is None or record.state.answer is miss:
                 return position
         return len(keys)
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """The position of the last one that is HIT or PENDING, None when none is."""
+        find, miss = self._records.by_key.get, LookupResult.MISS
         for position in range(len(keys) - 1, -1, -1):
-            if self.lookup(keys[position]) is not LookupResult.MISS:
+            record = find(keys[position])
+            if record is not None and record.state.answer is not miss:
                 return position
         return None
 
     def any_pending(self, keys: Sequence[Key]) -> bool:
         """Whether one of them is PENDING."""
-        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+        reserved = self._records.reserved_now
+        return bool(reserved) and any(self.lookup(key) is LookupResult.PENDING for key in keys if key in reserved)
 
     def touch(self, keys: Iterable[Key]) -> None:
         self._records.touch(keys)
