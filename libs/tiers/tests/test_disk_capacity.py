@@ -167,3 +167,24 @@ def test_disk_counts_merge_in_any_order() -> None:
         moved_bytes=7, snapshots=1, quarantined={"checksum": 3, "io": 1}, failures={"create: EIO": 2}
     )
     assert a.merge(DiskCounts()) == a
+
+
+def test_questions_about_many_keys_are_answered_as_one_by_one(tmp_path: Path) -> None:
+    index = disk_store.make_index(tmp_path / "store", disk_store.options_for(16 * 8192))
+    states = [LookupResult.HIT, LookupResult.PENDING, LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
+    keys = [b"%d" % number for number in range(len(states) + 1)]
+    for key, state in zip(keys, [*states, LookupResult.MISS], strict=True):
+        if state is not LookupResult.MISS:
+            index.reserve(key, 100)
+        if state is LookupResult.HIT:
+            index.commit(key)
+    index.reserve(b"doomed", 100)
+    index.invalidate(b"doomed")
+    assert (index.leading(keys), index.leading([]), index.leading(keys[3:])) == (3, 0, 0)
+    assert (index.last_held(keys), index.last_held([]), index.last_held([keys[3]])) == (4, None, None)
+    assert (index.any_pending(keys), index.any_pending([]), index.any_pending([keys[0], b"doomed"])) == (
+        True,
+        False,
+        False,
+    )
+    index.close()

@@ -97,23 +97,28 @@ class DiskIndex:
 
     def leading(self, keys: Iterable[Key]) -> int:
         """How many in a row, from the first one on, are HIT or PENDING."""
+        find, miss = self._records.by_key.get, LookupResult.MISS
         held = 0
         for key in keys:
-            if self.lookup(key) is LookupResult.MISS:
+            record = find(key)
+            if record is None or record.state.answer is miss:
                 break
             held += 1
         return held
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """The position of the last one that is HIT or PENDING, None when none is."""
+        find, miss = self._records.by_key.get, LookupResult.MISS
         for position in range(len(keys) - 1, -1, -1):
-            if self.lookup(keys[position]) is not LookupResult.MISS:
+            record = find(keys[position])
+            if record is not None and record.state.answer is not miss:
                 return position
         return None
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
         """Whether one of them is PENDING."""
-        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+        reserved = self._records.reserved_now
+        return bool(reserved) and any(self.lookup(key) is LookupResult.PENDING for key in keys if key in reserved)
 
     def touch(self, keys: Iterable[Key]) -> None:
         self._records.touch(keys)
