@@ -19,7 +19,7 @@ def _nvcc_arguments(ctx, cc, compilation):
 
 def _cuda_objects_impl(ctx):
     cc = find_cpp_toolchain(ctx)
-    compilation = [dep[CcInfo].compilation_context for dep in ctx.attr.deps]
+    compilation = [dep[CcInfo].compilation_context for dep in ctx.attr.deps]  # buildifier: disable=native-cc-info
     headers = depset(transitive = [context.headers for context in compilation])
     common = _nvcc_arguments(ctx, cc, compilation)
     archs = [arch for arch in ctx.attr.archs if arch in KNOWN_ARCHS]
@@ -61,7 +61,7 @@ _cuda_objects = rule(
     doc = "One object file for each source, with machine code for `archs` and PTX; output group device_code has the same apart.",
     attrs = {
         "archs": attr.string_list(mandatory = True),
-        "deps": attr.label_list(providers = [CcInfo]),
+        "deps": attr.label_list(providers = [CcInfo]),  # buildifier: disable=native-cc-info
         "hdrs": attr.label_list(allow_files = [".h"]),
         "srcs": attr.label_list(allow_files = [".cu"], mandatory = True),
         "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),

@@ -101,6 +101,9 @@ def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(dir
     weights = [1.0, 1.0]
     weights[preferred] = 10.0
     children = [offload(chunk, load_weight=weight) for chunk, weight in zip(CHUNKS, weights, strict=True)]
+    # Host memory alone beside host memory over a large disk.
+    disk = {"type": "disk", "path": str(directory / f"disk-{preferred}"), "capacity": "1GiB"}
+    children[1]["kv_connector_extra_config"]["tiers"].append(disk)
     with running(directory, *children, disable_log_stats=False) as engine:
         selections = Selections(engine)
         audits = [Audit(engine, child).attach() for child in (0, 1)]

@@ -155,12 +155,14 @@ def test_a_link_anywhere_in_the_store_is_refused(tmp_path: Path, name: str) -> N
     assert target.is_symlink()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("name", ["", "namespace", "namespace/rank-0", "namespace/LOCK", "namespace/epoch"])
 def test_what_belongs_to_another_user_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "store"
     filled(path)
-    os.chown(path / name.replace("namespace", namespace_of(path).name), OTHER_USER, OTHER_USER)
+    try:
+        os.chown(path / name.replace("namespace", namespace_of(path).name), OTHER_USER, OTHER_USER)
+    except OSError as error:
+        pytest.skip(f"this process cannot give files away: {error.strerror}")
     assert f"belongs to user {OTHER_USER}" in refusal(path)
 
 
