@@ -239,6 +239,7 @@ class DiskIndex:
         is_done = self._janitor.close(self._options.close_timeout_s)
         self._upkeep.janitor = None
         self._upkeep.collect()
+        self._records.detach()
         for key in list(self._records.by_key):
             self._records.invalidate(key)
         if is_done:

@@ -50,8 +50,7 @@ def open_store(
         raise refused(namespace.root.path, error) from error
     segments = _segment_table(sizes, found)
     records = RecordTable(segments)
-    for record in found.records:
-        records.restore(*record)
+    records.restore(found.records)
     _shrink(segments, records, options, sizes)
     upkeep = Upkeep(options, sizes, segments, records, files, clock)
     upkeep.state.epoch = found.epoch

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.disk.layout import record_bytes
+from hybridkv.tiers.disk.layout import number_of, record_bytes
 from hybridkv.tiers.disk.segments import SegmentTable
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.tally import Tally
@@ -31,9 +31,9 @@ class State(enum.Enum):
 
 
 class Record:
-    """One key's record. Another thread may read `key`, `address` and `payload_bytes` at any time."""
+    """One key's record. Another thread may read it at any time, but for `num_pins`."""
 
-    __slots__ = ("address", "key", "num_pins", "payload_bytes", "state")
+    __slots__ = ("address", "key", "last_used", "num_pins", "payload_bytes", "state")
 
     def __init__(self, key: Key, address: int, payload_bytes: int, state: State) -> None:
         self.key = key
@@ -41,6 +41,8 @@ class Record:
         self.payload_bytes = payload_bytes
         self.state = state
         self.num_pins = 0
+        self.last_used = 0
+        """Higher: more recently. What keeps the order here is `RecordTable.evictable`; this is for a snapshot."""
 
     @property
     def cost(self) -> int:
@@ -60,29 +62,44 @@ class RecordTable:
         # Committed and unpinned, least recently used first: exactly what may be evicted.
         self.evictable: OrderedDict[Key, Record] = OrderedDict()
         self.evictable_bytes = 0
-        self.pinned: dict[Key, Record] = {}
         self.reserved_now: dict[Key, Record] = {}
         """Doomed ones included: somebody may be writing them."""
         self.used_bytes = 0
         self.num_doomed = 0
         self.generation = 0
+        self._num_uses = 0
         self.tally = Tally()
 
     def touch(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            if key in self.evictable:
+            record = self.evictable.get(key)
+            if record is not None:
                 self.evictable.move_to_end(key)
+                self._use(record)
 
-    def restore(self, key: Key, address: int, payload_bytes: int) -> None:
-        """A record that an opening found, more recently used than those before."""
-        record = Record(key, address, payload_bytes, State.COMMITTED)
-        cost = record.cost
-        self._segments.of(address).keys.append(key)
-        self._segments.change_live(address, cost)
-        self.by_key[key] = record
-        self.evictable[key] = record
-        self.evictable_bytes += cost
-        self.used_bytes += cost
+    def _use(self, record: Record) -> None:
+        self._num_uses += 1
+        record.last_used = self._num_uses
+
+    def restore(self, found: Iterable[tuple[Key, int, int]]) -> None:
+        """(key, address, payload bytes) of records that an opening found, least recently used first."""
+        by_number, live_bytes = self._segments.by_number, dict.fromkeys(self._segments.by_number, 0)
+        for key, address, payload_bytes in found:
+            record = Record(key, address, payload_bytes, State.COMMITTED)
+            self._num_uses += 1
+            record.last_used = self._num_uses
+            number = number_of(address)
+            live_bytes[number] += record_bytes(payload_bytes)
+            by_number[number].keys.append(key)
+            self.by_key[key] = self.evictable[key] = record
+        for number, num_bytes in live_bytes.items():
+            by_number[number].live_bytes += num_bytes
+            self.evictable_bytes += num_bytes
+            self.used_bytes += num_bytes
+
+    def detach(self) -> None:
+        """Leave the records as they are to a snapshot that still reads them."""
+        self.by_key = dict(self.by_key)
 
     def reserve(self, key: Key, address: int, payload_bytes: int) -> Record:
         record = Record(key, address, payload_bytes, State.RESERVED)
@@ -154,7 +171,7 @@ class RecordTable:
         if not record.num_pins:
             self._make_unevictable(record)
             self._segments.hold(record.address, is_writing=False)
-            self.pinned[key] = record
+            self._use(record)
         record.num_pins += 1
         return record.slot
 
@@ -165,7 +182,6 @@ class RecordTable:
         record.num_pins -= 1
         if record.num_pins:
             return
-        del self.pinned[key]
         self._segments.release(record.address, is_writing=False)
         if record.state is State.COMMITTED:
             self._make_evictable(record)
@@ -191,6 +207,7 @@ class RecordTable:
         record.address = address
 
     def _make_evictable(self, record: Record) -> None:
+        self._use(record)
         self.evictable[record.key] = record
         self.evictable_bytes += record.cost
 

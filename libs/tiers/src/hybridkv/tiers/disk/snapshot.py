@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format import VERSION, checksum
@@ -18,6 +19,9 @@ from hybridkv.tiers.disk.format import VERSION, checksum
 SNAPSHOT_MAGIC = b"\x89HKVI\r\n\n"
 _HEAD = struct.Struct("<8sHHI32sQQQQQQQ")
 _CHECKSUM_BYTES = 16
+_KEYS_AT_A_TIME = 2048
+
+Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Snapshot(NamedTuple):
@@ -33,12 +37,15 @@ class Snapshot(NamedTuple):
     pending: Sequence[int]
     """Addresses of records that were being written."""
     keys: Sequence[Key]
-    addresses: Sequence[int]
-    payload_bytes: Sequence[int]
+    addresses: Sequence[int] | Numbers
+    payload_bytes: Sequence[int] | Numbers
 
 
 def encode(snapshot: Snapshot, namespace: bytes) -> bytes:
-    blob = b"".join(snapshot.keys)
+    # In pieces, so that no other thread waits long for this one.
+    parts = [snapshot.keys[at : at + _KEYS_AT_A_TIME] for at in range(0, len(snapshot.keys), _KEYS_AT_A_TIME)]
+    blob = b"".join([b"".join(part) for part in parts])
+    key_bytes = b"".join([np.array(list(map(len, part)), dtype="<u2").tobytes() for part in parts])
     head = _HEAD.pack(
         SNAPSHOT_MAGIC,
         VERSION,
@@ -57,9 +64,9 @@ def encode(snapshot: Snapshot, namespace: bytes) -> bytes:
         (
             head,
             np.array(snapshot.pending, dtype="<u8").tobytes(),
-            np.array(snapshot.addresses, dtype="<u8").tobytes(),
-            np.array(snapshot.payload_bytes, dtype="<u8").tobytes(),
-            np.array([len(key) for key in snapshot.keys], dtype="<u2").tobytes(),
+            np.asarray(snapshot.addresses, dtype="<u8").tobytes(),
+            np.asarray(snapshot.payload_bytes, dtype="<u8").tobytes(),
+            key_bytes,
             blob,
         )
     )

@@ -18,7 +18,7 @@ from hybridkv.tiers.disk.janitor import Janitor
 from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import SNAPSHOT_ENTRY_BYTES, DiskOptions, DiskSizes
 from hybridkv.tiers.disk.outcomes import Outcomes
-from hybridkv.tiers.disk.records import Record, RecordTable, State
+from hybridkv.tiers.disk.records import Record, RecordTable
 from hybridkv.tiers.disk.segment_files import Move
 from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
 from hybridkv.tiers.disk.work import (
@@ -33,6 +33,7 @@ from hybridkv.tiers.disk.work import (
     Rewrite,
     Save,
     Seal,
+    Source,
     WriteEpoch,
     run,
 )
@@ -239,14 +240,13 @@ class Upkeep:
         first = min([first, *(segment.number for segment in segments.by_number.values() if segment.num_written)])
         copied = [move.new_address for move in self._copying]
         pending = [*(record.address for record in self._records.reserved_now.values()), *copied]
-        pinned = [record for record in self._records.pinned.values() if record.state is State.COMMITTED]
-        offered = [*self._records.evictable.values(), *pinned]
         self.state.withdrawn.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
         self._snapshot_s = self._clock()
         self._snapshot_generation = self._records.generation
         max_bytes = PAGE_BYTES + SNAPSHOT_ENTRY_BYTES * self._sizes.max_records
         next_address = segments.next_address
-        return Save(self.state.epoch, first, segments.next_number, next_address, tuple(pending), offered, max_bytes)
+        source = Source(self._records.by_key, [segment.keys for segment in segments.by_number.values()])
+        return Save(self.state.epoch, first, segments.next_number, next_address, tuple(pending), source, max_bytes)
 
     # Starting it.
 

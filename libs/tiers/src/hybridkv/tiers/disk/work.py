@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from hybridkv.tiers.contract import FailureReason
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.tiers.contract import FailureReason, Key
 from hybridkv.tiers.disk import epoch as epoch_file
 from hybridkv.tiers.disk import journal, snapshot
 from hybridkv.tiers.disk.directory import write_all
 from hybridkv.tiers.disk.names import EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME, segment_number
 from hybridkv.tiers.disk.namespace import Namespace
-from hybridkv.tiers.disk.records import Record
+from hybridkv.tiers.disk.records import Record, State
 from hybridkv.tiers.disk.segment_files import Move, SegmentFiles
 
 logger = logging.getLogger(__name__)
 
 RECORDS_AT_A_TIME = 2048
-"""Of a snapshot, between two moments in which another thread may run."""
+"""That a snapshot looks at between two lists that it makes."""
+
+Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Files(NamedTuple):
@@ -111,24 +116,50 @@ class Rewrite(NamedTuple):
         return None
 
 
+class Source(NamedTuple):
+    """Where a snapshot finds its records, while the index goes on using both.
+
+    A list of keys only grows, and what is read of a record is true when it is read: it is committed, at an address that
+    the snapshot speaks for or behind it. No step takes long without letting the index's thread run.
+    """
+
+    by_key: Mapping[Key, Record]
+    key_lists: Sequence[Sequence[Key]]
+    """Of each segment. A key may stand in several, or belong to no record any more."""
+
+    def committed(self) -> tuple[list[Key], Numbers, Numbers]:
+        """Keys, addresses and payload bytes, least recently used first."""
+        seen: set[Key] = set()
+        keys: list[Key] = []
+        columns = [np.empty((0, 3), dtype=np.uint64)]
+        for key_list in self.key_lists:
+            for start in range(0, len(key_list), RECORDS_AT_A_TIME):
+                rows = []
+                for key in key_list[start : start + RECORDS_AT_A_TIME]:
+                    record = self.by_key.get(key)
+                    if record is not None and record.state is State.COMMITTED and key not in seen:
+                        seen.add(key)
+                        keys.append(key)
+                        rows.append((record.last_used, record.address, record.payload_bytes))
+                columns.append(np.array(rows, dtype=np.uint64).reshape(-1, 3))
+        table = np.concatenate(columns)
+        order = np.argsort(table[:, 0], kind="stable")
+        return [keys[position] for position in order.tolist()], table[order, 1], table[order, 2]
+
+
 class Save(NamedTuple):
-    """A snapshot of these records, least recently used first, of at most `max_bytes`."""
+    """A snapshot of at most `max_bytes`: of the most recently used records, if it cannot name all."""
 
     epoch: int
     scan_from: int
     next_number: int
     next_address: int
     pending: tuple[int, ...]
-    records: Sequence[Record]
+    source: Source
     max_bytes: int
 
     def run(self, files: Files) -> object:
-        keys, addresses, sizes = [], [], []
-        for start in range(0, len(self.records), RECORDS_AT_A_TIME):
-            part = self.records[start : start + RECORDS_AT_A_TIME]
-            keys += [record.key for record in part]
-            addresses += [record.address for record in part]
-            sizes += [record.payload_bytes for record in part]
+        keys, addresses, sizes = self.source.committed()
         while True:
             saved = snapshot.Snapshot(*self[:5], keys, addresses, sizes)
             data = snapshot.encode(saved, files.namespace.digest)
