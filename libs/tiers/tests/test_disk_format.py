@@ -137,7 +137,7 @@ def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[
 
 
 def test_the_description_names_every_magic_and_every_size() -> None:
-    words = Path(format.__file__).with_name("FORMAT.md").read_text()
+    words = (Path(__file__).parent.parent / "src/hybridkv/tiers/disk/FORMAT.md").read_text()
     magics = [format.SEGMENT_MAGIC, format.SEAL_MAGIC, format.RECORD_MAGIC]
     magics += [journal.JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, epoch.EPOCH_MAGIC]
     for magic in magics:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from hybridkv.hashing import Fingerprint
@@ -38,6 +40,29 @@ def open_store(
     clock: Callable[[], float],
 ) -> Opened:
     """`TierConfigurationError` when the directory cannot be read; the namespace is closed then."""
+    with _without_collections():
+        return _open_store(namespace, fingerprint, options, sizes, clock)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Nothing of what is built here is garbage, and looking for it again and again takes longer than building it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _open_store(
+    namespace: Namespace,
+    fingerprint: Fingerprint,
+    options: DiskOptions,
+    sizes: DiskSizes,
+    clock: Callable[[], float],
+) -> Opened:
     started_s = time.monotonic()
     syncs = options.fsync is not Fsync.NONE
     files = Files(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), syncs)

@@ -84,12 +84,16 @@ class RecordTable:
     def restore(self, found: Iterable[tuple[Key, int, int]]) -> None:
         """(key, address, payload bytes) of records that an opening found, least recently used first."""
         by_number, live_bytes = self._segments.by_number, dict.fromkeys(self._segments.by_number, 0)
+        costs: dict[int, int] = {}  # there are few sizes and many records
         for key, address, payload_bytes in found:
             record = Record(key, address, payload_bytes, State.COMMITTED)
             self._num_uses += 1
             record.last_used = self._num_uses
             number = number_of(address)
-            live_bytes[number] += record_bytes(payload_bytes)
+            cost = costs.get(payload_bytes)
+            if cost is None:
+                cost = costs[payload_bytes] = record_bytes(payload_bytes)
+            live_bytes[number] += cost
             by_number[number].keys.append(key)
             self.by_key[key] = self.evictable[key] = record
         for number, num_bytes in live_bytes.items():

@@ -29,6 +29,8 @@ from hybridkv.tiers.disk.format import (
     decode_segment,
 )
 from hybridkv.tiers.disk.layout import (
+    ADDRESS_BITS,
+    LARGEST_SEGMENT_BYTES,
     PAGE_BYTES,
     SEGMENT_HEAD_BYTES,
     address_of,
@@ -185,12 +187,7 @@ def _merge(
     saved: snapshot.Snapshot | None,
     withdrawals: list[journal.Withdrawal],
 ) -> list[FoundRecord]:
-    records: dict[Key, FoundRecord] = {}
-    if saved is not None:
-        end_of = {segment.number: segment.segment_bytes for segment in segments}
-        for key, address, payload_bytes in zip(saved.keys, saved.addresses, saved.payload_bytes, strict=True):
-            if offset_of(address) + record_bytes(payload_bytes) <= end_of.get(number_of(address), 0):
-                records[key] = FoundRecord(key, address, payload_bytes)
+    records = {} if saved is None else _named(saved, segments)
     known = {record.address for record in records.values()} if scanned else set()
     next_address, pending = (saved.next_address, set(saved.pending)) if saved is not None else (0, set())
     for segment in scanned:
@@ -207,6 +204,23 @@ def _merge(
     if not withdrawals:
         return list(records.values())
     return [record for record in records.values() if not withdrawn.covers(record.key, record.address)]
+
+
+def _named(saved: snapshot.Snapshot, segments: list[FoundSegment]) -> dict[Key, FoundRecord]:
+    """The records of a snapshot that lie in segments that are still there."""
+    addresses = np.asarray(saved.addresses, dtype=np.uint64)
+    sizes = np.asarray(saved.payload_bytes, dtype=np.uint64)
+    page = np.uint64(PAGE_BYTES)
+    numbers, inverse = np.unique(addresses >> np.uint64(ADDRESS_BITS), return_inverse=True)
+    end_of = {segment.number: segment.segment_bytes for segment in segments}
+    ends = np.array([end_of.get(number, 0) for number in numbers.tolist()], dtype=np.uint64)[inverse]
+    offsets = addresses & np.uint64(LARGEST_SEGMENT_BYTES - 1)
+    fits = sizes <= np.uint64(LARGEST_SEGMENT_BYTES)
+    fits &= offsets + page + (sizes + page - np.uint64(1)) // page * page <= ends
+    rows = map(FoundRecord, saved.keys, addresses.tolist(), sizes.tolist())
+    if fits.all():
+        return dict(zip(saved.keys, rows, strict=True))
+    return {row.key: row for row, is_there in zip(rows, fits.tolist(), strict=True) if is_there}
 
 
 def _scan_segment(namespace: Namespace, segment: FoundSegment, known: set[int]) -> list[FoundRecord]:
