@@ -47,11 +47,13 @@ class Offload:
     def __init__(self, hashes: list[bytes]) -> None:
         from hybridkv.connectors.vllm.admission import LoadAdmission
         from hybridkv.connectors.vllm.layout import CacheLayout
+        from hybridkv.connectors.vllm.loads import Deadlines
         from hybridkv.connectors.vllm.scheduler import OffloadScheduler
         from hybridkv.connectors.vllm.stats import Recorder
         from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint
         from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
         from hybridkv.tiers.ram import RamIndex
+        from hybridkv.tiers.stack import TierStack
 
         group = GroupSpec(GroupKind.FULL, BLOCK_TOKENS)
         spec = CacheSpec((group,), CHUNK_TOKENS)
@@ -85,7 +87,9 @@ class Offload:
             key = layout.key(0, hashes, end)
             index.reserve(key, GRANULE_BYTES)
             index.commit(key)
-        self._scheduler = OffloadScheduler(layout, index, LoadAdmission(spec, 2048), Recorder())
+        stack = TierStack(index, None, 1, time.monotonic)
+        deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
+        self._scheduler = OffloadScheduler(layout, stack, LoadAdmission(spec, 2048), deadlines, Recorder())
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
