@@ -51,14 +51,15 @@ class Buffers {
   std::vector<Py_buffer> buffers_;
 };
 
-class Queue {
+// Its name is another than that of the file queue: types are told apart by theirs.
+class Records {
  public:
-  Queue(std::size_t max_in_flight, std::size_t batch_bytes, std::size_t digest_at, const std::string& backend)
+  Records(std::size_t max_in_flight, std::size_t batch_bytes, std::size_t digest_at, const std::string& backend)
       : digest_at_(digest_at),
         queue_(std::make_unique<cpu::RecordQueue>(make_backend(backend, max_in_flight, max_in_flight),
                                                   cpu::RecordQueueOptions{batch_bytes, digest_at})) {}
   // What has not ended is left to run, with its memory: nobody can take that from a device.
-  ~Queue() {
+  ~Records() {
     bool is_over = false;
     {
       const nb::gil_scoped_release released;
@@ -69,8 +70,8 @@ class Queue {
     (void)queue_.release();
     (void)new std::unordered_map<std::int64_t, Buffers>(std::move(buffers_));
   }
-  Queue(const Queue&) = delete;
-  Queue& operator=(const Queue&) = delete;
+  Records(const Records&) = delete;
+  Records& operator=(const Records&) = delete;
 
   const char* backend() const { return name_of(queue_->backend()); }
   std::int64_t num_transfers() const { return queue_->num_transfers(); }
@@ -131,16 +132,16 @@ class Queue {
 }  // namespace
 
 void bind_record_queue(nb::module_& module) {
-  nb::class_<Queue>(module, "RecordQueue")
+  nb::class_<Records>(module, "RecordQueue")
       .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&>(), "max_in_flight"_a, "batch_bytes"_a,
            "digest_at"_a, "backend"_a = "best")
-      .def_prop_ro("backend", &Queue::backend)
-      .def_prop_ro("num_transfers", &Queue::num_transfers)
-      .def("submit", &Queue::submit, "tag"_a, "is_store"_a, "fd"_a, "offset"_a, "is_direct"_a, "syncs"_a, "header"_a,
+      .def_prop_ro("backend", &Records::backend)
+      .def_prop_ro("num_transfers", &Records::num_transfers)
+      .def("submit", &Records::submit, "tag"_a, "is_store"_a, "fd"_a, "offset"_a, "is_direct"_a, "syncs"_a, "header"_a,
            "buffers"_a)
-      .def("take", &Queue::take)
-      .def("wait_until_idle", &Queue::wait_until_idle, "timeout_s"_a)
-      .def("close", &Queue::close, "timeout_s"_a);
+      .def("take", &Records::take)
+      .def("wait_until_idle", &Records::wait_until_idle, "timeout_s"_a)
+      .def("close", &Records::close, "timeout_s"_a);
 }
 
 }  // namespace hybridkv::bindings
