@@ -48,6 +48,7 @@ class Subject:
             slot = self.index.reserve(key, len(chunk))
             while not isinstance(slot, Slot):
                 # The next segment is being made.
+                time.sleep(0.0005)
                 done += self._end(keys, self.index.commit)
                 slot = self.index.reserve(key, len(chunk))
             self.medium.store(Ticket(number), key, slot, [chunk])

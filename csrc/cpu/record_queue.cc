@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <chrono>
+#include <iterator>
 #include <utility>
 
 namespace hybridkv::cpu {
@@ -53,12 +54,10 @@ bool RecordQueue::close(double timeout_s) {
   std::unique_lock lock(mutex_);
   is_closing_ = true;
   for (std::deque<RecordRequest>* waiting : {&alone_, &loads_, &stores_}) {
-    for (const RecordRequest& record : *waiting) {
-      completions_.push_back({record.tag, RecordOutcome::kCancelled, 0, {}, {}});
-      --num_open_;
-    }
+    cancel({std::make_move_iterator(waiting->begin()), std::make_move_iterator(waiting->end())});
     waiting->clear();
   }
+  if (prepared_ != nullptr) cancel(std::exchange(prepared_, nullptr)->records());
   submitted_.notify_one();
   return ended_.wait_for(lock, seconds(timeout_s), [this] { return has_ended_; });
 }
@@ -75,6 +74,7 @@ void RecordQueue::run() {
       if (!wait_for_records()) return;
       continue;
     }
+    prepare_store();
     const std::vector<FileCompletion> reaped = files_->reap(1, flights_.size(), kForeverS);
     std::vector<Flight> ended;
     for (const FileCompletion& completion : reaped) {
@@ -95,9 +95,8 @@ void RecordQueue::start_waiting() {
       unsynced_.pop_front();
       continue;
     }
-    std::vector<RecordRequest> records = next_records();
-    if (records.empty()) return;
-    auto batch = std::make_unique<RecordBatch>(std::move(records), options_.digest_at);
+    std::unique_ptr<RecordBatch> batch = next_batch();
+    if (batch == nullptr) return;
     if (batch->is_ready()) {
       start({std::move(batch), false});
     } else {
@@ -126,7 +125,7 @@ void RecordQueue::end(Flight flight, const FileCompletion& completion) {
     for (RecordRequest& record : batch.take_records()) alone_.push_back(std::move(record));
   } else if (completion.error != 0) {
     fail(batch, completion.error);
-  } else if (batch.front().syncs && !flight.is_syncing) {
+  } else if (batch.front().is_store && batch.front().syncs && !flight.is_syncing) {
     flight.is_syncing = true;
     unsynced_.push_back(std::move(flight));
   } else {
@@ -149,21 +148,47 @@ void RecordQueue::complete(std::vector<RecordCompletion> completions) {
   if (num_open_ == 0) ended_.notify_all();
 }
 
-// The first record that waits, and those behind it that continue it. None when nothing waits: then `submit` wakes us.
-std::vector<RecordRequest> RecordQueue::next_records() {
-  const std::lock_guard lock(mutex_);
+// Of the first record that waits, and those behind it that continue it. Null when nothing waits: then `submit` wakes us.
+std::unique_ptr<RecordBatch> RecordQueue::next_batch() {
   std::vector<RecordRequest> records;
-  can_be_woken_ = !has_waiting();
-  if (can_be_woken_) return records;
-  ++num_transfers_;
-  if (!alone_.empty()) {
-    records.push_back(std::move(alone_.front()));
-    alone_.pop_front();
-    return records;
+  {
+    const std::lock_guard lock(mutex_);
+    can_be_woken_ = !has_waiting();
+    if (can_be_woken_) return nullptr;
+    ++num_transfers_;
+    if (!alone_.empty()) {
+      records.push_back(std::move(alone_.front()));
+      alone_.pop_front();
+    } else {
+      const bool has_stores = prepared_ != nullptr || !stores_.empty();
+      const bool is_load = !loads_.empty() && (!has_stores || loads_in_a_row_ < kMaxLoadsBeforeAStore);
+      loads_in_a_row_ = is_load ? loads_in_a_row_ + 1 : 0;
+      if (!is_load && prepared_ != nullptr) return std::move(prepared_);
+      records = take_neighbours(is_load ? loads_ : stores_);
+    }
   }
-  const bool is_load = !loads_.empty() && (stores_.empty() || loads_in_a_row_ < kMaxLoadsBeforeAStore);
-  loads_in_a_row_ = is_load ? loads_in_a_row_ + 1 : 0;
-  std::deque<RecordRequest>& waiting = is_load ? loads_ : stores_;
+  return std::make_unique<RecordBatch>(std::move(records), options_.digest_at);
+}
+
+// The digests of what is stored next, taken while the device is busy.
+void RecordQueue::prepare_store() {
+  std::vector<RecordRequest> records;
+  {
+    const std::lock_guard lock(mutex_);
+    if (prepared_ != nullptr || stores_.empty() || !loads_.empty()) return;
+    records = take_neighbours(stores_);
+  }
+  auto batch = std::make_unique<RecordBatch>(std::move(records), options_.digest_at);
+  const std::lock_guard lock(mutex_);
+  if (is_closing_) {
+    cancel(batch->records());
+  } else {
+    prepared_ = std::move(batch);
+  }
+}
+
+std::vector<RecordRequest> RecordQueue::take_neighbours(std::deque<RecordRequest>& waiting) const {
+  std::vector<RecordRequest> records;
   std::size_t num_bytes = 0;
   while (!waiting.empty() && num_bytes < options_.batch_bytes) {
     if (!records.empty() && !waiting.front().continues(records.back())) break;
@@ -172,6 +197,14 @@ std::vector<RecordRequest> RecordQueue::next_records() {
     waiting.pop_front();
   }
   return records;
+}
+
+void RecordQueue::cancel(const std::vector<RecordRequest>& records) {
+  for (const RecordRequest& record : records) {
+    completions_.push_back({record.tag, RecordOutcome::kCancelled, 0, {}, {}});
+  }
+  num_open_ -= records.size();
+  if (num_open_ == 0) ended_.notify_all();
 }
 
 // False when the end has come.

@@ -65,9 +65,13 @@ class RecordQueue {
   void end(Flight flight, const FileCompletion& completion);
   void fail(const RecordBatch& batch, int error);
   void complete(std::vector<RecordCompletion> completions);
-  std::vector<RecordRequest> next_records();
+  std::unique_ptr<RecordBatch> next_batch();
+  void prepare_store();
   bool wait_for_records();
-  bool has_waiting() const { return !alone_.empty() || !loads_.empty() || !stores_.empty(); }
+  // These with the mutex held.
+  std::vector<RecordRequest> take_neighbours(std::deque<RecordRequest>& waiting) const;
+  void cancel(const std::vector<RecordRequest>& records);
+  bool has_waiting() const { return !alone_.empty() || !loads_.empty() || !stores_.empty() || prepared_ != nullptr; }
 
   const RecordQueueOptions options_;
   // The thread's alone, but for waking it.
@@ -82,6 +86,7 @@ class RecordQueue {
   std::deque<RecordRequest> alone_;  // records of batches that failed, to be tried one by one
   std::deque<RecordRequest> loads_;
   std::deque<RecordRequest> stores_;
+  std::unique_ptr<RecordBatch> prepared_;  // stores whose digests were taken while there was nothing else to do
   std::size_t loads_in_a_row_ = 0;
   std::size_t num_open_ = 0;  // submitted and not ended
   std::int64_t num_transfers_ = 0;
