@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -12,16 +13,17 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
-from hybridkv.hashing import RUN_CHUNKS, ChunkKeys, Fingerprint, GroupFingerprint, KeyRuns, LayerFingerprint
+from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, Miss, Pending, longest_hit
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamIndex
 
 BLOCK = 4
-CHUNKS = 3 * RUN_CHUNKS + 5
+CHUNKS = 53
 FULL = GroupSpec(GroupKind.FULL, BLOCK)
 DRAFTER = GroupSpec(GroupKind.FULL, BLOCK, lookahead_tokens=BLOCK)
 STATE = GroupSpec(GroupKind.RECURRENT, 2 * BLOCK)
+STATE_OF_OTHERS = GroupSpec(GroupKind.RECURRENT, BLOCK)
 SCRATCH = GroupSpec(GroupKind.SCRATCH, BLOCK)
 KINDS = (
     FULL,
@@ -122,10 +124,10 @@ def plain(
 def test_a_search_finds_what_the_plain_search_key_by_key_finds(data: st.DataObject) -> None:
     groups = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4).filter(lambda g: set(g) != {SCRATCH}))
     layout = make_layout(groups, data.draw(st.sampled_from([None, None, BLOCK])))
-    index, runs = RamIndex(1 << 16, 1), KeyRuns(len(layout.spec.stored_groups), 4 * RUN_CHUNKS)
-    requests = [(HASHES, RequestKeys(layout.spec, layout.keys, runs)) for _ in range(2)]
+    index = RamIndex(1 << 16, 1)
     parted = HASHES[:20] + chain(len(HASHES) - 20, b"another")
-    requests.append((parted, RequestKeys(layout.spec, layout.keys, runs)))
+    requests = [(hashes, RequestKeys(layout.spec, layout.keys)) for hashes in (HASHES, parted)]
+    second_batch = data.draw(st.sampled_from([1, 8, 256]))
     for _ in range(3):
         fill(index, layout, data.draw(stores(layout.spec)), HASHES)
         for hashes, keys in requests:
@@ -134,17 +136,16 @@ def test_a_search_finds_what_the_plain_search_key_by_key_finds(data: st.DataObje
             pending_is_miss = data.draw(st.booleans())
             known = hashes[: num_tokens // BLOCK]
             ranges = TierLookup(keys.follow(known), index, pending_is_miss)
-            found = longest_hit(layout.spec, *tokens, ranges, ranges)
+            with mock.patch("hybridkv.connectors.vllm.lookups._SECOND_BATCH", second_batch):
+                found = longest_hit(layout.spec, *tokens, ranges, ranges)
             expected = plain(layout, index, known, tokens, pending_is_miss)
             assert type(found) is type(expected)
             assert getattr(found, "num_tokens", None) == getattr(expected, "num_tokens", None)
 
 
-def make_keys(*groups: GroupSpec) -> tuple[CacheLayout, RequestKeys, KeyRuns]:
+def make_keys(*groups: GroupSpec) -> tuple[CacheLayout, RequestKeys]:
     layout = make_layout(groups or (FULL, DRAFTER))
-    runs = KeyRuns(len(layout.spec.stored_groups))
-    keys = RequestKeys(layout.spec, layout.keys, runs)
-    return layout, keys.follow(HASHES), runs
+    return layout, RequestKeys(layout.spec, layout.keys).follow(HASHES)
 
 
 def expected_keys(layout: CacheLayout, group: int, first: int, stop: int) -> list[bytes]:
@@ -160,7 +161,7 @@ spans = st.tuples(st.integers(0, CHUNKS - 1), st.integers(1, CHUNKS)).map(lambda
 def test_keys_are_the_same_in_whatever_order_and_batches_they_are_asked_for(
     asked: list[tuple[bool, int, tuple[int, int]]],
 ) -> None:
-    layout, keys, runs = make_keys()
+    layout, keys = make_keys()
     for is_single, group, (first, stop) in asked:
         if is_single:
             key = keys.key(group, (first + 1) * layout.spec.chunk_tokens)
@@ -168,14 +169,10 @@ def test_keys_are_the_same_in_whatever_order_and_batches_they_are_asked_for(
         else:
             assert list(keys.between(group, first, stop)) == expected_keys(layout, group, first, stop)
         assert 0 <= keys.kept(group)[0] <= keys.kept(group)[1] <= CHUNKS
-    other = RequestKeys(layout.spec, layout.keys, runs)
-    other.follow(HASHES)
-    for group in (0, 1):
-        assert list(other.between(group, 0, CHUNKS)) == expected_keys(layout, group, 0, CHUNKS)
 
 
 def test_a_scratch_group_has_no_place_among_the_keys_groups() -> None:
-    layout, keys, _ = make_keys(SCRATCH, FULL)
+    layout, keys = make_keys(SCRATCH, FULL)
     assert keys.key(1, 8) == layout.keys.key(0, HASHES, 8) == layout.key(1, HASHES, 8)
 
 
@@ -193,7 +190,7 @@ class CountingKeys(ChunkKeys):
         return super().keys(group, prefix_hashes, end_tokens)
 
 
-def make_lookup(*groups: GroupSpec, stored_chunks: int = 0) -> tuple[CacheLayout, CountingKeys, RamIndex, KeyRuns]:
+def make_lookup(*groups: GroupSpec, stored_chunks: int = 0) -> tuple[CacheLayout, CountingKeys, RamIndex]:
     layout = make_layout(groups)
     index = RamIndex(1 << 16, 1)
     for group in layout.spec.stored_groups:
@@ -201,7 +198,7 @@ def make_lookup(*groups: GroupSpec, stored_chunks: int = 0) -> tuple[CacheLayout
             hold(index, key, LookupResult.HIT)
     counting = CountingKeys(layout.keys.fingerprint, BLOCK)
     counted = CacheLayout(layout.spec, layout.layers, counting, True, 1)
-    return counted, counting, index, KeyRuns(len(layout.spec.stored_groups))
+    return counted, counting, index
 
 
 def search(
@@ -212,14 +209,14 @@ def search(
 
 
 def test_a_prompt_of_which_nothing_is_stored_costs_one_key() -> None:
-    layout, counting, index, runs = make_lookup(STATE, FULL)
-    assert isinstance(search(layout, RequestKeys(layout.spec, layout.keys, runs), index), Miss)
+    layout, counting, index = make_lookup(STATE, FULL)
+    assert isinstance(search(layout, RequestKeys(layout.spec, layout.keys), index), Miss)
     assert counting.num_derived == 1
 
 
 def test_a_waiting_request_derives_no_key_again() -> None:
-    layout, counting, index, runs = make_lookup(STATE, FULL, stored_chunks=CHUNKS)
-    keys = RequestKeys(layout.spec, layout.keys, runs)
+    layout, counting, index = make_lookup(STATE, FULL, stored_chunks=CHUNKS)
+    keys = RequestKeys(layout.spec, layout.keys)
     assert search(layout, keys, index) == Hit(CHUNKS * layout.spec.chunk_tokens)
     derived = counting.num_derived
     assert derived <= CHUNKS + 2
@@ -232,35 +229,25 @@ def test_a_waiting_request_derives_no_key_again() -> None:
 
 
 def test_a_request_that_grows_by_a_chunk_derives_its_keys_alone() -> None:
-    layout, counting, index, runs = make_lookup(STATE, FULL, stored_chunks=CHUNKS)
-    keys = RequestKeys(layout.spec, layout.keys, runs)
+    layout, counting, index = make_lookup(STATE, FULL, stored_chunks=CHUNKS)
+    keys = RequestKeys(layout.spec, layout.keys)
     search(layout, keys, index, HASHES[:-2])
     before = counting.num_derived
     assert search(layout, keys, index, HASHES) == Hit(CHUNKS * layout.spec.chunk_tokens)
     assert counting.num_derived - before == 2
 
 
-def test_a_request_with_the_prefix_of_another_takes_over_its_keys() -> None:
-    layout, counting, index, runs = make_lookup(STATE, FULL, stored_chunks=CHUNKS)
-    search(layout, RequestKeys(layout.spec, layout.keys, runs), index)
-    before = counting.num_derived
-    assert search(layout, RequestKeys(layout.spec, layout.keys, runs), index) == Hit(CHUNKS * layout.spec.chunk_tokens)
-    assert counting.num_derived - before <= 2 + RUN_CHUNKS, "the first chunk, the state, and what fills no run"
-
-
-def test_keys_derived_for_stores_are_there_for_the_next_lookup() -> None:
-    layout, counting, _, runs = make_lookup(FULL)
-    keys = RequestKeys(layout.spec, layout.keys, runs).follow(HASHES)
-    for chunk in range(3 * RUN_CHUNKS):
-        keys.key(0, (chunk + 1) * layout.spec.chunk_tokens)
-    before = counting.num_derived
-    assert before <= 3 * RUN_CHUNKS
-    RequestKeys(layout.spec, layout.keys, runs).follow(HASHES).between(0, 0, 3 * RUN_CHUNKS)
-    assert counting.num_derived == before
+def test_states_that_are_missing_cost_the_keys_of_one_group() -> None:
+    layout, counting, index = make_lookup(STATE, STATE_OF_OTHERS, FULL)
+    for key in expected_keys(layout, 2, 0, CHUNKS):
+        hold(index, key, LookupResult.HIT)
+    counting.num_derived = 0
+    assert isinstance(search(layout, RequestKeys(layout.spec, layout.keys), index), Miss)
+    assert counting.num_derived <= CHUNKS + 3, "and a few of the full prefix"
 
 
 def test_hashes_that_are_not_those_before_and_more_drop_what_was_kept() -> None:
-    layout, keys, _ = make_keys()
+    layout, keys = make_keys()
     keys.between(0, 0, 10)
     changed = [*HASHES[:3], *chain(30, b"changed")]
     keys.follow(changed)
@@ -272,10 +259,10 @@ def test_hashes_that_are_not_those_before_and_more_drop_what_was_kept() -> None:
 
 @pytest.mark.parametrize("pending_is_miss", [False, True])
 def test_what_is_pending_is_held_unless_it_counts_as_a_miss(pending_is_miss: bool) -> None:
-    layout, _, index, runs = make_lookup(FULL, stored_chunks=10)
+    layout, _, index = make_lookup(FULL, stored_chunks=10)
     for chunk in (4, 9):
         hold(index, layout.key(0, HASHES, (chunk + 1) * 8), LookupResult.PENDING)
-    lookup = TierLookup(RequestKeys(layout.spec, layout.keys, runs).follow(HASHES), index, pending_is_miss)
+    lookup = TierLookup(RequestKeys(layout.spec, layout.keys).follow(HASHES), index, pending_is_miss)
     assert lookup.held(0, 8, 160) == (4 if pending_is_miss else 10)
     assert lookup.last_held(0, 8, 160) == (72 if pending_is_miss else 80)
     assert lookup.any_pending(0, 8, 80) is not pending_is_miss
@@ -283,7 +270,7 @@ def test_what_is_pending_is_held_unless_it_counts_as_a_miss(pending_is_miss: boo
 
 
 def test_no_key_is_kept_twice_and_stretches_have_no_gaps() -> None:
-    _, keys, _ = make_keys()
+    _, keys = make_keys()
     for first, stop in pairwise((20, 30, 40, 50)):
         keys.between(0, first, stop)
     keys.between(0, 3, 4)

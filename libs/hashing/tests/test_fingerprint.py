@@ -25,7 +25,7 @@ CACHE = Fingerprint(
 
 
 def test_the_digest_is_the_same_in_every_process_and_release() -> None:
-    assert CACHE.digest().hex() == "8f82886c2e8fe0ada9e95184706affe74ea7d44d697de5e0e672ff2ec3705692"
+    assert CACHE.digest().hex() == "93c057d7f29eeb680802e0d2f14f96ffdcb49e1538efcfb075f9d16ac5aaa080"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_digest_is_the_same_in_every_process_and_release() -> None:
         ("hash_algorithm", "xxhash", "hash_algorithm (the block hash algorithm): 'sha256' is not 'xxhash'"),
         ("tensor_parallel_size", 2, "tensor_parallel_size (the number of tensor-parallel ranks): 1 is not 2"),
         ("tensor_parallel_rank", 1, "tensor_parallel_rank (the tensor-parallel rank): None is not 1"),
-        ("format_version", 99, "format_version (the version of keys and chunks): 2 is not 99"),
+        ("format_version", 99, "format_version (the version of keys and chunks): 3 is not 99"),
         ("groups", (OTHER_GROUP,), "groups[0].block_tokens (tokens in a block): 128 is not 64"),
         ("groups", (GROUP, GROUP), "groups (the stored groups): 1 groups are not 2"),
     ],

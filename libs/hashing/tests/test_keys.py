@@ -7,18 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_fingerprint import CACHE, GROUP
 
-from hybridkv.hashing import KEY_BYTES, ChunkKeys, group_digest
+from hybridkv.hashing import TAG_BYTES, ChunkKeys, group_digest
 
 PREFIX = [hashlib.sha256(bytes([i])).digest() for i in range(8)]
 WINDOW = msgspec.structs.replace(GROUP, kind="window", window_tokens=256)
 DRAFTER = msgspec.structs.replace(GROUP, kind="full", lookahead_tokens=64)
 KEYS = ChunkKeys(msgspec.structs.replace(CACHE, groups=(GROUP, WINDOW, DRAFTER)), 64)
-KEYS_OF_CACHE = ChunkKeys(CACHE, 64)
 
 
 def test_a_key_is_the_same_in_every_process_and_release() -> None:
-    assert KEYS.key(0, PREFIX, 128).hex() == "dd29ea47dd902ed73491641f7b18996b155434194be4d639e022a638d365364c"
-    assert KEYS.key(1, PREFIX, 128).hex() == "0828a3244c9c9fb1fc2c2beda06ce5181c78b4b657ce7738be2d79e2af253c9a"
+    tags = ("e5eba1add65778b53604ff9b75b72023", "be2f8bc08af11fc9dab99b63dd22875e", "fe00d6cea1436c8599efebfec2a72de7")
+    assert KEYS.key(0, PREFIX, 64).hex() == tags[0] + PREFIX[0].hex()
+    assert KEYS.key(0, PREFIX, 128).hex() == tags[0] + PREFIX[1].hex()
+    assert KEYS.key(1, PREFIX, 128).hex() == tags[1] + PREFIX[1].hex()
+    assert KEYS.key(2, PREFIX, 128).hex() == tags[2] + PREFIX[2].hex()
+
+
+def test_a_key_is_the_tag_of_cache_and_group_and_the_prefix_hash_as_it_is() -> None:
+    for group in range(2):
+        tag = KEYS.key(group, PREFIX, 64)[:TAG_BYTES]
+        assert len(tag) == TAG_BYTES == 16
+        assert [KEYS.key(group, PREFIX, end) for end in (64, 128, 512)] == [tag + PREFIX[i] for i in (0, 1, 7)]
+        assert KEYS.key(group, [b"short"], 64) == tag + b"short"
 
 
 def test_a_key_depends_on_group_boundary_prefix_and_cache() -> None:
@@ -31,7 +41,6 @@ def test_a_key_depends_on_group_boundary_prefix_and_cache() -> None:
         other_cache.key(0, PREFIX, 128),
     }
     assert len(keys) == 5
-    assert all(len(key) == KEY_BYTES for key in keys)
 
 
 def test_a_drafter_chunk_is_told_apart_by_the_token_that_follows_it() -> None:
@@ -84,22 +93,6 @@ def test_keys_of_a_range_are_the_keys_one_by_one(
         assert KEYS.keys(group, prefix, ends) == [KEYS.key(group, prefix, end) for end in ends]
 
 
-def test_more_chunks_than_are_kept_for_have_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = [hashlib.sha256(bytes([i])).digest() for i in range(40)]
-    monkeypatch.setattr("hybridkv.hashing.keys.MAX_KEPT_HEADS", 3)
-    keys = ChunkKeys(CACHE, 64)
-    for last in (2, 3, 4, 19):
-        ends = range(128, 128 * last + 1, 128)
-        assert keys.keys(0, prefix, ends) == [KEYS_OF_CACHE.key(0, prefix, end) for end in ends]
-
-
-def test_the_last_hash_of_a_key_is_the_one_that_changes_it() -> None:
-    assert KEYS.last_hash(0, PREFIX, 128) == PREFIX[1]
-    assert KEYS.last_hash(2, PREFIX, 128) == PREFIX[2]
-    assert KEYS.last_hash(0, PREFIX, 512) == PREFIX[7]
-    assert KEYS.last_hash(2, PREFIX, 512) is None
-
-
 @pytest.mark.parametrize("ends", [[64, 100], range(64, 101, 36), range(64, -1, -64), range(0, 65, 64)])
 def test_many_keys_are_refused_for_one_bad_boundary(ends: Iterable[int]) -> None:
     with pytest.raises(ValueError, match=r"got (100|0)$"):
@@ -107,8 +100,18 @@ def test_many_keys_are_refused_for_one_bad_boundary(ends: Iterable[int]) -> None
 
 
 def test_prefix_hashes_of_different_lengths_give_different_keys() -> None:
-    keys = {KEYS.key(0, [b"\x01" * length], 64) for length in (0, 1, 16, 32)}
-    assert len(keys) == 4
+    keys = {KEYS.key(0, [b"\x01" * length], 64) for length in (1, 16, 32)}
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_empty_prefix_hash_stands_for_no_prefix_and_is_refused(place: int) -> None:
+    prefix = [b"" if i == place else value for i, value in enumerate(PREFIX)]
+    end = 64 * (place + 1)
+    with pytest.raises(ValueError, match=f"got {end}$"):
+        KEYS.key(0, prefix, end)
+    with pytest.raises(ValueError, match=f"got {end}$"):
+        KEYS.keys(0, prefix, range(64, 193, 64))
 
 
 def test_prefix_hashes_of_a_cache_are_its_own() -> None:

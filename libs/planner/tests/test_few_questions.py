@@ -109,6 +109,25 @@ def test_a_tier_that_answers_ranges_settles_a_miss_with_one_question(groups: tup
     assert ranges.questions == 1
 
 
+def test_the_walk_of_a_full_prefix_goes_on_after_its_first_chunk_which_is_asked_for_before_all_else() -> None:
+    spec = CacheSpec((FULL,), CHUNK)
+    spans: list[tuple[int, int]] = []
+
+    class Watched(Ranges):
+        def held(self, group_index: int, first_end: int, last_end: int) -> int:
+            spans.append((first_end // CHUNK, last_end // CHUNK))
+            return super().held(group_index, first_end, last_end)
+
+    store = {(0, (c + 1) * CHUNK): LookupResult.HIT for c in range(LONG)}
+    for computed in (0, 3 * CHUNK + 1):
+        spans.clear()
+        watched = Watched(spec, store)
+        found = longest_hit(spec, LONG * CHUNK + 1, computed, lambda *key: LookupResult.MISS, watched)
+        assert found == Hit(LONG * CHUNK)
+        first = computed // CHUNK + 1
+        assert spans == [(first, first), (first + 1, LONG)]
+
+
 def test_a_range_reaches_no_further_than_where_the_full_prefix_ends() -> None:
     spec = CacheSpec((STATE, FULL), CHUNK)
     reached: list[int] = []

@@ -2,20 +2,17 @@
 
 from hybridkv.hashing.block_hashes import HashedRequest, HybridChunkBlockHashList, RequestBlockHashList
 from hybridkv.hashing.fingerprint import FORMAT_VERSION, Fingerprint, GroupFingerprint, LayerFingerprint, diff
-from hybridkv.hashing.keys import KEY_BYTES, ChunkKeys, group_digest
-from hybridkv.hashing.runs import RUN_CHUNKS, KeyRuns
+from hybridkv.hashing.keys import TAG_BYTES, ChunkKeys, group_digest
 from hybridkv.hashing.tokens import TokenHashes
 
 __all__ = [
     "FORMAT_VERSION",
-    "KEY_BYTES",
-    "RUN_CHUNKS",
+    "TAG_BYTES",
     "ChunkKeys",
     "Fingerprint",
     "GroupFingerprint",
     "HashedRequest",
     "HybridChunkBlockHashList",
-    "KeyRuns",
     "LayerFingerprint",
     "RequestBlockHashList",
     "TokenHashes",

@@ -19,6 +19,8 @@ from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.scan import Scan, first_missing
 
+# CPython 3.11 takes longer to look a member up than for most else of a search.
+_FULL, _WINDOW, _CHUNKED, _RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
 _PATIENCE = 16
 """Boundaries that scarce kinds may rule out before it is worth a few questions whether the full prefix is there."""
 
@@ -80,12 +82,7 @@ def longest_hit(
     if num_tokens < 0 or computed_tokens < 0:
         raise ValueError(f"tokens must not be negative, got num_tokens={num_tokens}, computed_tokens={computed_tokens}")
     boundary = last_boundary(spec, num_tokens)
-    limiting = spec.first_full
-    if ranges is not None and limiting is not None and spec.tail_tokens is None:
-        first = (computed_tokens // spec.chunk_tokens + 1) * spec.chunk_tokens
-        if first <= boundary and not ranges.held(limiting, first, first):
-            return _miss(spec, num_tokens, computed_tokens, limiting)
-    limiting = None
+    limiting: int | None = None
     if boundary > computed_tokens:
         search = _Search(spec, computed_tokens, lookup, ranges)
         boundary, limiting = search.settle(boundary)
@@ -99,6 +96,7 @@ class _Search:
 
     def __init__(self, spec: CacheSpec, computed_tokens: int, lookup: Lookup, ranges: RangeLookup | None) -> None:
         self._spec = spec
+        self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
         self._computed = computed_tokens
         if ranges is None:
             scan = Scan(spec, lookup)
@@ -110,14 +108,17 @@ class _Search:
         # A window of two tokens or more reads the chunk before every boundary, but a tail may be all that it reads.
         self._has_plain_windows = spec.tail_tokens is None
         self._order = spec.scarce_first
-        self._lowest = (computed_tokens // spec.boundary_tokens + 1) * spec.boundary_tokens
-        self._walked = [computed_tokens // spec.chunk_tokens * spec.chunk_tokens] * len(spec.groups)
+        self._lowest = (computed_tokens // self._step + 1) * self._step
+        self._walked = [computed_tokens // self._chunk * self._chunk] * len(spec.groups)
         """Up to where each FULL group was seen to hold every chunk."""
         self._patience = _PATIENCE
 
     def settle(self, boundary: int) -> tuple[int, int | None]:
         """The longest boundary that no group rules out, and the group that ruled out the last one above it."""
-        limiting: int | None = None
+        limiting = self._spec.first_full
+        if limiting is not None and not self._has_first_chunk(limiting, boundary):
+            return self._computed, limiting
+        limiting = None
         settled = False
         while boundary > self._computed and not settled:
             settled = True
@@ -128,42 +129,52 @@ class _Search:
                     break
         return boundary, limiting
 
+    def _has_first_chunk(self, group_index: int, boundary: int) -> bool:
+        """False if a FULL group is known to lack what every boundary needs."""
+        first = self._walked[group_index] + self._chunk
+        if not self._has_ranges or self._step != self._chunk or first > boundary:
+            return True
+        if not self._ranges.held(group_index, first, first):
+            return False
+        self._walked[group_index] = first
+        return True
+
     def _lower(self, group_index: int, boundary: int) -> int:
         """The longest boundary up to `boundary` that this group does not rule out by what it was found to lack."""
         kind = self._spec.groups[group_index].kind
-        if kind is GroupKind.RECURRENT:
+        if kind is _RECURRENT:
             return self._lower_to_state(group_index, boundary)
-        chunk = self._spec.chunk_tokens
+        chunk = self._chunk
         last = boundary // chunk * chunk
         if boundary > last and resume_start(self._spec.groups[group_index], boundary) < boundary:
             # A CHUNKED group may read nothing at the boundary before, so there only this one is ruled out.
-            first = boundary if kind is GroupKind.CHUNKED else max(last + self._spec.boundary_tokens, self._lowest)
+            first = boundary if kind is _CHUNKED else max(last + self._step, self._lowest)
             tail = self._ranges.last_held(group_index, first, boundary)
             if tail != boundary:
-                return self._bounded(tail or first - self._spec.boundary_tokens)
-        if kind is GroupKind.FULL:
+                return self._bounded(tail or first - self._step)
+        if kind is _FULL:
             return self._lower_to_prefix(group_index, boundary)
         return self._lower_to_window(group_index, boundary)
 
     def _lower_to_state(self, group_index: int, boundary: int) -> int:
         """For what is one key at every boundary: states, and windows of one chunk."""
         if self._patience:
-            nearest = max(self._lowest, boundary - (self._patience - 1) * self._spec.boundary_tokens)
+            nearest = max(self._lowest, boundary - (self._patience - 1) * self._step)
             found = self._ranges.last_held(group_index, nearest, boundary)
             if found or nearest == self._lowest:
                 return found
             self._patience = 1
-            return self._bounded(nearest - self._spec.boundary_tokens)
+            return self._bounded(nearest - self._step)
         return self._ranges.last_held(group_index, self._lowest, boundary)
 
     def _lower_to_window(self, group_index: int, boundary: int) -> int:
-        chunk, step = self._spec.chunk_tokens, self._spec.boundary_tokens
+        chunk, step = self._chunk, self._step
         last = boundary // chunk * chunk
         start = load_start(self._spec.groups[group_index], boundary, self._computed)
         if start >= last:
             return boundary
         first = (start // chunk + 1) * chunk
-        if self._has_plain_windows and self._spec.groups[group_index].kind is GroupKind.WINDOW:
+        if self._has_plain_windows and self._spec.groups[group_index].kind is _WINDOW:
             if first == last:
                 return self._lower_to_state(group_index, boundary)
             if self._has_ranges:
@@ -176,13 +187,13 @@ class _Search:
         return self._bounded(first + num_held * chunk - step)
 
     def _lower_to_prefix(self, group_index: int, boundary: int) -> int:
-        chunk = self._spec.chunk_tokens
+        chunk = self._chunk
         last = boundary // chunk * chunk
         first = self._walked[group_index] + chunk
         if first > last:
             return boundary
         walked = self._walked[group_index] = first - chunk + self._ranges.held(group_index, first, last) * chunk
-        return boundary if walked >= last else walked + chunk - self._spec.boundary_tokens
+        return boundary if walked >= last else walked + chunk - self._step
 
     def _bounded(self, boundary: int) -> int:
         """`boundary`, or less if patience is at an end and the full prefix is found to end before it."""
@@ -191,13 +202,13 @@ class _Search:
         self._patience -= 1
         if self._patience:
             return boundary
-        chunk = self._spec.chunk_tokens
+        chunk = self._chunk
         for group_index in self._order:
-            if self._spec.groups[group_index].kind is GroupKind.FULL and boundary > self._computed:
+            if self._spec.groups[group_index].kind is _FULL and boundary > self._computed:
                 first = self._walked[group_index] + chunk
                 missing = first_missing(partial(self._is_held, group_index), first, boundary // chunk * chunk, chunk)
                 if missing is not None:
-                    boundary = missing - self._spec.boundary_tokens
+                    boundary = missing - self._step
         return boundary
 
     def _is_held(self, group_index: int, end_token: int) -> bool:
@@ -207,7 +218,7 @@ class _Search:
 
     def is_pending(self, boundary: int) -> bool:
         """Whether something that a settled boundary needs is not readable yet."""
-        chunk = self._spec.chunk_tokens
+        chunk = self._chunk
         last = boundary // chunk * chunk
         for group_index in self._order:
             group = self._spec.groups[group_index]

@@ -114,8 +114,8 @@ class LoadPlanner:
 
     def _offered_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         state.computed_tokens = computed_tokens
-        others = self._admission.held_by_others(state.request_id)
-        if (state.failed_loads or self._admission.has_failed(state.request_id)) and others:
+        has_failed = state.failed_loads or self._admission.has_failed(state.request_id)
+        if has_failed and self._admission.held_by_others(state.request_id):
             # The engine puts a request whose load failed before all that have loaded, and looks no further when it does
             # not fit: asked again later, it lets them pass.
             return None
@@ -193,8 +193,12 @@ class LoadPlanner:
         return state.answer
 
     def _limit(self, state: RequestState) -> int:
-        limits = (state.boundary_limit, None if state.near_only else state.room_limit)
-        return min((state.request.num_tokens, *(limit for limit in limits if limit is not None)))
+        limit = state.request.num_tokens
+        if state.boundary_limit is not None:
+            limit = min(limit, state.boundary_limit)
+        if state.room_limit is not None and not state.near_only:
+            limit = min(limit, state.room_limit)
+        return limit
 
     def _longest_hit(
         self, state: RequestState, computed_tokens: int, pending_is_miss: bool = False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.hashing import KeyRuns, TokenHashes
+from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Hit, Miss, Pending
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ class Requests:
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
-        self._runs = KeyRuns(len(layout.spec.stored_groups))
         self._states: dict[str, RequestState] = {}
 
     def track(self, request: Request) -> RequestState:
@@ -101,7 +100,7 @@ class Requests:
             hashes = None
             if not self._layout.reuses_hashes:
                 hashes = self._layout.keys.token_hashes(partial(compat.extra_hash_bytes, request))
-            keys = RequestKeys(self._layout.spec, self._layout.keys, self._runs)
+            keys = RequestKeys(self._layout.spec, self._layout.keys)
             state = self._states[request.request_id] = RequestState(request, hashes, keys)
         return state
 
