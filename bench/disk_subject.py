@@ -85,7 +85,11 @@ class Subject:
 def opened(directory: Path, capacity_bytes: int, max_in_flight: int) -> Iterator[Subject]:
     """A disk tier that calls no fsync."""
     options = DiskOptions(
-        capacity_bytes=capacity_bytes, max_in_flight=max_in_flight, fsync=Fsync.NONE, max_queued=1 << 20, max_records=100_000
+        capacity_bytes=capacity_bytes,
+        max_in_flight=max_in_flight,
+        fsync=Fsync.NONE,
+        max_queued=1 << 20,
+        max_records=100_000,
     )
     index = DiskIndex(str(directory / "tier"), fingerprint(), options)
     medium = DiskMedium(str(directory / "tier"), index.namespace, 0, options)

@@ -2,6 +2,7 @@
 #ifndef HYBRIDKV_BINDINGS_FILE_BACKEND_H_
 #define HYBRIDKV_BINDINGS_FILE_BACKEND_H_
 
+#include <cstddef>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -9,6 +10,8 @@
 #include "csrc/cpu/file_queue.h"
 
 namespace hybridkv::bindings {
+
+inline constexpr std::size_t kMaxThreads = 256;
 
 inline const char* name_of(cpu::FileBackend backend) {
   return backend == cpu::FileBackend::kUring ? "io_uring" : "threads";
@@ -20,7 +23,7 @@ inline std::unique_ptr<cpu::FileQueue> make_backend(const std::string& backend, 
   if (max_in_flight < 1 || max_in_flight > cpu::kMaxInFlight) {
     throw std::invalid_argument("max_in_flight: expected 1 to 4096, got " + std::to_string(max_in_flight));
   }
-  if (num_threads < 1 || num_threads > 256) {
+  if (num_threads < 1 || num_threads > kMaxThreads) {
     throw std::invalid_argument("num_threads: expected 1 to 256, got " + std::to_string(num_threads));
   }
   if (backend != "best" && backend != "io_uring" && backend != "threads") {

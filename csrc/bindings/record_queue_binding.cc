@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -55,9 +56,13 @@ class Buffers {
 class Records {
  public:
   Records(std::size_t max_in_flight, std::size_t batch_bytes, std::size_t digest_at, const std::string& backend)
-      : digest_at_(digest_at),
-        queue_(std::make_unique<cpu::RecordQueue>(make_backend(backend, max_in_flight, max_in_flight),
-                                                  cpu::RecordQueueOptions{batch_bytes, digest_at})) {}
+      : digest_at_(digest_at) {
+    require(digest_at + 2 * cpu::kDigestBytes <= cpu::kRecordPageBytes,
+            "digest_at: expected room for two digests behind it in a page");
+    // Calls beyond the largest number of threads wait for one.
+    queue_ = std::make_unique<cpu::RecordQueue>(make_backend(backend, max_in_flight, std::min(max_in_flight, kMaxThreads)),
+                                                cpu::RecordQueueOptions{batch_bytes, digest_at});
+  }
   // What has not ended is left to run, with its memory: nobody can take that from a device.
   ~Records() {
     bool is_over = false;

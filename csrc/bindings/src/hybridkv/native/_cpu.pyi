@@ -1,4 +1,4 @@
-"""What cpu_module.cc, file_queue_binding.cc and record_queue_binding.cc export. ValueError for arguments that fit no call."""
+"""What cpu_module.cc and the other bindings export. ValueError for arguments that fit no call."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -78,9 +78,7 @@ class FileQueue:
     "threads", which are `num_threads`, or the better one that is to be had. It waits at its end for what is in flight.
     """
 
-    def __init__(
-        self, max_in_flight: int, backend: _Backend = "best", num_threads: int = 4
-    ) -> None: ...
+    def __init__(self, max_in_flight: int, backend: _Backend = "best", num_threads: int = 4) -> None: ...
     @property
     def backend(self) -> str: ...
     @property
@@ -120,9 +118,7 @@ class RecordQueue:
     header behind it; the rest of the page is zeros.
     """
 
-    def __init__(
-        self, max_in_flight: int, batch_bytes: int, digest_at: int, backend: _Backend = "best"
-    ) -> None: ...
+    def __init__(self, max_in_flight: int, batch_bytes: int, digest_at: int, backend: _Backend = "best") -> None: ...
     @property
     def backend(self) -> str: ...
     @property

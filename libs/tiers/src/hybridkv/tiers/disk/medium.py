@@ -24,6 +24,7 @@ from hybridkv.tiers.disk.options import DiskOptions
 from hybridkv.tiers.disk.python_runner import PythonRunner
 from hybridkv.tiers.disk.runner import Runner
 from hybridkv.tiers.disk.segment_cache import SegmentCache
+from hybridkv.tiers.errors import TierConfigurationError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -45,6 +46,9 @@ class DiskMedium:
         clock: seconds, for the interval of `Fsync.INTERVAL`.
         is_native: whether `hybridkv.native` moves the bytes, and not `io`. None: where it can be imported, unless `io`
             is given.
+
+    Raises:
+        TierConfigurationError: `is_native`, and there is no extension.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class DiskMedium:
         clock: Callable[[], float] = time.monotonic,
         is_native: bool | None = None,
     ) -> None:
-        make_queue = _native_queue() if is_native or (is_native is None and io is None) else None
+        make_queue = native_queue() if is_native or (is_native is None and io is None) else None
+        if is_native and make_queue is None:
+            raise TierConfigurationError("is_native", "hybridkv.native, which cannot be imported", is_native)
         io = io or FileIO()
         self._cache = SegmentCache(io, path, namespace, rank, options.max_open_files)
         headers = Headers(namespace, rank)
@@ -101,7 +107,7 @@ class DiskMedium:
 
 
 @cache
-def _native_queue() -> Callable[[int, int, int], RecordQueue] | None:
+def native_queue() -> Callable[[int, int, int], RecordQueue] | None:
     """None, and said once, when there is none."""
     try:
         from hybridkv.native import RecordQueue

@@ -1,4 +1,4 @@
-"""Carries out a medium's operations in Python, on a few threads: the reference, and what tests make system calls fail in.
+"""Carries out a medium's operations in Python, on threads: the reference, and what tests make system calls fail in.
 
 Loads go before stores, since somebody waits for them, and neighbours in a file are moved together.
 """
