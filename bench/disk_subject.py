@@ -13,6 +13,8 @@ from hybridkv.planner import GroupKind
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 
+POLL_INTERVAL_S = 0.0005
+"""An engine looks once a step, which is less often."""
 RECORDS = (10_000, 100_000, 1_000_000)
 
 
@@ -48,7 +50,7 @@ class Subject:
             slot = self.index.reserve(key, len(chunk))
             while not isinstance(slot, Slot):
                 # The next segment is being made.
-                time.sleep(0.0005)
+                time.sleep(POLL_INTERVAL_S)
                 done += self._end(keys, self.index.commit)
                 slot = self.index.reserve(key, len(chunk))
             self.medium.store(Ticket(number), key, slot, [chunk])
@@ -69,8 +71,10 @@ class Subject:
 
     def _wait(self, keys: Sequence[bytes], done: int, end: Callable[[bytes], object]) -> None:
         while done < len(keys):
-            self.medium.drain(1.0)
-            done += self._end(keys, end)
+            ended = self._end(keys, end)
+            done += ended
+            if not ended:
+                time.sleep(POLL_INTERVAL_S)
 
     def _end(self, keys: Sequence[bytes], end: Callable[[bytes], object]) -> int:
         completions = self.medium.poll()

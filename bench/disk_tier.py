@@ -171,6 +171,7 @@ def report(size: int, speeds: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the system's for temporaries")
+    parser.add_argument("--sizes-kib", type=int, nargs="+", default=[size >> 10 for size in SIZES])
     parser.add_argument("--total-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--reopen", action="store_true", help="measure reopening by number of records instead")
@@ -183,7 +184,7 @@ def main() -> None:
             if shutil.which("fio") is None:
                 sys.exit("fio is not installed; on Debian: apt-get install fio")
             speeds = {}
-            for size in SIZES:
+            for size in (kib << 10 for kib in chosen.sizes_kib):
                 speeds[str(size)] = measure(Path(scratch), size, chosen.total_mib << 20, chosen.rounds)
                 report(size, speeds[str(size)])
             result = {"gigabytes_per_second": speeds, "depth": DEPTH, "rounds": chosen.rounds, "cores": os.cpu_count()}
