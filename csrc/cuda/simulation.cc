@@ -1,5 +1,5 @@
 // The kernels of kernels.cu, played on the CPU: every block, every warp, every lane, with the same
-// templates (fragments.h, xxh3.h) and plain memory. Tests call it through ctypes and compare with a
+// templates (fragments.h, warp_checksum.h) and plain memory. Tests call it through ctypes and compare with a
 // plain reference; on a machine without a GPU it is the only thing that runs this arithmetic.
 //
 // It shows that the bytes and their order are right. It cannot show races, timing, or what a
@@ -9,10 +9,11 @@
 
 #include "fragments.h"
 #include "host_warp.h"
-#include "xxh3.h"
+#include "warp_checksum.h"
 
 namespace {
 
+using hybridkv::Digest128;
 using namespace hybridkv::cuda;
 
 struct HostMemory {
@@ -36,8 +37,6 @@ struct HostMemory {
   bool misaligned = false;
 };
 
-const std::uint8_t kSecret[kSecretBytes] = {HYBRIDKV_XXH3_SECRET};
-
 }  // namespace
 
 extern "C" {
@@ -58,7 +57,7 @@ std::int64_t hybridkv_simulate_copy(const FragmentRun* runs, std::uint64_t num_r
 void hybridkv_simulate_checksums(const std::uint64_t* ranges, std::uint64_t num_ranges, std::uint64_t* digests) {
   HostWarp warp;
   for (std::uint64_t i = 0; i < num_ranges; ++i) {
-    const Digest digest = checksum(warp, ranges[2 * i], ranges[2 * i + 1], kSecret);
+    const Digest128 digest = checksum(warp, ranges[2 * i], ranges[2 * i + 1]);
     digests[2 * i] = digest.low;
     digests[2 * i + 1] = digest.high;
   }

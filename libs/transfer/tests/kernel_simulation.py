@@ -14,7 +14,8 @@ import numpy.typing as npt
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import fragment_table
 
-SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "cuda" / "simulation.cc"
+CSRC = Path(__file__).resolve().parents[3] / "csrc"
+SOURCE = CSRC / "cuda" / "simulation.cc"
 
 
 class SimulationMissingError(Exception):
@@ -29,7 +30,8 @@ def load(scratch: Path) -> ctypes.CDLL:
     if compiler is None or not SOURCE.exists():
         raise SimulationMissingError(f"HYBRIDKV_CUDA_SIMULATION is not set, and there is no g++ or no {SOURCE}")
     library = scratch / "simulation.so"
-    command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", str(SOURCE), "-o", str(library)]
+    options = ["-std=c++20", "-O2", "-fPIC", "-shared", f"-I{CSRC / 'include'}"]
+    command = [compiler, *options, str(SOURCE), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 
