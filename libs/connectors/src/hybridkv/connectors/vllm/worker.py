@@ -219,5 +219,6 @@ class OffloadWorker:
         for engine in self._engines:
             engine.close()
         if self._mover is not None and not self._mover.close(DRAIN_S):
-            logger.warning("chunks on their way to the slow tier were not written in %.0f s and are lost", DRAIN_S)
+            message = "chunks are still on their way to the slow tier after %.0f s; the next start finds what is whole"
+            logger.warning(message, DRAIN_S)
         self._arena.close()
