@@ -5,9 +5,9 @@
 // It shows that the bytes and their order are right. It cannot show races, timing, or what a
 // compiler for device code makes of the templates.
 #include <cstdint>
-#include <cstring>
 
 #include "fragments.h"
+#include "host_memory.h"
 #include "host_warp.h"
 #include "warp_checksum.h"
 
@@ -15,27 +15,6 @@ namespace {
 
 using hybridkv::Digest128;
 using namespace hybridkv::cuda;
-
-struct HostMemory {
-  std::uint64_t wide_words = 0;
-
-  template <std::uint32_t kWidth>
-  void copy(std::uint64_t source, std::uint64_t destination) {
-    if (source % kWidth != 0 || destination % kWidth != 0) misaligned = true;
-    if (kWidth == kWidestWord) ++wide_words;
-    std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), kWidth);
-  }
-
-  template <std::uint32_t kWidth>
-  void copy_many(std::uint64_t source, std::uint64_t destination) {
-    for (std::uint32_t i = 0; i < kWordsInFlight; ++i) {
-      copy<kWidth>(source + i * kLanes * kWidth, destination + i * kLanes * kWidth);
-    }
-  }
-
-  // A GPU would fault; the CPU would not notice.
-  bool misaligned = false;
-};
 
 }  // namespace
 
