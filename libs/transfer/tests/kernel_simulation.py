@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from kernel_cases import POISON
 
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import fragment_table
@@ -54,7 +55,7 @@ def simulate_copy(library: ctypes.CDLL, runs: CopyRuns, tile_bytes: int, num_war
 def simulate_checksums(library: ctypes.CDLL, ranges: list[tuple[int, int]]) -> list[bytes]:
     """XXH3-128 of each (address, num_bytes)."""
     table = np.array(ranges, dtype=np.uint64).reshape(-1, 2)
-    digests: npt.NDArray[np.uint64] = np.zeros_like(table)
+    digests: npt.NDArray[np.uint64] = np.full_like(table, POISON)
     library.hybridkv_simulate_checksums(
         ctypes.c_void_p(table.ctypes.data), ctypes.c_uint64(len(table)), ctypes.c_void_p(digests.ctypes.data)
     )
