@@ -10,8 +10,9 @@ bytes by the C library.
 
 Variants: `hybridkv` is `Mover.copy` with the best instructions; `hybridkv avx2` and `scalar` are forced down;
 `hybridkv checksum` also takes XXH3-128 of each record of 1 MiB or one page, whichever is more, and `checksum of pages`
-of each page. `loop` is the reference that `hybridkv.transfer` uses without the extension. `torch int64` sees pages as
-int64, its faster way; `index_select` and `numpy take` only gather, `index_copy_` only scatters.
+of each page; `hybridkv, then checksum` takes those of the records by reading what was written once more. `loop` is the
+reference that `hybridkv.transfer` uses without the extension. `torch int64` sees pages as int64, its faster way;
+`index_select` and `numpy take` only gather, `index_copy_` only scatters.
 
 What is not: more than one thread, memory of another NUMA node, pages that are in a cache.
 """
@@ -58,6 +59,8 @@ def native(runs: CopyRuns, ends: np.ndarray, page_ends: np.ndarray) -> Variants:
         variants[f"hybridkv {level}"] = lambda mover=mover: mover.copy(*arrays)
     variants["hybridkv checksum"] = lambda: best.copy_and_digest(*arrays, ends)
     variants["hybridkv checksum of pages"] = lambda: best.copy_and_digest(*arrays, page_ends)
+    written = (arrays[1], arrays[2], ends)
+    variants["hybridkv, then checksum"] = lambda: (best.copy(*arrays), best.digest(*written))
     variants["loop"] = lambda: copy_one_by_one(runs)
     return variants
 

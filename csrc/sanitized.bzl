@@ -7,7 +7,7 @@ _SANITIZERS = {
     "thread": ["-fsanitize=thread"],
 }
 
-def sanitized_tests(name, srcs, library, deps, **kwargs):
+def sanitized_tests(name, srcs, deps, library = None, **kwargs):
     """`<name>_address_test` and `<name>_thread_test`, so that a plain `bazel test //...` runs them.
 
     `--config=asan`, `ubsan` and `tsan` do the same to any C++ target; these two cost no second build of the rest.
@@ -15,14 +15,14 @@ def sanitized_tests(name, srcs, library, deps, **kwargs):
     Args:
         name: the test's name without `_test`.
         srcs: its sources.
-        library: the sources of what it tests.
         deps: header-only libraries.
+        library: the sources of what it tests, unless that is among deps.
         **kwargs: forwarded to cc_test.
     """
     for sanitizer, options in _SANITIZERS.items():
         cc_test(
             name = "%s_%s_test" % (name, sanitizer),
-            srcs = srcs + [library],
+            srcs = srcs + ([library] if library else []),
             copts = options + ["-O2", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"],
             linkopts = options + ["-lpthread"],
             deps = deps,

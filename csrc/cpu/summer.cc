@@ -45,7 +45,7 @@ void Summer::finish(std::size_t entry) {
   }
 }
 
-void Summer::reset() { std::copy_n(xxh3::kInitialAccumulators, xxh3::kLanes, accumulators_.begin()); }
+void Summer::reset() { std::copy_n(xxh3::kTables.accumulators, xxh3::kLanes, accumulators_.begin()); }
 
 void Summer::retire(const Entry& entry) {
   if (entry.digest == nullptr) {

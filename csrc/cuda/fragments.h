@@ -10,11 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#if defined(__CUDACC__)
-#define HYBRIDKV_HOST_DEVICE __host__ __device__
-#else
-#define HYBRIDKV_HOST_DEVICE
-#endif
+#include "hybridkv/host_device.h"
 
 namespace hybridkv::cuda {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "fragments.h"
-#include "xxh3.h"
+#include "warp_checksum.h"
 
 namespace hybridkv::cuda {
 
@@ -21,8 +21,8 @@ struct HostWarp {
   }
 
   WordPair read_pair(std::uint64_t address) const {
-    const auto* bytes = reinterpret_cast<const std::uint8_t*>(address);
-    return {read64(bytes), read64(bytes + 8)};
+    const auto* bytes = reinterpret_cast<const unsigned char*>(address);
+    return {xxh3::read64(bytes), xxh3::read64(bytes + 8)};
   }
 
   // Lanes of one pair lie kPairs apart: exchange with the lane whose number differs in one bit, for each bit.

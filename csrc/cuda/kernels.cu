@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "xxh3.h"
+#include "warp_checksum.h"
 
 namespace hybridkv::cuda {
 namespace {
@@ -11,8 +11,6 @@ namespace {
 constexpr std::uint32_t kCopyThreads = 512;
 constexpr std::uint32_t kChecksumThreads = 128;
 constexpr std::uint32_t kEveryLane = 0xffffffff;
-
-__device__ const std::uint8_t kSecret[kSecretBytes] = {HYBRIDKV_XXH3_SECRET};
 
 template <std::uint32_t kWidth>
 struct WordOf;
@@ -66,8 +64,8 @@ struct DeviceWarp {
       const ulonglong2 words = __ldcs(reinterpret_cast<const ulonglong2*>(address));
       return {words.x, words.y};
     } else {
-      const auto* bytes = reinterpret_cast<const std::uint8_t*>(address);
-      return {read64(bytes), read64(bytes + 8)};
+      const auto* bytes = reinterpret_cast<const unsigned char*>(address);
+      return {xxh3::read64(bytes), xxh3::read64(bytes + 8)};
     }
   }
 
@@ -111,14 +109,14 @@ __global__ void __launch_bounds__(kChecksumThreads)
   const std::uint64_t num_warps = static_cast<std::uint64_t>(gridDim.x) * kWarps;
   for (std::uint64_t i = blockIdx.x * kWarps + threadIdx.x / kLanes; i < num_ranges; i += num_warps) {
     const std::uint64_t address = ranges[2 * i], num_bytes = ranges[2 * i + 1];
-    Digest digest;
+    Digest128 digest;
     // The last 64 bytes of a long range are read from its end, so that must be aligned as well.
     if ((address | num_bytes) % kWidestWord == 0) {
       DeviceWarp<true> warp{lane};
-      digest = checksum(warp, address, num_bytes, kSecret);
+      digest = checksum(warp, address, num_bytes);
     } else {
       DeviceWarp<false> warp{lane};
-      digest = checksum(warp, address, num_bytes, kSecret);
+      digest = checksum(warp, address, num_bytes);
     }
     if (lane == 0) {
       digests[2 * i] = digest.low;

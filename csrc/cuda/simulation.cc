@@ -1,42 +1,20 @@
 // The kernels of kernels.cu, played on the CPU: every block, every warp, every lane, with the same
-// templates (fragments.h, xxh3.h) and plain memory. Tests call it through ctypes and compare with a
+// templates (fragments.h, warp_checksum.h) and plain memory. Tests call it through ctypes and compare with a
 // plain reference; on a machine without a GPU it is the only thing that runs this arithmetic.
 //
 // It shows that the bytes and their order are right. It cannot show races, timing, or what a
 // compiler for device code makes of the templates.
 #include <cstdint>
-#include <cstring>
 
 #include "fragments.h"
+#include "host_memory.h"
 #include "host_warp.h"
-#include "xxh3.h"
+#include "warp_checksum.h"
 
 namespace {
 
+using hybridkv::Digest128;
 using namespace hybridkv::cuda;
-
-struct HostMemory {
-  std::uint64_t wide_words = 0;
-
-  template <std::uint32_t kWidth>
-  void copy(std::uint64_t source, std::uint64_t destination) {
-    if (source % kWidth != 0 || destination % kWidth != 0) misaligned = true;
-    if (kWidth == kWidestWord) ++wide_words;
-    std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), kWidth);
-  }
-
-  template <std::uint32_t kWidth>
-  void copy_many(std::uint64_t source, std::uint64_t destination) {
-    for (std::uint32_t i = 0; i < kWordsInFlight; ++i) {
-      copy<kWidth>(source + i * kLanes * kWidth, destination + i * kLanes * kWidth);
-    }
-  }
-
-  // A GPU would fault; the CPU would not notice.
-  bool misaligned = false;
-};
-
-const std::uint8_t kSecret[kSecretBytes] = {HYBRIDKV_XXH3_SECRET};
 
 }  // namespace
 
@@ -58,7 +36,7 @@ std::int64_t hybridkv_simulate_copy(const FragmentRun* runs, std::uint64_t num_r
 void hybridkv_simulate_checksums(const std::uint64_t* ranges, std::uint64_t num_ranges, std::uint64_t* digests) {
   HostWarp warp;
   for (std::uint64_t i = 0; i < num_ranges; ++i) {
-    const Digest digest = checksum(warp, ranges[2 * i], ranges[2 * i + 1], kSecret);
+    const Digest128 digest = checksum(warp, ranges[2 * i], ranges[2 * i + 1]);
     digests[2 * i] = digest.low;
     digests[2 * i + 1] = digest.high;
   }

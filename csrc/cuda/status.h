@@ -8,7 +8,8 @@
 
 namespace hybridkv::cuda {
 
-struct Status {
+// Not to be ignored: the compiler refuses a call whose Status nobody looks at.
+struct [[nodiscard]] Status {
   // The call that failed, nullptr when none did.
   const char* call = nullptr;
   std::string reason;

@@ -101,6 +101,43 @@ def test_gathered_pages_come_back_by_a_scatter(mover: Mover) -> None:
     assert np.array_equal(there, restored)
 
 
+GROUPS = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 200), st.integers(0, 8)), max_size=4)
+"""(page bytes, padding behind each page, pages)"""
+
+
+@settings(max_examples=60, deadline=None)
+@given(GROUPS, st.integers(0, 63), st.data())
+def test_any_groups_are_gathered_and_scattered_as_numpy_does(
+    groups: list[tuple[int, int, int]], misalignment: int, data: st.DataObject
+) -> None:
+    """Groups gather from one memory, where they overlap, and scatter into a memory each."""
+    num_blocks = 8
+    cache = noise(num_blocks * max([size + padding for size, padding, _ in groups], default=1))
+    rows, ids, wanted, end = [], [], [], misalignment
+    for size, padding, num_pages in groups:
+        blocks = data.draw(st.permutations(range(num_blocks)))[:num_pages]
+        rows.append((size + padding, size, end, len(ids), num_pages))
+        starts = [block * (size + padding) for block in blocks]
+        wanted.append(b"".join(cache[start : start + size].tobytes() for start in starts))
+        ids += blocks
+        end += size * num_pages
+    table = integers(ids)
+    for one in MOVERS.values():
+        buffer = np.full(end + 64, POISON, dtype=np.uint8)
+        sets = page_sets(*((cache.ctypes.data, *row) for row in rows))
+        got = one.move_pages(sets, table, buffer.ctypes.data, end, False, True)
+        assert buffer.tobytes() == bytes([POISON]) * misalignment + b"".join(wanted) + bytes([POISON]) * 64
+        assert digests(got) == [xxhash.xxh3_128_digest(part) for part in wanted]
+        targets = [np.full(num_blocks * row[0], POISON, dtype=np.uint8) for row in rows]
+        sets = page_sets(*((target.ctypes.data, *row) for target, row in zip(targets, rows, strict=True)))
+        one.move_pages(sets, table, buffer.ctypes.data, end, True, False)
+        for target, (stride, size, _, first, num_pages) in zip(targets, rows, strict=True):
+            expected = np.full_like(target, POISON)
+            for block in ids[first : first + num_pages]:
+                expected[block * stride : block * stride + size] = cache[block * stride : block * stride + size]
+            assert np.array_equal(target, expected)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=4), st.integers(1, 70), st.data())
 def test_a_permutation_is_a_transposition(extents: list[int], unit_bytes: int, data: st.DataObject) -> None:

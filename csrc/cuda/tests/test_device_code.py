@@ -112,5 +112,15 @@ def test_the_ptx_assembles_without_spills(architecture: str, tmp_path: Path) -> 
     assert spills == [("0", "0", "0")] * len(KERNELS), report
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_library_that_is_shipped_has_code_for_the_architecture(architecture: str) -> None:
+    cubin(architecture)
+    assert f".sm_{architecture}.cubin" in cuobjdump("--list-elf", os.environ["HYBRIDKV_CUDA_LIBRARY"])
+
+
+def test_the_library_that_is_shipped_has_ptx_for_later_gpus() -> None:
+    assert f".sm_{ARCHITECTURES[0]}.ptx" in cuobjdump("--list-ptx", os.environ["HYBRIDKV_CUDA_LIBRARY"])
+
+
 def test_the_ptx_is_for_every_gpu_from_the_first_architecture_on() -> None:
     assert f".target sm_{ARCHITECTURES[0]}" in device_code()["ptx"].read_text()

@@ -51,6 +51,15 @@ def test_the_library_needs_no_cuda_library_of_the_host(library: Path) -> None:
     assert needed <= NEEDED | {LOADER}
 
 
+def test_of_torch_the_library_needs_its_stable_interface_only(library: Path) -> None:
+    """C functions, which every later torch has: no symbol of torch's C++, which changes with each."""
+    rows = [row.split() for row in readelf("-W", "--dyn-syms", library).splitlines()]
+    undefined = [row[7].partition("@")[0] for row in rows if len(row) > 7 and row[6] == "UND"]
+    of_torch = [name for name in undefined if re.search(r"torch|c10|\d2at", name)]
+    assert "aoti_torch_library_impl" in of_torch
+    assert [name for name in of_torch if not re.match(r"(aoti_)?torch_\w+$", name)] == []
+
+
 def test_the_library_runs_on_the_glibc_that_is_promised(library: Path) -> None:
     versions = {tuple(map(int, found.split("."))) for found in re.findall(r"GLIBC_([\d.]+)", readelf("-V", library))}
     assert max(versions) <= NEWEST_GLIBC

@@ -1,5 +1,6 @@
 // XXH3-128 with seed 0, from its published specification, in plain scalar code: the reference of the vectorised
-// kernels, and the pieces that they and device code share. It equals python's xxhash.xxh3_128.
+// kernels, and the pieces that they and device code share. It equals python's xxhash.xxh3_128. How the work is shared
+// out stays with whoever does it: csrc/cpu between registers and streams, csrc/cuda between the lanes of a warp.
 //
 // Why not a library: the copy kernels add each stripe to the checksum while it is in a register, on its way to the
 // destination, which no library's interface allows. `block_sum` is what makes that possible out of order: the stripes
@@ -22,7 +23,10 @@ struct Digest128 {
   std::uint64_t low;
   std::uint64_t high;
 
-  friend constexpr bool operator==(const Digest128& one, const Digest128& other) = default;
+  // Not defaulted: device code is compiled as C++17.
+  HYBRIDKV_HOST_DEVICE friend constexpr bool operator==(const Digest128& one, const Digest128& other) {
+    return one.low == other.low && one.high == other.high;
+  }
 };
 
 static_assert(std::is_trivially_copyable_v<Digest128> && sizeof(Digest128) == 16);
@@ -51,17 +55,33 @@ inline constexpr u64 kPrime64_5 = 0x27D4EB2F165667C5;
 inline constexpr u64 kPrimeMix1 = 0x165667919E3779F9;
 inline constexpr u64 kPrimeMix2 = 0x9FB21C651E98DF25;
 
-// The default secret as little-endian words.
-inline constexpr u64 kSecretWords[kSecretBytes / 8] = {
-    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
-    0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088,
-    0x4ef90da297486471, 0xd8acdea946ef1938, 0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a,
-    0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
-    0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
+// The default secret as little-endian words, and what the accumulators begin with.
+struct Tables {
+  u64 secret[kSecretBytes / 8];
+  u64 accumulators[kLanes];
 };
 
-inline constexpr u64 kInitialAccumulators[kLanes] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                                                     kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+inline constexpr Tables kTables{
+    {0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
+     0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088,
+     0x4ef90da297486471, 0xd8acdea946ef1938, 0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a,
+     0x647378d9c97e9fc8, 0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
+     0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af},
+    {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1},
+};
+
+#if defined(__CUDACC__)
+// A device cannot read the host's.
+static __device__ const Tables kDeviceTables = kTables;
+#endif
+
+HYBRIDKV_HOST_DEVICE inline const Tables& tables() {
+#if defined(__CUDA_ARCH__)
+  return kDeviceTables;
+#else
+  return kTables;
+#endif
+}
 
 // Where the secret is read for the last stripe of an input, for the two halves of the digest.
 inline constexpr std::size_t kLastStripeSecret = kSecretBytes - 71;
@@ -70,14 +90,15 @@ inline constexpr std::size_t kLowMergeSecret = 11;
 inline constexpr std::size_t kHighMergeSecret = kSecretBytes - 75;
 
 // Eight bytes of the secret from byte `offset` on.
-HYBRIDKV_HOST_DEVICE constexpr u64 secret64(std::size_t offset) {
+HYBRIDKV_HOST_DEVICE inline u64 secret64(std::size_t offset) {
   const std::size_t word = offset / 8;
   const unsigned shift = static_cast<unsigned>(offset % 8) * 8;
-  if (shift == 0) return kSecretWords[word];
-  return kSecretWords[word] >> shift | kSecretWords[word + 1] << (64 - shift);
+  const u64* secret = tables().secret;
+  if (shift == 0) return secret[word];
+  return secret[word] >> shift | secret[word + 1] << (64 - shift);
 }
 
-HYBRIDKV_HOST_DEVICE constexpr u64 secret32(std::size_t offset) { return secret64(offset) & 0xFFFFFFFF; }
+HYBRIDKV_HOST_DEVICE inline u64 secret32(std::size_t offset) { return secret64(offset) & 0xFFFFFFFF; }
 
 // Numbers are little-endian, and so is every machine that this is compiled for.
 HYBRIDKV_HOST_DEVICE inline u64 read64(const unsigned char* bytes) {
@@ -202,20 +223,25 @@ HYBRIDKV_HOST_DEVICE inline Digest128 digest_of_short(const unsigned char* input
 
 // --- longer inputs ---
 
+HYBRIDKV_HOST_DEVICE constexpr u64 multiplied_halves(u64 value) { return (value & 0xFFFFFFFF) * (value >> 32); }
+
 // Adds one stripe of 64 bytes to the accumulators, or to the sum of its block.
 HYBRIDKV_HOST_DEVICE inline void add_stripe(u64* accumulators, const unsigned char* stripe, std::size_t secret_offset) {
   for (std::size_t lane = 0; lane < kLanes; ++lane) {
     const u64 word = read64(stripe + lane * 8);
     const u64 value = word ^ secret64(secret_offset + lane * 8);
     accumulators[lane ^ 1] += word;
-    accumulators[lane] += (value & 0xFFFFFFFF) * (value >> 32);
+    accumulators[lane] += multiplied_halves(value);
   }
+}
+
+HYBRIDKV_HOST_DEVICE constexpr u64 scrambled(u64 accumulator, u64 key) {
+  return (accumulator ^ accumulator >> 47 ^ key) * kPrime32_1;
 }
 
 HYBRIDKV_HOST_DEVICE inline void scramble(u64* accumulators) {
   for (std::size_t lane = 0; lane < kLanes; ++lane) {
-    const u64 value = accumulators[lane];
-    accumulators[lane] = (value ^ value >> 47 ^ secret64(kScrambleSecret + lane * 8)) * kPrime32_1;
+    accumulators[lane] = scrambled(accumulators[lane], secret64(kScrambleSecret + lane * 8));
   }
 }
 
@@ -233,18 +259,26 @@ HYBRIDKV_HOST_DEVICE inline void fold_block(u64* accumulators, const u64* sum) {
   scramble(accumulators);
 }
 
+// What accumulators `lane` and `lane + 1` add to a half of the digest; `lane` is even.
+HYBRIDKV_HOST_DEVICE inline u64 merged_pair(u64 one, u64 other, std::size_t secret_offset, std::size_t lane) {
+  return folded_product(one ^ secret64(secret_offset + lane * 8), other ^ secret64(secret_offset + lane * 8 + 8));
+}
+
 HYBRIDKV_HOST_DEVICE inline u64 merged(const u64* accumulators, u64 start, std::size_t secret_offset) {
-  for (std::size_t pair = 0; pair < kLanes; pair += 2) {
-    start += folded_product(accumulators[pair] ^ secret64(secret_offset + pair * 8),
-                            accumulators[pair + 1] ^ secret64(secret_offset + pair * 8 + 8));
+  for (std::size_t lane = 0; lane < kLanes; lane += 2) {
+    start += merged_pair(accumulators[lane], accumulators[lane + 1], secret_offset, lane);
   }
   return avalanche(start);
 }
 
+// What the two halves of a long input's digest begin with.
+HYBRIDKV_HOST_DEVICE constexpr u64 low_start(u64 num_bytes) { return num_bytes * kPrime64_1; }
+HYBRIDKV_HOST_DEVICE constexpr u64 high_start(u64 num_bytes) { return ~(num_bytes * kPrime64_2); }
+
 // The digest, once every stripe and the last 64 bytes are in the accumulators.
 HYBRIDKV_HOST_DEVICE inline Digest128 digest_of_accumulators(const u64* accumulators, u64 num_bytes) {
-  return {merged(accumulators, num_bytes * kPrime64_1, kLowMergeSecret),
-          merged(accumulators, ~(num_bytes * kPrime64_2), kHighMergeSecret)};
+  return {merged(accumulators, low_start(num_bytes), kLowMergeSecret),
+          merged(accumulators, high_start(num_bytes), kHighMergeSecret)};
 }
 
 // Blocks of a long input that are folded as wholes. Its last block is not, even if it is full.
@@ -254,7 +288,7 @@ HYBRIDKV_HOST_DEVICE constexpr u64 num_folded_blocks(u64 num_bytes) { return (nu
 HYBRIDKV_HOST_DEVICE inline Digest128 digest(const unsigned char* input, std::size_t num_bytes) {
   if (num_bytes <= kMaxShortBytes) return digest_of_short(input, num_bytes);
   u64 accumulators[kLanes];
-  for (std::size_t lane = 0; lane < kLanes; ++lane) accumulators[lane] = kInitialAccumulators[lane];
+  for (std::size_t lane = 0; lane < kLanes; ++lane) accumulators[lane] = tables().accumulators[lane];
   const u64 num_blocks = num_folded_blocks(num_bytes);
   for (u64 block = 0; block < num_blocks; ++block) {
     u64 sum[kLanes];

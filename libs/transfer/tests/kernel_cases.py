@@ -56,6 +56,11 @@ def _pages(name: str, page_bytes: int, num_pages: int, source_step: int, destina
     return Case(name, order * source_step, index * destination_step, np.full(num_pages, page_bytes, dtype=np.int64))
 
 
+def _scattered(case: Case) -> Case:
+    """The same pages the other way: from one row to places in any order, with what lies between them left alone."""
+    return Case("scattered " + case.name, case.destinations, case.sources, case.sizes)
+
+
 def _joined(name: str, parts: list[Case]) -> Case:
     """Several groups in one launch: they read one memory and write one after another."""
     begins = np.cumsum([0] + [part.destination_bytes for part in parts])
@@ -83,8 +88,8 @@ def cases() -> list[Case]:
     none = np.empty(0, dtype=np.int64)
     few = {size: max(3, min(40, (8 * 1024 * 1024) // size)) for size in PAGE_BYTES}
     pages = [_pages(f"pages of {size}", size, few[size], size, size) for size in PAGE_BYTES]
-    padded = [_pages(f"padded pages of {size}", size, few[size], 2 * size, size) for size in PAGE_BYTES[:5]]
-    odd = [_pages(f"odd strides of {size}", size, few[size], size + 1, size + 13) for size in PAGE_BYTES[:5]]
+    padded = [_pages(f"padded pages of {size}", size, few[size], 2 * size, size) for size in PAGE_BYTES]
+    odd = [_pages(f"odd strides of {size}", size, few[size], size + 1, size + 13) for size in PAGE_BYTES]
     shared = _joined("overlapping groups", [_pages("", size, 8, 4096, size) for size in (4096, 34304, 65536)])
     mixed = _joined("groups of many sizes", [*pages[:4], *padded[:3], *odd[:3]])
     many = _pages("100,000 runs", 64, 100_000, 96, 64)
@@ -94,6 +99,7 @@ def cases() -> list[Case]:
         *pages,
         *padded,
         *odd,
+        *map(_scattered, [*pages, *padded, *odd, many]),
         shared,
         mixed,
         *_unaligned(),

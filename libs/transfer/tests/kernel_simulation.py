@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from kernel_cases import POISON
 
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import fragment_table
 
-SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "cuda" / "simulation.cc"
+CSRC = Path(__file__).resolve().parents[3] / "csrc"
+SOURCE = CSRC / "cuda" / "simulation.cc"
 
 
 class SimulationMissingError(Exception):
@@ -29,7 +31,8 @@ def load(scratch: Path) -> ctypes.CDLL:
     if compiler is None or not SOURCE.exists():
         raise SimulationMissingError(f"HYBRIDKV_CUDA_SIMULATION is not set, and there is no g++ or no {SOURCE}")
     library = scratch / "simulation.so"
-    command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", str(SOURCE), "-o", str(library)]
+    options = ["-std=c++20", "-O2", "-fPIC", "-shared", f"-I{CSRC / 'include'}"]
+    command = [compiler, *options, str(SOURCE), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 
@@ -52,7 +55,7 @@ def simulate_copy(library: ctypes.CDLL, runs: CopyRuns, tile_bytes: int, num_war
 def simulate_checksums(library: ctypes.CDLL, ranges: list[tuple[int, int]]) -> list[bytes]:
     """XXH3-128 of each (address, num_bytes)."""
     table = np.array(ranges, dtype=np.uint64).reshape(-1, 2)
-    digests: npt.NDArray[np.uint64] = np.zeros_like(table)
+    digests: npt.NDArray[np.uint64] = np.full_like(table, POISON)
     library.hybridkv_simulate_checksums(
         ctypes.c_void_p(table.ctypes.data), ctypes.c_uint64(len(table)), ctypes.c_void_p(digests.ctypes.data)
     )

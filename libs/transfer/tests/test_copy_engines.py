@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_device import PlayedDevice
@@ -19,6 +20,7 @@ from hybridkv.transfer import (
     CpuCopyEngine,
     InlineCopyEngine,
     JobId,
+    RecordDigests,
     cpu,
 )
 from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine
@@ -199,6 +201,29 @@ def test_a_reason_from_after_fails_the_job(engine: CopyEngine) -> None:
     engine.submit(JobId(1), memory.runs((0, 0, 8)), after=lambda: "checksum")
     [result] = finish(engine, 1)
     assert (result.failure, result.num_bytes) == ("checksum", 8)
+
+
+def test_digests_are_of_the_records_that_were_copied_or_are_not_taken(engine: CopyEngine) -> None:
+    memory = Memory(engine)
+    triples = ((5, 0, 3000), (90_000, 3000, 70_001), (7, 100_000, 240), (200_000, 110_000, 65_536))
+    records = RecordDigests(np.array([2, 2, 3, 4], dtype=np.int64))
+    seen: list[list[bytes] | None] = []
+    engine.submit(JobId(1), memory.runs(*triples), after=lambda: seen.append(records.digests), records=records)
+    assert failure_of(engine, 1) is None
+    parts = [memory.source[start : start + size].tobytes() for start, _, size in triples]
+    wanted = [xxhash.xxh3_128_digest(record) for record in (parts[0] + parts[1], b"", parts[2], parts[3])]
+    assert seen == [records.digests]
+    assert records.digests in (None, wanted)
+    for (_, place, size), part in zip(triples, parts, strict=True):
+        assert memory.destination[place : place + size].tobytes() == part
+
+
+def test_no_digests_are_taken_of_what_was_not_copied(engine: CopyEngine) -> None:
+    memory = Memory(engine)
+    records = RecordDigests(np.array([1], dtype=np.int64))
+    engine.submit(JobId(1), memory.runs((0, 0, 8)), before=lambda: "evicted", records=records)
+    assert failure_of(engine, 1) == "evicted"
+    assert records.digests is None
 
 
 @pytest.mark.parametrize("hook", ["before", "after"])

@@ -7,11 +7,12 @@ import sys
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridkv.transfer import CopyRuns, InlineCopyEngine, JobId, RecordDigests
 from hybridkv.transfer.native import copy_one_by_one, runs_copier
-from hybridkv.transfer.runs import CopyRuns
 
 COPY_TWICE = """
 import logging, sys
@@ -55,11 +56,27 @@ def test_whoever_copies_copies_what_the_reference_does(runs: list[tuple[int, int
     source = np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8)
     starts = np.cumsum([0] + [gap + size for _, size, gap in runs])
     places = [int(start) + gap for start, (_, _, gap) in zip(starts, runs, strict=False)]
-    targets = [np.full(int(starts[-1]) + 1, 0xA5, dtype=np.uint8) for _ in range(2)]
-    for target, copy in zip(targets, (copy_one_by_one, runs_copier()), strict=True):
+    targets = [np.full(int(starts[-1]) + 1, 0xA5, dtype=np.uint8) for _ in range(3)]
+    ends = np.arange(1, len(runs) + 1, dtype=np.int64)
+    wanted = [xxhash.xxh3_128_digest(source[offset : offset + size]) for offset, size, _ in runs]
+    ways = ((copy_one_by_one, None), (runs_copier(), None), (runs_copier(), ends))
+    for target, (copy, record_ends) in zip(targets, ways, strict=True):
         triples = [
             (source.ctypes.data + offset, target.ctypes.data + place, size)
             for place, (offset, size, _) in zip(places, runs, strict=True)
         ]
-        copy(CopyRuns.of(triples))
-    assert targets[0].tobytes() == targets[1].tobytes()
+        digests = copy(CopyRuns.of(triples), record_ends)
+        takes_digests = copy is not copy_one_by_one and record_ends is not None
+        assert digests == (wanted if takes_digests else None)
+    assert targets[0].tobytes() == targets[1].tobytes() == targets[2].tobytes()
+
+
+def test_with_the_extension_an_engine_takes_digests_while_it_copies() -> None:
+    pytest.importorskip("hybridkv.native", reason="the extension is not among this target's dependencies")
+    source, target = np.arange(256, dtype=np.uint8), np.zeros(256, dtype=np.uint8)
+    engine = InlineCopyEngine()
+    engine.register(source.ctypes.data, 256, "source")
+    engine.register(target.ctypes.data, 256, "target")
+    records = RecordDigests(np.array([1], dtype=np.int64))
+    engine.submit(JobId(1), CopyRuns.of([(source.ctypes.data, target.ctypes.data, 256)]), records=records)
+    assert records.digests == [xxhash.xxh3_128_digest(target)]

@@ -1,6 +1,5 @@
 """`kv_connector_extra_config`, decoded strictly: what is not understood is an error, never ignored."""
 
-import difflib
 import math
 import os
 import re
@@ -9,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 
 ROOT = "kv_connector_extra_config"
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -146,7 +145,7 @@ def _plain_tier(path: str, tier: object) -> object:
             f"{path}.type",
             "one of " + ", ".join(f'"{name}"' for name in _TIER_TYPES),
             repr(kind),
-            _did_you_mean(str(kind), list(_TIER_TYPES)),
+            did_you_mean(str(kind), list(_TIER_TYPES)),
         )
     _refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
     plain = dict(tier)
@@ -190,13 +189,7 @@ def _refuse_unknown_keys(
     known = [field.encode_name for field in msgspec.structs.fields(struct)] + list(also)
     for key in raw:
         if key not in known:
-            raise ConfigurationError(f"{path}.{key}", "a known key", "an unknown one", _did_you_mean(str(key), known))
-
-
-def _did_you_mean(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    everything = "known: " + ", ".join(known)
-    return f'did you mean "{close[0]}"? {everything}' if close else everything
+            raise ConfigurationError(f"{path}.{key}", "a known key", "an unknown one", did_you_mean(str(key), known))
 
 
 def _as_configuration_error(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> ConfigurationError:

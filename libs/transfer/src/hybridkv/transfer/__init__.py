@@ -1,7 +1,7 @@
 """Moves bytes. Knows runs of bytes, not groups."""
 
 from hybridkv.transfer.cpu import CpuCopyEngine
-from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId
+from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId, RecordDigests
 from hybridkv.transfer.errors import CopyEngineError, RunsError, TransferError
 from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.runs import CopyRuns, Extent, zip_extents
@@ -16,6 +16,7 @@ __all__ = [
     "Hook",
     "InlineCopyEngine",
     "JobId",
+    "RecordDigests",
     "RunsError",
     "TransferError",
     "zip_extents",

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hybridkv.transfer.jobs import copy_runs
 from hybridkv.transfer.queued import QueuedCopyEngine
-from hybridkv.transfer.runs import CopyRuns
+from hybridkv.transfer.runs import CopyRuns, Integers
 
 SHARED_JOB_BYTES = 4 * 1024 * 1024
 """Smaller jobs are not shared out between threads."""
@@ -38,12 +38,12 @@ class CpuCopyEngine(QueuedCopyEngine):
         if self._helpers is not None:
             self._helpers.shutdown()
 
-    def _copy(self, runs: CopyRuns) -> None:
+    def _copy(self, runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None:
         if self._helpers is None or runs.total_bytes < SHARED_JOB_BYTES:
-            copy_runs(runs)
-            return
+            return copy_runs(runs, record_ends)
         first, *others = runs.split(self._num_threads)
         shared = [self._helpers.submit(copy_runs, part) for part in others]
         copy_runs(first)
         for future in shared:
             future.result()
+        return None  # a record may have been cut between threads

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NewType, Protocol, TypeAlias, runtime_checkable
 
-from hybridkv.transfer.runs import CopyRuns
+from hybridkv.transfer.runs import CopyRuns, Integers
 
 JobId = NewType("JobId", int)
 """The caller's name for one job; free again once its result was polled."""
@@ -28,6 +28,18 @@ class CopyResult:
     """From the start of the job to its end, hooks included, time in the queue not."""
 
 
+@dataclass(slots=True, eq=False)
+class RecordDigests:
+    """Asks a job for XXH3-128 of what it copies, taken of the very bytes that it writes and on their way.
+
+    Record i is the runs from `ends[i - 1]` to `ends[i]`, in order; the last end is the number of runs.
+    """
+
+    ends: Integers
+    digests: list[bytes] | None = None
+    """16 bytes for each record, once all is copied, so in `after`. None: this engine takes none; read what it wrote."""
+
+
 @runtime_checkable
 class CopyEngine(Protocol):
     """Moves runs of bytes between registered memory. One thread submits, polls and closes.
@@ -39,13 +51,22 @@ class CopyEngine(Protocol):
         """Memory that runs may touch from now on; `name` appears in failures. Registrations may overlap."""
         ...
 
-    def submit(self, job_id: JobId, runs: CopyRuns, before: Hook | None = None, after: Hook | None = None) -> bool:
+    def submit(
+        self,
+        job_id: JobId,
+        runs: CopyRuns,
+        before: Hook | None = None,
+        after: Hook | None = None,
+        records: RecordDigests | None = None,
+    ) -> bool:
         """Queue a job: `before`, then the copies, then `after`; jobs run one after another in order of submission.
 
         True: taken, and exactly one result will come. False: as many jobs as allowed are waiting or unpolled; nothing
         was done and no result comes, so the caller drops and counts. Never waits. A job with a run that does not lie in
         one registration fails before `before` is called and before a byte moves. `CopyEngineError` after `close` and
         for a `job_id` whose result was not polled yet.
+
+        `records` is filled in before `after` is called, if this engine takes digests while it copies.
         """
         ...
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from hybridkv.transfer.engine import CopyResult, Hook, JobId
+from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests
 from hybridkv.transfer.errors import CopyEngineError
 from hybridkv.transfer.jobs import Job, copy_runs, execute
 from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.native import Copier
 from hybridkv.transfer.runs import CopyRuns
 
 
@@ -23,7 +24,7 @@ class InlineCopyEngine:
         self,
         clock: Callable[[], float] = time.monotonic,
         max_queued_jobs: int = 1024,
-        copier: Callable[[], Callable[[CopyRuns], None]] = lambda: copy_runs,
+        copier: Callable[[], Copier] = lambda: copy_runs,
     ) -> None:
         if max_queued_jobs < 1:
             raise ValueError(f"max_queued_jobs: expected a number >= 1, got {max_queued_jobs}")
@@ -37,14 +38,22 @@ class InlineCopyEngine:
     def register(self, address: int, num_bytes: int, name: str) -> None:
         self._memory = self._memory.with_region(address, num_bytes, name)
 
-    def submit(self, job_id: JobId, runs: CopyRuns, before: Hook | None = None, after: Hook | None = None) -> bool:
+    def submit(
+        self,
+        job_id: JobId,
+        runs: CopyRuns,
+        before: Hook | None = None,
+        after: Hook | None = None,
+        records: RecordDigests | None = None,
+    ) -> bool:
         if self._is_closed:
             raise CopyEngineError(f"submit: job {job_id} came after close")
         if job_id in self._results:
             raise CopyEngineError(f"submit: the result of job {job_id} was not polled yet")
         if len(self._results) >= self._max_queued_jobs:
             return False
-        self._results[job_id] = execute(Job(job_id, runs, before, after), self._memory, self._copier(), self._clock)
+        job = Job(job_id, runs, before, after, records)
+        self._results[job_id] = execute(job, self._memory, self._copier(), self._clock)
         return True
 
     def poll(self) -> list[CopyResult]:

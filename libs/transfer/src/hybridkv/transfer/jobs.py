@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.transfer.engine import CopyResult, Hook, JobId
+from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests
 from hybridkv.transfer.memory import RegisteredMemory
-from hybridkv.transfer.native import runs_copier
-from hybridkv.transfer.runs import CopyRuns
+from hybridkv.transfer.native import Copier, runs_copier
+from hybridkv.transfer.runs import CopyRuns, Integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,25 +17,27 @@ class Job:
     runs: CopyRuns
     before: Hook | None
     after: Hook | None
+    records: RecordDigests | None = None
 
     def failed(self, failure: str, num_bytes: int = 0, seconds: float = 0.0) -> CopyResult:
         return CopyResult(self.job_id, failure, num_bytes, seconds)
 
 
-def copy_runs(runs: CopyRuns) -> None:
+def copy_runs(runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None:
     """Copy each run, without the interpreter lock. The caller checked every address."""
-    runs_copier()(runs)
+    return runs_copier()(runs, record_ends)
 
 
-def execute(
-    job: Job, memory: RegisteredMemory, copy: Callable[[CopyRuns], None], clock: Callable[[], float]
-) -> CopyResult:
+def execute(job: Job, memory: RegisteredMemory, copy: Copier, clock: Callable[[], float]) -> CopyResult:
     """Check, `before`, copy, `after`. Any problem ends the job there, as a result."""
     started = clock()
     num_bytes = 0
     failure = memory.why_not(job.runs) or _ask("before", job.before)
     if failure is None:
-        copy(job.runs)
+        if job.records is None:
+            copy(job.runs)
+        else:
+            job.records.digests = copy(job.runs, job.records.ends)
         num_bytes = job.runs.total_bytes
         failure = _ask("after", job.after)
     return CopyResult(job.job_id, failure, num_bytes, clock() - started)

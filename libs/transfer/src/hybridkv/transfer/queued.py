@@ -6,10 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from hybridkv.transfer.engine import CopyResult, Hook, JobId
+from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests
 from hybridkv.transfer.errors import CopyEngineError
 from hybridkv.transfer.jobs import Job, describe, execute
 from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.native import Copier
 from hybridkv.transfer.runs import CopyRuns
 
 CLOSED = "the copy engine was closed before the job began"
@@ -23,9 +24,7 @@ class QueuedCopyEngine:
     seconds. `ValueError` for numbers below 1.
     """
 
-    def __init__(
-        self, copier: Callable[[], Callable[[CopyRuns], None]], clock: Callable[[], float], max_queued_jobs: int
-    ) -> None:
+    def __init__(self, copier: Callable[[], Copier], clock: Callable[[], float], max_queued_jobs: int) -> None:
         if max_queued_jobs < 1:
             raise ValueError(f"max_queued_jobs: expected a number >= 1, got {max_queued_jobs}")
         self._copier = copier
@@ -33,7 +32,7 @@ class QueuedCopyEngine:
         self._max_queued_jobs = max_queued_jobs
         self._memory = RegisteredMemory()
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Job, Callable[[CopyRuns], None]]] = deque()
+        self._queue: deque[tuple[Job, Copier]] = deque()
         self._unfinished: set[JobId] = set()
         self._results: dict[JobId, CopyResult] = {}
         self._is_closed = False
@@ -43,7 +42,14 @@ class QueuedCopyEngine:
     def register(self, address: int, num_bytes: int, name: str) -> None:
         self._memory = self._memory.with_region(address, num_bytes, name)
 
-    def submit(self, job_id: JobId, runs: CopyRuns, before: Hook | None = None, after: Hook | None = None) -> bool:
+    def submit(
+        self,
+        job_id: JobId,
+        runs: CopyRuns,
+        before: Hook | None = None,
+        after: Hook | None = None,
+        records: RecordDigests | None = None,
+    ) -> bool:
         with self._changed:
             if self._is_closed:
                 raise CopyEngineError(f"submit: job {job_id} came after close")
@@ -53,7 +59,7 @@ class QueuedCopyEngine:
                 return False
             copy = self._copier()
             self._unfinished.add(job_id)
-            self._queue.append((Job(job_id, runs, before, after), copy))
+            self._queue.append((Job(job_id, runs, before, after, records), copy))
             self._changed.notify_all()
         return True
 

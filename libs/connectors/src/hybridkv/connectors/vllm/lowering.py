@@ -19,7 +19,7 @@ def runs_of(move: Move, pages: GroupPages, extents: Sequence[tuple[int, int]], t
         to_engine: True loads, False stores.
 
     Returns:
-        Runs that cover every page of the move once.
+        Runs that cover every page of the move once, in the order of the chunk's bytes.
 
     Raises:
         ValueError: the slot is smaller than the chunk, or a block is outside the pool.

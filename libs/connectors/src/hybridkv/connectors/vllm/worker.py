@@ -1,16 +1,19 @@
 """A worker's half of HybridOffloadConnector: carries out plans. It decides nothing and raises nothing in the engine.
 
 Bytes are verified on both sides of the tier: a chunk is sealed with its key and checksum after it was copied out, and
-checked before a byte of it is copied in.
+checked before a byte of it is copied in. Where the copy engine takes checksums of the bytes that it writes, a chunk is
+sealed with that one, else with one of what lies in its slot then.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+
+import numpy as np
 
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches
@@ -22,7 +25,7 @@ from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutco
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers.ram import RamArena
 from hybridkv.tiers.stack import MoveOutcome, TierMover
-from hybridkv.transfer import CopyEngine, CopyRuns, JobId
+from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 
@@ -63,6 +66,7 @@ class LoadResults:
 class _Job:
     store_id: int | None = None
     request_id: str | None = None
+    records: RecordDigests | None = None
     failures: list[LoadFailure] = field(default_factory=list)
 
 
@@ -148,10 +152,13 @@ class OffloadWorker:
         refused = work.refused if isinstance(work, Load) else None
         try:
             if refused is None:
-                runs = CopyRuns.concatenate(
-                    [self._runs(move, isinstance(work, Load)) for move in work.moves]
-                ).coalesce()
-                if not engine.submit(job_id, runs, before, after):
+                parts = [self._runs(move, isinstance(work, Load)).coalesce() for move in work.moves]
+                if isinstance(work, Store):
+                    job.records = _records_of(work.moves, parts)
+                runs = CopyRuns.concatenate(parts)
+                # What joins runs of two chunks would join two records.
+                runs = runs if job.records is not None else runs.coalesce()
+                if not engine.submit(job_id, runs, before, after, job.records):
                     refused = "the copy queue is full"
                     job.failures.append(LoadFailure("busy", refused))
         except Exception as error:  # whatever it was, it is this job's failure and not the engine's
@@ -179,8 +186,9 @@ class OffloadWorker:
         return None
 
     def _seal(self, store: Store, job: _Job) -> str | None:
-        for move in store.moves:
-            if failure := self._arena.seal(move.key, move.slot):
+        taken = job.records.digests if job.records is not None else None
+        for number, move in enumerate(store.moves):
+            if failure := self._arena.seal(move.key, move.slot, None if taken is None else taken[number]):
                 job.failures.append(LoadFailure(str(failure.reason), failure.detail, move.key))
                 return str(failure)
         return None
@@ -219,5 +227,13 @@ class OffloadWorker:
         for engine in self._engines:
             engine.close()
         if self._mover is not None and not self._mover.close(DRAIN_S):
-            logger.warning("chunks on their way to the slow tier were not written in %.0f s and are lost", DRAIN_S)
+            message = "chunks are still on their way to the slow tier after %.0f s; the next start finds what is whole"
+            logger.warning(message, DRAIN_S)
         self._arena.close()
+
+
+def _records_of(moves: Sequence[Move], parts: Sequence[CopyRuns]) -> RecordDigests | None:
+    """The runs of each move as a record. None unless each writes the whole of its slot, which is what is sealed."""
+    if any(part.total_bytes != move.slot.num_bytes for move, part in zip(moves, parts, strict=True)):
+        return None
+    return RecordDigests(np.cumsum([len(part) for part in parts], dtype=np.int64))

@@ -19,8 +19,9 @@ from hybridkv.transfer.cuda.plan import CopyPlan, DeviceRanges, StagedBatch, pla
 from hybridkv.transfer.errors import CopyEngineError
 from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.jobs import copy_runs
+from hybridkv.transfer.native import Copier
 from hybridkv.transfer.queued import QueuedCopyEngine
-from hybridkv.transfer.runs import CopyRuns
+from hybridkv.transfer.runs import CopyRuns, Integers
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,14 @@ class CudaCopier:
         if kind is MemoryKind.DEVICE:
             self._ranges = self._ranges.with_range(address, num_bytes)
 
-    def fenced(self) -> Callable[[CopyRuns], None]:
-        """A copy that happens after all that the calling thread has enqueued for compute so far."""
+    def fenced(self) -> Copier:
+        """A copy that happens after all that the calling thread has enqueued for compute so far. Takes no digests."""
         fence = self._device.caller_event()
-        return lambda runs: self._copy(runs, fence)
+
+        def copy(runs: CopyRuns, record_ends: Integers | None = None) -> None:
+            self._copy(runs, fence)
+
+        return copy
 
     def _copy(self, runs: CopyRuns, fence: Any) -> None:
         device = self._device

@@ -12,8 +12,8 @@ from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, supports_hma
 
-from hybridkv.connectors.config import ROOT, _did_you_mean
-from hybridkv.connectors.errors import ConfigurationError, ManagerError
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError, ManagerError, did_you_mean
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.multi.config import ChildConfig, MultiConfig, decode_multi_config
 from hybridkv.connectors.vllm.siblings import Place, at_place
@@ -65,7 +65,7 @@ def class_of(config: ChildConfig, transfer: KVTransferConfig) -> Any:
             f"{ROOT}.connectors ({config.name})",
             "a registered connector",
             repr(config.connector),
-            _did_you_mean(config.connector, list(KVConnectorFactory._registry)),
+            did_you_mean(config.connector, list(KVConnectorFactory._registry)),
         )
     return KVConnectorFactory.get_connector_class(transfer)
 

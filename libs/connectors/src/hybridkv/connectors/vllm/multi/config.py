@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hybridkv.connectors.config import ROOT, _did_you_mean
-from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 from hybridkv.metrics import MAX_CHILDREN
 from hybridkv.planner import Weight, is_weight
 
@@ -62,7 +62,7 @@ def decode_multi_config(
     """
     for key in raw:
         if key not in _KEYS:
-            raise ConfigurationError(f"{ROOT}.{key}", "a known key", "an unknown one", _did_you_mean(key, list(_KEYS)))
+            raise ConfigurationError(f"{ROOT}.{key}", "a known key", "an unknown one", did_you_mean(key, list(_KEYS)))
     entries = raw.get("connectors")
     path = f"{ROOT}.connectors"
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
@@ -87,7 +87,7 @@ def _child(
         raise ConfigurationError(path, "an object that names a connector", repr(entry), f"for example {_EXAMPLE}")
     for key in entry:
         if key not in known:
-            hint = f'put it into "{_EXTRA_KEY}"' if key == _WEIGHT_KEY else _did_you_mean(str(key), known)
+            hint = f'put it into "{_EXTRA_KEY}"' if key == _WEIGHT_KEY else did_you_mean(str(key), known)
             raise ConfigurationError(f"{path}.{key}", "a known key", "an unknown one", hint)
     connector = entry.get("kv_connector")
     if not isinstance(connector, str) or not connector:

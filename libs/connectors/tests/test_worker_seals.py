@@ -1,0 +1,140 @@
+"""A worker seals what it stored with the checksum that its copy engine took on the way, or with one of what it reads.
+
+The reference is the second: it reads the slot once more. Both must seal the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import xxhash
+
+from hybridkv.canonical import GroupPages, PageRegion
+from hybridkv.connectors.vllm.messages import Load, Move, StepPlan, Store
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
+from hybridkv.tiers import FailureReason, Slot
+from hybridkv.tiers.ram import RamArena
+from hybridkv.transfer import CopyRuns, InlineCopyEngine
+from hybridkv.transfer.native import Copier, copy_one_by_one, runs_copier
+
+BLOCKS = 16
+STRIDE = 4096
+PAGES = (3000, 1024, 500)
+"""Bytes of a block's page in each region; the rest of the stride is padding."""
+CHUNK_BYTES = 4 * sum(PAGES)
+SLOTS = (Slot(((40_000, CHUNK_BYTES),)), Slot(((80_000, 5000), (0, CHUNK_BYTES - 5000))))
+
+
+class Rig:
+    """A worker over one group of plain memory, which copies by `copier`."""
+
+    def __init__(self, copier: Copier) -> None:
+        self.memory = np.random.default_rng(3).integers(0, 256, len(PAGES) * BLOCKS * STRIDE, dtype=np.uint8)
+        self.arena = RamArena(128 * 1024)
+        engine = InlineCopyEngine(copier=lambda: copier)
+        paths = CopyPaths(engine, engine, 30.0, lambda: 0.0)
+        self.worker = OffloadWorker(cast(Any, None), self.arena, paths, Recorder())
+        base = self.memory.ctypes.data
+        regions = [PageRegion(base + i * BLOCKS * STRIDE, STRIDE, num_bytes) for i, num_bytes in enumerate(PAGES)]
+        self.worker._pages = {0: GroupPages(regions, BLOCKS)}
+        engine.register(base, self.memory.nbytes, "kv cache")
+        engine.register(self.arena.base_address, self.arena.capacity_bytes, "arena")
+
+    def store(self, *slots: Slot) -> list[Move]:
+        blocks = np.random.default_rng(4).permutation(BLOCKS).tolist()
+        moves = [
+            Move(0, f"key {number}".encode(), slot, 0, 4, tuple(blocks[4 * number : 4 * number + 4]))
+            for number, slot in enumerate(slots)
+        ]
+        self.worker.start_stores(StepPlan(stores=(Store(1, tuple(moves)),)))
+        self.worker.results()
+        outcome = self.worker.outcome()
+        assert outcome is not None
+        assert outcome.stores[1].failure is None
+        return moves
+
+    def load(self, move: Move) -> str | None:
+        """The reason why it failed."""
+        self.worker.start_loads(StepPlan(loads=(Load("r", (move,)),)))
+        failed = "r" in self.worker.results().failed
+        outcome = self.worker.outcome()
+        return outcome.load_failures["r"][0].reason if failed and outcome is not None else None
+
+    def content(self, move: Move) -> bytes:
+        """What the slot must hold, read from the blocks: region after region."""
+        regions = self.memory.reshape(len(PAGES), BLOCKS, STRIDE)
+        pages = [regions[i, block, :num_bytes] for i, num_bytes in enumerate(PAGES) for block in move.block_ids]
+        return b"".join(page.tobytes() for page in pages)
+
+
+def native() -> Copier:
+    pytest.importorskip("hybridkv.native", reason="the extension is not among this target's dependencies")
+    return runs_copier()
+
+
+@pytest.fixture(params=[native, lambda: copy_one_by_one], ids=["on the way", "read again"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    make: Callable[[], Copier] = request.param
+    return Rig(make())
+
+
+def test_a_store_is_sealed_with_the_checksum_of_its_content(rig: Rig) -> None:
+    for move in rig.store(*SLOTS):
+        assert rig.arena.sealed_checksum(move.key, move.slot) == xxhash.xxh3_128_digest(rig.content(move))
+        assert b"".join(rig.arena.views(move.slot)) == rig.content(move)
+        assert rig.load(move) is None
+
+
+def test_a_slot_that_is_not_all_written_is_sealed_as_it_is(rig: Rig) -> None:
+    larger = Slot(((40_000, CHUNK_BYTES + 100),))
+    [move] = rig.store(larger)
+    assert rig.arena.sealed_checksum(move.key, larger) == xxhash.xxh3_128_digest(rig.arena.views(larger)[0])
+    assert rig.load(move) is None
+
+
+def test_a_flipped_bit_is_found_by_the_load(rig: Rig) -> None:
+    first, second = rig.store(*SLOTS)
+    rig.arena.views(second.slot)[1][7] ^= 1
+    assert rig.load(second) == str(FailureReason.CHECKSUM)
+    assert rig.load(first) is None
+
+
+def test_what_was_summed_on_the_way_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(native())
+    monkeypatch.setattr(rig.arena, "_checksum", lambda slot: pytest.fail("the slot was read again"))
+    rig.store(*SLOTS)
+
+
+def damaging(copy: Copier) -> Copier:
+    """Copies, and lets a bit of the last destination flip before anybody looks."""
+
+    def copy_and_damage(runs: CopyRuns, record_ends: Any = None) -> list[bytes] | None:
+        digests = copy(runs, record_ends)
+        damaged = np.array([0], dtype=np.uint8)
+        address = int(runs.destinations[-1])
+        copy_one_by_one(CopyRuns.of([(address, damaged.ctypes.data, 1)]))
+        damaged ^= 1
+        copy_one_by_one(CopyRuns.of([(damaged.ctypes.data, address, 1)]))
+        return digests
+
+    return copy_and_damage
+
+
+def test_damage_between_the_copy_and_the_seal_is_found_where_sums_are_taken_on_the_way() -> None:
+    rig = Rig(damaging(native()))
+    [move] = rig.store(SLOTS[0])
+    assert rig.load(move) == str(FailureReason.CHECKSUM)
+
+
+def test_a_sum_of_other_bytes_is_a_failed_load() -> None:
+    def wrong(runs: CopyRuns, record_ends: Any = None) -> list[bytes] | None:
+        copy_one_by_one(runs)
+        return None if record_ends is None else [bytes(16)] * len(record_ends)
+
+    rig = Rig(wrong)
+    [move] = rig.store(SLOTS[0])
+    assert rig.load(move) == str(FailureReason.CHECKSUM)
