@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "csrc/cpu/extents.h"
 #include "csrc/cpu/move.h"
 #include "hybridkv/canonical_digest.h"
 
@@ -21,19 +22,6 @@ bool is_aligned(const std::vector<iovec>& payload) {
     if (&part != &payload.back() && part.iov_len % kRecordPageBytes != 0) return false;
   }
   return true;
-}
-
-Digest128 digest_of(const std::vector<iovec>& parts) {
-  std::vector<std::int64_t> addresses;
-  std::vector<std::int64_t> sizes;
-  for (const iovec& part : parts) {
-    addresses.push_back(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(part.iov_base)));
-    sizes.push_back(static_cast<std::int64_t>(part.iov_len));
-  }
-  const auto end = static_cast<std::int64_t>(sizes.size());
-  Digest128 found{};
-  digest(RunArrays(addresses.data(), nullptr, sizes.data(), sizes.size()), &end, 1, &found, {});
-  return found;
 }
 
 }  // namespace
@@ -118,7 +106,7 @@ void RecordBatch::move_through(const void* memory, std::size_t num_bytes, unsign
 }
 
 void RecordBatch::write_header(const RecordRequest& record, unsigned char* page) {
-  digests_.push_back(digest_of(record.payload));
+  digests_.push_back(digest(record.payload));
   std::memcpy(page, record.header.data(), record.header.size());
   write_canonical(digests_.back(), page + digest_at_);
   write_canonical(digest(page, record.header.size()), page + record.header.size());
@@ -156,7 +144,7 @@ RecordCompletion RecordBatch::verified(const RecordRequest& record, const unsign
     return completion;
   }
   unsigned char payload_digest[kDigestBytes];
-  completion.digest = digest_of(record.payload);
+  completion.digest = digest(record.payload);
   write_canonical(completion.digest, payload_digest);
   if (std::memcmp(page + digest_at_, payload_digest, kDigestBytes) != 0) {
     completion.outcome = RecordOutcome::kOtherPayload;
