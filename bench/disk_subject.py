@@ -13,6 +13,8 @@ from hybridkv.planner import GroupKind
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 
+POLL_INTERVAL_S = 0.0005
+"""An engine looks once a step, which is less often."""
 RECORDS = (10_000, 100_000, 1_000_000)
 
 
@@ -48,6 +50,7 @@ class Subject:
             slot = self.index.reserve(key, len(chunk))
             while not isinstance(slot, Slot):
                 # The next segment is being made.
+                time.sleep(POLL_INTERVAL_S)
                 done += self._end(keys, self.index.commit)
                 slot = self.index.reserve(key, len(chunk))
             self.medium.store(Ticket(number), key, slot, [chunk])
@@ -68,8 +71,10 @@ class Subject:
 
     def _wait(self, keys: Sequence[bytes], done: int, end: Callable[[bytes], object]) -> None:
         while done < len(keys):
-            self.medium.drain(1.0)
-            done += self._end(keys, end)
+            ended = self._end(keys, end)
+            done += ended
+            if not ended:
+                time.sleep(POLL_INTERVAL_S)
 
     def _end(self, keys: Sequence[bytes], end: Callable[[bytes], object]) -> int:
         completions = self.medium.poll()
@@ -81,10 +86,14 @@ class Subject:
 
 
 @contextmanager
-def opened(directory: Path, capacity_bytes: int, threads: int) -> Iterator[Subject]:
+def opened(directory: Path, capacity_bytes: int, max_in_flight: int) -> Iterator[Subject]:
     """A disk tier that calls no fsync."""
     options = DiskOptions(
-        capacity_bytes=capacity_bytes, threads=threads, fsync=Fsync.NONE, max_queued=1 << 20, max_records=100_000
+        capacity_bytes=capacity_bytes,
+        max_in_flight=max_in_flight,
+        fsync=Fsync.NONE,
+        max_queued=1 << 20,
+        max_records=100_000,
     )
     index = DiskIndex(str(directory / "tier"), fingerprint(), options)
     medium = DiskMedium(str(directory / "tier"), index.namespace, 0, options)

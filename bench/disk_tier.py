@@ -3,7 +3,7 @@
 What is measured: GB/s of payload, wall clock, from memory to the file system and back, in one run on one directory, the
 subjects taking turns in every round. The tier and vLLM's files pass the page cache by where the file system can, and so
 does fio; SQLite cannot. Nobody calls fsync. The tier verifies a checksum of every byte it loads and computes one of
-every byte it stores; nobody else does. fio moves the same sizes at the same depth as the tier has threads.
+every byte it stores; nobody else does. fio moves the same sizes with the same number of calls in flight.
 
 What is not: durability, other file systems, other loads on the disk. The disk of a virtual machine is cached by its
 host, so figures hold as ratios within a run.
@@ -34,7 +34,9 @@ import disk_subject
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block, probe_o_direct
 
 DEPTH = 4
-"""Operations on their way at one time: the tier's threads, fio's iodepth, the file peer's threads."""
+"""Calls on their way at one time: the tier's, fio's iodepth, the file peer's threads."""
+CAPACITY_BYTES = 64 << 30
+"""Of the tier, which never takes up so much: segments have the size that they have in a store of an ordinary size."""
 SIZES = (64 << 10, 320 << 10, 2 << 20)
 OPERATIONS = ("store", "load in order", "load at random")
 Timed = Callable[[Path, int, int], dict[str, float]]
@@ -51,6 +53,7 @@ def keys(count: int) -> list[bytes]:
 def filled(num_bytes: int) -> mmap.mmap:
     """Memory that begins on a page and holds no two equal pages."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     piece = random.Random(0).randbytes(1 << 20)
     for start in range(0, num_bytes, len(piece)):
         memory[start : start + len(piece)] = piece[: num_bytes - start]
@@ -61,7 +64,7 @@ def tier(directory: Path, size: int, count: int) -> dict[str, float]:
     memory = filled(size * count)
     view = memoryview(memory)
     chunks = [view[i * size : (i + 1) * size] for i in range(count)]
-    with disk_subject.opened(directory, 2 * size * count + (64 << 20), DEPTH) as subject:
+    with disk_subject.opened(directory, CAPACITY_BYTES, DEPTH) as subject:
         seconds = {"store": subject.store(keys(count), chunks)}
         for name, order in orders(count).items():
             seconds[name] = subject.load([keys(count)[i] for i in order], [chunks[i] for i in order])
@@ -128,7 +131,9 @@ def fio_seconds(directory: Path, size: int, count: int, mode: str) -> float:
     command = ["fio", "--name=chunks", f"--directory={directory}", f"--rw={mode}", f"--bs={size}"]
     command += [f"--size={size * count}", "--direct=1", "--ioengine=io_uring", f"--iodepth={DEPTH}"]
     command += ["--fallocate=native", "--randrepeat=1", "--output-format=json"]
-    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    # The memory that the tier's chunks are in, as the RAM tier's are: in huge pages.
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    done = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     side = job["write" if mode == "write" else "read"]
     if side["io_bytes"] != size * count:
@@ -141,8 +146,11 @@ def measure(root: Path, size: int, total_bytes: int, rounds: int) -> dict[str, d
     subjects: dict[str, Timed] = {"tier": tier, "fio": fio, "a file a chunk": files, "SQLite": sqlite}
     count = total_bytes // size
     found: dict[str, dict[str, list[float]]] = {name: {} for name in subjects}
-    for _ in range(rounds):
-        for name, run in subjects.items():
+    for number in range(rounds):
+        names = list(subjects)
+        # Everybody is first, second, third and last: a disk that was idle is faster for a while.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            run = subjects[name]
             with tempfile.TemporaryDirectory(dir=root) as scratch:
                 for operation, seconds in run(Path(scratch), size, count).items():
                     found[name].setdefault(operation, []).append(size * count / seconds / 1e9)
@@ -163,8 +171,9 @@ def report(size: int, speeds: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the system's for temporaries")
+    parser.add_argument("--sizes-kib", type=int, nargs="+", default=[size >> 10 for size in SIZES])
     parser.add_argument("--total-mib", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--reopen", action="store_true", help="measure reopening by number of records instead")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
@@ -175,7 +184,7 @@ def main() -> None:
             if shutil.which("fio") is None:
                 sys.exit("fio is not installed; on Debian: apt-get install fio")
             speeds = {}
-            for size in SIZES:
+            for size in (kib << 10 for kib in chosen.sizes_kib):
                 speeds[str(size)] = measure(Path(scratch), size, chosen.total_mib << 20, chosen.rounds)
                 report(size, speeds[str(size)])
             result = {"gigabytes_per_second": speeds, "depth": DEPTH, "rounds": chosen.rounds, "cores": os.cpu_count()}

@@ -13,10 +13,12 @@
 #include <vector>
 
 #include "csrc/bindings/file_queue_binding.h"
+#include "csrc/bindings/record_queue_binding.h"
 #include "csrc/cpu/level.h"
 #include "csrc/cpu/move.h"
 #include "csrc/cpu/run_source.h"
 #include "csrc/cpu/thread_pool.h"
+#include "hybridkv/canonical_digest.h"
 
 namespace hybridkv::bindings {
 namespace {
@@ -197,6 +199,7 @@ NB_MODULE(_cpu, module) {
       .def("permute_pages", &permute_pages, "unit_bytes"_a, "extents"_a, "strides"_a, "pages"_a.noconvert(), "buffer"_a,
            "is_scatter"_a);
   bind_file_queue(module);
+  bind_record_queue(module);
 }
 
 }  // namespace hybridkv::bindings

@@ -12,7 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/bindings/file_backend.h"
 #include "csrc/cpu/file_queue.h"
+#include "hybridkv/canonical_digest.h"
 
 namespace hybridkv::bindings {
 namespace {
@@ -38,20 +40,8 @@ class SingleUse {
 
 class Queue {
  public:
-  Queue(std::size_t max_in_flight, const std::string& backend, std::size_t num_threads) {
-    if (max_in_flight < 1 || max_in_flight > cpu::kMaxInFlight) {
-      throw std::invalid_argument("max_in_flight: expected 1 to 4096, got " + std::to_string(max_in_flight));
-    }
-    if (num_threads < 1 || num_threads > 256) {
-      throw std::invalid_argument("num_threads: expected 1 to 256, got " + std::to_string(num_threads));
-    }
-    if (backend != "best" && backend != "io_uring" && backend != "threads") {
-      throw std::invalid_argument("backend: expected best, io_uring or threads, got " + backend);
-    }
-    if (backend != "threads") queue_ = make_file_queue(cpu::FileBackend::kUring, max_in_flight, num_threads);
-    if (queue_ == nullptr && backend == "io_uring") throw std::runtime_error("this kernel gives us no io_uring");
-    if (queue_ == nullptr) queue_ = make_file_queue(cpu::FileBackend::kThreads, max_in_flight, num_threads);
-  }
+  Queue(std::size_t max_in_flight, const std::string& backend, std::size_t num_threads)
+      : queue_(make_backend(backend, max_in_flight, num_threads)) {}
   ~Queue() {
     const nb::gil_scoped_release released;
     queue_.reset();
@@ -59,7 +49,7 @@ class Queue {
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
 
-  const char* backend() const { return queue_->backend() == cpu::FileBackend::kUring ? "io_uring" : "threads"; }
+  const char* backend() const { return name_of(queue_->backend()); }
   std::size_t num_in_flight() const { return queue_->num_in_flight(); }
 
   // Takes as many of the requests as there is room for, from the first on. How many that were.

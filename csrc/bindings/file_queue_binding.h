@@ -4,17 +4,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include "hybridkv/xxh3.h"
-
 namespace hybridkv::bindings {
-
-// As python's xxhash gives it: 16 bytes, big-endian.
-inline void write_canonical(const Digest128& digest, unsigned char* to) {
-  for (int byte = 0; byte < 8; ++byte) {
-    to[byte] = static_cast<unsigned char>(digest.high >> (56 - 8 * byte));
-    to[8 + byte] = static_cast<unsigned char>(digest.low >> (56 - 8 * byte));
-  }
-}
 
 void bind_file_queue(nanobind::module_& module);
 

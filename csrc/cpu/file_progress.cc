@@ -4,7 +4,7 @@
 #include <climits>
 #include <utility>
 
-#include "csrc/cpu/move.h"
+#include "csrc/cpu/extents.h"
 
 namespace hybridkv::cpu {
 
@@ -40,14 +40,7 @@ bool FileProgress::advance(std::int64_t result) {
 FileCompletion FileProgress::completion() const {
   FileCompletion completion{request_.tag, error_, num_bytes_, {}};
   if (!request_.wants_digest || error_ != 0 || request_.operation != FileOperation::kRead) return completion;
-  std::vector<std::int64_t> addresses;
-  std::vector<std::int64_t> sizes;
-  for (const iovec& extent : request_.extents) {
-    addresses.push_back(static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(extent.iov_base)));
-    sizes.push_back(static_cast<std::int64_t>(extent.iov_len));
-  }
-  const auto end = static_cast<std::int64_t>(sizes.size());
-  digest(RunArrays(addresses.data(), nullptr, sizes.data(), sizes.size()), &end, 1, &completion.digest, {});
+  completion.digest = digest(request_.extents);
   return completion;
 }
 

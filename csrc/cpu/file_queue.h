@@ -54,9 +54,12 @@ class FileQueue {
   // Starts the request. False, and nothing is done, when `max_in_flight` are.
   virtual bool submit(FileRequest request) = 0;
 
-  // Waits for at least `min_completions`, but no longer than `timeout_s`, and no longer than there is something in
-  // flight. Returns at most `capacity` completions, each once.
+  // Waits for at least `min_completions`, but no longer than `timeout_s`, no longer than there is something in flight,
+  // and not when it was woken. Returns at most `capacity` completions, each once.
   virtual std::vector<FileCompletion> reap(std::size_t min_completions, std::size_t capacity, double timeout_s) = 0;
+
+  // Ends the wait of `reap`, of the next one if there is none now. The one call that any thread may make.
+  virtual void wake() = 0;
 };
 
 // `max_in_flight` between 1 and 4096. With kUring where `has_uring` is false: null. Destroying a queue waits for what

@@ -63,12 +63,22 @@ bool FileThreads::submit(FileRequest request) {
 std::vector<FileCompletion> FileThreads::reap(std::size_t min_completions, std::size_t capacity, double timeout_s) {
   const std::size_t wanted = std::min({min_completions, capacity, num_in_flight_});
   std::unique_lock lock(mutex_);
-  completed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return completions_.size() >= wanted; });
+  completed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                      [&] { return completions_.size() >= wanted || is_woken_; });
+  is_woken_ = false;
   const auto count = static_cast<std::ptrdiff_t>(std::min(capacity, completions_.size()));
   std::vector<FileCompletion> reaped(completions_.begin(), completions_.begin() + count);
   completions_.erase(completions_.begin(), completions_.begin() + count);
   num_in_flight_ -= reaped.size();
   return reaped;
+}
+
+void FileThreads::wake() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_woken_ = true;
+  }
+  completed_.notify_one();
 }
 
 void FileThreads::work() {

@@ -22,6 +22,7 @@ class FileThreads final : public FileQueue {
   std::size_t num_in_flight() const override { return num_in_flight_; }
   bool submit(FileRequest request) override;
   std::vector<FileCompletion> reap(std::size_t min_completions, std::size_t capacity, double timeout_s) override;
+  void wake() override;
 
  private:
   void work();
@@ -33,6 +34,7 @@ class FileThreads final : public FileQueue {
   std::condition_variable completed_;
   std::deque<FileRequest> requests_;
   std::deque<FileCompletion> completions_;
+  bool is_woken_ = false;
   bool is_closing_ = false;
   std::vector<std::thread> threads_;
 };

@@ -1,5 +1,7 @@
 #include "csrc/cpu/uring.h"
 
+#include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -16,6 +18,9 @@ namespace hybridkv::cpu {
 namespace {
 
 // Both rings in one mapping is 5.4, a timeout for io_uring_enter 5.11; what is older gets threads.
+// A completion's user_data that is no slot.
+constexpr std::uint64_t kWake = ~std::uint64_t{0};
+
 constexpr std::uint32_t kNeededFeatures = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_EXT_ARG | IORING_FEAT_NODROP;
 
 std::uint32_t load(std::uint32_t* shared) {
@@ -44,15 +49,20 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 
 std::unique_ptr<Uring> Uring::open(std::size_t max_in_flight) {
   io_uring_params parameters{};
-  const long fd = syscall(SYS_io_uring_setup, static_cast<unsigned>(max_in_flight), &parameters);
-  if (fd < 0) return nullptr;
-  std::unique_ptr<Uring> ring(new Uring(static_cast<int>(fd), parameters, max_in_flight));
+  const int wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (wake_fd < 0) return nullptr;
+  const long fd = syscall(SYS_io_uring_setup, static_cast<unsigned>(max_in_flight) + 1, &parameters);
+  if (fd < 0) {
+    close(wake_fd);
+    return nullptr;
+  }
+  std::unique_ptr<Uring> ring(new Uring(static_cast<int>(fd), wake_fd, parameters, max_in_flight));
   const bool has_needed = (parameters.features & kNeededFeatures) == kNeededFeatures;
   return has_needed && ring->is_mapped() ? std::move(ring) : nullptr;
 }
 
-Uring::Uring(int fd, const io_uring_params& parameters, std::size_t max_in_flight)
-    : fd_(fd), parameters_(parameters), requests_(max_in_flight) {
+Uring::Uring(int fd, int wake_fd, const io_uring_params& parameters, std::size_t max_in_flight)
+    : fd_(fd), wake_fd_(wake_fd), parameters_(parameters), requests_(max_in_flight) {
   const std::size_t submission_bytes = parameters.sq_off.array + parameters.sq_entries * sizeof(std::uint32_t);
   const std::size_t completion_bytes = parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe);
   submissions_ = Mapping(fd, submission_bytes, IORING_OFF_SQ_RING);
@@ -65,6 +75,7 @@ Uring::~Uring() {
   // The kernel still writes to memory that the caller will free.
   while (is_mapped() && num_in_flight() > 0) reap(num_in_flight(), num_in_flight(), 1.0);
   close(fd_);
+  close(wake_fd_);
 }
 
 bool Uring::submit(FileRequest request) {
@@ -78,13 +89,9 @@ bool Uring::submit(FileRequest request) {
   return true;
 }
 
-// There are as many entries as slots, so there always is one.
 void Uring::push(std::size_t slot) {
   FileProgress& progress = *requests_[slot];
-  const std::uint32_t tail = load(submissions_.at<std::uint32_t>(parameters_.sq_off.tail));
-  const std::uint32_t index = tail & *submissions_.at<std::uint32_t>(parameters_.sq_off.ring_mask);
-  io_uring_sqe& entry = entries_.at<io_uring_sqe>(0)[index];
-  std::memset(&entry, 0, sizeof entry);
+  io_uring_sqe entry{};
   entry.fd = progress.request().fd;
   entry.user_data = slot;
   const std::span<iovec> extents = progress.next();
@@ -99,10 +106,31 @@ void Uring::push(std::size_t slot) {
     entry.addr = reinterpret_cast<std::uintptr_t>(extents.data());
     entry.len = static_cast<std::uint32_t>(extents.size());
   }
+  push_entry(entry);
+}
+
+// There is one more entry than slots, so there always is room.
+void Uring::push_entry(io_uring_sqe entry) {
+  const std::uint32_t tail = load(submissions_.at<std::uint32_t>(parameters_.sq_off.tail));
+  const std::uint32_t index = tail & *submissions_.at<std::uint32_t>(parameters_.sq_off.ring_mask);
+  entries_.at<io_uring_sqe>(0)[index] = entry;
   submissions_.at<std::uint32_t>(parameters_.sq_off.array)[index] = index;
   store(submissions_.at<std::uint32_t>(parameters_.sq_off.tail), tail + 1);
   ++num_unsubmitted_;
 }
+
+void Uring::listen_for_wake() {
+  if (is_listening_) return;
+  io_uring_sqe entry{};
+  entry.opcode = IORING_OP_POLL_ADD;
+  entry.fd = wake_fd_;
+  entry.poll32_events = POLLIN;
+  entry.user_data = kWake;
+  push_entry(entry);
+  is_listening_ = true;
+}
+
+void Uring::wake() { eventfd_write(wake_fd_, 1); }
 
 // Gives the kernel what it was not given yet, and waits. 0, or an errno; ETIME when the time has passed.
 int Uring::enter(unsigned min_complete, double timeout_s) {
@@ -124,10 +152,12 @@ std::vector<FileCompletion> Uring::reap(std::size_t min_completions, std::size_t
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
   std::vector<FileCompletion> reaped;
   bool is_last = false;
+  is_woken_ = false;
+  if (wanted > 0) listen_for_wake();
   while (true) {
     while (reaped.size() < capacity && take_one(reaped)) {
     }
-    const bool is_enough = reaped.size() >= wanted;
+    const bool is_enough = reaped.size() >= wanted || is_woken_;
     if (is_last || (is_enough && num_unsubmitted_ == 0)) return reaped;
     const double left_s = std::chrono::duration<double>(end - std::chrono::steady_clock::now()).count();
     is_last = is_enough || left_s <= 0.0;
@@ -146,6 +176,13 @@ bool Uring::take_one(std::vector<FileCompletion>& reaped) {
   const std::uint32_t mask = *completions_.at<std::uint32_t>(parameters_.cq_off.ring_mask);
   const io_uring_cqe entry = completions_.at<io_uring_cqe>(parameters_.cq_off.cqes)[head & mask];
   store(shared_head, head + 1);
+  if (entry.user_data == kWake) {
+    eventfd_t count = 0;
+    eventfd_read(wake_fd_, &count);
+    is_listening_ = false;
+    is_woken_ = true;
+    return true;
+  }
   const auto slot = static_cast<std::size_t>(entry.user_data);
   if (!requests_[slot]->advance(entry.res)) {
     push(slot);
@@ -164,8 +201,13 @@ void Uring::fail_unsubmitted(int error, std::size_t capacity, std::vector<FileCo
   const std::uint32_t mask = *submissions_.at<std::uint32_t>(parameters_.sq_off.ring_mask);
   for (; num_unsubmitted_ > 0 && reaped.size() < capacity; --num_unsubmitted_) {
     const std::uint32_t tail = load(shared_tail) - 1;
-    const auto slot = static_cast<std::size_t>(entries_.at<io_uring_sqe>(0)[tail & mask].user_data);
+    const std::uint64_t refused = entries_.at<io_uring_sqe>(0)[tail & mask].user_data;
     store(shared_tail, tail);
+    if (refused == kWake) {
+      is_listening_ = false;
+      continue;
+    }
+    const auto slot = static_cast<std::size_t>(refused);
     requests_[slot]->advance(-static_cast<std::int64_t>(error));
     reaped.push_back(requests_[slot]->completion());
     requests_[slot].reset();

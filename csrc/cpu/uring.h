@@ -46,17 +46,23 @@ class Uring final : public FileQueue {
   std::size_t num_in_flight() const override { return requests_.size() - free_.size(); }
   bool submit(FileRequest request) override;
   std::vector<FileCompletion> reap(std::size_t min_completions, std::size_t capacity, double timeout_s) override;
+  void wake() override;
 
  private:
-  Uring(int fd, const io_uring_params& parameters, std::size_t max_in_flight);
+  Uring(int fd, int wake_fd, const io_uring_params& parameters, std::size_t max_in_flight);
 
   bool is_mapped() const { return submissions_.is_mapped() && completions_.is_mapped() && entries_.is_mapped(); }
   void push(std::size_t slot);
+  void push_entry(io_uring_sqe entry);
+  void listen_for_wake();
   int enter(unsigned min_complete, double timeout_s);
   bool take_one(std::vector<FileCompletion>& reaped);
   void fail_unsubmitted(int error, std::size_t capacity, std::vector<FileCompletion>& reaped);
 
   int fd_;
+  int wake_fd_;                // an eventfd that the ring polls while it waits
+  bool is_listening_ = false;  // to it
+  bool is_woken_ = false;
   io_uring_params parameters_;
   Mapping submissions_;
   Mapping completions_;

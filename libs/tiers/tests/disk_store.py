@@ -49,7 +49,7 @@ class Clock:
 
 def options_for(usable_bytes: int, num_ranks: int = 1, num_spare: int = 9, **more: object) -> DiskOptions:
     """Options whose index has exactly this capacity: one segment's room, beside so many spare segments."""
-    chosen: dict[str, object] = {"fsync": Fsync.NONE, "threads": 2, "batch_bytes": 1 << 18, "max_quarantined": 64}
+    chosen: dict[str, object] = {"fsync": Fsync.NONE, "max_in_flight": 2, "batch_bytes": 1 << 18, "max_quarantined": 64}
     chosen |= more
     segment_bytes = SEGMENT_HEAD_BYTES + usable_bytes
     rough_bytes = 2 * (num_spare + 1) * segment_bytes * num_ranks + (1 << 20)

@@ -15,7 +15,7 @@ from hybridkv.tiers.disk import DiskCounts, DiskIndex, DiskOptions, Fsync, Threa
 from hybridkv.tiers.disk.layout import record_bytes
 
 CAPACITY_BYTES = 16 << 20
-OPTIONS = DiskOptions(capacity_bytes=CAPACITY_BYTES, segment_bytes=1 << 20, fsync=Fsync.NONE, threads=2)
+OPTIONS = DiskOptions(capacity_bytes=CAPACITY_BYTES, segment_bytes=1 << 20, fsync=Fsync.NONE, max_in_flight=2)
 CHUNK_BYTES = 30_000
 POOL = random.Random(0).randbytes(1 << 20)
 
@@ -133,8 +133,8 @@ def test_no_more_records_are_kept_than_may_be(tmp_path: Path) -> None:
         ({"segment_bytes": 512 << 10, "largest_chunk_bytes": 1 << 20}, "segment_bytes"),
         ({"spare_share": -0.1}, "spare_share"),
         ({"compaction_share": 1.0}, "compaction_share"),
-        ({"threads": 0}, "threads"),
-        ({"threads": 8, "max_open_files": 4}, "max_open_files"),
+        ({"max_in_flight": 0}, "max_in_flight"),
+        ({"max_in_flight": 8, "max_open_files": 4}, "max_open_files"),
         ({"fsync": "sometimes"}, "fsync"),
         ({"direct": "maybe"}, "direct"),
         ({"batch_bytes": 5000}, "batch_bytes"),

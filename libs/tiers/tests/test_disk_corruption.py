@@ -19,10 +19,7 @@ from hybridkv.tiers.disk import DiskIndex, FileIO
 from hybridkv.tiers.disk.format import RECORD_HEAD_BYTES
 from hybridkv.tiers.disk.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES, address_of
 from hybridkv.tiers.disk.namespace import Namespace
-from hybridkv.tiers.disk.operations import Operation, RecordMover
-from hybridkv.tiers.disk.record_io import Scratch
 from hybridkv.tiers.disk.recovery import FoundRecord, recover
-from hybridkv.tiers.disk.segment_cache import SegmentCache
 
 OPTIONS = disk_store.options_for(4 * 8192, direct=False, max_quarantined=16)
 CHUNKS = {
@@ -33,20 +30,15 @@ MAX_METADATA_BYTES = 1 << 20
 
 
 class Loader:
-    """Loads without a thread in between, which is what makes so many loads affordable."""
+    """Loads whatever an opening finds, also what no index would offer."""
 
     def __init__(self, path: Path) -> None:
-        self.io = FileIO()
-        self.namespace_digest = disk_store.FINGERPRINT.digest()
-        self.cache = SegmentCache(self.io, str(path), self.namespace_digest, 0, 16)
-        self.mover = RecordMover(self.io, self.cache, self.namespace_digest, 0, OPTIONS)
-        self.scratch = Scratch(OPTIONS.batch_bytes)
+        self.medium = disk_store.make_medium(path, OPTIONS)
 
     def load(self, record: FoundRecord) -> tuple[Completion, bytes]:
         destination = bytearray(record.payload_bytes)
-        views = [memoryview(destination)] if destination else []
-        operation = Operation(Ticket(1), record.key, record.address, len(destination), views, is_store=False)
-        [completion] = self.mover.move([operation], self.scratch)
+        self.medium.load(Ticket(1), record.key, Slot(((record.address, len(destination)),)), [destination])
+        [completion] = disk_store.finish(self.medium)
         return completion, bytes(destination)
 
 
@@ -74,7 +66,7 @@ def path(tmp_path: Path) -> Path:
 def loader(path: Path) -> Iterator[Loader]:
     loader = Loader(path)
     yield loader
-    loader.cache.close()
+    loader.medium.close()
 
 
 @pytest.fixture

@@ -234,7 +234,7 @@ def test_a_record_that_compaction_finds_damaged_is_quarantined(tmp_path: Path) -
 
 
 def test_a_read_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
-    options = msgspec.structs.replace(OPTIONS, max_queued=2, threads=2, close_timeout_s=0.05)
+    options = msgspec.structs.replace(OPTIONS, max_queued=2, max_in_flight=2, close_timeout_s=0.05)
     store = Store(tmp_path / "store", options)
     assert store.store(b"key")
     slot = store.index.pin(b"key")
@@ -256,7 +256,7 @@ def test_a_read_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_answers_at_once(tmp_path: Path) -> None:
-    options = msgspec.structs.replace(OPTIONS, max_queued=2, threads=1)
+    options = msgspec.structs.replace(OPTIONS, max_queued=2, max_in_flight=1)
     store = Store(tmp_path / "store", options)
     assert store.store(b"key")
     slot = store.index.pin(b"key")
@@ -274,7 +274,7 @@ def test_a_full_queue_answers_at_once(tmp_path: Path) -> None:
 
 
 def test_closing_does_not_wait_for_a_read_that_stands_still(tmp_path: Path) -> None:
-    options = msgspec.structs.replace(OPTIONS, threads=1, close_timeout_s=0.05)
+    options = msgspec.structs.replace(OPTIONS, max_in_flight=1, close_timeout_s=0.05)
     store = Store(tmp_path / "store", options)
     assert store.store(b"key")
     slot = store.index.pin(b"key")
@@ -344,7 +344,7 @@ def mount(*options):
     subprocess.run(["mount", *options], check=True)
 mount("-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(path))
 clock = disk_store.Clock()
-options = DiskOptions(capacity_bytes=8 << 20, segment_bytes=256 << 10, fsync=Fsync.NONE, threads=1)
+options = DiskOptions(capacity_bytes=8 << 20, segment_bytes=256 << 10, fsync=Fsync.NONE, max_in_flight=1)
 index = disk_store.make_index(path, options, clock=clock)
 medium = disk_store.make_medium(path, options)
 stored = [key for key in (b"%d" % n for n in range(30)) if disk_store.store(index, medium, key, b"x" * 60000)]

@@ -112,7 +112,7 @@ def test_memory_of_an_arena_goes_to_disk_as_it_is(tmp_path: Path) -> None:
 
 def test_adjacent_chunks_are_moved_together(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
-    options = msgspec.structs.replace(OPTIONS, threads=1, batch_bytes=1 << 20)
+    options = msgspec.structs.replace(OPTIONS, max_in_flight=1, batch_bytes=1 << 20)
     index, medium = tier(tmp_path / "store", options, io)
     keys = [b"%d" % number for number in range(9)]
     slots = [reserve(index, key, 5000) for key in keys]
@@ -134,7 +134,7 @@ def test_adjacent_chunks_are_moved_together(tmp_path: Path) -> None:
 
 def test_a_load_goes_before_stores_that_wait(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
-    index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, threads=1), io)
+    index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, max_in_flight=1), io)
     assert disk_store.store(index, medium, b"key", b"x" * 100)
     slot = index.pin(b"key")
     assert slot is not None
@@ -187,7 +187,7 @@ def test_how_often_stores_are_synced(tmp_path: Path, fsync: Fsync, expected: int
 def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_end(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
     clock = disk_store.Clock()
-    options = msgspec.structs.replace(OPTIONS, fsync=Fsync.INTERVAL, threads=1)
+    options = msgspec.structs.replace(OPTIONS, fsync=Fsync.INTERVAL, max_in_flight=1)
     index = disk_store.make_index(tmp_path / "store", options)
     medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, clock)
     for number in range(3):
@@ -234,7 +234,7 @@ def test_a_medium_makes_no_file(tmp_path: Path) -> None:
 
 
 def test_no_more_files_are_open_than_may_be(tmp_path: Path) -> None:
-    options = disk_store.options_for(2 * 8192, num_spare=9, threads=2, max_open_files=2)
+    options = disk_store.options_for(2 * 8192, num_spare=9, max_in_flight=2, max_open_files=2)
     index, medium = tier(tmp_path / "store", options)
     for number in range(60):
         assert disk_store.store(index, medium, b"%d" % number, b"x" * 100)

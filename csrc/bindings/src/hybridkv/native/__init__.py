@@ -5,6 +5,6 @@ The plugin's wheel carries it. Addresses are integers and nothing here checks th
 readable, or writable, and stay so until a call returns (for a `FileQueue`: until the completion was reaped).
 """
 
-from hybridkv.native._cpu import FileQueue, Mover, copy_with_memcpy, has_uring, levels
+from hybridkv.native._cpu import FileQueue, Mover, RecordQueue, copy_with_memcpy, has_uring, levels
 
-__all__ = ["FileQueue", "Mover", "copy_with_memcpy", "has_uring", "levels"]
+__all__ = ["FileQueue", "Mover", "RecordQueue", "copy_with_memcpy", "has_uring", "levels"]

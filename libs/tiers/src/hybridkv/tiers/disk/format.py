@@ -25,6 +25,8 @@ _SEAL = struct.Struct("<8sHHIQQQ32s")
 _RECORD = struct.Struct("<8sHHIQQ32s16s")
 _CHECKSUM_BYTES = 16
 
+PAYLOAD_CHECKSUM_AT = _RECORD.size - _CHECKSUM_BYTES
+"""Where it stands in a record's header."""
 RECORD_HEAD_BYTES = _RECORD.size + LARGEST_KEY_BYTES + _CHECKSUM_BYTES
 """As much of a record's first page as can mean something."""
 SEGMENT_HEAD_USED_BYTES = _SEGMENT.size + _CHECKSUM_BYTES
@@ -94,6 +96,12 @@ def decode_seal(page: Bytes, header: SegmentHeader) -> int | None:
 
 def encode_record(header: RecordHeader) -> bytes:
     """What stands at the beginning of a record's first page; the rest of the page is zeros."""
+    body = encode_record_body(header)
+    return body + checksum(body)
+
+
+def encode_record_body(header: RecordHeader) -> bytes:
+    """The same without its own checksum."""
     fields = _RECORD.pack(
         RECORD_MAGIC,
         VERSION,
@@ -104,8 +112,7 @@ def encode_record(header: RecordHeader) -> bytes:
         header.namespace,
         header.payload_checksum,
     )
-    body = fields + header.key
-    return body + checksum(body)
+    return fields + header.key
 
 
 def decode_record(page: Bytes) -> RecordHeader | None:

@@ -1,11 +1,11 @@
-"""Carries out a run of adjacent stores or loads in one segment, and says how each of them ended. Starts no thread."""
+"""What a medium is asked to do, in which words it fails, and how Python carries it out. Starts no thread."""
 
 from __future__ import annotations
 
 import errno
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import xxhash
 
@@ -36,37 +36,63 @@ class Operation(NamedTuple):
         return follows and number_of(self.address) == number_of(before.address)
 
 
-class RecordMover:
-    """Used by every thread of a medium."""
+class DirectMode:
+    """Whether segment files are opened with O_DIRECT: as the options say, until the file system says no."""
 
-    def __init__(self, io: FileIO, cache: SegmentCache, namespace: bytes, rank: int, options: DiskOptions) -> None:
-        self._io = io
-        self._cache = cache
+    def __init__(self, direct: bool | Literal["auto"]) -> None:
+        self._may_fall_back = direct == "auto"
+        self.is_on = direct is not False
+
+    def falls_back(self, error: OSError) -> bool:
+        """Whether to try again through the page cache, now and for ever."""
+        if error.errno != errno.EINVAL or not self._may_fall_back:
+            return False
+        if self.is_on:
+            logger.info("this file system has no O_DIRECT (%s): the disk tier goes through the page cache", error)
+        self.is_on = False
+        return True
+
+
+class Headers:
+    """Headers of the records of one rank."""
+
+    def __init__(self, namespace: bytes, rank: int) -> None:
         self._namespace = namespace
         self._rank = rank
+
+    def of(self, operation: Operation, payload_checksum: bytes) -> RecordHeader:
+        return RecordHeader(
+            self._rank, operation.address, operation.num_bytes, self._namespace, payload_checksum, operation.key
+        )
+
+
+class RecordMover:
+    """Carries out a run of adjacent stores or loads in one segment. Used by every thread of a medium."""
+
+    def __init__(
+        self, io: FileIO, cache: SegmentCache, headers: Headers, options: DiskOptions, direct: DirectMode
+    ) -> None:
+        self._io = io
+        self._cache = cache
+        self._headers = headers
         self._batch_bytes = options.batch_bytes
         self._syncs = options.fsync is Fsync.ALWAYS
-        self._may_fall_back = options.direct == "auto"
-        self._is_direct = options.direct is not False
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether files are opened with O_DIRECT now."""
-        return self._is_direct
+        self._direct = direct
 
     def move(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
         """One completion for each operation of a run that is all stores or all loads."""
-        is_direct = self._is_direct
+        is_direct = self._direct.is_on
         try:
             if batch[0].is_store:
                 return self._store(batch, scratch, is_direct)
             return self._load(batch, scratch, is_direct)
         except OSError as error:
-            if is_direct and self._falls_back(error):
+            if is_direct and self._direct.falls_back(error):
                 return self.move(batch, scratch)
             if len(batch) > 1:  # one bad place must not fail its neighbours
                 return [completion for operation in batch for completion in self.move([operation], scratch)]
-            return [Completion(batch[0].ticket, self._failure(batch[0], error))]
+            self._cache.forget(number_of(batch[0].address))
+            return [Completion(batch[0].ticket, failure_of(batch[0], error))]
         except Exception as error:  # a thread that ends would leave everybody waiting
             logger.exception("a disk operation could not be carried out")
             failure = Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
@@ -80,7 +106,7 @@ class RecordMover:
             writer = RecordWriter(place, scratch, self._batch_bytes)
             for operation in batch:
                 payload_checksum = checksum_of(operation.views)
-                writer.add(encode_record(self._header(operation, payload_checksum)), operation.views)
+                writer.add(encode_record(self._headers.of(operation, payload_checksum)), operation.views)
                 completions.append(Completion(operation.ticket, checksum=payload_checksum))
             writer.flush()
             if self._syncs:
@@ -98,32 +124,18 @@ class RecordMover:
         return [self._verified(operation, page) for operation, page in zip(batch, reader.headers, strict=True)]
 
     def _verified(self, operation: Operation, page: bytes) -> Completion:
-        expected = self._header(operation, b"")
+        expected = self._headers.of(operation, b"")
         failure, payload_checksum = verify(expected, page, operation.views)
         return Completion(operation.ticket, failure, payload_checksum)
 
-    def _header(self, operation: Operation, payload_checksum: bytes) -> RecordHeader:
-        return RecordHeader(
-            self._rank, operation.address, operation.num_bytes, self._namespace, payload_checksum, operation.key
-        )
 
-    def _falls_back(self, error: OSError) -> bool:
-        """Whether to try again through the page cache, now and for ever."""
-        if error.errno != errno.EINVAL or not self._may_fall_back:
-            return False
-        if self._is_direct:
-            logger.info("this file system has no O_DIRECT (%s): the disk tier goes through the page cache", error)
-        self._is_direct = False
-        return True
-
-    def _failure(self, operation: Operation, error: OSError) -> Failure:
-        number = number_of(operation.address)
-        self._cache.forget(number)
-        where = f"segment {number}"
-        if isinstance(error, (FileNotFoundError, ShortReadError)) and not operation.is_store:
-            return Failure(FailureReason.MISSING, f"{where}: {error.strerror}")
-        name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        return Failure(FailureReason.IO, f"{where}: {name}: {error.strerror or error}")
+def failure_of(operation: Operation, error: OSError) -> Failure:
+    """In words, what the system said to an operation."""
+    where = f"segment {number_of(operation.address)}"
+    if isinstance(error, (FileNotFoundError, ShortReadError)) and not operation.is_store:
+        return Failure(FailureReason.MISSING, f"{where}: {error.strerror}")
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    return Failure(FailureReason.IO, f"{where}: {name}: {error.strerror or error}")
 
 
 def checksum_of(views: Sequence[memoryview]) -> bytes:

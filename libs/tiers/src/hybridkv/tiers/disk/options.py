@@ -61,9 +61,10 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         fsync: see `Fsync`.
         fsync_interval_s: for `Fsync.INTERVAL`.
         direct: pass the page cache by. "auto": where the file system can.
-        threads: of a medium, 1 to 64.
+        max_in_flight: calls on their way at one time that move records, 1 to 64. Where there is no io_uring, and
+            without `hybridkv.native`, as many threads make them.
         max_queued: operations that wait in a medium; beyond them one completes with BUSY.
-        batch_bytes: adjacent records that are read or written at once, and each thread's bounce buffer.
+        batch_bytes: adjacent records that are read or written by one call.
         max_open_files: segment files that a medium keeps open.
         close_timeout_s: how long `close` waits for file work.
     """
@@ -81,7 +82,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     fsync: Fsync = Fsync.INTERVAL
     fsync_interval_s: float = 5.0
     direct: bool | Literal["auto"] = "auto"
-    threads: int = 4
+    max_in_flight: int = 4
     max_queued: int = 4096
     batch_bytes: int = 4 * MIB
     max_open_files: int = 256
@@ -95,8 +96,10 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         _require("largest_chunk_bytes", self.largest_chunk_bytes >= 0, "a number >= 0", self.largest_chunk_bytes)
         _require("spare_share", 0 <= self.spare_share <= 0.9, "a share within [0, 0.9]", self.spare_share)
         _require("compaction_share", 0 < self.compaction_share <= 0.95, "a share <= 0.95", self.compaction_share)
-        _require("threads", 1 <= self.threads <= 64, "1 to 64", self.threads)
-        _require("max_open_files", self.max_open_files >= self.threads, "one for each thread", self.max_open_files)
+        _require("max_in_flight", 1 <= self.max_in_flight <= 64, "1 to 64", self.max_in_flight)
+        _require(
+            "max_open_files", self.max_open_files >= self.max_in_flight, "max_in_flight or more", self.max_open_files
+        )
         _require("fsync", self.fsync in list(Fsync), '"none", "interval" or "always"', self.fsync)
         _require("direct", self.direct in (True, False, "auto"), 'true, false or "auto"', self.direct)
         whole_pages = self.batch_bytes >= 4 * PAGE_BYTES and self.batch_bytes % PAGE_BYTES == 0

@@ -174,7 +174,7 @@ class RecordReader(_Run):
         while pieces:
             done = self.io.preadv(self.fd, pieces, self.offset)
             if not done:
-                raise ShortReadError(0, f"the file ends at {self.offset}")
+                raise ShortReadError(0, "the file ends before the record does")
             self.offset += done
             pieces = _advanced(pieces, done)
         for bounce, destination in self._copies:

@@ -17,7 +17,9 @@ from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.names import rank_name, segment_name
 
 
-class _Open:
+class OpenSegment:
+    """A segment file that stays open as long as somebody uses it."""
+
     __slots__ = ("fd", "is_direct", "is_forgotten", "num_users")
 
     def __init__(self, fd: int, is_direct: bool) -> None:
@@ -37,26 +39,35 @@ class SegmentCache:
         self._lock = threading.Lock()
         self._directory_lock = threading.Lock()
         self._directory: Directory | None = None
-        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._open: OrderedDict[int, OpenSegment] = OrderedDict()
+        self._unused: list[int] = []
 
     @contextmanager
     def opened(self, number: int, is_direct: bool) -> Iterator[int]:
         """A descriptor to read from and write to, as long as the block lasts. `OSError` when there is none."""
-        segment = self._acquire(number, is_direct)
+        segment = self.acquire(number, is_direct)
         try:
             yield segment.fd
         finally:
-            self._release(segment)
+            self.release(segment)
 
-    def _acquire(self, number: int, is_direct: bool) -> _Open:
+    def acquire_open(self, number: int, is_direct: bool) -> OpenSegment | None:
+        """The segment if its file is open, to be released. Touches no file."""
         with self._lock:
             segment = self._open.get(number)
-            if segment is not None and segment.is_direct == is_direct:
-                self._open.move_to_end(number)
-                segment.num_users += 1
-                return segment
+            if segment is None or segment.is_direct != is_direct:
+                return None
+            self._open.move_to_end(number)
+            segment.num_users += 1
+            return segment
+
+    def acquire(self, number: int, is_direct: bool) -> OpenSegment:
+        """The segment, to be released. `OSError` when its file cannot be opened."""
+        segment = self.acquire_open(number, is_direct)
+        if segment is not None:
+            return segment
         # Outside of the lock: a device that stands still must not stop who finds his file open.
-        segment = _Open(self._open_file(number, is_direct), is_direct)
+        segment = OpenSegment(self._open_file(number, is_direct), is_direct)
         segment.num_users = 1
         with self._lock:
             self._forget(self._open.pop(number, None))
@@ -65,7 +76,8 @@ class SegmentCache:
                 self._forget(self._open.popitem(last=False)[1])
         return segment
 
-    def _release(self, segment: _Open) -> None:
+    def release(self, segment: OpenSegment) -> None:
+        """One user fewer."""
         with self._lock:
             segment.num_users -= 1
             self._close_if_idle(segment)
@@ -78,11 +90,12 @@ class SegmentCache:
         return segment is not None
 
     def close(self) -> None:
-        """Close what nobody uses now, the rest when nobody does any more."""
+        """Close what nobody uses now, and open nothing again. What somebody uses stays open."""
         with self._lock:
             for segment in self._open.values():
                 self._forget(segment)
             self._open.clear()
+        self.close_unused()
         if self._directory_lock.acquire(timeout=1.0):
             try:
                 if self._directory is not None:
@@ -91,14 +104,21 @@ class SegmentCache:
             finally:
                 self._directory_lock.release()
 
-    def _forget(self, segment: _Open | None) -> None:
+    def _forget(self, segment: OpenSegment | None) -> None:
         if segment is not None:
             segment.is_forgotten = True
             self._close_if_idle(segment)
 
-    def _close_if_idle(self, segment: _Open) -> None:
+    def _close_if_idle(self, segment: OpenSegment) -> None:
         if segment.is_forgotten and not segment.num_users:
-            self._io.close(segment.fd)
+            self._unused.append(segment.fd)
+
+    def close_unused(self) -> None:
+        """Close the files that nobody wants any more. May wait for a device."""
+        with self._lock:
+            unused, self._unused = self._unused, []
+        for fd in unused:
+            self._io.close(fd)
 
     def _open_file(self, number: int, is_direct: bool) -> int:
         flags = os.O_DIRECT if is_direct else 0

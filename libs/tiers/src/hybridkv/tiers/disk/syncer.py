@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hybridkv.tiers.contract import Completion
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.layout import number_of
-from hybridkv.tiers.disk.operations import Operation, RecordMover
+from hybridkv.tiers.disk.operations import DirectMode, Operation
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.disk.segment_cache import SegmentCache
 
@@ -20,11 +20,11 @@ class Syncer:
     """Knows which segments were written to since they were last synced. Does nothing but for `Fsync.INTERVAL`."""
 
     def __init__(
-        self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float], mover: RecordMover
+        self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float], direct: DirectMode
     ) -> None:
         self._io = io
         self._cache = cache
-        self._mover = mover
+        self._direct = direct
         self._clock = clock
         self._is_on = options.fsync is Fsync.INTERVAL
         self._interval_s = options.fsync_interval_s
@@ -42,14 +42,16 @@ class Syncer:
     def is_due(self) -> bool:
         return bool(self._dirty) and self._clock() >= self._due_s
 
-    def wrote(self, batch: Sequence[Operation], completions: Sequence[Completion]) -> None:
-        """These operations ended."""
-        if not self._is_on or not batch[0].is_store or all(completion.failure for completion in completions):
-            return
+    def ended(self, operation: Operation, completion: Completion) -> bool:
+        """Take note of what an operation wrote. True when it is the first since the last sync."""
+        if not self._is_on or not operation.is_store or completion.failure is not None:
+            return False
         with self._lock:
-            if not self._dirty:
+            is_first = not self._dirty
+            if is_first:
                 self._due_s = self._clock() + self._interval_s
-            self._dirty.add(number_of(batch[0].address))
+            self._dirty.add(number_of(operation.address))
+        return is_first
 
     def sync(self) -> None:
         """Sync every segment that was written to, in the calling thread."""
@@ -57,7 +59,7 @@ class Syncer:
             dirty, self._dirty = self._dirty, set()
         for number in sorted(dirty):
             try:
-                with self._cache.opened(number, self._mover.is_direct) as fd:
+                with self._cache.opened(number, self._direct.is_on) as fd:
                     self._io.fdatasync(fd)
                 self._has_failed = False
             except FileNotFoundError:
@@ -66,3 +68,48 @@ class Syncer:
                 if not self._has_failed:
                     logger.warning("segment %d could not be synced: %s; a loss of power may lose it", number, error)
                 self._has_failed = True
+
+
+class SyncThread:
+    """A `Syncer` with a thread of its own, which there is only once something waits to be synced."""
+
+    def __init__(
+        self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float], direct: DirectMode
+    ) -> None:
+        self._syncer = Syncer(io, cache, options, clock, direct)
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def ended(self, operation: Operation, completion: Completion) -> None:
+        """Take note of what an operation wrote."""
+        if not self._syncer.ended(operation, completion):
+            return
+        with self._condition:
+            if self._thread is None and not self._is_closed:
+                thread = threading.Thread(target=self._work, name="hybridkv-disk-sync", daemon=True)
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError) as error:
+                    logger.warning("nothing is synced before the end: %s", error)
+                    return
+                self._thread = thread
+            self._condition.notify()
+
+    def close(self) -> None:
+        """Sync what is left, for as long as it takes."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self._syncer.sync()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._is_closed or self._syncer.is_due):
+                    self._condition.wait(self._syncer.wait_s)
+                if self._is_closed:
+                    return
+            self._syncer.sync()

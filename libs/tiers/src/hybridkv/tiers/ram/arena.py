@@ -7,6 +7,7 @@ calling thread; a copy engine that moves bytes itself uses `addresses`, `seal` a
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Sequence
@@ -196,6 +197,8 @@ def _map_memory(num_bytes: int) -> Bytes:
         raise TierConfigurationError(
             "capacity_bytes", f"memory that this host can map ({error})", num_bytes, hint="give the tier less memory"
         ) from error
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, dtype=np.uint8)
 
 

@@ -1,0 +1,152 @@
+#include "csrc/bindings/record_queue_binding.h"
+
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "csrc/bindings/file_backend.h"
+#include "csrc/cpu/record_queue.h"
+#include "hybridkv/canonical_digest.h"
+
+namespace hybridkv::bindings {
+namespace {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+nb::bytes bytes_of(const std::vector<unsigned char>& bytes) {
+  return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+// Memory of Python's that stays where it is until this ends.
+class Buffers {
+ public:
+  Buffers() = default;
+  Buffers(Buffers&& other) noexcept : buffers_(std::exchange(other.buffers_, {})) {}
+  Buffers& operator=(Buffers&&) = delete;
+  ~Buffers() {
+    for (Py_buffer& buffer : buffers_) PyBuffer_Release(&buffer);
+  }
+
+  void add(nb::handle object, bool is_written) {
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(object.ptr(), &buffer, is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) nb::raise_python_error();
+    buffers_.push_back(buffer);
+  }
+  std::vector<iovec> extents() const {
+    std::vector<iovec> extents;
+    for (const Py_buffer& buffer : buffers_) {
+      if (buffer.len > 0) extents.push_back({buffer.buf, static_cast<std::size_t>(buffer.len)});
+    }
+    return extents;
+  }
+
+ private:
+  std::vector<Py_buffer> buffers_;
+};
+
+// Its name is another than that of the file queue: types are told apart by theirs.
+class Records {
+ public:
+  Records(std::size_t max_in_flight, std::size_t batch_bytes, std::size_t digest_at, const std::string& backend)
+      : digest_at_(digest_at) {
+    require(digest_at + 2 * cpu::kDigestBytes <= cpu::kRecordPageBytes,
+            "digest_at: expected room for two digests behind it in a page");
+    // Calls beyond the largest number of threads wait for one.
+    queue_ = std::make_unique<cpu::RecordQueue>(make_backend(backend, max_in_flight, std::min(max_in_flight, kMaxThreads)),
+                                                cpu::RecordQueueOptions{batch_bytes, digest_at});
+  }
+  // What has not ended is left to run, with its memory: nobody can take that from a device.
+  ~Records() {
+    bool is_over = false;
+    {
+      const nb::gil_scoped_release released;
+      is_over = queue_->close(0.0);
+      if (is_over) queue_.reset();
+    }
+    if (is_over) return;
+    (void)queue_.release();
+    (void)new std::unordered_map<std::int64_t, Buffers>(std::move(buffers_));
+  }
+  Records(const Records&) = delete;
+  Records& operator=(const Records&) = delete;
+
+  const char* backend() const { return name_of(queue_->backend()); }
+  std::int64_t num_transfers() const { return queue_->num_transfers(); }
+
+  bool submit(std::int64_t tag, bool is_store, int fd, std::int64_t offset, bool is_direct, bool syncs,
+              const nb::bytes& header, const nb::sequence& buffers) {
+    require(buffers_.count(tag) == 0, "tag: expected one that no record has that has not been taken");
+    require(offset >= 0 && offset % static_cast<std::int64_t>(cpu::kRecordPageBytes) == 0,
+            "offset: expected a multiple of 4096");
+    require(header.size() >= digest_at_ + cpu::kDigestBytes &&
+                header.size() + cpu::kDigestBytes <= cpu::kRecordPageBytes,
+            "header: expected room for the payload's digest in it, and for its own behind it in a page");
+    Buffers held;
+    for (const nb::handle buffer : buffers) held.add(buffer, !is_store);
+    cpu::RecordRequest record{tag, is_store, is_direct, syncs, fd, offset, {}, held.extents()};
+    require(!record.payload.empty(), "buffers: expected at least one byte");
+    const auto* bytes = static_cast<const unsigned char*>(header.data());
+    record.header.assign(bytes, bytes + header.size());
+    if (!queue_->submit(std::move(record))) return false;
+    buffers_.emplace(tag, std::move(held));
+    return true;
+  }
+
+  // (tag, outcome, errno, digest, page) of each.
+  nb::list take() {
+    nb::list result;
+    for (const cpu::RecordCompletion& completion : queue_->take()) {
+      buffers_.erase(completion.tag);
+      unsigned char digest[cpu::kDigestBytes];
+      write_canonical(completion.digest, digest);
+      result.append(nb::make_tuple(completion.tag, static_cast<int>(completion.outcome), completion.error,
+                                   nb::bytes(reinterpret_cast<const char*>(digest), sizeof digest),
+                                   bytes_of(completion.page)));
+    }
+    return result;
+  }
+
+  bool wait_until_idle(double timeout_s) {
+    const nb::gil_scoped_release released;
+    return queue_->wait_until_idle(timeout_s);
+  }
+
+  bool close(double timeout_s) {
+    const nb::gil_scoped_release released;
+    return queue_->close(timeout_s);
+  }
+
+ private:
+  static void require(bool holds, const char* message) {
+    if (!holds) throw std::invalid_argument(message);
+  }
+
+  std::size_t digest_at_;
+  std::unique_ptr<cpu::RecordQueue> queue_;
+  std::unordered_map<std::int64_t, Buffers> buffers_;  // by tag; with the interpreter lock
+};
+
+}  // namespace
+
+void bind_record_queue(nb::module_& module) {
+  nb::class_<Records>(module, "RecordQueue")
+      .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&>(), "max_in_flight"_a, "batch_bytes"_a,
+           "digest_at"_a, "backend"_a = "best")
+      .def_prop_ro("backend", &Records::backend)
+      .def_prop_ro("num_transfers", &Records::num_transfers)
+      .def("submit", &Records::submit, "tag"_a, "is_store"_a, "fd"_a, "offset"_a, "is_direct"_a, "syncs"_a, "header"_a,
+           "buffers"_a)
+      .def("take", &Records::take)
+      .def("wait_until_idle", &Records::wait_until_idle, "timeout_s"_a)
+      .def("close", &Records::close, "timeout_s"_a);
+}
+
+}  // namespace hybridkv::bindings

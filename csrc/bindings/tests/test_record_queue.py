@@ -1,0 +1,147 @@
+"""The record queue of hybridkv.native: what it takes, and that memory stays where it is while it is used."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from hybridkv.native import RecordQueue, has_uring
+
+LONG_S = 60.0
+DIGEST_AT = 8
+HEADER = b"8 bytes." + bytes(16) + b"and a key"
+DONE, FAILED, OTHER_HEADER, OTHER_PAYLOAD, CANCELLED = range(5)
+
+
+@pytest.fixture(params=["threads", "io_uring"])
+def queue(request: pytest.FixtureRequest) -> Iterator[RecordQueue]:
+    if request.param == "io_uring" and not has_uring():
+        pytest.skip("this kernel gives us no io_uring")
+    queue = RecordQueue(2, 1 << 20, DIGEST_AT, request.param)
+    assert queue.backend == request.param
+    yield queue
+    assert queue.close(LONG_S)
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    opened = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield opened
+    os.close(opened)
+
+
+def only(queue: RecordQueue) -> tuple[int, int, int, bytes, bytes]:
+    assert queue.wait_until_idle(LONG_S)
+    [ended] = queue.take()
+    return ended
+
+
+def test_a_record_is_a_page_with_a_header_and_the_payload_in_pages(queue: RecordQueue, fd: int) -> None:
+    parts = [b"x" * 5000, b"", memoryview(b"yz" * 10)]
+    payload = b"".join(parts)
+    assert queue.submit(7, True, fd, 8192, False, False, HEADER, parts)
+    digest = xxhash.xxh3_128_digest(payload)
+    assert only(queue) == (7, DONE, 0, digest, b"")
+    header = HEADER[:DIGEST_AT] + digest + HEADER[DIGEST_AT + 16 :]
+    page = (header + xxhash.xxh3_128_digest(header)).ljust(4096, b"\0")
+    assert os.pread(fd, 1 << 20, 8192) == page + payload.ljust(8192, b"\0")
+    destination = [bytearray(20), np.zeros(5000, dtype=np.uint8)]
+    assert queue.submit(7, False, fd, 8192, False, False, HEADER, destination)
+    assert only(queue) == (7, DONE, 0, digest, b"")
+    assert b"".join(map(bytes, destination)) == payload
+    other = HEADER.replace(b"key", b"kez")
+    assert queue.submit(7, False, fd, 8192, False, False, other, destination)
+    assert only(queue) == (7, OTHER_HEADER, 0, bytes(16), page)
+    os.pwrite(fd, b"?", 8192 + 4096 + 5019)
+    assert queue.submit(7, False, fd, 8192, False, False, HEADER, destination)
+    assert only(queue)[1] == OTHER_PAYLOAD
+    os.ftruncate(fd, 16384)
+    assert queue.submit(7, False, fd, 8192, False, False, HEADER, destination)
+    assert only(queue)[1:3] == (FAILED, errno.ENODATA)
+
+
+def test_memory_stays_where_it_is_until_the_end_was_taken(queue: RecordQueue, fd: int) -> None:
+    destination = np.zeros(4096, dtype=np.uint8)
+    is_gone = weakref.ref(destination)
+    assert queue.submit(1, False, fd, 0, False, False, HEADER, [destination])
+    del destination
+    assert queue.wait_until_idle(LONG_S)
+    gc.collect()
+    assert is_gone() is not None
+    queue.take()
+    assert is_gone() is None
+
+
+def test_what_is_closed_takes_nothing_and_holds_nothing(queue: RecordQueue, fd: int) -> None:
+    assert queue.close(LONG_S)
+    destination = bytearray(10)
+    assert not queue.submit(1, False, fd, 0, False, False, HEADER, [destination])
+    destination.extend(b"nobody holds it")
+    assert queue.take() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"offset": 100}, ValueError, "offset"),
+        ({"offset": -4096}, ValueError, "offset"),
+        ({"header": HEADER[: DIGEST_AT + 15]}, ValueError, "header"),
+        ({"header": bytes(4081)}, ValueError, "header"),
+        ({"buffers": []}, ValueError, "buffers"),
+        ({"buffers": [b""], "is_store": True}, ValueError, "buffers"),
+        ({"buffers": [b"read-only"]}, BufferError, "writable"),
+        ({"buffers": [memoryview(bytearray(10))[::2]]}, BufferError, "contiguous"),
+        ({"buffers": [1]}, TypeError, "bytes-like"),
+    ],
+)
+def test_arguments_that_fit_no_record_are_refused_by_name(
+    queue: RecordQueue, fd: int, changes: dict[str, object], error: type[Exception], words: str
+) -> None:
+    arguments: dict[str, object] = {
+        "tag": 1,
+        "is_store": False,
+        "fd": fd,
+        "offset": 0,
+        "is_direct": False,
+        "syncs": False,
+        "header": HEADER,
+        "buffers": [bytearray(10)],
+    }
+    with pytest.raises(error, match=words):
+        queue.submit(**arguments | changes)  # type: ignore[arg-type]
+    assert queue.wait_until_idle(0.0) and queue.take() == []
+
+
+def test_a_tag_is_one_records_until_its_end_was_taken(queue: RecordQueue, fd: int) -> None:
+    assert queue.submit(1, True, fd, 0, False, False, HEADER, [b"x"])
+    with pytest.raises(ValueError, match="tag"):
+        queue.submit(1, True, fd, 0, False, False, HEADER, [b"x"])
+    assert only(queue)[0] == 1
+    assert queue.submit(1, True, fd, 0, False, False, HEADER, [b"x"])
+    only(queue)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((0, 1, 0, "best"), "max_in_flight"), ((1, 1, 0, "worst"), "backend"), ((1, 1, 4080), "digest_at")],
+)
+def test_a_queue_that_cannot_be_is_refused_by_name(arguments: tuple[object, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RecordQueue(*arguments)  # type: ignore[arg-type]
+
+
+def test_a_queue_that_is_dropped_while_it_works_keeps_its_memory(fd: int) -> None:
+    chunk = bytes(1 << 20)
+    for _ in range(20):
+        queue = RecordQueue(2, 1 << 20, DIGEST_AT)
+        for tag in range(4):
+            assert queue.submit(tag, True, fd, tag * (1 << 21), False, False, HEADER, [bytearray(chunk)])
+        del queue

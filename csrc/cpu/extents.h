@@ -1,0 +1,18 @@
+// Runs of memory in the form that system calls take.
+#ifndef HYBRIDKV_CPU_EXTENTS_H_
+#define HYBRIDKV_CPU_EXTENTS_H_
+
+#include <sys/uio.h>
+
+#include <vector>
+
+#include "hybridkv/xxh3.h"
+
+namespace hybridkv::cpu {
+
+// XXH3-128 of their bytes, one after the other.
+Digest128 digest(const std::vector<iovec>& extents);
+
+}  // namespace hybridkv::cpu
+
+#endif  // HYBRIDKV_CPU_EXTENTS_H_

@@ -1,0 +1,221 @@
+#include "csrc/cpu/record_queue.h"
+
+#include <cerrno>
+#include <chrono>
+#include <iterator>
+#include <utility>
+
+namespace hybridkv::cpu {
+namespace {
+
+constexpr double kForeverS = 1e9;
+
+std::chrono::duration<double> seconds(double number) { return std::chrono::duration<double>(number); }
+
+}  // namespace
+
+RecordQueue::RecordQueue(std::unique_ptr<FileQueue> files, RecordQueueOptions options)
+    : options_(options), files_(std::move(files)), flights_(files_->max_in_flight()) {
+  for (std::size_t slot = flights_.size(); slot-- > 0;) free_slots_.push_back(slot);
+  thread_ = std::thread([this] { run(); });
+}
+
+RecordQueue::~RecordQueue() {
+  close(kForeverS);
+  thread_.join();
+}
+
+bool RecordQueue::submit(RecordRequest record) {
+  bool must_wake = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_closing_) return false;
+    ++num_open_;
+    (record.is_store ? stores_ : loads_).push_back(std::move(record));
+    must_wake = can_be_woken_;
+    can_be_woken_ = false;
+  }
+  submitted_.notify_one();
+  if (must_wake) files_->wake();
+  return true;
+}
+
+std::vector<RecordCompletion> RecordQueue::take() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(completions_, {});
+}
+
+bool RecordQueue::wait_until_idle(double timeout_s) {
+  std::unique_lock lock(mutex_);
+  return ended_.wait_for(lock, seconds(timeout_s), [this] { return num_open_ == 0; });
+}
+
+bool RecordQueue::close(double timeout_s) {
+  std::unique_lock lock(mutex_);
+  is_closing_ = true;
+  for (std::deque<RecordRequest>* waiting : {&alone_, &loads_, &stores_}) {
+    cancel({std::make_move_iterator(waiting->begin()), std::make_move_iterator(waiting->end())});
+    waiting->clear();
+  }
+  if (prepared_ != nullptr) cancel(std::exchange(prepared_, nullptr)->records());
+  submitted_.notify_one();
+  return ended_.wait_for(lock, seconds(timeout_s), [this] { return has_ended_; });
+}
+
+std::int64_t RecordQueue::num_transfers() const {
+  const std::lock_guard lock(mutex_);
+  return num_transfers_;
+}
+
+void RecordQueue::run() {
+  while (true) {
+    start_waiting();
+    if (files_->num_in_flight() == 0) {
+      if (!wait_for_records()) return;
+      continue;
+    }
+    prepare_store();
+    const std::vector<FileCompletion> reaped = files_->reap(1, flights_.size(), kForeverS);
+    std::vector<Flight> ended;
+    for (const FileCompletion& completion : reaped) {
+      const auto slot = static_cast<std::size_t>(completion.tag);
+      ended.push_back(std::move(flights_[slot]));
+      free_slots_.push_back(slot);
+    }
+    // First what keeps the device busy, and then what keeps this thread busy.
+    start_waiting();
+    for (std::size_t number = 0; number < ended.size(); ++number) end(std::move(ended[number]), reaped[number]);
+  }
+}
+
+void RecordQueue::start_waiting() {
+  while (!free_slots_.empty()) {
+    if (!unsynced_.empty()) {
+      start(std::move(unsynced_.front()));
+      unsynced_.pop_front();
+      continue;
+    }
+    std::unique_ptr<RecordBatch> batch = next_batch();
+    if (batch == nullptr) return;
+    if (batch->is_ready()) {
+      start({std::move(batch), false});
+    } else {
+      fail(*batch, ENOMEM);
+    }
+  }
+}
+
+void RecordQueue::start(Flight flight) {
+  const std::size_t slot = free_slots_.back();
+  free_slots_.pop_back();
+  FileRequest request = flight.batch->request(static_cast<std::int64_t>(slot));
+  if (flight.is_syncing) {
+    request.operation = FileOperation::kSyncData;
+    request.extents.clear();
+  }
+  flights_[slot] = std::move(flight);
+  files_->submit(std::move(request));
+}
+
+void RecordQueue::end(Flight flight, const FileCompletion& completion) {
+  RecordBatch& batch = *flight.batch;
+  if (completion.error != 0 && batch.size() > 1) {
+    // One bad place must not fail its neighbours.
+    const std::lock_guard lock(mutex_);
+    for (RecordRequest& record : batch.take_records()) alone_.push_back(std::move(record));
+  } else if (completion.error != 0) {
+    fail(batch, completion.error);
+  } else if (batch.front().is_store && batch.front().syncs && !flight.is_syncing) {
+    flight.is_syncing = true;
+    unsynced_.push_back(std::move(flight));
+  } else {
+    complete(batch.finish());
+  }
+}
+
+void RecordQueue::fail(const RecordBatch& batch, int error) {
+  std::vector<RecordCompletion> completions;
+  for (const RecordRequest& record : batch.records()) {
+    completions.push_back({record.tag, RecordOutcome::kFailed, error, {}, {}});
+  }
+  complete(std::move(completions));
+}
+
+void RecordQueue::complete(std::vector<RecordCompletion> completions) {
+  const std::lock_guard lock(mutex_);
+  num_open_ -= completions.size();
+  for (RecordCompletion& completion : completions) completions_.push_back(std::move(completion));
+  if (num_open_ == 0) ended_.notify_all();
+}
+
+// Of the first record that waits, and those behind it that continue it. Null when nothing waits: then `submit` wakes us.
+std::unique_ptr<RecordBatch> RecordQueue::next_batch() {
+  std::vector<RecordRequest> records;
+  {
+    const std::lock_guard lock(mutex_);
+    can_be_woken_ = !has_waiting();
+    if (can_be_woken_) return nullptr;
+    ++num_transfers_;
+    if (!alone_.empty()) {
+      records.push_back(std::move(alone_.front()));
+      alone_.pop_front();
+    } else {
+      const bool has_stores = prepared_ != nullptr || !stores_.empty();
+      const bool is_load = !loads_.empty() && (!has_stores || loads_in_a_row_ < kMaxLoadsBeforeAStore);
+      loads_in_a_row_ = is_load ? loads_in_a_row_ + 1 : 0;
+      if (!is_load && prepared_ != nullptr) return std::move(prepared_);
+      records = take_neighbours(is_load ? loads_ : stores_);
+    }
+  }
+  return std::make_unique<RecordBatch>(std::move(records), options_.digest_at);
+}
+
+// The digests of what is stored next, taken while the device is busy.
+void RecordQueue::prepare_store() {
+  std::vector<RecordRequest> records;
+  {
+    const std::lock_guard lock(mutex_);
+    if (prepared_ != nullptr || stores_.empty() || !loads_.empty()) return;
+    records = take_neighbours(stores_);
+  }
+  auto batch = std::make_unique<RecordBatch>(std::move(records), options_.digest_at);
+  const std::lock_guard lock(mutex_);
+  if (is_closing_) {
+    cancel(batch->records());
+  } else {
+    prepared_ = std::move(batch);
+  }
+}
+
+std::vector<RecordRequest> RecordQueue::take_neighbours(std::deque<RecordRequest>& waiting) const {
+  std::vector<RecordRequest> records;
+  std::size_t num_bytes = 0;
+  while (!waiting.empty() && num_bytes < options_.batch_bytes) {
+    if (!records.empty() && !waiting.front().continues(records.back())) break;
+    num_bytes += waiting.front().num_bytes();
+    records.push_back(std::move(waiting.front()));
+    waiting.pop_front();
+  }
+  return records;
+}
+
+void RecordQueue::cancel(const std::vector<RecordRequest>& records) {
+  for (const RecordRequest& record : records) {
+    completions_.push_back({record.tag, RecordOutcome::kCancelled, 0, {}, {}});
+  }
+  num_open_ -= records.size();
+  if (num_open_ == 0) ended_.notify_all();
+}
+
+// False when the end has come.
+bool RecordQueue::wait_for_records() {
+  std::unique_lock lock(mutex_);
+  submitted_.wait(lock, [this] { return is_closing_ || has_waiting(); });
+  can_be_woken_ = false;
+  if (has_waiting()) return true;
+  has_ended_ = true;
+  ended_.notify_all();
+  return false;
+}
+
+}  // namespace hybridkv::cpu

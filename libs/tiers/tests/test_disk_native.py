@@ -1,0 +1,314 @@
+"""What the extension's record queue does for a medium is what Python does; where it stands still, nobody waits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import disk_faults
+import disk_store
+import msgspec
+import pytest
+
+from hybridkv.tiers import Completion, FailureReason, Slot, Ticket
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
+from hybridkv.tiers.disk.layout import PAGE_BYTES
+from hybridkv.tiers.disk.medium import native_queue
+
+OPTIONS = disk_store.options_for(16 * 8192, num_spare=3, batch_bytes=8 * PAGE_BYTES)
+
+
+def media(path: Path, options: DiskOptions, io: FileIO | None = None) -> tuple[DiskMedium, DiskMedium]:
+    """The extension's, and Python's."""
+    digest = disk_store.FINGERPRINT.digest()
+    return (
+        DiskMedium(str(path), digest, 0, options, io, is_native=True),
+        DiskMedium(str(path), digest, 0, options, io, is_native=False),
+    )
+
+
+def reserve(index: DiskIndex, key: bytes, num_bytes: int) -> Slot:
+    slot = index.reserve(key, num_bytes)
+    assert isinstance(slot, Slot)
+    return slot
+
+
+def reserve_elsewhere(index: DiskIndex) -> Slot:
+    """In another segment than what was reserved before."""
+    reserve(index, b"gap", 60_000)
+    index.abort(b"gap")
+    return reserve(index, b"elsewhere", 60_000)
+
+
+def load(medium: DiskMedium, key: bytes, slot: Slot) -> tuple[Completion, bytes]:
+    destination = bytearray(slot.num_bytes)
+    medium.load(Ticket(1), key, slot, [destination])
+    [completion] = disk_store.finish(medium)
+    return completion, bytes(destination)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 20_000])
+def test_the_extension_and_python_write_the_same_file(tmp_path: Path, direct: bool, num_bytes: int) -> None:
+    chunk = random.Random(num_bytes).randbytes(num_bytes)
+    files = []
+    for number in range(2):
+        path = tmp_path / str(number)
+        options = msgspec.structs.replace(OPTIONS, direct=direct)
+        index = disk_store.make_index(path, options)
+        slot = reserve(index, b"key", num_bytes)
+        both = media(path, options)
+        both[number].store(Ticket(1), b"key", slot, [chunk])
+        [stored] = disk_store.finish(both[number])
+        assert stored.failure is None
+        for medium in both:
+            assert load(medium, b"key", slot) == (Completion(Ticket(1), checksum=stored.checksum), chunk)
+            medium.close()
+        files.append(disk_store.segment_path(path, slot).read_bytes())
+        index.close()
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "nothing",
+        "header",
+        "header checksum",
+        "payload",
+        "payload checksum",
+        "zeros",
+        "another key",
+        "another place",
+        "cut",
+    ],
+)
+def test_the_extension_and_python_say_the_same_of_damage(tmp_path: Path, damage: str) -> None:
+    options = msgspec.structs.replace(OPTIONS, direct=False)
+    index = disk_store.make_index(tmp_path / "store", options)
+    both = media(tmp_path / "store", options)
+    slots = {}
+    for key in (b"key", b"kez"):
+        slots[key] = reserve(index, key, 5000)
+        both[0].store(Ticket(1), key, slots[key], [key * 1666 + b"??"])
+        assert disk_store.finish(both[0])[0].failure is None
+    file, first = disk_store.segment_path(tmp_path / "store", slots[b"key"]), disk_store.payload_offset(slots[b"key"])
+    page = first - PAGE_BYTES
+    key, slot = b"key", slots[b"key"]
+    if damage == "cut":
+        os.truncate(file, first + 4096)
+    elif damage == "another key":
+        key = b"kez"
+    elif damage in ("another place", "zeros"):
+        data = file.read_bytes()
+        other = disk_store.payload_offset(slots[b"kez"]) - PAGE_BYTES
+        record = data[other : other + first - page + 8192] if damage == "another place" else bytes(12288)
+        file.write_bytes(data[:page] + record + data[page + len(record) :])
+    elif damage != "nothing":
+        places = {
+            "header": page + 20,
+            "payload checksum": page + 64,
+            "header checksum": page + 83,
+            "payload": first + 4999,
+        }
+        disk_store.flip(file, places[damage])
+    native, python = (load(medium, key, slot)[0] for medium in both)
+    assert native == python
+    assert (native.failure is None) == (damage == "nothing")
+    for medium in both:
+        medium.close()
+    index.close()
+
+
+def test_a_call_that_stands_still_holds_up_nobody_else_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_queue = native_queue()
+    assert make_queue is not None
+    event = threading.Event()
+
+    class StandsStill:
+        """What is loaded of b"stuck" does not come before the event."""
+
+        def __init__(self, *arguments: int) -> None:
+            self.queue = make_queue(*arguments)
+            self.stuck_tags: set[int] = set()
+            self.held: list[tuple[int, int, int, bytes, bytes]] = []
+
+        def submit(self, tag: int, is_store: bool, *rest: Any) -> bool:
+            if not is_store and b"stuck" in rest[4]:
+                self.stuck_tags.add(tag)
+            return self.queue.submit(tag, is_store, *rest)
+
+        def take(self) -> list[tuple[int, int, int, bytes, bytes]]:
+            self.held += self.queue.take()
+            taken = [end for end in self.held if event.is_set() or end[0] not in self.stuck_tags]
+            self.held = [end for end in self.held if end not in taken]
+            return taken
+
+        def wait_until_idle(self, timeout_s: float) -> bool:
+            return self.queue.wait_until_idle(timeout_s) and (not self.stuck_tags or event.wait(timeout_s))
+
+        def close(self, timeout_s: float) -> bool:
+            return self.queue.close(timeout_s) and (not self.stuck_tags or event.wait(timeout_s))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.queue, name)
+
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: StandsStill)
+    options = msgspec.structs.replace(OPTIONS, close_timeout_s=0.05)
+    index = disk_store.make_index(tmp_path / "store", options)
+    medium, _ = media(tmp_path / "store", options)
+    slots = {}
+    for key in (b"good", b"stuck"):
+        assert disk_store.store(index, medium, key, key * 1000)
+        slot = index.pin(key)
+        assert slot is not None
+        slots[key] = slot
+    destination = bytearray(5000)
+    medium.load(Ticket(1), b"stuck", slots[b"stuck"], [destination])
+    completion, data = load_beside(medium, b"good", slots[b"good"])
+    assert completion.failure is None and data == b"good" * 1000
+    assert not medium.drain(0.0)
+    medium.close()
+    medium.load(Ticket(3), b"good", slots[b"good"], [bytearray(4000)])
+    [refused] = medium.poll()
+    assert refused.ticket == 3 and refused.failure is not None and refused.failure.reason is FailureReason.CLOSED
+    event.set()
+    assert [completion.ticket for completion in disk_store.finish(medium)] == [1]
+    assert destination == b"stuck" * 1000
+    index.close()
+
+
+def load_beside(medium: DiskMedium, key: bytes, slot: Slot) -> tuple[Completion, bytes]:
+    """`load` where something else does not end."""
+    destination = bytearray(slot.num_bytes)
+    medium.load(Ticket(2), key, slot, [destination])
+    end_s = time.monotonic() + disk_faults.TIMEOUT_S
+    while not (completions := medium.poll()):
+        assert time.monotonic() < end_s
+        medium.drain(0.01)
+    [completion] = completions
+    assert completion.ticket == 2
+    return completion, bytes(destination)
+
+
+def test_a_file_that_cannot_be_opened_holds_up_nobody_whose_file_is_open(tmp_path: Path) -> None:
+    io = disk_faults.FaultyIO()
+    options = msgspec.structs.replace(OPTIONS, max_queued=1, max_in_flight=1)
+    index = disk_store.make_index(tmp_path / "store", options)
+    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, is_native=True)
+    assert disk_store.store(index, medium, b"good", b"x" * 100)
+    elsewhere = reserve_elsewhere(index)
+    event = io.stalled["open"] = threading.Event()
+    for ticket in range(3):
+        medium.store(Ticket(ticket), b"elsewhere", elsewhere, [b"y" * 60_000])
+    [refused] = medium.poll()
+    assert refused.ticket == 2 and refused.failure is not None and refused.failure.reason is FailureReason.BUSY
+    good = index.pin(b"good")
+    assert good is not None
+    completion, data = load_beside(medium, b"good", good)
+    assert completion.failure is None and data == b"x" * 100
+    io.failing["open"] = 5
+    event.set()
+    failures = [completion.failure for completion in disk_store.finish(medium)]
+    assert [failure.reason for failure in failures if failure is not None] == [FailureReason.IO] * 2
+    io.failing.clear()
+    assert load(medium, b"good", good)[0].failure is None
+    medium.close()
+    index.close()
+
+
+def test_without_direct_io_auto_goes_through_the_page_cache(tmp_path: Path) -> None:
+    index = disk_store.make_index(tmp_path / "store", OPTIONS)
+    medium, _ = media(tmp_path / "store", OPTIONS, disk_faults.WithoutDirect())
+    assert disk_store.store(index, medium, b"key", b"x" * 5000)
+    medium.close()
+    demanding, _ = media(tmp_path / "store", msgspec.structs.replace(OPTIONS, direct=True), disk_faults.WithoutDirect())
+    slot = index.pin(b"key")
+    assert slot is not None
+    failure = load(demanding, b"key", slot)[0].failure
+    assert failure is not None and "EINVAL" in failure.detail
+    demanding.close()
+    index.close()
+
+
+def test_calls_that_refuse_direct_io_are_made_again_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with some file systems: the file opens, and then each call fails."""
+    make_queue = native_queue()
+    assert make_queue is not None
+
+    class RefusesDirect:
+        def __init__(self, *arguments: int) -> None:
+            self.queue = make_queue(*arguments)
+            self.direct_tags: set[int] = set()
+
+        def submit(self, tag: int, is_store: bool, fd: int, offset: int, is_direct: bool, *rest: Any) -> bool:
+            self.direct_tags |= {tag} if is_direct else set()
+            return self.queue.submit(tag, is_store, fd, offset, is_direct, *rest)
+
+        def take(self) -> list[tuple[int, int, int, bytes, bytes]]:
+            taken = self.queue.take()
+            return [(end[0], 1, errno.EINVAL, b"", b"") if end[0] in self.direct_tags else end for end in taken]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.queue, name)
+
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: RefusesDirect)
+    index = disk_store.make_index(tmp_path / "store", OPTIONS)
+    medium, _ = media(tmp_path / "store", OPTIONS)
+    for number in range(3):
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 5000)
+        loaded = disk_store.load(index, medium, b"%d" % number)
+        assert loaded is not None and loaded[0].failure is None and loaded[1] == b"x" * 5000
+    medium.close()
+    demanding, _ = media(tmp_path / "store", msgspec.structs.replace(OPTIONS, direct=True))
+    slot = index.pin(b"0")
+    assert slot is not None
+    failure = load(demanding, b"0", slot)[0].failure
+    assert failure is not None and "EINVAL" in failure.detail
+    demanding.close()
+    index.close()
+
+
+def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_end(tmp_path: Path) -> None:
+    io = disk_faults.FaultyIO()
+    clock = disk_store.Clock()
+    options = msgspec.structs.replace(OPTIONS, fsync=Fsync.INTERVAL)
+    index = disk_store.make_index(tmp_path / "store", options)
+    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, clock, is_native=True)
+    for number in range(3):
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 100)
+    assert io.count("fdatasync") == 0
+    clock.now_s += options.fsync_interval_s
+    medium.close()
+    assert io.count("fdatasync") >= 1
+    index.close()
+    other = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, clock, is_native=True)
+    before = io.count("fdatasync")
+    other.close()
+    assert io.count("fdatasync") == before, "nothing was stored"
+
+
+def test_memory_is_kept_until_it_is_no_longer_written_to(tmp_path: Path) -> None:
+    """A destination that nobody else holds any more."""
+    index = disk_store.make_index(tmp_path / "store", OPTIONS)
+    medium, _ = media(tmp_path / "store", OPTIONS)
+    assert disk_store.store(index, medium, b"key", b"x" * 5000)
+    slot = index.pin(b"key")
+    assert slot is not None
+    destination = bytearray(5000)
+    medium.load(Ticket(1), b"key", slot, [destination])
+    with pytest.raises(BufferError, match="export"):
+        destination.extend(b"more")
+    disk_store.finish(medium)
+    destination.extend(b"more")
+    medium.close()
+    index.close()
