@@ -37,7 +37,8 @@ class Buffers {
 
   void add(nb::handle object, bool is_written) {
     Py_buffer buffer;
-    if (PyObject_GetBuffer(object.ptr(), &buffer, is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) nb::raise_python_error();
+    const int access = is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+    if (PyObject_GetBuffer(object.ptr(), &buffer, access) != 0) nb::raise_python_error();
     buffers_.push_back(buffer);
   }
   std::vector<iovec> extents() const {
@@ -60,8 +61,8 @@ class Records {
     require(digest_at + 2 * cpu::kDigestBytes <= cpu::kRecordPageBytes,
             "digest_at: expected room for two digests behind it in a page");
     // Calls beyond the largest number of threads wait for one.
-    queue_ = std::make_unique<cpu::RecordQueue>(make_backend(backend, max_in_flight, std::min(max_in_flight, kMaxThreads)),
-                                                cpu::RecordQueueOptions{batch_bytes, digest_at});
+    auto files = make_backend(backend, max_in_flight, std::min(max_in_flight, kMaxThreads));
+    queue_ = std::make_unique<cpu::RecordQueue>(std::move(files), cpu::RecordQueueOptions{batch_bytes, digest_at});
   }
   // What has not ended is left to run, with its memory: nobody can take that from a device.
   ~Records() {

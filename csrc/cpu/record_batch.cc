@@ -56,8 +56,8 @@ RecordBatch::RecordBatch(std::vector<RecordRequest> records, std::size_t digest_
 // The header's page, and the last page or the whole payload.
 std::size_t RecordBatch::bounce_bytes(const RecordRequest& record) const {
   const std::size_t payload_bytes = record.payload_bytes();
-  const bool is_copied = record.is_direct && !is_aligned(record.payload);
-  return kRecordPageBytes + (is_copied ? round_up(payload_bytes) : payload_bytes % kRecordPageBytes ? kRecordPageBytes : 0);
+  if (record.is_direct && !is_aligned(record.payload)) return kRecordPageBytes + round_up(payload_bytes);
+  return payload_bytes % kRecordPageBytes == 0 ? kRecordPageBytes : 2 * kRecordPageBytes;
 }
 
 void RecordBatch::lay_out(const RecordRequest& record) {

@@ -148,7 +148,7 @@ void RecordQueue::complete(std::vector<RecordCompletion> completions) {
   if (num_open_ == 0) ended_.notify_all();
 }
 
-// Of the first record that waits, and those behind it that continue it. Null when nothing waits: then `submit` wakes us.
+// The first record that waits, and those behind it that continue it. Null when nothing waits: `submit` then wakes us.
 std::unique_ptr<RecordBatch> RecordQueue::next_batch() {
   std::vector<RecordRequest> records;
   {
