@@ -82,7 +82,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     fsync: Fsync = Fsync.INTERVAL
     fsync_interval_s: float = 5.0
     direct: bool | Literal["auto"] = "auto"
-    max_in_flight: int = 4
+    max_in_flight: int = 8
     max_queued: int = 4096
     batch_bytes: int = 4 * MIB
     max_open_files: int = 256
