@@ -168,7 +168,7 @@ _Model = tuple[dict[str, Any], list[_Parameter]]
 def _qwen3_next() -> _Model:
     num_layers, interval, intermediate_size = 8, 4, 256
     num_heads, num_kv_heads, head_size = 4, 2, 64
-    key_heads, value_heads, state_size = 1, 2, 64
+    key_heads, value_heads, state_size = 2, 2, 64
     num_experts, expert_size = 4, 64
     config: dict[str, Any] = {
         "architectures": ["Qwen3NextForCausalLM"],

@@ -1,0 +1,73 @@
+"""Two tensor-parallel ranks hit together or not at all, from host memory and from disk, with equal tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import ranks_process
+from harness import scratch_directory
+
+START_S = 300
+
+
+@pytest.fixture(scope="module")
+def lives(kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = scratch_directory(tmp_path_factory.mktemp("ranks"))
+    output = directory / "lives.json"
+    arguments = ["--kind", kind, "--directory", str(directory), "--output", str(output)]
+    process = subprocess.run(
+        [sys.executable, ranks_process.__file__, *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=START_S,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout.decode(errors="replace")
+    for rank in range(ranks_process.RANKS):
+        assert ranks_process.segments(directory / "cache", rank), f"rank {rank} has files of its own"
+    result: dict[str, Any] = json.loads(output.read_text())
+    return result
+
+
+def outputs(life: dict[str, Any]) -> list[Any]:
+    return [(result["tokens"], result["logprobs"]) for result in life["results"]]
+
+
+def cached(life: dict[str, Any]) -> list[int]:
+    return [result["cached"] for result in life["results"]]
+
+
+def test_host_memory_serves_both_ranks(lives: dict[str, Any]) -> None:
+    assert cached(lives["cold"]) == [0, 0, 0] and min(cached(lives["near"])) > 0
+    assert outputs(lives["near"]) == outputs(lives["cold"])
+    assert lives["near"]["promoted"] == 0
+
+
+def test_the_disk_serves_both_ranks(lives: dict[str, Any]) -> None:
+    assert cached(lives["far"]) == cached(lives["near"])
+    assert outputs(lives["far"]) == outputs(lives["cold"])
+    assert lives["far"]["promoted"] > 0 and lives["far"]["failures"] == 0
+
+
+def test_damage_on_one_rank_is_computed_again_on_both(lives: dict[str, Any]) -> None:
+    assert outputs(lives["damaged"]) == outputs(lives["cold"])
+    assert cached(lives["damaged"]) == [0, 0, 0]
+    assert lives["damaged"]["failures"] > 0
+
+
+def test_what_was_computed_again_is_stored_again(lives: dict[str, Any]) -> None:
+    assert cached(lives["mended"]) == cached(lives["near"])
+    assert outputs(lives["mended"]) == outputs(lives["cold"])
+    assert lives["mended"]["failures"] == 0
+
+
+def test_one_ranks_bytes_are_seen_in_the_answers(lives: dict[str, Any]) -> None:
+    """The control: were a rank's bytes not loaded, or its own computed anew, nothing above would have failed."""
+    assert cached(lives["forged"]) == cached(lives["near"])
+    assert outputs(lives["forged"]) != outputs(lives["cold"])
