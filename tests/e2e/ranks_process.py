@@ -95,7 +95,10 @@ def main() -> None:
             "tiers": [
                 {"type": "ram", "capacity": "64MiB"},
                 {"type": "disk", "path": str(cache), "capacity": "1GiB"},
-            ]
+            ],
+            # Three processes that spin while they wait share the machine: a step may take long, and nothing here is
+            # about time.
+            "load_timeout_seconds": 300,
         },
     }
     faults_process.count()

@@ -12,7 +12,7 @@ import pytest
 import ranks_process
 from harness import scratch_directory
 
-START_S = 300
+START_S = 600
 
 
 @pytest.fixture(scope="module")
