@@ -54,6 +54,7 @@ def _wrapped(name: str) -> Callable[..., Any]:
 
 for _name in (
     "open",
+    "close",
     "allocate",
     "truncate",
     "fdatasync",

@@ -224,6 +224,49 @@ def test_a_file_that_cannot_be_opened_holds_up_nobody_whose_file_is_open(tmp_pat
     index.close()
 
 
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_file_that_cannot_be_closed_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_native: bool
+) -> None:
+    io = disk_faults.FaultyIO()
+    options = disk_store.options_for(2 * 8192, num_spare=9, max_in_flight=2, max_open_files=2)
+    index = disk_store.make_index(tmp_path / "store", options)
+    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, is_native=is_native)
+    io.failing["close"] = 5
+    for number in range(20):
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 100)
+    assert "a segment could not be closed" in caplog.text
+    io.failing.clear()
+    medium.close()
+    index.close()
+
+
+def test_an_operation_that_cannot_be_begun_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_queue = native_queue()
+    assert make_queue is not None
+
+    class HasNoMemory:
+        def __init__(self, *arguments: int) -> None:
+            self.queue = make_queue(*arguments)
+
+        def submit(self, *arguments: object) -> bool:
+            raise MemoryError("none left")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.queue, name)
+
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: HasNoMemory)
+    index = disk_store.make_index(tmp_path / "store", OPTIONS)
+    medium, _ = media(tmp_path / "store", OPTIONS)
+    slot = reserve(index, b"key", 100)
+    for _ in range(2):  # its file is opened for the first, and open for the second
+        medium.store(Ticket(1), b"key", slot, [b"x" * 100])
+        [completion] = disk_store.finish(medium)
+        assert completion.failure is not None and "none left" in completion.failure.detail
+    medium.close()
+    index.close()
+
+
 def test_without_direct_io_auto_goes_through_the_page_cache(tmp_path: Path) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS, disk_faults.WithoutDirect())

@@ -7,6 +7,7 @@ who wants a file that is open waits for one that is not; another one syncs, wher
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,8 @@ from hybridkv.tiers.disk.syncer import SyncThread
 
 if TYPE_CHECKING:
     from hybridkv.native import RecordQueue
+
+logger = logging.getLogger(__name__)
 
 _NO_CHECKSUM = bytes(16)
 _DONE, _FAILED, _OTHER_HEADER, _OTHER_PAYLOAD, _CANCELLED = range(5)
@@ -147,11 +150,16 @@ class NativeRunner:
         header = encode_record_body(self._headers.of(operation, _NO_CHECKSUM))
         offset = offset_of(operation.address)
         syncs = self._syncs and operation.is_store
-        taken = self._queue.submit(
-            tag, operation.is_store, segment.fd, offset, segment.is_direct, syncs, header, operation.views
-        )
+        failure = CLOSED
+        try:
+            taken = self._queue.submit(
+                tag, operation.is_store, segment.fd, offset, segment.is_direct, syncs, header, operation.views
+            )
+        except Exception as error:  # an operation without an end would leave everybody waiting
+            logger.exception("a disk operation could not be begun")
+            taken, failure = False, Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
         if not taken:
-            self._move_ended(tag, Completion(operation.ticket, CLOSED))
+            self._move_ended(tag, Completion(operation.ticket, failure))
 
     def _absorb(self) -> None:
         for tag, outcome, number, checksum, page in self._queue.take():
@@ -231,6 +239,9 @@ class NativeRunner:
             if is_direct and self._direct.falls_back(error):
                 return self._opened(operation)
             return None, failure_of(operation, error)
+        except Exception as error:  # a thread that ends would leave everybody waiting
+            logger.exception("a segment could not be opened")
+            return None, Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
 
 
 def _error(number: int) -> OSError:

@@ -6,6 +6,7 @@ The index makes directories and files, perhaps after the medium was built, perha
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from hybridkv.tiers.disk.directory import Directory
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.names import rank_name, segment_name
+
+logger = logging.getLogger(__name__)
 
 
 class OpenSegment:
@@ -118,7 +121,12 @@ class SegmentCache:
         with self._lock:
             unused, self._unused = self._unused, []
         for fd in unused:
-            self._io.close(fd)
+            try:
+                self._io.close(fd)
+            except (
+                OSError
+            ) as error:  # the descriptor is gone all the same, and what was written was checked when it was
+                logger.warning("a segment could not be closed: %s", error)
 
     def _open_file(self, number: int, is_direct: bool) -> int:
         flags = os.O_DIRECT if is_direct else 0

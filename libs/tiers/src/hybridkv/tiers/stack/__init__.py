@@ -4,7 +4,8 @@ from hybridkv.tiers.stack.breaker import Breaker, BreakerOptions, BreakerState
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.mover import TierMover
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
-from hybridkv.tiers.stack.stack import StackOptions, TierStack
+from hybridkv.tiers.stack.options import StackOptions
+from hybridkv.tiers.stack.stack import TierStack
 
 __all__ = [
     "Breaker",

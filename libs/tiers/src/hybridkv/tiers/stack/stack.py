@@ -15,40 +15,16 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
-from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.stack.breaker import Breaker, BreakerOptions, BreakerState
+from hybridkv.tiers.stack.breaker import Breaker, BreakerState
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, MoveResult, StackCounts, TierMove
+from hybridkv.tiers.stack.options import StackOptions
+from hybridkv.tiers.stack.tally import StackTally
 
 _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
-
-
-class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds.
-
-    Args:
-        load_timeout_s: how long a hold waits for the slow tier, and how long a move counts as alive.
-        promoting_share: of the fast tier's capacity, that may be on its way up at one time.
-        cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
-        breaker: when to leave the slow tier alone.
-    """
-
-    load_timeout_s: float = 30.0
-    promoting_share: float = 0.5
-    cascading_share: float = 0.25
-    breaker: BreakerOptions = BreakerOptions()
-
-    def __post_init__(self) -> None:
-        if not self.load_timeout_s > 0:
-            raise TierConfigurationError("load_timeout_s", "seconds above 0", self.load_timeout_s)
-        for name in ("promoting_share", "cascading_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise TierConfigurationError(name, "a share above 0, at most 1", getattr(self, name))
 
 
 @dataclass(slots=True)
@@ -92,7 +68,7 @@ class TierStack:
         self._planned: list[TierMove] = []
         self._move_ids = itertools.count(1)
         self._bytes_moving = dict.fromkeys(Direction, 0)
-        self._counts = _Tally()
+        self._counts = StackTally()
 
     # What is stored.
 
@@ -405,17 +381,9 @@ class TierStack:
 
     def take_counts(self) -> StackCounts:
         """What happened since the last call."""
-        counts, self._counts = self._counts, _Tally()
+        counts, self._counts = self._counts, StackTally()
         openings, self._breaker.num_openings = self._breaker.num_openings, 0
-        return StackCounts(
-            promotions=counts.results[Direction.PROMOTE],
-            cascades=counts.results[Direction.CASCADE],
-            promoted_bytes=counts.num_bytes[Direction.PROMOTE],
-            cascaded_bytes=counts.num_bytes[Direction.CASCADE],
-            failures=counts.failures,
-            timeouts=counts.timeouts,
-            breaker_openings=openings,
-        )
+        return counts.as_counts(openings)
 
     def close(self) -> None:
         """Close both tiers. Call it after the media have ended their moves: what a slow tier holds stays there."""
@@ -424,24 +392,3 @@ class TierStack:
         self.near.close()
         if self.far is not None:
             self.far.close()
-
-
-class _Tally:
-    """Counts on their way into `StackCounts`."""
-
-    def __init__(self) -> None:
-        self.results: dict[Direction, dict[MoveResult, int]] = {direction: {} for direction in Direction}
-        self.num_bytes = dict.fromkeys(Direction, 0)
-        self.failures: dict[str, int] = {}
-        self.timeouts = 0
-
-    def moved(
-        self, direction: Direction, result: MoveResult, num_bytes: int = 0, failure: Failure | None = None
-    ) -> None:
-        results = self.results[direction]
-        results[result] = results.get(result, 0) + 1
-        if failure is not None:
-            reason = str(failure.reason)
-            self.failures[reason] = self.failures.get(reason, 0) + 1
-        else:
-            self.num_bytes[direction] += num_bytes

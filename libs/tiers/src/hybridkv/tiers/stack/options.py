@@ -1,0 +1,31 @@
+"""What may be chosen for a stack of tiers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.stack.breaker import BreakerOptions
+
+
+class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds.
+
+    Args:
+        load_timeout_s: how long a hold waits for the slow tier, and how long a move counts as alive.
+        promoting_share: of the fast tier's capacity, that may be on its way up at one time.
+        cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
+        breaker: when to leave the slow tier alone.
+    """
+
+    load_timeout_s: float = 30.0
+    promoting_share: float = 0.5
+    cascading_share: float = 0.25
+    breaker: BreakerOptions = BreakerOptions()
+
+    def __post_init__(self) -> None:
+        if not self.load_timeout_s > 0:
+            raise TierConfigurationError("load_timeout_s", "seconds above 0", self.load_timeout_s)
+        for name in ("promoting_share", "cascading_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise TierConfigurationError(name, "a share above 0, at most 1", getattr(self, name))

@@ -1,0 +1,39 @@
+"""Counts of a stack on their way into `StackCounts`. Decides nothing."""
+
+from __future__ import annotations
+
+from hybridkv.tiers.contract import Failure
+from hybridkv.tiers.stack.moves import Direction, MoveResult, StackCounts
+
+
+class StackTally:
+    """A mutable `StackCounts`."""
+
+    def __init__(self) -> None:
+        self.results: dict[Direction, dict[MoveResult, int]] = {direction: {} for direction in Direction}
+        self.num_bytes = dict.fromkeys(Direction, 0)
+        self.failures: dict[str, int] = {}
+        self.timeouts = 0
+
+    def moved(
+        self, direction: Direction, result: MoveResult, num_bytes: int = 0, failure: Failure | None = None
+    ) -> None:
+        results = self.results[direction]
+        results[result] = results.get(result, 0) + 1
+        if failure is not None:
+            reason = str(failure.reason)
+            self.failures[reason] = self.failures.get(reason, 0) + 1
+        else:
+            self.num_bytes[direction] += num_bytes
+
+    def as_counts(self, breaker_openings: int) -> StackCounts:
+        """What was counted, with how often the breaker opened meanwhile."""
+        return StackCounts(
+            promotions=self.results[Direction.PROMOTE],
+            cascades=self.results[Direction.CASCADE],
+            promoted_bytes=self.num_bytes[Direction.PROMOTE],
+            cascaded_bytes=self.num_bytes[Direction.CASCADE],
+            failures=self.failures,
+            timeouts=self.timeouts,
+            breaker_openings=breaker_openings,
+        )
