@@ -33,6 +33,8 @@ from pathlib import Path
 import disk_subject
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block, probe_o_direct
 
+from hybridkv.native import has_uring
+
 DEPTH = 4
 """Calls on their way at one time: the tier's, fio's iodepth, the file peer's threads."""
 CAPACITY_BYTES = 64 << 30
@@ -168,6 +170,11 @@ def report(size: int, speeds: dict[str, dict[str, float]]) -> None:
         print(f"{size >> 10:5d} KiB  {operation:15s} tier {mine:5.2f} GB/s   tier beside: {others}", flush=True)
 
 
+def about(rounds: int) -> dict[str, object]:
+    moved_by = "io_uring" if has_uring() else "threads"
+    return {"depth": DEPTH, "rounds": rounds, "cores": os.cpu_count(), "tier moved by": moved_by}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the system's for temporaries")
@@ -187,7 +194,7 @@ def main() -> None:
             for size in (kib << 10 for kib in chosen.sizes_kib):
                 speeds[str(size)] = measure(Path(scratch), size, chosen.total_mib << 20, chosen.rounds)
                 report(size, speeds[str(size)])
-            result = {"gigabytes_per_second": speeds, "depth": DEPTH, "rounds": chosen.rounds, "cores": os.cpu_count()}
+            result = {"gigabytes_per_second": speeds, "about": about(chosen.rounds)}
     if chosen.json:
         chosen.json.write_text(json.dumps(result, indent=1) + "\n")
 
