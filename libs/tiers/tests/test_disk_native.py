@@ -232,6 +232,7 @@ def test_a_file_that_cannot_be_closed_ends_nothing(
     options = disk_store.options_for(2 * 8192, num_spare=9, max_in_flight=2, max_open_files=2)
     index = disk_store.make_index(tmp_path / "store", options)
     medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, is_native=is_native)
+    assert disk_store.store(index, medium, b"first", b"x" * 100)
     io.failing["close"] = 5
     for number in range(20):
         assert disk_store.store(index, medium, b"%d" % number, b"x" * 100)
