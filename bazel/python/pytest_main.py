@@ -1,5 +1,6 @@
 """Runs pytest on this test's own source files, the way Bazel wants a test to run."""
 
+import importlib.util
 import os
 import pathlib
 import sys
@@ -33,6 +34,9 @@ def main() -> int:
     if scratch := env.get("TEST_TMPDIR"):
         # The tree beside the test is read-only, and hypothesis wants to remember its examples.
         env.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", f"{scratch}/hypothesis")
+    if not env.get("HYPOTHESIS_EXPLORE") and importlib.util.find_spec("hypothesis"):
+        # The same examples in every run, or a cached result would speak of others than the next run tries.
+        args.append("--hypothesis-profile=ci")
     plugins = []
     if total := int(env.get("TEST_TOTAL_SHARDS", "0")):
         pathlib.Path(env["TEST_SHARD_STATUS_FILE"]).touch()

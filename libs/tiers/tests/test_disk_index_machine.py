@@ -226,26 +226,25 @@ class DiskIndexMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.notice_evictions()
         self.index.close()
-        committed = {key: chunk for key, chunk in self.chunks.items() if not (chunk.is_reserved or chunk.is_doomed)}
-        self.reopen(committed, committed)
+        self.reopen()
 
     @rule()
     def crash(self) -> None:
         """As a process that is killed: nothing is written any more, and the lock is free."""
         self.notice_evictions()
         self.index._namespace.close()
-        committed = {key: chunk for key, chunk in self.chunks.items() if not (chunk.is_reserved or chunk.is_doomed)}
-        whole = {key: chunk for key, chunk in self.chunks.items() if chunk.is_stored and not chunk.is_doomed}
-        self.reopen(committed, whole | committed)
+        self.reopen()
 
-    def reopen(self, committed: dict[bytes, Chunk], possible: dict[bytes, Chunk]) -> None:
+    def reopen(self) -> None:
         for medium in self.media:
             medium.close()
         self.open()
+        # What every rank has written is whole, also where nobody was left to commit it.
+        whole = {key: chunk for key, chunk in self.chunks.items() if chunk.is_stored and not chunk.is_doomed}
         offered = {b"key %d" % n for n in range(NUM_KEYS) if self.index.lookup(b"key %d" % n) is LookupResult.HIT}
-        assert len(committed.keys() - offered) <= self.index.take_counts().evictions
+        assert len(whole.keys() - offered) <= self.index.take_counts().evictions
         # What was evicted may come back after a crash. What was withdrawn may not.
-        former = self.evicted | possible
+        former = self.evicted | whole
         assert offered <= former.keys()
         self.evicted = {key: chunk for key, chunk in former.items() if key not in offered}
         self.chunks = {key: former[key] for key in offered}

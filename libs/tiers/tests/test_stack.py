@@ -161,7 +161,9 @@ def test_a_claim_fails_when_its_time_is_over_and_the_late_bytes_find_their_own_p
     assert hold.failure is None and it.stack.has_moves_alive()
     it.clock.now_s += 1
     it.stack.tick()
-    assert hold.failure is HoldFailure.TIMEOUT and not it.stack.has_moves_alive()
+    assert hold.failure is HoldFailure.TIMEOUT
+    it.stack.tick()
+    assert not it.stack.has_moves_alive()
     # The space stays reserved, so nobody else is given it while the medium may still write.
     slots = [it.near.reserve(bytes([number]), CHUNK) for number in range(7)]
     assert all(isinstance(slot, Slot) for slot in slots)
@@ -253,6 +255,7 @@ def test_the_breaker_hides_a_dead_tier_and_lets_it_come_back() -> None:
     it.stack.take_moves()
     it.clock.now_s += 30
     it.stack.tick()
+    it.stack.tick()
     assert it.stack.breaker_state is BreakerState.OPEN and it.stack.generation != generation
     assert it.stack.lookup(C) is LookupResult.MISS and it.stack.leading([C]) == 0 and it.stack.last_held([C]) is None
     it.store(b"d")
@@ -260,6 +263,19 @@ def test_the_breaker_hides_a_dead_tier_and_lets_it_come_back() -> None:
     it.clock.now_s += 5
     it.stack.tick()
     assert it.stack.breaker_state is BreakerState.PROBING and it.stack.lookup(C) is LookupResult.HIT
+
+
+def test_a_caller_that_stood_still_blames_no_tier_for_it() -> None:
+    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=1))
+    it.put_far(A)
+    hold = it.hold(A)
+    moves = it.moves(Direction.PROMOTE)
+    it.clock.now_s += 300
+    it.stack.tick()
+    it.end(moves)
+    it.stack.tick()
+    assert hold.failure is HoldFailure.TIMEOUT and it.near.lookup(A) is LookupResult.HIT
+    assert it.stack.breaker_state is BreakerState.CLOSED
 
 
 def probing() -> Stack:

@@ -60,6 +60,7 @@ class TierStack:
         self.far = far
         self._num_ranks = num_ranks
         self._clock = clock
+        self._ticked_s = clock()
         self._options = options or StackOptions()
         self._breaker = Breaker(self._options.breaker)
         self._breaker_changes = 0
@@ -351,7 +352,10 @@ class TierStack:
     # Time.
 
     def tick(self) -> None:
-        """Let what has waited too long fail; call it once a step."""
+        """Let what has waited too long fail; call it once a step.
+
+        A claim fails at its time. The slow tier is blamed one call later, when the caller had the chance to hear of it.
+        """
         now_s = self._clock()
         limit_s = self._options.load_timeout_s
         self._change_breaker(lambda: self._breaker.tick(now_s))
@@ -360,9 +364,11 @@ class TierStack:
                 self._fail(hold, HoldFailure.TIMEOUT)
                 self._counts.timeouts += 1
         for moving in self._moves.values():
-            if not moving.is_late and now_s - moving.since_s >= limit_s:
+            # Between two calls the caller may have stood still itself, with the news of this move still to come.
+            if not moving.is_late and self._ticked_s - moving.since_s >= limit_s:
                 moving.is_late = True
                 self._fail_breaker()
+        self._ticked_s = now_s
 
     def has_moves_alive(self) -> bool:
         """Whether a move may still end in time. One that is late is not worth staying awake for."""
