@@ -128,11 +128,15 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._local_tokens[request.request_id] = num_computed_tokens
+        if self._holding - {request.request_id}:
+            # One load at a time, or vLLM 0.32 hangs, in two ways. It reserves too little for two, where groups have
+            # windows, and they wait for each other. And a request whose load failed keeps its place before those that
+            # hold loaded blocks: if it does not fit, the scan stops there and nobody ever runs. "Ask again" lets it go
+            # on.
+            return None, False
         if request.request_id in self._failed:
-            # vLLM 0.32 hangs otherwise, twice over. The request keeps its place before those that hold loaded blocks,
-            # though it holds none: if it does not fit, the scan stops there and nobody ever runs. "Ask again" lets the
-            # scan go on. And a second async load would have to fit beside the blocks still reserved for the first.
-            return (None if self._holding - {request.request_id} else 0), False
+            # A second load would have to fit beside the blocks still reserved for the first.
+            return 0, False
         last = request.num_tokens - (0 if self._fault is Fault.WHOLE_PROMPT else 1)
         for end in range(last // self._unit * self._unit, num_computed_tokens, -self._unit):
             if all(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 SEARCH_BYTES = 1 << 18
 """Read at once while looking for the next record behind a place where none is."""
+SCAN_THREADS = 8
+"""Segments that are read side by side: where a record begins is known when the one before was read, so one reader
+would wait for the device most of the time."""
 _MAGIC_NUMBER = np.frombuffer(RECORD_MAGIC, "<u8")[0]
 
 
@@ -190,8 +194,8 @@ def _merge(
     records = {} if saved is None else _named(saved, segments)
     known = {record.address for record in records.values()} if scanned else set()
     next_address, pending = (saved.next_address, set(saved.pending)) if saved is not None else (0, set())
-    for segment in scanned:
-        for found in _scan_segment(namespace, segment, known):
+    for segment_records in _scan(namespace, scanned, known):
+        for found in segment_records:
             if found.address < next_address and found.address not in pending and found.address not in known:
                 continue  # it was evicted or withdrawn before the snapshot
             before = records.get(found.key)
@@ -221,6 +225,12 @@ def _named(saved: snapshot.Snapshot, segments: list[FoundSegment]) -> dict[Key, 
     if fits.all():
         return dict(zip(saved.keys, rows, strict=True))
     return {row.key: row for row, is_there in zip(rows, fits.tolist(), strict=True) if is_there}
+
+
+def _scan(namespace: Namespace, segments: list[FoundSegment], known: set[int]) -> Iterator[list[FoundRecord]]:
+    """The records of each segment, in the order of the segments."""
+    with ThreadPoolExecutor(SCAN_THREADS, "hybridkv-scan") as pool:
+        yield from pool.map(lambda segment: _scan_segment(namespace, segment, known), segments)
 
 
 def _scan_segment(namespace: Namespace, segment: FoundSegment, known: set[int]) -> list[FoundRecord]:
