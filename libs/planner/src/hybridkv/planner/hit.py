@@ -112,6 +112,8 @@ class _Search:
         self._walked = [computed_tokens // self._chunk * self._chunk] * len(spec.groups)
         """Up to where each FULL group was seen to hold every chunk."""
         self._patience = _PATIENCE
+        self._bounding: int | None = None
+        """The FULL group that ended the last lowering, where it was not the group that was asked to lower."""
 
     def settle(self, boundary: int) -> tuple[int, int | None]:
         """The longest boundary that no group rules out, and the group that ruled out the last one above it."""
@@ -125,7 +127,8 @@ class _Search:
             for group_index in self._order:
                 lowered = self._lower(group_index, boundary)
                 if lowered < boundary:
-                    boundary, limiting, settled = lowered, group_index, False
+                    limiting = group_index if self._bounding is None else self._bounding
+                    boundary, settled, self._bounding = lowered, False, None
                     break
         return boundary, limiting
 
@@ -208,7 +211,7 @@ class _Search:
                 first = self._walked[group_index] + chunk
                 missing = first_missing(partial(self._is_held, group_index), first, boundary // chunk * chunk, chunk)
                 if missing is not None:
-                    boundary = missing - self._step
+                    boundary, self._bounding = missing - self._step, group_index
         return boundary
 
     def _is_held(self, group_index: int, end_token: int) -> bool:

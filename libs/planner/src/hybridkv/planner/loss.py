@@ -9,7 +9,7 @@ import msgspec
 from hybridkv.planner.coverage import needed_ends
 from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.hit import last_boundary
-from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
+from hybridkv.planner.lookup import Lookup, RangeLookup, is_held
 from hybridkv.planner.scan import Scan
 
 
@@ -79,7 +79,7 @@ def _full_tokens(spec: CacheSpec, num_tokens: int, resumed_tokens: int, lookup: 
             end = start + ranges.held(index, start + chunk, end) * chunk
     tails = range(min(last, end + chunk - step), max(end, resumed_tokens), -step)
     for tail in tails:
-        if all(lookup(index, tail) is not LookupResult.MISS for index in full_groups):
+        if all(is_held(lookup(index, tail)) for index in full_groups):
             return tail
     return max(resumed_tokens, end)
 
@@ -89,6 +89,6 @@ def _in_the_way(spec: CacheSpec, boundary: int, computed_tokens: int, lookup: Lo
         if spec.groups[index].kind is GroupKind.FULL:
             continue
         ends = needed_ends(spec, index, boundary, computed_tokens)
-        if any(lookup(index, end) is LookupResult.MISS for end in reversed(ends)):
+        if not all(is_held(lookup(index, end)) for end in reversed(ends)):
             return index
     return None
