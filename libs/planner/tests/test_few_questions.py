@@ -50,6 +50,17 @@ def test_a_prompt_of_which_nothing_is_stored_costs_a_few_questions_however_long_
         assert tier.asked.total() <= 17
 
 
+@pytest.mark.parametrize("scarce", [(), (STATE,), (window(1),), (window(8),), (STATE, STATE, window(8))])
+def test_a_miss_beside_tails_costs_no_more_for_a_longer_prompt(scarce: tuple[GroupSpec, ...]) -> None:
+    spec = CacheSpec((*scarce, FULL), 16 * CHUNK, tail_tokens=16)
+    totals = []
+    for num_tokens in (LONG * CHUNK, 16 * LONG * CHUNK):
+        tier = Tier(lambda group, chunk: False)
+        assert isinstance(longest_hit(spec, num_tokens + 1, 0, tier), Miss)
+        totals.append(tier.asked.total())
+    assert totals[0] == totals[1] <= 576
+
+
 def test_a_window_of_which_nothing_is_stored_costs_one_question_a_window() -> None:
     tier = Tier(lambda group, chunk: False)
     assert isinstance(search((window(8),), tier), Miss)

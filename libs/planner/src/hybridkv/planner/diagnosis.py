@@ -58,18 +58,18 @@ def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding
     needed = tokens_for_first_hit(planner)
     if needed > max_model_len:
         chunk = next((c for c in _nearest_chunks(planner, max_model_len) if _works(planner, c, max_model_len)), None)
+        other = (
+            f"or use a chunk of {chunk} tokens"
+            if chunk
+            else "no chunk works with this one without leaving a group whole that is split now"
+        )
         findings.append(
             Finding(
                 problem=Problem.OFFLOAD_DISABLED,
                 needed_tokens=needed,
                 message=(
                     f"offload is disabled in effect: a first hit needs a prompt of {needed} tokens, and max_model_len "
-                    f"is {max_model_len}; raise max_model_len to {needed}"
-                    + (
-                        f", or use a chunk of {chunk} tokens"
-                        if chunk
-                        else ", no chunk works with this one without leaving a group whole that is split now"
-                    )
+                    f"is {max_model_len}; raise max_model_len to {needed}, {other}"
                 ),
                 nearest_max_model_len=needed,
                 nearest_chunk_tokens=chunk,

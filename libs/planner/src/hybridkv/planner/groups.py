@@ -143,7 +143,7 @@ def chunk_unit(groups: Sequence[GroupSpec]) -> int:
     return math.lcm(*(group.block_tokens for group in groups if group.kind is not GroupKind.SCRATCH))
 
 
-def _kind(value: object) -> GroupKind:
+def _kind(value: str) -> GroupKind:
     try:
         return GroupKind(value)
     except ValueError:

@@ -5,7 +5,7 @@ Every group can only lower the boundary, so the search is a fixpoint from above.
 - Scarce kinds go first. A recurrent state is one key and settles a boundary at once; a window is a few; a full prefix
   is walked last, once, and only as far as the others reach.
 - A window is asked for from its far end: a chunk that is missing there rules out every boundary that reads it, so a
-  prompt of which nothing is stored costs one question a window rather than one a chunk.
+  prompt of which nothing is stored costs one question a window rather than one a boundary.
 - When the scarce kinds keep missing, a few questions to the full prefix bound what is worth asking them about. A tier
   that answers ranges is asked for the first chunk of the full prefix before all else: without it there is no hit.
 """
@@ -59,8 +59,9 @@ def longest_hit(
 ) -> Hit | Pending | Miss:
     """The longest boundary at which all groups can resume.
 
-    Asks for no key twice, and for at most as many as there are boundaries in each group. Without states or windows
-    to rule boundaries out, that is the length of the prefix that is held.
+    Asks for no key twice, and in each group for at most as many as there are boundaries: O(chunks), and where tails
+    are stored O(num_tokens / tail_tokens). Without states or windows to rule boundaries out, and without tails, that
+    is one more than the chunks of the prefix that is held.
 
     Args:
         spec: the model's groups.
@@ -70,8 +71,9 @@ def longest_hit(
             stores them.
         ranges: where the tier can answer about many chunks at once. It must agree with `lookup`, which is then asked
             for ends of tails only. A few questions a group settle a store whose prefixes have no holes, and
-            O(log) more where scarce kinds are missing. What a question covers is asked for as late and as short as
-            that allows, because a tier may have to make a key for every chunk of it.
+            O(log) more where scarce kinds are missing. Where windows have holes it is a question a hole, O(chunks) at
+            worst, and tails O(boundaries). What a question covers is asked for as late and as short as that allows,
+            because a tier may have to make a key for every chunk of it.
 
     Returns:
         Hit or Pending with a boundary above `computed_tokens`, or Miss.
