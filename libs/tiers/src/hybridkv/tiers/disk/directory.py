@@ -24,7 +24,7 @@ class ForeignFileError(OSError):
 
 
 def stops_an_opening(error: OSError) -> bool:
-    """Whether a file that cannot be read is more than a damaged one: it is not ours, or this process lacks something."""
+    """Whether a file that cannot be read is more than a damaged one: not ours, or this process lacks something."""
     return isinstance(error, ForeignFileError) or error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 

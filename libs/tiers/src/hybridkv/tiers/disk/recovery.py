@@ -79,7 +79,10 @@ class Found(NamedTuple):
 
 
 def recover(namespace: Namespace, max_metadata_bytes: int) -> Found:
-    """Read what is there. What cannot be read is as damaged; `OSError` when a directory cannot, or a file is not ours."""
+    """Read what is there, a file that cannot be read as a damaged one.
+
+    `OSError` when a directory cannot be read or a file is not ours.
+    """
     headers = read_headers(namespace)
     epoch, is_new_epoch = _read_epoch(namespace, headers)
     segments, useless, unavailable = sort_out(headers, epoch)
@@ -91,9 +94,7 @@ def recover(namespace: Namespace, max_metadata_bytes: int) -> Found:
     numbers = [number + 1 for number in headers]
     numbers += [number_of(entry.bound) + 1 for entry in withdrawals]
     next_number = max([saved.next_number if saved else 0, *numbers], default=0)
-    return Found(
-        epoch, is_new_epoch, segments, useless, unavailable, records, next_number, withdrawals, len(scanned)
-    )
+    return Found(epoch, is_new_epoch, segments, useless, unavailable, records, next_number, withdrawals, len(scanned))
 
 
 def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
