@@ -44,15 +44,25 @@ assert entered.wait(30.0)
 """
 
 FORK = """
-import os, sys
-from hybridkv.transfer import CopyRuns, CpuCopyEngine, JobId
+import os, sys, threading
+from hybridkv.transfer import CpuCopyEngine
 
 engine = CpuCopyEngine()
-with engine._changed:  # as the copy thread may hold it when somebody forks
-    child = os.fork()
-    if child == 0:
-        sys.exit(0)
+held, done = threading.Event(), threading.Event()
+
+def hold():  # as the copy thread may when somebody forks
+    with engine._changed:
+        held.set()
+        done.wait()
+
+holder = threading.Thread(target=hold)
+holder.start()
+assert held.wait(30.0)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
+done.set()
 """
 
 
