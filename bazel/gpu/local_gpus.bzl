@@ -27,7 +27,9 @@ def _why_no_torch(rctx):
     for line in rctx.read(rctx.attr.engine_lock).splitlines():
         if line.startswith("torch=="):
             pin = line.split(" ")[0]
-            return "%s of the lock is built without CUDA; docs/guides/gpu.md says how to run this with another" % pin if pin.endswith("+cpu") else ""
+            if not pin.endswith("+cpu"):
+                return ""
+            return "%s of the lock is built without CUDA; docs/guides/gpu.md says how to run this with another" % pin
     return "the lock has no torch"
 
 def _local_gpus_impl(rctx):

@@ -68,8 +68,8 @@ class Records {
       MadeBackend made = make_backend(backend, max_in_flight, num_threads);
       uring_error_ = made.uring_error;
       try {
-        queue_ = std::make_unique<cpu::RecordQueue>(std::move(made.queue),
-                                                    cpu::RecordQueueOptions{batch_bytes, digest_at});
+        queue_ =
+            std::make_unique<cpu::RecordQueue>(std::move(made.queue), cpu::RecordQueueOptions{batch_bytes, digest_at});
       } catch (const std::system_error&) {
         if (num_threads == 1) throw;
       }
@@ -99,9 +99,9 @@ class Records {
     require(buffers_.count(tag) == 0, "tag: expected one that no record has that has not been taken");
     require(offset >= 0 && offset % static_cast<std::int64_t>(cpu::kRecordPageBytes) == 0,
             "offset: expected a multiple of 4096");
-    require(header.size() >= digest_at_ + cpu::kDigestBytes &&
-                header.size() + cpu::kDigestBytes <= cpu::kRecordPageBytes,
-            "header: expected room for the payload's digest in it, and for its own behind it in a page");
+    require(
+        header.size() >= digest_at_ + cpu::kDigestBytes && header.size() + cpu::kDigestBytes <= cpu::kRecordPageBytes,
+        "header: expected room for the payload's digest in it, and for its own behind it in a page");
     Buffers held;
     for (const nb::handle buffer : buffers) held.add(buffer, !is_store);
     cpu::RecordRequest record{tag, is_store, is_direct, syncs, fd, offset, {}, held.extents()};

@@ -72,8 +72,8 @@ std::unique_ptr<Uring> Uring::open(std::size_t max_in_flight) {
   return nullptr;
 }
 
-// Whether the kernel also takes what it is given: a container's rules may allow to make a ring, and not to use it. 0, or
-// an errno.
+// Whether the kernel also takes what it is given: a container's rules may allow to make a ring, and not to use it.
+// 0, or an errno.
 int Uring::probe() {
   io_uring_sqe entry{};
   entry.opcode = IORING_OP_NOP;

@@ -198,7 +198,8 @@ void check_long_waits(const Backend& backend) {
   Memory memory(100000, 0);
   for (const double timeout_s : {std::numeric_limits<double>::infinity(), 1e300, 9223372036.0}) {
     for (int turn = 0; turn < 20; ++turn) {
-      expect(queue->submit(request(FileOperation::kWrite, file.fd(), 0, {{memory.data(), memory.size()}})), "a request");
+      expect(queue->submit(request(FileOperation::kWrite, file.fd(), 0, {{memory.data(), memory.size()}})),
+             "a request");
       expect(queue->reap(1, 8, timeout_s).size() == 1, backend.name + ": a long wait does not end before it must");
     }
   }
@@ -244,7 +245,8 @@ void check_refused_enter() {
     _exit(is_refused ? EXIT_SUCCESS : EXIT_FAILURE);
   }
   int status = 0;
-  expect(waitpid(child, &status, 0) == child && status == 0, "a ring that cannot be used is no ring, and errno says why");
+  expect(waitpid(child, &status, 0) == child && status == 0,
+         "a ring that cannot be used is no ring, and errno says why");
 }
 
 }  // namespace
