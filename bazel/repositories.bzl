@@ -21,7 +21,7 @@ def hybridkv_repositories():
     locked_packages(name = "pypi_engine", lock = "//third_party/python:engine_lock.txt")
     torch_headers(name = "torch_cc", packages = "@pypi_engine//:BUILD.bazel")
     local_cuda(name = "local_cuda")
-    local_gpus(name = "local_gpus")
+    local_gpus(name = "local_gpus", engine_lock = "//third_party/python:engine_lock.txt")
 
     # A monitoring server that asks what an operator's would.
     debian_prometheus(

@@ -24,10 +24,21 @@ def _gpu_uuids() -> list[str]:
     return listing.stdout.split()
 
 
+def _open_lock(uuid: str) -> IO[str]:
+    """For every user of the machine, whatever the umask of the first."""
+    umask = os.umask(0)
+    try:
+        LEASES.mkdir(mode=0o777, exist_ok=True)
+        # Reading is enough for a lock, so what another user's umask made is good too.
+        return os.fdopen(os.open(LEASES / uuid, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    finally:
+        os.umask(umask)
+
+
 def _lease(uuids: list[str], wanted: int) -> list[str]:
     taken: list[tuple[str, IO[str]]] = []
     for uuid in uuids:
-        lock = (LEASES / uuid).open("a")
+        lock = _open_lock(uuid)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -44,7 +55,6 @@ def _lease(uuids: list[str], wanted: int) -> list[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = int(os.environ["HYBRIDKV_TEST_GPUS"])
-    LEASES.mkdir(mode=0o777, exist_ok=True)
     uuids = _gpu_uuids()
     if len(uuids) < wanted:
         raise RuntimeError(f"this test needs {wanted} GPUs, but nvidia-smi lists {len(uuids)}")

@@ -3,7 +3,7 @@
 load("@rules_python//python:defs.bzl", "py_test")
 
 def gpu_sentinel(name, build_files, **kwargs):
-    """Names every gpu_test of the tree that this machine has too few GPUs for, as skipped tests with the reason.
+    """Names every gpu_test of the tree that lacks something on this machine, as skipped tests with the reason.
 
     `bazel run` it to read the list; in `bazel test` it is the report of a target that passes.
 
@@ -17,7 +17,7 @@ def gpu_sentinel(name, build_files, **kwargs):
         name = name,
         srcs = [main],
         main = main,
-        args = ["$(rootpath @local_gpus//:gpus.txt)"],
-        data = build_files + ["@local_gpus//:gpus.txt"],
+        args = ["$(rootpath @local_gpus//:machine.json)"],
+        data = build_files + ["@local_gpus//:machine.json"],
         **kwargs
     )

@@ -7,10 +7,11 @@ each as skipped in its XML. It fails where it finds no gpu_test at all, since th
 from __future__ import annotations
 
 import ast
+import json
 import os
 import sys
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -18,6 +19,26 @@ from pathlib import Path
 class GpuTest:
     label: str
     gpus: int
+    needs: tuple[str, ...] = ()
+    """The constraints that it names beside GPUs."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What `local_gpus` found."""
+
+    gpus: int
+    why_no_gpu: str = ""
+    why_not: dict[str, str] = field(default_factory=dict)
+    """By constraint: why this machine does not have it, nothing if it has."""
+
+    def why_not_run(self, test: GpuTest) -> str:
+        """What the test lacks here; nothing if it runs. A constraint that nobody looked for is lacking."""
+        reasons = []
+        if test.gpus > self.gpus:
+            reasons.append(self.why_no_gpu or f"needs {test.gpus} GPUs, and there are {self.gpus}")
+        reasons += filter(None, (self.why_not.get(need, f"{need} is unknown") for need in test.needs))
+        return "; ".join(reasons)
 
 
 def gpu_tests(root: Path) -> list[GpuTest]:
@@ -29,28 +50,29 @@ def gpu_tests(root: Path) -> list[GpuTest]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "gpu_test":
                 arguments = {word.arg: word.value for word in node.keywords}
                 gpus = ast.literal_eval(arguments["gpus"]) if "gpus" in arguments else 1
-                found.append(GpuTest(f"//{package}:{ast.literal_eval(arguments['name'])}", gpus))
+                needs = tuple(ast.literal_eval(arguments.get("target_compatible_with", ast.Tuple([]))))
+                found.append(GpuTest(f"//{package}:{ast.literal_eval(arguments['name'])}", gpus, needs))
     return found
 
 
-def report(tests: list[GpuTest], gpus: int, reason: str) -> tuple[str, ET.Element]:
-    """The line for a reader, and the XML for a machine."""
-    skipped = [test for test in tests if test.gpus > gpus]
+def report(tests: list[GpuTest], machine: Machine) -> tuple[str, ET.Element]:
+    """The lines for a reader, and the XML for a machine."""
+    reasons = {test.label: machine.why_not_run(test) for test in tests}
+    skipped = {label: reason for label, reason in reasons.items() if reason}
     suite = ET.Element("testsuite", name="gpu_sentinel", tests=str(len(tests)), skipped=str(len(skipped)))
     for test in tests:
         case = ET.SubElement(suite, "testcase", classname="gpu_sentinel", name=test.label)
-        if test in skipped:
-            why = reason or f"needs {test.gpus} GPUs, and there are {gpus}"
-            ET.SubElement(case, "skipped", message=why)
-    lines = [f"{len(skipped)} of {len(tests)} GPU test targets did NOT run here: {reason or f'{gpus} GPUs'}"]
-    lines += [f"  {test.label} needs {test.gpus}" for test in skipped]
+        if test.label in skipped:
+            ET.SubElement(case, "skipped", message=skipped[test.label])
+    lines = [f"{len(skipped)} of {len(tests)} GPU test targets did NOT run here: {machine.gpus} GPUs"]
+    lines += [f"  {label} {reason}" for label, reason in skipped.items()]
     return "\n".join(lines), suite
 
 
 def main() -> int:
-    count, reason, *_ = [*Path(sys.argv[1]).read_text().splitlines(), ""]
+    machine = Machine(**json.loads(Path(sys.argv[1]).read_text()))
     tests = gpu_tests(Path.cwd())
-    text, suite = report(tests, int(count), reason)
+    text, suite = report(tests, machine)
     print(text)
     if output := os.environ.get("XML_OUTPUT_FILE"):
         ET.ElementTree(suite).write(output)

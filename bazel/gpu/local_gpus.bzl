@@ -1,9 +1,9 @@
-"""The platform that this machine is: the host's, with its NVIDIA GPUs and its nvcc as constraints."""
+"""The platform that this machine is: the host's, with its NVIDIA GPUs, its nvcc and its torch's CUDA as constraints."""
 
 _BUILD = """\
 package(default_visibility = ["//visibility:public"])
 
-exports_files(["gpus.txt"])
+exports_files(["machine.json"])
 
 platform(
     name = "platform",
@@ -22,6 +22,16 @@ def _count(rctx):
         return 0, "nvidia-smi lists no GPU: " + (result.stdout + result.stderr).strip()
     return len(lines), ""
 
+def _why_no_torch(rctx):
+    """Reads the lock and not the torch, which only some builds install."""
+    for line in rctx.read(rctx.attr.engine_lock).splitlines():
+        if line.startswith("torch=="):
+            pin = line.split(" ")[0]
+            if not pin.endswith("+cpu"):
+                return ""
+            return "%s of the lock is built without CUDA; docs/guides/gpu.md says how to run this with another" % pin
+    return "the lock has no torch"
+
 def _local_gpus_impl(rctx):
     count, reason = _count(rctx)
     if reason and rctx.os.environ.get("HYBRIDKV_GPUS", "") == "required":
@@ -30,15 +40,19 @@ def _local_gpus_impl(rctx):
         # buildifier: disable=print
         print("GPU tests are skipped; " + reason)
     constraints = ["@hybridkv//bazel/gpu:at_least_%d_nvidia_gpus" % n for n in (1, 2, 4, 8) if n <= count]
-    if not rctx.read(Label("@local_cuda//:why_not.txt")):
-        constraints.append("@hybridkv//bazel/gpu:working_nvcc")
+    why_not = {
+        "//bazel/gpu:working_nvcc": rctx.read(Label("@local_cuda//:why_not.txt")),
+        "//bazel/gpu:torch_with_cuda": _why_no_torch(rctx),
+    }
+    constraints += ["@hybridkv" + label for label, missing in why_not.items() if not missing]
     rctx.file("BUILD.bazel", _BUILD.format(constraints = repr(constraints)))
 
-    # For the sentinel: how many, and why none.
-    rctx.file("gpus.txt", "%d\n%s\n" % (count, reason))
+    # For the sentinel.
+    rctx.file("machine.json", json.encode({"gpus": count, "why_no_gpu": reason, "why_not": why_not}))
 
 local_gpus = repository_rule(
     implementation = _local_gpus_impl,
+    attrs = {"engine_lock": attr.label(mandatory = True, doc = "The requirements file that names the engine's torch.")},
     environ = ["HYBRIDKV_GPUS", "PATH"],
     local = True,
 )

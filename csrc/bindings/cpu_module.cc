@@ -14,6 +14,7 @@
 
 #include "csrc/bindings/file_queue_binding.h"
 #include "csrc/bindings/record_queue_binding.h"
+#include "csrc/bindings/unlocked.h"
 #include "csrc/cpu/level.h"
 #include "csrc/cpu/move.h"
 #include "csrc/cpu/run_source.h"
@@ -91,7 +92,7 @@ nb::bytes bytes_of(const std::vector<Digest128>& digests) {
 
 void copy(Mover& mover, const Integers& sources, const Integers& destinations, const Integers& num_bytes) {
   const cpu::RunArrays runs = runs_of(sources, destinations, num_bytes);
-  const nb::gil_scoped_release released;
+  const Unlocked unlocked;
   cpu::copy(runs, mover.options);
 }
 
@@ -101,7 +102,7 @@ nb::bytes copy_and_digest(Mover& mover, const Integers& sources, const Integers&
   require_records(record_ends, runs.size());
   std::vector<Digest128> digests(record_ends.size());
   {
-    const nb::gil_scoped_release released;
+    const Unlocked unlocked;
     cpu::copy_and_digest(runs, record_ends.data(), digests.size(), digests.data(), mover.options);
   }
   return bytes_of(digests);
@@ -112,7 +113,7 @@ nb::bytes digest(Mover& mover, const Integers& addresses, const Integers& num_by
   require_records(record_ends, num_bytes.size());
   std::vector<Digest128> digests(record_ends.size());
   {
-    const nb::gil_scoped_release released;
+    const Unlocked unlocked;
     const cpu::RunArrays runs(addresses.data(), nullptr, num_bytes.data(), num_bytes.size());
     cpu::digest(runs, record_ends.data(), digests.size(), digests.data(), mover.options);
   }
@@ -140,7 +141,7 @@ nb::bytes move_pages(Mover& mover, const Table& page_sets, const Integers& block
   }
   std::vector<Digest128> digests(with_digests ? sets.size() : 0);
   {
-    const nb::gil_scoped_release released;
+    const Unlocked unlocked;
     const Direction direction = is_scatter ? Direction::kScatter : Direction::kGather;
     const cpu::PageRuns runs(sets.data(), sets.size(), block_ids.data(), buffer, direction);
     if (with_digests) {
@@ -163,14 +164,14 @@ void permute_pages(Mover& mover, std::uint64_t unit_bytes, const std::vector<std
     permutation.extents[dimension] = extents[dimension];
     permutation.strides[dimension] = strides[dimension];
   }
-  const nb::gil_scoped_release released;
+  const Unlocked unlocked;
   const Direction direction = is_scatter ? Direction::kScatter : Direction::kGather;
   cpu::copy(cpu::UnitRuns(permutation, pages.data(), pages.size(), buffer, direction), mover.options);
 }
 
 // The C library's copy, for benchmarks: without ctypes in the way.
 void copy_with_memcpy(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes) {
-  const nb::gil_scoped_release released;
+  const Unlocked unlocked;
   std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), num_bytes);
 }
 

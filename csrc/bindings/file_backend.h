@@ -2,10 +2,13 @@
 #ifndef HYBRIDKV_BINDINGS_FILE_BACKEND_H_
 #define HYBRIDKV_BINDINGS_FILE_BACKEND_H_
 
+#include <cerrno>
 #include <cstddef>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "csrc/cpu/file_queue.h"
 
@@ -17,9 +20,14 @@ inline const char* name_of(cpu::FileBackend backend) {
   return backend == cpu::FileBackend::kUring ? "io_uring" : "threads";
 }
 
-// std::invalid_argument for arguments that fit no queue, std::runtime_error where there is no io_uring.
-inline std::unique_ptr<cpu::FileQueue> make_backend(const std::string& backend, std::size_t max_in_flight,
-                                                    std::size_t num_threads) {
+struct MadeBackend {
+  std::unique_ptr<cpu::FileQueue> queue;
+  int uring_error;  // the errno with which the kernel refused io_uring, 0 when it did not or was not asked
+};
+
+// std::invalid_argument for arguments that fit no queue, std::runtime_error where there is no io_uring,
+// std::system_error where there is no thread.
+inline MadeBackend make_backend(const std::string& backend, std::size_t max_in_flight, std::size_t num_threads) {
   if (max_in_flight < 1 || max_in_flight > cpu::kMaxInFlight) {
     throw std::invalid_argument("max_in_flight: expected 1 to 4096, got " + std::to_string(max_in_flight));
   }
@@ -29,11 +37,16 @@ inline std::unique_ptr<cpu::FileQueue> make_backend(const std::string& backend, 
   if (backend != "best" && backend != "io_uring" && backend != "threads") {
     throw std::invalid_argument("backend: expected best, io_uring or threads, got " + backend);
   }
-  std::unique_ptr<cpu::FileQueue> queue;
-  if (backend != "threads") queue = make_file_queue(cpu::FileBackend::kUring, max_in_flight, num_threads);
-  if (queue == nullptr && backend == "io_uring") throw std::runtime_error("this kernel gives us no io_uring");
-  if (queue == nullptr) queue = make_file_queue(cpu::FileBackend::kThreads, max_in_flight, num_threads);
-  return queue;
+  int uring_error = 0;
+  if (backend != "threads") {
+    auto ring = make_file_queue(cpu::FileBackend::kUring, max_in_flight, num_threads);
+    if (ring != nullptr) return {std::move(ring), 0};
+    uring_error = errno;
+  }
+  if (backend == "io_uring") {
+    throw std::runtime_error(std::string("this kernel gives us no io_uring: ") + std::strerror(uring_error));
+  }
+  return {make_file_queue(cpu::FileBackend::kThreads, max_in_flight, num_threads), uring_error};
 }
 
 }  // namespace hybridkv::bindings

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "csrc/bindings/file_backend.h"
+#include "csrc/bindings/unlocked.h"
 #include "csrc/cpu/file_queue.h"
 #include "hybridkv/canonical_digest.h"
 
@@ -24,7 +25,14 @@ using namespace nb::literals;
 
 using Integers = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// A queue is for one thread at a time, and Python lets others in while we wait: the second one is refused.
+// No two threads have the same, not even one after the other. Never 0.
+std::uint64_t this_thread() {
+  static std::atomic<std::uint64_t> num_threads{0};
+  thread_local const std::uint64_t number = ++num_threads;
+  return number;
+}
+
+// Python lets other threads in while we wait: they are refused.
 class SingleUse {
  public:
   explicit SingleUse(std::atomic<bool>& is_used) : is_used_(is_used) {
@@ -41,9 +49,9 @@ class SingleUse {
 class Queue {
  public:
   Queue(std::size_t max_in_flight, const std::string& backend, std::size_t num_threads)
-      : queue_(make_backend(backend, max_in_flight, num_threads)) {}
+      : queue_(make_backend(backend, max_in_flight, num_threads).queue) {}
   ~Queue() {
-    const nb::gil_scoped_release released;
+    const Unlocked unlocked;
     queue_.reset();
   }
   Queue(const Queue&) = delete;
@@ -58,7 +66,8 @@ class Queue {
                      bool wants_digests) {
     require_shapes(tags, operations, fds, offsets, extent_ends, addresses, num_bytes);
     const SingleUse use(is_used_);
-    const nb::gil_scoped_release released;
+    take_over();
+    const Unlocked unlocked;
     for (std::size_t number = 0; number < tags.size(); ++number) {
       cpu::FileRequest request;
       request.tag = tags.data()[number];
@@ -79,9 +88,10 @@ class Queue {
   // (tag, errno, num_bytes, digest) of each completion.
   nb::list reap(std::size_t min_completions, double timeout_s) {
     const SingleUse use(is_used_);
+    take_over();
     std::vector<cpu::FileCompletion> completions;
     {
-      const nb::gil_scoped_release released;
+      const Unlocked unlocked;
       completions = queue_->reap(min_completions, queue_->max_in_flight(), timeout_s);
     }
     nb::list result;
@@ -95,6 +105,12 @@ class Queue {
   }
 
  private:
+  void take_over() {
+    if (owner_ != this_thread() && queue_->num_in_flight() > 0) {
+      throw std::runtime_error("the file queue has something in flight of another thread");
+    }
+    owner_ = this_thread();
+  }
   static void require_shapes(const Integers& tags, const Integers& operations, const Integers& fds,
                              const Integers& offsets, const Integers& extent_ends, const Integers& addresses,
                              const Integers& num_bytes) {
@@ -119,6 +135,7 @@ class Queue {
   }
 
   std::atomic<bool> is_used_{false};
+  std::uint64_t owner_ = 0;  // the thread that has something in flight
   std::unique_ptr<cpu::FileQueue> queue_;
 };
 

@@ -7,11 +7,13 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "csrc/bindings/file_backend.h"
+#include "csrc/bindings/unlocked.h"
 #include "csrc/cpu/record_queue.h"
 #include "hybridkv/canonical_digest.h"
 
@@ -60,15 +62,24 @@ class Records {
       : digest_at_(digest_at) {
     require(digest_at + 2 * cpu::kDigestBytes <= cpu::kRecordPageBytes,
             "digest_at: expected room for two digests behind it in a page");
-    // Calls beyond the largest number of threads wait for one.
-    auto files = make_backend(backend, max_in_flight, std::min(max_in_flight, kMaxThreads));
-    queue_ = std::make_unique<cpu::RecordQueue>(std::move(files), cpu::RecordQueueOptions{batch_bytes, digest_at});
+    // Calls beyond the largest number of threads wait for one. Where the system gives too few, the file queue must
+    // leave one for the record queue's own.
+    for (std::size_t num_threads = std::min(max_in_flight, kMaxThreads); queue_ == nullptr; num_threads /= 2) {
+      MadeBackend made = make_backend(backend, max_in_flight, num_threads);
+      uring_error_ = made.uring_error;
+      try {
+        queue_ =
+            std::make_unique<cpu::RecordQueue>(std::move(made.queue), cpu::RecordQueueOptions{batch_bytes, digest_at});
+      } catch (const std::system_error&) {
+        if (num_threads == 1) throw;
+      }
+    }
   }
   // What has not ended is left to run, with its memory: nobody can take that from a device.
   ~Records() {
     bool is_over = false;
     {
-      const nb::gil_scoped_release released;
+      const Unlocked unlocked;
       is_over = queue_->close(0.0);
       if (is_over) queue_.reset();
     }
@@ -80,6 +91,7 @@ class Records {
   Records& operator=(const Records&) = delete;
 
   const char* backend() const { return name_of(queue_->backend()); }
+  int uring_error() const { return uring_error_; }
   std::int64_t num_transfers() const { return queue_->num_transfers(); }
 
   bool submit(std::int64_t tag, bool is_store, int fd, std::int64_t offset, bool is_direct, bool syncs,
@@ -87,18 +99,26 @@ class Records {
     require(buffers_.count(tag) == 0, "tag: expected one that no record has that has not been taken");
     require(offset >= 0 && offset % static_cast<std::int64_t>(cpu::kRecordPageBytes) == 0,
             "offset: expected a multiple of 4096");
-    require(header.size() >= digest_at_ + cpu::kDigestBytes &&
-                header.size() + cpu::kDigestBytes <= cpu::kRecordPageBytes,
-            "header: expected room for the payload's digest in it, and for its own behind it in a page");
+    require(
+        header.size() >= digest_at_ + cpu::kDigestBytes && header.size() + cpu::kDigestBytes <= cpu::kRecordPageBytes,
+        "header: expected room for the payload's digest in it, and for its own behind it in a page");
     Buffers held;
     for (const nb::handle buffer : buffers) held.add(buffer, !is_store);
     cpu::RecordRequest record{tag, is_store, is_direct, syncs, fd, offset, {}, held.extents()};
     require(!record.payload.empty(), "buffers: expected at least one byte");
     const auto* bytes = static_cast<const unsigned char*>(header.data());
     record.header.assign(bytes, bytes + header.size());
-    if (!queue_->submit(std::move(record))) return false;
-    buffers_.emplace(tag, std::move(held));
-    return true;
+    // Held before they can be written to, whatever fails between.
+    const auto place = buffers_.emplace(tag, std::move(held)).first;
+    bool is_taken = false;
+    try {
+      is_taken = queue_->submit(std::move(record));
+    } catch (...) {
+      buffers_.erase(place);
+      throw;
+    }
+    if (!is_taken) buffers_.erase(place);
+    return is_taken;
   }
 
   // (tag, outcome, errno, digest, page) of each.
@@ -116,12 +136,12 @@ class Records {
   }
 
   bool wait_until_idle(double timeout_s) {
-    const nb::gil_scoped_release released;
+    const Unlocked unlocked;
     return queue_->wait_until_idle(timeout_s);
   }
 
   bool close(double timeout_s) {
-    const nb::gil_scoped_release released;
+    const Unlocked unlocked;
     return queue_->close(timeout_s);
   }
 
@@ -131,6 +151,7 @@ class Records {
   }
 
   std::size_t digest_at_;
+  int uring_error_ = 0;
   std::unique_ptr<cpu::RecordQueue> queue_;
   std::unordered_map<std::int64_t, Buffers> buffers_;  // by tag; with the interpreter lock
 };
@@ -142,6 +163,7 @@ void bind_record_queue(nb::module_& module) {
       .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&>(), "max_in_flight"_a, "batch_bytes"_a,
            "digest_at"_a, "backend"_a = "best")
       .def_prop_ro("backend", &Records::backend)
+      .def_prop_ro("uring_error", &Records::uring_error)
       .def_prop_ro("num_transfers", &Records::num_transfers)
       .def("submit", &Records::submit, "tag"_a, "is_store"_a, "fd"_a, "offset"_a, "is_direct"_a, "syncs"_a, "header"_a,
            "buffers"_a)

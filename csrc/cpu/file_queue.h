@@ -42,7 +42,8 @@ enum class FileBackend { kUring, kThreads };
 // Whether this kernel lets this process use io_uring, with what the queue needs of it.
 bool has_uring();
 
-// For one thread at a time.
+// For one thread, which outlives what it has in flight: the kernel cancels what a thread asked of io_uring when that
+// thread ends. While nothing is in flight another thread may take over.
 class FileQueue {
  public:
   virtual ~FileQueue() = default;
@@ -51,7 +52,7 @@ class FileQueue {
   // Not reaped yet.
   virtual std::size_t num_in_flight() const = 0;
 
-  // Starts the request. False, and nothing is done, when `max_in_flight` are.
+  // Starts the request. False, and nothing is done, when `max_in_flight` are. Nothing is done either when it throws.
   virtual bool submit(FileRequest request) = 0;
 
   // Waits for at least `min_completions`, but no longer than `timeout_s`, no longer than there is something in flight,
@@ -62,8 +63,9 @@ class FileQueue {
   virtual void wake() = 0;
 };
 
-// `max_in_flight` between 1 and 4096. With kUring where `has_uring` is false: null. Destroying a queue waits for what
-// is in flight, since the kernel still writes to its memory.
+// `max_in_flight` between 1 and 4096. With kUring where the kernel does not let us use a ring of that size: null, and
+// errno says why. With kThreads fewer than `num_threads` where the system gives no more, std::system_error where it
+// gives none. Destroying a queue waits for what is in flight, since the kernel still writes to its memory.
 std::unique_ptr<FileQueue> make_file_queue(FileBackend backend, std::size_t max_in_flight, std::size_t num_threads);
 
 inline constexpr std::size_t kMaxInFlight = 4096;

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <utility>
 
 #include "csrc/cpu/file_progress.h"
+#include "csrc/cpu/wait.h"
 
 namespace hybridkv::cpu {
 namespace {
@@ -37,7 +37,11 @@ FileCompletion carry_out(FileRequest request) {
 
 FileThreads::FileThreads(std::size_t max_in_flight, std::size_t num_threads) : max_in_flight_(max_in_flight) {
   threads_.reserve(num_threads);
-  for (std::size_t thread = 0; thread < num_threads; ++thread) threads_.emplace_back([this] { work(); });
+  try {
+    while (threads_.size() < num_threads) threads_.emplace_back([this] { work(); });
+  } catch (...) {
+    if (threads_.empty()) throw;
+  }
 }
 
 FileThreads::~FileThreads() {
@@ -51,11 +55,11 @@ FileThreads::~FileThreads() {
 
 bool FileThreads::submit(FileRequest request) {
   if (num_in_flight_ == max_in_flight_) return false;
-  ++num_in_flight_;
   {
     const std::lock_guard lock(mutex_);
     requests_.push_back(std::move(request));
   }
+  ++num_in_flight_;
   requested_.notify_one();
   return true;
 }
@@ -63,8 +67,7 @@ bool FileThreads::submit(FileRequest request) {
 std::vector<FileCompletion> FileThreads::reap(std::size_t min_completions, std::size_t capacity, double timeout_s) {
   const std::size_t wanted = std::min({min_completions, capacity, num_in_flight_});
   std::unique_lock lock(mutex_);
-  completed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                      [&] { return completions_.size() >= wanted || is_woken_; });
+  completed_.wait_for(lock, wait_of(timeout_s), [&] { return completions_.size() >= wanted || is_woken_; });
   is_woken_ = false;
   const auto count = static_cast<std::ptrdiff_t>(std::min(capacity, completions_.size()));
   std::vector<FileCompletion> reaped(completions_.begin(), completions_.begin() + count);

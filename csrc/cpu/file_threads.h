@@ -14,6 +14,7 @@ namespace hybridkv::cpu {
 
 class FileThreads final : public FileQueue {
  public:
+  // Goes on with fewer threads where the system gives no more; std::system_error where it gives none.
   FileThreads(std::size_t max_in_flight, std::size_t num_threads);
   ~FileThreads() override;
 

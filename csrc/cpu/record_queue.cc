@@ -1,18 +1,12 @@
 #include "csrc/cpu/record_queue.h"
 
 #include <cerrno>
-#include <chrono>
 #include <iterator>
 #include <utility>
 
+#include "csrc/cpu/wait.h"
+
 namespace hybridkv::cpu {
-namespace {
-
-constexpr double kForeverS = 1e9;
-
-std::chrono::duration<double> seconds(double number) { return std::chrono::duration<double>(number); }
-
-}  // namespace
 
 RecordQueue::RecordQueue(std::unique_ptr<FileQueue> files, RecordQueueOptions options)
     : options_(options), files_(std::move(files)), flights_(files_->max_in_flight()) {
@@ -30,8 +24,8 @@ bool RecordQueue::submit(RecordRequest record) {
   {
     const std::lock_guard lock(mutex_);
     if (is_closing_) return false;
-    ++num_open_;
     (record.is_store ? stores_ : loads_).push_back(std::move(record));
+    ++num_open_;
     must_wake = can_be_woken_;
     can_be_woken_ = false;
   }
@@ -47,7 +41,7 @@ std::vector<RecordCompletion> RecordQueue::take() {
 
 bool RecordQueue::wait_until_idle(double timeout_s) {
   std::unique_lock lock(mutex_);
-  return ended_.wait_for(lock, seconds(timeout_s), [this] { return num_open_ == 0; });
+  return ended_.wait_for(lock, wait_of(timeout_s), [this] { return num_open_ == 0; });
 }
 
 bool RecordQueue::close(double timeout_s) {
@@ -59,7 +53,7 @@ bool RecordQueue::close(double timeout_s) {
   }
   if (prepared_ != nullptr) cancel(std::exchange(prepared_, nullptr)->records());
   submitted_.notify_one();
-  return ended_.wait_for(lock, seconds(timeout_s), [this] { return has_ended_; });
+  return ended_.wait_for(lock, wait_of(timeout_s), [this] { return has_ended_; });
 }
 
 std::int64_t RecordQueue::num_transfers() const {

@@ -32,6 +32,7 @@ inline constexpr std::size_t kMaxLoadsBeforeAStore = 8;
 // Any thread may call anything at any time, but for the end: close it before it is destroyed.
 class RecordQueue {
  public:
+  // std::system_error where the system gives no thread.
   RecordQueue(std::unique_ptr<FileQueue> files, RecordQueueOptions options);
   // Waits for what is in flight.
   ~RecordQueue();

@@ -1,10 +1,16 @@
 #include "csrc/cpu/thread_pool.h"
 
+#include <utility>
+
 namespace hybridkv::cpu {
 
 ThreadPool::ThreadPool(std::size_t num_threads) {
   threads_.reserve(num_threads);
-  for (std::size_t thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this] { work(); });
+  try {
+    while (threads_.size() + 1 < num_threads) threads_.emplace_back([this] { work(); });
+  } catch (...) {
+    // The calling thread is always there.
+  }
 }
 
 ThreadPool::~ThreadPool() {
@@ -26,6 +32,7 @@ void ThreadPool::run(std::size_t num_parts, const std::function<void(std::size_t
   take_parts(lock);
   changed_.wait(lock, [this] { return num_running_ == 0; });
   part_ = nullptr;
+  if (const std::exception_ptr failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);
 }
 
 void ThreadPool::work() {
@@ -43,9 +50,17 @@ void ThreadPool::take_parts(std::unique_lock<std::mutex>& lock) {
     const std::size_t part = next_++;
     ++num_running_;
     lock.unlock();
-    (*part_)(part);
+    std::exception_ptr failure;
+    try {
+      (*part_)(part);
+    } catch (...) {
+      failure = std::current_exception();
+    }
     lock.lock();
     --num_running_;
+    if (failure == nullptr) continue;
+    next_ = num_parts_;
+    if (failure_ == nullptr) failure_ = failure;
   }
 }
 

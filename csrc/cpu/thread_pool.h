@@ -4,6 +4,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -15,7 +16,7 @@ namespace hybridkv::cpu {
 // call's parts waiting. A second caller waits for the first.
 class ThreadPool {
  public:
-  // At least 1; the calling thread is one of them.
+  // At least 1; the calling thread is one of them. Where the system gives no more threads, it is fewer.
   explicit ThreadPool(std::size_t num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -24,7 +25,7 @@ class ThreadPool {
   std::size_t num_threads() const { return threads_.size() + 1; }
 
   // Calls `part(0)` to `part(num_parts - 1)`, each once, on whatever thread is free, and returns when all have
-  // returned. `part` must not throw.
+  // returned. When one throws, no other is begun, and what it threw is thrown when those that were begun have returned.
   void run(std::size_t num_parts, const std::function<void(std::size_t)>& part);
 
  private:
@@ -38,6 +39,7 @@ class ThreadPool {
   std::size_t next_ = 0;
   std::size_t num_parts_ = 0;
   std::size_t num_running_ = 0;
+  std::exception_ptr failure_;  // the first
   bool is_closing_ = false;
   std::vector<std::thread> threads_;
 };

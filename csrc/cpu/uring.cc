@@ -14,13 +14,18 @@
 #include <cstring>
 #include <utility>
 
+#include "csrc/cpu/wait.h"
+
 namespace hybridkv::cpu {
 namespace {
 
-// Both rings in one mapping is 5.4, a timeout for io_uring_enter 5.11; what is older gets threads.
 // A completion's user_data that is no slot.
 constexpr std::uint64_t kWake = ~std::uint64_t{0};
 
+// A request that does nothing has ended when the kernel has taken it.
+constexpr double kProbeS = 1.0;
+
+// Both rings in one mapping is 5.4, a timeout for io_uring_enter 5.11; what is older gets threads.
 constexpr std::uint32_t kNeededFeatures = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_EXT_ARG | IORING_FEAT_NODROP;
 
 std::uint32_t load(std::uint32_t* shared) {
@@ -53,12 +58,32 @@ std::unique_ptr<Uring> Uring::open(std::size_t max_in_flight) {
   if (wake_fd < 0) return nullptr;
   const long fd = syscall(SYS_io_uring_setup, static_cast<unsigned>(max_in_flight) + 1, &parameters);
   if (fd < 0) {
+    const int refused = errno;
     close(wake_fd);
+    errno = refused;
     return nullptr;
   }
   std::unique_ptr<Uring> ring(new Uring(static_cast<int>(fd), wake_fd, parameters, max_in_flight));
   const bool has_needed = (parameters.features & kNeededFeatures) == kNeededFeatures;
-  return has_needed && ring->is_mapped() ? std::move(ring) : nullptr;
+  const int error = !has_needed ? EOPNOTSUPP : !ring->is_mapped() ? ENOMEM : ring->probe();
+  if (error == 0) return ring;
+  ring.reset();
+  errno = error;
+  return nullptr;
+}
+
+// Whether the kernel also takes what it is given: a container's rules may allow to make a ring, and not to use it.
+// 0, or an errno.
+int Uring::probe() {
+  io_uring_sqe entry{};
+  entry.opcode = IORING_OP_NOP;
+  entry.user_data = kWake;
+  push_entry(entry);
+  int error = EINTR;
+  while (error == EINTR) error = enter(1, kProbeS);
+  if (error != 0) return error;
+  std::vector<FileCompletion> none;
+  return take_one(none) ? 0 : ETIME;
 }
 
 Uring::Uring(int fd, int wake_fd, const io_uring_params& parameters, std::size_t max_in_flight)
@@ -81,8 +106,8 @@ Uring::~Uring() {
 bool Uring::submit(FileRequest request) {
   if (free_.empty()) return false;
   const std::size_t slot = free_.back();
-  free_.pop_back();
   requests_[slot].emplace(std::move(request));
+  free_.pop_back();
   push(slot);
   // What the kernel does not take now, it is given again by `reap`.
   enter(0, 0.0);
@@ -149,7 +174,7 @@ int Uring::enter(unsigned min_complete, double timeout_s) {
 
 std::vector<FileCompletion> Uring::reap(std::size_t min_completions, std::size_t capacity, double timeout_s) {
   const std::size_t wanted = std::min({min_completions, capacity, num_in_flight()});
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  const auto end = std::chrono::steady_clock::now() + wait_of(timeout_s);
   std::vector<FileCompletion> reaped;
   bool is_last = false;
   is_woken_ = false;

@@ -37,7 +37,8 @@ class Mapping {
 
 class Uring final : public FileQueue {
  public:
-  // Null where the kernel does not give us a ring, or one without what we need.
+  // Null, and errno says why, where the kernel does not give us a ring, or one without what we need, or lets us not use
+  // the one it gave.
   static std::unique_ptr<Uring> open(std::size_t max_in_flight);
   ~Uring() override;
 
@@ -54,6 +55,7 @@ class Uring final : public FileQueue {
   bool is_mapped() const { return submissions_.is_mapped() && completions_.is_mapped() && entries_.is_mapped(); }
   void push(std::size_t slot);
   void push_entry(io_uring_sqe entry);
+  int probe();
   void listen_for_wake();
   int enter(unsigned min_complete, double timeout_s);
   bool take_one(std::vector<FileCompletion>& reaped);

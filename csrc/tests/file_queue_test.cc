@@ -2,17 +2,24 @@
 #include "csrc/cpu/file_queue.h"
 
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "csrc/tests/expect.h"
+#include "csrc/tests/few_threads.h"
 
 namespace {
 
@@ -184,12 +191,71 @@ void check_timeout(const Backend& backend) {
   close(ends[1]);
 }
 
+// Waits that are longer than a clock can count.
+void check_long_waits(const Backend& backend) {
+  const File file;
+  const std::unique_ptr<FileQueue> queue = queue_of(backend, 1);
+  Memory memory(100000, 0);
+  for (const double timeout_s : {std::numeric_limits<double>::infinity(), 1e300, 9223372036.0}) {
+    for (int turn = 0; turn < 20; ++turn) {
+      expect(queue->submit(request(FileOperation::kWrite, file.fd(), 0, {{memory.data(), memory.size()}})),
+             "a request");
+      expect(queue->reap(1, 8, timeout_s).size() == 1, backend.name + ": a long wait does not end before it must");
+    }
+  }
+  expect(queue->submit(request(FileOperation::kWrite, file.fd(), 0, {{memory.data(), memory.size()}})), "a request");
+  std::size_t num_ended = 0;
+  while (num_ended == 0) {
+    for (const double timeout_s : {-1.0, std::numeric_limits<double>::quiet_NaN()}) {
+      num_ended += queue->reap(1, 8, timeout_s).size();
+    }
+  }
+  expect(num_ended == 1, backend.name + ": what is no time is no wait");
+}
+
+void check_few_threads() {
+  const File file;
+  const hybridkv::testing::FewThreads few(2);
+  const std::unique_ptr<FileQueue> queue = hybridkv::cpu::make_file_queue(FileBackend::kThreads, 8, 64);
+  Memory memory(10000, 0);
+  for (std::int64_t number = 0; number < 8; ++number) {
+    expect(queue->submit(request(FileOperation::kWrite, file.fd(), number, {{memory.data(), memory.size()}})),
+           "as many requests as always");
+  }
+  std::size_t num_ended = 0;
+  while (num_ended < 8) num_ended += queue->reap(1, 8, kLongS).size();
+}
+
+// As the rules of a container may have it: a ring can be made, and not be used. In a child, for good.
+void check_refused_enter() {
+  const pid_t child = fork();
+  if (child == 0) {
+    sock_filter rules[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_io_uring_enter, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    const sock_fprog program{sizeof rules / sizeof rules[0], rules};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
+      std::puts("this process may not be given rules: that part did not run");
+      _exit(EXIT_SUCCESS);
+    }
+    const bool is_refused = hybridkv::cpu::make_file_queue(FileBackend::kUring, 4, 1) == nullptr && errno == EPERM;
+    _exit(is_refused ? EXIT_SUCCESS : EXIT_FAILURE);
+  }
+  int status = 0;
+  expect(waitpid(child, &status, 0) == child && status == 0,
+         "a ring that cannot be used is no ring, and errno says why");
+}
+
 }  // namespace
 
 int main() {
   std::vector<Backend> backends = {{"threads", FileBackend::kThreads}};
   if (hybridkv::cpu::has_uring()) {
     backends.push_back({"io_uring", FileBackend::kUring});
+    check_refused_enter();
   } else {
     expect(hybridkv::cpu::make_file_queue(FileBackend::kUring, 4, 1) == nullptr, "no io_uring, no queue of it");
     std::puts("io_uring is not to be had here: its half of the test did not run");
@@ -204,5 +270,7 @@ int main() {
     }
     check_edges(backend);
     check_timeout(backend);
+    check_long_waits(backend);
   }
+  check_few_threads();
 }

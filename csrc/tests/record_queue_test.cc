@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -312,7 +313,12 @@ void check_errors(FileBackend backend) {
   queue.submit(std::move(record));
   const std::map<std::int64_t, RecordCompletion> ended = finish(queue);
   expect(ended.at(1).outcome == RecordOutcome::kFailed && ended.at(1).error == EBADF, "an error is told");
-  expect(queue.close(kLongS), "a queue at rest closes");
+  for (const double timeout_s : {std::numeric_limits<double>::infinity(), 1e300, 9223372036.0}) {
+    expect(queue.wait_until_idle(timeout_s), "a queue at rest is idle, however long one waits for it");
+    queue.submit(record_of(2, true, file, false, 0, payload));
+    expect(queue.wait_until_idle(timeout_s) && queue.take().size() == 1, "a long wait does not end before it must");
+  }
+  expect(queue.close(std::numeric_limits<double>::infinity()), "a queue at rest closes");
   expect(!queue.submit(record_of(2, true, file, false, 0, payload)), "a closed queue takes nothing");
 }
 

@@ -95,6 +95,22 @@ def test_no_more_is_taken_than_there_is_room_for(backend: str, fd: int) -> None:
     assert [error for _, error, _, _ in queue.reap(1, LONG_S)] == [0]
 
 
+def test_a_thread_may_take_over_what_has_nothing_in_flight(backend: str, fd: int) -> None:
+    queue = FileQueue(2, backend)
+    data = np.zeros(10, dtype=np.uint8)
+    ended: list[int] = []
+
+    def write() -> None:
+        submit(queue, WRITE, fd, [(0, [data])], False)
+        ended.append(queue.reap(1, LONG_S)[0][1])
+
+    for _ in range(3):
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+    assert ended == [0, 0, 0]
+
+
 def test_an_error_is_the_requests_own(backend: str, fd: int) -> None:
     queue = FileQueue(4, backend)
     data = np.zeros(10, dtype=np.uint8)
@@ -112,27 +128,38 @@ def test_waiting_lets_other_threads_run_but_not_into_the_queue(tmp_path: Path) -
     fifo = os.open(tmp_path / "fifo", os.O_RDWR)
     queue = FileQueue(2, "io_uring")
     data = np.zeros(1, dtype=np.uint8)
-    assert submit(queue, READ, fifo, [(-1, [data])], False) == 1
     waited: list[tuple[int, int, int, bytes]] = []
+    is_submitted, may_wait = threading.Event(), threading.Event()
 
     def wait() -> None:
+        assert submit(queue, READ, fifo, [(-1, [data])], False) == 1
+        is_submitted.set()
+        assert may_wait.wait(LONG_S)
         while not waited:
             with contextlib.suppress(RuntimeError):  # the other side was inside
                 waited.extend(queue.reap(1, LONG_S))
 
-    def try_until_refused() -> None:
+    def try_until(words: str) -> None:
         while True:
-            queue.reap(0, 0.0)
+            with pytest.raises(RuntimeError, match="another thread") as refused:
+                queue.reap(0, 0.0)
+            if words in str(refused.value):
+                return
 
     thread = threading.Thread(target=wait)
     thread.start()
-    with pytest.raises(RuntimeError, match="another thread"):
-        try_until_refused()
+    assert is_submitted.wait(LONG_S)
+    try_until("has something in flight")
+    with pytest.raises(RuntimeError, match="something in flight of another thread"):
+        submit(queue, READ, fifo, [(-1, [data])], False)
+    may_wait.set()
+    try_until("is used")
     os.write(fifo, b"x")
     thread.join()
     os.close(fifo)
     assert [done[:3] for done in waited] == [(0, 0, 1)]
     assert data.tobytes() == b"x"
+    assert queue.reap(1, 0.0) == [], "nothing is in flight: another thread may take over"
 
 
 @pytest.mark.parametrize(

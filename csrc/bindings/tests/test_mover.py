@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -196,3 +199,33 @@ def test_what_fits_no_call_is_refused(call: Any, message: str) -> None:
 def test_arrays_of_another_type_are_refused() -> None:
     with pytest.raises(TypeError):
         Mover().copy(np.zeros(1, dtype=np.int32), integers([0]), integers([0]))  # type: ignore[arg-type]
+
+
+COME_BACK_LATE = """
+import builtins, threading
+import numpy as np
+from hybridkv.native import Mover
+
+num_bytes = 64 << 20
+builtins.kept = arrays = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+runs = [np.array([number], np.int64) for number in (arrays[0].ctypes.data, arrays[1].ctypes.data, num_bytes)]
+has_begun = threading.Event()
+
+def copy():
+    mover = Mover()
+    while True:
+        has_begun.set()
+        mover.copy(*runs)
+
+threading.Thread(target=copy, daemon=True).start()
+has_begun.wait()
+"""
+
+
+def test_a_daemon_thread_that_comes_back_late_does_not_abort_the_process() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for _ in range(10):
+        finished = subprocess.run(
+            [sys.executable, "-c", COME_BACK_LATE], env=environment, capture_output=True, text=True, check=False
+        )
+        assert finished.returncode == 0, finished.stderr

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +139,59 @@ def test_a_tag_is_one_records_until_its_end_was_taken(queue: RecordQueue, fd: in
 def test_a_queue_that_cannot_be_is_refused_by_name(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RecordQueue(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300, threading.TIMEOUT_MAX])
+def test_a_wait_that_is_longer_than_a_clock_counts_does_not_end_at_once(
+    queue: RecordQueue, fd: int, timeout_s: float
+) -> None:
+    assert queue.submit(1, True, fd, 0, False, False, HEADER, [bytes(1 << 20)])
+    assert queue.wait_until_idle(timeout_s)
+    assert queue.close(timeout_s)
+
+
+def test_why_there_is_no_ring_is_told() -> None:
+    queue = RecordQueue(2, 1 << 20, DIGEST_AT)
+    assert (queue.uring_error == 0) == has_uring() == (queue.backend == "io_uring")
+    assert RecordQueue(2, 1 << 20, DIGEST_AT, "threads").uring_error == 0, "it was not asked for"
+
+
+FEW_THREADS = """
+import os, resource, sys
+from hybridkv.native import FileQueue, Mover, RecordQueue
+
+with open("/proc/self/statm") as statm:
+    address_space_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+limit = address_space_bytes + int(sys.argv[1]) * (1 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+made = []
+for make in (
+    lambda: Mover(num_threads=256),
+    lambda: FileQueue(256, "threads", 256),
+    lambda: RecordQueue(256, 1 << 20, 8, "threads"),
+):
+    try:
+        make()
+        made.append("made")
+    except (RuntimeError, MemoryError):
+        made.append("refused")
+print(*made)
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_mebibytes", "made"), [(2, "made refused refused"), (200, "made made made")], ids=["none", "few"]
+)
+def test_what_gets_few_threads_does_with_them_and_what_gets_none_says_so(num_mebibytes: int, made: str) -> None:
+    finished = subprocess.run(
+        ["bash", "-c", 'ulimit -s 8192 && exec "$@"', "-", sys.executable, "-c", FEW_THREADS, str(num_mebibytes)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        check=False,
+    )
+    assert (finished.returncode, finished.stdout.strip()) == (0, made), finished.stderr
 
 
 def test_a_queue_that_is_dropped_while_it_works_keeps_its_memory(fd: int) -> None:

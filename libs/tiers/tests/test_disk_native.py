@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from hybridkv.tiers import Completion, FailureReason, Slot, Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, native_runner
 from hybridkv.tiers.disk.layout import PAGE_BYTES
 from hybridkv.tiers.disk.medium import native_queue
 
@@ -266,6 +266,67 @@ def test_an_operation_that_cannot_be_begun_has_failed(tmp_path: Path, monkeypatc
         assert completion.failure is not None and "none left" in completion.failure.detail
     medium.close()
     index.close()
+
+
+def test_where_there_is_no_thread_operations_are_refused_until_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_queue = native_queue()
+    assert make_queue is not None
+    errors: list[Exception] = [MemoryError(), RuntimeError("Resource temporarily unavailable")] * 2
+
+    def make_when_there_is_one(*arguments: int) -> Any:
+        if errors:
+            raise errors.pop()
+        return make_queue(*arguments)
+
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: make_when_there_is_one)
+    index = disk_store.make_index(tmp_path / "store", OPTIONS)
+    medium, _ = media(tmp_path / "store", OPTIONS)
+    slot = reserve(index, b"key", 100)
+    for _ in range(3):
+        medium.store(Ticket(1), b"key", slot, [b"x" * 100])
+        [completion] = disk_store.finish(medium)
+        assert completion.failure is not None and completion.failure.detail == "no thread could be started"
+    assert caplog.text.count("gets no thread (Resource temporarily unavailable)") == 1
+    medium.store(Ticket(1), b"key", slot, [b"x" * 100])
+    assert disk_store.finish(medium)[0].failure is None
+    medium.close()
+    index.close()
+
+
+def test_a_medium_that_never_got_a_thread_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_none(*arguments: int) -> Any:
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: make_none)
+    medium, _ = media(tmp_path, OPTIONS)
+    assert medium.drain(0.0) and medium.poll() == []
+    medium.close()
+
+
+def test_why_threads_make_the_calls_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_queue = native_queue()
+    assert make_queue is not None
+
+    class RefusedRing:
+        uring_error = errno.EPERM
+
+        def __init__(self, *arguments: int) -> None:
+            self.queue = make_queue(*arguments)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.queue, name)
+
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: RefusedRing)
+    native_runner._say_why_threads.cache_clear()
+    with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
+        for _ in range(2):
+            media(tmp_path, OPTIONS)[0].close()
+    assert caplog.text.count("refuses io_uring (Operation not permitted)") == 1
+    native_runner._say_why_threads.cache_clear()
 
 
 def test_without_direct_io_auto_goes_through_the_page_cache(tmp_path: Path) -> None:

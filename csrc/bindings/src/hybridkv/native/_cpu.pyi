@@ -24,7 +24,8 @@ class Mover:
     """Carries out copies. Any number of threads may use one at once; with `num_threads` > 1 they take turns.
 
     `level` is one of `levels()` or "best". `caching` says whether what is written stays out of the caches: "streamed",
-    "cached", or by the size of the call. Threads above the first start now, and end with the object.
+    "cached", or by the size of the call. Threads above the first start now, as many as the system gives, and end with
+    the object.
     """
 
     def __init__(self, num_threads: int = 1, level: str = "best", caching: _Caching = "by_size") -> None: ...
@@ -72,10 +73,14 @@ class Mover:
         """
 
 class FileQueue:
-    """Reads and writes many pieces of files at once. For one thread at a time: a second one gets `RuntimeError`.
+    """Reads and writes many pieces of files at once. By one thread, which outlives what it has in flight.
+
+    The kernel cancels what a thread asked of it when that thread ends. So another one gets `RuntimeError` while
+    something is in flight, and may take over when nothing is.
 
     `max_in_flight` requests at most, 1 to 4096. `backend`: "io_uring" (`RuntimeError` where the kernel has none),
-    "threads", which are `num_threads`, or the better one that is to be had. It waits at its end for what is in flight.
+    "threads", which are `num_threads` or as many as the system gives, `RuntimeError` where it gives none; or the better
+    one that is to be had. It waits at its end for what is in flight.
     """
 
     def __init__(self, max_in_flight: int, backend: _Backend = "best", num_threads: int = 4) -> None: ...
@@ -111,8 +116,9 @@ class RecordQueue:
     """Stores and loads records of files: a page that begins with a header, then the payload in whole pages.
 
     A thread of its own keeps `max_in_flight` calls on their way, 1 to 4096; with the backend "threads" as many threads
-    make them. Neighbours in a file are moved by one call of about `batch_bytes` at most. Loads go before stores. Any
-    thread may call anything. What has not ended when the last reference goes is left to run, with its memory.
+    make them, or fewer where the system gives fewer; `RuntimeError` where it gives none. Neighbours in a file are moved
+    by one call of about `batch_bytes` at most. Loads go before stores. Any thread may call anything. What has not ended
+    when the last reference goes is left to run, with its memory.
 
     A header is any bytes with 16 zeros at `digest_at`. In the file the payload's XXH3-128 stands there, and that of the
     header behind it; the rest of the page is zeros.
@@ -121,6 +127,10 @@ class RecordQueue:
     def __init__(self, max_in_flight: int, batch_bytes: int, digest_at: int, backend: _Backend = "best") -> None: ...
     @property
     def backend(self) -> str: ...
+    @property
+    def uring_error(self) -> int:
+        """The errno with which the kernel refused io_uring to the backend "best"; 0 when it did not."""
+
     @property
     def num_transfers(self) -> int:
         """Calls that moved records so far."""

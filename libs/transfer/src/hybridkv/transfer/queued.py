@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from weakref import WeakSet
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests
 from hybridkv.transfer.errors import CopyEngineError
@@ -13,7 +18,12 @@ from hybridkv.transfer.memory import RegisteredMemory
 from hybridkv.transfer.native import Copier
 from hybridkv.transfer.runs import CopyRuns
 
+logger = logging.getLogger(__name__)
+
 CLOSED = "the copy engine was closed before the job began"
+
+EXIT_TIMEOUT_S = 30.0
+"""How long the interpreter's exit waits for jobs that run. A hook that stands still must not hold it up for ever."""
 
 
 class QueuedCopyEngine:
@@ -22,6 +32,9 @@ class QueuedCopyEngine:
     `copier` is asked in `submit`, on the caller's thread, for the function that the copy thread will copy this job's
     runs with. `max_queued_jobs` bounds the jobs that were submitted and whose results were not polled. `clock` gives
     seconds. `ValueError` for numbers below 1.
+
+    What is not closed is closed when the interpreter exits: a copy that was left to run would write to memory that the
+    interpreter frees.
     """
 
     def __init__(self, copier: Callable[[], Copier], clock: Callable[[], float], max_queued_jobs: int) -> None:
@@ -38,6 +51,7 @@ class QueuedCopyEngine:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="hybridkv-copy", daemon=True)
         self._thread.start()
+        _running.add(self)
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
         self._memory = self._memory.with_region(address, num_bytes, name)
@@ -74,10 +88,14 @@ class QueuedCopyEngine:
             return self._changed.wait_for(lambda: wanted.isdisjoint(self._unfinished), timeout_s)
 
     def close(self) -> None:
+        self._end()
+        self._thread.join()
+
+    def _end(self) -> None:
+        """No job begins any more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -99,3 +117,24 @@ class QueuedCopyEngine:
             self._unfinished.discard(result.job_id)
             self._results[result.job_id] = result
             self._changed.notify_all()
+
+
+# Their threads keep them here until they are closed.
+_running: WeakSet[QueuedCopyEngine] = WeakSet()
+
+
+def _close_all() -> None:
+    """At exit, while there is an interpreter that the threads can come back to."""
+    engines = list(_running)
+    for engine in engines:
+        engine._end()
+    end_s = time.monotonic() + EXIT_TIMEOUT_S
+    for engine in engines:
+        engine._thread.join(max(0.0, end_s - time.monotonic()))
+        if engine._thread.is_alive():
+            logger.warning("a copy job still runs after %.0f s: the interpreter exits without it", EXIT_TIMEOUT_S)
+
+
+atexit.register(_close_all)
+# A child has none of these threads, and locks that they may have held.
+os.register_at_fork(after_in_child=_running.clear)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,18 +54,18 @@ class NativeRunner:
         self,
         make_queue: Callable[[int, int, int], RecordQueue],
         io: FileIO,
-        cache: SegmentCache,
+        segments: SegmentCache,
         headers: Headers,
         options: DiskOptions,
         clock: Callable[[], float],
     ) -> None:
-        self._queue = make_queue(options.max_in_flight, options.batch_bytes, PAYLOAD_CHECKSUM_AT)
-        self._cache = cache
+        self._make_queue = make_queue
+        self._cache = segments
         self._headers = headers
         self._options = options
         self._syncs = options.fsync is Fsync.ALWAYS
         self._direct = DirectMode(options.direct)
-        self._syncing = SyncThread(io, cache, options, clock, self._direct)
+        self._syncing = SyncThread(io, segments, options, clock, self._direct)
         self._condition = threading.Condition()
         self._tags = count()
         self._moves: dict[int, _Move] = {}
@@ -75,15 +76,18 @@ class NativeRunner:
         self._completions: list[Completion] = []
         self._opener: threading.Thread | None = None
         self._is_closed = False
-
-    @property
-    def backend(self) -> str:
-        return self._queue.backend
+        self._is_short = False
+        self._queue = self._made_queue()
+        """None: the system had no thread for it, and is asked again when there is something to do."""
 
     def submit(self, operation: Operation) -> Failure | None:
         with self._condition:
             if self._is_closed:
                 return CLOSED
+            if self._queue is None:
+                self._queue = self._made_queue()
+            if self._queue is None:
+                return NO_THREAD
             num_open = self._num_open[operation.is_store]
             if num_open >= self._options.max_queued + self._options.max_in_flight:
                 return busy(num_open)
@@ -114,7 +118,8 @@ class NativeRunner:
                 if not self._moves:
                     self._condition.wait(left_s)  # for the opener
                     continue
-            self._queue.wait_until_idle(left_s)
+            if self._queue is not None:
+                self._queue.wait_until_idle(left_s)
 
     def close(self) -> None:
         with self._condition:
@@ -125,7 +130,8 @@ class NativeRunner:
                 self._end(operation, Completion(operation.ticket, CLOSED))
             self._to_open.clear()
             self._condition.notify_all()
-        self._queue.close(0.0)  # whatever was not begun is cancelled now
+        if self._queue is not None:
+            self._queue.close(0.0)  # whatever was not begun is cancelled now
         # A call that a device holds longer is left.
         ending = threading.Thread(target=self._finish, name="hybridkv-disk-end", daemon=True)
         ending.start()
@@ -135,12 +141,25 @@ class NativeRunner:
         """In a thread of its own: any of it may wait for a device."""
         if self._opener is not None:
             self._opener.join()
-        while not self._queue.close(3600.0):
+        while self._queue is not None and not self._queue.close(3600.0):
             pass
         with self._condition:
             self._absorb()
         self._syncing.close()
         self._cache.close()
+
+    def _made_queue(self) -> RecordQueue | None:
+        options = self._options
+        try:
+            queue = self._make_queue(options.max_in_flight, options.batch_bytes, PAYLOAD_CHECKSUM_AT)
+        except (RuntimeError, MemoryError) as error:
+            if not self._is_short:
+                logger.warning("the disk tier gets no thread (%s): it stores and loads nothing until it does", error)
+            self._is_short = True
+            return None
+        if queue.uring_error:
+            _say_why_threads(queue.uring_error)
+        return queue
 
     # What follows is called with the condition held.
 
@@ -151,6 +170,7 @@ class NativeRunner:
         offset = offset_of(operation.address)
         syncs = self._syncs and operation.is_store
         failure = CLOSED
+        assert self._queue is not None  # `submit` looked
         try:
             taken = self._queue.submit(
                 tag, operation.is_store, segment.fd, offset, segment.is_direct, syncs, header, operation.views
@@ -162,6 +182,8 @@ class NativeRunner:
             self._move_ended(tag, Completion(operation.ticket, failure))
 
     def _absorb(self) -> None:
+        if self._queue is None:
+            return
         for tag, outcome, number, checksum, page in self._queue.take():
             operation, segment = self._moves[tag]
             if outcome == _DONE:
@@ -242,6 +264,12 @@ class NativeRunner:
         except Exception as error:  # a thread that ends would leave everybody waiting
             logger.exception("a segment could not be opened")
             return None, Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
+
+
+@cache
+def _say_why_threads(number: int) -> None:
+    """Once in a process."""
+    logger.info("the kernel refuses io_uring (%s): the disk tier's calls are made by threads", os.strerror(number))
 
 
 def _error(number: int) -> OSError:

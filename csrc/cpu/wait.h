@@ -1,0 +1,20 @@
+// How long a wait may be.
+#ifndef HYBRIDKV_CPU_WAIT_H_
+#define HYBRIDKV_CPU_WAIT_H_
+
+#include <algorithm>
+#include <chrono>
+
+namespace hybridkv::cpu {
+
+// 31 years. Clocks count nanoseconds in 64 bits: a longer wait would end before it began.
+inline constexpr double kForeverS = 1e9;
+
+// What a clock can be asked to wait. What is below 0 or no number is 0; infinity is for ever.
+inline std::chrono::duration<double> wait_of(double timeout_s) {
+  return std::chrono::duration<double>(timeout_s > 0.0 ? std::min(timeout_s, kForeverS) : 0.0);
+}
+
+}  // namespace hybridkv::cpu
+
+#endif  // HYBRIDKV_CPU_WAIT_H_
