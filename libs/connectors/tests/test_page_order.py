@@ -1,14 +1,16 @@
-"""A disk tier takes no blocks whose bytes another attention backend would order otherwise."""
+"""What is stored of a block does not hang on how an attention backend splits it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
 from hybridkv.canonical import LayerLayout
+from hybridkv.canonical.torch_view import canonical_kv_caches
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.page_order import require_one_order
+from hybridkv.connectors.vllm.page_order import require_one_order, with_token_dims
 
 torch = pytest.importorskip("torch", reason="it makes the tensors of these tests")
 interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="vLLM makes the layouts of these tests")
@@ -49,29 +51,40 @@ def block_bytes(view: torch.Tensor, block: int) -> bytes:
     return mine.permute(dims).contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def stored_bytes(view: torch.Tensor, block: int, layers: Sequence[LayerLayout]) -> bytes:
+    """What is stored of a block."""
+    caches = canonical_kv_caches({"layer": view}, [layers], BLOCKS)
+    pages = [caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes] for ref in caches.group_data_refs[0]]
+    return torch.cat(pages).numpy().tobytes()
+
+
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 @pytest.mark.parametrize("num_heads", [1, 2])
-@pytest.mark.parametrize("kernel_tokens", [None, 4])
-def test_refused_is_what_the_kernels_block_size_orders_otherwise_and_nothing_else(
-    order: str, num_heads: int, kernel_tokens: int | None
-) -> None:
-    view = engine_view(order, kernel_tokens, num_heads)
-    is_same = block_bytes(view, 2) == block_bytes(engine_view(order, None, num_heads), 2)
-    layers = [LayerLayout("layer", 1)]
-    if is_same:
-        require_one_order({"layer": view}, layers, BLOCKS)
-    else:
-        with pytest.raises(ConfigurationError, match="VLLM_KV_CACHE_LAYOUT=NHD"):
-            require_one_order({"layer": view}, layers, BLOCKS)
-    assert is_same == (kernel_tokens is None or num_heads == 1 or order in ("LBNHC", "BLNHC"))
+@pytest.mark.parametrize("kernel_tokens", [2, 4, 16])
+def test_a_block_is_stored_in_one_order_however_it_is_split(order: str, num_heads: int, kernel_tokens: int) -> None:
+    split, whole = (engine_view(order, size, num_heads) for size in (kernel_tokens, None))
+    memory_orders = {block_bytes(view, 2) for view in (split, whole)}
+    layers = [LayerLayout("layer", len(next(iter(memory_orders))))]
+    known = with_token_dims({"layer": split}, layers)
+    require_one_order({"layer": split}, known, BLOCKS)
+    assert stored_bytes(split, 2, known) == stored_bytes(whole, 2, known) == block_bytes(whole, 2)
+    # Without knowing where tokens lie it is the order in memory, which is another one where heads lie outside of them.
+    assert (stored_bytes(split, 2, layers) == stored_bytes(whole, 2, layers)) == (len(memory_orders) == 1)
 
 
 def test_of_a_split_tensor_in_another_shape_nothing_is_assumed() -> None:
     split = torch.zeros(2, BLOCKS * 2, TOKENS // 2, 2, 8)
+    layers = with_token_dims({"layer": split}, [LayerLayout("layer", 1, block_dim=1)])
     with pytest.raises(ConfigurationError, match="kernel blocks smaller"):
-        require_one_order({"layer": split}, [LayerLayout("layer", 1, block_dim=1)], BLOCKS)
-    require_one_order({"layer": split}, [LayerLayout("layer", 1, block_dim=1)], BLOCKS * 2)
+        require_one_order({"layer": split}, layers, BLOCKS)
+    require_one_order({"layer": split}, layers, BLOCKS * 2)
+
+
+def test_latent_attention_has_tokens_outside_of_all_else() -> None:
+    split = torch.zeros(BLOCKS * 2, TOKENS // 2, 72)
+    require_one_order({"layer": split}, with_token_dims({"layer": split}, [LayerLayout("layer", 1)]), BLOCKS)
 
 
 def test_a_recurrent_state_has_no_kernel_blocks() -> None:
-    require_one_order({"layer": [torch.zeros(BLOCKS, 3)]}, [LayerLayout("layer", 1)], BLOCKS)
+    state = [torch.zeros(BLOCKS, 3)]
+    require_one_order({"layer": state}, with_token_dims({"layer": state}, [LayerLayout("layer", 1)]), BLOCKS)

@@ -22,12 +22,15 @@ class LayerLayout(NamedTuple):
         block_dim: the dimension that counts blocks: 1 for split K/V, (2, blocks, ...). A size of 2 says nothing.
         interleaved: within a block, other layers' bytes lie between this one's (blocks that hold heads before layers).
             Without it such gaps are an error, since a sliced tensor looks the same.
+        token_dim: the dimension that counts a block's tokens. With it a page has one order of bytes, whether the engine
+            splits the manager's blocks for its kernels or not.
     """
 
     name: str
     page_bytes: int
     block_dim: int = 0
     interleaved: bool = False
+    token_dim: int | None = None
 
 
 class PageRegion(NamedTuple):

@@ -1,7 +1,8 @@
 """From a tensor's shape and strides to the regions of its pages: arithmetic on plain numbers, so no torch.
 
 A page is its bytes in memory order. Dimensions that do not lie densely within a block (K and V in halves of their own,
-heads outside of blocks) make a region each.
+heads outside of blocks) make a region each. Where a block is split for kernels and it is known which dimension counts
+tokens, the order is that of a block which is not split, and what that takes apart is a region each, too.
 """
 
 import itertools
@@ -49,15 +50,13 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
             bytes are shared between blocks or within one.
     """
     inner, block_stride = _inside_of_a_block(layer, tensor, num_blocks)
-    # The dense end of a page is one run of bytes; what lies outside of it repeats that run.
-    run, rest = 1, list(inner)
-    while rest and rest[-1][1] == run:
-        run *= rest.pop()[0]
+    run, rest = _dense_end(inner)
     inside = [dim for dim in rest if num_blocks == 1 or dim[1] < block_stride]
     if inside and not layer.interleaved:
         raise LayoutError(
             f"{layer.name}: the bytes of a block are not contiguous: shape {tensor.shape}, stride {tensor.strides}"
         )
+    run, rest = _dense_end(_as_if_not_split(layer, tensor, num_blocks, inner))
     if np.prod([size for size, _ in rest], dtype=object) > MAX_REGIONS:
         raise LayoutError(f"{layer.name}: a page falls apart into more than {MAX_REGIONS} regions: {tensor}")
     steps = [range(0, size * stride, stride) if stride else [0] * size for size, stride in rest]
@@ -69,6 +68,28 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
     ]
     _check_apart(layer, regions, num_blocks)
     return regions
+
+
+def _dense_end(inner: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
+    """Elements in the run that the innermost dimensions make, and the dimensions outside of it, which repeat it."""
+    run, rest = 1, list(inner)
+    while rest and rest[-1][1] == run:
+        run *= rest.pop()[0]
+    return run, rest
+
+
+def _as_if_not_split(
+    layer: LayerLayout, tensor: Strides, num_blocks: int, inner: Sequence[tuple[int, int]]
+) -> Sequence[tuple[int, int]]:
+    """The same dimensions, with that of kernel blocks just outside of the tokens, of which they are a part."""
+    kernel_blocks, kernel_stride = tensor.shape[layer.block_dim] // num_blocks, tensor.strides[layer.block_dim]
+    if kernel_blocks == 1 or layer.token_dim is None:
+        return inner
+    split = (kernel_blocks, kernel_stride)
+    others = list(inner)
+    others.remove(split)
+    place = sum(stride > tensor.strides[layer.token_dim] for _, stride in others)
+    return [*others[:place], split, *others[place:]]
 
 
 def _inside_of_a_block(layer: LayerLayout, tensor: Strides, num_blocks: int) -> tuple[list[tuple[int, int]], int]:
@@ -110,22 +131,24 @@ def region_end(region: PageRegion, num_blocks: int) -> int:
 def first_overlap(regions: Sequence[PageRegion], num_blocks: int) -> tuple[int, int] | None:
     """Indexes of two regions that share a byte, or None. A region's own pages are not looked at."""
     order = sorted(range(len(regions)), key=lambda i: regions[i].address)
+    addresses, strides, sizes = np.array([regions[i] for i in order], dtype=np.int64).reshape(-1, 3).T
     for at, i in enumerate(order):
-        end = region_end(regions[i], num_blocks)
-        for j in itertools.islice(order, at + 1, None):
-            if regions[j].address >= end:
-                break
-            if _share_a_byte(regions[i], regions[j], num_blocks):
+        region = regions[i]
+        behind = slice(at + 1, int(np.searchsorted(addresses, region_end(region, num_blocks))))
+        # Of one stride, all at once: there may be thousands. Block i of this one and block i + k of the other share a
+        # byte for some k: the smallest shift that puts this one's end behind the other's start.
+        ahead = addresses[behind] - region.address
+        shifts = (ahead - region.page_bytes) // region.stride_bytes + 1
+        shared = (np.abs(shifts) < num_blocks) & (shifts * region.stride_bytes < ahead + sizes[behind])
+        for other in np.flatnonzero(shared | (strides[behind] != region.stride_bytes)) + at + 1:
+            j = order[other]
+            if region.stride_bytes == regions[j].stride_bytes or _share_a_byte(region, regions[j], num_blocks):
                 return (i, j) if i < j else (j, i)
     return None
 
 
 def _share_a_byte(a: PageRegion, b: PageRegion, num_blocks: int) -> bool:
-    if a.stride_bytes == b.stride_bytes:
-        # Block i of a and block i + k of b do for some k: the smallest shift that puts a's end behind b's start.
-        ahead = b.address - a.address
-        shift = (ahead - a.page_bytes) // a.stride_bytes + 1
-        return abs(shift) < num_blocks and shift * a.stride_bytes < ahead + b.page_bytes
+    """Whether two regions of different strides do."""
     blocks = np.arange(num_blocks, dtype=np.int64)
     starts = a.address + blocks * a.stride_bytes
     others = b.address + blocks * b.stride_bytes

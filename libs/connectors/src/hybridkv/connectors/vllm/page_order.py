@@ -1,8 +1,8 @@
-"""Whether the order of bytes in a block hangs on something that no fingerprint says.
+"""In which order a block keeps its bytes, where that hangs on something that no fingerprint says.
 
 An attention backend may split the manager's blocks into smaller ones for its kernels, and which does is settled in the
-worker. Where heads lie outside of tokens, the same content then has another order of bytes. In host memory that does
-no harm, for it ends with the engine; what lies on disk is read by engines with other backends.
+worker. Where heads lie outside of tokens, the same content then lies in another order in memory. Stored it has one
+order, that of a block which is not split, so that an engine with another backend may read it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,22 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.errors import ConfigurationError
 
+_TOKEN_DIM = 2
+"""Of vLLM's views of attention layers, (blocks, heads, tokens, content), whatever their order in memory."""
+
+
+def with_token_dims(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayout]) -> tuple[LayerLayout, ...]:
+    """The same layers, with the dimension that counts tokens where a tensor's shape says which one does."""
+    return tuple(
+        layer._replace(token_dim=_TOKEN_DIM) if _has_token_dim(kv_caches.get(layer.name), layer) else layer
+        for layer in layers
+    )
+
 
 def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayout], num_blocks: int) -> None:
-    """Refuses an engine whose blocks would be read wrongly by one with another attention backend.
+    """Refuses an engine of whose split blocks it is not known where their tokens lie.
+
+    In host memory any order does no harm, for it ends with the engine; not so on disk.
 
     Args:
         kv_caches: as the engine registers them.
@@ -25,25 +38,23 @@ def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLa
         num_blocks: of the block manager.
 
     Raises:
-        ConfigurationError: kernel blocks are smaller than the manager's, and heads lie outside of tokens.
+        ConfigurationError: kernel blocks are smaller than the manager's, in a tensor of an unknown shape.
     """
     for layer in layers:
         cache = kv_caches[layer.name]
-        if isinstance(cache, torch.Tensor) and _hangs_on_kernel_blocks(cache, layer.block_dim, num_blocks):
+        if not isinstance(cache, torch.Tensor) or cache.shape[layer.block_dim] <= num_blocks:
+            continue
+        # (blocks, tokens, content): tokens lie outside of all else.
+        if layer.token_dim is None and (cache.dim() != 3 or layer.block_dim != 0):
             raise ConfigurationError(
                 "tiers[1]",
                 "an engine whose blocks have one order of bytes",
-                f"kernel blocks smaller than the manager's, heads before tokens ({layer.name}: {tuple(cache.shape)}, "
-                f"stride {cache.stride()}, {num_blocks} blocks)",
-                "another attention backend would read them wrongly from disk: start with VLLM_KV_CACHE_LAYOUT=NHD, "
-                "with a block size that the backend does not split, or without the disk tier",
+                f"kernel blocks smaller than the manager's in a tensor of an unknown shape ({layer.name}: "
+                f"{tuple(cache.shape)}, {num_blocks} blocks)",
+                "another attention backend might read them wrongly from disk: use a block size that the backend does "
+                "not split, or no disk tier",
             )
 
 
-def _hangs_on_kernel_blocks(cache: torch.Tensor, block_dim: int, num_blocks: int) -> bool:
-    if cache.shape[block_dim] <= num_blocks:
-        return False
-    # Of (blocks, heads, tokens, content) it is known which dimension is which; of any other shape nothing is assumed.
-    if cache.dim() != 4 or block_dim != 0:
-        return True
-    return cache.shape[1] > 1 and cache.stride(1) > cache.stride(2)
+def _has_token_dim(cache: KVCache | None, layer: LayerLayout) -> bool:
+    return isinstance(cache, torch.Tensor) and cache.dim() == 4 and layer.block_dim == 0

@@ -104,15 +104,16 @@ class OffloadWorker:
 
         Raises:
             ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-                in an order that an engine which reads the slow tier later may not have.
+                in an order that an engine which reads the slow tier later might not have.
         """
         devices.require_same_device(kv_caches, device_type)
         try:
-            caches = canonical_kv_caches(kv_caches, self._layout.layers, num_blocks)
+            layers = [page_order.with_token_dims(kv_caches, group) for group in self._layout.layers]
+            caches = canonical_kv_caches(kv_caches, layers, num_blocks)
             for group_index in self._layout.spec.stored_groups:
                 self._pages[group_index] = caches.pages(group_index)
                 if self._make_mover is not None:
-                    page_order.require_one_order(kv_caches, self._layout.layers[group_index], num_blocks)
+                    page_order.require_one_order(kv_caches, layers[group_index], num_blocks)
         except LayoutError as error:
             raise ConfigurationError(
                 "kv_caches", "tensors as the engine describes them", str(error), "report the model and vLLM's version"
