@@ -24,5 +24,10 @@ def test_importing_a_library_below_the_connectors_loads_no_engine(library: str) 
     assert _loads(f"import hybridkv.{library}") == set()
 
 
+def test_the_names_of_views_alone_load_torch_with_canonical() -> None:
+    assert _loads("import hybridkv.canonical as canonical; dir(canonical); canonical.decode") == set()
+    assert _loads("from hybridkv.canonical import CanonicalKVCaches") == {"torch"}
+
+
 def test_the_check_notices_an_engine_that_is_loaded() -> None:
     assert _loads("import torch") == {"torch"}

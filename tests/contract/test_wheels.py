@@ -1,9 +1,18 @@
-"""Each library's wheel installs alone, imports neither torch nor vLLM, and does what its README shows."""
+"""Each library's wheel installs alone, imports neither torch nor vLLM, and does what its README shows.
+
+Alone is: beside the wheels that its requirements name and theirs name in turn, and it requires no library of ours that
+its sources do not import.
+"""
 
 from __future__ import annotations
 
+import ast
+import email
 import os
+import re
 import subprocess
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +21,9 @@ import wheels
 LIBRARIES = ["hashing", "canonical", "planner", "metrics", "tiers", "transfer", "connectors"]
 NEEDS_ENGINE = {"canonical", "connectors"}
 """Whose README shows an engine's tensors or configuration; their imports need nothing of it."""
+
+OPTIONAL = {"hybridkv-native"}
+"""Compiled, and carried by the plugin's wheel: no library requires it, and they do without it where it is not."""
 
 IMPORT = """
 import importlib, sys
@@ -29,9 +41,61 @@ exec(compile("\\n".join(blocks), "README.md", "exec"), {{"__name__": "__main__"}
 """
 
 
+def wheelhouse() -> Path:
+    return Path(os.environ["HYBRIDKV_WHEELHOUSE"]).resolve()
+
+
+def wheel_of(distribution: str) -> Path:
+    (wheel,) = wheelhouse().glob(f"{distribution.replace('-', '_')}-*.whl")
+    return wheel
+
+
+def required(distribution: str) -> set[str]:
+    """Our distributions that a wheel requires; those of its extras are left to whoever asks for them."""
+    with zipfile.ZipFile(wheel_of(distribution)) as wheel:
+        (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(wheel.read(path))
+    requirements = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    names = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in requirements}
+    return {name for name in names if name.startswith("hybridkv-")}
+
+
+def imported(distribution: str) -> set[str]:
+    """Our distributions that the sources in a wheel import, its own aside."""
+    modules: set[str] = set()
+    with zipfile.ZipFile(wheel_of(distribution)) as wheel:
+        for path in (name for name in wheel.namelist() if name.endswith(".py")):
+            for node in ast.walk(ast.parse(wheel.read(path))):
+                if isinstance(node, ast.Import):
+                    modules.update(alias.name for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and node.module == "hybridkv" and not node.level:
+                    modules.update(f"hybridkv.{alias.name}" for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    modules.add(node.module)
+    ours = {"-".join(module.split(".")[:2]) for module in modules if module.startswith("hybridkv.")}
+    return ours - {distribution}
+
+
+def closure(distribution: str, named: Callable[[str], set[str]]) -> set[str]:
+    """A distribution, those that it names, and those that they name in turn."""
+    found: set[str] = set()
+    new = {distribution}
+    while new:
+        found |= new
+        new = {name for each in new for name in named(each) - OPTIONAL} - found
+    return found
+
+
 def environment(library: str, directory: Path, beside: str) -> Path:
-    wheelhouse = Path(os.environ["HYBRIDKV_WHEELHOUSE"]).resolve()
-    return wheels.install(wheelhouse, directory, f"hybridkv-{library}", beside=wheels.packages_beside(beside))
+    """A fresh environment with one library, from no other wheels than those that it asks for."""
+    offered = directory / "wheelhouse"
+    offered.mkdir()
+    for distribution in closure(f"hybridkv-{library}", required):
+        wheel = wheel_of(distribution)
+        (offered / wheel.name).symlink_to(wheel)
+    return wheels.install(
+        offered, directory / "environment", f"hybridkv-{library}", beside=wheels.packages_beside(beside)
+    )
 
 
 def run(python: Path, program: str) -> None:
@@ -44,6 +108,13 @@ def run(python: Path, program: str) -> None:
         env=wheels.outside_environment(),
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_requires_exactly_the_libraries_that_its_sources_import(library: str) -> None:
+    distribution = f"hybridkv-{library}"
+    assert required(distribution) == imported(distribution) - OPTIONAL
+    assert closure(distribution, required) == closure(distribution, imported)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from chunks import GOLDEN, IDENTITY, SMALL
+from chunks import GOLDEN, IDENTITY, ODD, OLD, SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128
@@ -20,11 +20,12 @@ from hybridkv.canonical import (
     WrongChunkError,
     decode,
     decode_header,
+    dump,
     encode,
     encode_header,
     header_for,
 )
-from hybridkv.canonical.chunk_format import MAGIC, MAX_ALIGN_BYTES, MAX_SECTIONS
+from hybridkv.canonical.chunk_format import MAGIC, MAX_ALIGN_BYTES, MAX_KEY_BYTES, MAX_SECTIONS
 
 HERE = Path(__file__).resolve().parent
 DATA = encode(IDENTITY, SMALL)
@@ -37,14 +38,18 @@ IDENTITIES = st.builds(
     tokens=st.integers(1, 2**61),
     fingerprint=DIGESTS,
     group=DIGESTS,
-    key=DIGESTS,
+    key=st.binary(min_size=1, max_size=MAX_KEY_BYTES),
 )
+
+
+def lengths_at(data: bytes) -> int:
+    """Where a chunk's section lengths begin."""
+    return 120 + -(-int.from_bytes(data[10:12], "little") // 8) * 8
 
 
 def resealed(data: bytes, at: int, value: bytes) -> bytes:
     """A chunk of no padding with a field of its header changed by somebody who knows how to checksum."""
-    count = int.from_bytes(data[12:16], "little")
-    end = 152 + 8 * count
+    end = lengths_at(data) + 8 * int.from_bytes(data[12:16], "little")
     body = data[:at] + value + data[at + len(value) : end]
     return body + xxh3_128(body).digest() + data[end + 16 :]
 
@@ -64,17 +69,16 @@ def test_every_field_lies_where_the_format_says(name: str) -> None:
     numbers = {field: int.from_bytes(value, "little") for field, value in fields.items()}
     offset, count = numbers["payload_offset"], len(sections)
     assert fields["magic"].hex(" ") in (HERE.parent / "FORMAT.md").read_text()
-    assert (numbers["version"], numbers["reserved"], numbers["section_count"]) == (1, 0, count)
+    assert (numbers["version"], numbers["key_bytes"], numbers["section_count"]) == (2, len(identity.key), count)
     assert (numbers["start_token"], numbers["end_token"]) == (identity.start_token, identity.end_token)
-    assert (fields["fingerprint"], fields["group"], fields["key"]) == (
-        identity.fingerprint,
-        identity.group,
-        identity.key,
-    )
+    assert (fields["fingerprint"], fields["group"]) == (identity.fingerprint, identity.group)
+    lengths = lengths_at(data)
+    assert data[120:lengths] == identity.key + bytes(lengths - 120 - len(identity.key))
     assert fields["payload_checksum"] == xxh3_128(b"".join(sections)).digest()
-    assert data[152 : 152 + 8 * count] == b"".join(len(section).to_bytes(8, "little") for section in sections)
-    assert data[152 + 8 * count :][:16] == xxh3_128(data[: 152 + 8 * count]).digest()
-    assert data[168 + 8 * count : offset] == bytes(offset - 168 - 8 * count)
+    end = lengths + 8 * count
+    assert data[lengths:end] == b"".join(len(section).to_bytes(8, "little") for section in sections)
+    assert data[end:][:16] == xxh3_128(data[:end]).digest()
+    assert data[end + 16 : offset] == bytes(offset - end - 16)
     assert data[offset:] == b"".join(sections)
 
 
@@ -101,6 +105,35 @@ def test_a_chunk_is_written_and_read_without_a_copy() -> None:
     assert chunk.sections[1][-1] == pages[1][-1] ^ 1, "a view sees what becomes of the buffer"
 
 
+@pytest.mark.parametrize("name", OLD)
+def test_a_chunk_of_an_older_version_is_refused_by_its_version(name: str) -> None:
+    data = (HERE / "golden" / f"{name}.bin").read_bytes()
+    for read in (decode, decode_header, dump):
+        with pytest.raises(UnknownVersionError, match=f"version: expected 2, got {OLD[name]}"):
+            read(data)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), ()])
+def test_sections_of_any_shape_are_written(shape: tuple[int, ...]) -> None:
+    page = np.zeros(shape, np.int8)
+    data = encode(IDENTITY, [page, b"after"])  # type: ignore[list-item]
+    assert [bytes(section) for section in decode(data).sections] == [bytes(page.size), b"after"]
+    assert decode_header(data) == header_for(IDENTITY, [page, b"after"])  # type: ignore[list-item]
+
+
+def test_no_bytes_in_any_shape_are_a_truncated_chunk() -> None:
+    with pytest.raises(TruncatedChunkError):
+        decode(memoryview(np.zeros((0, 4), np.int8)))
+
+
+def test_a_section_that_is_not_contiguous_is_refused() -> None:
+    page = np.zeros((4, 4), np.int8)
+    for section in (page.T[1:], page[:, ::2]):
+        for write in (encode, header_for):
+            with pytest.raises(ValueError, match=r"sections\[1\] must be contiguous"):
+                write(IDENTITY, [b"", memoryview(section)])
+
+
 def test_every_flipped_bit_of_a_chunk_is_noticed() -> None:
     for bit in range(8 * len(DATA)):
         damaged = bytearray(DATA)
@@ -119,7 +152,7 @@ def test_every_truncation_of_a_chunk_is_noticed() -> None:
 
 @given(st.binary(max_size=400))
 def test_bytes_of_any_other_kind_are_an_error_and_not_a_crash(data: bytes) -> None:
-    for bytes_ in (data, MAGIC + data, MAGIC + b"\1\0\0\0" + data):
+    for bytes_ in (data, MAGIC + data, MAGIC + b"\2\0\x30\0" + data):
         with pytest.raises(ChunkError):
             decode(bytes_)
 
@@ -137,17 +170,19 @@ def test_a_chunk_with_other_bytes_written_over_it_is_noticed(at: int, other: byt
     [
         (b"PK\3\4" + DATA, NotAChunkError, "magic: expected 89484b56430d0a0a, got 504b"),
         (DATA.replace(b"\r\n", b"\n"), NotAChunkError, "magic"),
-        (DATA[:8] + b"\2\0" + DATA[10:], UnknownVersionError, "version: expected 1, got 2"),
+        (DATA[:8] + b"\3\0" + DATA[10:], UnknownVersionError, "version: expected 2, got 3"),
         (DATA[:-1], TruncatedChunkError, f"size_bytes: expected at least {len(DATA)}, got {len(DATA) - 1}"),
         (DATA + b"\0", DamagedChunkError, f"size_bytes: expected {len(DATA)}, got {len(DATA) + 1}"),
         (DATA[:12] + b"\xff\xff\xff\xff" + DATA[16:], DamagedChunkError, "section_count: expected at most 65536"),
         (DATA[:40] + b"\x99" + DATA[41:], DamagedChunkError, "header_checksum"),
         (DATA[:-1] + b"\x98", DamagedChunkError, "payload_checksum"),
-        (resealed(DATA, 10, b"\1"), DamagedChunkError, "reserved: expected 0, got 1"),
+        (DATA[:10] + b"\0\0" + DATA[12:], DamagedChunkError, "key_bytes: expected 1 to 256, got 0"),
+        (DATA[:10] + b"\1\1" + DATA[12:], DamagedChunkError, "key_bytes: expected 1 to 256, got 257"),
+        (resealed(encode(ODD, SMALL), 159, b"\1"), DamagedChunkError, "key_padding: expected zeros, got 000001"),
         (resealed(DATA, 16, bytes(8)), DamagedChunkError, "payload_offset 0"),
         (resealed(DATA, 16, struct.pack("<Q", 1 << 40)), DamagedChunkError, "payload_offset"),
         (resealed(DATA, 24, struct.pack("<Q", 256)), DamagedChunkError, "256 to 256"),
-        (resealed(DATA, 152, b"\xff" * 8), DamagedChunkError, "fit no file"),
+        (resealed(DATA, lengths_at(DATA), b"\xff" * 8), DamagedChunkError, "fit no file"),
     ],
 )
 def test_damage_is_called_by_its_name(data: bytes, kind: type[ChunkError], words: str) -> None:
@@ -182,7 +217,8 @@ def test_a_whole_chunk_that_is_not_the_one_asked_for_is_told_apart(asked: dict[s
     [
         ({"fingerprint": b""}, "fingerprint must have 32 bytes"),
         ({"group": bytes(31)}, "group must have 32 bytes"),
-        ({"key": bytes(33)}, "key must have 32 bytes"),
+        ({"key": b""}, "key must have 1 to 256 bytes, got 0"),
+        ({"key": bytes(257)}, "key must have 1 to 256 bytes, got 257"),
         ({"start_token": -1}, "tokens must be a range"),
         ({"end_token": 128}, "tokens must be a range"),
         ({"end_token": 2**63}, "tokens must be a range"),

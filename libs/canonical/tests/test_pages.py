@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,6 +42,24 @@ def test_the_pages_of_a_chunk_fill_it_without_gap_or_overlap(
 def test_a_block_outside_the_pool_is_refused(block_ids: list[int]) -> None:
     with pytest.raises(ValueError, match="block ids"):
         GroupPages([PageRegion(0, 10, 10)], 8).addresses(block_ids)
+
+
+@pytest.mark.parametrize("block_ids", [[1.5], [1.0], [0, 1.5], [True], ["1"], [None], [[0, 1]], 3, [2**64]])
+def test_a_block_id_that_is_no_integer_is_refused(block_ids: Any) -> None:
+    with pytest.raises(ValueError, match="block ids"):
+        GroupPages([PageRegion(0, 10, 10)], 8).addresses(block_ids)
+
+
+@pytest.mark.parametrize("block_ids", [(), [], range(0), np.zeros(0, np.int32)])
+def test_no_blocks_have_no_pages(block_ids: Any) -> None:
+    addresses, sizes = GroupPages([PageRegion(0, 10, 10)], 8).addresses(block_ids)
+    assert (addresses.tolist(), sizes.tolist()) == ([], [])
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int32, np.uint64])
+def test_block_ids_come_in_any_kind_of_integer(kind: type) -> None:
+    pages = GroupPages([PageRegion(2**40, 2**32, 10)], 8)
+    assert pages.addresses(np.array([7], dtype=kind))[0].tolist() == [2**40 + 7 * 2**32]
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 4), (3, 1)])

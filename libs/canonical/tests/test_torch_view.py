@@ -1,10 +1,16 @@
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 import torch
 
-from hybridkv.canonical import LayerLayout
-from hybridkv.canonical.torch_view import CanonicalKVCaches, KVCache, LayoutError, canonical_kv_caches
+from hybridkv import canonical
+from hybridkv.canonical import CanonicalKVCaches, LayerLayout, canonical_kv_caches, torch_view
+from hybridkv.canonical.torch_view import KVCache, LayoutError
 
 BLOCKS = 6
+VIEWS = {"CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "canonical_kv_caches"}
 
 
 def build(caches: dict[str, KVCache], *groups: list[tuple[str, int]], blocks: int = BLOCKS) -> CanonicalKVCaches:
@@ -99,6 +105,53 @@ def test_plain_numbers_agree_with_the_views() -> None:
     pages = build({"a": cache}, [("a", 512)]).pages(0)
     assert pages.regions[0].address == cache.data_ptr()
     assert (pages.num_blocks, pages.block_bytes, pages.regions[0].stride_bytes) == (BLOCKS, 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        (3, "a tensor or a list of them, got int"),
+        ("abc", "a tensor or a list of them, got str"),
+        ([], "a tensor or a list of them, got an empty list"),
+        ({"a": 1}, "a tensor or a list of them, got dict"),
+        ([torch.zeros(BLOCKS, 8), None], "tensors, got NoneType"),
+        (torch.zeros(BLOCKS, 8).to_sparse(), "at strides, got a torch.sparse_coo one"),
+        ([torch.eye(BLOCKS).to_sparse_csr()], "at strides, got a torch.sparse_csr one"),
+        (torch.nested.nested_tensor([torch.zeros(8)] * BLOCKS), "at strides, got a nested one"),
+    ],
+)
+def test_what_is_no_plain_tensor_is_refused(cache: Any, words: str) -> None:
+    for page_bytes in (0, 32):
+        with pytest.raises(LayoutError, match=f"a: expected .*{words}"):
+            build({"a": cache}, [("a", page_bytes)])
+
+
+def test_a_group_without_layers_has_no_pages() -> None:
+    caches = build({"a": torch.zeros(BLOCKS, 8)}, [], [("a", 32)])
+    assert caches.group_data_refs[0] == ()
+    with pytest.raises(LayoutError, match="group 0 has no layers"):
+        caches.pages(0)
+    assert caches.pages(1).block_bytes == 32
+
+
+def loaded_by(program: str) -> str:
+    """What a fresh interpreter prints at the end of a program: whether it has loaded torch."""
+    program = f"import sys; {program}; print('torch' in sys.modules)"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_only_who_asks_for_the_views_loads_torch() -> None:
+    assert loaded_by("import hybridkv.canonical as c; dir(c); c.encode; hasattr(c, 'CanonicalKVCach')") == "False"
+    for name in VIEWS:
+        assert loaded_by(f"from hybridkv.canonical import {name}") == "True"
+
+
+def test_the_views_are_names_of_the_library_itself() -> None:
+    assert VIEWS <= set(canonical.__all__) <= set(dir(canonical))
+    for name in VIEWS:
+        assert getattr(canonical, name) is getattr(torch_view, name)
+    with pytest.raises(AttributeError, match=r"hybridkv\.canonical.*Nothing"):
+        canonical.Nothing  # noqa: B018
 
 
 @pytest.mark.parametrize(

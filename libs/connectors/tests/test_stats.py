@@ -1,14 +1,17 @@
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from test_lookups import FULL, make_layout
 
 from hybridkv.connectors.vllm.explain import Explanation, Reason
 from hybridkv.connectors.vllm.messages import LoadFailure
 from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
 from hybridkv.metrics import CATALOGUE, PrometheusSink
-from hybridkv.tiers import Refusal
+from hybridkv.tiers import FailureReason, Refusal
+from hybridkv.tiers.disk import DiskIndex, DiskOptions, InlineJanitor
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import Direction, TierStack
 
@@ -96,6 +99,23 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_move_seconds_count{direction="promote",engine="0"} 1.0',
     ):
         assert line in text, text
+
+
+def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: Path) -> None:
+    options = DiskOptions(capacity_bytes=1 << 20, segment_bytes=1 << 16)
+    disk = DiskIndex(str(tmp_path / "store"), make_layout([FULL]).keys.fingerprint, options, InlineJanitor())
+    for key, reason in ((b"a", FailureReason.CHECKSUM), (b"b", FailureReason.IO), (b"c", FailureReason.CHECKSUM)):
+        assert not isinstance(disk.reserve(key, 100), Refusal) and disk.commit(key)
+        assert disk.invalidate(key, reason)
+    recorder = Recorder()
+    stack = TierStack(RamIndex(4096, 4096), disk, 1, lambda: 0.0)
+    recorder.tiers(stack, 1)
+    stats = recorder.take()
+    stack.close()
+    assert stats is not None
+    counted = {name: value for name, value in stats.reduce().items() if "quarantined" in name}
+    assert counted == {"vllm:hybridkv_quarantined_total": 3}
+    assert "checksum" in str(stats.to_dict()) and "io" in str(stats.to_dict())
 
 
 def test_stats_of_two_steps_add_up_and_are_not_changed_by_it() -> None:

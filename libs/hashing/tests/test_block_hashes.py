@@ -47,9 +47,9 @@ def block_oracle(tokens: list[int], size: int) -> list[bytes]:
     return hashes[1:]
 
 
-def chunk_oracle(tokens: list[int], sizes: list[int], chunk: int, index: int) -> bytes:
+def chunk_oracle(tokens: list[int], sizes: list[int], chunk: int, index: int) -> bytes | None:
     groups = [block_oracle(tokens[: (index + 1) * chunk], size) for size in sizes]
-    return sha256(tuple(hashes[-1] for hashes in groups))
+    return sha256(tuple(hashes[-1] for hashes in groups)) if all(groups) else None
 
 
 @given(TOKENS, st.integers(1, 9))
@@ -114,12 +114,26 @@ def test_a_chunk_is_the_last_full_block_of_every_group_in_any_order_of_access(
 ) -> None:
     hash_function, hashed = counting()
     hashes = HybridChunkBlockHashList(Request(tokens), sizes, chunk, hash_function)
-    asked = [index for index in order if hashes.first_hashable_chunk_idx <= index < len(hashes)]
-    for index in [*asked, *range(hashes.first_hashable_chunk_idx, len(hashes)), *asked]:
+    asked = [index for index in order if index < len(hashes)]
+    for index in [*asked, *range(len(hashes)), *asked]:
         assert hashes[index] == chunk_oracle(tokens, sizes, chunk, index)
-    chunks = max(0, len(hashes) - hashes.first_hashable_chunk_idx)
-    blocks = sum(len(hashes) * chunk // size for size in set(sizes)) if chunks else 0
-    assert len(hashed) == chunks + blocks, "something was hashed twice"
+    assert len(hashed) == len(set(hashed)), "something was hashed twice"
+    different = len({*hashes} - {None})
+    blocks = sum(len(hashes) * chunk // size for size in set(sizes)) if different else 0
+    assert len(hashed) == different + blocks, "something was hashed that nobody asked for"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunk", "num_tokens"), [((544,), 64, 8704), ((50,), 10, 100), ((96, 544), 32, 9000)]
+)
+def test_chunks_that_bring_no_group_a_block_cost_no_hash(sizes: tuple[int, ...], chunk: int, num_tokens: int) -> None:
+    hash_function, hashed = counting()
+    request = Request([])
+    hashes = HybridChunkBlockHashList(request, sizes, chunk, hash_function)
+    for _ in range(num_tokens // chunk):
+        request.all_token_ids += [0] * chunk
+        assert len(hashes) - 1 < hashes.first_hashable_chunk_idx or hashes[-1]
+    assert len(hashed) == len(set(hashed))
 
 
 @given(SIZES, st.integers(1, 20))
@@ -130,8 +144,21 @@ def test_chunks_have_a_hash_as_soon_as_every_group_has_a_block(sizes: list[int],
             assert index >= hashes.first_hashable_chunk_idx
             assert hashes[index]
         else:
-            with pytest.raises(ValueError, match="has no hash"):
-                hashes[index]
+            assert hashes[index] is None
+
+
+@given(TOKENS, SIZES, st.integers(1, 20))
+def test_a_list_of_chunks_is_a_sequence_also_before_the_first_that_has_a_hash(
+    tokens: list[int], sizes: list[int], chunk: int
+) -> None:
+    hashes = HybridChunkBlockHashList(Request(tokens), sizes, chunk, sha256)
+    plain = [chunk_oracle(tokens, sizes, chunk, index) for index in range(len(tokens) // chunk)]
+    assert list(hashes) == hashes[:] == plain
+    assert list(reversed(hashes)) == hashes[::-1] == plain[::-1]
+    assert b"" not in hashes
+    for value in plain:
+        assert value in hashes
+        assert (hashes.index(value), hashes.count(value)) == (plain.index(value), plain.count(value))
 
 
 @given(TOKENS, SIZES, st.integers(1, 20), st.integers(0, 59))

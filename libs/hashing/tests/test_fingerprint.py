@@ -1,9 +1,13 @@
+from collections import Counter
+from random import Random
+
 import msgspec
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint, diff
+from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint, diff, group_digest
 
 LAYER = LayerFingerprint(name="model.layers.0.attn", dtype="torch.bfloat16", page_bytes=65536)
 GROUP = GroupFingerprint(kind="full", block_tokens=128, layers=(LAYER,))
@@ -25,7 +29,7 @@ CACHE = Fingerprint(
 
 
 def test_the_digest_is_the_same_in_every_process_and_release() -> None:
-    assert CACHE.digest().hex() == "93c057d7f29eeb680802e0d2f14f96ffdcb49e1538efcfb075f9d16ac5aaa080"
+    assert CACHE.digest().hex() == "f4636608441c16c97fa0682a44ef78ce86f1cd22947dfe57fede02378daa93a2"
 
 
 @pytest.mark.parametrize(
@@ -42,9 +46,14 @@ def test_the_digest_is_the_same_in_every_process_and_release() -> None:
         ("hash_algorithm", "xxhash", "hash_algorithm (the block hash algorithm): 'sha256' is not 'xxhash'"),
         ("tensor_parallel_size", 2, "tensor_parallel_size (the number of tensor-parallel ranks): 1 is not 2"),
         ("tensor_parallel_rank", 1, "tensor_parallel_rank (the tensor-parallel rank): None is not 1"),
-        ("format_version", 99, "format_version (the version of keys and chunks): 3 is not 99"),
+        ("format_version", 99, "format_version (the version of keys and chunks): 4 is not 99"),
         ("groups", (OTHER_GROUP,), "groups[0].block_tokens (tokens in a block): 128 is not 64"),
-        ("groups", (GROUP, GROUP), "groups (the stored groups): 1 groups are not 2"),
+        (
+            "groups",
+            (GROUP, GROUP),
+            "groups (the stored groups): only the other's: full in blocks of 128, layers model.layers.0.attn",
+        ),
+        ("groups", (), "groups (the stored groups): only mine: full in blocks of 128, layers model.layers.0.attn"),
     ],
 )
 def test_every_field_changes_the_digest_and_is_named_by_diff(field: str, value: object, words: str) -> None:
@@ -68,6 +77,10 @@ def test_every_field_changes_the_digest_and_is_named_by_diff(field: str, value: 
             ),
         ),
         ((OTHER_LAYER, LAYER), ("groups[0].layers (the group's layers): the same layers in another order",)),
+        (
+            (LAYER, OTHER_LAYER, OTHER_LAYER),
+            ("groups[0].layers (the group's layers): a layer that is listed more than once",),
+        ),
     ],
 )
 def test_a_layer_that_differs_is_called_by_its_name(layers: tuple[LayerFingerprint, ...], words: tuple[str]) -> None:
@@ -76,14 +89,103 @@ def test_a_layer_that_differs_is_called_by_its_name(layers: tuple[LayerFingerpri
     assert diff(mine, other) == words
 
 
-@given(st.sampled_from([CACHE, CACHE.for_rank(3)]), st.sampled_from([CACHE, CACHE.for_rank(3)]))
-def test_fingerprints_differ_in_words_exactly_when_their_digests_differ(a: Fingerprint, b: Fingerprint) -> None:
-    assert bool(diff(a, b)) == (a.digest() != b.digest())
+LAYERS = st.builds(LayerFingerprint, name=st.sampled_from("abc"), dtype=st.just(""), page_bytes=st.integers(1, 2))
+GROUPS = st.builds(
+    GroupFingerprint,
+    kind=st.sampled_from(["full", "window"]),
+    block_tokens=st.sampled_from([16, 32]),
+    layers=st.lists(LAYERS, max_size=3).map(tuple),
+    lookahead_tokens=st.integers(0, 1),
+)
+CACHES = st.builds(
+    lambda rank, groups: msgspec.structs.replace(CACHE, tensor_parallel_rank=rank, groups=tuple(groups)),
+    st.sampled_from([None, 3]),
+    st.lists(GROUPS, max_size=4),
+)
+
+
+@st.composite
+def neighbours(draw: st.DrawFn) -> tuple[Fingerprint, Fingerprint]:
+    """Two caches whose groups are much the same, in any order."""
+    first = draw(CACHES)
+    groups = draw(st.permutations(first.groups))
+    changed = draw(st.integers(0, len(groups)))
+    groups = [*groups[:changed], *draw(st.lists(GROUPS, max_size=1)), *groups[changed + draw(st.integers(0, 1)) :]]
+    return first, msgspec.structs.replace(first, groups=tuple(groups))
+
+
+@given(neighbours() | st.tuples(CACHES, CACHES))
+def test_fingerprints_differ_in_words_exactly_when_their_digests_differ(both: tuple[Fingerprint, Fingerprint]) -> None:
+    a, b = both
+    same = a.tensor_parallel_rank == b.tensor_parallel_rank and Counter(a.groups) == Counter(b.groups)
+    assert (a.digest() == b.digest()) == (a.encode() == b.encode()) == (not diff(a, b)) == (not diff(b, a)) == same
+
+
+@given(CACHES, st.randoms())
+def test_the_order_of_groups_is_no_part_of_a_fingerprint(cache: Fingerprint, random: Random) -> None:
+    groups = list(cache.groups)
+    random.shuffle(groups)
+    assert msgspec.structs.replace(cache, groups=tuple(groups)).digest() == cache.digest()
+
+
+def test_groups_are_matched_by_their_layers_and_called_by_their_own_index() -> None:
+    layers = [msgspec.structs.replace(LAYER, name=name) for name in "abcd"]
+    mine = (
+        msgspec.structs.replace(GROUP, layers=(layers[0],)),
+        msgspec.structs.replace(GROUP, layers=(layers[1], layers[2])),
+        msgspec.structs.replace(GROUP, layers=(layers[3],)),
+    )
+    other = (
+        mine[2],
+        msgspec.structs.replace(mine[1], block_tokens=64, layers=(layers[1], layers[3])),
+        msgspec.structs.replace(mine[0], kind="window", window_tokens=512),
+    )
+    words = diff(msgspec.structs.replace(CACHE, groups=mine), msgspec.structs.replace(CACHE, groups=other))
+    assert words == (
+        "groups[0].kind (what the group needs to resume): 'full' is not 'window'",
+        "groups[0].window_tokens (tokens in the window): None is not 512",
+        "groups[1].block_tokens (tokens in a block): 128 is not 64",
+        "groups[1].layers (the group's layers): only mine: c",
+        "groups[1].layers (the group's layers): only the other's: d",
+    )
+
+
+def test_groups_with_no_layer_in_common_are_compared_in_order() -> None:
+    renamed = msgspec.structs.replace(GROUP, layers=(OTHER_LAYER,))
+    assert diff(CACHE, msgspec.structs.replace(CACHE, groups=(renamed,))) == (
+        "groups[0].layers (the group's layers): only mine: model.layers.0.attn",
+        "groups[0].layers (the group's layers): only the other's: model.layers.1.attn",
+    )
+
+
+def test_the_digest_of_a_group_is_the_same_in_every_process_and_release() -> None:
+    assert group_digest(GROUP).hex() == "912fc339930eae77a66683fcb2d7eefb2d66ec610621e533ff141e2becfbb7cb"
+
+
+def test_the_digest_of_a_group_is_no_plain_digest_of_its_bytes() -> None:
+    assert group_digest(GROUP) != blake3(msgspec.msgpack.encode(GROUP, order="sorted")).digest()
 
 
 def test_a_fingerprint_is_read_back_from_its_encoding() -> None:
     cache = CACHE.for_rank(1)
     assert Fingerprint.decode(cache.encode()) == cache
+
+
+@given(CACHES)
+def test_a_fingerprint_that_was_read_back_is_the_same_cache(cache: Fingerprint) -> None:
+    found = Fingerprint.decode(cache.encode())
+    assert found.encode() == cache.encode() and diff(found, cache) == ()
+
+
+def test_an_encoding_with_its_groups_in_another_order_is_refused() -> None:
+    cache = msgspec.structs.replace(CACHE, groups=(GROUP, OTHER_GROUP))
+    both = {
+        msgspec.msgpack.encode(msgspec.structs.replace(cache, groups=g), order="sorted")
+        for g in ((GROUP, OTHER_GROUP), (OTHER_GROUP, GROUP))
+    }
+    [wrong] = both - {cache.encode()}
+    with pytest.raises(ValueError, match="or groups are"):
+        Fingerprint.decode(wrong)
 
 
 @pytest.mark.parametrize(

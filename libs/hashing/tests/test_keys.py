@@ -1,5 +1,7 @@
 import hashlib
 from collections.abc import Iterable
+from itertools import permutations
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ KEYS = ChunkKeys(msgspec.structs.replace(CACHE, groups=(GROUP, WINDOW, DRAFTER))
 
 
 def test_a_key_is_the_same_in_every_process_and_release() -> None:
-    tags = ("e5eba1add65778b53604ff9b75b72023", "be2f8bc08af11fc9dab99b63dd22875e", "fe00d6cea1436c8599efebfec2a72de7")
+    tags = ("85b9ff3e56b8c455b54ab67bf88b85b3", "43a84c3f2c89f8da26a420973fd322ef", "f8fa915c0b448448565cb4f4644690b6")
     assert KEYS.key(0, PREFIX, 64).hex() == tags[0] + PREFIX[0].hex()
     assert KEYS.key(0, PREFIX, 128).hex() == tags[0] + PREFIX[1].hex()
     assert KEYS.key(1, PREFIX, 128).hex() == tags[1] + PREFIX[1].hex()
@@ -122,6 +124,43 @@ def test_prefix_hashes_of_a_cache_are_its_own() -> None:
     assert KEYS.token_hashes().block_tokens == KEYS.hash_block_tokens
 
 
-def test_a_group_is_what_it_holds_and_not_where_it_stands() -> None:
-    assert group_digest(GROUP) == group_digest(msgspec.structs.replace(GROUP))
-    assert group_digest(GROUP) != group_digest(WINDOW)
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_keys_of_a_group_are_the_same_wherever_it_stands(order: tuple[int, ...]) -> None:
+    groups = tuple(KEYS.fingerprint.groups[i] for i in order)
+    moved = ChunkKeys(msgspec.structs.replace(KEYS.fingerprint, groups=groups), 64)
+    for place, group in enumerate(order):
+        assert moved.key(place, PREFIX, 128) == KEYS.key(group, PREFIX, 128)
+    assert moved.token_hashes().upto(list(range(128))) == KEYS.token_hashes().upto(list(range(128)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "recurrent"},
+        {"block_tokens": 64},
+        {"window_tokens": 8},
+        {"align_tokens": 8},
+        {"lookahead_tokens": 128},
+        {"layers": ()},
+        {"layers": (GROUP.layers[0], GROUP.layers[0])},
+        {"layers": (msgspec.structs.replace(GROUP.layers[0], page_bytes=1),)},
+        {"layers": (msgspec.structs.replace(GROUP.layers[0], dtype=""),)},
+        {"layers": (msgspec.structs.replace(GROUP.layers[0], name=""),)},
+    ],
+)
+def test_a_group_that_differs_shares_no_key_nor_does_any_other_group_of_its_cache(changes: dict[str, Any]) -> None:
+    changed = msgspec.structs.replace(GROUP, **changes)
+    other = ChunkKeys(msgspec.structs.replace(KEYS.fingerprint, groups=(WINDOW, DRAFTER, changed)), 64)
+    assert group_digest(changed) != group_digest(GROUP)
+    ours, theirs = ({keys.key(group, [b"prefix"] * 8, 128) for group in range(3)} for keys in (KEYS, other))
+    assert len(ours | theirs) == 6
+
+
+@pytest.mark.parametrize("group", [-1, -3, 3, 5])
+def test_a_group_that_the_cache_has_not_is_refused(group: int) -> None:
+    with pytest.raises(ValueError, match=f"group must be an index into the 3 groups of the fingerprint, got {group}"):
+        KEYS.key(group, PREFIX, 64)
+    with pytest.raises(ValueError, match=f"groups of the fingerprint, got {group}"):
+        KEYS.keys(group, PREFIX, range(64, 129, 64))
+    with pytest.raises(ValueError, match=f"groups of the fingerprint, got {group}"):
+        KEYS.keys(group, PREFIX, [])

@@ -28,7 +28,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Answer], list[Weight], Rates, bool]:
 
 def expected_score(child: int, answer: Answer, weight: Weight, rates: Rates) -> float:
     """In seconds of prefill where everything is known, in tokens otherwise: the definition, spelled out."""
-    if not isinstance(answer, int):
+    if not isinstance(answer, int) or answer <= 0:
         return 0.0
     if weight != AUTO:
         assert isinstance(weight, float)

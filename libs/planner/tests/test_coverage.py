@@ -48,6 +48,12 @@ def test_a_negative_boundary_is_refused() -> None:
         coverage(spec(GroupKind.FULL), 0, -1)
 
 
+@pytest.mark.parametrize("group_index", [-1, 1, 5])
+def test_a_group_that_is_not_there_is_refused_by_name(group_index: int) -> None:
+    with pytest.raises(ValueError, match=f"group_index must be one of 1 groups, from 0, got {group_index}"):
+        coverage(spec(GroupKind.FULL), group_index, 64)
+
+
 def test_only_the_tail_of_a_window_chunk_is_stored() -> None:
     assert chunk_span(spec(GroupKind.WINDOW, window_tokens=17), 0, 128) == TokenSpan(112, 128)
     assert chunk_span(spec(GroupKind.WINDOW, window_tokens=18), 0, 128) == TokenSpan(96, 128)

@@ -15,11 +15,28 @@ def test_nothing_is_found_where_all_is_well() -> None:
 
 
 def test_a_group_that_cannot_be_split_is_named_with_the_tokens_it_needs() -> None:
-    [finding] = diagnose(HybridOffloadPlanner(16, (65536, 50000, 1056), 16384), 98304)
+    [finding] = diagnose(HybridOffloadPlanner(16, (50000, 1056), 16384), 98304)
     assert finding.problem is Problem.UNSPLIT_GROUP
-    assert finding.group_index == 1 and finding.needed_tokens == 50000
+    assert finding.group_index == 0 and finding.needed_tokens == 50000
     assert finding.nearest_chunk_tokens == 10000
-    assert "group 1 cannot be split" in finding.message and "use a chunk of 10000 tokens" in finding.message
+    assert "group 0 cannot be split" in finding.message and "use a chunk of 10000 tokens" in finding.message
+
+
+def test_a_chunk_that_would_leave_another_group_whole_is_not_suggested() -> None:
+    [finding] = diagnose(HybridOffloadPlanner(16, (65536, 50000, 1056), 16384), 98304)
+    assert finding.group_index == 1
+    assert finding.nearest_chunk_tokens == 16  # 10,000 is nearer, and leaves group 0 whole
+    [finding] = diagnose(HybridOffloadPlanner(32, (65536, 50000, 1056), 16384), 98304)[:1]
+    assert finding.nearest_chunk_tokens is None
+    assert "no chunk splits it" in finding.message and "leaves no other group whole" in finding.message
+
+
+def test_a_chunk_that_max_model_len_does_not_reach_is_not_suggested() -> None:
+    found = problems(HybridOffloadPlanner(16, (16144,), 10000), 12000)
+    assert found[Problem.UNSPLIT_GROUP].nearest_chunk_tokens == 16
+    assert found[Problem.OFFLOAD_DISABLED].nearest_chunk_tokens == 16
+    found = problems(HybridOffloadPlanner(17, (16144,), 10000), 12000)
+    assert {finding.nearest_chunk_tokens for finding in found.values()} == {None}
 
 
 def test_a_chunk_beyond_max_model_len_disables_offload_and_the_nearest_that_works_is_named() -> None:
@@ -51,27 +68,66 @@ def test_max_model_len_must_be_positive() -> None:
         diagnose(HybridOffloadPlanner(16, (16,), 16), 0)
 
 
-@given(
+planners = st.builds(
+    HybridOffloadPlanner,
     st.integers(1, 8),
-    st.lists(st.integers(1, 100), min_size=1, max_size=4),
+    st.lists(st.integers(1, 100), min_size=1, max_size=4).map(tuple),
     st.integers(8, 120),
-    st.integers(1, 200),
 )
-def test_every_suggestion_works_and_none_is_nearer(
-    hash_block: int, blocks: list[int], chunk: int, max_model_len: int
+
+
+def places(planner: HybridOffloadPlanner, max_model_len: int) -> set[tuple[Problem, int | None]]:
+    return {(finding.problem, finding.group_index) for finding in diagnose(planner, max_model_len)}
+
+
+@given(planners, st.integers(1, 200))
+def test_whoever_follows_a_suggestion_is_rid_of_the_finding_and_gets_no_other(
+    planner: HybridOffloadPlanner, max_model_len: int
 ) -> None:
-    planner = HybridOffloadPlanner(hash_block, tuple(blocks), chunk)
-    found = problems(planner, max_model_len).get(Problem.OFFLOAD_DISABLED)
+    before = places(planner, max_model_len)
+    for finding in diagnose(planner, max_model_len):
+        place = (finding.problem, finding.group_index)
+        if finding.nearest_chunk_tokens is not None:
+            assert finding.nearest_chunk_tokens <= max_model_len
+            assert f"use a chunk of {finding.nearest_chunk_tokens} tokens" in finding.message
+            after = places(planner.with_chunk(finding.nearest_chunk_tokens), max_model_len)
+            assert place not in after and after <= before
+            assert (Problem.OFFLOAD_DISABLED, None) not in after
+        elif finding.problem is not Problem.UNHASHABLE_UNIT:
+            assert "no chunk" in finding.message
+        if finding.nearest_max_model_len is not None:
+            after = places(planner, finding.nearest_max_model_len)
+            assert place not in after and after <= before
+
+
+@given(planners, st.integers(1, 200))
+def test_no_chunk_that_works_is_nearer_than_the_suggested_one(
+    planner: HybridOffloadPlanner, max_model_len: int
+) -> None:
+    before = places(planner, max_model_len)
+    chunks = range(planner.hash_block_size, max_model_len + 1, planner.hash_block_size)
+    after = {chunk: places(planner.with_chunk(chunk), max_model_len) for chunk in chunks}
     works = [
-        other
-        for other in range(hash_block, max_model_len + 1, hash_block)
-        if tokens_for_first_hit(planner.with_chunk(other)) <= max_model_len
+        chunk for chunk in chunks if after[chunk] <= before and (Problem.OFFLOAD_DISABLED, None) not in after[chunk]
     ]
-    if found is None:
-        assert tokens_for_first_hit(planner) <= max_model_len
-        return
-    lengths = range(max_model_len, 1000)
-    assert found.nearest_max_model_len == next(
-        m for m in lengths if Problem.OFFLOAD_DISABLED not in problems(planner, m)
-    )
-    assert found.nearest_chunk_tokens == min(works, key=lambda c: (abs(c - chunk), c), default=None)
+    for finding in diagnose(planner, max_model_len):
+        splits = works
+        if finding.problem is Problem.UNSPLIT_GROUP:
+            block = planner.gpu_block_sizes[finding.group_index]
+            splits = [chunk for chunk in works if chunk < block and block % chunk == 0]
+        if finding.problem is not Problem.UNHASHABLE_UNIT:
+            nearest = min(splits, key=lambda chunk: (abs(chunk - planner.fixed_chunk_size), chunk), default=None)
+            assert finding.nearest_chunk_tokens == nearest
+
+
+@given(planners, st.integers(1, 200))
+def test_offload_is_disabled_where_no_prompt_is_long_enough_for_a_first_hit(
+    planner: HybridOffloadPlanner, max_model_len: int
+) -> None:
+    found = problems(planner, max_model_len).get(Problem.OFFLOAD_DISABLED)
+    assert (found is None) == (tokens_for_first_hit(planner) <= max_model_len)
+    if found is not None:
+        lengths = range(max_model_len, 1000)
+        assert found.nearest_max_model_len == next(
+            m for m in lengths if Problem.OFFLOAD_DISABLED not in problems(planner, m)
+        )

@@ -50,6 +50,17 @@ def test_a_prompt_of_which_nothing_is_stored_costs_a_few_questions_however_long_
         assert tier.asked.total() <= 17
 
 
+@pytest.mark.parametrize("scarce", [(), (STATE,), (window(1),), (window(8),), (STATE, STATE, window(8))])
+def test_a_miss_beside_tails_costs_no_more_for_a_longer_prompt(scarce: tuple[GroupSpec, ...]) -> None:
+    spec = CacheSpec((*scarce, FULL), 16 * CHUNK, tail_tokens=16)
+    totals = []
+    for num_tokens in (LONG * CHUNK, 16 * LONG * CHUNK):
+        tier = Tier(lambda group, chunk: False)
+        assert isinstance(longest_hit(spec, num_tokens + 1, 0, tier), Miss)
+        totals.append(tier.asked.total())
+    assert totals[0] == totals[1] <= 576
+
+
 def test_a_window_of_which_nothing_is_stored_costs_one_question_a_window() -> None:
     tier = Tier(lambda group, chunk: False)
     assert isinstance(search((window(8),), tier), Miss)
@@ -69,17 +80,52 @@ def test_a_full_prefix_is_walked_only_as_far_as_the_states_reach() -> None:
     assert tier.asked == {0: 11, 1: LONG - 10}
 
 
-@given(caches(), st.data())
-def test_no_search_asks_for_more_keys_than_there_are_chunks(spec: CacheSpec, data: st.DataObject) -> None:
+@given(st.booleans().flatmap(lambda tails: caches(tails=tails)), st.data())
+def test_no_search_asks_for_more_keys_than_there_are_boundaries(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
-    asked: list[tuple[int, int]] = []
+    asked: Counter[int] = Counter()
 
     def lookup(group: int, end: int) -> LookupResult:
-        asked.append((group, end))
+        asked[group] += 1
         return store[group, end]
 
-    longest_hit(spec, CHUNKS * spec.chunk_tokens + 1, 0, lookup)
-    assert len(asked) <= CHUNKS * len(spec.stored_groups)
+    longest_hit(spec, CHUNKS * spec.chunk_tokens + max(1, spec.lookahead_tokens), 0, lookup)
+    num_boundaries = CHUNKS * spec.chunk_tokens // spec.boundary_tokens  # as many as chunks where no tails are stored
+    assert all(count <= num_boundaries for count in asked.values())
+
+
+@given(st.integers(0, LONG), st.sampled_from([STATE, window(1)]))
+def test_a_scarce_group_alone_is_asked_about_every_chunk_that_it_lacks(stored_chunks: int, group: GroupSpec) -> None:
+    tier = Tier(lambda _, chunk: chunk <= stored_chunks)
+    search((group,), tier)
+    assert tier.asked[0] == min(LONG, LONG - stored_chunks + 1)
+
+
+def test_states_that_are_missing_from_a_cache_with_tails_cost_a_question_a_boundary() -> None:
+    asked: Counter[int] = Counter()
+
+    def lookup(group: int, end: int) -> LookupResult:
+        asked[group] += 1
+        return LookupResult.HIT if group == 1 else LookupResult.MISS
+
+    spec = CacheSpec((STATE, FULL), CHUNK, tail_tokens=16)
+    assert longest_hit(spec, LONG * CHUNK + 1, 0, lookup) == Miss(
+        0, "group 0 (RECURRENT) is not stored beyond the 0 tokens held"
+    )
+    assert asked[0] == LONG * CHUNK // 16
+    assert asked[1] <= 2
+
+
+def test_a_tier_that_answers_ranges_is_asked_for_every_hole_of_two_groups_that_alternate() -> None:
+    groups = (window(2), FULL)
+    spec = CacheSpec(groups, CHUNK)
+    ranges = Ranges(
+        spec,
+        {(g, (c + 1) * CHUNK): LookupResult.HIT for g in (0, 1) for c in range(LONG) if g == 1 or c % 2 == 0},
+    )
+    found = longest_hit(spec, LONG * CHUNK + 1, 0, lambda *key: LookupResult.MISS, ranges)
+    assert found == Hit(CHUNK)
+    assert LONG // 2 <= ranges.questions <= 2 * LONG
 
 
 @pytest.mark.parametrize("stored_chunks", [0, 1, 100, LONG])

@@ -1,6 +1,16 @@
 import pytest
 
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, chunk_unit
+from hybridkv.planner import (
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
+    LookupResult,
+    Miss,
+    TokenSpan,
+    chunk_unit,
+    coverage,
+    longest_hit,
+)
 
 FULL = GroupSpec(kind=GroupKind.FULL, block_tokens=16)
 
@@ -16,11 +26,50 @@ FULL = GroupSpec(kind=GroupKind.FULL, block_tokens=16)
         ("align_tokens", {"kind": GroupKind.CHUNKED, "block_tokens": 16}),
         ("align_tokens", {"kind": GroupKind.RECURRENT, "block_tokens": 16, "align_tokens": 16}),
         ("lookahead_tokens", {"kind": GroupKind.FULL, "block_tokens": 16, "lookahead_tokens": -1}),
+        ("block_tokens", {"kind": GroupKind.FULL, "block_tokens": 16.5}),
+        ("block_tokens", {"kind": GroupKind.FULL, "block_tokens": True}),
+        ("block_tokens", {"kind": GroupKind.FULL, "block_tokens": "16"}),
+        ("window_tokens", {"kind": GroupKind.WINDOW, "block_tokens": 16, "window_tokens": 16.0}),
+        ("align_tokens", {"kind": GroupKind.CHUNKED, "block_tokens": 16, "align_tokens": True}),
+        ("lookahead_tokens", {"kind": GroupKind.FULL, "block_tokens": 16, "lookahead_tokens": 0.5}),
+        ("lookahead_tokens", {"kind": GroupKind.FULL, "block_tokens": 16, "lookahead_tokens": False}),
     ],
 )
 def test_a_bad_size_is_refused_by_name(field: str, arguments: dict) -> None:
     with pytest.raises(ValueError, match=field):
         GroupSpec(**arguments)
+
+
+@pytest.mark.parametrize("kind", GroupKind)
+def test_a_kind_may_be_given_by_its_value(kind: GroupKind) -> None:
+    sizes = {"window_tokens": 33} if kind is GroupKind.WINDOW else {}
+    sizes |= {"align_tokens": 64} if kind is GroupKind.CHUNKED else {}
+    by_value = GroupSpec(kind.value, 16, **sizes)
+    assert by_value.kind is kind
+    assert by_value == GroupSpec(kind, 16, **sizes) and hash(by_value) == hash(GroupSpec(kind, 16, **sizes))
+
+
+def test_a_kind_given_by_its_value_is_searched_like_the_kind() -> None:
+    spec = CacheSpec((GroupSpec("recurrent", 16), GroupSpec("full", 16)), 16)
+    assert isinstance(longest_hit(spec, 100, 0, lambda group, end: LookupResult.MISS), Miss)
+    assert coverage(spec, 1, 64) == (TokenSpan(0, 64),)
+
+
+@pytest.mark.parametrize("kind", ["FULL", "sliding", "", None, 0, ["full"]])
+def test_what_is_no_kind_is_refused_by_name(kind: object) -> None:
+    with pytest.raises(ValueError, match=r"^kind must be one of full, window, chunked, recurrent, scratch, got"):
+        GroupSpec(kind, 16)
+
+
+@pytest.mark.parametrize(
+    ("field", "chunk_tokens", "tail_tokens"),
+    [("chunk_tokens", 32.0, None), ("chunk_tokens", True, None), ("tail_tokens", 32, 16.0), ("tail_tokens", 32, True)],
+)
+def test_a_chunk_or_tail_that_is_no_whole_number_is_refused_by_name(
+    field: str, chunk_tokens: int, tail_tokens: int | None
+) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be a positive whole number"):
+        CacheSpec((FULL,), chunk_tokens, tail_tokens)
 
 
 def test_a_chunk_must_be_whole_blocks_of_every_stored_group() -> None:

@@ -64,9 +64,8 @@ def test_a_loss_is_what_the_definition_says(spec: CacheSpec, data: st.DataObject
     assert loss.full_tokens == max(held, default=resumed)
     assert loss.lost_tokens == loss.full_tokens - resumed
     if loss.limiting_group is not None:
-        following = (resumed // spec.boundary_tokens + 1) * spec.boundary_tokens
         assert spec.groups[loss.limiting_group].kind not in (GroupKind.FULL, GroupKind.SCRATCH)
-        assert not holds(spec, loss.limiting_group, following, computed, store)
+        assert not holds(spec, loss.limiting_group, min(held), computed, store)
     assert measure_loss(spec, num_tokens, computed, resumed, answering(store), Ranges(spec, store)) == loss
 
 
@@ -74,6 +73,14 @@ def test_a_state_that_is_missing_loses_what_the_full_group_holds() -> None:
     store = stored((FULL, 64), (FULL, 128), (FULL, 192), (RECURRENT, 64))
     loss = measure_loss(QWEN3_NEXT, 300, 0, 64, answering(store))
     assert (loss.full_tokens, loss.lost_tokens, loss.limiting_group) == (192, 128, RECURRENT)
+
+
+def test_a_boundary_that_the_full_group_has_no_tail_for_does_not_hide_a_loss() -> None:
+    spec = CacheSpec(QWEN3_NEXT.groups, 64, tail_tokens=16)
+    store = stored((FULL, 64), (FULL, 96), (RECURRENT, 64), (RECURRENT, 80))
+    assert longest_hit(spec, 128, 0, answering(store)) == Hit(64)
+    loss = measure_loss(spec, 128, 0, 64, answering(store))
+    assert (loss.full_tokens, loss.lost_tokens, loss.limiting_group) == (96, 32, RECURRENT)
 
 
 def test_where_the_full_prefix_ends_nothing_is_lost() -> None:

@@ -9,12 +9,14 @@ from hybridkv.planner import (
     GroupSpec,
     PlanError,
     State,
+    StorePlan,
     Transfer,
     chunk_blocks,
     chunk_span,
     coverage,
     plan_load,
     plan_store,
+    plan_tail,
 )
 
 FULL = GroupSpec(kind=GroupKind.FULL, block_tokens=4)
@@ -74,6 +76,31 @@ def test_a_load_that_would_leave_a_block_unwritten_is_refused() -> None:
         plan_load(SPEC, 16, 0, [[11, 12, 13, 14], [0, 22, 23, 24], [0, 32]])
 
 
+@pytest.mark.parametrize("num_tokens", [-8, 12, 15])
+def test_a_load_to_what_is_no_boundary_is_refused_by_name(num_tokens: int) -> None:
+    with pytest.raises(PlanError, match="num_tokens must be a multiple of 8 tokens"):
+        plan_load(SPEC, num_tokens, 0, [[11, 12, 13, 14], [21, 22, 23, 24], [31, 32]])
+
+
+def test_a_load_from_less_than_nothing_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="computed_tokens must not be negative, got -8"):
+        plan_load(SPEC, 16, -8, [[11, 12, 13, 14], [0, 0, 23, 24], [0, 32]])
+
+
+def test_a_group_without_a_table_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="block_ids must have a table for each of 3 groups, got 1"):
+        plan_load(SPEC, 8, 0, [[11, 12]])
+    with pytest.raises(PlanError, match="block_ids must have a table for each of 3 groups, got 1"):
+        plan_store(SPEC, 0, 8, [[11, 12]], [], everything)
+    tails = CacheSpec((FULL, WINDOW, RECURRENT), 8, tail_tokens=4)
+    with pytest.raises(PlanError, match="block_ids must have a table for each of 3 groups, got 0"):
+        plan_store(tails, 0, 4, [], [State(2, 31, 4)], everything)
+
+
+def test_a_store_of_nothing_but_states_needs_no_table() -> None:
+    assert plan_store(SPEC, 8, 8, [], [State(2, 31, 8)], everything).transfers == (Transfer(2, 8, 0, (31,)),)
+
+
 def test_a_store_takes_whole_chunks_of_attention_and_only_states_handed_over() -> None:
     tables = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 25], [31, 32, 33]]
     plan = plan_store(SPEC, 0, 19, tables, [State(2, 32, 16)], everything)
@@ -94,6 +121,59 @@ def test_a_chunk_whose_blocks_are_gone_is_left_out() -> None:
 def test_a_state_off_the_chunk_grid_is_counted_and_left_out() -> None:
     plan = plan_store(SPEC, 16, 16, [[], [], []], [State(2, 31, 12), State(2, 0, 16)], everything)
     assert plan.transfers == () and plan.unaligned_states == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "state"),
+    [
+        ("num_tokens", State(2, 31, 0)),
+        ("num_tokens", State(2, 31, -8)),
+        ("group_index", State(0, 31, 8)),
+        ("group_index", State(1, 31, 8)),
+        ("group_index", State(3, 31, 8)),
+        ("group_index", State(4, 31, 8)),
+        ("group_index", State(-1, 31, 8)),
+        ("group_index", State(-2, 31, 8)),
+    ],
+)
+def test_what_is_no_state_of_a_recurrent_group_is_refused_by_name(field: str, state: State) -> None:
+    spec = CacheSpec((FULL, WINDOW, RECURRENT, GroupSpec(GroupKind.SCRATCH, 4)), 8)
+    with pytest.raises(PlanError, match=rf"^states\[1\]\.{field} must be"):
+        plan_store(spec, 8, 8, [[], [], [], []], [State(2, 31, 8), state], everything)
+
+
+@pytest.mark.parametrize("first_token", [-8, 4, 9])
+def test_a_store_from_inside_a_chunk_is_refused_by_name(first_token: int) -> None:
+    with pytest.raises(PlanError, match="first_token must be a multiple of 8 tokens"):
+        plan_store(SPEC, first_token, 32, [[1] * 8, [1] * 8, [1] * 4], [], everything)
+
+
+def test_a_store_of_less_than_nothing_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="num_tokens must not be negative, got -1"):
+        plan_store(SPEC, 0, -1, [[], [], []], [], everything)
+
+
+def test_a_state_whose_content_is_not_final_is_counted_and_left_out() -> None:
+    early = State(2, 31, 16)
+    assert plan_store(SPEC, 8, 15, [[], [], []], [early], everything) == StorePlan((), early_states=1)
+    assert plan_store(SPEC, 16, 16, [[], [], []], [early], everything).transfers == (Transfer(2, 16, 0, (31,)),)
+
+
+@pytest.mark.parametrize("end_token", [8, 12])
+def test_a_state_waits_for_the_tokens_that_it_depends_on(end_token: int) -> None:
+    spec = CacheSpec((GroupSpec(GroupKind.RECURRENT, 8, lookahead_tokens=4),), 8, tail_tokens=4)
+    state = State(0, 31, end_token)
+    assert plan_store(spec, 0, end_token + 3, [[]], [state], everything) == StorePlan((), early_states=1)
+    assert plan_store(spec, 0, end_token + 4, [[]], [state], everything).transfers == (
+        Transfer(0, end_token, 0, (31,)),
+    )
+
+
+def test_a_tail_waits_for_the_tokens_that_its_state_depends_on() -> None:
+    spec = CacheSpec((GroupSpec(GroupKind.RECURRENT, 8, lookahead_tokens=4),), 8, tail_tokens=4)
+    state = State(0, 31, 12)
+    assert plan_tail(spec, 12, 15, [[]], [state], everything) == StorePlan((), incomplete_tails=1)
+    assert plan_tail(spec, 12, 16, [[]], [state], everything).transfers == (Transfer(0, 12, 0, (31,)),)
 
 
 def test_what_is_stored_already_is_left_out() -> None:

@@ -48,6 +48,15 @@ def test_what_another_cache_stored_is_a_miss(tmp_path: Path) -> None:
     index.close()
 
 
+def test_a_cache_is_found_again_by_an_engine_that_numbers_its_groups_otherwise(tmp_path: Path) -> None:
+    [full] = disk_store.FINGERPRINT.groups
+    window = msgspec.structs.replace(full, kind="window", window_tokens=32)
+    filled(tmp_path / "store", groups=(full, window))
+    index = opened(tmp_path / "store", groups=(window, full))
+    assert index.lookup(b"39") is LookupResult.HIT
+    index.close()
+
+
 def test_a_new_cache_says_in_what_the_nearest_one_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = msgspec.structs.replace(OPTIONS, capacity_bytes=4 * OPTIONS.capacity_bytes)
     filled(tmp_path / "store", options)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import disk_store
 import pytest
 
 from hybridkv.planner import LookupResult
@@ -276,6 +279,89 @@ def test_a_caller_that_stood_still_blames_no_tier_for_it() -> None:
     it.stack.tick()
     assert hold.failure is HoldFailure.TIMEOUT and it.near.lookup(A) is LookupResult.HIT
     assert it.stack.breaker_state is BreakerState.CLOSED
+
+
+def late(*keys: bytes, **options: object) -> tuple[Stack, list[TierMove]]:
+    """A stack whose slow tier has not answered in time, and the moves that it owes."""
+    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=1, first_pause_s=5.0), **options)
+    it.put_far(*keys)
+    it.hold(*keys)
+    moves = it.moves(Direction.PROMOTE)
+    it.clock.now_s += 30
+    it.stack.tick()
+    it.stack.tick()
+    assert it.stack.breaker_state is BreakerState.OPEN
+    it.stack.release("request")
+    it.clock.now_s += 5
+    it.stack.tick()
+    assert it.stack.breaker_state is BreakerState.PROBING
+    return it, moves
+
+
+def test_what_is_read_too_late_is_not_offered_until_it_has_come() -> None:
+    it, moves = late(B)
+    it.put_near(A)
+    it.put_far(C)
+    assert [it.stack.lookup(key) for key in (A, B, C)] == [LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
+    assert it.stack.leading([A, B, C]) == 1 and it.stack.last_held([A, B]) == 0 and it.stack.last_held([B]) is None
+    assert not it.stack.any_pending([A, B])
+    assert it.stack.acquire("another", [A, B]) is Refusal.PRESENT
+    assert it.near.invalidate(A) and it.near.lookup(A) is LookupResult.MISS
+    it.put_near(A)  # which is refused while a pin is left
+    generation = it.stack.generation
+    it.end(moves)
+    assert it.stack.lookup(B) is LookupResult.HIT and it.stack.leading([A, B, C]) == 3
+    assert it.stack.generation != generation
+
+
+def test_a_read_that_never_ends_keeps_no_probe_away() -> None:
+    it, _ = late(A)
+    it.put_far(B)
+    it.hold(B)
+    it.end(it.moves(Direction.PROMOTE))
+    assert it.stack.breaker_state is BreakerState.CLOSED
+
+
+def test_while_a_probe_is_on_its_way_nobody_else_is_sent_after_it() -> None:
+    it = probing()
+    it.put_far(C)
+    it.hold(B)
+    (probe,) = it.moves(Direction.PROMOTE)
+    assert it.stack.lookup(C) is LookupResult.MISS and it.stack.leading([C]) == 0 and it.stack.last_held([C]) is None
+    assert it.stack.acquire("another", [C]) is Refusal.PRESENT
+    generation = it.stack.generation
+    it.end([probe])
+    assert it.stack.lookup(C) is LookupResult.HIT and it.stack.generation != generation
+
+
+def test_what_never_comes_takes_up_no_more_of_the_fast_tier_than_may_move() -> None:
+    it, moves = late(A, B, C, promoting_share=0.25)
+    it.put_far(b"d")
+    assert it.stack.lookup(b"d") is LookupResult.MISS and it.stack.acquire("another", [b"d"]) is Refusal.PRESENT
+    it.end(moves[:1])
+    assert it.stack.lookup(b"d") is LookupResult.HIT and isinstance(it.stack.acquire("another", [b"d"]), Hold)
+
+
+def test_a_deadline_counts_from_when_its_owner_began_to_wait() -> None:
+    it = Stack(load_timeout_s=30.0)
+    it.put_far(A)
+    hold = it.stack.acquire("request", [A], it.clock.now_s - 29)
+    assert isinstance(hold, Hold)
+    it.clock.now_s += 1
+    it.stack.tick()
+    assert hold.failure is HoldFailure.TIMEOUT
+
+
+def test_the_slow_tier_hears_why_a_chunk_is_withdrawn(tmp_path: Path) -> None:
+    far = disk_store.make_index(tmp_path / "store", disk_store.options_for(1 << 16))
+    slot = far.reserve(A, CHUNK)
+    assert isinstance(slot, Slot) and far.commit(A)
+    stack = TierStack(RamIndex(8 * CHUNK, CHUNK), far, 1, Clock())
+    assert isinstance(stack.acquire("request", [A]), Hold)
+    (move,) = stack.take_moves()
+    stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.CHECKSUM)))
+    assert far.take_disk_counts().quarantined == {"checksum": 1}
+    stack.close()
 
 
 def probing() -> Stack:

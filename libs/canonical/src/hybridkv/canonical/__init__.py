@@ -1,7 +1,10 @@
 """The shape and the bytes of hybrid KV: where a block's pages lie, whatever the engine's layout, and a stored chunk.
 
-`hybridkv.canonical` itself needs no torch; `hybridkv.canonical.torch_view` builds the views from an engine's tensors.
+Importing `hybridkv.canonical` needs no torch. Its views of an engine's tensors do; torch is loaded when one of their
+names is first asked for, which `from hybridkv.canonical import *` does.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from hybridkv.canonical.chunk_dump import dump, undump
 from hybridkv.canonical.chunk_format import (
@@ -23,7 +26,18 @@ from hybridkv.canonical.chunk_format import (
 from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
 from hybridkv.canonical.strides import LayoutError, Strides, page_regions
 
+if TYPE_CHECKING:
+    from hybridkv.canonical.torch_view import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        canonical_kv_caches,
+    )
+
 __all__ = [
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
     "Chunk",
     "ChunkError",
     "ChunkHeader",
@@ -38,6 +52,7 @@ __all__ = [
     "TruncatedChunkError",
     "UnknownVersionError",
     "WrongChunkError",
+    "canonical_kv_caches",
     "decode",
     "decode_header",
     "dump",
@@ -47,3 +62,17 @@ __all__ = [
     "page_regions",
     "undump",
 ]
+
+_VIEWS = {"CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "canonical_kv_caches"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _VIEWS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hybridkv.canonical import torch_view
+
+    return getattr(torch_view, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

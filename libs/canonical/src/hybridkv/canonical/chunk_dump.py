@@ -1,13 +1,13 @@
 """A chunk as JSON that people read and edit, and back to the same bytes."""
 
 import base64
-import binascii
 
 import msgspec
 
 from hybridkv.canonical.chunk_format import (
     CHECKSUM_BYTES,
     DIGEST_BYTES,
+    MAX_KEY_BYTES,
     VERSION,
     Buffer,
     ChunkHeader,
@@ -69,11 +69,11 @@ def undump(text: str) -> bytes:
     Raises:
         NotAChunkError: the text is no such dump; the message says where.
         UnknownVersionError: of another version.
-        DamagedChunkError: its content does not have its lengths or its checksum.
+        DamagedChunkError: its content does not have its lengths or its checksum, or a number is out of its range.
     """
     try:
         value = msgspec.json.decode(text, type=_Dump)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:  # a lone surrogate is no text to encode
         raise NotAChunkError("dump", "the JSON of a chunk", error) from error
     if value.format != _FORMAT:
         raise NotAChunkError("format", _FORMAT, value.format)
@@ -84,7 +84,7 @@ def undump(text: str) -> bytes:
         identity=ChunkIdentity(
             fingerprint=_digest("fingerprint", value.fingerprint, DIGEST_BYTES),
             group=_digest("group", value.group, DIGEST_BYTES),
-            key=_digest("key", value.key, DIGEST_BYTES),
+            key=_hexadecimal("key", value.key, range(1, MAX_KEY_BYTES + 1)),
             start_token=value.start_token,
             end_token=value.end_token,
         ),
@@ -101,19 +101,24 @@ def undump(text: str) -> bytes:
 
 
 def _digest(field: str, text: str, size: int) -> bytes:
+    return _hexadecimal(field, text, range(size, size + 1))
+
+
+def _hexadecimal(field: str, text: str, sizes: range) -> bytes:
     try:
         found = bytes.fromhex(text)
     except ValueError as error:
         raise NotAChunkError(field, "hexadecimal digits", text) from error
-    if len(found) != size:
-        raise NotAChunkError(field, f"{size} bytes", len(found))
+    if len(found) not in sizes:
+        wanted = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        raise NotAChunkError(field, f"{wanted} bytes", len(found))
     return found
 
 
 def _content(field: str, section: _Section) -> bytes:
     try:
         found = base64.b64decode(section.base64, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error, and a plain one for what is not ASCII
         raise NotAChunkError(f"{field}.base64", "base64", error) from error
     if len(found) != section.num_bytes:
         raise DamagedChunkError(f"{field}.num_bytes", section.num_bytes, len(found))

@@ -12,13 +12,14 @@ from xxhash import xxh3_128
 
 MAGIC = b"\x89HKVC\r\n\n"
 """Not text, and changed by whatever changes line ends."""
-VERSION = 1
+VERSION = 2
 DIGEST_BYTES = 32
 CHECKSUM_BYTES = 16
+MAX_KEY_BYTES = 256
 MAX_SECTIONS = 1 << 16
 MAX_ALIGN_BYTES = 1 << 20
 
-_FIXED = struct.Struct("<8sHHIQQQ32s32s32s16s")
+_FIXED = struct.Struct("<8sHHIQQQ32s32s16s")
 _TOKENS_LIMIT = 1 << 63
 
 Buffer = bytes | bytearray | memoryview
@@ -66,7 +67,7 @@ class ChunkIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Args:
         fingerprint: digest of the cache, 32 bytes.
         group: digest of the group, 32 bytes.
-        key: of the chunk, 32 bytes.
+        key: of the chunk, 1 to `MAX_KEY_BYTES` bytes.
         start_token: first token that the chunk holds.
         end_token: the token behind its last.
     """
@@ -115,15 +116,16 @@ def header_for(identity: ChunkIdentity, sections: Sequence[Buffer], align_bytes:
         align_bytes: the payload begins at a multiple of it, for instance 4096 for direct I/O.
 
     Raises:
-        ValueError: a field of the identity, the alignment or the number of sections is out of its range.
+        ValueError: a field of the identity, the alignment or the number of sections is out of its range, or a section
+            is not contiguous.
     """
     if not 0 < align_bytes <= MAX_ALIGN_BYTES:
         raise ValueError(f"align_bytes must be from 1 to {MAX_ALIGN_BYTES}, got {align_bytes}")
     checksum = xxh3_128()
-    views = [memoryview(section).cast("B") for section in sections]
+    views = [_bytes_of(f"sections[{i}]", section) for i, section in enumerate(sections)]
     for view in views:
         checksum.update(view)
-    offset = -(-_header_bytes(len(views)) // align_bytes) * align_bytes
+    offset = -(-_header_bytes(len(identity.key), len(views)) // align_bytes) * align_bytes
     header = ChunkHeader(
         identity=identity,
         section_bytes=tuple(len(view) for view in views),
@@ -145,17 +147,17 @@ def encode_header(header: ChunkHeader) -> bytes:
     fixed = _FIXED.pack(
         MAGIC,
         VERSION,
-        0,
+        len(identity.key),
         len(header.section_bytes),
         header.payload_offset,
         identity.start_token,
         identity.end_token,
         identity.fingerprint,
         identity.group,
-        identity.key,
         header.payload_checksum,
     )
-    body = fixed + struct.pack(f"<{len(header.section_bytes)}Q", *header.section_bytes)
+    key = identity.key.ljust(_padded(len(identity.key)), b"\0")
+    body = fixed + key + struct.pack(f"<{len(header.section_bytes)}Q", *header.section_bytes)
     return (body + xxh3_128(body).digest()).ljust(header.payload_offset, b"\0")
 
 
@@ -165,7 +167,8 @@ def encode(identity: ChunkIdentity, sections: Sequence[Buffer], align_bytes: int
     Raises:
         ValueError: as `header_for`.
     """
-    return b"".join((encode_header(header_for(identity, sections, align_bytes)), *sections))
+    views = [_bytes_of(f"sections[{i}]", section) for i, section in enumerate(sections)]
+    return b"".join((encode_header(header_for(identity, views, align_bytes)), *views))
 
 
 def decode_header(data: Buffer) -> ChunkHeader:
@@ -175,24 +178,28 @@ def decode_header(data: Buffer) -> ChunkHeader:
         ChunkError: NotAChunkError, UnknownVersionError, TruncatedChunkError or DamagedChunkError, looked for in this
             order.
     """
-    view = memoryview(data).cast("B")
+    view = _bytes_of("data", data)
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)]:
         raise NotAChunkError("magic", MAGIC.hex(), bytes(view[: len(MAGIC)]).hex())
     if len(view) >= len(MAGIC) + 2 and (version := int.from_bytes(view[8:10], "little")) != VERSION:
         raise UnknownVersionError("version", VERSION, version)
     _require_bytes(view, _FIXED.size + CHECKSUM_BYTES)
-    _, _, reserved, count, offset, start, end, fingerprint, group, key, checksum = _FIXED.unpack_from(view)
+    _, _, key_bytes, count, offset, start, end, fingerprint, group, checksum = _FIXED.unpack_from(view)
+    if not 0 < key_bytes <= MAX_KEY_BYTES:
+        raise DamagedChunkError("key_bytes", f"1 to {MAX_KEY_BYTES}", key_bytes)
     if count > MAX_SECTIONS:
         raise DamagedChunkError("section_count", f"at most {MAX_SECTIONS}", count)
-    size = _header_bytes(count)
+    size = _header_bytes(key_bytes, count)
     _require_bytes(view, size)
     body, written = view[: size - CHECKSUM_BYTES], bytes(view[size - CHECKSUM_BYTES : size])
     if (computed := xxh3_128(body).digest()) != written:
         raise DamagedChunkError("header_checksum", written.hex(), computed.hex())
-    if reserved:
-        raise DamagedChunkError("reserved", 0, reserved)
+    lengths_at = _FIXED.size + _padded(key_bytes)
+    key, padding = bytes(view[_FIXED.size :][:key_bytes]), bytes(view[_FIXED.size + key_bytes : lengths_at])
+    if any(padding):
+        raise DamagedChunkError("key_padding", "zeros", padding.hex())
     identity = ChunkIdentity(fingerprint=fingerprint, group=group, key=key, start_token=start, end_token=end)
-    lengths = struct.unpack_from(f"<{count}Q", view, _FIXED.size)
+    lengths = struct.unpack_from(f"<{count}Q", view, lengths_at)
     header = ChunkHeader(identity=identity, section_bytes=lengths, payload_offset=offset, payload_checksum=checksum)
     try:
         _check_header(header)
@@ -218,12 +225,12 @@ def decode(
     Raises:
         ChunkError: as `decode_header`; WrongChunkError for a whole chunk that is not the one asked for.
     """
-    view = memoryview(data).cast("B")
+    view = _bytes_of("data", data)
     header = decode_header(view)
     _require_bytes(view, header.total_bytes)
     if len(view) > header.total_bytes:
         raise DamagedChunkError("size_bytes", header.total_bytes, len(view))
-    padding = bytes(view[_header_bytes(len(header.section_bytes)) : header.payload_offset])
+    padding = bytes(view[_header_bytes(len(header.identity.key), len(header.section_bytes)) : header.payload_offset])
     if padding != bytes(len(padding)):
         raise DamagedChunkError("padding", "zeros", "other bytes")
     if (computed := xxh3_128(view[header.payload_offset :]).digest()) != header.payload_checksum:
@@ -242,8 +249,20 @@ def decode(
     return Chunk(header, tuple(sections))
 
 
-def _header_bytes(section_count: int) -> int:
-    return _FIXED.size + 8 * section_count + CHECKSUM_BYTES
+def _bytes_of(name: str, buffer: Buffer) -> memoryview:
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise ValueError(f"{name} must be contiguous, got shape {view.shape} with strides {view.strides}")
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _padded(key_bytes: int) -> int:
+    return -(-key_bytes // 8) * 8
+
+
+def _header_bytes(key_bytes: int, section_count: int) -> int:
+    return _FIXED.size + _padded(key_bytes) + 8 * section_count + CHECKSUM_BYTES
 
 
 def _require_bytes(view: memoryview, size: int) -> None:
@@ -253,16 +272,18 @@ def _require_bytes(view: memoryview, size: int) -> None:
 
 def _check_header(header: ChunkHeader) -> None:
     identity = header.identity
-    for name in ("fingerprint", "group", "key"):
+    for name in ("fingerprint", "group"):
         if len(getattr(identity, name)) != DIGEST_BYTES:
             raise ValueError(f"{name} must have {DIGEST_BYTES} bytes, got {len(getattr(identity, name))}")
+    if not 0 < len(identity.key) <= MAX_KEY_BYTES:
+        raise ValueError(f"key must have 1 to {MAX_KEY_BYTES} bytes, got {len(identity.key)}")
     if len(header.payload_checksum) != CHECKSUM_BYTES:
         raise ValueError(f"payload_checksum must have {CHECKSUM_BYTES} bytes, got {len(header.payload_checksum)}")
     if not 0 <= identity.start_token < identity.end_token < _TOKENS_LIMIT:
         raise ValueError(f"tokens must be a range, got {identity.start_token} to {identity.end_token}")
     if len(header.section_bytes) > MAX_SECTIONS:
         raise ValueError(f"a chunk has at most {MAX_SECTIONS} sections, got {len(header.section_bytes)}")
-    if not 0 <= header.payload_offset - _header_bytes(len(header.section_bytes)) < MAX_ALIGN_BYTES:
+    if not 0 <= header.payload_offset - _header_bytes(len(identity.key), len(header.section_bytes)) < MAX_ALIGN_BYTES:
         raise ValueError(f"payload_offset {header.payload_offset} is within the header or far behind it")
     if header.total_bytes >= _TOKENS_LIMIT or min(header.section_bytes, default=0) < 0:
         raise ValueError(f"sections of {header.section_bytes} bytes fit no file")

@@ -79,11 +79,15 @@ class GroupPages:
             Two arrays of length n times the number of regions, region-major.
 
         Raises:
-            ValueError: a block id is outside the pool.
+            ValueError: a block id is no integer, or outside the pool.
         """
-        ids = np.asarray(block_ids, dtype=np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
+        given = np.asarray(block_ids)
+        # Not converted on the way in: that would make block 1 of 1.5 and of True. No ids make an array of floats.
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise ValueError(f"block ids must be a list of integers, got {block_ids!r}")
+        if given.size and (given.min() < 0 or given.max() >= self.num_blocks):
             raise ValueError(f"block ids must lie in [0, {self.num_blocks}), got {list(block_ids)}")
+        ids: Int64Array = given.astype(np.int64, copy=False)
         addresses = self._addresses[:, None] + ids[None, :] * self._strides[:, None]
         return addresses.reshape(-1), np.repeat(self._sizes, ids.size)
 

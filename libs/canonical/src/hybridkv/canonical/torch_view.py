@@ -64,7 +64,13 @@ class CanonicalKVCaches:
     group_data_refs: tuple[tuple[CanonicalKVCacheRef, ...], ...]
 
     def pages(self, group_index: int) -> GroupPages:
-        """Where the pages of a group lie, as plain numbers."""
+        """Where the pages of a group lie, as plain numbers.
+
+        Raises:
+            LayoutError: the group has no layers, and so no pages.
+        """
+        if not self.group_data_refs[group_index]:
+            raise LayoutError(f"group {group_index} has no layers, and so no pages")
         regions = []
         for ref in self.group_data_refs[group_index]:
             tensor = self.tensors[ref.tensor_idx].tensor
@@ -85,8 +91,9 @@ def canonical_kv_caches(
         num_blocks: blocks in the engine's pool.
 
     Raises:
-        LayoutError: a layer is missing, its tensor has no place for `num_blocks` pages of its bytes, a block's bytes
-            are not contiguous, a group would hold a byte twice, or a view would leave the tensor's storage.
+        LayoutError: a layer is missing or has no plain tensor, its tensor has no place for `num_blocks` pages of its
+            bytes, a block's bytes are not contiguous, a group would hold a byte twice, or a view would leave the
+            tensor's storage.
     """
     if num_blocks <= 0:
         raise LayoutError(f"num_blocks must be positive, got {num_blocks}")
@@ -148,7 +155,7 @@ def _layer_regions(kv_caches: Mapping[str, KVCache], layer: LayerLayout, num_blo
     cache = kv_caches.get(layer.name)
     if cache is None:
         raise LayoutError(f"{layer.name}: the engine registered no KV cache for this layer")
-    tensors = [cache] if isinstance(cache, torch.Tensor) else list(cache)
+    tensors = _tensors(layer, cache)
     regions: list[_Region] = []
     for storage, parts in _by_storage(tensors):
         pages = [page for part in parts for page in _tensor_pages(layer, part, num_blocks)]
@@ -160,6 +167,24 @@ def _layer_regions(kv_caches: Mapping[str, KVCache], layer: LayerLayout, num_blo
         shapes = [tuple(tensor.shape) for tensor in tensors]
         raise LayoutError(f"{layer.name}: expected pages of {layer.page_bytes} bytes, got {size} from {shapes}")
     return regions
+
+
+def _tensors(layer: LayerLayout, cache: KVCache) -> list[torch.Tensor]:
+    """Of a layer, each of which has a storage and strides. What an engine hands over is not ours to trust."""
+    if isinstance(cache, torch.Tensor):
+        cache = [cache]
+    if not isinstance(cache, Sequence) or isinstance(cache, str) or not cache:
+        found = (
+            f"an empty {type(cache).__name__}" if isinstance(cache, Sequence) and not cache else type(cache).__name__
+        )
+        raise LayoutError(f"{layer.name}: expected a tensor or a list of them, got {found}")
+    for tensor in cache:
+        if not isinstance(tensor, torch.Tensor):
+            raise LayoutError(f"{layer.name}: expected tensors, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else tensor.layout
+            raise LayoutError(f"{layer.name}: expected a tensor whose elements lie at strides, got a {kind} one")
+    return list(cache)
 
 
 def _by_storage(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, list[torch.Tensor]]]:

@@ -1,8 +1,15 @@
 """The identity of hybrid KV content: fingerprints of caches, keys of chunks. No tensors, no engine, no I/O."""
 
 from hybridkv.hashing.block_hashes import HashedRequest, HybridChunkBlockHashList, RequestBlockHashList
-from hybridkv.hashing.fingerprint import FORMAT_VERSION, Fingerprint, GroupFingerprint, LayerFingerprint, diff
-from hybridkv.hashing.keys import TAG_BYTES, ChunkKeys, group_digest
+from hybridkv.hashing.differences import diff
+from hybridkv.hashing.fingerprint import (
+    FORMAT_VERSION,
+    Fingerprint,
+    GroupFingerprint,
+    LayerFingerprint,
+    group_digest,
+)
+from hybridkv.hashing.keys import TAG_BYTES, ChunkKeys
 from hybridkv.hashing.tokens import TokenHashes
 
 __all__ = [

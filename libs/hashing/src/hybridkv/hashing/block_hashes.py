@@ -5,9 +5,10 @@ that the engine may not have. `RequestBlockHashList` is one granularity; `Hybrid
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, TypeVar, overload
 
 HashFunction = Callable[[Any], bytes]
+_Hash_co = TypeVar("_Hash_co", covariant=True)
 
 
 class HashedRequest(Protocol):
@@ -21,19 +22,19 @@ class HashedRequest(Protocol):
     def all_token_ids(self) -> Sequence[int]: ...
 
 
-class _LazyHashes(Sequence[bytes]):
+class _LazyHashes(Sequence[_Hash_co]):
     """Indexes and slices over `__len__` and `_at(index)`."""
 
-    def _at(self, index: int) -> bytes:
+    def _at(self, index: int) -> _Hash_co:
         raise NotImplementedError
 
     @overload
-    def __getitem__(self, index: int) -> bytes: ...
+    def __getitem__(self, index: int) -> _Hash_co: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: slice) -> list[_Hash_co]: ...
 
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+    def __getitem__(self, index: int | slice) -> _Hash_co | list[_Hash_co]:
         length = len(self)
         if isinstance(index, slice):
             return [self._at(i) for i in range(*index.indices(length))]
@@ -42,7 +43,7 @@ class _LazyHashes(Sequence[bytes]):
         return self._at(index + length if index < 0 else index)
 
 
-class RequestBlockHashList(_LazyHashes):
+class RequestBlockHashList(_LazyHashes[bytes]):
     """The hash of every full block of a request, each chained to the one before.
 
     Hash i is `hash_function((parent, token_ids, extra_keys))` of tokens [i * block_size, (i + 1) * block_size): the
@@ -94,12 +95,13 @@ class RequestBlockHashList(_LazyHashes):
             hashes.append(parent)
 
 
-class HybridChunkBlockHashList(_LazyHashes):
+class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
     """One hash for every logical chunk of a request, for groups whose block sizes need not divide it.
 
     The hash of chunk i is `hash_function` of the tuple, in group order, of each group's last full block hash at or
     below token (i + 1) * logical_chunk_size. Chunks before `first_hashable_chunk_idx` have none: there a group has no
-    full block yet, so nothing would tell two prompts apart in it.
+    full block yet, so nothing would tell two prompts apart in it. They are None, so that every index below the length
+    can be read and a chunk keeps its index; `chunks[chunks.first_hashable_chunk_idx:]` has hashes only.
 
     Chunks of one prefix that end within the same block of every group have the same hash: they cover the same tokens.
     Nothing is hashed twice, in whatever order chunks are read; groups of one block size share their block hashes.
@@ -138,7 +140,7 @@ class HybridChunkBlockHashList(_LazyHashes):
         self._dense: list[bytes] = []
         """Hashes of the chunks from the first hashable one on, without a gap."""
         self._ahead: dict[int, bytes] = {}
-        """Hashes of chunks beyond that, which were asked for out of order."""
+        """Hashes of chunks beyond that, which were asked for out of order. Only chunks that bring a block are here."""
         self._length = 0
 
     def __len__(self) -> int:
@@ -154,29 +156,28 @@ class HybridChunkBlockHashList(_LazyHashes):
         for group in self._groups:
             len(group)  # notices the loss in turn
 
-    def _at(self, index: int) -> bytes:
-        place = index - self.first_hashable_chunk_idx
-        if place < 0:
-            raise ValueError(
-                f"chunk {index} has no hash: it ends before the first block of some group does; "
-                f"the first that has one is chunk {self.first_hashable_chunk_idx}"
-            )
-        dense = self._dense
+    def _at(self, index: int) -> bytes | None:
+        return None if index < self.first_hashable_chunk_idx else self._hash_of(index)
+
+    def _hash_of(self, index: int) -> bytes:
+        place, dense = index - self.first_hashable_chunk_idx, self._dense
         if place < len(dense):
             return dense[place]
-        value = self._ahead.get(index)
-        if value is None:
-            value = self._compute(index)
-        if place > len(dense):
-            self._ahead[index] = value
-            return value
-        dense.append(value)
-        self._ahead.pop(index, None)
-        while self._ahead and (following := self._ahead.pop(index + 1, None)) is not None:
-            dense.append(following)
-            index += 1
+        end = (index + 1) * self.logical_chunk_size
+        # The first chunk that ends in the same blocks: where the last of them is full.
+        full = max(end // group.block_size * group.block_size for group in self._groups)
+        first = -(-full // self.logical_chunk_size) - 1
+        if first < index:
+            value = self._hash_of(first)
+        else:
+            ahead = self._ahead.get(index)
+            value = self._compute(end) if ahead is None else ahead
+            if place > len(dense):
+                self._ahead[index] = value
+        if place == len(dense):
+            dense.append(value)
+            self._ahead.pop(index, None)
         return value
 
-    def _compute(self, index: int) -> bytes:
-        end = (index + 1) * self.logical_chunk_size
+    def _compute(self, end: int) -> bytes:
         return self._hash(tuple(group[end // group.block_size - 1] for group in self._groups))

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import add
 
-import msgspec
 from blake3 import blake3
 
-from hybridkv.hashing.fingerprint import Fingerprint, GroupFingerprint
+from hybridkv.hashing.fingerprint import Fingerprint, GroupFingerprint, group_digest
 from hybridkv.hashing.tokens import ExtraBytes, TokenHashes
 
 TAG_BYTES = 16
-_GROUP_CONTEXT = "hybridkv 2026 group of a cache v2"
+_GROUP_CONTEXT = "hybridkv 2026 group of a cache v3"
 
 
 class ChunkKeys:
@@ -40,12 +39,17 @@ class ChunkKeys:
         self.fingerprint = fingerprint
         self.hash_block_tokens = hash_block_tokens
         self._digest = fingerprint.digest()
-        self._tags = [_group_tag(self._digest, group) for group in fingerprint.groups]
-        if len(set(self._tags)) != len(self._tags):
+        # By index: unlike a list, a dict takes no negative one, and a look-up costs the same.
+        self._groups = {
+            i: (
+                _group_tag(self._digest, group),
+                -(-group.lookahead_tokens // hash_block_tokens) * hash_block_tokens,
+            )
+            for i, group in enumerate(fingerprint.groups)
+        }
+        """Tag and tokens of lookahead of each group."""
+        if len({tag for tag, _ in self._groups.values()}) != len(self._groups):
             raise ValueError("two groups have the same kind, block and layers; their chunks would share keys")
-        self._lookahead = [
-            -(-group.lookahead_tokens // hash_block_tokens) * hash_block_tokens for group in fingerprint.groups
-        ]
 
     def token_hashes(self, extra: ExtraBytes | None = None) -> TokenHashes:
         """Prefix hashes of a request, for an engine whose own do not survive its process. They are this cache's alone.
@@ -68,15 +72,20 @@ class ChunkKeys:
             `TAG_BYTES` bytes for cache and group, and the prefix hash that stands for all that the chunk depends on.
 
         Raises:
-            ValueError: the boundary is off the hash grid, or its prefix is not hashed yet, or its hash is empty.
+            ValueError: there is no such group, the boundary is off the hash grid, its prefix is not hashed yet, or its
+                hash is empty.
         """
-        last, rest = divmod(end_token + self._lookahead[group], self.hash_block_tokens)
+        try:
+            tag, lookahead = self._groups[group]
+        except KeyError:
+            raise self._unknown(group) from None
+        last, rest = divmod(end_token + lookahead, self.hash_block_tokens)
         if rest or end_token < 1 or last > len(prefix_hashes) or not prefix_hashes[last - 1]:
             raise ValueError(
                 f"end_token must be a positive multiple of {self.hash_block_tokens} with all its prefix hashed "
                 f"({len(prefix_hashes)} hashes, none of them empty), got {end_token}"
             )
-        return self._tags[group] + prefix_hashes[last - 1]
+        return tag + prefix_hashes[last - 1]
 
     def keys(self, group: int, prefix_hashes: Sequence[bytes], end_tokens: Iterable[int]) -> list[bytes]:
         """The keys of many boundaries of one group, in their order; much cheaper than one by one for a range.
@@ -84,7 +93,11 @@ class ChunkKeys:
         Raises:
             ValueError: as `key`, for the first boundary that it would refuse.
         """
-        block, lookahead = self.hash_block_tokens, self._lookahead[group]
+        try:
+            tag, lookahead = self._groups[group]
+        except KeyError:
+            raise self._unknown(group) from None
+        block = self.hash_block_tokens
         # What is checked of the first end and the step holds for all of a range.
         if isinstance(end_tokens, range) and end_tokens.start > 0 and end_tokens.step > 0:
             start, step, count = end_tokens.start, end_tokens.step, len(end_tokens)
@@ -92,14 +105,12 @@ class ChunkKeys:
                 first = (start + lookahead) // block - 1
                 prefixes = prefix_hashes[first : first + count * step // block : step // block]
                 if len(prefixes) == count and all(prefixes):
-                    return list(map(add, repeat(self._tags[group]), prefixes))
+                    return list(map(add, repeat(tag), prefixes))
         return [self.key(group, prefix_hashes, end_token) for end_token in end_tokens]
+
+    def _unknown(self, group: int) -> ValueError:
+        return ValueError(f"group must be an index into the {len(self._groups)} groups of the fingerprint, got {group}")
 
 
 def _group_tag(fingerprint_digest: bytes, group: GroupFingerprint) -> bytes:
     return blake3(fingerprint_digest + group_digest(group), derive_key_context=_GROUP_CONTEXT).digest(TAG_BYTES)
-
-
-def group_digest(group: GroupFingerprint) -> bytes:
-    """32 bytes that stand for a group's kind, block and layers."""
-    return blake3(msgspec.msgpack.encode(group, order="sorted")).digest()

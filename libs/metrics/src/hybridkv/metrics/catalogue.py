@@ -219,6 +219,14 @@ CATALOGUE = Catalogue(
             panel=Panel(Section.SLOW_TIER, "Disk errors"),
         ),
         Metric(
+            "vllm:hybridkv_quarantined_total",
+            Kind.COUNTER,
+            "chunks",
+            "Chunks of the disk tier that are never offered again, by what was wrong with them.",
+            (Label("reason", (*_FAILURES, "unspecified")),),
+            panel=Panel(Section.SLOW_TIER, "Quarantined chunks", view=View.INCREASE),
+        ),
+        Metric(
             "vllm:hybridkv_compacted_bytes_total",
             Kind.COUNTER,
             "bytes",

@@ -41,8 +41,10 @@ def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenS
         num_tokens: the boundary, 0 or more.
 
     Raises:
-        ValueError: `num_tokens` is negative.
+        ValueError: there is no such group, or `num_tokens` is negative.
     """
+    if not 0 <= group_index < len(spec.groups):
+        raise ValueError(f"group_index must be one of {len(spec.groups)} groups, from 0, got {group_index}")
     if num_tokens < 0:
         raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
     start = resume_start(spec.groups[group_index], num_tokens)

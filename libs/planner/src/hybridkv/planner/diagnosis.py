@@ -1,6 +1,7 @@
 """What an operator should know about offload units before the first request, said at start-up."""
 
 import enum
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -28,7 +29,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         message: in words, hint included.
         group_index: the group, None where all of them are concerned.
         nearest_max_model_len: the smallest max_model_len that would work with this chunk.
-        nearest_chunk_tokens: the chunk closest to this one that would work with this max_model_len.
+        nearest_chunk_tokens: the chunk closest to this one that would work with this max_model_len, None if none
+            would: whole hash blocks, at most max_model_len, offload not disabled, every group split that is split now
+            (or no larger than the chunk), and for an UNSPLIT_GROUP that group split as well.
     """
 
     problem: Problem
@@ -43,8 +46,8 @@ def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding
     """Findings about a planner under a model of `max_model_len` tokens; none when all is well.
 
     A group that cannot be split comes with the chunk nearest to this one that would split it. Offload that can never
-    hit comes with the nearest chunk and max_model_len that would make it work; suggested chunks are whole hash blocks.
-    Meant for start-up: it tries at most max_model_len chunks.
+    hit comes with the nearest chunk and max_model_len that would make it work. Whoever follows a suggestion is rid of
+    its finding and gets none that was not there. Meant for start-up: it tries at most max_model_len chunks.
 
     Raises:
         ValueError: `max_model_len` is not positive.
@@ -55,14 +58,18 @@ def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding
     needed = tokens_for_first_hit(planner)
     if needed > max_model_len:
         chunk = next((c for c in _nearest_chunks(planner, max_model_len) if _works(planner, c, max_model_len)), None)
+        other = (
+            f"or use a chunk of {chunk} tokens"
+            if chunk
+            else "no chunk works with this one without leaving a group whole that is split now"
+        )
         findings.append(
             Finding(
                 problem=Problem.OFFLOAD_DISABLED,
                 needed_tokens=needed,
                 message=(
                     f"offload is disabled in effect: a first hit needs a prompt of {needed} tokens, and max_model_len "
-                    f"is {max_model_len}; raise max_model_len to {needed}"
-                    + (f", or use a chunk of {chunk} tokens" if chunk else ", no chunk works with this one")
+                    f"is {max_model_len}; raise max_model_len to {needed}, {other}"
                 ),
                 nearest_max_model_len=needed,
                 nearest_chunk_tokens=chunk,
@@ -78,14 +85,19 @@ def tokens_for_first_hit(planner: HybridOffloadPlanner) -> int:
 
 
 def _unsplit_groups(planner: HybridOffloadPlanner, max_model_len: int) -> Iterator[Finding]:
-    chunk, hash_block = planner.fixed_chunk_size, planner.hash_block_size
+    chunk = planner.fixed_chunk_size
     for index, block in enumerate(planner.gpu_block_sizes):
-        if block <= chunk or block % chunk == 0:
+        if not _stays_whole(block, chunk):
             continue
-        splitting = [d for d in _divisors(block) if d >= hash_block and d % hash_block == 0]
-        nearest = min(splitting, key=lambda d: abs(d - chunk), default=None)
+        splitting = sorted((d for d in _divisors(block) if d < block), key=lambda d: (abs(d - chunk), d))
+        nearest = next((d for d in splitting if _works(planner, d, max_model_len)), None)
         never = f", which max_model_len {max_model_len} never reaches" if block >= max_model_len else ""
-        hint = f"use a chunk of {nearest} tokens" if nearest else "no chunk of whole hash blocks divides it"
+        hint = (
+            f"use a chunk of {nearest} tokens"
+            if nearest
+            else f"no chunk splits it that works with max_model_len {max_model_len} and leaves no other group whole "
+            f"that is split now"
+        )
         yield Finding(
             problem=Problem.UNSPLIT_GROUP,
             needed_tokens=block,
@@ -113,10 +125,21 @@ def _unhashable_units(planner: HybridOffloadPlanner) -> Iterator[Finding]:
 
 
 def _works(planner: HybridOffloadPlanner, chunk: int, max_model_len: int) -> bool:
-    largest_unit = max(offload_unit(block, chunk) for block in set(planner.gpu_block_sizes))
+    """Whether a hit is possible with this chunk, and no group stays whole that does not now."""
+    if chunk % planner.hash_block_size or chunk > max_model_len:
+        return False
+    blocks = set(planner.gpu_block_sizes)
+    largest_unit = max(offload_unit(block, chunk) for block in blocks)
     if -(-largest_unit // chunk) * chunk > max_model_len:
         return False  # cheap, and true of most chunks that do not work
+    present = planner.fixed_chunk_size
+    if any(_stays_whole(block, chunk) and not _stays_whole(block, present) for block in blocks):
+        return False
     return tokens_for_first_hit(planner.with_chunk(chunk)) <= max_model_len
+
+
+def _stays_whole(block_tokens: int, chunk_tokens: int) -> bool:
+    return block_tokens > chunk_tokens and block_tokens % chunk_tokens != 0
 
 
 def _nearest_chunks(planner: HybridOffloadPlanner, max_model_len: int) -> Iterator[int]:
@@ -135,5 +158,5 @@ def _nearest_chunks(planner: HybridOffloadPlanner, max_model_len: int) -> Iterat
 
 
 def _divisors(value: int) -> list[int]:
-    small = [d for d in range(1, int(value**0.5) + 1) if value % d == 0]
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
     return sorted({*small, *(value // d for d in small)})

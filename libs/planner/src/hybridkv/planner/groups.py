@@ -43,7 +43,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     """One KV cache group.
 
     Args:
-        kind: what the group needs to resume.
+        kind: what the group needs to resume; its value ("full") is taken for it.
         block_tokens: tokens in one of its blocks.
         window_tokens: WINDOW only: how many tokens a query attends to, itself included (plus any that the engine
             keeps beyond them).
@@ -52,7 +52,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
             (EAGLE, MTP), whose last position is computed from the token that follows it.
 
     Raises:
-        ValueError: a size is not positive, or does not belong to the kind.
+        ValueError: there is no such kind, or a size is not a positive whole number or does not belong to the kind.
     """
 
     kind: GroupKind
@@ -62,13 +62,18 @@ class GroupSpec(msgspec.Struct, frozen=True):
     lookahead_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _require_positive("block_tokens", self.block_tokens)
-        if self.lookahead_tokens < 0:
-            raise ValueError(f"lookahead_tokens must not be negative, got {self.lookahead_tokens}")
+        if type(self.kind) is not GroupKind:
+            # Everything compares kinds by identity, and "full" == GroupKind.FULL would hide that one is not a member.
+            msgspec.structs.force_setattr(self, "kind", _kind(self.kind))
+        _require_size("block_tokens", self.block_tokens)
+        if type(self.lookahead_tokens) is not int or self.lookahead_tokens < 0:
+            raise ValueError(
+                f"lookahead_tokens must be a whole number of tokens, 0 or more, got {self.lookahead_tokens!r}"
+            )
         for field, kind in (("window_tokens", GroupKind.WINDOW), ("align_tokens", GroupKind.CHUNKED)):
             value = getattr(self, field)
             if self.kind is kind:
-                _require_positive(field, value)
+                _require_size(field, value)
             elif value is not None:
                 raise ValueError(f"{field} belongs to {kind.name} groups, got {value} for a {self.kind.name} group")
 
@@ -92,7 +97,7 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
     tail_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _require_positive("chunk_tokens", self.chunk_tokens)
+        _require_size("chunk_tokens", self.chunk_tokens)
         if not self.stored_groups:
             raise ValueError("groups must contain one that can be stored, got only SCRATCH groups or none")
         unit = chunk_unit(self.groups)
@@ -102,7 +107,7 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
                 f"{[self.groups[i].block_tokens for i in self.stored_groups]}, got {self.chunk_tokens}"
             )
         if self.tail_tokens is not None:
-            _require_positive("tail_tokens", self.tail_tokens)
+            _require_size("tail_tokens", self.tail_tokens)
             if self.chunk_tokens % self.tail_tokens:
                 raise ValueError(f"tail_tokens must divide the chunk of {self.chunk_tokens}, got {self.tail_tokens}")
 
@@ -138,6 +143,13 @@ def chunk_unit(groups: Sequence[GroupSpec]) -> int:
     return math.lcm(*(group.block_tokens for group in groups if group.kind is not GroupKind.SCRATCH))
 
 
-def _require_positive(field: str, value: int | None) -> None:
-    if value is None or value <= 0:
-        raise ValueError(f"{field} must be a positive number of tokens, got {value}")
+def _kind(value: str) -> GroupKind:
+    try:
+        return GroupKind(value)
+    except ValueError:
+        raise ValueError(f"kind must be one of {', '.join(GroupKind)}, got {value!r}") from None
+
+
+def _require_size(field: str, value: int | None) -> None:
+    if type(value) is not int or value <= 0:
+        raise ValueError(f"{field} must be a positive whole number of tokens, got {value!r}")

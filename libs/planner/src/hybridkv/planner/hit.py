@@ -5,7 +5,7 @@ Every group can only lower the boundary, so the search is a fixpoint from above.
 - Scarce kinds go first. A recurrent state is one key and settles a boundary at once; a window is a few; a full prefix
   is walked last, once, and only as far as the others reach.
 - A window is asked for from its far end: a chunk that is missing there rules out every boundary that reads it, so a
-  prompt of which nothing is stored costs one question a window rather than one a chunk.
+  prompt of which nothing is stored costs one question a window rather than one a boundary.
 - When the scarce kinds keep missing, a few questions to the full prefix bound what is worth asking them about. A tier
   that answers ranges is asked for the first chunk of the full prefix before all else: without it there is no hit.
 """
@@ -59,8 +59,9 @@ def longest_hit(
 ) -> Hit | Pending | Miss:
     """The longest boundary at which all groups can resume.
 
-    Asks for no key twice, and for at most as many as there are boundaries in each group. Without states or windows
-    to rule boundaries out, that is the length of the prefix that is held.
+    Asks for no key twice, and in each group for at most as many as there are boundaries: O(chunks), and where tails
+    are stored O(num_tokens / tail_tokens). Without states or windows to rule boundaries out, and without tails, that
+    is one more than the chunks of the prefix that is held.
 
     Args:
         spec: the model's groups.
@@ -70,8 +71,9 @@ def longest_hit(
             stores them.
         ranges: where the tier can answer about many chunks at once. It must agree with `lookup`, which is then asked
             for ends of tails only. A few questions a group settle a store whose prefixes have no holes, and
-            O(log) more where scarce kinds are missing. What a question covers is asked for as late and as short as
-            that allows, because a tier may have to make a key for every chunk of it.
+            O(log) more where scarce kinds are missing. Where windows have holes it is a question a hole, O(chunks) at
+            worst, and tails O(boundaries). What a question covers is asked for as late and as short as that allows,
+            because a tier may have to make a key for every chunk of it.
 
     Returns:
         Hit or Pending with a boundary above `computed_tokens`, or Miss.
@@ -112,6 +114,8 @@ class _Search:
         self._walked = [computed_tokens // self._chunk * self._chunk] * len(spec.groups)
         """Up to where each FULL group was seen to hold every chunk."""
         self._patience = _PATIENCE
+        self._bounding: int | None = None
+        """The FULL group that ended the last lowering, where it was not the group that was asked to lower."""
 
     def settle(self, boundary: int) -> tuple[int, int | None]:
         """The longest boundary that no group rules out, and the group that ruled out the last one above it."""
@@ -125,7 +129,8 @@ class _Search:
             for group_index in self._order:
                 lowered = self._lower(group_index, boundary)
                 if lowered < boundary:
-                    boundary, limiting, settled = lowered, group_index, False
+                    limiting = group_index if self._bounding is None else self._bounding
+                    boundary, settled, self._bounding = lowered, False, None
                     break
         return boundary, limiting
 
@@ -208,7 +213,7 @@ class _Search:
                 first = self._walked[group_index] + chunk
                 missing = first_missing(partial(self._is_held, group_index), first, boundary // chunk * chunk, chunk)
                 if missing is not None:
-                    boundary = missing - self._step
+                    boundary, self._bounding = missing - self._step, group_index
         return boundary
 
     def _is_held(self, group_index: int, end_token: int) -> bool:

@@ -17,7 +17,15 @@ class LookupResult(enum.Enum):
 
 
 Lookup: TypeAlias = Callable[[int, int], LookupResult]
-"""`lookup(group_index, end_token)`: is this group's part of the chunk (or tail) that ends there stored?"""
+"""`lookup(group_index, end_token)`: is this group's part of the chunk (or tail) that ends there stored?
+
+An answer that is no `LookupResult` counts as MISS.
+"""
+
+
+def is_held(answer: LookupResult) -> bool:
+    """Whether a chunk is in the tier, or on its way into it. What is no `LookupResult` at all says neither."""
+    return answer is LookupResult.HIT or answer is LookupResult.PENDING
 
 
 class RangeLookup(Protocol):

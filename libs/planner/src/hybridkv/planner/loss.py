@@ -9,7 +9,7 @@ import msgspec
 from hybridkv.planner.coverage import needed_ends
 from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.hit import last_boundary
-from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
+from hybridkv.planner.lookup import Lookup, RangeLookup, is_held
 from hybridkv.planner.scan import Scan
 
 
@@ -19,8 +19,8 @@ class Loss(msgspec.Struct, frozen=True):
     Args:
         resumed_tokens: that boundary, or what the engine holds where there is none.
         full_tokens: the last boundary before which every FULL group holds everything; `resumed_tokens` or more.
-        limiting_group: the group that is in the way at the first boundary beyond `resumed_tokens`, None where nothing
-            is lost. Of several, the one that settles a boundary with the fewest chunks.
+        limiting_group: the group that is in the way at the first boundary beyond `resumed_tokens` that the FULL groups
+            hold, None where nothing is lost. Of several, the one that settles a boundary with the fewest chunks.
     """
 
     resumed_tokens: int
@@ -59,16 +59,32 @@ def measure_loss(
             f"got {computed_tokens}, {resumed_tokens}, {num_tokens}"
         )
     full = _full_tokens(spec, num_tokens, resumed_tokens, lookup, ranges or Scan(spec, lookup))
-    step = spec.boundary_tokens
-    following = (resumed_tokens // step + 1) * step
     limiting = None
-    if following <= full:
+    if full > resumed_tokens:
+        following = _next_full(spec, resumed_tokens, full, lookup)
         limiting = _in_the_way(spec, following, computed_tokens, lookup)
     return Loss(resumed_tokens, full, limiting)
 
 
+def _full_groups(spec: CacheSpec) -> list[int]:
+    return [index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.FULL]
+
+
+def _next_full(spec: CacheSpec, resumed_tokens: int, full_tokens: int, lookup: Lookup) -> int:
+    """The first boundary beyond `resumed_tokens` that every FULL group holds, given that `full_tokens` is the last."""
+    full_groups, step = _full_groups(spec), spec.boundary_tokens
+    boundary = (resumed_tokens // step + 1) * step
+    while (
+        boundary < full_tokens
+        and boundary % spec.chunk_tokens
+        and not all(is_held(lookup(index, boundary)) for index in full_groups)
+    ):
+        boundary += step
+    return boundary
+
+
 def _full_tokens(spec: CacheSpec, num_tokens: int, resumed_tokens: int, lookup: Lookup, ranges: RangeLookup) -> int:
-    full_groups = [index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.FULL]
+    full_groups = _full_groups(spec)
     last, chunk, step = last_boundary(spec, num_tokens), spec.chunk_tokens, spec.boundary_tokens
     if not full_groups or last <= resumed_tokens:
         return resumed_tokens
@@ -79,7 +95,7 @@ def _full_tokens(spec: CacheSpec, num_tokens: int, resumed_tokens: int, lookup: 
             end = start + ranges.held(index, start + chunk, end) * chunk
     tails = range(min(last, end + chunk - step), max(end, resumed_tokens), -step)
     for tail in tails:
-        if all(lookup(index, tail) is not LookupResult.MISS for index in full_groups):
+        if all(is_held(lookup(index, tail)) for index in full_groups):
             return tail
     return max(resumed_tokens, end)
 
@@ -89,6 +105,6 @@ def _in_the_way(spec: CacheSpec, boundary: int, computed_tokens: int, lookup: Lo
         if spec.groups[index].kind is GroupKind.FULL:
             continue
         ends = needed_ends(spec, index, boundary, computed_tokens)
-        if any(lookup(index, end) is LookupResult.MISS for end in reversed(ends)):
+        if not all(is_held(lookup(index, end)) for end in reversed(ends)):
             return index
     return None

@@ -9,7 +9,7 @@ from hybridkv.planner.groups import CacheSpec, GroupKind
 
 
 class PlanError(ValueError):
-    """The engine's blocks do not fit what the plan needs; nothing may be moved."""
+    """What was given does not fit the cache, or the engine's blocks what the plan needs; nothing may be moved."""
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
@@ -42,12 +42,14 @@ class StorePlan(msgspec.Struct, frozen=True):
     Args:
         transfers: what to store.
         unaligned_states: states that lie on no boundary and are left out.
+        early_states: states whose content is not final yet, left out too.
         incomplete_tails: tails that are left out because some group cannot give its part: no hit could use them.
     """
 
     transfers: tuple[Transfer, ...]
     unaligned_states: int = 0
     incomplete_tails: int = 0
+    early_states: int = 0
 
 
 def plan_load(
@@ -57,17 +59,22 @@ def plan_load(
 
     Args:
         spec: the model's groups.
-        num_tokens: the boundary that `longest_hit` answered.
+        num_tokens: the boundary that `longest_hit` answered: a multiple of `spec.boundary_tokens`.
         computed_tokens: the prefix that the engine holds itself; a multiple of every stored group's block.
         block_ids: for every group of `spec`, the request's block table.
         null_block: the id that stands for "no block" in a table.
 
     Raises:
-        PlanError: a block that is needed is not there, or one that was allocated would stay unwritten.
+        PlanError: nothing can be stored for such a boundary, a group has no table, a block that is needed is not
+            there, or one that was allocated would stay unwritten.
     """
+    if num_tokens < 0 or num_tokens % spec.boundary_tokens:
+        raise PlanError(f"num_tokens must be a multiple of {spec.boundary_tokens} tokens, got {num_tokens}")
+    if computed_tokens < 0:
+        raise PlanError(f"computed_tokens must not be negative, got {computed_tokens}")
     transfers: list[Transfer] = []
     for group_index in spec.stored_groups:
-        group, table = spec.groups[group_index], block_ids[group_index]
+        group, table = spec.groups[group_index], _table(spec, block_ids, group_index)
         first_needed = load_start(group, num_tokens, computed_tokens) // group.block_tokens
         ends = needed_ends(spec, group_index, num_tokens, computed_tokens)
         if ends:
@@ -89,6 +96,12 @@ def plan_load(
                 f"would leave unwritten: {list(unwritten)}"
             )
     return tuple(transfers)
+
+
+def _table(spec: CacheSpec, block_ids: Sequence[Sequence[int]], group_index: int) -> Sequence[int]:
+    if group_index >= len(block_ids):
+        raise PlanError(f"block_ids must have a table for each of {len(spec.groups)} groups, got {len(block_ids)}")
+    return block_ids[group_index]
 
 
 def _missing_block(
@@ -132,23 +145,36 @@ def plan_store(
         states: what the engine hands over this step for this request.
         wanted: `wanted(group_index, end_token)`: False for chunks that are stored already.
         null_block: the id that stands for "no block" in a table.
+
+    Raises:
+        PlanError: `first_token` or `num_tokens` cannot be, a group that has something to store has no table, or a
+            state is none of a RECURRENT group after a token.
     """
+    if first_token < 0 or first_token % spec.chunk_tokens:
+        raise PlanError(f"first_token must be a multiple of {spec.chunk_tokens} tokens, got {first_token}")
+    if num_tokens < 0:
+        raise PlanError(f"num_tokens must not be negative, got {num_tokens}")
     transfers: list[Transfer] = []
     for group_index in spec.stored_groups:
         group = spec.groups[group_index]
         if group.kind is GroupKind.RECURRENT:
             continue
         last = num_tokens - group.lookahead_tokens
-        for end_token in range(first_token + spec.chunk_tokens, last + 1, spec.chunk_tokens):
+        ends = range(first_token + spec.chunk_tokens, last + 1, spec.chunk_tokens)
+        table = _table(spec, block_ids, group_index) if ends else ()
+        for end_token in ends:
             stored = chunk_blocks(spec, group_index, end_token)
-            ids = tuple(block_ids[group_index][stored.start : stored.stop])
+            ids = tuple(table[stored.start : stored.stop])
             if stored and len(ids) == len(stored) and null_block not in ids and wanted(group_index, end_token):
                 transfers.append(Transfer(group_index, end_token, 0, ids))
-    unaligned, incomplete = 0, 0
+    unaligned, early, incomplete = 0, 0, 0
     tails: dict[int, list[State]] = {}
-    for state in states:
+    for index, state in enumerate(states):
+        _require_state(spec, index, state)
         if state.num_tokens % spec.boundary_tokens or state.block_id == null_block:
             unaligned += 1
+        elif state.num_tokens + spec.groups[state.group_index].lookahead_tokens > num_tokens:
+            early += 1
         elif state.num_tokens % spec.chunk_tokens:
             tails.setdefault(state.num_tokens, []).append(state)
         elif wanted(state.group_index, state.num_tokens):
@@ -157,7 +183,20 @@ def plan_store(
         tail = plan_tail(spec, end_token, num_tokens, block_ids, its_states, wanted, null_block)
         transfers += tail.transfers
         incomplete += tail.incomplete_tails
-    return StorePlan(tuple(transfers), unaligned, incomplete)
+    return StorePlan(tuple(transfers), unaligned, incomplete, early)
+
+
+def _require_state(spec: CacheSpec, index: int, state: State) -> None:
+    group_index, groups = state.group_index, spec.groups
+    if not 0 <= group_index < len(groups):
+        raise PlanError(f"states[{index}].group_index must be one of {len(groups)} groups, from 0, got {group_index}")
+    kind = groups[group_index].kind
+    if kind is not GroupKind.RECURRENT:
+        raise PlanError(
+            f"states[{index}].group_index must be that of a RECURRENT group, got {group_index} ({kind.name})"
+        )
+    if state.num_tokens <= 0:
+        raise PlanError(f"states[{index}].num_tokens must be positive, got {state.num_tokens}")
 
 
 def plan_tail(
@@ -185,6 +224,7 @@ def plan_tail(
 
     Raises:
         ValueError: `end_token` is no tail of this cache.
+        PlanError: a group that has a part of it has no table.
     """
     if spec.tail_tokens is None or end_token <= 0 or end_token % spec.tail_tokens or end_token % spec.chunk_tokens == 0:
         raise ValueError(
@@ -197,10 +237,12 @@ def plan_tail(
         group = spec.groups[group_index]
         stored = chunk_blocks(spec, group_index, end_token)
         ids: tuple[int, ...] = ()
-        if group.kind is GroupKind.RECURRENT:
+        if end_token + group.lookahead_tokens > num_tokens:
+            pass  # not final yet
+        elif group.kind is GroupKind.RECURRENT:
             ids = (handed_over.get(group_index, null_block),)
-        elif end_token + group.lookahead_tokens <= num_tokens:
-            ids = tuple(block_ids[group_index][stored.start : stored.stop])
+        elif stored:
+            ids = tuple(_table(spec, block_ids, group_index)[stored.start : stored.stop])
         if len(ids) != len(stored) or null_block in ids:
             return StorePlan((), incomplete_tails=1)
         if stored:

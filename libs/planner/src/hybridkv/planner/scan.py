@@ -5,11 +5,15 @@ from collections.abc import Callable
 from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.lookup import Lookup, LookupResult
 
+# CPython 3.11 takes longer to look a member up than to compare it.
+_HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
+
 
 class Scan:
     """Walks keys, and remembers those that are held for as long as one search lasts.
 
-    A missing one rules out itself: whatever a search asks for later ends before it.
+    A missing one rules out itself: whatever a search asks for later ends before it. What is no `LookupResult` is
+    missing too: nobody knows whether it is stored, or that it ever will be.
 
     Args:
         spec: the model's groups.
@@ -32,10 +36,11 @@ class Scan:
         answer = answers.get(end_token)
         if answer is None:
             answer = self._lookup(group_index, end_token)
-            if answer is not LookupResult.MISS:
-                answers[end_token] = answer
-            if answer is LookupResult.PENDING:
+            if answer is _PENDING:
                 self._pending[group_index].append(end_token)
+            elif answer is not _HIT:
+                return _MISS
+            answers[end_token] = answer
         return answer
 
     def held(self, group_index: int, first_end: int, last_end: int) -> int:
@@ -43,33 +48,36 @@ class Scan:
         if self._walks[group_index] and not answers:
             return self._walk(group_index, first_end, last_end)
         for end_token in range(first_end, last_end + 1, self._chunk):
-            if (answers.get(end_token) or self.ask(group_index, end_token)) is LookupResult.MISS:
+            if (answers.get(end_token) or self.ask(group_index, end_token)) is _MISS:
                 return (end_token - first_end) // self._chunk
         return max(0, (last_end - first_end) // self._chunk + 1)
 
     def _walk(self, group_index: int, first_end: int, last_end: int) -> int:
         """`held` for a full prefix, which a search walks once and in order: nothing of it need be remembered."""
-        lookup, hit = self._lookup, LookupResult.HIT
+        lookup, hit = self._lookup, _HIT
         for end_token in range(first_end, last_end + 1, self._chunk):
             answer = lookup(group_index, end_token)
             if answer is hit:
                 continue
-            if answer is LookupResult.MISS:
+            if answer is not _PENDING:
                 return (end_token - first_end) // self._chunk
             self._pending[group_index].append(end_token)
         return max(0, (last_end - first_end) // self._chunk + 1)
 
     def last_held(self, group_index: int, first_end: int, last_end: int) -> int:
-        answers, lookup, miss = self._answers[group_index], self._lookup, LookupResult.MISS
+        answers, lookup, miss = self._answers[group_index], self._lookup, _MISS
         for end_token in range(last_end, first_end - 1, -self._step):
             if end_token in answers:
                 return end_token
             answer = lookup(group_index, end_token)
-            if answer is not miss:
-                answers[end_token] = answer
-                if answer is LookupResult.PENDING:
-                    self._pending[group_index].append(end_token)
-                return end_token
+            if answer is miss:
+                continue
+            if answer is _PENDING:
+                self._pending[group_index].append(end_token)
+            elif answer is not _HIT:
+                continue
+            answers[end_token] = answer
+            return end_token
         return 0
 
     def any_pending(self, group_index: int, first_end: int, last_end: int) -> bool:

@@ -59,6 +59,10 @@ class Refusal(enum.StrEnum):
     """As much is on its way as may be: asking again later may help."""
 
 
+UNSPECIFIED = "unspecified"
+"""Why a key was withdrawn where its withdrawer does not say."""
+
+
 class FailureReason(enum.StrEnum):
     """Why a medium could not do what it was asked."""
 
@@ -191,8 +195,10 @@ class TierIndex(Protocol):
         """
         ...
 
-    def invalidate(self, key: Key) -> bool:
+    def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         """Never offer what is stored under this key again. False when there is nothing to withdraw.
+
+        `reason` is for tiers that count it; a `FailureReason` is one.
 
         Space is freed now when nobody uses it, at the last `unpin` when pinned, at `commit` or `abort` when reserved.
         """

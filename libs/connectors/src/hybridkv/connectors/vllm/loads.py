@@ -125,7 +125,7 @@ class LoadPlanner:
         boundary = self._boundary(state, computed_tokens)
         if boundary is None:
             return None
-        state.waiting_since_s = None
+        state.waiting_since_s = state.loading_since_s = None
         if boundary <= computed_tokens:
             return 0
         verdict = self._verdict(state)
@@ -165,7 +165,7 @@ class LoadPlanner:
         for _ in range(MAX_SHRINKS):
             answer = self._search(state, computed_tokens)
             if isinstance(answer, Pending):
-                if self._may_wait(state, self._deadlines.lookup_s):
+                if self._may_wait_for_stores(state):
                     return None
                 self._recorder.wait_timeout("lookup")
                 state.waited_in_vain = True
@@ -179,7 +179,7 @@ class LoadPlanner:
             if refusal not in (Refusal.NO_ROOM, Refusal.TOO_LARGE):
                 break
             state.room_limit = computed_tokens + (answer.num_tokens - computed_tokens) * 3 // 4
-        if not self._may_wait(state, self._deadlines.load_s):
+        if self._has_waited_for_loads(state):
             self._go_without(state)
         return None
 
@@ -216,7 +216,9 @@ class LoadPlanner:
         if all(self._stack.in_near(key) for key in keys):
             state.found_near = (self._stack.generation, *wanted)
             return None
-        acquired = self._stack.acquire(state.request_id, keys)
+        if self._has_waited_for_loads(state):
+            return Refusal.BUSY
+        acquired = self._stack.acquire(state.request_id, keys, state.loading_since_s)
         if isinstance(acquired, Refusal):
             return acquired
         state.claim = wanted
@@ -228,12 +230,19 @@ class LoadPlanner:
         groups = sorted(spec.stored_groups, key=lambda group: spec.groups[group].kind is not GroupKind.FULL)
         return [keys.key(group, end) for group in groups for end in needed_ends(spec, group, boundary, computed_tokens)]
 
-    def _may_wait(self, state: RequestState, limit_s: float) -> bool:
+    def _may_wait_for_stores(self, state: RequestState) -> bool:
         """Whether a request may be told to ask again; its time begins when it is told so first."""
         now_s = self._deadlines.clock()
         if state.waiting_since_s is None:
             state.waiting_since_s = now_s
-        return now_s - state.waiting_since_s < limit_s
+        return now_s - state.waiting_since_s < self._deadlines.lookup_s
+
+    def _has_waited_for_loads(self, state: RequestState) -> bool:
+        """Whether the time is over that a request may wait for the slow tier; it begins when this is asked first."""
+        now_s = self._deadlines.clock()
+        if state.loading_since_s is None:
+            state.loading_since_s = now_s
+        return now_s - state.loading_since_s >= self._deadlines.load_s
 
     def _go_without(self, state: RequestState) -> None:
         """The slow tier took too long: this request looks only at the fast one from now on."""

@@ -37,7 +37,9 @@ class RequestState:
     asked: tuple[int, int, int] = (-1, -1, -1)
     """(generation, tokens, computed tokens) that `answer` is good for."""
     waiting_since_s: float | None = None
-    """When the engine was first told to ask again, None when it was not."""
+    """When the engine was first told to ask again because of what is being stored, None when it was not."""
+    loading_since_s: float | None = None
+    """When it was first told so, or would have been, because of what the slow tier has, None when it was not."""
     gated_polls: int = 0
     seen: tuple[int, int] = (0, 0)
     """Chunks that were complete when stores were last planned: without a drafter's lookahead, and with it."""

@@ -110,6 +110,8 @@ class Recorder:
             reason = failure.rpartition(" ")[2].lower()
             reason = reason if reason in DISK_ERRORS else "other"
             self._counts.add("vllm:hybridkv_disk_errors_total", number, reason=reason)
+        for reason, number in counts.quarantined.items():
+            self._counts.add("vllm:hybridkv_quarantined_total", number, reason=reason)
         if counts.moved_bytes:
             self._counts.add("vllm:hybridkv_compacted_bytes_total", counts.moved_bytes)
 

@@ -18,11 +18,12 @@ import numpy as np
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import devices
+from hybridkv.connectors.vllm import devices, page_order
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import runs_of
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.tiers import Failure, FailureReason
 from hybridkv.tiers.ram import RamArena
 from hybridkv.tiers.stack import MoveOutcome, TierMover
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
@@ -102,13 +103,16 @@ class OffloadWorker:
         """Takes the engine's KV tensors.
 
         Raises:
-            ConfigurationError: their bytes are not where the engine's own description says, or not on this device.
+            ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
+                in an order that an engine which reads the slow tier later may not have.
         """
         devices.require_same_device(kv_caches, device_type)
         try:
             caches = canonical_kv_caches(kv_caches, self._layout.layers, num_blocks)
             for group_index in self._layout.spec.stored_groups:
                 self._pages[group_index] = caches.pages(group_index)
+                if self._make_mover is not None:
+                    page_order.require_one_order(kv_caches, self._layout.layers[group_index], num_blocks)
         except LayoutError as error:
             raise ConfigurationError(
                 "kv_caches", "tensors as the engine describes them", str(error), "report the model and vLLM's version"
@@ -128,8 +132,17 @@ class OffloadWorker:
         for load in plan.loads:
             job = _Job(request_id=load.request_id)
             self._submit(self._paths.loads, job, load, partial(self._check, load, job, now_s), None)
-        if plan.moves and self._mover is None and self._make_mover is not None:
-            self._mover = self._make_mover(plan.namespace)
+        if plan.moves:
+            self._start_moves(plan)
+
+    def _start_moves(self, plan: StepPlan) -> None:
+        try:
+            if self._mover is None and self._make_mover is not None:
+                self._mover = self._make_mover(plan.namespace)
+        except Exception as error:  # threads, memory or descriptors have run out: the engine goes on without this tier
+            logger.warning("the slow tier cannot be used for now: %s: %s", type(error).__name__, error)
+            failure = Failure(FailureReason.CLOSED, f"{type(error).__name__}: {error}")
+            self._outcome.moves.update({move.move_id: MoveOutcome(1, failure) for move in plan.moves})
         if self._mover is not None:
             self._mover.start(plan.moves)
 

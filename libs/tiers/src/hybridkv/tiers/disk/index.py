@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.janitor import InlineJanitor, Janitor, ThreadJanitor
@@ -176,7 +176,7 @@ class DiskIndex:
         self._upkeep.withdraw(self._records.abort(key))
         self._upkeep.run()
 
-    def invalidate(self, key: Key, reason: str = "unspecified") -> bool:
+    def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         """Never offer what is stored under this key again, also after a restart: it is quarantined.
 
         `reason` is counted; a `FailureReason` is one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts, TierIndex
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts, TierIndex
 from hybridkv.tiers.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
@@ -62,8 +62,8 @@ class FaultInjectingIndex:
     def abort(self, key: Key) -> None:
         self._inner.abort(key)
 
-    def invalidate(self, key: Key) -> bool:
-        return self._inner.invalidate(key)
+    def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
+        return self._inner.invalidate(key, reason)
 
     def pin(self, key: Key) -> Slot | None:
         self._vanish(Operation.PIN, key)

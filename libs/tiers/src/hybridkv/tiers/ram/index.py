@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ram.granules import GranuleAllocator
 from hybridkv.tiers.ram.sizes import count_granules
@@ -178,7 +178,7 @@ class RamIndex:
             raise TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()} ({entry.state.words})")
         return entry
 
-    def invalidate(self, key: Key) -> bool:
+    def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         entry = self._entries.get(key)
         if entry is None or entry.state in (_State.DOOMED_WRITE, _State.DOOMED_READ):
             return False

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.tally import Tally
 
@@ -145,7 +145,7 @@ class ReferenceIndex:
             raise TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()}")
         return chunk
 
-    def invalidate(self, key: Key) -> bool:
+    def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         if self.lookup(key) is LookupResult.MISS:
             return False
         chunk = self._chunks[key]

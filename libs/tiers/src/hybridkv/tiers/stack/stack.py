@@ -13,28 +13,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.contract import UNSPECIFIED, Failure, FailureReason, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.breaker import Breaker, BreakerState
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, MoveResult, StackCounts, TierMove
 from hybridkv.tiers.stack.options import StackOptions
 from hybridkv.tiers.stack.tally import StackTally
+from hybridkv.tiers.stack.traffic import Moving, Traffic
 
 _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
-
-
-@dataclass(slots=True)
-class _Move:
-    move: TierMove
-    num_bytes: int
-    ranks_left: int
-    since_s: float
-    failure: Failure | None = None
-    is_late: bool = False
 
 
 class TierStack:
@@ -58,17 +48,14 @@ class TierStack:
     ) -> None:
         self.near = near
         self.far = far
-        self._num_ranks = num_ranks
         self._clock = clock
         self._ticked_s = clock()
         self._options = options or StackOptions()
         self._breaker = Breaker(self._options.breaker)
-        self._breaker_changes = 0
+        self._changes = 0
+        """Of what lookups answer, beside those of the tiers."""
         self._holds: dict[str, Hold] = {}
-        self._moves: dict[int, _Move] = {}
-        self._planned: list[TierMove] = []
-        self._move_ids = itertools.count(1)
-        self._bytes_moving = dict.fromkeys(Direction, 0)
+        self._traffic = Traffic(num_ranks)
         self._counts = StackTally()
 
     # What is stored.
@@ -77,23 +64,35 @@ class TierStack:
     def generation(self) -> int:
         """Changes whenever the answer of any lookup may have changed."""
         far = self.far.generation if self.far is not None else 0
-        return self.near.generation + far + self._breaker_changes
+        return self.near.generation + far + self._changes
 
     @property
     def breaker_state(self) -> BreakerState:
         return self._breaker.state
 
+    def _asks_far(self) -> bool:
+        """Whether the slow tier may be asked for anything now: one promotion at a time is its probe, and what it never
+        answered takes up no more of the fast tier than may move at one time."""
+        if self.far is None or not self._breaker.allows:
+            return False
+        is_probed = self._breaker.state is BreakerState.PROBING and self._traffic.bytes_moving[Direction.PROMOTE] > 0
+        return not is_probed and self._traffic.late_bytes <= self._options.promoting_share * self.near.capacity_bytes
+
     def lookup(self, key: Key) -> LookupResult:
-        """HIT when either tier holds it and may be asked for it."""
+        """HIT when either tier holds it and may be asked for it; MISS while its promotion is late."""
+        if key in self._traffic.late_keys:
+            return LookupResult.MISS
         answer = self.near.lookup(key)
-        if answer is LookupResult.MISS and self.far is not None and self._breaker.allows:
+        if answer is LookupResult.MISS and self.far is not None and self._asks_far():
             return self.far.lookup(key)
         return answer
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many keys in a row, from the first, are HIT or PENDING."""
+        if self._traffic.late_keys:
+            keys = list(itertools.takewhile(lambda key: key not in self._traffic.late_keys, keys))
         held = self.near.leading(keys)
-        if self.far is None or not self._breaker.allows:
+        if self.far is None or not self._asks_far():
             return held
         indexes, turn = (self.far, self.near), 0
         idle = 0
@@ -105,8 +104,14 @@ class TierStack:
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
+        place = self._last_held(keys)
+        while place is not None and keys[place] in self._traffic.late_keys:
+            place = self._last_held(keys[:place])
+        return place
+
+    def _last_held(self, keys: Sequence[Key]) -> int | None:
         near = self.near.last_held(keys)
-        if self.far is None or not self._breaker.allows:
+        if self.far is None or not self._asks_far():
             return near
         first = 0 if near is None else near + 1
         far = self.far.last_held(keys[first:])
@@ -124,7 +129,7 @@ class TierStack:
 
     # Holds.
 
-    def acquire(self, owner: str, keys: Sequence[Key]) -> Hold | Refusal:
+    def acquire(self, owner: str, keys: Sequence[Key], since_s: float | None = None) -> Hold | Refusal:
         """Claim chunks that were all HIT or PENDING: pin what the fast tier holds, and promote the rest.
 
         An older hold of this owner is released. On a refusal nothing is held: PRESENT when a key is gone meanwhile,
@@ -133,19 +138,22 @@ class TierStack:
         Args:
             owner: whose claim it is.
             keys: in the order in which they should outlive each other: the first is the most recently used later.
+            since_s: when its owner began to wait, by the stack's clock; None: now. Its deadline counts from then.
         """
         self.release(owner)
-        hold = Hold(owner, self._clock())
+        hold = Hold(owner, self._clock() if since_s is None else since_s)
         wanted: list[Key] = []
         refusal: Refusal | None = None
         for key in keys:
-            if self.near.pin(key) is not None:
+            if key in self._traffic.late_keys:
+                refusal = Refusal.PRESENT
+            elif self.near.pin(key) is not None:
                 hold.pinned.append(key)
             elif self.near.lookup(key) is LookupResult.PENDING:
                 hold.waiting.add(key)
             else:
                 wanted.append(key)
-        if wanted:
+        if wanted and refusal is None:
             refusal = self._promote(wanted)
         if refusal is not None:
             self._unpin(hold)
@@ -175,10 +183,8 @@ class TierStack:
 
     def _promote(self, keys: Sequence[Key]) -> Refusal | None:
         """All of them or none."""
-        if self.far is None or not self._breaker.allows:
+        if self.far is None or not self._asks_far():
             return Refusal.PRESENT
-        if self._breaker.state is BreakerState.PROBING and self._bytes_moving[Direction.PROMOTE]:
-            return Refusal.BUSY
         sources: list[tuple[Key, Slot]] = []
         reserved: list[tuple[Key, Slot, Slot]] = []
         refusal: Refusal | None = None
@@ -208,7 +214,7 @@ class TierStack:
     def _why_not_promote(self, num_bytes: int) -> Refusal | None:
         if num_bytes > self.near.capacity_bytes:
             return Refusal.TOO_LARGE
-        moving = self._bytes_moving[Direction.PROMOTE]
+        moving = self._traffic.bytes_moving[Direction.PROMOTE]
         if moving and moving + num_bytes > self._options.promoting_share * self.near.capacity_bytes:
             return Refusal.BUSY
         return None
@@ -237,11 +243,11 @@ class TierStack:
         if self.far is not None:
             self.far.touch(keys)
 
-    def invalidate(self, key: Key) -> None:
+    def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
         """Never offer what is stored under this key again, anywhere."""
-        self.near.invalidate(key)
+        self.near.invalidate(key, reason)
         if self.far is not None:
-            self.far.invalidate(key)
+            self.far.invalidate(key, reason)
 
     def clear(self) -> None:
         """`invalidate` everything, and let every hold fail. What moves comes to nothing."""
@@ -272,7 +278,7 @@ class TierStack:
     def _why_not_cascade(self, num_bytes: int) -> MoveResult | None:
         if not self._breaker.allows:
             return MoveResult.DROPPED_OPEN
-        moving = self._bytes_moving[Direction.CASCADE]
+        moving = self._traffic.bytes_moving[Direction.CASCADE]
         if moving and moving + num_bytes > self._options.cascading_share * self.near.capacity_bytes:
             return MoveResult.DROPPED_BUSY
         return None
@@ -280,26 +286,19 @@ class TierStack:
     # Moves.
 
     def _plan(self, direction: Direction, key: Key, near: Slot, far: Slot) -> None:
-        move = TierMove(next(self._move_ids), direction, key, near, far)
-        self._moves[move.move_id] = _Move(move, near.num_bytes, self._num_ranks, self._clock())
-        self._bytes_moving[direction] += near.num_bytes
-        self._planned.append(move)
+        self._traffic.plan(direction, key, near, far, self._clock())
 
     def take_moves(self) -> list[TierMove]:
         """What the media must do next, in order."""
-        planned, self._planned = self._planned, []
-        return planned
+        return self._traffic.take_planned()
 
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
         """Ranks are done with a move; the last of them ends it."""
-        moving = self._moves[move_id]
-        moving.ranks_left -= outcome.num_ranks
-        moving.failure = moving.failure or outcome.failure
-        if moving.ranks_left > 0:
+        moving = self._traffic.report(move_id, outcome)
+        if moving is None:
             return
-        del self._moves[move_id]
         move, failure = moving.move, moving.failure
-        self._bytes_moving[move.direction] -= moving.num_bytes
+        self._changes += moving.is_late_promotion
         self._judge(moving)
         result = MoveResult.DONE if failure is None else MoveResult.FAILED
         self._counts.moved(move.direction, result, moving.num_bytes, failure)
@@ -308,7 +307,7 @@ class TierStack:
         else:
             self._end_cascade(move.key, failure)
 
-    def _judge(self, moving: _Move) -> None:
+    def _judge(self, moving: Moving) -> None:
         """Tell the breaker. A late move was counted as a failure when it became late."""
         if moving.is_late:
             return
@@ -325,7 +324,7 @@ class TierStack:
             return
         self.near.abort(key)
         if failure.reason not in _KEEPS_KEY:
-            self.far.invalidate(key)
+            self.far.invalidate(key, failure.reason)
         self._on_near(key, False)
 
     def _end_cascade(self, key: Key, failure: Failure | None) -> None:
@@ -336,7 +335,7 @@ class TierStack:
             self.far.abort(key)
             if failure.reason is FailureReason.CHECKSUM:
                 # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
-                self.near.invalidate(key)
+                self.near.invalidate(key, failure.reason)
         self.near.unpin(key)
 
     def _on_near(self, key: Key, is_held: bool) -> None:
@@ -363,16 +362,15 @@ class TierStack:
             if hold.waiting and now_s - hold.since_s >= limit_s:
                 self._fail(hold, HoldFailure.TIMEOUT)
                 self._counts.timeouts += 1
-        for moving in self._moves.values():
-            # Between two calls the caller may have stood still itself, with the news of this move still to come.
-            if not moving.is_late and self._ticked_s - moving.since_s >= limit_s:
-                moving.is_late = True
-                self._fail_breaker()
+        # Between two calls the caller may have stood still itself, with the news of a move still to come.
+        for moving in self._traffic.give_up(self._ticked_s - limit_s):
+            self._changes += moving.is_late_promotion
+            self._fail_breaker()
         self._ticked_s = now_s
 
     def has_moves_alive(self) -> bool:
         """Whether a move may still end in time. One that is late is not worth staying awake for."""
-        return any(not moving.is_late for moving in self._moves.values())
+        return self._traffic.has_some_in_time()
 
     def _fail_breaker(self) -> None:
         self._change_breaker(lambda: self._breaker.fail(self._clock()))
@@ -381,7 +379,7 @@ class TierStack:
         before = self._breaker.state
         change()
         if self._breaker.state is not before:
-            self._breaker_changes += 1
+            self._changes += 1
 
     # Ends.
 

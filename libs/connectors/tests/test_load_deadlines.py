@@ -1,0 +1,98 @@
+"""However the slow tier misbehaves, a request waits for it no longer than it was told, all its waits together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from test_lookups import FULL, HASHES, STATE, make_layout
+
+from hybridkv.connectors.vllm.admission import LoadAdmission
+from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.lookups import RequestKeys
+from hybridkv.connectors.vllm.requests import RequestState
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.tiers import Failure, FailureReason
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import MoveOutcome, TierMove, TierStack
+from hybridkv.tiers.stack.options import StackOptions
+
+CHUNKS = 20
+CHUNK_TOKENS = 8
+LOAD_TIMEOUT_S = 30.0
+STEP_S = 0.25
+
+
+class Bench:
+    """A planner over two tiers. The slow one holds every chunk of the first `CHUNKS`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.layout = make_layout([FULL, STATE])
+        self.near, self.far = RamIndex(1 << 22, 4096), RamIndex(1 << 22, 4096)
+        options = StackOptions(load_timeout_s=LOAD_TIMEOUT_S)
+        self.stack = TierStack(self.near, self.far, 1, lambda: self.now_s, options)
+        deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
+        self.planner = LoadPlanner(self.layout, self.stack, LoadAdmission(self.layout.spec, 64), deadlines, Recorder())
+        self.hashes = HASHES[: CHUNKS * 2]
+        for group in (0, 1):
+            for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):
+                self.far.reserve(self.key(group, end), 1)
+                self.far.commit(self.key(group, end))
+        self.states = {self.key(1, end) for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS)}
+
+    def key(self, group: int, end: int) -> bytes:
+        return self.layout.keys.key(group, self.hashes, end)
+
+    def ask(self, name: str, read_s: float, reason: FailureReason | None) -> tuple[int, float]:
+        """What a request was offered at last, and how long it waited. Every state takes so long, and fails so."""
+        request = SimpleNamespace(request_id=name, num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=self.hashes)
+        state = RequestState(cast(Any, request), None, RequestKeys(self.layout.spec, self.layout.keys))
+        began_s = self.now_s
+        reading: list[tuple[float, TierMove]] = []
+        while True:
+            assert self.now_s - began_s < 20 * LOAD_TIMEOUT_S, "the request waits for ever"
+            offered = self.planner.matched_tokens(state, 0)
+            if offered is not None:
+                self.planner.on_gone(name)
+                return offered, self.now_s - began_s
+            self.stack.tick()
+            for move in self.stack.take_moves():
+                reading.append((self.now_s + (read_s if move.key in self.states else 0.0), move))
+            self.now_s += STEP_S
+            for due in [entry for entry in reading if entry[0] <= self.now_s]:
+                reading.remove(due)
+                bad = reason is not None and due[1].key in self.states
+                self.stack.on_move(due[1].move_id, MoveOutcome(1, Failure(reason) if bad and reason else None))
+
+
+@pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.MISSING, FailureReason.IO])
+def test_one_chunk_after_the_other_is_lost_and_the_request_waits_no_longer_for_all_than_for_one(
+    reason: FailureReason,
+) -> None:
+    offered, waited_s = Bench().ask("a", 20.0, reason)
+    assert offered == 0 and waited_s <= LOAD_TIMEOUT_S + 2 * STEP_S
+
+
+def test_chunks_that_come_in_time_are_worth_the_wait() -> None:
+    offered, waited_s = Bench().ask("a", 20.0, None)
+    assert offered == CHUNKS * CHUNK_TOKENS and 20.0 <= waited_s <= 20.0 + 2 * STEP_S
+
+
+def test_quick_losses_leave_time_for_a_shorter_boundary() -> None:
+    bench = Bench()
+    bench.states = {bench.key(1, end) for end in (19 * CHUNK_TOKENS, 20 * CHUNK_TOKENS)}
+    offered, waited_s = bench.ask("a", 5.0, FailureReason.CHECKSUM)
+    assert offered == 18 * CHUNK_TOKENS and waited_s < LOAD_TIMEOUT_S
+
+
+def test_what_one_request_waited_for_in_vain_costs_the_next_one_no_wait() -> None:
+    bench = Bench()
+    assert bench.ask("a", 1e9, None) == (0, pytest.approx(LOAD_TIMEOUT_S, abs=2 * STEP_S))
+    bench.now_s += 600
+    # The one read that is stuck is of the longest boundary: what it has is computed, what lies before it is offered.
+    for name in "bcd":
+        offered, waited_s = bench.ask(name, 0.0, None)
+        assert offered == (CHUNKS - 1) * CHUNK_TOKENS and waited_s <= 4 * STEP_S
+        bench.now_s += 600

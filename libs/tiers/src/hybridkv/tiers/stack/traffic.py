@@ -1,0 +1,91 @@
+"""The moves that are on their way between two tiers: how much they carry, who still works on them, which are late.
+
+Judges no outcome and touches no tier.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from hybridkv.tiers.contract import Failure, Key, Slot
+from hybridkv.tiers.stack.moves import Direction, MoveOutcome, TierMove
+
+
+@dataclass(slots=True)
+class Moving:
+    """One move."""
+
+    move: TierMove
+    num_bytes: int
+    ranks_left: int
+    since_s: float
+    failure: Failure | None = None
+    """Of the first rank that failed."""
+    is_late: bool = False
+
+    @property
+    def is_late_promotion(self) -> bool:
+        return self.is_late and self.move.direction is Direction.PROMOTE
+
+
+class Traffic:
+    """All moves of one stack.
+
+    Args:
+        num_ranks: media that report every move.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._moves: dict[int, Moving] = {}
+        self._planned: list[TierMove] = []
+        self._move_ids = itertools.count(1)
+        self.bytes_moving = dict.fromkeys(Direction, 0)
+        """Of one rank. Late promotions are not among them."""
+        self.late_keys: set[Key] = set()
+        """What late promotions read."""
+        self.late_bytes = 0
+        """What they keep reserved in the fast tier."""
+
+    def plan(self, direction: Direction, key: Key, near: Slot, far: Slot, now_s: float) -> None:
+        """A move that `take_planned` will hand out."""
+        move = TierMove(next(self._move_ids), direction, key, near, far)
+        self._moves[move.move_id] = Moving(move, near.num_bytes, self._num_ranks, now_s)
+        self.bytes_moving[direction] += near.num_bytes
+        self._planned.append(move)
+
+    def take_planned(self) -> list[TierMove]:
+        """What the media must do next, in order."""
+        planned, self._planned = self._planned, []
+        return planned
+
+    def report(self, move_id: int, outcome: MoveOutcome) -> Moving | None:
+        """Ranks are done with a move. The move when they were the last ones."""
+        moving = self._moves[move_id]
+        moving.ranks_left -= outcome.num_ranks
+        moving.failure = moving.failure or outcome.failure
+        if moving.ranks_left > 0:
+            return None
+        del self._moves[move_id]
+        if moving.is_late_promotion:
+            self.late_keys.discard(moving.move.key)
+            self.late_bytes -= moving.num_bytes
+        else:
+            self.bytes_moving[moving.move.direction] -= moving.num_bytes
+        return moving
+
+    def give_up(self, before_s: float) -> list[Moving]:
+        """The moves that became late: they began at `before_s` or earlier."""
+        late = [moving for moving in self._moves.values() if not moving.is_late and moving.since_s <= before_s]
+        for moving in late:
+            moving.is_late = True
+            if moving.is_late_promotion:
+                self.bytes_moving[Direction.PROMOTE] -= moving.num_bytes
+                self.late_bytes += moving.num_bytes
+                self.late_keys.add(moving.move.key)
+        return late
+
+    def has_some_in_time(self) -> bool:
+        """Whether a move is on its way that is not late."""
+        return any(not moving.is_late for moving in self._moves.values())
