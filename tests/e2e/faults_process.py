@@ -30,11 +30,13 @@ from hybridkv.tiers import FailureReason, TierMedium
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, FileIO
 from hybridkv.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from hybridkv.tiers.faults.plan import Trigger
+from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import Breaker, BreakerOptions, BreakerState, StackCounts, TierStack
 
 LOAD_TIMEOUT_S = 30.0
 HELD = Delay(num_polls=1 << 60)
 """A read that ends only when `end_held_reads` says so."""
+MAX_CASCADES = 3
 STEPS = 200
 """As many as show that a request waits."""
 NUM_PROMPTS_OF_A_STALL = 6
@@ -174,11 +176,21 @@ def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict
     stack.far._upkeep.state.rests._until_s.clear()
     cold = []
     for prompt in stored:
-        stack.far.drain(DRAIN_S)
         cold += restart_process.run(engine, [prompt], drain=True)
+        cascade(engine, stack)
     engine.reset_prefix_cache()
     stack.near.clear()
     return stack, cold
+
+
+def cascade(engine: Engine, stack: TierStack) -> None:
+    """What a slow machine had no room for on the way to the disk at first."""
+    assert isinstance(stack.far, DiskIndex) and isinstance(stack.near, RamIndex)
+    for _ in range(MAX_CASCADES):
+        stack.far.drain(DRAIN_S)
+        for key in list(stack.near._evictable):
+            stack.cascade(key)
+        engine.drain()
 
 
 def life(engine: Engine, kind: str, number: int, fault: Callable[[], object]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from hybridkv.tiers.stack import Breaker
 from hybridkv.tiers.stack.moves import MoveResult
 
 RANKS = 2
-FAILURES = "vllm:hybridkv_load_failures_total"
+FAILURES = "vllm:hybridkv_load_failures,"
 
 
 def damage(cache: Path, rank: int) -> None:

@@ -69,7 +69,7 @@ def test_without_a_fault_everything_comes_from_disk(lives: dict[str, Any]) -> No
     none = lives["none"]
     require_equal_answers(none)
     assert min(cached(none["warm"])) > 0
-    assert none["promotions"].keys() == {"done"} and none["cascades"].keys() == {"done"}
+    assert none["promotions"].keys() == {"done"} and none["cascades"]["done"] > 0
     assert (none["failures"], none["timeouts"], none["openings"], none["file_errors"]) == ({}, 0, 0, {})
 
 

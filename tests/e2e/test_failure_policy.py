@@ -18,8 +18,12 @@ from hybridkv.tiers.faults import Fail, Operation, Rule
 
 
 @pytest.fixture(scope="module")
-def kv_transfer_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory: Path = harness.scratch_directory(tmp_path_factory.mktemp("policy"))
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.scratch_directory(tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def kv_transfer_config(directory: Path) -> dict[str, Any]:
     tiers = [
         {"type": "ram", "capacity": "512MiB"},
         {"type": "disk", "path": str(directory / "cache"), "capacity": "1GiB"},
@@ -44,21 +48,22 @@ class Lines(logging.Handler):
 
 
 @pytest.fixture(scope="module")
-def said() -> Iterator[list[str]]:
+def said(directory: Path) -> Iterator[list[str]]:
     """Lines of the connector, from before the engine starts."""
+    harness.prepare_environment(directory / "environment")
+    import vllm.logger  # noqa: F401  # sets up logging, and takes away the handlers that stand there already
+
     logger, handler = logging.getLogger("vllm.hybridkv"), Lines()
-    level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield handler.lines
     logger.removeHandler(handler)
-    logger.setLevel(level)
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
-def engine(said: list[str], kind: str, kv_transfer_config: dict[str, Any], tmp_path_factory: Any) -> Iterator[Engine]:
+def engine(said: list[str], kind: str, kv_transfer_config: dict[str, Any], directory: Path) -> Iterator[Engine]:
     faults_process.inject_below_the_tier()
-    directory: Path = harness.scratch_directory(tmp_path_factory.mktemp("engine"))
     with harness.running_engine(kind, directory, kv_transfer_config=kv_transfer_config) as running:
         yield running
 
