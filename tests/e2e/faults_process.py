@@ -65,7 +65,7 @@ CLOCK = HeldClock()
 
 def hold_time() -> None:
     """Every connector that is built from now on lives in the time of `CLOCK`."""
-    tiers.clock = CLOCK  # type: ignore[assignment]
+    tiers.clock = CLOCK
 
 
 def inject_below_the_tier() -> None:
@@ -87,14 +87,14 @@ def count() -> None:
         COUNTED.append(take(stack))
         return COUNTED[-1]
 
-    TierStack.take_counts = take_counts  # type: ignore[method-assign]
+    TierStack.take_counts = take_counts  # type: ignore[method-assign, assignment]
     take_from_disk = DiskIndex.take_disk_counts
 
     def take_disk_counts(index: DiskIndex) -> DiskCounts:
         FILES_COUNTED.append(take_from_disk(index))
         return FILES_COUNTED[-1]
 
-    DiskIndex.take_disk_counts = take_disk_counts  # type: ignore[method-assign]
+    DiskIndex.take_disk_counts = take_disk_counts  # type: ignore[method-assign, assignment]
 
 
 def take_counts_of(stack: TierStack) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def main() -> None:
     with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config) as engine:
         # The small file system is full from the beginning.
         faults: dict[str, Callable[[], object]] = {"full": lambda: None} if chosen.mount else injected(cache)
-        stalls = {} if chosen.mount else {"held": HELD, "stalled": Drop()}
+        stalls: dict[str, Delay | Drop] = {} if chosen.mount else {"held": HELD, "stalled": Drop()}
         lives = {}
         for number, (name, action) in enumerate(stalls.items()):
             lives[name] = stall(engine, chosen.kind, number, Rule(Operation.LOAD, action))

@@ -165,7 +165,7 @@ def main() -> None:
         },
     }
     faults_process.count()
-    parallel = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
+    parallel: dict[str, Any] = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
     with running_engine(
         chosen.kind, chosen.directory, kv_transfer_config=config, disable_log_stats=False, **parallel
     ) as engine:
