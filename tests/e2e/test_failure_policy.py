@@ -36,29 +36,27 @@ def kv_transfer_config(directory: Path) -> dict[str, Any]:
     }
 
 
-class Lines(logging.Handler):
-    """What was said."""
+class Lines(logging.Filter):
+    """What was said. Not a handler, because vLLM sets up logging anew when an engine starts, which takes those away."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         self.lines.append(record.getMessage())
+        return True
 
 
 @pytest.fixture(scope="module")
-def said(directory: Path) -> Iterator[list[str]]:
+def said() -> Iterator[list[str]]:
     """Lines of the connector, from before the engine starts."""
-    harness.prepare_environment(directory / "environment")
-    import vllm.logger  # noqa: F401  # sets up logging, and takes away the handlers that stand there already
-
-    logger, handler = logging.getLogger("vllm.hybridkv"), Lines()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler.lines
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
+    logger, lines = logging.getLogger("vllm.hybridkv"), Lines()
+    logger.addFilter(lines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+        yield lines.lines
+    logger.removeFilter(lines)
 
 
 @pytest.fixture(scope="module")
