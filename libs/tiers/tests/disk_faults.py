@@ -6,18 +6,26 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from hybridkv.tiers.disk import FileIO
+import disk_store
+
+from hybridkv.tiers import FailureReason
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO
 
 TIMEOUT_S = 30.0
 
 
 class FaultyIO(FileIO):
-    """Calls named in `failing` raise an `OSError` of that number; calls named in `stalled` wait for their event."""
+    """Calls named in `failing` raise an `OSError` of that number; calls named in `stalled` wait for their event.
+
+    So do those that open, make or remove a file or directory named in `failing_names`.
+    """
 
     def __init__(self) -> None:
         self.failing: dict[str, int] = {}
+        self.failing_names: dict[str, int] = {}
         self.stalled: dict[str, threading.Event] = {}
         self.has_stalled = threading.Event()
         self.calls: list[tuple[str, int]] = []
@@ -47,6 +55,9 @@ class FaultyIO(FileIO):
 def _wrapped(name: str) -> Callable[..., Any]:
     def call(self: FaultyIO, *arguments: Any, **named: Any) -> Any:
         self.meet(name)
+        number = self.failing_names.get(arguments[0]) if isinstance(arguments[0], str) else None
+        if number is not None:
+            raise OSError(number, os.strerror(number))
         return getattr(FileIO, name)(self, *arguments, **named)
 
     return call
@@ -66,6 +77,43 @@ for _name in (
     "lock",
 ):
     setattr(FaultyIO, _name, _wrapped(_name))
+
+
+CHUNK = b"chunk" * 1000
+OPTIONS = disk_store.options_for(6 * 12288, num_spare=3, direct=False)
+
+
+class Store:
+    """An index and a medium over system calls that can be made to fail."""
+
+    def __init__(self, path: Path, options: DiskOptions = OPTIONS) -> None:
+        self.path = path
+        self.options = options
+        self.io = FaultyIO()
+        self.clock = disk_store.Clock()
+        self.index: DiskIndex = disk_store.make_index(path, options, self.io, self.clock)
+        self.medium: DiskMedium = disk_store.make_medium(path, options, self.io)
+        self.num_stored = 0
+
+    def store(self, key: bytes | None = None) -> bool:
+        self.num_stored += 1
+        return disk_store.store(self.index, self.medium, key or b"%d" % self.num_stored, CHUNK)
+
+    def fill(self) -> None:
+        """Until every segment is in use."""
+        for _ in range(40):
+            assert self.store()
+
+    def load_fails_with(self, key: bytes) -> FailureReason | None:
+        loaded = disk_store.load(self.index, self.medium, key)
+        assert loaded is not None
+        return loaded[0].failure.reason if loaded[0].failure else None
+
+    def close(self) -> None:
+        self.io.failing.clear()
+        self.io.failing_names.clear()
+        self.medium.close()
+        self.index.close()
 
 
 class WithoutDirect(FileIO):

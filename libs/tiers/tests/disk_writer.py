@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import disk_store
+import msgspec
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot, Ticket
@@ -42,6 +43,8 @@ OPTIONS = DiskOptions(
     max_quarantined=64,
     snapshot_interval_s=10.0,
 )
+ROOMY_OPTIONS = msgspec.structs.replace(OPTIONS, capacity_bytes=96 * NUM_RANKS * SEGMENT_BYTES)
+"""For everything that a writer ever stores."""
 NUM_STEPS = 120
 KEYS = [b"key %d" % number for number in range(NUM_KEYS)]
 HELD_KEYS = [b"held %d" % number for number in range(4)]
@@ -143,13 +146,15 @@ def payload(key: bytes, version: int, rank: int) -> bytes:
 class Writer:
     """What the process does. `tell` reports; every word of it was true when it was said."""
 
-    def __init__(self, path: Path, seed: int, io: KillingIO, janitor: Janitor, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path, seed: int, options: DiskOptions, io: KillingIO, janitor: Janitor, tell: Callable[[str], None]
+    ) -> None:
         self.random = random.Random(seed)
         self.clock = disk_store.Clock()
         cache = disk_store.fingerprint(tensor_parallel_size=NUM_RANKS)
-        self.index = DiskIndex(str(path), cache, OPTIONS, janitor, io, self.clock)
+        self.index = DiskIndex(str(path), cache, options, janitor, io, self.clock)
         self.media: list[DiskMedium] = [
-            disk_store.make_medium(path, OPTIONS, io, rank, tensor_parallel_size=NUM_RANKS) for rank in range(NUM_RANKS)
+            disk_store.make_medium(path, options, io, rank, tensor_parallel_size=NUM_RANKS) for rank in range(NUM_RANKS)
         ]
         self.tell = tell
         self.committed: set[bytes] = set()
@@ -247,13 +252,15 @@ class Writer:
         return True
 
 
-def write_until_killed(path: Path, seed: int, kill_at: int, on_janitor: bool = False) -> tuple[list[str], int]:
+def write_until_killed(
+    path: Path, seed: int, kill_at: int, on_janitor: bool = False, options: DiskOptions = OPTIONS
+) -> tuple[list[str], int]:
     """Run a writer in a process of its own. What it said, and how many calls it made if it was not killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        os._exit(_be_the_writer(path, seed, kill_at, on_janitor, writing))
+        os._exit(_be_the_writer(path, seed, kill_at, on_janitor, options, writing))
     os.close(writing)
     with os.fdopen(reading) as pipe:
         words = pipe.read().splitlines()
@@ -265,7 +272,7 @@ def write_until_killed(path: Path, seed: int, kill_at: int, on_janitor: bool = F
     return words, 0
 
 
-def _be_the_writer(path: Path, seed: int, kill_at: int, on_janitor: bool, writing: int) -> int:
+def _be_the_writer(path: Path, seed: int, kill_at: int, on_janitor: bool, options: DiskOptions, writing: int) -> int:
     writers: list[Writer] = []
 
     def tell(words: str) -> None:
@@ -278,7 +285,8 @@ def _be_the_writer(path: Path, seed: int, kill_at: int, on_janitor: bool, writin
 
     try:
         io = KillingIO(kill_at, on_janitor, last_words)
-        writers.append(Writer(path, seed, io, ThreadJanitor() if on_janitor else InlineJanitor(), tell))
+        janitor = ThreadJanitor() if on_janitor else InlineJanitor()
+        writers.append(Writer(path, seed, options, io, janitor, tell))
         writers[0].run()
         tell(f"calls {io.num_calls}")
     except BaseException as error:

@@ -1,4 +1,9 @@
-"""A writer that is killed anywhere leaves what it said was committed, and nothing that it said was withdrawn."""
+"""A writer that is killed anywhere leaves what it said was committed, and nothing that it said was withdrawn.
+
+What its index committed is there with its bytes, but for what an index evicted: the writer's, which says so, or that of
+the next opening, which is watched, key by key. What every rank had written whole, and the index had not committed, may
+be there too, since an opening offers what it finds whole. Nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ import disk_writer
 import pytest
 
 from hybridkv.tiers import Ticket
+from hybridkv.tiers.disk import DiskIndex, DiskOptions
+from hybridkv.tiers.disk.records import Record, RecordTable
 
 KILLS_OF_SEED = dict.fromkeys(range(8), 20) | dict.fromkeys(range(8, 12), 10)
 """200 in all. The last seeds are of writers whose index works on a thread of its own."""
@@ -64,19 +71,32 @@ def begin_or_end_withdrawal(expected: Expected, kind: str) -> None:
         expected.may.clear()
 
 
-def check(path: Path, words: list[str]) -> None:
+def reopened(path: Path, options: DiskOptions) -> tuple[DiskIndex, set[bytes]]:
+    """The next index, and the keys that it evicted while it was opened."""
+    evicted: set[bytes] = set()
+    evict = RecordTable.evict
+
+    def watch(table: RecordTable, record: Record) -> None:
+        evicted.add(record.key)
+        evict(table, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordTable, "evict", watch)
+        index = disk_store.make_index(path, options, tensor_parallel_size=disk_writer.NUM_RANKS)
+    assert len(evicted) == index.take_counts().evictions
+    return index, evicted
+
+
+def check(path: Path, words: list[str], options: DiskOptions = disk_writer.OPTIONS) -> set[bytes]:
+    """What the opening evicted."""
     ranks = disk_writer.NUM_RANKS
-    index = disk_store.make_index(path, disk_writer.OPTIONS, tensor_parallel_size=ranks)
-    media = [
-        disk_store.make_medium(path, disk_writer.OPTIONS, rank=rank, tensor_parallel_size=ranks)
-        for rank in range(ranks)
-    ]
-    evictions = index.take_counts().evictions
-    lost = 0
+    index, evicted = reopened(path, options)
+    media = [disk_store.make_medium(path, options, rank=rank, tensor_parallel_size=ranks) for rank in range(ranks)]
+    lost = set()
     for key, expected in expectations(words).items():
         slot = index.pin(key)
         if slot is None:
-            lost += expected.must != 0
+            lost |= {key} if expected.must else set()
             continue
         allowed = {expected.must, *expected.may} - {0}
         found = set()
@@ -87,10 +107,11 @@ def check(path: Path, words: list[str]) -> None:
             assert completion.failure is None, completion.failure
             found.add(next((v for v in allowed if disk_writer.payload(key, v, rank) == destination), None))
         assert len(found) == 1 and None not in found, f"{key!r} is offered with bytes that it may not have: {allowed}"
-    assert lost <= evictions, "something that was committed is not there"
+    assert lost <= evicted, f"something that was committed is not there: {lost - evicted}"
     for medium in media:
         medium.close()
     index.close()
+    return evicted
 
 
 @pytest.mark.parametrize("seed", KILLS_OF_SEED)
@@ -106,6 +127,24 @@ def test_a_killed_writer_leaves_what_it_committed_and_nothing_else(seed: int, tm
         if not was_not_killed:
             kills[next(line.split()[1] for line in words if line.startswith("killed"))] += 1
         check(path, words)
+
+
+@pytest.mark.parametrize("seed", range(20, 24))
+def test_a_killed_writer_with_room_for_all_loses_nothing(seed: int, tmp_path: Path) -> None:
+    """Nothing is evicted, neither before the end nor by the next opening, so there is no excuse.
+
+    What the writer calls evicted when it is killed is what it was about to clear.
+    """
+    words, num_calls = disk_writer.write_until_killed(tmp_path / "whole", seed, -1, options=disk_writer.ROOMY_OPTIONS)
+    assert not check(tmp_path / "whole", words, disk_writer.ROOMY_OPTIONS)
+    chooser = random.Random(seed)
+    for number in range(10):
+        path = tmp_path / str(number)
+        kill_at = chooser.randrange(num_calls // 4, num_calls * 3 // 4)
+        words, _ = disk_writer.write_until_killed(path, seed, kill_at, options=disk_writer.ROOMY_OPTIONS)
+        words = [line for line in words if not line.startswith("evicted")]
+        assert sum(line.startswith("done put") for line in words) > 3
+        assert not check(path, words, disk_writer.ROOMY_OPTIONS)
 
 
 def test_writers_were_killed_in_every_kind_of_work() -> None:

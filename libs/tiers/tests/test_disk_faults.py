@@ -16,45 +16,13 @@ import disk_faults
 import disk_store
 import msgspec
 import pytest
+from disk_faults import CHUNK, Store
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Refusal, Slot, Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, InlineJanitor, ThreadJanitor
+from hybridkv.tiers.disk import DiskIndex, FileIO, InlineJanitor, ThreadJanitor
 
-CHUNK = b"chunk" * 1000
-OPTIONS = disk_store.options_for(6 * 12288, num_spare=3, direct=False)
-
-
-class Store:
-    """An index and a medium over system calls that can be made to fail."""
-
-    def __init__(self, path: Path, options: DiskOptions = OPTIONS) -> None:
-        self.path = path
-        self.options = options
-        self.io = disk_faults.FaultyIO()
-        self.clock = disk_store.Clock()
-        self.index: DiskIndex = disk_store.make_index(path, options, self.io, self.clock)
-        self.medium: DiskMedium = disk_store.make_medium(path, options, self.io)
-        self.num_stored = 0
-
-    def store(self, key: bytes | None = None) -> bool:
-        self.num_stored += 1
-        return disk_store.store(self.index, self.medium, key or b"%d" % self.num_stored, CHUNK)
-
-    def fill(self) -> None:
-        """Until every segment is in use."""
-        for _ in range(40):
-            assert self.store()
-
-    def load_fails_with(self, key: bytes) -> FailureReason | None:
-        loaded = disk_store.load(self.index, self.medium, key)
-        assert loaded is not None
-        return loaded[0].failure.reason if loaded[0].failure else None
-
-    def close(self) -> None:
-        self.io.failing.clear()
-        self.medium.close()
-        self.index.close()
+OPTIONS = disk_faults.OPTIONS
 
 
 @pytest.fixture
@@ -78,7 +46,7 @@ def test_segments_that_cannot_be_made_are_refusals_until_they_can(tmp_path: Path
     store.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_file_system_that_stays_full_costs_little_of_what_is_there(tmp_path: Path, number: int) -> None:
     options = disk_store.options_for(6 * 12288, num_spare=9, direct=False)
     store = Store(tmp_path / "store", msgspec.structs.replace(options, spare_share=0.0))
@@ -86,9 +54,37 @@ def test_a_file_system_that_stays_full_costs_little_of_what_is_there(tmp_path: P
     before = store.index.num_keys
     assert before > 30
     store.io.failing["allocate"] = number
+    num_taken = 0
     for _ in range(200):
-        store.store()
+        store.clock.now_s += options.retry_interval_s
+        num_taken += store.store()
     assert store.index.num_keys > before - 4 * 6, "a segment or two were given up to make room"
+    assert num_taken < 4 * 6, "stores are dropped meanwhile"
+    for key in list(store.index._records.by_key):
+        assert store.load_fails_with(key) is None
+    store.io.failing.clear()
+    store.clock.now_s += options.retry_interval_s
+    store.fill()
+    store.close()
+
+
+def test_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+    """Each segment that is given up makes room for one."""
+    options = msgspec.structs.replace(disk_store.options_for(6 * 12288, direct=False), spare_share=0.0)
+    store = Store(tmp_path / "store", options)
+    most_bytes = 5 * (options.segment_bytes or 0)
+
+    class Small(FileIO):
+        def allocate(self, fd: int, num_bytes: int) -> None:
+            if sum(file.stat().st_size for file in store.path.rglob("segment-*")) + num_bytes > most_bytes:
+                raise OSError(errno.ENOSPC, "full")
+            super().allocate(fd, num_bytes)
+
+    store.index.close()
+    store.index = disk_store.make_index(store.path, options, Small(), store.clock)
+    assert all([store.store() for _ in range(120)][60:])
+    assert store.index.take_disk_counts().failures.keys() == {"create: ENOSPC"}
+    assert store.index.num_keys >= 2 * 6
     store.close()
 
 
@@ -112,6 +108,23 @@ def test_segments_that_cannot_be_deleted_stop_new_ones_until_they_can(tmp_path: 
     store.io.failing.clear()
     store.clock.now_s += OPTIONS.retry_interval_s
     store.fill()
+    assert disk_store.disk_bytes(store.path) <= OPTIONS.capacity_bytes
+    store.close()
+
+
+def test_a_segment_that_cannot_be_deleted_keeps_no_other_one(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    assert store.store()
+    slot = store.index.pin(b"1")
+    assert slot is not None
+    store.index.unpin(b"1")
+    store.io.failing_names[disk_store.segment_path(store.path, slot).name] = errno.EIO
+    taken = []
+    for _ in range(120):
+        store.clock.now_s += OPTIONS.retry_interval_s
+        taken.append(store.store())
+    assert "drop: EIO" in store.index.take_disk_counts().failures
+    assert sum(taken[-60:]) > 30
     assert disk_store.disk_bytes(store.path) <= OPTIONS.capacity_bytes
     store.close()
 

@@ -12,7 +12,7 @@ import pytest
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, TierConfigurationError
-from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, InlineJanitor, open_disk_tier
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, InlineJanitor, open_disk_tier
 from hybridkv.tiers.disk.directory import Directory
 
 OPTIONS = disk_store.options_for(8 * 8192, num_spare=3)
@@ -148,6 +148,33 @@ def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store").symlink_to(tmp_path / "real")
     assert "symbolic link" in refusal(tmp_path / "store")
     assert list((tmp_path / "real").iterdir()) == []
+
+
+@pytest.mark.parametrize("behind", ["/", "/.", "//", "/./", "/sub/.."])
+def test_a_link_is_refused_however_its_path_ends(tmp_path: Path, behind: str) -> None:
+    (tmp_path / "real" / "sub").mkdir(parents=True, mode=0o700)
+    (tmp_path / "real").chmod(0o700)
+    (tmp_path / "store").symlink_to(tmp_path / "real")
+    with pytest.raises(TierConfigurationError, match="symbolic link"):
+        DiskIndex(f"{tmp_path}/store{behind}", disk_store.FINGERPRINT, OPTIONS, InlineJanitor())
+    assert [found.name for found in (tmp_path / "real").iterdir()] == ["sub"]
+
+
+@pytest.mark.parametrize("path", ["/tmp/a\0b", "/tmp/\ud800", "relative", ""])
+def test_what_is_no_path_is_refused(path: str) -> None:
+    with pytest.raises(TierConfigurationError) as caught:
+        DiskIndex(path, disk_store.FINGERPRINT, OPTIONS, InlineJanitor())
+    assert caught.value.field == "path"
+    with pytest.raises(TierConfigurationError):
+        DiskMedium(path, disk_store.FINGERPRINT.digest(), 0, OPTIONS)
+
+
+def test_index_and_medium_find_the_same_directory(tmp_path: Path) -> None:
+    index = opened(tmp_path / "store")
+    medium = DiskMedium(f"{tmp_path}/./store//", index.namespace, 0, OPTIONS)
+    assert disk_store.store(index, medium, b"key", b"x" * 100)
+    medium.close()
+    index.close()
 
 
 @pytest.mark.parametrize("name", ["", "rank-0", "LOCK", "epoch", "snapshot", "namespace.json", "a segment"])

@@ -7,8 +7,10 @@ have exchanged meanwhile.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
+from collections.abc import Iterator
 
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.errors import TierConfigurationError
@@ -19,6 +21,11 @@ _PIECE_BYTES = 1 << 26
 
 class ForeignFileError(OSError):
     """A file or directory of a store that is a link, not ours, or open to others. Never touched."""
+
+
+def stops_an_opening(error: OSError) -> bool:
+    """Whether a file that cannot be read is more than a damaged one: not ours, or this process lacks something."""
+    return isinstance(error, ForeignFileError) or error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Directory:
@@ -39,10 +46,10 @@ class Directory:
 
     def child(self, name: str, create: bool) -> Directory:
         """A directory in this one."""
-        if create:
-            with contextlib.suppress(FileExistsError):
-                self.io.make_directory(name, self.fd)
         path = f"{self.path}/{name}"
+        if create:
+            with _named(path), contextlib.suppress(FileExistsError):
+                self.io.make_directory(name, self.fd)
         return Directory(self.io, path, _open_directory(self.io, name, path, self.fd))
 
     def open_file(self, name: str, flags: int) -> int:
@@ -50,8 +57,9 @@ class Directory:
         try:
             fd = self.io.open(name, flags | os.O_NOFOLLOW, 0o600, self.fd)
         except OSError as error:
+            error.filename = f"{self.path}/{name}"
             if _is_link(self.io, name, self.fd):
-                raise ForeignFileError(error.errno, "is a symbolic link", f"{self.path}/{name}") from error
+                raise ForeignFileError(error.errno, "is a symbolic link", error.filename) from error
             raise
         try:
             _require_own(self.io.stat(fd), stat.S_ISREG, f"{self.path}/{name}")
@@ -103,7 +111,8 @@ class Directory:
             self.io.remove(name, self.fd)
 
     def list(self) -> list[str]:
-        return self.io.list(self.fd)
+        with _named(self.path):
+            return self.io.list(self.fd)
 
     def disk_bytes(self) -> int:
         """What this directory, its files and its directories' files take up on disk."""
@@ -143,11 +152,23 @@ def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> Non
         view, offset = view[done:], offset + done
 
 
+def root_path(path: str) -> str:
+    """The path of a store without what says nothing: behind a link, `/.` would follow it.
+
+    `TierConfigurationError` when it is no absolute path.
+    """
+    if "\0" in path or not os.path.isabs(path):
+        raise TierConfigurationError("path", "an absolute path", path)
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise TierConfigurationError("path", f"a path in {error.encoding}", path) from error
+    return "/" + os.path.normpath(path).lstrip("/")
+
+
 def open_root(io: FileIO, path: str) -> Directory:
     """The root of a store, made if it is not there. `TierConfigurationError` when it cannot be used."""
-    if not os.path.isabs(path):
-        raise TierConfigurationError("path", "an absolute path", path)
-    path = path.rstrip("/") or "/"
+    path = root_path(path)
     try:
         return Directory.root(io, path, create=True)
     except OSError as error:
@@ -161,13 +182,26 @@ def refused(path: str, error: OSError) -> TierConfigurationError:
         hint = "name a directory that this user alone can write to, and no link"
         return TierConfigurationError("path", "files that are this user's own", f"{at}: {error.strerror}", hint)
     hint = "its parent must exist and be writable" if isinstance(error, FileNotFoundError) else ""
-    return TierConfigurationError("path", "a directory that can be used", f"{path}: {error.strerror or error}", hint)
+    at = os.path.join(path, error.filename) if isinstance(error.filename, str) else path
+    got = f"{at}: {error.strerror or error}"
+    return TierConfigurationError("path", "a directory that can be used", got, hint)
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """What the system refuses says of which file, with its whole path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path
+        raise
 
 
 def _open_directory(io: FileIO, name: str, path: str, dir_fd: int | None) -> int:
     try:
         fd = io.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
     except OSError as error:
+        error.filename = path
         if os.path.islink(path) if dir_fd is None else _is_link(io, name, dir_fd):
             raise ForeignFileError(error.errno, "is a symbolic link", path) from error
         raise

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.tiers.buffers import byte_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
+from hybridkv.tiers.disk.directory import root_path
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, PAGE_BYTES, number_of, offset_of
 from hybridkv.tiers.disk.native_runner import NativeRunner
@@ -48,7 +49,7 @@ class DiskMedium:
             is given.
 
     Raises:
-        TierConfigurationError: `is_native`, and there is no extension.
+        TierConfigurationError: `is_native`, and there is no extension; the path is no absolute one.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class DiskMedium:
         if is_native and make_queue is None:
             raise TierConfigurationError("is_native", "hybridkv.native, which cannot be imported", is_native)
         io = io or FileIO()
-        self._cache = SegmentCache(io, path, namespace, rank, options.max_open_files)
+        self._cache = SegmentCache(io, root_path(path), namespace, rank, options.max_open_files)
         headers = Headers(namespace, rank)
         self._runner: Runner
         if make_queue is not None:

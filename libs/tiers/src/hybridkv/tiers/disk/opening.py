@@ -12,7 +12,8 @@ from typing import NamedTuple
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.compaction import Compaction
 from hybridkv.tiers.disk.directory import refused
-from hybridkv.tiers.disk.namespace import Namespace, say_what_differs
+from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.disk.neighbours import say_what_differs
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes, Fsync
 from hybridkv.tiers.disk.records import RecordTable
 from hybridkv.tiers.disk.recovery import Found, recover
@@ -89,7 +90,7 @@ def _open_store(
         logger.warning("%s: %s", namespace.root.path, error)
     logger.info(
         "disk tier in %s: %d chunks, %.1f MiB of %.1f MiB used, opened in %.2f s (%d of %d segments read)",
-        namespace.directory.path,
+        namespace.path,
         len(records.by_key),
         records.used_bytes / 2**20,
         sizes.usable_bytes / 2**20,
@@ -111,12 +112,14 @@ def _segment_table(sizes: DiskSizes, found: Found) -> SegmentTable:
         segment.may_be_sealed = is_sealed
         table.add(segment)
         table.allocated_bytes += segment_bytes * sizes.num_ranks
-    for number in found.useless:
+    for number in (*found.useless, *found.unavailable):
         segment = Segment(number, sizes.segment_bytes, found.epoch)
         segment.stage = Stage.FULL
         segment.may_be_sealed = False
         table.add(segment)
         table.allocated_bytes += segment.segment_bytes * sizes.num_ranks
+    for number in found.unavailable:
+        table.by_number[number].stage = Stage.UNAVAILABLE
     return table
 
 

@@ -19,6 +19,7 @@ from hybridkv.tiers.disk.work import (
     Copy,
     Create,
     Drop,
+    DropError,
     Files,
     Outcome,
     Restore,
@@ -57,6 +58,15 @@ class Outcomes:
         """The last one could not be written."""
         self.is_lost = False
         """Something that should be on disk is not: perhaps the directory was removed."""
+        self._is_full = False
+        """There was no room for the last segment that should have been made."""
+        self._dropped_bytes = 0
+        """Since then, on all ranks."""
+
+    @property
+    def helps_to_drop(self) -> bool:
+        """False when as much was deleted as a segment needs, and the file system still has no room for one."""
+        return self._dropped_bytes < self._sizes.segment_bytes * self._sizes.num_ranks
 
     def withdraw(self, record: Record) -> None:
         """Remember across restarts that this record may not be offered."""
@@ -84,7 +94,7 @@ class Outcomes:
         if isinstance(job, Create):
             self._end_create(job, error)
         elif isinstance(job, Drop):
-            self._end_drop(job, is_done)
+            self._end_drop(job, error)
         elif isinstance(job, Copy):
             self.end_copy(job, outcome.value)
         elif isinstance(job, Seal):
@@ -105,9 +115,11 @@ class Outcomes:
         segments = self._segments
         if error is not None:
             segments.allocated_bytes -= job.segment_bytes * self._sizes.num_ranks
-            if getattr(error, "errno", None) in _FULL:
+            self._is_full = getattr(error, "errno", None) in _FULL
+            if self._is_full:
                 segments.limit_bytes = segments.allocated_bytes
             return
+        self._is_full, self._dropped_bytes = False, 0
         segment = Segment(job.number, job.segment_bytes, job.epoch)
         if job.epoch != self.epoch:
             segment.stage = Stage.FULL
@@ -116,15 +128,19 @@ class Outcomes:
         deleted, self._files.segments.num_deleted_namespaces = self._files.segments.num_deleted_namespaces, 0
         self.tally.add("namespaces_deleted", deleted)
 
-    def _end_drop(self, job: Drop, is_done: bool) -> None:
+    def _end_drop(self, job: Drop, error: Exception | None) -> None:
+        left: tuple[int, ...] = () if error is None else job.numbers
+        if isinstance(error, DropError):
+            left = error.left
         for number in job.numbers:
             segment = self._segments.by_number[number]
             segment.stage = Stage.FULL
             self._segments.num_leaving -= 1
-            if is_done:
+            if number not in left:
                 self._segments.remove(segment)
+                self._dropped_bytes += segment.segment_bytes * self._sizes.num_ranks * self._is_full
                 self.tally.add("segments_dropped")
-        if is_done:
+        if len(left) < len(job.numbers):
             self.rests.end(Create)
 
     def end_copy(self, job: Copy, value: object) -> None:
@@ -162,6 +178,7 @@ class Outcomes:
         """Its files are gone."""
         if segment.stage is Stage.READY:
             self._segments.ready.remove(segment)
+        if segment.stage in (Stage.READY, Stage.UNAVAILABLE):
             segment.stage = Stage.FULL
         segment.may_be_sealed = False
         for key in segment.keys:

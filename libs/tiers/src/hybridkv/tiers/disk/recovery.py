@@ -18,16 +18,13 @@ import numpy as np
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk import epoch as epoch_file
 from hybridkv.tiers.disk import journal, snapshot
-from hybridkv.tiers.disk.directory import Directory
+from hybridkv.tiers.disk.directory import LARGEST_SMALL_FILE_BYTES, Directory, stops_an_opening
 from hybridkv.tiers.disk.format import (
     RECORD_HEAD_BYTES,
     RECORD_MAGIC,
-    SEGMENT_HEAD_USED_BYTES,
     RecordHeader,
     checksum,
     decode_record,
-    decode_seal,
-    decode_segment,
 )
 from hybridkv.tiers.disk.layout import (
     ADDRESS_BITS,
@@ -39,8 +36,9 @@ from hybridkv.tiers.disk.layout import (
     offset_of,
     record_bytes,
 )
-from hybridkv.tiers.disk.names import EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME, segment_name, segment_number
+from hybridkv.tiers.disk.names import EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME, segment_name
 from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.disk.segment_headers import FoundSegment, NoHeader, Row, epochs_in, read_at, read_headers, sort_out
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +47,9 @@ SEARCH_BYTES = 1 << 18
 SCAN_THREADS = 8
 """Segments that are read side by side: where a record begins is known when the one before was read, so one reader
 would wait for the device most of the time."""
+EPOCHS_AHEAD = 1 << 32
+"""Where the epoch is lost beside a segment of an unknown one: further than anybody ever clears a cache."""
 _MAGIC_NUMBER = np.frombuffer(RECORD_MAGIC, "<u8")[0]
-
-
-class FoundSegment(NamedTuple):
-    """A segment that every rank has, of the present epoch."""
-
-    number: int
-    segment_bytes: int
-    end_offset: int
-    """Behind its last record, or the segment's size where that is not known."""
-    is_sealed: bool
 
 
 class FoundRecord(NamedTuple):
@@ -79,6 +69,8 @@ class Found(NamedTuple):
     segments: list[FoundSegment]
     useless: list[int]
     """Segments to be deleted: older epochs, other versions, damaged, or not on every rank."""
+    unavailable: list[int]
+    """Segments of which nothing is known, because a file of theirs could not be opened. Left alone."""
     records: list[FoundRecord]
     """Least recently used first."""
     next_number: int
@@ -87,10 +79,13 @@ class Found(NamedTuple):
 
 
 def recover(namespace: Namespace, max_metadata_bytes: int) -> Found:
-    """Read what is there. `OSError` when the directory itself cannot be read."""
-    headers = _read_headers(namespace)
+    """Read what is there, a file that cannot be read as a damaged one.
+
+    `OSError` when a directory cannot be read or a file is not ours.
+    """
+    headers = read_headers(namespace)
     epoch, is_new_epoch = _read_epoch(namespace, headers)
-    segments, useless = _sort_out(namespace, headers, epoch)
+    segments, useless, unavailable = sort_out(headers, epoch)
     saved = _read_snapshot(namespace, epoch, max_metadata_bytes)
     withdrawals = _read_journal(namespace, max_metadata_bytes)
     scan_from = saved.scan_from if saved else 0
@@ -99,87 +94,45 @@ def recover(namespace: Namespace, max_metadata_bytes: int) -> Found:
     numbers = [number + 1 for number in headers]
     numbers += [number_of(entry.bound) + 1 for entry in withdrawals]
     next_number = max([saved.next_number if saved else 0, *numbers], default=0)
-    return Found(epoch, is_new_epoch, segments, useless, records, next_number, withdrawals, len(scanned))
+    return Found(epoch, is_new_epoch, segments, useless, unavailable, records, next_number, withdrawals, len(scanned))
 
 
-class _Header(NamedTuple):
-    """What one rank's file of a segment says."""
-
-    epoch: int
-    segment_bytes: int
-    end_offset: int | None
-
-
-def _read_headers(namespace: Namespace) -> dict[int, list[_Header | None]]:
-    found: dict[int, list[_Header | None]] = {}
-    for rank, directory in enumerate(namespace.ranks):
-        for name in directory.list():
-            number = segment_number(name)
-            if number is not None:
-                row = found.setdefault(number, [None] * namespace.num_ranks)
-                row[rank] = _read_header(directory, rank, number, namespace.digest)
-    return dict(sorted(found.items()))
-
-
-def _read_header(directory: Directory, rank: int, number: int, digest: bytes) -> _Header | None:
-    fd = directory.open_file(segment_name(number), os.O_RDONLY)
+def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
+    """None when there is no such file, nothing, which is as damaged, when it cannot be read."""
     try:
-        try:
-            page = _read(directory, fd, 0, PAGE_BYTES + SEGMENT_HEAD_USED_BYTES)
-        except OSError as error:
-            logger.warning("%s of rank %d cannot be read: %s", segment_name(number), rank, error)
-            return None
-        header = decode_segment(page)
-        if header is None or (header.rank, header.number, header.namespace) != (rank, number, digest):
-            return None
-        if directory.io.stat(fd).st_size < header.segment_bytes:
-            return None
-        return _Header(header.epoch, header.segment_bytes, decode_seal(page[PAGE_BYTES:], header))
-    finally:
-        directory.io.close(fd)
+        return namespace.directory.read_file(name, max_bytes)
+    except OSError as error:
+        if stops_an_opening(error):
+            raise
+        logger.warning("%s/%s cannot be read: %s", namespace.path, name, error)
+        return b""
 
 
-def _read_epoch(namespace: Namespace, headers: dict[int, list[_Header | None]]) -> tuple[int, bool]:
-    data = namespace.directory.read_file(EPOCH_NAME)
+def _read_epoch(namespace: Namespace, headers: dict[int, Row]) -> tuple[int, bool]:
+    data = _read_metadata(namespace, EPOCH_NAME)
     epoch = None if data is None else epoch_file.decode(data, namespace.digest)
     if epoch is not None:
         return epoch, False
-    seen = [header.epoch for row in headers.values() for header in row if header is not None]
-    if not seen:
+    if data is None and not headers:
         return 0, True
-    logger.warning("%s: the epoch is lost: what is stored may have been cleared", namespace.directory.path)
-    return max(seen) + 1, True
-
-
-def _sort_out(
-    namespace: Namespace, headers: dict[int, list[_Header | None]], epoch: int
-) -> tuple[list[FoundSegment], list[int]]:
-    good, useless = [], []
-    for number, row in headers.items():
-        whole = [header for header in row if header is not None and header.epoch == epoch]
-        if len(whole) < namespace.num_ranks:
-            useless.append(number)
-            continue
-        ends = [header.end_offset for header in whole]
-        size = min(header.segment_bytes for header in whole)
-        end = max((end for end in ends if end is not None), default=size)
-        good.append(FoundSegment(number, size, min(end, size), None not in ends))
-    return good, useless
+    logger.warning("%s: the epoch is lost: what is stored may have been cleared", namespace.path)
+    is_known = all(NoHeader.UNAVAILABLE not in row for row in headers.values())
+    return max(epochs_in(headers.values()), default=0) + (1 if is_known else EPOCHS_AHEAD), True
 
 
 def _read_snapshot(namespace: Namespace, epoch: int, max_bytes: int) -> snapshot.Snapshot | None:
-    data = namespace.directory.read_file(SNAPSHOT_NAME, max_bytes)
+    data = _read_metadata(namespace, SNAPSHOT_NAME, max_bytes)
     saved = None if data is None else snapshot.decode(data, namespace.digest)
     if data is not None and saved is None:
-        logger.warning("%s: the snapshot is damaged; reading every segment", namespace.directory.path)
+        logger.warning("%s: the snapshot is damaged; reading every segment", namespace.path)
     return saved if saved is not None and saved.epoch == epoch else None
 
 
 def _read_journal(namespace: Namespace, max_bytes: int) -> list[journal.Withdrawal]:
-    data = namespace.directory.read_file(JOURNAL_NAME, max_bytes)
+    data = _read_metadata(namespace, JOURNAL_NAME, max_bytes)
     found = [] if data is None else journal.decode(data, namespace.digest)
     if found is None:
-        logger.warning("%s: the quarantine journal is damaged; loads verify anyway", namespace.directory.path)
+        logger.warning("%s: the quarantine journal is damaged; loads verify anyway", namespace.path)
         return []
     return found
 
@@ -237,22 +190,31 @@ def _scan_segment(namespace: Namespace, segment: FoundSegment, known: set[int]) 
     """The records that every rank has at the same address."""
     common: dict[FoundRecord, None] | None = None
     for rank, directory in enumerate(namespace.ranks):
-        fd = directory.open_file(segment_name(segment.number), os.O_RDONLY)
         try:
-            directory.io.advise_random(fd)
-            mine = dict.fromkeys(
-                FoundRecord(header.key, header.address, header.payload_bytes)
-                for header in _headers_in(directory, fd, segment)
-                if (header.rank, header.namespace) == (rank, namespace.digest)
-                and (segment.is_sealed or header.address in known or _is_whole(directory, fd, header))
-            )
+            mine = _scan_file(directory, rank, segment, namespace.digest, known)
         except OSError as error:
+            if stops_an_opening(error):
+                raise
             logger.warning("%s of rank %d cannot be read: %s", segment_name(segment.number), rank, error)
             return []
-        finally:
-            directory.io.close(fd)
         common = mine if common is None else {record: None for record in common if record in mine}
     return list(common or {})
+
+
+def _scan_file(
+    directory: Directory, rank: int, segment: FoundSegment, digest: bytes, known: set[int]
+) -> dict[FoundRecord, None]:
+    fd = directory.open_file(segment_name(segment.number), os.O_RDONLY)
+    try:
+        directory.io.advise_random(fd)
+        return dict.fromkeys(
+            FoundRecord(header.key, header.address, header.payload_bytes)
+            for header in _headers_in(directory, fd, segment)
+            if (header.rank, header.namespace) == (rank, digest)
+            and (segment.is_sealed or header.address in known or _is_whole(directory, fd, header))
+        )
+    finally:
+        directory.io.close(fd)
 
 
 def _headers_in(directory: Directory, fd: int, segment: FoundSegment) -> Iterator[RecordHeader]:
@@ -279,7 +241,7 @@ def _next_record(directory: Directory, fd: int, segment: FoundSegment, offset: i
     while offset < segment.end_offset:
         written = directory.io.next_data(fd, offset) // PAGE_BYTES * PAGE_BYTES
         offset = max(offset, min(written, segment.end_offset))
-        window = _read(directory, fd, offset, min(SEARCH_BYTES, segment.end_offset - offset))
+        window = read_at(directory, fd, offset, min(SEARCH_BYTES, segment.end_offset - offset))
         words = np.frombuffer(window[: len(window) // PAGE_BYTES * PAGE_BYTES], "<u8")[:: PAGE_BYTES // 8]
         places = np.flatnonzero(words == _MAGIC_NUMBER)
         if len(places):
@@ -289,17 +251,5 @@ def _next_record(directory: Directory, fd: int, segment: FoundSegment, offset: i
 
 
 def _is_whole(directory: Directory, fd: int, header: RecordHeader) -> bool:
-    payload = _read(directory, fd, offset_of(header.address) + PAGE_BYTES, header.payload_bytes)
+    payload = read_at(directory, fd, offset_of(header.address) + PAGE_BYTES, header.payload_bytes)
     return len(payload) == header.payload_bytes and checksum(payload) == header.payload_checksum
-
-
-def _read(directory: Directory, fd: int, offset: int, num_bytes: int) -> bytes:
-    """As much as there is."""
-    data = memoryview(bytearray(num_bytes))
-    done = 0
-    while done < num_bytes:
-        got = directory.io.preadv(fd, [data[done:]], offset + done)
-        if not got:
-            break
-        done += got
-    return bytes(data[:done])

@@ -22,7 +22,8 @@ from hybridkv.tiers.disk.format import (
 )
 from hybridkv.tiers.disk.layout import PAGE_BYTES, number_of, offset_of, record_bytes, round_up
 from hybridkv.tiers.disk.names import segment_name
-from hybridkv.tiers.disk.namespace import Namespace, delete_stalest, other_bytes
+from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.disk.neighbours import delete_stalest, other_bytes
 from hybridkv.tiers.disk.operations import verify
 from hybridkv.tiers.disk.record_io import Place, RecordReader, RecordWriter, Scratch, ShortReadError
 

@@ -21,6 +21,8 @@ class Stage(enum.Enum):
     FULL = "full"
     LEAVING = "leaving"
     """Being deleted."""
+    UNAVAILABLE = "unavailable"
+    """A file of it could not be opened by the opening. Left alone, its space taken, until another one can."""
 
 
 class Segment:

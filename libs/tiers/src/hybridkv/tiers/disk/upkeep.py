@@ -188,6 +188,8 @@ class Upkeep:
         is_resting = self.state.rests.is_resting
         if is_resting(Copy) or is_resting(Drop) or (segments.creatable and is_resting(Create)):
             return None
+        if not self.state.helps_to_drop:
+            return None
         if not segments.ready and not segments.creatable:
             return self._give_up_one()
         victim = self._compaction.victim()

@@ -50,12 +50,28 @@ class Create(NamedTuple):
         return None
 
 
+class DropError(OSError):
+    """Some segments could not be deleted."""
+
+    def __init__(self, first: OSError, left: tuple[int, ...]) -> None:
+        super().__init__(first.errno, first.strerror, first.filename)
+        self.left = left
+
+
 class Drop(NamedTuple):
+    """Each for itself: one that cannot be deleted keeps no other one."""
+
     numbers: tuple[int, ...]
 
     def run(self, files: Files) -> object:
+        errors: dict[int, OSError] = {}
         for number in self.numbers:
-            files.segments.drop(number)
+            try:
+                files.segments.drop(number)
+            except OSError as error:
+                errors[number] = error
+        if errors:
+            raise DropError(next(iter(errors.values())), tuple(errors))
         return None
 
 
@@ -179,12 +195,13 @@ class Restore(NamedTuple):
     def run(self, files: Files) -> set[int] | None:
         """The segments that every rank has now; None when nothing was removed."""
         namespace = files.namespace
-        if namespace.is_there():
+        if not namespace.is_there():
+            namespace.restore()
+        if not namespace.is_anew:
             return None
-        logger.warning("%s was removed; making it anew", namespace.directory.path)
-        namespace.restore()
         WriteEpoch(self.epoch).run(files)
         numbers = [{segment_number(name) for name in directory.list()} for directory in namespace.ranks]
+        namespace.is_anew = False
         return {number for number in set.intersection(*numbers) if number is not None}
 
 

@@ -1,0 +1,118 @@
+"""A directory that somebody removed is made anew as soon as that is possible, whatever stood against it meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+import disk_store
+import pytest
+from disk_faults import OPTIONS, Store
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.disk import FileIO
+from hybridkv.tiers.disk.names import segment_number
+from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.disk.segment_files import Move, SegmentFiles
+
+NUM_OLD = 8
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """With a few chunks, in a directory whose parent is the test's own."""
+    (tmp_path / "mounted").mkdir(mode=0o700)
+    store = Store(tmp_path / "mounted" / "store")
+    for number in range(NUM_OLD):
+        assert store.store(b"old %d" % number)
+    return store
+
+
+def store_for_long(store: Store) -> list[bool]:
+    """Whether each of some stores was taken, a rest of file work apart."""
+    outcomes = []
+    for _ in range(30):
+        store.clock.now_s += OPTIONS.retry_interval_s
+        outcomes.append(store.store())
+    return outcomes
+
+
+def require_that_it_works_again(store: Store) -> None:
+    assert all(store_for_long(store)[10:])
+    assert all(store.index.lookup(b"old %d" % number) is LookupResult.MISS for number in range(NUM_OLD))
+    assert store.store(b"new")
+    assert store.load_fails_with(b"new") is None
+    directory = store.path / disk_store.FINGERPRINT.digest().hex() / "rank-0"
+    assert set(store.index._segments.by_number) == {segment_number(file.name) for file in directory.iterdir()}
+    store.close()
+    reopened = disk_store.make_index(store.path, OPTIONS)
+    assert reopened.lookup(b"new") is LookupResult.HIT
+    reopened.close()
+
+
+def test_a_directory_that_goes_with_its_parent_is_made_anew_when_the_parent_is_back(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(store.path.parent)
+    assert not any(store_for_long(store)[10:])
+    store.path.parent.mkdir(mode=0o700)
+    require_that_it_works_again(store)
+    assert caplog.text.count("was removed; making it anew") == 1
+    assert "went wrong" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["the root", "the namespace", "LOCK", "rank-0"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
+def test_a_directory_that_cannot_be_made_anew_at_once_is_later(
+    store: Store, caplog: pytest.LogCaptureFixture, name: str, number: int
+) -> None:
+    """Also when the operator makes it, since its user may not write to the parent."""
+    names = {"the root": str(store.path), "the namespace": disk_store.FINGERPRINT.digest().hex()}
+    shutil.rmtree(store.path)
+    store.io.failing_names[names.get(name, name)] = number
+    assert not any(store_for_long(store)[10:])
+    if name == "the root":
+        store.path.mkdir(mode=0o700)
+    store.io.failing_names.clear()
+    require_that_it_works_again(store)
+    assert caplog.text.count("was removed; making it anew") == 1
+    assert "went wrong" not in caplog.text
+
+
+def test_a_directory_that_is_back_before_its_epoch_offers_nothing_of_before(store: Store) -> None:
+    shutil.rmtree(store.path)
+    store.io.failing["rename"] = errno.EIO
+    store_for_long(store)
+    store.io.failing.clear()
+    require_that_it_works_again(store)
+
+
+def test_two_losses_are_said_twice(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        shutil.rmtree(store.path)
+        assert all(store_for_long(store)[10:])
+    assert caplog.text.count("was removed; making it anew") == 2
+    store.close()
+
+
+def test_a_rank_that_is_removed_alone_is_made_anew_under_the_same_lock(store: Store) -> None:
+    shutil.rmtree(store.path / disk_store.FINGERPRINT.digest().hex() / "rank-0")
+    assert all(store_for_long(store)[10:])
+    with pytest.raises(ValueError, match="no other engine"):
+        disk_store.make_index(store.path, OPTIONS)
+    require_that_it_works_again(store)
+
+
+def test_files_of_a_namespace_that_is_not_open_are_neither_made_nor_deleted(tmp_path: Path) -> None:
+    namespace = Namespace(FileIO(), str(tmp_path / "store"), disk_store.FINGERPRINT)
+    namespace.close()
+    files = SegmentFiles(namespace, OPTIONS.capacity_bytes, False)
+    for call in (
+        lambda: files.create(0, 0, 1 << 20, 0),
+        lambda: files.seal(0, 0, 8192),
+        lambda: files.drop(0),
+        lambda: files.copy([Move(b"key", 8192, 1 << 32 | 8192, 100)]),
+    ):
+        with pytest.raises(OSError, match="is not open"):
+            call()

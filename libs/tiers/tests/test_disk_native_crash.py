@@ -1,0 +1,74 @@
+"""A process that stores through the extension and is killed leaves what it committed, and else only whole records.
+
+As in test_disk_crash.py, where Python moves the bytes: what the index committed is there; what every rank had written
+whole may be. Here the calls that are on their way end with the process wherever they are.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import disk_native_writer
+import disk_store
+import pytest
+
+from hybridkv.tiers.disk import DiskMedium
+
+NUM_KILLS = 12
+
+
+def write_until_killed(path: Path, num_commits: int) -> list[str]:
+    """What the writer said: it is killed when it has said so many commits."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    program = [sys.executable, disk_native_writer.__file__, str(path)]
+    with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        words: list[str] = []
+        for line in writer.stdout:
+            words.append(line.strip())
+            if sum(said.startswith("commit") for said in words) == num_commits:
+                break
+        os.kill(writer.pid, signal.SIGKILL)
+        words += writer.stdout.read().splitlines()
+    assert writer.returncode == -signal.SIGKILL, words[-5:]
+    return words
+
+
+def numbers(words: list[str], verb: str) -> set[int]:
+    return {int(line.split()[1]) for line in words if line.startswith(f"{verb} ")}
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_writer_that_is_killed_in_the_extension_leaves_what_it_committed(tmp_path: Path, is_native: bool) -> None:
+    """Read by the extension, and by Python."""
+    chooser = random.Random(int(is_native))
+    for kill in range(NUM_KILLS // 2):
+        path = tmp_path / str(kill)
+        words = write_until_killed(path, chooser.randrange(1, disk_native_writer.NUM_RECORDS * 3 // 4))
+        assert "end" not in words
+        begun, committed = numbers(words, "begin"), numbers(words, "commit")
+        assert committed < begun, "it was killed while something was on its way"
+        found = offered(path, is_native)
+        assert committed <= found <= begun
+
+
+def offered(path: Path, is_native: bool) -> set[int]:
+    """The numbers of the records that an opening offers. Each is whole on every rank."""
+    options, ranks = disk_native_writer.OPTIONS, disk_native_writer.RANKS
+    index = disk_store.make_index(path, options, **ranks)
+    assert index.take_counts().evictions == 0
+    found = {key: int(key.split()[1]) for key in index._records.by_key}
+    for rank in range(disk_native_writer.NUM_RANKS):
+        medium = DiskMedium(str(path), index.namespace, rank, options, is_native=is_native)
+        for key, number in found.items():
+            loaded = disk_store.load(index, medium, key)
+            assert loaded is not None and loaded[0].failure is None, loaded
+            assert loaded[1] == disk_native_writer.payload(number, rank)
+        medium.close()
+    index.close()
+    return set(found.values())

@@ -1,0 +1,175 @@
+"""One file that cannot be read does not stop an opening: it is as a damaged one, and costs what it held."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import disk_store
+import msgspec
+import pytest
+
+from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers.disk import FileIO
+from hybridkv.tiers.disk.names import segment_name
+
+OPTIONS = msgspec.structs.replace(disk_store.options_for(6 * 12288, direct=False), spare_share=0.0)
+KEYS = {b"key %d" % number for number in range(8)}
+WITHDRAWN = {b"key 0", b"key 1"}
+CHUNK = b"x" * 5000
+
+
+class Unreadable(FileIO):
+    """Files of some names cannot be opened to be read, or cannot be read."""
+
+    def __init__(self, names: set[str], number: int, call: str) -> None:
+        self.names = names
+        self.number = number
+        self.call = call
+        self.fds: set[int] = set()
+
+    def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
+        if name in self.names and self.call == "open" and not flags & os.O_CREAT:
+            raise OSError(self.number, os.strerror(self.number), name)
+        fd = super().open(name, flags, mode, dir_fd)
+        if name in self.names:
+            self.fds.add(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        self.fds.discard(fd)
+        super().close(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.call == "preadv" and fd in self.fds:
+            raise OSError(self.number, os.strerror(self.number))
+        return super().preadv(fd, buffers, offset)
+
+    def list(self, fd: int) -> list[str]:
+        if self.call == "list" and fd in self.fds:
+            raise OSError(self.number, os.strerror(self.number))
+        return super().list(fd)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A store in two segments, of which some chunks were withdrawn."""
+    path = tmp_path / "store"
+    index = disk_store.make_index(path, OPTIONS)
+    medium = disk_store.make_medium(path, OPTIONS)
+    for key in sorted(KEYS):
+        assert disk_store.store(index, medium, key, CHUNK)
+    for key in WITHDRAWN:
+        assert index.invalidate(key)
+    medium.close()
+    index.close()
+    return path
+
+
+def offered(path: Path, io: FileIO | None = None) -> set[bytes]:
+    """What an opening offers, every chunk of it loaded. It stores one more, and ends."""
+    index = disk_store.make_index(path, OPTIONS, io)
+    medium = disk_store.make_medium(path, OPTIONS)
+    found = set(index._records.by_key)
+    for key in found:
+        loaded = disk_store.load(index, medium, key)
+        assert loaded is not None and loaded[0].failure is None and loaded[1] == CHUNK
+    assert b"one more" in found or disk_store.store(index, medium, b"one more", CHUNK)
+    assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes
+    medium.close()
+    index.close()
+    return found - {b"one more"}
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [*product(["snapshot", "quarantine", "namespace.json"], ["open", "preadv"]), ("LOCK", "preadv")],
+)
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_metadata_that_cannot_be_read_costs_nothing(path: Path, name: str, call: str, number: int) -> None:
+    assert offered(path, Unreadable({name}, number, call)) == KEYS - WITHDRAWN
+    assert offered(path) == KEYS - WITHDRAWN
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_an_epoch_that_cannot_be_read_offers_nothing_of_before(path: Path, call: str) -> None:
+    assert offered(path, Unreadable({"epoch"}, errno.EIO, call)) == set()
+    assert offered(path) == set()
+
+
+def test_a_segment_that_cannot_be_opened_costs_its_chunks_and_is_left_alone(path: Path) -> None:
+    file = path / disk_store.FINGERPRINT.digest().hex() / "rank-0" / segment_name(0)
+    before = file.read_bytes()
+    index = disk_store.make_index(path, OPTIONS, Unreadable({file.name}, errno.EIO, "open"))
+    assert index.num_keys == 2
+    medium = disk_store.make_medium(path, OPTIONS)
+    for number in range(60):
+        assert disk_store.store(index, medium, b"new %d" % number, CHUNK)
+        assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes
+    medium.close()
+    index.close()
+    assert file.read_bytes() == before
+
+
+def test_what_could_not_be_opened_is_found_again_where_no_snapshot_was_written_since(path: Path) -> None:
+    index = disk_store.make_index(path, OPTIONS, Unreadable({segment_name(0)}, errno.EIO, "open"))
+    assert index.num_keys == 2
+    index._namespace.close()  # as a crash
+    assert offered(path) == KEYS - WITHDRAWN
+
+
+def test_what_cannot_be_opened_is_not_offered_once_it_was_cleared(path: Path) -> None:
+    """Also when nobody knows any more how often it was."""
+    name = segment_name(0)
+    index = disk_store.make_index(path, OPTIONS, Unreadable({name}, errno.EIO, "open"))
+    index.clear()
+    index._namespace.close()
+    (path / disk_store.FINGERPRINT.digest().hex() / "epoch").unlink()
+    assert offered(path, Unreadable({name}, errno.EIO, "open")) == set()
+    assert offered(path) == set()
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_segment_that_cannot_be_read_costs_its_chunks(path: Path, call: str) -> None:
+    (path / disk_store.FINGERPRINT.digest().hex() / "snapshot").unlink()
+    assert offered(path, Unreadable({segment_name(0)}, errno.EIO, call)) == {b"key 6", b"key 7"}
+
+
+def test_a_file_system_that_is_read_only_loads_what_it_holds(path: Path) -> None:
+    class ReadOnly(FileIO):
+        def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
+            if flags & (os.O_WRONLY | os.O_RDWR):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), name)
+            return super().open(name, flags, mode, dir_fd)
+
+    index = disk_store.make_index(path, OPTIONS, ReadOnly())
+    assert set(index._records.by_key) == KEYS - WITHDRAWN
+    index.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "number"),
+    [
+        ("LOCK", "open", errno.EIO),
+        ("rank-0", "open", errno.EIO),
+        ("rank-0", "list", errno.EIO),
+        ("epoch", "open", errno.EMFILE),
+        (segment_name(0), "open", errno.ENFILE),
+    ],
+)
+def test_what_stops_an_opening_is_named(path: Path, name: str, call: str, number: int) -> None:
+    class LockUnreadable(Unreadable):
+        def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
+            return (
+                super().open(name, flags & ~os.O_CREAT, mode, dir_fd)
+                if name == "LOCK"
+                else super().open(name, flags, mode, dir_fd)
+            )
+
+    with pytest.raises(TierConfigurationError, match=os.strerror(number)) as caught:
+        disk_store.make_index(path, OPTIONS, LockUnreadable({name}, number, call))
+    assert f"/{name}: " in str(caught.value)
+    assert offered(path) == KEYS - WITHDRAWN
