@@ -1,4 +1,6 @@
-"""One engine's answers, cold and after a load from the tier, as JSON: with hybridkv.native, or without.
+"""One engine's answers as JSON, with hybridkv.native or without: cold, from host memory, and from disk.
+
+Also what it then has on disk.
 
 A process of its own, because who copies is chosen once for a process:
 
@@ -15,12 +17,19 @@ from typing import Any
 import harness
 from harness import Result, exact_prompt_lengths, make_prompt
 
-CONNECTOR: dict[str, Any] = {
-    "kv_connector": "HybridOffloadConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "512MiB"}]},
-}
+
+def connector(cache: Path) -> dict[str, Any]:
+    tiers = [
+        {"type": "ram", "capacity": "512MiB"},
+        {"type": "disk", "path": str(cache), "capacity": "1GiB"},
+    ]
+    return {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        # A disk that is slow today is no reason for another answer.
+        "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": 300},
+    }
 
 
 def answers(results: list[Result]) -> list[dict[str, Any]]:
@@ -39,10 +48,17 @@ def main(kind: str, choice: str, directory: str, output: str) -> None:
         sys.modules["hybridkv.native"] = None  # type: ignore[assignment]
     prompts = [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(kind, 3))]
     scratch = harness.scratch_directory(Path(directory))
-    with harness.running_engine(kind, scratch, kv_transfer_config=CONNECTOR) as engine:
+    cache = scratch / f"cache-{choice}"
+    with harness.running_engine(kind, scratch, kv_transfer_config=connector(cache)) as engine:
         cold = [engine.generate([prompt])[0] for prompt in prompts]
         engine.reset_prefix_cache()
         warm = [engine.generate([prompt])[0] for prompt in prompts]
+        engine.reset_prefix_cache()
+        engine.connector._scheduler._stack.near.clear()
+        far = [engine.generate([prompt])[0] for prompt in prompts]
+        runner = type(engine.worker_connector._worker._mover._medium._runner).__name__
+
+    from stored_records import payload_digests
 
     from hybridkv.tiers.digests import digest_by_xxhash, view_digest
     from hybridkv.transfer.native import copy_one_by_one, runs_copier
@@ -52,8 +68,11 @@ def main(kind: str, choice: str, directory: str, output: str) -> None:
         "was_used": was_used,
         "copies": runs_copier() is not copy_one_by_one,
         "checksums": view_digest() is not digest_by_xxhash,
+        "disk": runner,
     }
-    Path(output).write_text(json.dumps({"extension": used, "cold": answers(cold), "warm": answers(warm)}))
+    phases = {"cold": answers(cold), "warm": answers(warm), "far": answers(far)}
+    stored = payload_digests(cache, rank=0)
+    Path(output).write_text(json.dumps({"extension": used, **phases, "stored": stored}))
 
 
 if __name__ == "__main__":

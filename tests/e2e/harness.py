@@ -195,6 +195,20 @@ class Engine:
     def num_free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def counters(self) -> dict[str, float]:
+        """Series of the engine's /metrics: name and labels besides the engine's own, to value.
+
+        Needs ``disable_log_stats=False``.
+        """
+        from vllm.v1.metrics.reader import Counter, Gauge
+
+        series = {}
+        for metric in self.llm.get_metrics():
+            if isinstance(metric, Counter | Gauge):
+                labels = [f"{k}={v}" for k, v in sorted(metric.labels.items()) if k not in ("engine", "model_name")]
+                series[",".join([metric.name, *labels])] = float(metric.value)
+        return series
+
     def page(self, layer_name: str, block_id: int) -> torch.Tensor:
         """The bytes of one layer in one block, without padding: a writable uint8 view of the engine's memory."""
         group = next(g for g in self.kv_cache_config.kv_cache_groups if layer_name in g.layer_names)
@@ -241,11 +255,17 @@ def _inspect_model_here(model: Path) -> None:
 
 @contextlib.contextmanager
 def running_engine(
-    kind: str, directory: Path, *, kv_transfer_config: dict[str, Any] | None = None, **arguments: Any
+    kind: str,
+    directory: Path,
+    *,
+    kv_transfer_config: dict[str, Any] | None = None,
+    weights_seed: int = 0,
+    **arguments: Any,
 ) -> Iterator[Engine]:
     """Make the tiny model of ``kind`` under ``directory`` and run an engine on it until the block ends.
 
-    ``arguments`` override ``tiny_models.ENGINE_ARGUMENTS``. Use it in a module-scoped fixture.
+    Another ``weights_seed`` is another training of the same model. ``arguments`` override
+    ``tiny_models.ENGINE_ARGUMENTS``. Use it in a module-scoped fixture.
     """
     prepare_environment(directory / "environment")
     # A bf16 engine whose very first forward is a single token meets AMX instructions that nobody asked the kernel for.
@@ -254,7 +274,7 @@ def running_engine(
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    model = tiny_models.make_tiny_model(kind, directory / kind)
+    model = tiny_models.make_tiny_model(kind, directory / kind, seed=weights_seed)
     _inspect_model_here(model)
     options = tiny_models.ENGINE_ARGUMENTS[kind] | arguments
     if kv_transfer_config is not None:

@@ -1,40 +1,30 @@
 """An engine of two tensor-parallel ranks with a disk tier, as a process of its own.
 
-Each rank has a worker in another process, with its own host memory and its own segment files. What is on disk of one
-rank is damaged, and forged: zeros, with headers and checksums that are right.
+Each rank has a worker in another process, with its own host memory and its own segment files. What one rank has in host
+memory is damaged, and what it has on disk; that is also forged: zeros, with headers and checksums that are right.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import faults_process
 import restart_process
 from harness import Engine, running_engine
+from stored_records import records, segments
 
-from hybridkv.tiers.disk.format import RecordHeader, checksum, decode_record, encode_record
-from hybridkv.tiers.disk.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES, record_bytes
+from hybridkv.planner import GroupKind
+from hybridkv.tiers import Slot
+from hybridkv.tiers.disk.format import checksum, encode_record
+from hybridkv.tiers.disk.layout import PAGE_BYTES
 from hybridkv.tiers.stack import Breaker
 from hybridkv.tiers.stack.moves import MoveResult
 
 RANKS = 2
-
-
-def records(segment: Path) -> Iterator[tuple[int, RecordHeader]]:
-    """Where each record of a segment file begins, and its header."""
-    data = segment.read_bytes()
-    offset = SEGMENT_HEAD_BYTES
-    while (header := decode_record(data[offset : offset + PAGE_BYTES])) is not None:
-        yield offset, header
-        offset += record_bytes(header.payload_bytes)
-
-
-def segments(cache: Path, rank: int) -> list[Path]:
-    return sorted(cache.glob(f"*/rank-{rank}/segment-*"))
+FAILURES = "vllm:hybridkv_load_failures,"
 
 
 def damage(cache: Path, rank: int) -> None:
@@ -62,7 +52,69 @@ def forge(cache: Path, rank: int) -> None:
                 file.write(zeros)
 
 
-def life(engine: Engine, kind: str, forgets_host_memory: bool = False) -> dict[str, Any]:
+def flip_in_host_memory(worker: Any, rank: int, slot: Slot) -> bool:
+    """Runs in each worker: one bit of a chunk, on one rank alone."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if worker.rank != rank:
+        return False
+    get_kv_transfer_group()._worker._arena.views(slot)[-1][-1] ^= 1
+    return True
+
+
+class Loads:
+    """What the scheduler has the workers load, and what it hears of it.
+
+    Attributes:
+        plans: of each request in the order in which they were asked for, its loads: the key and group of each chunk.
+        failed: requests whose load was reported as failed.
+        blamed: of each of them, how many failures the workers gave, by reason.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.plans: dict[str, list[list[tuple[int, bytes]]]] = {}
+        self.failed: list[str] = []
+        self.blamed: list[str] = []
+        scheduler = engine.connector._scheduler
+        plan_step, on_output = scheduler.plan_step, scheduler.on_output
+
+        def planning(*arguments: Any) -> Any:
+            plan = plan_step(*arguments)
+            for load in plan.loads:
+                moves = [(move.group_index, move.key) for move in load.moves]
+                self.plans.setdefault(load.request_id, []).append(moves)
+            return plan
+
+        def hearing(output: Any) -> None:
+            self.failed += sorted(output.failed_recving or ())
+            failures = getattr(output.kv_connector_worker_meta, "load_failures", {})
+            self.blamed += [failure.reason for request in failures.values() for failure in request]
+            on_output(output)
+
+        scheduler.plan_step, scheduler.on_output = planning, hearing
+
+    def forget(self) -> None:
+        self.plans.clear()
+        self.failed.clear()
+        self.blamed.clear()
+
+
+def damage_host_memory(engine: Engine, key: bytes, rank: int) -> None:
+    """One bit of a chunk on a rank."""
+    near = engine.connector._scheduler._stack.near
+    slot = near.pin(key)
+    near.unpin(key)
+    flipped = engine.core.model_executor.collective_rpc(flip_in_host_memory, args=(rank, slot))
+    assert sorted(flipped) == [False] * (RANKS - 1) + [True]
+
+
+def first_full_chunk(engine: Engine, plan: list[tuple[int, bytes]]) -> bytes:
+    """Without it there is no boundary at which a request could resume."""
+    groups = engine.connector._scheduler._layout.spec.groups
+    return next(key for group, key in plan if groups[group].kind is GroupKind.FULL)
+
+
+def life(engine: Engine, kind: str, loads: Loads, forgets_host_memory: bool = False) -> dict[str, Any]:
     """The prompts again, after the engine has forgotten its own blocks."""
     stack = engine.connector._scheduler._stack
     stack._breaker = Breaker()
@@ -70,13 +122,23 @@ def life(engine: Engine, kind: str, forgets_host_memory: bool = False) -> dict[s
     if forgets_host_memory:
         stack.near.clear()
     faults_process.COUNTED.clear()
-    results = restart_process.run(engine, kind, drain=True)
+    loads.forget()
+    before = engine.counters()
+    results = restart_process.run(engine, restart_process.prompts(kind), drain=True)
     stack.take_counts()
     counted = faults_process.COUNTED
     return {
         "results": results,
         "promoted": sum(counts.promotions.get(MoveResult.DONE, 0) for counts in counted),
         "failures": sum(sum(counts.failures.values()) for counts in counted),
+        "loads": [len(plans) for plans in loads.plans.values()],
+        "failed_loads": len(loads.failed),
+        "blamed": loads.blamed.copy(),
+        "counted": {
+            series.partition(",reason=")[2]: value - before.get(series, 0.0)
+            for series, value in engine.counters().items()
+            if series.startswith(FAILURES) and value != before.get(series, 0.0)
+        },
     }
 
 
@@ -99,20 +161,31 @@ def main() -> None:
             # Three processes that spin while they wait share the machine: a step may take long, and nothing here is
             # about time.
             "load_timeout_seconds": 300,
+            "load": "async",
         },
     }
     faults_process.count()
-    parallel = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
-    with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config, **parallel) as engine:
-        lives = {"cold": life(engine, chosen.kind), "near": life(engine, chosen.kind)}
-        lives["far"] = life(engine, chosen.kind, forgets_host_memory=True)
+    parallel: dict[str, Any] = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
+    with running_engine(
+        chosen.kind, chosen.directory, kv_transfer_config=config, disable_log_stats=False, **parallel
+    ) as engine:
+        stack, loads = engine.connector._scheduler._stack, Loads(engine)
+        lives = {"cold": life(engine, chosen.kind, loads), "near": life(engine, chosen.kind, loads)}
+        [first_load] = next(iter(loads.plans.values()))
+        key = first_full_chunk(engine, first_load)
+        damage_host_memory(engine, key, rank=1)
+        lives["torn, whole on disk"] = life(engine, chosen.kind, loads)
+        damage_host_memory(engine, key, rank=1)
+        stack.far.invalidate(key)
+        lives["torn"] = life(engine, chosen.kind, loads)
+        lives["far"] = life(engine, chosen.kind, loads, forgets_host_memory=True)
         damage(cache, rank=1)
-        lives["damaged"] = life(engine, chosen.kind, forgets_host_memory=True)
+        lives["damaged"] = life(engine, chosen.kind, loads, forgets_host_memory=True)
         # What failed is computed and stored again; what the open breaker kept from being tried fails once more.
         for _ in range(restart_process.NUM_PROMPTS):
-            lives["mended"] = life(engine, chosen.kind, forgets_host_memory=True)
+            lives["mended"] = life(engine, chosen.kind, loads, forgets_host_memory=True)
         forge(cache, rank=1)
-        lives["forged"] = life(engine, chosen.kind, forgets_host_memory=True)
+        lives["forged"] = life(engine, chosen.kind, loads, forgets_host_memory=True)
         chosen.output.write_text(json.dumps(lives))
 
 

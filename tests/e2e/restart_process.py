@@ -11,29 +11,36 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Engine, exact_prompt_lengths, make_prompt, running_engine
+from harness import Engine, Result, exact_prompt_lengths, make_prompt, running_engine
 
 NUM_PROMPTS = 3
 
 
-def prompts(kind: str) -> list[list[int]]:
-    return [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(kind, NUM_PROMPTS))]
+def prompts(kind: str, count: int = NUM_PROMPTS, first_seed: int = 0) -> list[list[int]]:
+    lengths = exact_prompt_lengths(kind, count)
+    return [make_prompt(length, seed=seed) for seed, length in enumerate(lengths, first_seed)]
 
 
-def run(engine: Engine, kind: str, drain: bool) -> list[dict[str, Any]]:
+def run(engine: Engine, prompts: Sequence[Sequence[int]], drain: bool) -> list[dict[str, Any]]:
+    """What each prompt gave, one after the other."""
     results = []
-    for prompt in prompts(kind):
+    for prompt in prompts:
         request_id = engine.add(prompt)
         engine.run()
         if drain:
             engine.drain()
-        result = engine.result(request_id)
-        logprobs = [{str(token): value.hex() for token, value in step.items()} for step in result.logprobs]
-        results.append({"tokens": result.token_ids, "logprobs": logprobs, "cached": result.num_cached_tokens})
+        results.append(as_json(engine.result(request_id)))
     return results
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """A result that survives being written down, to the last digit."""
+    logprobs = [{str(token): value.hex() for token, value in step.items()} for step in result.logprobs]
+    return {"tokens": result.token_ids, "logprobs": logprobs, "cached": result.num_cached_tokens}
 
 
 def main() -> None:
@@ -43,6 +50,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--end", choices=["clean", "killed", "killed-early"], required=True)
     parser.add_argument("--dtype")
+    parser.add_argument("--weights-seed", type=int, default=0)
     chosen = parser.parse_args()
     tiers = [
         {"type": "ram", "capacity": "64MiB"},
@@ -56,8 +64,9 @@ def main() -> None:
     }
     arguments = {"dtype": chosen.dtype} if chosen.dtype else {}
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
+    arguments["weights_seed"] = chosen.weights_seed
     with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config, **arguments) as engine:
-        results = run(engine, chosen.kind, drain=chosen.end != "killed-early")
+        results = run(engine, prompts(chosen.kind), drain=chosen.end != "killed-early")
         chosen.output.write_text(json.dumps(results))
         if chosen.end != "clean":
             sys.stderr.flush()

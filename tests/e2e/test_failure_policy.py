@@ -2,21 +2,73 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import faults_process
+import harness
 import pytest
 from audit import Audit
 from harness import Engine, exact_prompt_lengths, make_prompt
 
+from hybridkv.tiers import FailureReason
+from hybridkv.tiers.faults import Fail, Operation, Rule
+
 
 @pytest.fixture(scope="module")
-def kv_transfer_config() -> dict[str, Any]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.scratch_directory(tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def kv_transfer_config(directory: Path) -> dict[str, Any]:
+    tiers = [
+        {"type": "ram", "capacity": "512MiB"},
+        {"type": "disk", "path": str(directory / "cache"), "capacity": "1GiB"},
+    ]
     return {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "512MiB"}]},
+        "kv_connector_extra_config": {"tiers": tiers},
     }
+
+
+class Lines(logging.Filter):
+    """What was said. Not a handler, because vLLM sets up logging anew when an engine starts, which takes those away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.lines.append(record.getMessage())
+        return True
+
+
+@pytest.fixture(scope="module")
+def said() -> Iterator[list[str]]:
+    """Lines of the connector, from before the engine starts."""
+    logger, lines = logging.getLogger("vllm.hybridkv"), Lines()
+    logger.addFilter(lines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+        yield lines.lines
+    logger.removeFilter(lines)
+
+
+@pytest.fixture(scope="module")
+def engine(said: list[str], kind: str, kv_transfer_config: dict[str, Any], directory: Path) -> Iterator[Engine]:
+    faults_process.inject_below_the_tier()
+    with harness.running_engine(kind, directory, kv_transfer_config=kv_transfer_config) as running:
+        yield running
+
+
+def test_start_up_says_which_policy_is_set(engine: Engine, said: list[str]) -> None:
+    (line,) = [line for line in said if "kv_load_failure_policy" in line]
+    assert "kv_load_failure_policy fail; " in line
 
 
 def test_a_failed_load_ends_its_request_with_an_error_and_no_other(engine: Engine, audit: Audit, kind: str) -> None:
@@ -36,3 +88,17 @@ def test_a_failed_load_ends_its_request_with_an_error_and_no_other(engine: Engin
     # What was to blame is gone, so the same request again is computed or restored, and right.
     again = engine.generate([damaged])[0]
     assert again.same_output(cold[0])
+
+
+def test_a_read_of_the_disk_that_fails_is_no_failed_load(engine: Engine, audit: Audit, kind: str) -> None:
+    """It fails before the engine has given the request a block, so there is nothing that could end in an error."""
+    prompt = make_prompt(exact_prompt_lengths(kind, 1)[0], seed=3)
+    cold = engine.generate([prompt])[0]
+    stack = engine.connector._scheduler._stack
+    engine.reset_prefix_cache()
+    stack.near.clear()
+    faults_process.plan(Rule(Operation.LOAD, Fail(FailureReason.IO)))
+    warm = engine.generate([prompt])[0]
+    faults_process.plan()
+    assert warm.same_output(cold) and warm.finish_reason == cold.finish_reason != "error"
+    assert warm.num_cached_tokens == 0 and audit.loads == []

@@ -63,18 +63,6 @@ def one_by_one(engine: Engine, prompts: list[list[int]]) -> list[harness.Result]
     return [engine.generate([prompt])[0] for prompt in prompts]
 
 
-def counted(engine: Engine) -> dict[str, float]:
-    """Series of the engine's /metrics: name and labels besides the engine's own, to value."""
-    from vllm.v1.metrics.reader import Counter, Gauge
-
-    series = {}
-    for metric in engine.llm.get_metrics():
-        if isinstance(metric, Counter | Gauge):
-            labels = [f"{k}={v}" for k, v in sorted(metric.labels.items()) if k not in ("engine", "model_name")]
-            series[",".join([metric.name, *labels])] = float(metric.value)
-    return series
-
-
 class Selections:
     """What the choice counted, as it leaves the scheduler."""
 
@@ -108,7 +96,7 @@ def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(dir
         selections = Selections(engine)
         audits = [Audit(engine, child).attach() for child in (0, 1)]
         prompts = make_prompts()
-        before = counted(engine)
+        before = engine.counters()
         cold = one_by_one(engine, prompts)
         local = one_by_one(engine, prompts)
         engine.reset_prefix_cache()
@@ -124,7 +112,7 @@ def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(dir
         assert (selections.of(passed).hits, selections.of(passed).passed_over) == (0, 3)
         assert selections.of(name).load_bytes > 0 and selections.of(name).load_seconds > 0
 
-        shown = {series: value - before.get(series, 0.0) for series, value in counted(engine).items()}
+        shown = {series: value - before.get(series, 0.0) for series, value in engine.counters().items()}
         assert shown[f"vllm:kv_connector_mc_hit_tokens,connector={name}"] == sum(restorable)
         assert shown[f"vllm:kv_connector_mc_hits,connector={passed}"] == 0
         assert shown[f"vllm:kv_connector_mc_queries,connector={passed}"] == selections.of(passed).queries == 9
@@ -203,11 +191,11 @@ def test_below_vllms_own_multi_connector_the_offload_connector_works_and_its_sta
     with running(directory, *children, name="MultiConnector", disable_log_stats=False) as engine:
         audit = Audit(engine, 1).attach()
         prompts = make_prompts()
-        before = counted(engine)
+        before = engine.counters()
         cold = one_by_one(engine, prompts)
         engine.reset_prefix_cache()
         require_same(audit, cold, one_by_one(engine, prompts))
-        after = counted(engine)
+        after = engine.counters()
         assert after["vllm:hybridkv_hit_tokens"] - before.get("vllm:hybridkv_hit_tokens", 0) == audit.restored_tokens
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks_process
 from harness import scratch_directory
+from stored_records import segments
 
 START_S = 600
 
@@ -30,7 +31,7 @@ def lives(kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     )
     assert process.returncode == 0, process.stdout.decode(errors="replace")
     for rank in range(ranks_process.RANKS):
-        assert ranks_process.segments(directory / "cache", rank), f"rank {rank} has files of its own"
+        assert segments(directory / "cache", rank), f"rank {rank} has files of its own"
     result: dict[str, Any] = json.loads(output.read_text())
     return result
 
@@ -47,6 +48,31 @@ def test_host_memory_serves_both_ranks(lives: dict[str, Any]) -> None:
     assert cached(lives["cold"]) == [0, 0, 0] and min(cached(lives["near"])) > 0
     assert outputs(lives["near"]) == outputs(lives["cold"])
     assert lives["near"]["promoted"] == 0
+
+
+def test_a_load_that_fails_on_one_rank_alone_is_computed_again_on_both(lives: dict[str, Any]) -> None:
+    """A flipped bit in one rank's host memory, of a chunk that nothing else holds and no boundary can do without."""
+    torn = lives["torn"]
+    assert outputs(torn) == outputs(lives["cold"])
+    assert torn["failed_loads"] == 1 and torn["blamed"] == ["checksum"], "one request, for one chunk of one rank"
+    assert torn["counted"] == {"checksum": 1.0}
+    assert cached(torn) == [0, *cached(lives["near"])[1:]]
+    assert torn["loads"] == [1, 1, 1], "what failed is not tried again"
+
+
+def test_a_load_that_fails_on_one_rank_alone_is_tried_again_from_what_is_whole(lives: dict[str, Any]) -> None:
+    torn = lives["torn, whole on disk"]
+    assert outputs(torn) == outputs(lives["cold"])
+    assert torn["failed_loads"] == 1 and torn["blamed"] == ["checksum"]
+    assert torn["counted"] == {"checksum": 1.0}
+    assert cached(torn) == cached(lives["near"])
+    assert torn["loads"] == [2, 1, 1] and torn["promoted"] == 1
+
+
+def test_loads_that_succeed_count_no_failure(lives: dict[str, Any]) -> None:
+    for name in ("near", "far", "mended", "forged"):
+        assert (lives[name]["failed_loads"], lives[name]["blamed"], lives[name]["counted"]) == (0, [], {})
+        assert lives[name]["loads"] == [1, 1, 1]
 
 
 def test_the_disk_serves_both_ranks(lives: dict[str, Any]) -> None:

@@ -78,13 +78,23 @@ def test_a_new_process_hits_what_is_on_disk(lives: list[Life], number: int, kind
         assert len(prompt) - 256 <= cached < len(prompt)
 
 
-def test_another_dtype_in_the_same_directory_misses_and_says_why(lives: list[Life], kind: str, directory: Path) -> None:
-    if kind == "qwen3-next":
-        pytest.skip("this model runs in bfloat16 alone")
-    other = live(kind, directory, "clean", "--dtype", "bfloat16")
-    assert other.cached == [0, 0, 0]
-    (line,) = [line for line in other.log.splitlines() if "holds no cache for this engine" in line]
-    assert "dtype" in line
+def test_every_process_says_which_failure_policy_is_set(lives: list[Life]) -> None:
+    for life in lives:
+        assert life.log.count("kv_load_failure_policy recompute; ") == 1
+
+
+def test_another_dtype_or_model_in_the_same_directory_misses_and_says_why(
+    lives: list[Life], kind: str, directory: Path
+) -> None:
+    """Another training of the same model for the one that runs in a single dtype."""
+    other, difference = ("--weights-seed", "1"), "weights"
+    if kind != "qwen3-next":
+        other, difference = ("--dtype", "bfloat16"), "dtype"
+    life = live(kind, directory, "clean", *other)
+    assert life.cached == [0, 0, 0]
+    assert life.outputs != lives[0].outputs
+    (line,) = [line for line in life.log.splitlines() if "holds no cache for this engine" in line]
+    assert difference in line.partition("the nearest differs: ")[2]
 
 
 def test_a_flipped_bit_on_disk_is_a_recompute(lives: list[Life], kind: str, directory: Path) -> None:
