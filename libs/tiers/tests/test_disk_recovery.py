@@ -11,8 +11,9 @@ import pytest
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot, Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.disk.layout import number_of
+from hybridkv.tiers.disk.recovery import SCAN_THREADS
 
 RANKS = {"tensor_parallel_size": 2}
 OPTIONS = disk_store.options_for(8 * 8192, num_ranks=2, max_quarantined=16)
@@ -169,6 +170,26 @@ def test_without_its_snapshot_a_store_reads_its_segments(tmp_path: Path, damage:
     else:
         disk_store.flip(snapshot, 8 if damage == "of another version" else 60)
     assert offered(path) == {key: chunk(key) for key in (b"a", b"b")}
+
+
+def test_segments_that_are_read_side_by_side_are_found_in_their_order(tmp_path: Path) -> None:
+    options = DiskOptions(capacity_bytes=4 << 20, segment_bytes=8192 + 5 * 8192, fsync=Fsync.NONE)
+    index, medium = (make(tmp_path / "store", options) for make in (disk_store.make_index, disk_store.make_medium))
+    keys = [b"%d" % number for number in range(10 * SCAN_THREADS)]
+    for key in keys:
+        assert disk_store.store(index, medium, key, chunk(key))
+    assert len({number_of(record.address) for record in index._records.by_key.values()}) > SCAN_THREADS
+    medium.close()
+    index.close()
+    (snapshot,) = (tmp_path / "store").rglob("snapshot")
+    snapshot.unlink()
+    index, medium = (make(tmp_path / "store", options) for make in (disk_store.make_index, disk_store.make_medium))
+    assert list(index._records.by_key) == keys
+    for key in keys:
+        loaded = disk_store.load(index, medium, key)
+        assert loaded is not None and loaded == (loaded[0], chunk(key)) and loaded[0].failure is None
+    medium.close()
+    index.close()
 
 
 def test_segments_and_records_of_another_version_are_a_miss(tmp_path: Path) -> None:

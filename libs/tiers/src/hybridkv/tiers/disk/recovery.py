@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -45,8 +46,8 @@ logger = logging.getLogger(__name__)
 SEARCH_BYTES = 1 << 18
 """Read at once while looking for the next record behind a place where none is."""
 SCAN_THREADS = 8
-"""Segments that are read side by side: where a record begins is known when the one before was read, so one reader
-would wait for the device most of the time."""
+"""Segments that are read side by side where there are more: where a record begins is known when the one before was
+read, so one reader would wait for the device most of the time."""
 EPOCHS_AHEAD = 1 << 32
 """Where the epoch is lost beside a segment of an unknown one: further than anybody ever clears a cache."""
 _MAGIC_NUMBER = np.frombuffer(RECORD_MAGIC, "<u8")[0]
@@ -182,11 +183,15 @@ def _named(saved: snapshot.Snapshot, segments: list[FoundSegment]) -> dict[Key, 
 
 def _scan(namespace: Namespace, segments: list[FoundSegment], known: set[int]) -> Iterator[list[FoundRecord]]:
     """The records of each segment, in the order of the segments."""
+    scan = partial(_scan_segment, namespace, known)
+    if len(segments) <= SCAN_THREADS:
+        yield from map(scan, segments)
+        return
     with ThreadPoolExecutor(SCAN_THREADS, "hybridkv-scan") as pool:
-        yield from pool.map(lambda segment: _scan_segment(namespace, segment, known), segments)
+        yield from pool.map(scan, segments)
 
 
-def _scan_segment(namespace: Namespace, segment: FoundSegment, known: set[int]) -> list[FoundRecord]:
+def _scan_segment(namespace: Namespace, known: set[int], segment: FoundSegment) -> list[FoundRecord]:
     """The records that every rank has at the same address."""
     common: dict[FoundRecord, None] | None = None
     for rank, directory in enumerate(namespace.ranks):
