@@ -120,6 +120,12 @@ def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
     return lambda request_id: tables[request_id]
 
 
+def reads_no_cache(request: Any) -> bool:
+    """Whether a request computes all its tokens whatever is cached (prompt log-probabilities, pooling). The engine asks
+    a connector all the same, and does not take its answer; vLLM 0.30 takes it, and returns less than was asked for."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
 def extra_hash_bytes(request: Any, start: int, end: int) -> bytes:
     """What tells tokens apart besides their ids: adapter, cache salt, multimodal input."""
     import msgspec

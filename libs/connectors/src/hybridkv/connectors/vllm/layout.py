@@ -99,9 +99,7 @@ def resolve_layout(
             )
         )
     if not fingerprints:
-        raise ConfigurationError(
-            "kv_cache_groups", "a group that can be stored", "none", "this model keeps no reusable KV cache"
-        )
+        raise no_stored_group()
     cache = CacheSpec(tuple(specs), _chunk(specs, chunk_tokens, vllm_config.model_config.max_model_len))
     fingerprint = _fingerprint(vllm_config, kv_cache_config, cache.chunk_tokens, tuple(fingerprints))
     return CacheLayout(
@@ -110,6 +108,13 @@ def resolve_layout(
         keys=ChunkKeys(fingerprint, compat.hash_block_tokens(vllm_config, kv_cache_config)),
         reuses_hashes=vllm_config.cache_config.prefix_caching_hash_algo in compat.STABLE_HASHES,
         world_size=vllm_config.parallel_config.world_size,
+    )
+
+
+def no_stored_group() -> ConfigurationError:
+    """The error for a model of which nothing can be stored."""
+    return ConfigurationError(
+        "kv_cache_groups", "a group that can be stored", "none", "this model keeps no reusable KV cache"
     )
 
 
