@@ -93,6 +93,12 @@ def unpadded_page_bytes(spec: Any) -> int:
     return int(spec.page_size_bytes)
 
 
+def heads_before_layers(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a block holds heads and each head all layers (BHLNC), so that a layer's page lies in pieces. The engine
+    allows that where all pages are of one size."""
+    return getattr(kv_cache_config, "kv_cache_layout", None) == "BHLNC"
+
+
 def conv_state_layout() -> str:
     """How recurrent layers lay out their convolution state: it differs between connectors unless the user sets it."""
     try:
