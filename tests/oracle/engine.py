@@ -153,9 +153,7 @@ class OracleEngine:
 
         connector.update_state_after_alloc = update_state_after_alloc  # type: ignore[method-assign]
 
-    def submit(
-        self, request_id: str, prompt: Sequence[int], num_outputs: int, *, reads_no_cache: bool = False
-    ) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], num_outputs: int, *, reads_no_cache: bool = False) -> None:
         """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted."""
         key = (tuple(prompt), num_outputs)
         transcript = self._prompts.get(key)

@@ -186,5 +186,5 @@ HEADS_BEFORE_LAYERS: Final = Mix(
     ),
     layout="BHLNC",
 )
-"""Blocks that hold heads, and each head all layers: a layer's page lies in pieces. One page size, as vLLM wants there."""
+"""Blocks that hold heads, and each head all layers: a layer's page lies in pieces. vLLM wants one page size there."""
 NAMED: Final = (QWEN3_NEXT, GEMMA3, GPT_OSS, DEEPSEEK_V4, LLAMA4)

@@ -1,7 +1,8 @@
 """A chain of prefix hashes over token ids, for where the engine has no stable one of its own.
 
 Token ids become bytes in one pass over all the new ones, then each block costs one BLAKE3 call. It hashes nothing
-twice: a prompt that grew by a block costs a block, and a comparison of the tokens before it. (`array` turns a list into bytes three times as fast as numpy.)
+twice: a prompt that grew by a block costs a block, and a comparison of the tokens before it.
+(`array` turns a list into bytes three times as fast as numpy.)
 """
 
 import sys
