@@ -307,7 +307,7 @@ CATALOGUE = Catalogue(
             "queries_total",
             Kind.COUNTER,
             "requests",
-            "Admitted requests that the store was asked about: each a hit, a miss, passed over, unanswered or an error.",
+            "Admitted requests that the store was asked about: a hit, a miss, passed over, unanswered or an error.",
             "Requests",
         ),
         _of_child("hits_total", Kind.COUNTER, "requests", "Requests that the store was chosen to load.", "Requests"),
