@@ -231,7 +231,7 @@ def _layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
 
 
 def _layer_fingerprint(name: str, spec: KVCacheSpec, placement: KVCacheTensor | None) -> LayerFingerprint:
-    """Of one layer. `placement` says where its pages lie; None where that, for they lie in pieces, is not their size."""
+    """Of one layer. `placement` says where its pages lie; None where they lie in pieces: that is not their size."""
     dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", ""),)
     shapes = getattr(spec, "shapes", ())
     described = ",".join(str(dtype) for dtype in dtypes) + (f" {shapes}" if shapes else "")
