@@ -71,6 +71,21 @@ def test_without_the_manager_but_with_several_groups_children_without_them_are_r
 # Starting.
 
 
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+@pytest.mark.parametrize("child", [offload(), entry("RecordingConnector")], ids=["offload", "foreign"])
+def test_a_model_without_groups_is_refused_as_the_offload_connector_refuses_it(
+    role: KVConnectorRole, child: dict[str, Any]
+) -> None:
+    configs = configure(child)
+    configs.scheduler.kv_cache_groups = []
+    configs.worker.kv_cache_groups = []
+    with pytest.raises(ConfigurationError) as caught:
+        build(configs, role)
+    error = caught.value
+    assert (error.path, error.expected, error.got) == ("kv_cache_groups", "a group that can be stored", "none")
+    assert error.hint == "this model keeps no reusable KV cache"
+
+
 def test_a_child_that_is_not_registered_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(configure({"kv_connector": "HybridOfloadConnector"}))

@@ -81,6 +81,33 @@ def test_a_sound_configuration_starts_and_says_what_was_understood(
         assert words in line
 
 
+@pytest.mark.parametrize(
+    ("role", "words", "is_of_use_alone"),
+    [
+        ("kv_both", "kv_role kv_both, so it stores and loads;", True),
+        ("kv_producer", "kv_role kv_producer, so it stores only;", False),
+        ("kv_consumer", "kv_role kv_consumer, so it loads only;", False),
+    ],
+)
+def test_the_start_line_says_the_role_and_a_role_that_is_of_no_use_is_warned_of(
+    role: str, words: str, is_of_use_alone: bool, started: list[Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    logger = logging.getLogger("vllm.hybridkv")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "vllm.hybridkv")
+    disk = {"type": "disk", "path": str(tmp_path), "capacity": "64MiB"}
+    for tiers in ([RAM, disk], [RAM]):
+        caplog.clear()
+        connector = Connector(CONNECTOR, {"tiers": tiers}, role=role)
+        started.append(start(make_configs(GPT_OSS, EngineSettings(num_blocks=64, connector=connector))))
+        assert started[-1].stores_only is (role == "kv_producer")
+        assert any(words in record.getMessage() for record in caplog.records)
+        is_warned = any("is of no use" in record.getMessage() for record in caplog.records)
+        assert is_warned is (tiers == [RAM] and not is_of_use_alone)
+        started.pop().shutdown()
+    logger.removeHandler(caplog.handler)
+
+
 def test_an_unknown_key() -> None:
     error = refused(configure(GPT_OSS, {"tiers": [RAM], "chunk_token": 64}))
     assert error.path == "kv_connector_extra_config.chunk_token"

@@ -153,7 +153,7 @@ class OracleEngine:
 
         connector.update_state_after_alloc = update_state_after_alloc  # type: ignore[method-assign]
 
-    def submit(self, request_id: str, prompt: Sequence[int], num_outputs: int) -> None:
+    def submit(self, request_id: str, prompt: Sequence[int], num_outputs: int, *, reads_no_cache: bool = False) -> None:
         """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted."""
         key = (tuple(prompt), num_outputs)
         transcript = self._prompts.get(key)
@@ -162,7 +162,9 @@ class OracleEngine:
         self._transcripts[request_id] = transcript
         self._open.add(request_id)
         self._produced[request_id] = []
-        parameters = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
+        parameters = SamplingParams(
+            max_tokens=num_outputs, temperature=0.0, ignore_eos=True, skip_reading_prefix_cache=reads_no_cache
+        )
         request = Request(request_id, list(prompt), parameters, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
 

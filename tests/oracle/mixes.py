@@ -177,4 +177,14 @@ LLAMA4: Final = Mix(
         Group(Kind.FULL, 8, (Layers(2),)),
     ),
 )
+HEADS_BEFORE_LAYERS: Final = Mix(
+    "heads_before_layers",
+    (
+        Group(Kind.WINDOW, 8, (Layers(3, heads=2),), reach_tokens=12),
+        Group(Kind.FULL, 8, (Layers(3, heads=2),)),
+        Group(Kind.FULL, 16, (Layers(1, heads=1),)),
+    ),
+    layout="BHLNC",
+)
+"""Blocks that hold heads, and each head all layers: a layer's page lies in pieces. vLLM wants one page size there."""
 NAMED: Final = (QWEN3_NEXT, GEMMA3, GPT_OSS, DEEPSEEK_V4, LLAMA4)

@@ -40,6 +40,7 @@ class Connector:
     name: str
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     module_path: str | None = None
+    role: str = "kv_both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
         config.kv_transfer_config = KVTransferConfig(
             kv_connector=settings.connector.name,
             kv_connector_module_path=settings.connector.module_path,
-            kv_role="kv_both",
+            kv_role=settings.connector.role,
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=dict(settings.connector.extra_config),
         )

@@ -15,7 +15,7 @@ from hybridkv.planner import GroupKind, GroupSpec, Transfer, plan_load
 from hybridkv.tiers import TierCounts
 from hybridkv.tiers.ram import RamIndex
 from oracle.engine import OracleEngine
-from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix
+from oracle.mixes import GEMMA3, GPT_OSS, HEADS_BEFORE_LAYERS, NAMED, QWEN3_NEXT, Mix
 from oracle.profile import profile
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
@@ -70,6 +70,18 @@ def test_offload_never_corrupts_random_mixes(load: str) -> None:
 
     check()
     assert tally.with_restored > tally.scenarios // 8, tally
+
+
+def test_blocks_that_hold_heads_before_layers_are_stored_and_never_corrupt() -> None:
+    tally = Tally()
+
+    @profile(50)
+    @given(scenarios(HEADS_BEFORE_LAYERS, st.booleans()), _chunk_tokens(HEADS_BEFORE_LAYERS))
+    def check(scenario: Scenario, chunk_tokens: int | str) -> None:
+        tally.add(run(HEADS_BEFORE_LAYERS, with_connector(scenario, offload("async", chunk_tokens))))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 5, tally
 
 
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)

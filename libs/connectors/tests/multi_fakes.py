@@ -36,6 +36,7 @@ class FakeStore:
     tokens: Any = 0
     is_async: bool = True
     sources: dict[str, int] | None = None
+    stores_only: bool = False
     told: list[tuple[str, int]] = field(default_factory=list)
     asked: int = 0
 
@@ -53,7 +54,7 @@ class FakeStore:
 
 
 def new_request(name: str = "r", num_tokens: int = 160) -> Any:
-    return SimpleNamespace(request_id=name, num_tokens=num_tokens)
+    return SimpleNamespace(request_id=name, num_tokens=num_tokens, skip_reading_prefix_cache=False)
 
 
 def new_blocks(first_id: int = 1, count: int = 10) -> Any:

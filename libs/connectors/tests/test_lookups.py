@@ -257,6 +257,27 @@ def test_hashes_that_are_not_those_before_and_more_drop_what_was_kept() -> None:
     assert keys.kept(0)[0] == keys.kept(0)[1]
 
 
+changes = st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24), st.booleans(), spans), max_size=8)
+
+
+@settings(deadline=None)
+@given(changes)
+def test_keys_are_those_of_the_present_hashes_after_a_rollback_and_regrowth(
+    asked: list[tuple[int, int, bool, tuple[int, int]]],
+) -> None:
+    """The same list is cut and grows again, as the engine's own does, seen in between or not."""
+    layout, keys = make_keys(FULL)
+    chunk = layout.spec.chunk_tokens
+    hashes: list[bytes] = []
+    for number, (kept, new, is_seen, (first, stop)) in enumerate(asked):
+        del hashes[kept:]
+        hashes += chain(new, b"%d" % number) if new else []
+        known = len(hashes) * BLOCK // chunk
+        if is_seen and first < min(stop, known):
+            expected = [layout.key(0, hashes, (n + 1) * chunk) for n in range(first, min(stop, known))]
+            assert list(keys.follow(hashes).between(0, first, min(stop, known))) == expected
+
+
 @pytest.mark.parametrize("pending_is_miss", [False, True])
 def test_what_is_pending_is_held_unless_it_counts_as_a_miss(pending_is_miss: bool) -> None:
     layout, _, index = make_lookup(FULL, stored_chunks=10)

@@ -54,7 +54,7 @@ def test_one_that_needs_more_time_does_not_hold_up_the_others(place: int) -> Non
 
 @pytest.mark.parametrize("place", range(2))
 def test_one_that_stalls_delays_a_request_no_longer_than_the_timeout(place: int) -> None:
-    stores = [FakeStore(0), FakeStore(0)]
+    stores = [FakeStore(OSError("away")), FakeStore(OSError("away"))]
     stores[place].tokens = None
     bench = Bench(*stores, timeout_s=2.0)
     request = new_request()
@@ -66,7 +66,62 @@ def test_one_that_stalls_delays_a_request_no_longer_than_the_timeout(place: int)
     counts = bench.total(place)
     assert (counts.deferrals, counts.timeouts, counts.unanswered, counts.queries) == (2, 1, 1, 1)
     # The engine may ask once more before it has room: still no waiting.
+    assert bench.total(1 - place).errors == 1
+
+
+@pytest.mark.parametrize("place", range(2))
+def test_one_that_stalls_does_not_hold_up_a_request_of_which_another_has_said_that_it_has_nothing(place: int) -> None:
+    stores = [FakeStore(0), FakeStore(0)]
+    stores[place].tokens = None
+    bench = Bench(*stores)
+    assert bench.ask(new_request()) == 0
+    bench.clock.now_s += 5.0
+    bench.admit(new_request())
+    counts = bench.total(place)
+    assert (counts.deferrals, counts.timeouts, counts.unanswered, counts.queries) == (0, 0, 1, 1), "it did not wait"
     assert bench.total(1 - place).misses == 1
+
+
+def test_a_request_that_waited_goes_on_when_the_first_answers() -> None:
+    slow, slower = FakeStore(None), FakeStore(None)
+    bench = Bench(slow, slower)
+    request = new_request()
+    assert bench.ask(request) is None
+    slow.tokens = 0
+    assert bench.admit(request) is None
+    assert (bench.total(0).deferrals, bench.total(0).misses) == (1, 1)
+    assert (bench.total(1).deferrals, bench.total(1).unanswered, bench.total(1).timeouts) == (1, 1, 0)
+
+
+def test_what_is_waited_for_is_neither_who_failed_the_request_nor_who_only_stores() -> None:
+    stores = FakeStore(64), FakeStore(0), FakeStore(None, stores_only=True)
+    bench = Bench(*stores)
+    request = new_request()
+    assert bench.admit(request) == 0
+    bench.end_load(request, has_failed=True)
+    stores[1].tokens = None
+    assert bench.ask(request) is None
+    bench.clock.now_s += 1.0
+    assert bench.admit(request) is None
+    assert bench.total(1).timeouts == 1
+
+
+def test_who_only_stores_is_not_asked_and_not_counted_but_hears_of_the_request() -> None:
+    bench = Bench(FakeStore(64, stores_only=True), FakeStore(32))
+    assert bench.admit(new_request()) == 1
+    assert bench.stores[0].asked == 0 and bench.stores[0].told == [("r", 0)]
+    assert bench.total(0).queries == 0 and bench.total(1).queries == 1
+
+
+@pytest.mark.parametrize("answer", [64, 0, None])
+def test_a_request_that_reads_no_cache_asks_nobody_waits_for_nobody_and_is_not_counted(answer: int | None) -> None:
+    bench = Bench(FakeStore(answer), FakeStore(32))
+    request = new_request()
+    request.skip_reading_prefix_cache = True
+    assert bench.admit(request) is None
+    assert [store.asked for store in bench.stores] == [0, 0]
+    assert [store.told for store in bench.stores] == [[("r", 0)], [("r", 0)]]
+    assert bench.selector.take_stats() is None or all(bench.total(place).queries == 0 for place in (0, 1))
 
 
 def test_after_its_time_a_request_does_not_wait_again_before_it_is_admitted() -> None:
@@ -84,7 +139,7 @@ def test_a_timeout_of_nothing_waits_for_nobody() -> None:
 
 
 def test_a_child_whose_answer_changes_is_taken_at_its_last_word() -> None:
-    first, second = FakeStore(None), FakeStore(0)
+    first, second = FakeStore(None), FakeStore(None)
     bench = Bench(first, second)
     request = new_request()
     assert bench.ask(request) is None
@@ -115,7 +170,9 @@ def test_a_failed_load_bars_its_child_for_that_request_alone() -> None:
     assert bench.admit(request) == 0
     bench.end_load(request, has_failed=True)
     assert bench.admit(request) == 1
-    assert bench.total(0).failures == 1 and bench.total(0).errors == 1
+    counts = bench.total(0)
+    assert (counts.failures, counts.queries, counts.errors) == (1, 1, 0), "it was asked before its load failed alone"
+    assert bench.total(1).queries == 2
     bench.end_load(request)
     bench.selector.plan_step(scheduled([request], 1))
     assert bench.admit(other) == 0

@@ -55,7 +55,7 @@ def test_a_prefix_hashes_alike_however_it_grows(tokens: list[int], cuts: list[in
 
 
 @given(TOKENS, st.integers(0, 40), st.integers(1, 7))
-def test_growing_reads_only_the_new_blocks(tokens: list[int], cut: int, block: int) -> None:
+def test_growing_from_known_tokens_reads_only_the_new_blocks(tokens: list[int], cut: int, block: int) -> None:
     class Tokens(list[int]):
         def __getitem__(self, index: slice) -> list[int]:  # type: ignore[override]
             seen.extend(range(*index.indices(len(self))))
@@ -64,7 +64,7 @@ def test_growing_reads_only_the_new_blocks(tokens: list[int], cut: int, block: i
     seen: list[int] = []
     growing = TokenHashes(block)
     growing.upto(Tokens(tokens[:cut]))
-    growing.upto(Tokens(tokens))
+    growing.upto(Tokens(tokens), unchanged_tokens=cut)
     assert seen == list(range(len(tokens) // block * block))
 
 

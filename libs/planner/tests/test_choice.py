@@ -48,7 +48,7 @@ def test_the_choice_is_the_first_of_the_best_scores(case: tuple[list[Answer], li
     if max(scores, default=0.0) > 0:
         best = scores.index(max(scores))
         assert choice == Take(best, given_answers[best])
-    elif may_wait and None in given_answers:
+    elif may_wait and {type(answer) for answer in given_answers} - {Unusable} == {type(None)}:
         assert choice == Wait(tuple(child for child, answer in enumerate(given_answers) if answer is None))
     else:
         assert choice == Pass()
@@ -87,12 +87,32 @@ def test_one_that_needs_more_time_holds_up_nobody_who_has_tokens(place: int) -> 
     assert choose(given_answers, [1.0] * 3) == Take(0 if place else 1, 64)
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_one_that_needs_more_time_is_waited_for_only_while_nobody_has_tokens_and_there_is_time(place: int) -> None:
-    given_answers: list[Answer] = [0, Unusable.RAISED, Unusable.BARRED]
+@pytest.mark.parametrize("place", range(4))
+def test_one_that_needs_more_time_is_waited_for_while_all_others_are_of_no_use_and_there_is_time(place: int) -> None:
+    given_answers: list[Answer] = [*Unusable]
     given_answers.insert(place, None)
     assert choose(given_answers, [1.0] * 4) == Wait((place,))
     assert choose(given_answers, [1.0] * 4, may_wait=False) == Pass()
+
+
+@pytest.mark.parametrize("nothing", [0, -1])
+@pytest.mark.parametrize("place", range(3))
+def test_one_that_needs_more_time_holds_up_nobody_who_has_nothing(place: int, nothing: int) -> None:
+    given_answers: list[Answer] = [nothing, Unusable.BARRED]
+    given_answers.insert(place, None)
+    assert choose(given_answers, [1.0] * 3) == Pass()
+
+
+@given(cases())
+def test_the_choice_is_to_wait_only_while_every_store_of_use_needs_more_time(
+    case: tuple[list[Answer], list[Weight], Rates, bool],
+) -> None:
+    given_answers, weights, rates, may_wait = case
+    choice = choose(given_answers, weights, rates, may_wait=may_wait)
+    usable = [child for child, answer in enumerate(given_answers) if not isinstance(answer, Unusable)]
+    if isinstance(choice, Wait):
+        assert may_wait and usable and list(choice.children) == usable
+        assert all(given_answers[child] is None for child in usable)
 
 
 def test_a_weight_outweighs_a_longer_hit() -> None:
@@ -104,7 +124,7 @@ def test_a_hit_that_is_slower_than_computing_is_not_taken() -> None:
     rates = Rates((0.002, None), prefill_seconds_per_token=0.001)
     assert choose([1000], [AUTO], rates) == Pass()
     assert choose([1000, 10], [AUTO, AUTO], rates) == Take(1, 10)
-    assert choose([1000, None], [AUTO, 1.0], rates) == Wait((1,))
+    assert choose([1000, None], [AUTO, 1.0], rates) == Pass()
 
 
 def test_learned_stores_are_ordered_by_saved_minus_load_seconds() -> None:
@@ -120,7 +140,8 @@ def test_what_is_not_known_yet_is_tried() -> None:
 
 def test_an_answer_may_change_between_calls() -> None:
     weights = [1.0, 1.0]
-    assert choose([None, 0], weights) == Wait((0,))
+    assert choose([None, None], weights) == Wait((0, 1))
+    assert choose([None, 0], weights) == Pass()
     assert choose([128, 0], weights) == Take(0, 128)
     assert choose([0, 64], weights) == Take(1, 64)
     assert choose([0, 0], weights) == Pass()

@@ -54,7 +54,8 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
     inside = [dim for dim in rest if num_blocks == 1 or dim[1] < block_stride]
     if inside and not layer.interleaved:
         raise LayoutError(
-            f"{layer.name}: the bytes of a block are not contiguous: shape {tensor.shape}, stride {tensor.strides}"
+            f"{layer.name}: the bytes of a block are not contiguous: shape {tensor.shape}, stride {tensor.strides}; "
+            "where other layers' bytes lie between them (BHLNC), say interleaved"
         )
     run, rest = _dense_end(_as_if_not_split(layer, tensor, num_blocks, inner))
     if np.prod([size for size, _ in rest], dtype=object) > MAX_REGIONS:

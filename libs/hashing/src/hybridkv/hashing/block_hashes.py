@@ -4,8 +4,11 @@ The values are those of the engine's own chain when they are given its hash func
 that the engine may not have. `RequestBlockHashList` is one granularity; `HybridChunkBlockHashList` joins several.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, overload
+
+from hybridkv.hashing.hashed_tokens import HashedTokens
 
 HashFunction = Callable[[Any], bytes]
 _Hash_co = TypeVar("_Hash_co", covariant=True)
@@ -23,9 +26,14 @@ class HashedRequest(Protocol):
 
 
 class _LazyHashes(Sequence[_Hash_co]):
-    """Indexes and slices over `__len__` and `_at(index)`."""
+    """Indexes and slices over `__len__`, `_follow()` and `_at(index)`. What is read whole follows the request once."""
+
+    def _follow(self) -> None:
+        """Forgets what is not of the request's present tokens."""
+        raise NotImplementedError
 
     def _at(self, index: int) -> _Hash_co:
+        """A hash below the length, after `_follow`."""
         raise NotImplementedError
 
     @overload
@@ -36,11 +44,21 @@ class _LazyHashes(Sequence[_Hash_co]):
 
     def __getitem__(self, index: int | slice) -> _Hash_co | list[_Hash_co]:
         length = len(self)
+        self._follow()
         if isinstance(index, slice):
             return [self._at(i) for i in range(*index.indices(length))]
         if not -length <= index < length:
             raise IndexError(f"hash {index} of {length}")
         return self._at(index + length if index < 0 else index)
+
+    def __iter__(self) -> Iterator[_Hash_co]:
+        return iter(self[:])
+
+    def __reversed__(self) -> Iterator[_Hash_co]:
+        return iter(self[::-1])
+
+    def index(self, value: Any, start: int = 0, stop: int = sys.maxsize) -> int:
+        return self[:].index(value, start, stop)
 
 
 class RequestBlockHashList(_LazyHashes[bytes]):
@@ -48,7 +66,10 @@ class RequestBlockHashList(_LazyHashes[bytes]):
 
     Hash i is `hash_function((parent, token_ids, extra_keys))` of tokens [i * block_size, (i + 1) * block_size): the
     tuple that vLLM hashes. A block is hashed when an index at or past it is first read; the length follows the request.
-    Tokens that were hashed must not change; a request that lost tokens loses their hashes.
+
+    The request may lose tokens and get others in their place, seen here or not: every read compares the tokens that
+    were hashed with those of now, which costs some nanoseconds a token, so read many hashes by a slice. `extra_keys` of
+    a token that stayed must stay.
 
     Args:
         request: see `HashedRequest`.
@@ -70,12 +91,21 @@ class RequestBlockHashList(_LazyHashes[bytes]):
         self._hash = hash_function
         self._root = root_hash
         self._hashes: list[bytes] = []
+        self._hashed = HashedTokens(block_size)
 
     def __len__(self) -> int:
-        full = self._request.num_tokens // self.block_size
+        return self._request.num_tokens // self.block_size
+
+    @property
+    def num_hashed(self) -> int:
+        """Blocks whose hashes are kept."""
+        return len(self._hashes)
+
+    def _follow(self) -> None:
+        full = min(len(self), self._hashed.unchanged_blocks(self._request.all_token_ids))
         if full < len(self._hashes):
             del self._hashes[full:]
-        return full
+            self._hashed.cut(full)
 
     def _at(self, index: int) -> bytes:
         hashes = self._hashes
@@ -91,8 +121,10 @@ class RequestBlockHashList(_LazyHashes[bytes]):
         for start in range(len(hashes) * size, length * size, size):
             end = start + size
             extra = None if extra_keys is None else extra_keys(start, end)
-            parent = hash_function((parent, tuple(token_ids[start:end]), extra))
+            block = tuple(token_ids[start:end])
+            parent = hash_function((parent, block, extra))
             hashes.append(parent)
+            self._hashed.add(block)
 
 
 class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
@@ -105,6 +137,7 @@ class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
 
     Chunks of one prefix that end within the same block of every group have the same hash: they cover the same tokens.
     Nothing is hashed twice, in whatever order chunks are read; groups of one block size share their block hashes.
+    Tokens may be lost and others come in their place, as with `RequestBlockHashList`.
 
     Args:
         request: see `HashedRequest`.
@@ -141,20 +174,18 @@ class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
         """Hashes of the chunks from the first hashable one on, without a gap."""
         self._ahead: dict[int, bytes] = {}
         """Hashes of chunks beyond that, which were asked for out of order. Only chunks that bring a block are here."""
-        self._length = 0
 
     def __len__(self) -> int:
-        full = self._request.num_tokens // self.logical_chunk_size
-        if full < self._length:
-            self._forget_from(full)
-        self._length = full
-        return full
+        return self._request.num_tokens // self.logical_chunk_size
 
-    def _forget_from(self, index: int) -> None:
-        del self._dense[max(0, index - self.first_hashable_chunk_idx) :]
-        self._ahead = {ahead: value for ahead, value in self._ahead.items() if ahead < index}
+    def _follow(self) -> None:
         for group in self._groups:
-            len(group)  # notices the loss in turn
+            group._follow()
+        # A chunk stands on the blocks that are full at its end: up to this token all of them are there.
+        last_end = min((group.num_hashed + 1) * group.block_size for group in self._groups) - 1
+        kept = last_end // self.logical_chunk_size
+        del self._dense[max(0, kept - self.first_hashable_chunk_idx) :]
+        self._ahead = {ahead: value for ahead, value in self._ahead.items() if ahead < kept}
 
     def _at(self, index: int) -> bytes | None:
         return None if index < self.first_hashable_chunk_idx else self._hash_of(index)
@@ -180,4 +211,4 @@ class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
         return value
 
     def _compute(self, end: int) -> bytes:
-        return self._hash(tuple(group[end // group.block_size - 1] for group in self._groups))
+        return self._hash(tuple(group._at(end // group.block_size - 1) for group in self._groups))

@@ -1,7 +1,8 @@
 """A chain of prefix hashes over token ids, for where the engine has no stable one of its own.
 
 Token ids become bytes in one pass over all the new ones, then each block costs one BLAKE3 call. It hashes nothing
-twice: a prompt that grew by a block costs a block. (`array` turns a list into bytes three times as fast as numpy.)
+twice: a prompt that grew by a block costs a block, and a comparison of the tokens before it.
+(`array` turns a list into bytes three times as fast as numpy.)
 """
 
 import sys
@@ -9,6 +10,8 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from blake3 import blake3
+
+from hybridkv.hashing.hashed_tokens import HashedTokens
 
 HASH_BYTES = 32
 _CONTEXT = "hybridkv 2026 token prefix v2"
@@ -32,7 +35,8 @@ class TokenHashes:
     Args:
         block_tokens: tokens that each hash adds.
         extra: `extra(start, end)` gives bytes that belong to those tokens besides their ids (adapter, cache salt,
-            multimodal input), b"" for none. It is called once for every block; None where no token has any.
+            multimodal input), b"" for none. It is called once for every block; None where no token has any. Of a token
+            that stays it must stay.
         identity: what the tokens are read by; `ChunkKeys.token_hashes` gives the fingerprint's digest.
 
     Raises:
@@ -46,22 +50,38 @@ class TokenHashes:
         self._extra = extra
         self._key = chain_key(identity, block_tokens)
         self._hashes: list[bytes] = []
+        self._hashed = HashedTokens(block_tokens)
 
-    def upto(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The hash of every full block of `token_ids`, which may have grown since the last call but not changed.
+    def upto(self, token_ids: Sequence[int], unchanged_tokens: int = 0) -> list[bytes]:
+        """The hash of every full block of `token_ids`.
+
+        Tokens may have come since the last call, and others may have gone or changed: those that were hashed are
+        compared, which costs some nanoseconds a token, and hashes of blocks that are not the same are made anew.
+
+        Args:
+            token_ids: of the request, from its beginning.
+            unchanged_tokens: that many are known to be, with their extra content, those of the last call; when that is
+                all that was hashed nothing is compared.
 
         Returns:
-            The kept list itself: later calls extend it. Fewer tokens than before cut it.
+            The kept list itself: later calls extend it and cut it.
 
         Raises:
             OverflowError: a token id is negative or does not fit 32 bits. The blocks of this call are not hashed.
         """
         hashes, block = self._hashes, self.block_tokens
-        done, full = len(hashes), len(token_ids) // block
-        if full <= done:
-            del hashes[full:]
+        full = len(token_ids) // block
+        same = min(full, len(hashes))
+        if unchanged_tokens < same * block:
+            same = min(same, self._hashed.unchanged_blocks(token_ids))
+        if same < len(hashes):
+            del hashes[same:]
+            self._hashed.cut(same)
+        if full == same:
             return hashes
-        data = _token_bytes(token_ids[done * block : full * block])
+        done = same
+        new = token_ids[done * block : full * block]
+        data = _token_bytes(new)
         parent = hashes[-1] if hashes else bytes(HASH_BYTES)
         hasher = blake3(key=self._key)
         # One hasher for all blocks, by its bound methods: making one costs more than hashing a block.
@@ -76,6 +96,7 @@ class TokenHashes:
             parent = digest()
             reset()
             hashes.append(parent)
+        self._hashed.add(new)
         return hashes
 
 

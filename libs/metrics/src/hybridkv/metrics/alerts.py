@@ -254,6 +254,27 @@ ALERTS: Final = (
         },
     ),
     Alert(
+        name="HybridKVStoreAnswersTooLate",
+        query=Ratio(
+            Rate("vllm:kv_connector_mc_unanswered_total", by=("connector",)),
+            (Rate("vllm:kv_connector_mc_queries_total", by=("connector",)),),
+        ),
+        above=0.5,
+        for_="10m",
+        severity=Severity.WARNING,
+        summary="More than half of the requests are admitted before the store {{ $labels.connector }} has answered.",
+        action="Look at that store. Nobody waits for it beside one that answers: take it out of connectors, or let it "
+        "be a tier of the other.",
+        firing={
+            'vllm:kv_connector_mc_unanswered_total{connector="peer"}': "0+60x90",
+            'vllm:kv_connector_mc_queries_total{connector="peer"}': "0+100x90",
+        },
+        quiet={
+            'vllm:kv_connector_mc_unanswered_total{connector="peer"}': "0+40x90",
+            'vllm:kv_connector_mc_queries_total{connector="peer"}': "0+100x90",
+        },
+    ),
+    Alert(
         name="HybridKVCountsBelowZero",
         query=Increase("vllm:kv_connector_mc_clamped_tokens_total", by=("connector",)),
         above=0,

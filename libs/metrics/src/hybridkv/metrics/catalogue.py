@@ -307,7 +307,7 @@ CATALOGUE = Catalogue(
             "queries_total",
             Kind.COUNTER,
             "requests",
-            "Admitted requests, each of which is a hit, a miss, passed over, unanswered or an error of the store.",
+            "Admitted requests that the store was asked about: a hit, a miss, passed over, unanswered or an error.",
             "Requests",
         ),
         _of_child("hits_total", Kind.COUNTER, "requests", "Requests that the store was chosen to load.", "Requests"),
@@ -333,7 +333,7 @@ CATALOGUE = Catalogue(
             "errors_total",
             Kind.COUNTER,
             "requests",
-            "Requests for which the store raised when asked, or was not asked because its load for them had failed.",
+            "Requests for which the store raised when asked.",
             "Requests",
         ),
         _of_child(

@@ -25,6 +25,8 @@ class Unusable(enum.StrEnum):
     """It raised when it was asked."""
     BARRED = "barred"
     """Its load for this request failed; it was not asked again."""
+    STORES_ONLY = "stores_only"
+    """It never loads; it was not asked."""
 
 
 Answer: TypeAlias = int | Unusable | None
@@ -39,7 +41,7 @@ class Take(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Ask again: none has anything worth loading, and these may yet."""
+    """Ask again: none that is of use has answered, and these may yet."""
 
     children: tuple[int, ...]
 
@@ -86,8 +88,8 @@ def choose(
     saves minus the seconds that its load takes, over the prefill seconds of one token: the tokens that it saves net,
     so that both kinds compare. While either rate is unknown that is all its tokens.
 
-    A store that needs more time holds up none that has something: only if no score is above zero, some store needs
-    more time and `may_wait`, the choice is to wait.
+    A store that needs more time holds up nobody who has answered, with tokens or with none: only if every store that
+    is of use needs more time and `may_wait`, the choice is to wait. What is `Unusable` has not answered.
 
     Raises:
         ValueError: there are not as many weights as answers.
@@ -96,19 +98,17 @@ def choose(
         raise ValueError(f"expected a weight for each of {len(answers)} answers, got {len(weights)}")
     best: Take | None = None
     best_score = 0.0
-    is_pending = False
     for child, answer in enumerate(answers):
-        if answer is None:
-            is_pending = True
-        elif isinstance(answer, int) and answer > 0:
+        if isinstance(answer, int) and answer > 0:
             weight = weights[child]
             score = net_tokens(answer, child, rates) if isinstance(weight, str) else answer * weight
             if score > best_score:
                 best, best_score = Take(child, answer), score
     if best is not None:
         return best
-    if is_pending and may_wait:
-        return Wait(tuple(child for child, answer in enumerate(answers) if answer is None))
+    pending = tuple(child for child, answer in enumerate(answers) if answer is None)
+    if pending and may_wait and not any(isinstance(answer, int) for answer in answers):
+        return Wait(pending)
     return PASS
 
 

@@ -93,6 +93,12 @@ def unpadded_page_bytes(spec: Any) -> int:
     return int(spec.page_size_bytes)
 
 
+def heads_before_layers(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a block holds heads and each head all layers (BHLNC), so that a layer's page lies in pieces. The engine
+    allows that where all pages are of one size."""
+    return getattr(kv_cache_config, "kv_cache_layout", None) == "BHLNC"
+
+
 def conv_state_layout() -> str:
     """How recurrent layers lay out their convolution state: it differs between connectors unless the user sets it."""
     try:
@@ -118,6 +124,12 @@ def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
         return resolve
     tables: Mapping[str, Sequence[Sequence[int]]] = block_state.block_ids
     return lambda request_id: tables[request_id]
+
+
+def reads_no_cache(request: Any) -> bool:
+    """Whether a request computes all its tokens whatever is cached (prompt log-probabilities, pooling). The engine asks
+    a connector all the same, and does not take its answer; vLLM 0.30 takes it, and returns less than was asked for."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 def extra_hash_bytes(request: Any, start: int, end: int) -> bytes:

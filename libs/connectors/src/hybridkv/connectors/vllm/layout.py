@@ -73,6 +73,7 @@ def resolve_layout(
     _require_plain_parallelism(vllm_config)
     stored = compat.cacheable_group_ids(kv_cache_config)
     placements = {name: tensor for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
+    in_pieces = compat.heads_before_layers(kv_cache_config)
     specs: list[GroupSpec] = []
     layers: list[tuple[LayerLayout, ...]] = []
     fingerprints: list[GroupFingerprint] = []
@@ -84,10 +85,11 @@ def resolve_layout(
             continue
         spec = _group_spec(path, group, compat.hash_block_tokens(vllm_config, kv_cache_config))
         prints = tuple(
-            _layer_fingerprint(name, _layer_spec(group, name), placements.get(name)) for name in group.layer_names
+            _layer_fingerprint(name, _layer_spec(group, name), None if in_pieces else placements.get(name))
+            for name in group.layer_names
         )
         specs.append(spec)
-        layers.append(tuple(LayerLayout(layer.name, layer.page_bytes) for layer in prints))
+        layers.append(tuple(LayerLayout(layer.name, layer.page_bytes, interleaved=in_pieces) for layer in prints))
         fingerprints.append(
             GroupFingerprint(
                 kind=spec.kind,
@@ -99,9 +101,7 @@ def resolve_layout(
             )
         )
     if not fingerprints:
-        raise ConfigurationError(
-            "kv_cache_groups", "a group that can be stored", "none", "this model keeps no reusable KV cache"
-        )
+        raise no_stored_group()
     cache = CacheSpec(tuple(specs), _chunk(specs, chunk_tokens, vllm_config.model_config.max_model_len))
     fingerprint = _fingerprint(vllm_config, kv_cache_config, cache.chunk_tokens, tuple(fingerprints))
     return CacheLayout(
@@ -110,6 +110,13 @@ def resolve_layout(
         keys=ChunkKeys(fingerprint, compat.hash_block_tokens(vllm_config, kv_cache_config)),
         reuses_hashes=vllm_config.cache_config.prefix_caching_hash_algo in compat.STABLE_HASHES,
         world_size=vllm_config.parallel_config.world_size,
+    )
+
+
+def no_stored_group() -> ConfigurationError:
+    """The error for a model of which nothing can be stored."""
+    return ConfigurationError(
+        "kv_cache_groups", "a group that can be stored", "none", "this model keeps no reusable KV cache"
     )
 
 
@@ -224,6 +231,7 @@ def _layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
 
 
 def _layer_fingerprint(name: str, spec: KVCacheSpec, placement: KVCacheTensor | None) -> LayerFingerprint:
+    """Of one layer. `placement` says where its pages lie; None where they lie in pieces: that is not their size."""
     dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", ""),)
     shapes = getattr(spec, "shapes", ())
     described = ",".join(str(dtype) for dtype in dtypes) + (f" {shapes}" if shapes else "")

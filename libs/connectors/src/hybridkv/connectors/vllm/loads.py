@@ -108,6 +108,7 @@ class LoadPlanner:
 
     def matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
+        state.follow()
         offered = self._offered_tokens(state, computed_tokens)
         state.offered_tokens = offered or 0
         return offered

@@ -25,6 +25,7 @@ from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, decode_con
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices, tiers
 from hybridkv.connectors.vllm.admission import LoadAdmission
+from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.messages import StepPlan
@@ -73,6 +74,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         tiers.require_own_directory(config, vllm_config)
         sizes = tiers.arena_sizes(config, layout)
         self._engine_id = transfer.engine_id
+        self._duties = duties_of(transfer)
         self._recorder = Recorder()
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
@@ -83,6 +85,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 place.admission or LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config)),
                 Deadlines(config.lookup_timeout_seconds, config.load_timeout_seconds, tiers.clock),
                 self._recorder,
+                self._duties,
             )
             _say_what_was_understood(vllm_config, config, layout)
         else:
@@ -101,6 +104,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """False: what a cache drops is computed again."""
         return False
+
+    @property
+    def stores_only(self) -> bool:
+        """Whether it never loads, so that a connector above need not ask it."""
+        return not self._duties.loads
 
     # Worker side.
 
@@ -228,14 +236,14 @@ def _refuse_second(connector: HybridOffloadConnector, engine_id: str | None, rol
 
 
 def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout) -> None:
-    spec = layout.spec
+    spec, duties = layout.spec, duties_of(vllm_config.kv_transfer_config)
     chunk = spec.chunk_tokens
     per_chunk = sum(layout.largest_chunk_bytes(i) for i in spec.stored_groups) * layout.world_size
     capacity = config.ram.capacity
     logger.info(
         "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); "
         "ram %s holds about %d tokens; %ssmallest prompt that can hit %d tokens; loads %s, given up after %.3g s; "
-        "kv_load_failure_policy %s; cache %s",
+        "kv_load_failure_policy %s; kv_role %s, so it %s; cache %s",
         ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
         chunk,
         format_size(per_chunk),
@@ -247,8 +255,17 @@ def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, lay
         config.load,
         config.load_timeout_seconds,
         getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "unknown"),
+        vllm_config.kv_transfer_config.kv_role,
+        duties.words(),
         layout.keys.fingerprint.digest().hex()[:12],
     )
+    if config.disk is None and not (duties.loads and duties.stores):
+        logger.warning(
+            "HybridOffloadConnector: kv_role %s without a disk tier is of no use: host memory ends with the engine, so "
+            "what it %s; add a disk tier, or say kv_both",
+            vllm_config.kv_transfer_config.kv_role,
+            "stores nobody loads" if duties.stores else "could load nobody stores",
+        )
     if not vllm_config.cache_config.enable_prefix_caching:
         logger.warning(
             "HybridOffloadConnector: prefix caching is off, so the engine keeps nothing of its own and every shared "

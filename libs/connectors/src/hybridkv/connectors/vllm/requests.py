@@ -58,6 +58,8 @@ class RequestState:
     """Chunks that were being stored did not come in time."""
     near_only: bool = False
     """The slow tier took too long: this request goes without it."""
+    followed: tuple[int, bytes] = (0, b"")
+    """How many block hashes the engine had for it, and the last of them, which stands for all before it."""
 
     @property
     def request_id(self) -> str:
@@ -65,9 +67,29 @@ class RequestState:
 
     def prefix_hashes(self) -> Sequence[bytes]:
         """A hash for every full hash block of the tokens that are known by now."""
+        unchanged_hashes = self.follow()
         if self.hashes is None:
             return self.request.block_hashes
-        return self.hashes.upto(self.request.all_token_ids)
+        return self.hashes.upto(self.request.all_token_ids, unchanged_hashes * self.hashes.block_tokens)
+
+    def follow(self) -> int:
+        """Forgets what was concluded from tokens that the request has no longer: the engine takes back what a session
+        had sampled last when its next input comes, and the request may be as long as before when it is seen again.
+
+        Returns:
+            Block hashes of the engine that are those of the last call; 0 also where it makes none.
+        """
+        engine = self.request.block_hashes
+        num_hashes, last = self.followed
+        self.followed = (len(engine), engine[-1]) if engine else (0, b"")
+        if num_hashes <= len(engine) and (num_hashes == 0 or engine[num_hashes - 1] == last):
+            return num_hashes
+        if self.hashes is not None:
+            self.hashes.upto(())
+        self.claim, self.found_near = None, (-1, -1, -1)
+        self.stored_tokens, self.seen = 0, (0, 0)
+        self.forget_answer()
+        return 0
 
     def keys(self) -> RequestKeys:
         """The keys of the tokens that are known by now, until the next call."""

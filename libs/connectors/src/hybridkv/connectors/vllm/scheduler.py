@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.admission import LoadAdmission
+from hybridkv.connectors.vllm.duties import BOTH, Duties
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
 from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan
@@ -35,6 +36,7 @@ class OffloadScheduler:
         admission: which loads may hold blocks at the same time.
         deadlines: how long a request waits.
         recorder: counts what happens.
+        duties: whether it stores, loads, or does both.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class OffloadScheduler:
         admission: LoadAdmission,
         deadlines: Deadlines,
         recorder: Recorder,
+        duties: Duties = BOTH,
     ) -> None:
         self._layout = layout
         self._stack = stack
+        self._duties = duties
         self._admission = admission
         self._recorder = recorder
         self._requests = Requests(layout)
@@ -66,7 +70,12 @@ class OffloadScheduler:
         return self._requests.track(request)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
+        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again.
+
+        What may not be loaded is not searched for, nor promoted, waited for or counted.
+        """
+        if not self._duties.loads or compat.reads_no_cache(request):
+            return 0
         return self._loads.matched_tokens(self.track(request), computed_tokens)
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -99,6 +108,8 @@ class OffloadScheduler:
         return plan
 
     def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> None:
+        if not self._duties.stores:
+            return
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens

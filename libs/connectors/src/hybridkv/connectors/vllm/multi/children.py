@@ -48,6 +48,11 @@ class Child:
     def name(self) -> str:
         return self.config.name
 
+    @property
+    def stores_only(self) -> bool:
+        """Whether it says of itself that it never loads. What `kv_role` means to other connectors is theirs to know."""
+        return bool(getattr(self.connector, "stores_only", False))
+
 
 def transfer_keys() -> list[str]:
     """The keys of vLLM's KVTransferConfig."""

@@ -1,7 +1,8 @@
 """The scheduler's half of HybridMultiConnector: asks the children, takes the planner's choice, counts what came of it.
 
 It decides nothing: `hybridkv.planner.choose` does. A child that raises when it is asked is counted, warned of once and
-treated as having nothing. A child whose load failed is not asked again for that request.
+treated as having nothing. A child whose load failed is not asked again for that request, nor is one that only stores.
+Who is not asked is not counted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.admission import LoadAdmission, Verdict
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.learning import Learning
@@ -61,7 +63,7 @@ class Selector:
 
     Args:
         children: in the order of configuration.
-        lookup_timeout_s: how long a request waits for a child that needs more time, while no other has anything.
+        lookup_timeout_s: how long a request waits for children that need more time, while none has answered.
         sizes: of the model's blocks.
         admission: which loads may hold blocks at the same time.
         clock: seconds that only grow.
@@ -100,6 +102,8 @@ class Selector:
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the chosen child can load beyond `computed_tokens` and whether it does so in the background, or
         None to be asked again."""
+        if compat.reads_no_cache(request):
+            return 0, False
         request_id = request.request_id
         state = self._requests.get(request_id)
         if state is None:
@@ -112,9 +116,9 @@ class Selector:
         state.answers = answers = []
         in_background: list[bool] = []
         for position, child in enumerate(self._children):
-            tokens: Answer = Unusable.BARRED
+            tokens: Answer = self._why_not_asked(position, state)
             is_async = False
-            if position not in state.barred:
+            if tokens is None:
                 try:
                     tokens, is_async = child.connector.get_num_new_matched_tokens(request, computed_tokens)
                 except Exception as error:  # one child must not end the engine for all
@@ -122,10 +126,10 @@ class Selector:
                     tokens = Unusable.RAISED
             answers.append(tokens)
             in_background.append(is_async)
-        may_wait = None not in answers or self._may_wait(state)
+        may_wait = self._may_wait(state)
         rates = self._learning.rates() if self._learning is not None else UNKNOWN_RATES
         choice = choose(answers, self._weights, rates, may_wait=may_wait)
-        state.is_late = not may_wait
+        state.is_late = state.waits_since_s is not None and not may_wait
         state.chosen = None
         if isinstance(choice, Take):
             is_async = in_background[choice.child]
@@ -137,16 +141,22 @@ class Selector:
             state.chosen = choice.child
             return choice.tokens, is_async
         if isinstance(choice, Wait):
+            if state.waits_since_s is None:
+                state.waits_since_s = self._clock()
             for position in choice.children:
                 self._counts(position).deferrals += 1
             return None, False
         return 0, False
 
+    def _why_not_asked(self, position: int, state: _RequestState) -> Unusable | None:
+        if self._children[position].stores_only:
+            return Unusable.STORES_ONLY
+        return Unusable.BARRED if position in state.barred else None
+
     def _may_wait(self, state: _RequestState) -> bool:
-        now_s = self._clock()
-        if state.waits_since_s is None:
-            state.waits_since_s = now_s
-        return now_s - state.waits_since_s < self._timeout_s
+        """Whether there is time left to wait; it begins when the request is first told to."""
+        waited_s = 0.0 if state.waits_since_s is None else self._clock() - state.waits_since_s
+        return waited_s < self._timeout_s
 
     def _verdict(self, request: Request) -> Verdict:
         if self._pool is None:
@@ -194,17 +204,19 @@ class Selector:
         if answers is None:
             return
         for position, answer in enumerate(answers):
+            if answer in (Unusable.BARRED, Unusable.STORES_ONLY):
+                continue
             counts = self._counts(position)
             counts.queries += 1
             if position == state.chosen and num_external_tokens:
                 counts.hits += 1
                 counts.hit_tokens += num_external_tokens
-            elif isinstance(answer, Unusable):
+            elif answer is Unusable.RAISED:
                 counts.errors += 1
             elif answer is None:
                 counts.unanswered += 1
                 counts.timeouts += state.is_late
-            elif answer > 0:
+            elif isinstance(answer, int) and answer > 0:
                 counts.passed_over += 1
             else:
                 counts.misses += 1

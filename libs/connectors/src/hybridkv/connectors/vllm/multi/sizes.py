@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.admission import LoadAdmission
+from hybridkv.connectors.vllm.layout import no_stored_group
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, chunk_unit
 
 if TYPE_CHECKING:
@@ -50,11 +51,17 @@ def _block_bytes(group: Any) -> int:
 
 
 def load_admission(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LoadAdmission:
-    """Admits the loads of all children. A group of unknown meaning counts as one that keeps all its blocks."""
+    """Admits the loads of all children. A group of unknown meaning counts as one that keeps all its blocks.
+
+    Raises:
+        ConfigurationError: the model has no group of which anything could be loaded.
+    """
     cacheable = compat.cacheable_group_ids(kv_cache_config)
     groups = tuple(
         _group(group.kv_cache_spec, index in cacheable) for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
+    if all(group.kind is GroupKind.SCRATCH for group in groups):
+        raise no_stored_group()
     return LoadAdmission(CacheSpec(groups, chunk_unit(groups)), compat.max_in_flight_tokens(vllm_config))
 
 

@@ -1,0 +1,97 @@
+"""What is remembered of a request holds for the tokens that it has, whatever the engine took back in between."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_lookups import FULL, make_layout
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from hybridkv.connectors.vllm.compat import extra_hash_bytes
+from hybridkv.connectors.vllm.requests import Requests, RequestState
+from hybridkv.hashing import TokenHashes
+from hybridkv.planner import Miss
+
+BLOCK = 4
+CHANGES = st.lists(
+    st.tuples(st.integers(0, 40), st.lists(st.integers(0, 1), max_size=20), st.booleans()), min_size=1, max_size=8
+)
+"""Each: tokens that are kept, tokens that come, and whether the connector looks then."""
+
+
+def engine_hash(value: Any) -> bytes:
+    return repr(value).encode()
+
+
+def new_request(has_hashes: bool = True) -> Request:
+    init_none_hash(engine_hash)
+    hasher = get_request_block_hasher(BLOCK, engine_hash) if has_hashes else None
+    return Request("r", [1] * 20, SamplingParams(max_tokens=9), None, block_hasher=hasher)
+
+
+def track(request: Request, reuses_hashes: bool) -> RequestState:
+    layout: Any = make_layout((FULL,))
+    own = SimpleNamespace(spec=layout.spec, keys=layout.keys, reuses_hashes=reuses_hashes)
+    return Requests(own).track(request)  # type: ignore[arg-type]
+
+
+def change(request: Request, kept: int, new: list[int]) -> None:
+    """As the engine's scheduler does when the next input of a session comes."""
+    del request._all_token_ids[kept:]
+    del request.block_hashes[kept // BLOCK :]
+    request._all_token_ids.extend(new)
+    request.update_block_hashes()
+
+
+@given(CHANGES, st.booleans())
+def test_our_own_hashes_are_those_of_the_present_tokens(
+    changes: list[tuple[int, list[int], bool]], has_hashes: bool
+) -> None:
+    request = new_request(has_hashes)
+    state = track(request, reuses_hashes=False)
+    keys = make_layout((FULL,)).keys
+    for kept, new, is_seen in [*changes, (60, [], True)]:
+        change(request, kept, new)
+        if is_seen:
+            fresh = keys.token_hashes(lambda start, end: extra_hash_bytes(request, start, end))
+            assert state.prefix_hashes() == fresh.upto(list(request.all_token_ids))
+
+
+def test_tokens_that_the_engine_has_hashed_alike_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    plain = TokenHashes.upto
+
+    def upto(self: TokenHashes, tokens: Any, unchanged_tokens: int = 0) -> list[bytes]:
+        told.append(unchanged_tokens)
+        return plain(self, tokens, unchanged_tokens)
+
+    monkeypatch.setattr(TokenHashes, "upto", upto)
+    request = new_request()
+    state = track(request, reuses_hashes=False)
+    for _ in range(3):
+        state.prefix_hashes()
+        request.append_output_token_ids([5] * BLOCK)
+    assert told == [0, 20, 24]
+
+
+@pytest.mark.parametrize("reuses_hashes", [True, False])
+@pytest.mark.parametrize(("kept", "is_lost"), [(20, False), (17, True), (8, True)])
+def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
+    reuses_hashes: bool, kept: int, is_lost: bool
+) -> None:
+    request = new_request()
+    state = track(request, reuses_hashes)
+    state.follow()
+    state.answer, state.asked, state.claim, state.found_near = Miss(None, ""), (1, 20, 0), (16, 0), (1, 16, 0)
+    state.stored_tokens, state.seen = 16, (2, 2)
+    change(request, kept, [0] * (20 - kept))
+    assert request.num_tokens == 20
+    state.follow()
+    forgotten = (state.answer, state.asked, state.claim, state.found_near, state.stored_tokens, state.seen)
+    assert (forgotten == (None, (-1, -1, -1), None, (-1, -1, -1), 0, (0, 0))) is is_lost

@@ -1,0 +1,85 @@
+"""What is stored of a block is what the engine's own description says, in every memory order that vLLM has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from hybridkv.canonical.torch_view import LayoutError, canonical_kv_caches
+from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
+from hybridkv.connectors.vllm.page_order import with_token_dims
+from oracle.memory import KVMemory
+from oracle.mixes import HEADS_BEFORE_LAYERS
+from oracle.settings import Connector, EngineSettings, make_configs
+
+BLOCKS = 7
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    register()
+
+
+class Engine:
+    """KV memory as vLLM lays it out, and the layout that each half makes of it."""
+
+    def __init__(self, order: str) -> None:
+        mix = replace(HEADS_BEFORE_LAYERS, layout=order)
+        connector = Connector(CONNECTOR, {"tiers": [{"type": "ram", "capacity": "1MiB"}]})
+        configs = make_configs(mix, EngineSettings(num_blocks=BLOCKS, connector=connector))
+        self.memory = KVMemory(configs.vllm, configs.worker, mix, 0)
+        self.layouts = [resolve_layout(configs.vllm, each, 16) for each in (configs.worker, configs.scheduler)]
+
+    def number(self, group: int) -> None:
+        """Every word of a group is another one, in the order [kernel block, cell, layer, head, word]."""
+        (plane,) = self.memory.planes[group]
+        plane.words[...] = np.arange(plane.words.size, dtype=np.uint64).reshape(plane.words.shape)
+
+    def described(self, group: int, block: int) -> set[bytes]:
+        """Every word of a block, by the placement that vLLM gave."""
+        (plane,) = self.memory.planes[group]
+        return {word.tobytes() for word in plane.words[block].reshape(-1)}
+
+    def stored(self, layout: CacheLayout, group: int, block: int) -> list[bytes]:
+        layers = [with_token_dims(self.memory.tensors, each) for each in layout.layers]
+        caches = canonical_kv_caches(self.memory.tensors, layers, BLOCKS)
+        pages = [
+            caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes].numpy().tobytes()
+            for ref in caches.group_data_refs[group]
+        ]
+        data = b"".join(pages)
+        return [data[at : at + 8] for at in range(0, len(data), 8)]
+
+
+@pytest.mark.parametrize("order", [layout.name for layout in KVCacheLayout])
+def test_a_block_is_stored_word_for_word_once_in_every_memory_order(order: str) -> None:
+    engine = Engine(order)
+    assert engine.layouts[0].layers == engine.layouts[1].layers, "both halves describe the same pages"
+    for group in range(len(HEADS_BEFORE_LAYERS.groups)):
+        engine.number(group)
+        for block in range(BLOCKS):
+            words = engine.stored(engine.layouts[0], group, block)
+            assert len(words) == len(set(words))
+            assert set(words) == engine.described(group, block)
+
+
+def test_a_page_in_pieces_is_refused_where_the_order_is_not_named() -> None:
+    engine = Engine("BHLNC")
+    layers: Any = [[layer._replace(interleaved=False) for layer in each] for each in engine.layouts[0].layers]
+    with pytest.raises(LayoutError, match="not contiguous"):
+        canonical_kv_caches(engine.memory.tensors, layers, BLOCKS)
+
+
+def test_heads_and_layers_in_blocks_are_stored_in_the_order_of_heads_outside_of_layers() -> None:
+    """What is stored of one layer is in the same order, heads before tokens, wherever the layers lie."""
+    words = {}
+    for order in ("LBHNC", "BLHNC", "BHLNC"):
+        engine = Engine(order)
+        engine.number(0)
+        words[order] = [engine.stored(engine.layouts[0], 0, block) for block in range(BLOCKS)]
+    assert words["LBHNC"] == words["BLHNC"] == words["BHLNC"]
