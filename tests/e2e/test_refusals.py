@@ -1,7 +1,7 @@
-"""Models whose prefixes vLLM does not resume itself: no engine starts with hybridkv, and what would have gone wrong.
+"""Models whose prefixes vLLM does not resume itself: no engine starts with hybridkv.
 
-Each refusal has its control: the same prompt behind a prefix that the engine could not have resumed gives other
-log-probabilities, so a store that restored it would be seen. One process, one engine at a time.
+The control: with the refusal left out, what is restored is answered with other tokens, and the model answers alike
+without it. One process, one engine at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from harness import Engine, make_prompt
 from refused_models import ENGINE_ARGUMENTS, make_model
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.engine_facts import gather
+from hybridkv.connectors.vllm import offload, register
 
 SHARED_TOKENS: Final = 1024
 PROMPT_TOKENS: Final = 1061
@@ -56,6 +55,7 @@ def running(kind: str, directory: Path, **arguments: Any) -> Iterator[Engine]:
 def refused(kind: str, directory: Path, extra: dict[str, Any], **arguments: Any) -> ConfigurationError:
     """The error with which an engine does not start. vLLM leaves its process groups behind; they are cleared."""
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     try:
         with (
@@ -64,17 +64,31 @@ def refused(kind: str, directory: Path, extra: dict[str, Any], **arguments: Any)
         ):
             pass
     finally:
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
     return caught.value
 
 
-def require_witness(engine: Engine) -> None:
-    """The control: this model tells one prefix from another, and answers the same prompt alike."""
-    cold, again, other = (engine.generate([prompt])[0] for prompt in (PROMPT, PROMPT, OTHER_PREFIX))
-    assert again.same_output(cold) and not other.same_output(cold)
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [("mla", {"attention_backend": "CPU_MLA"}), ("prefix-lm", {"max_num_batched_tokens": 2048})]
+)
+def test_what_is_refused_would_have_been_answered_otherwise(
+    kind: str, arguments: dict[str, Any], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "require_resumable", lambda *facts, **exception: None)
+    with running(kind, directory, kv_transfer_config=connector(), **arguments) as engine:
+        switches = engine.core.vllm_config
+        assert not switches.cache_config.enable_prefix_caching
+        assert not switches.scheduler_config.enable_chunked_prefill
+        cold = engine.generate([PROMPT])[0]
+        engine.connector.reset_cache()
+        again = engine.generate([PROMPT])[0]
+        engine.connector.reset_cache()
+        engine.generate([BEFORE])
+        restored = engine.generate([PROMPT])[0]
+    assert cold.num_cached_tokens == again.num_cached_tokens == 0 and again.same_output(cold)
+    assert restored.num_cached_tokens == SHARED_TOKENS
+    assert restored.token_ids != cold.token_ids
 
 
 @pytest.mark.parametrize("extra", [{}, {"without_prefix_caching": True}], ids=["plain", "excepted"])
@@ -87,9 +101,6 @@ def test_latent_attention_is_refused_without_amx_and_exact_with_it(directory: Pa
     if not HAS_AMX:
         error = refused("mla", directory, {})
         assert error.path == "enable_prefix_caching" and "MLA" in error.expected and "without AMX" in str(error.got)
-        with running("mla", directory) as engine:
-            assert not engine.core.vllm_config.cache_config.enable_prefix_caching
-            require_witness(engine)
         return
     options = {"kv_transfer_config": connector(), "dtype": "bfloat16", "enable_prefix_caching": True}
     with running("mla", directory, **options) as engine:
@@ -116,16 +127,18 @@ def test_prefix_caching_off_is_excepted_by_name_and_then_exact(directory: Path) 
 
 
 def require_resumed_exactly(engine: Engine) -> None:
-    """Computed cold in pieces that end where a chunk does, and resumed from the store: equal to the last digit."""
-    facts = gather(engine.core.vllm_config, engine.kv_cache_config, is_excepted=False)
-    assert facts.switches.chunked_prefill
-    engine.generate([BEFORE])
-    warm = engine.generate([PROMPT])[0]
-    assert warm.num_cached_tokens == SHARED_TOKENS
-    engine.connector.reset_cache()
-    if engine.core.vllm_config.cache_config.enable_prefix_caching:
-        engine.reset_prefix_cache()
-    cold, other = (engine.generate([prompt])[0] for prompt in (PROMPT, OTHER_PREFIX))
-    assert cold.num_cached_tokens == other.num_cached_tokens == 0
+    """Computed cold in pieces, the last of which begins where the stored prefix ends, and resumed from there: equal to
+    the last digit. The control is the same end behind another prefix."""
+    forget_own = engine.core.vllm_config.cache_config.enable_prefix_caching
+    results = []
+    for prompt in (BEFORE, PROMPT, None, PROMPT, OTHER_PREFIX):
+        if forget_own:
+            engine.reset_prefix_cache()
+        if prompt is None:
+            engine.connector.reset_cache()
+        else:
+            results += engine.generate([prompt])
+    _, warm, cold, other = results
+    assert [each.num_cached_tokens for each in results] == [0, SHARED_TOKENS, 0, 0]
     assert warm.same_output(cold)
     assert not other.same_output(cold)

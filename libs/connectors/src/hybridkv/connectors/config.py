@@ -64,7 +64,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
         lookup_timeout_seconds: how long it waits for chunks that another request is storing.
         experimental_cuda: allow an engine on a GPU, though no GPU has run these copies yet.
-        without_prefix_caching: the engine's prefix caching was switched off on purpose, and this model resumes prefixes.
+        without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
     """
 
     tiers: tuple[TierConfig, ...]

@@ -259,8 +259,8 @@ def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, lay
     )
     if not vllm_config.cache_config.enable_prefix_caching:
         logger.info(
-            "HybridOffloadConnector: prefix caching is off, as without_prefix_caching says: the engine keeps nothing of "
-            "its own, so every shared prefix is copied in again"
+            "HybridOffloadConnector: prefix caching is off, as without_prefix_caching says: the engine keeps nothing "
+            "of its own, so every shared prefix is copied in again"
         )
     if any(group.lookahead_tokens for group in spec.groups):
         logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")

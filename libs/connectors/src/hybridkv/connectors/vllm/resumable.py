@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.spec_check import Problem, SpecFacts, flag_problem
 from hybridkv.connectors.vllm.spec_table import GROUP_FLAGS
 
 EXCEPTION_KEY = "without_prefix_caching"
-"""The key of `kv_connector_extra_config` with which an operator says that prefix caching was switched off on purpose."""
+"""The key of `kv_connector_extra_config` that says that prefix caching was switched off on purpose."""
 
 UNRESUMABLE_ARCHITECTURES = {
     "UnlimitedOCRForCausalLM": "what it generates sees a window of what it generated, so a block depends on where the "
@@ -253,8 +253,8 @@ def _switch_refusals(switches: Switches) -> Iterator[Refusal]:
             "enable_chunked_prefill",
             "on: what follows a restored prefix is a later piece of a prompt",
             "off, by the operator or because vLLM knows that this model or machine cannot compute a prompt in pieces",
-            f"remove --no-enable-chunked-prefill; if it was not given, start without hybridkv; {EXCEPTION_KEY} does not "
-            "help",
+            "remove --no-enable-chunked-prefill; if it was not given, start without hybridkv; "
+            f"{EXCEPTION_KEY} does not help",
         )
     if not switches.prefix_caching and not switches.is_excepted:
         yield Refusal(
