@@ -25,7 +25,6 @@ PROMPT_TOKENS: Final = 1061
 PROMPT: Final = make_prompt(PROMPT_TOKENS, seed=3, prefix=make_prompt(SHARED_TOKENS, seed=1))
 BEFORE: Final = make_prompt(PROMPT_TOKENS, seed=2, prefix=make_prompt(SHARED_TOKENS, seed=1))
 OTHER_PREFIX: Final = [*make_prompt(SHARED_TOKENS, seed=4), *PROMPT[SHARED_TOKENS:]]
-HAS_AMX: Final = bool(torch.cpu._is_amx_tile_supported())
 
 
 def connector(**extra: Any) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def test_latent_attention_on_its_reference_path_is_refused(directory: Path, extr
 
 
 def test_latent_attention_is_refused_without_amx_and_exact_with_it(directory: Path) -> None:
-    if not HAS_AMX:
+    if not torch.cpu._is_amx_tile_supported():
         error = refused("mla", directory, {})
         assert error.path == "enable_prefix_caching" and "MLA" in error.expected and "without AMX" in str(error.got)
         return
