@@ -104,6 +104,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """False: what a cache drops is computed again."""
         return False
 
+    def _require_resumable(self) -> None:
+        is_excepted = self._config.without_prefix_caching
+        require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
+
     # Worker side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -206,10 +210,6 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(plan, StepPlan):
             raise TypeError(f"expected StepPlan, got {type(plan).__name__}")
         return plan
-
-    def _require_resumable(self) -> None:
-        is_excepted = self._config.without_prefix_caching
-        require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
 
     def _of_scheduler(self) -> OffloadScheduler:
         if self._scheduler is None:
