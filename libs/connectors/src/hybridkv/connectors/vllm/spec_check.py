@@ -8,12 +8,13 @@ at is not tried.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from hybridkv.connectors.vllm.spec_table import KNOWN, Flag, known_flags
 
 _HOME = "vllm.v1.kv_cache_interface"
+_DRAFTS = "non_causal_multi_token_decode"
 _WITHOUT = "start without hybridkv: no setting makes this model's prefixes fit to be stored"
 
 
@@ -87,17 +88,15 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Pr
         why = known.refused or "vLLM keeps it for one request alone, and yet says that others may read it"
         return Problem("one of " + ", ".join(accepted_classes()), f"{where}: {why}", _WITHOUT, is_known=True)
     flags, found = known_flags(spec.name), dict(spec.flags)
-    for name, flag in flags.items():
-        if flag.unfit_default and name not in found:
-            return _unfit(spec.name, name, flag.unfit_default, flag)
-    for name, value in spec.flags:
-        problem = flag_problem(spec.name, name, value, flags)
-        if problem is None and name == "non_causal_multi_token_decode" and not is_drafter:
-            got = f"{name} {value} in {where}: {flags[name].why}"
-            problem = Problem(f"{name} in a drafter's group alone", got, _WITHOUT, is_known=True)
-        if problem is not None:
-            return problem
-    return None
+    problems: list[Problem | None] = [
+        _unfit(spec.name, n, f.unfit_default, f) for n, f in flags.items() if f.unfit_default and n not in found
+    ]
+    problems += (flag_problem(spec.name, name, value, flags) for name, value in spec.flags)
+    if found.get(_DRAFTS) and not is_drafter:
+        got = f"{_DRAFTS} True: {flags[_DRAFTS].why}"
+        problems.append(Problem(f"{_DRAFTS} in a drafter's group alone", got, _WITHOUT, is_known=True))
+    problem = next((each for each in problems if each is not None), None)
+    return replace(problem, got=f"{where}: {problem.got}") if problem is not None else None
 
 
 def flag_problem(owner: str, name: str, value: object, flags: Mapping[str, Flag]) -> Problem | None:
@@ -119,7 +118,9 @@ def _unfit(owner: str, name: str, shown: str, flag: Flag) -> Problem:
         return Problem(
             "recurrent states at block boundaries (mamba_cache_mode align)",
             f"mamba_cache_mode {shown}",
-            "start with --enable-prefix-caching: without it no state is ever kept, so nothing could be restored",
+            "start with --enable-prefix-caching: without it no state is ever kept, so nothing could be restored"
+            if shown == "none"
+            else "start with --mamba-cache-mode align, the one whose states the engine hands over",
             is_known=True,
         )
     return Problem(
