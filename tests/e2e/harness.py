@@ -268,17 +268,24 @@ def running_engine(
     ``tiny_models.ENGINE_ARGUMENTS``. Use it in a module-scoped fixture.
     """
     prepare_environment(directory / "environment")
+    model = tiny_models.make_tiny_model(kind, directory / kind, seed=weights_seed)
+    options = tiny_models.ENGINE_ARGUMENTS[kind] | arguments
+    if kv_transfer_config is not None:
+        options["kv_transfer_config"] = kv_transfer_config
+    with running_model(model, options) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def running_model(model: Path, options: dict[str, Any]) -> Iterator[Engine]:
+    """Run an engine on the model in a directory until the block ends. Call ``prepare_environment`` before."""
     # A bf16 engine whose very first forward is a single token meets AMX instructions that nobody asked the kernel for.
     torch.cpu._init_amx()
 
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    model = tiny_models.make_tiny_model(kind, directory / kind, seed=weights_seed)
     _inspect_model_here(model)
-    options = tiny_models.ENGINE_ARGUMENTS[kind] | arguments
-    if kv_transfer_config is not None:
-        options["kv_transfer_config"] = kv_transfer_config
     llm = LLM(str(model), **options)
     try:
         yield Engine(llm)
