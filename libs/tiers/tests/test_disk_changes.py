@@ -287,7 +287,9 @@ def test_changes_behind_another_snapshot_are_not_read(written: tuple[Path, set[b
     snapshot_of_now = (path / NAMESPACE / "snapshot").read_bytes()
     (path / NAMESPACE / "changes").write_bytes(of_the_fixture)
     assert set(offered(path)) == held - {b"3"} | {b"new"}
-    assert changes.decode(of_the_fixture, disk_store.FINGERPRINT.digest(), snapshot.checksum_of(snapshot_of_now)) is None
+    assert (
+        changes.decode(of_the_fixture, disk_store.FINGERPRINT.digest(), snapshot.checksum_of(snapshot_of_now)) is None
+    )
     assert changes.decode(of_the_fixture, disk_store.FINGERPRINT.digest(), snapshot.checksum_of(snapshot_of_then))
 
 

@@ -211,6 +211,13 @@ def test_the_description_names_every_magic_and_every_size() -> None:
     for magic in magics:
         assert magic.hex(" ") in words
     tables = re.findall(r"(?:^\|.*\n)+", words, flags=re.MULTILINE)
-    ends = {"segment": 88, "seal": 88, "record": 80, "journal": journal.HEAD_BYTES, "epoch": 72, "changes": changes.HEAD_BYTES}
+    ends = {
+        "segment": 88,
+        "seal": 88,
+        "record": 80,
+        "journal": journal.HEAD_BYTES,
+        "epoch": 72,
+        "changes": changes.HEAD_BYTES,
+    }
     for name, end in ends.items():
         assert any(f"| {end - 16} | 16 |" in table for table in tables), name

@@ -176,9 +176,7 @@ def _add_found(namespace: Namespace, searches: list[Search], records: dict[Key, 
     return num_searched
 
 
-def _without_withdrawn(
-    records: dict[Key, FoundRecord], withdrawals: list[journal.Withdrawal]
-) -> list[FoundRecord]:
+def _without_withdrawn(records: dict[Key, FoundRecord], withdrawals: list[journal.Withdrawal]) -> list[FoundRecord]:
     withdrawn = journal.Withdrawals(len(withdrawals) + 1)
     for entry in withdrawals:
         withdrawn.add(entry)

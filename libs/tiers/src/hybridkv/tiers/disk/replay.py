@@ -88,9 +88,7 @@ def replay(records: dict[Key, FoundRecord], changes: Iterable[Change]) -> set[Ke
     return placed
 
 
-def keep_those_in(
-    end_of: Mapping[int, int], records: dict[Key, FoundRecord], doubtful: Iterable[Key]
-) -> None:
+def keep_those_in(end_of: Mapping[int, int], records: dict[Key, FoundRecord], doubtful: Iterable[Key]) -> None:
     """Forget the doubtful ones whose place is none in the segments that are there, whose sizes are these."""
     for key in doubtful:
         record = records.get(key)
