@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,14 +82,14 @@ def live(directory: Path, *, until_written: bool) -> Life:
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Life, Life]]:
+def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Life, Life]:
     directory = harness.scratch_directory(tmp_path_factory.mktemp("ends"))
     harness.prepare_environment(directory / "environment")
     first = live(directory, until_written=True)
     print(first.log)
     second = live(directory, until_written=False)
     print(second.log)
-    yield first, second
+    return first, second
 
 
 def test_the_engine_was_killed(lives: tuple[Life, Life]) -> None:

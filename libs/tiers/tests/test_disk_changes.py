@@ -75,7 +75,7 @@ def live(index: DiskIndex, medium: DiskMedium, seed: int, num_steps: int) -> Non
             disk_store.load(index, medium, key)
         elif what < 0.95:
             index.invalidate(key)
-        elif isinstance(slot := index.reserve(key, 4000), Slot):
+        elif isinstance(index.reserve(key, 4000), Slot):
             index.abort(key)
 
 
@@ -88,6 +88,7 @@ def test_a_killed_index_knew_nothing_that_the_next_one_does_not_know(
 ) -> None:
     """The same records at the same places in the same order of use, and no segment is read for it."""
     path = tmp_path / "store"
+    before: list[tuple[bytes, int]] = []
     for life in range(3):
         with caplog.at_level("INFO", "hybridkv.tiers.disk"):
             index, medium = opened(path)

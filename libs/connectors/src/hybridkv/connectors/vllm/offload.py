@@ -260,7 +260,7 @@ def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, lay
         logger.info("HybridOffloadConnector: block hashes change with the process, so tokens are hashed anew")
     if config.disk is not None and compat.is_killed_at_its_end(vllm_config):
         logger.warning(
-            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is asked to end: "
+            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "
             "what is on its way to %s then is lost, and the next start looks on disk for what the last seconds wrote; "
             "start the server with --shutdown-timeout 30, and let whoever stops it wait longer than that "
             "(an engine without a server has 5 s)",

@@ -123,7 +123,7 @@ class DiskIndex:
 
     def touch(self, keys: Iterable[Key]) -> None:
         self._records.touch(keys)
-        self._upkeep.run_if_needed()
+        self._upkeep.write_changes()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         """As the contract says. NO_ROOM also while file work is behind: the next segment is not made yet, the file

@@ -25,12 +25,17 @@ class _Waiting(NamedTuple):
 class Janitor(Protocol):
     """Runs jobs in the order in which they were given, those apart that are to wait, and never two at a time."""
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether a job may be given now that is to run later."""
+        ...
+
     def submit(self, job: Job) -> bool:
         """False when the job was not taken, because too many wait or the janitor was closed."""
         ...
 
     def submit_later(self, job: Job, delay_s: float) -> bool:
-        """As `submit`, when so many seconds have passed, or at the end. False also when it cannot wait for them."""
+        """As `submit`, when so many seconds have passed, or at the end. False also when it cannot wait."""
         ...
 
     def close(self, timeout_s: float) -> bool:
@@ -40,6 +45,8 @@ class Janitor(Protocol):
 
 class InlineJanitor:
     """Runs a job before `submit` returns: nothing happens behind the caller's back."""
+
+    can_wait = False
 
     def __init__(self) -> None:
         self._is_closed = False
@@ -60,6 +67,8 @@ class InlineJanitor:
 
 class ThreadJanitor:
     """Runs jobs on one daemon thread, so that a device that stands still stops nobody else."""
+
+    can_wait = True
 
     def __init__(self, max_queued: int = MAX_QUEUED_JOBS) -> None:
         self._jobs: queue.Queue[_Waiting | None] = queue.Queue(max_queued)

@@ -97,7 +97,8 @@ def _open_store(
     except OSError as error:
         logger.warning("%s: %s", namespace.root.path, error)
     logger.info(
-        "disk tier in %s: %d chunks, %.1f MiB of %.1f MiB used, opened in %.2f s (%d of %d segments and %d changes read)",
+        "disk tier in %s: %d chunks, %.1f MiB of %.1f MiB used, "
+        "opened in %.2f s (%d of %d segments and %d changes read)",
         namespace.path,
         len(records.by_key),
         records.used_bytes / 2**20,

@@ -178,8 +178,8 @@ def _default_segment_bytes(options: DiskOptions, num_ranks: int) -> int:
 def _metadata_bytes(options: DiskOptions, num_ranks: int, max_records: int) -> int:
     """Of all that is no segment.
 
-    Two snapshots while one is replaced, and as many files of changes; a journal that grows to twice its entries, and the one that replaces it; pages
-    for the small files; directories.
+    Two snapshots while one is replaced, and as many files of changes; a journal that grows to twice its entries, and
+    the one that replaces it; pages for the small files; directories.
     """
     snapshots = 2 * (PAGE_BYTES + round_up(SNAPSHOT_ENTRY_BYTES * max_records))
     changes = 2 * changes_bytes(max_records)

@@ -106,11 +106,8 @@ class Outcomes:
                 self.withdrawn.failed(job)
         elif isinstance(job, WriteEpoch):
             self.is_epoch_written = self.is_epoch_written or (is_done and job.epoch == self.epoch)
-        elif isinstance(job, Save):
-            self.tally.add("snapshots", int(is_done))
-            self.is_snapshot_owed = not is_done or job.epoch != self.epoch
-        elif isinstance(job, Log):
-            self.is_snapshot_owed = self.is_snapshot_owed or outcome.value is True
+        elif isinstance(job, (Save, Log)):
+            self._end_save_or_log(job, outcome)
         elif isinstance(job, Restore) and is_done:
             self._end_restore(outcome.value)
 
@@ -174,6 +171,14 @@ class Outcomes:
         self.tally.add("moved_records")
         self.tally.add("moved_bytes", record.cost * self._sizes.num_ranks)
         return True
+
+    def _end_save_or_log(self, job: Save | Log, outcome: Outcome) -> None:
+        if isinstance(job, Log):
+            self.is_snapshot_owed = self.is_snapshot_owed or outcome.value is True
+            return
+        self.tally.add("snapshots", int(outcome.error is None))
+        # One of an epoch that is over speaks for nothing.
+        self.is_snapshot_owed = outcome.error is not None or job.epoch != self.epoch
 
     def _end_restore(self, value: object) -> None:
         self.is_lost = False

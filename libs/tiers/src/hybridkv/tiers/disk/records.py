@@ -1,6 +1,7 @@
 """The life of every key of a disk tier, in memory: reserved, committed, doomed; pinned; least recently used first.
 
-Changes segments' counts along with it, and says to a log what changed. Knows no file, and does not decide where a record goes or when one is evicted.
+Changes segments' counts along with it, and tells a log what changed. Knows no file, and does not decide where a record
+goes or when one is evicted.
 """
 
 from __future__ import annotations

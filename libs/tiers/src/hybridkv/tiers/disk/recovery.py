@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk import epoch as epoch_file
 from hybridkv.tiers.disk import changes, journal, snapshot
+from hybridkv.tiers.disk import epoch as epoch_file
 from hybridkv.tiers.disk.directory import LARGEST_SMALL_FILE_BYTES, stops_an_opening
 from hybridkv.tiers.disk.layout import (
     ADDRESS_BITS,
@@ -77,7 +77,7 @@ def recover(namespace: Namespace, max_metadata_bytes: int) -> Found:
     numbers = [number + 1 for number in headers]
     numbers += [number_of(entry.bound) + 1 for entry in withdrawals]
     numbers += [named.frontier.next_number] if named.frontier is not None else []
-    is_all_named = not (num_searched or searches and named.frontier is None or len(records) < len(named.records))
+    is_all_named = not num_searched and len(records) == len(named.records)
     return Found(
         epoch,
         is_new_epoch,

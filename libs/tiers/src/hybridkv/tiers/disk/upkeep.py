@@ -68,7 +68,7 @@ class Upkeep:
         self._copying: tuple[Move, ...] = ()
         self._snapshot_s = clock()
         self._snapshot_generation = -1
-        self._changes_s = self._snapshot_s - options.changes_interval_s
+        self._changes_due_s = self._snapshot_s
         self._writes_changes = False
         self._look_again_s = self._snapshot_s
         self._looked_at = -1
@@ -83,7 +83,7 @@ class Upkeep:
 
     def run(self) -> None:
         """Apply what ended and start what is to be done next."""
-        self._write_changes()
+        self.write_changes()
         for _ in range(MAX_JOBS_IN_A_ROW):
             self.collect()
             if self._num_running:
@@ -96,7 +96,7 @@ class Upkeep:
 
     def run_if_needed(self) -> None:
         """As `run`, but cheap where nothing happened that calls for work."""
-        self._write_changes()
+        self.write_changes()
         has_news = self._ended or self.state.withdrawn.has_pending or self._segments.revision != self._looked_at
         if has_news or self._clock() >= self._look_again_s:
             self.run()
@@ -239,17 +239,18 @@ class Upkeep:
     def _seal(self, segment: Segment) -> Seal:
         return Seal(segment.number, segment.epoch, segment.end_offset)
 
-    def _write_changes(self) -> None:
+    def write_changes(self) -> None:
         """See to it that what happened is written down soon, also when nobody calls any more."""
         log = self._records.log
         if not log.is_waiting or log.is_scheduled or not self._writes_changes or self.state.rests.is_resting(Log):
             return
         now_s = self._clock()
-        delay_s = max(self._changes_s + self._options.changes_interval_s - now_s, 0.0)
+        if self.janitor is None or (now_s < self._changes_due_s and not self.janitor.can_wait):
+            return
+        delay_s = max(self._changes_due_s - now_s, 0.0)
         log.is_scheduled = True
-        job = partial(self._execute, Log(is_beside=True), None)
-        if self.janitor is not None and self.janitor.submit_later(job, delay_s):
-            self._changes_s = now_s + delay_s
+        if self.janitor.submit_later(partial(self._execute, Log(is_beside=True), None), delay_s):
+            self._changes_due_s = now_s + delay_s + self._options.changes_interval_s
         else:
             log.is_scheduled = False
 
