@@ -31,7 +31,7 @@ JOURNAL_ENTRY_BYTES = 48
 CHANGES_PER_SNAPSHOT = 4
 """What happened since a snapshot may take up this part of what the snapshot may."""
 LARGEST_CHANGES_BYTES = 64 * MIB
-"""And no more than that: it is read at an opening, a million changes in about a second."""
+"""And no more than that: it is read at an opening, a million changes in about two seconds."""
 
 
 class Fsync(enum.StrEnum):

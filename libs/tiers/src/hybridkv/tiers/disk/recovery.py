@@ -26,7 +26,7 @@ from hybridkv.tiers.disk.layout import (
 )
 from hybridkv.tiers.disk.names import CHANGES_NAME, EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME
 from hybridkv.tiers.disk.namespace import Namespace
-from hybridkv.tiers.disk.replay import FoundRecord, Frontier, frontier_of, keep_those_in, replay
+from hybridkv.tiers.disk.replay import FoundRecord, Frontier, frontier_of, keep_those_in, keys_at, replay
 from hybridkv.tiers.disk.search import Search, search_all, searches_behind
 from hybridkv.tiers.disk.segment_headers import FoundSegment, NoHeader, Row, epochs_in, read_headers, sort_out
 
@@ -137,7 +137,7 @@ def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], 
     end_of = {segment.number: segment.segment_bytes for segment in segments}
     records, doubtful = _named(saved, end_of)
     if since is not None and since.changes:
-        doubtful |= replay(records, since.changes)
+        doubtful |= replay(records, keys_at(saved, since.changes), since.changes)
     keep_those_in(end_of, records, doubtful)
     if since is None:
         return _Named(records, frontier_of(saved, ()), 0, None)

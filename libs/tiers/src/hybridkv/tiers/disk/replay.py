@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.changes import Change, Committed, Gone, Moved, Reserved, Used
 from hybridkv.tiers.disk.layout import number_of, offset_of, record_bytes
@@ -55,12 +57,19 @@ def frontier_of(saved: Snapshot, changes: Iterable[Change]) -> Frontier:
     )
 
 
-def replay(records: dict[Key, FoundRecord], changes: Iterable[Change]) -> set[Key]:
+def keys_at(saved: Snapshot, changes: Iterable[Change]) -> dict[int, Key]:
+    """Of the addresses that these changes are about, those that the snapshot names. Most of a large one are not."""
+    wanted = {change.address for change in changes}
+    addresses = np.asarray(saved.addresses, dtype=np.uint64)
+    places = np.flatnonzero(np.isin(addresses, np.fromiter(wanted, dtype=np.uint64, count=len(wanted))))
+    return {int(addresses[place]): saved.keys[place] for place in places.tolist()}
+
+
+def replay(records: dict[Key, FoundRecord], key_at: dict[int, Key], changes: Iterable[Change]) -> set[Key]:
     """Bring what a snapshot named, least recently used first, up to date. The keys of records that lie elsewhere now.
 
     What lies in segments that are gone has to be among the records: it may have been moved before they went.
     """
-    key_at: dict[int, Key] = {address: key for key, address, _ in records.values()}
     placed: set[Key] = set()
     for change in changes:
         if isinstance(change, Used):
