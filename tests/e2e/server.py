@@ -103,7 +103,7 @@ def started(
     python: Path, kind: str, directory: Path, kv_transfer_config: Mapping[str, Any], **environment_variables: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], Server]]:
     """Starts a server in `directory` and ends all its processes with the block. It may not answer yet, or ever."""
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     model = tiny_models.make_tiny_model(kind, directory / kind)
     server = Server(_free_port(), directory / "server.log")
     # Resetting caches over HTTP is for development.

@@ -50,7 +50,7 @@ KEYS = [b"key %d" % number for number in range(NUM_KEYS)]
 HELD_KEYS = [b"held %d" % number for number in range(4)]
 """Committed only many steps after they were stored."""
 JANITOR_NAME = "hybridkv-disk-janitor"
-JOBS = ("Create", "Drop", "Copy", "Seal", "WriteEpoch", "Append", "Rewrite", "Save")
+JOBS = ("Create", "Drop", "Copy", "Seal", "WriteEpoch", "Append", "Rewrite", "Save", "Log")
 
 
 class KillingIO(FileIO):

@@ -137,7 +137,7 @@ def test_no_flipped_bit_of_a_record_is_given_back(path: Path, namespace: Namespa
     assert completion.failure is None and data == CHUNKS[key]
 
 
-@pytest.mark.parametrize("name", ["snapshot", "epoch", "quarantine", "LOCK", "namespace.json"])
+@pytest.mark.parametrize("name", ["snapshot", "changes", "epoch", "quarantine", "LOCK", "namespace.json"])
 @pytest.mark.parametrize("has_snapshot", [True, False])
 def test_no_flipped_bit_of_the_metadata_brings_wrong_bytes(
     path: Path, namespace: Namespace, loader: Loader, name: str, has_snapshot: bool
@@ -195,7 +195,7 @@ def test_a_cut_segment_offers_what_is_left(path: Path, namespace: Namespace, loa
             (directory_of(path) / "snapshot").unlink()
 
 
-@pytest.mark.parametrize("name", ["snapshot", "epoch", "quarantine"])
+@pytest.mark.parametrize("name", ["snapshot", "changes", "epoch", "quarantine"])
 def test_cut_metadata_brings_no_wrong_bytes(path: Path, namespace: Namespace, loader: Loader, name: str) -> None:
     file = directory_of(path) / name
     data = file.read_bytes()

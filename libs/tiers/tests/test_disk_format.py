@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.tiers.disk import epoch, format, journal, snapshot  # noqa: A004
+from hybridkv.tiers.disk import changes, epoch, format, journal, snapshot  # noqa: A004
 from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, PAGE_BYTES, address_of, number_of, offset_of, record_bytes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -28,6 +28,21 @@ ADDRESSES = [address_of(17, 8192), address_of(3, 8192)]
 SNAPSHOT = snapshot.Snapshot(
     5, 17, 19, address_of(17, 65536), [address_of(16, 8192)], [KEY, b"other"], ADDRESSES, [100, 5]
 )
+BASE = bytes(range(50, 66))
+CHANGES_HEAD = changes.encode_head(NAMESPACE, BASE)
+BATCHES: list[list[changes.Change]] = [
+    [changes.Reserved(address_of(17, 65536), 100), changes.Committed(address_of(17, 65536), 100, KEY)],
+    [changes.Used(address_of(3, 8192)), changes.Moved(address_of(3, 8192), address_of(18, 8192))],
+    [changes.Gone(address_of(17, 65536))],
+]
+
+
+def encode_changes(batches: list[list[changes.Change]]) -> bytes:
+    data = CHANGES_HEAD
+    for batch in batches:
+        data += changes.encode_batch(batch, changes.seal_of(data))
+    return data
+
 
 keys = st.binary(min_size=1, max_size=LARGEST_KEY_BYTES)
 addresses = st.integers(0, 1 << 62)
@@ -38,6 +53,7 @@ FILES = {
     "record": format.encode_record(RECORD).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0"),
     "journal": journal.encode_head(NAMESPACE) + b"".join(map(journal.encode_entry, WITHDRAWALS)),
     "snapshot": snapshot.encode(SNAPSHOT, NAMESPACE),
+    "changes": encode_changes(BATCHES),
     "epoch": epoch.encode(5, NAMESPACE),
 }
 
@@ -54,7 +70,14 @@ def test_the_golden_files_are_read() -> None:
     assert format.decode_record(data["record"]) == RECORD
     assert journal.decode(data["journal"], NAMESPACE) == WITHDRAWALS
     assert snapshot.decode(data["snapshot"], NAMESPACE) == SNAPSHOT
+    assert changes.decode(data["changes"], NAMESPACE, BASE) == decoded(BATCHES)
     assert epoch.decode(data["epoch"], NAMESPACE) == 5
+
+
+def decoded(batches: list[list[changes.Change]]) -> changes.Decoded:
+    data = encode_changes(batches)
+    flat = [change for batch in batches for change in batch]
+    return changes.Decoded(flat, len(data), changes.seal_of(data), is_whole=True)
 
 
 def test_a_segment_on_disk_is_laid_out_as_described(tmp_path: Path) -> None:
@@ -76,7 +99,7 @@ def test_a_segment_on_disk_is_laid_out_as_described(tmp_path: Path) -> None:
     index.close()
 
 
-@pytest.mark.parametrize("name", ["segment", "seal", "record", "snapshot"])
+@pytest.mark.parametrize("name", ["segment", "seal", "record", "snapshot", "changes"])
 def test_another_version_is_not_read(name: str) -> None:
     data = bytearray(FILES[name])
     data[8] ^= 2
@@ -85,6 +108,7 @@ def test_another_version_is_not_read(name: str) -> None:
         "seal": lambda page: format.decode_seal(page, SEGMENT),
         "record": format.decode_record,
         "snapshot": lambda page: snapshot.decode(bytes(page), NAMESPACE),
+        "changes": lambda page: changes.decode(bytes(page), NAMESPACE, BASE),
     }
     assert decoders[name](data) is None  # type: ignore[operator]
 
@@ -120,6 +144,51 @@ def test_snapshots_survive_their_bytes(records: list[tuple[bytes, int, int]], pe
     assert snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) == saved
 
 
+any_change = st.one_of(
+    st.builds(changes.Reserved, addresses, st.integers(1, 1 << 32)),
+    st.builds(changes.Committed, addresses, st.integers(1, 1 << 32), keys),
+    st.builds(changes.Moved, addresses, addresses),
+    st.builds(changes.Gone, addresses),
+    st.builds(changes.Used, addresses),
+)
+some_batches = st.lists(st.lists(any_change, min_size=1, max_size=4), max_size=4)
+
+
+@given(some_batches)
+def test_changes_survive_their_bytes(batches: list[list[changes.Change]]) -> None:
+    assert changes.decode(encode_changes(batches), NAMESPACE, BASE) == decoded(batches)
+
+
+@given(some_batches, st.data())
+def test_of_damaged_changes_only_whole_batches_before_the_damage_are_read(
+    batches: list[list[changes.Change]], data: st.DataObject
+) -> None:
+    whole = encode_changes(batches)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    torn = whole[:place]
+    flipped = torn + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+    num_before = max((n for n in range(len(batches) + 1) if len(encode_changes(batches[:n])) <= place), default=None)
+    for damaged in (torn, flipped):
+        found = changes.decode(damaged, NAMESPACE, BASE)
+        if num_before is None:
+            assert found is None
+        else:
+            end = len(encode_changes(batches[:num_before]))
+            expected = decoded(batches[:num_before])._replace(is_whole=len(damaged) == end)
+            assert found == expected
+
+
+@given(st.lists(any_change, min_size=1), st.lists(any_change, min_size=1))
+def test_a_batch_counts_only_behind_the_one_it_was_written_behind(
+    first: list[changes.Change], second: list[changes.Change]
+) -> None:
+    alone = encode_changes([first])
+    spliced = alone + changes.encode_batch(second, changes.seal_of(CHANGES_HEAD))
+    found = changes.decode(spliced, NAMESPACE, BASE)
+    assert found is not None and (found.changes, found.end_offset) == (first, len(alone))
+    assert changes.decode(alone, NAMESPACE, bytes(16)) is None
+
+
 @given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 4))
 def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[int], max_entries: int) -> None:
     withdrawals = journal.Withdrawals(max_entries)
@@ -139,10 +208,17 @@ def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[
 def test_the_description_names_every_magic_and_every_size() -> None:
     words = (Path(__file__).parent.parent / "src/hybridkv/tiers/disk/FORMAT.md").read_text()
     magics = [format.SEGMENT_MAGIC, format.SEAL_MAGIC, format.RECORD_MAGIC]
-    magics += [journal.JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, epoch.EPOCH_MAGIC]
+    magics += [journal.JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, changes.CHANGES_MAGIC, epoch.EPOCH_MAGIC]
     for magic in magics:
         assert magic.hex(" ") in words
     tables = re.findall(r"(?:^\|.*\n)+", words, flags=re.MULTILINE)
-    ends = {"segment": 88, "seal": 88, "record": 80, "journal": journal.HEAD_BYTES, "epoch": 72}
+    ends = {
+        "segment": 88,
+        "seal": 88,
+        "record": 80,
+        "journal": journal.HEAD_BYTES,
+        "epoch": 72,
+        "changes": changes.HEAD_BYTES,
+    }
     for name, end in ends.items():
         assert any(f"| {end - 16} | 16 |" in table for table in tables), name

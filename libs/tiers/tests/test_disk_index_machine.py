@@ -29,6 +29,7 @@ OPTIONS = DiskOptions(
     batch_bytes=1 << 16,
     max_quarantined=256,
     snapshot_interval_s=10.0,
+    changes_interval_s=0.0,
 )
 
 keys = st.sampled_from([b"key %d" % number for number in range(NUM_KEYS)])

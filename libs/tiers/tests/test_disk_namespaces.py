@@ -177,7 +177,7 @@ def test_index_and_medium_find_the_same_directory(tmp_path: Path) -> None:
     index.close()
 
 
-@pytest.mark.parametrize("name", ["", "rank-0", "LOCK", "epoch", "snapshot", "namespace.json", "a segment"])
+@pytest.mark.parametrize("name", ["", "rank-0", "LOCK", "epoch", "snapshot", "changes", "namespace.json", "a segment"])
 def test_a_link_anywhere_in_the_store_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "store"
     filled(path)

@@ -13,7 +13,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.disk.layout import number_of
-from hybridkv.tiers.disk.recovery import SCAN_THREADS
+from hybridkv.tiers.disk.search import SCAN_THREADS
 
 RANKS = {"tensor_parallel_size": 2}
 OPTIONS = disk_store.options_for(8 * 8192, num_ranks=2, max_quarantined=16)
@@ -136,7 +136,7 @@ def test_a_record_committed_after_a_snapshot_is_found_wherever_it_was_reserved(t
     for number in range(20):
         assert disk_store.store(index, media, b"%d" % number, chunk(b"%d" % number))
     clock.now_s += 1000
-    assert index.take_disk_counts().snapshots == 1
+    assert index.take_disk_counts().snapshots == 2  # the first one at the start
     for medium in media:
         medium.store(Ticket(1), b"early", slot, [chunk(b"early")])
         assert disk_store.finish(medium)[0].failure is None

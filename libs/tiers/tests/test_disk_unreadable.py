@@ -86,7 +86,7 @@ def offered(path: Path, io: FileIO | None = None) -> set[bytes]:
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [*product(["snapshot", "quarantine", "namespace.json"], ["open", "preadv"]), ("LOCK", "preadv")],
+    [*product(["snapshot", "changes", "quarantine", "namespace.json"], ["open", "preadv"]), ("LOCK", "preadv")],
 )
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_metadata_that_cannot_be_read_costs_nothing(path: Path, name: str, call: str, number: int) -> None:

@@ -84,6 +84,19 @@ def max_in_flight_tokens(vllm_config: VllmConfig) -> int:
     return int(resolved if resolved is not None else vllm_config.scheduler_config.max_num_batched_tokens)
 
 
+def is_killed_at_its_end(vllm_config: VllmConfig) -> bool:
+    """Whether a server kills the engine's processes as soon as it has asked them to end."""
+    timeout_s = getattr(vllm_config, "shutdown_timeout", None)
+    if timeout_s is None:
+        return False
+    try:
+        from vllm.v1.engine.utils import get_engine_process_shutdown_timeout
+    except ImportError:
+        return bool(timeout_s == 0)
+    # Some platforms give an engine time to release a device also where no request has any.
+    return not get_engine_process_shutdown_timeout(timeout_s, timeout_s)
+
+
 def unpadded_page_bytes(spec: Any) -> int:
     """Bytes of one layer's page that hold content."""
     for name in ("unpadded_page_size_bytes", "real_page_size_bytes"):

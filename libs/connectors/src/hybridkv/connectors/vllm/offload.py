@@ -283,6 +283,14 @@ def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, lay
         logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
     if not layout.reuses_hashes:
         logger.info("HybridOffloadConnector: block hashes change with the process, so tokens are hashed anew")
+    if config.disk is not None and compat.is_killed_at_its_end(vllm_config):
+        logger.warning(
+            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "
+            "what is on its way to %s then is lost, and the next start looks on disk for what the last seconds wrote; "
+            "start the server with --shutdown-timeout 30, and let whoever stops it wait longer than that "
+            "(an engine without a server has 5 s)",
+            config.disk.path,
+        )
     scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
     if scratch:
         logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)

@@ -46,6 +46,7 @@ class Compaction:
                 break
             address = self._segments.append(record.key, record.cost)
             self._segments.hold(address, is_writing=True)
+            self._records.log.reserved(address, record.payload_bytes)
             moves.append(Move(record.key, record.address, address, record.payload_bytes))
         return tuple(moves)
 

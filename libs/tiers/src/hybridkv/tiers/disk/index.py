@@ -57,12 +57,13 @@ class DiskIndex:
         self._sizes = plan_sizes(options, fingerprint.tensor_parallel_size)
         self._namespace = Namespace(io or FileIO(), path, fingerprint)
         store: Opened = open_store(self._namespace, fingerprint, options, self._sizes, clock)
-        self._segments, self._records, self._upkeep = store
+        self._segments, self._records, self._upkeep = store[:3]
         self._is_closed = False
         self._upkeep.janitor = InlineJanitor()
         self._make_fit(0)
         self._upkeep.run()
         self._upkeep.janitor = self._janitor = janitor or ThreadJanitor()
+        self._upkeep.begin(store.needs_snapshot)
 
     @property
     def namespace(self) -> bytes:
@@ -122,6 +123,7 @@ class DiskIndex:
 
     def touch(self, keys: Iterable[Key]) -> None:
         self._records.touch(keys)
+        self._upkeep.write_changes()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         """As the contract says. NO_ROOM also while file work is behind: the next segment is not made yet, the file

@@ -8,6 +8,7 @@ LOCK_NAME = "LOCK"
 FINGERPRINT_NAME = "namespace.json"
 EPOCH_NAME = "epoch"
 SNAPSHOT_NAME = "snapshot"
+CHANGES_NAME = "changes"
 JOURNAL_NAME = "quarantine"
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")

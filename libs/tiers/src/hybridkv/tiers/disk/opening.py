@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from hybridkv.hashing import Fingerprint
+from hybridkv.tiers.disk.change_log import ChangeLog
+from hybridkv.tiers.disk.changes_file import ChangesFile
 from hybridkv.tiers.disk.compaction import Compaction
 from hybridkv.tiers.disk.directory import refused
 from hybridkv.tiers.disk.namespace import Namespace
@@ -31,6 +33,8 @@ class Opened(NamedTuple):
     segments: SegmentTable
     records: RecordTable
     upkeep: Upkeep
+    needs_snapshot: bool
+    """What is on disk does not say all that was found there."""
 
 
 def open_store(
@@ -66,7 +70,9 @@ def _open_store(
 ) -> Opened:
     started_s = time.monotonic()
     syncs = options.fsync is not Fsync.NONE
-    files = Files(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), syncs)
+    log = ChangeLog()
+    changes = ChangesFile(log, options, sizes.changes_bytes, clock)
+    files = Files(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), changes, syncs)
     try:
         found = recover(namespace, sizes.metadata_bytes)
         if not found.segments:
@@ -75,13 +81,15 @@ def _open_store(
         namespace.close()
         raise refused(namespace.root.path, error) from error
     segments = _segment_table(sizes, found)
-    records = RecordTable(segments)
+    records = RecordTable(segments, log)
     records.restore(found.records)
     _shrink(segments, records, options, sizes)
     upkeep = Upkeep(options, sizes, segments, records, files, clock)
     upkeep.state.epoch = found.epoch
     for entry in found.withdrawals:
         upkeep.state.withdrawn.restore(entry)
+    if found.resume_at is not None:
+        changes.resume(found.resume_at.end_offset, found.resume_at.seal)
     _write_epoch(upkeep, files, found)
     own_bytes = segments.allocated_bytes + sizes.metadata_bytes
     try:
@@ -89,7 +97,8 @@ def _open_store(
     except OSError as error:
         logger.warning("%s: %s", namespace.root.path, error)
     logger.info(
-        "disk tier in %s: %d chunks, %.1f MiB of %.1f MiB used, opened in %.2f s (%d of %d segments read)",
+        "disk tier in %s: %d chunks, %.1f MiB of %.1f MiB used, "
+        "opened in %.2f s (%d of %d segments and %d changes read)",
         namespace.path,
         len(records.by_key),
         records.used_bytes / 2**20,
@@ -97,8 +106,9 @@ def _open_store(
         time.monotonic() - started_s,
         found.num_scanned_segments,
         len(found.segments),
+        found.num_changes,
     )
-    return Opened(segments, records, upkeep)
+    return Opened(segments, records, upkeep, found.resume_at is None)
 
 
 def _segment_table(sizes: DiskSizes, found: Found) -> SegmentTable:

@@ -28,6 +28,10 @@ FEWEST_SPARE_SEGMENTS = 3
 SNAPSHOT_ENTRY_BYTES = 2 + 8 + 8 + 64
 """Allowance for one record in a snapshot; a longer key makes the snapshot keep fewer records."""
 JOURNAL_ENTRY_BYTES = 48
+CHANGES_PER_SNAPSHOT = 4
+"""What happened since a snapshot may take up this part of what the snapshot may."""
+LARGEST_CHANGES_BYTES = 64 * MIB
+"""And no more than that: it is read at an opening, a million changes in about two seconds."""
 
 
 class Fsync(enum.StrEnum):
@@ -57,6 +61,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         max_quarantined: withdrawn records that are remembered across restarts.
         ready_segments: how many empty segments are prepared ahead.
         snapshot_interval_s: between two snapshots of the index.
+        changes_interval_s: between two batches of what happened since the last snapshot.
         retry_interval_s: how long file work rests after it failed.
         fsync: see `Fsync`.
         fsync_interval_s: for `Fsync.INTERVAL`.
@@ -78,6 +83,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_quarantined: int = 1024
     ready_segments: int = 2
     snapshot_interval_s: float = 120.0
+    changes_interval_s: float = 1.0
     retry_interval_s: float = 5.0
     fsync: Fsync = Fsync.INTERVAL
     fsync_interval_s: float = 5.0
@@ -91,7 +97,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("capacity_bytes", "max_records", "max_quarantined", "ready_segments", "max_queued"):
             _require(name, getattr(self, name) > 0, "a number > 0", getattr(self, name))
-        for name in ("snapshot_interval_s", "retry_interval_s", "fsync_interval_s", "close_timeout_s"):
+        intervals = ("snapshot_interval_s", "changes_interval_s", "retry_interval_s", "fsync_interval_s")
+        for name in (*intervals, "close_timeout_s"):
             _require(name, 0 <= getattr(self, name) < float("inf"), "seconds >= 0", getattr(self, name))
         _require("largest_chunk_bytes", self.largest_chunk_bytes >= 0, "a number >= 0", self.largest_chunk_bytes)
         _require("spare_share", 0 <= self.spare_share <= 0.9, "a share within [0, 0.9]", self.spare_share)
@@ -124,6 +131,17 @@ class DiskSizes(msgspec.Struct, frozen=True):
     def room_bytes(self) -> int:
         """For records in one segment."""
         return self.segment_bytes - SEGMENT_HEAD_BYTES
+
+    @property
+    def changes_bytes(self) -> int:
+        """For what happened since the last snapshot."""
+        return changes_bytes(self.max_records)
+
+
+def changes_bytes(max_records: int) -> int:
+    """For what happened since a snapshot of so many records."""
+    share = round_up(SNAPSHOT_ENTRY_BYTES * max_records // CHANGES_PER_SNAPSHOT)
+    return min(2 * PAGE_BYTES + share, LARGEST_CHANGES_BYTES)
 
 
 def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
@@ -160,14 +178,15 @@ def _default_segment_bytes(options: DiskOptions, num_ranks: int) -> int:
 def _metadata_bytes(options: DiskOptions, num_ranks: int, max_records: int) -> int:
     """Of all that is no segment.
 
-    Two snapshots while one is replaced; a journal that grows to twice its entries, and the one that replaces it; pages
-    for the small files; directories.
+    Two snapshots while one is replaced, and as many files of changes; a journal that grows to twice its entries, and
+    the one that replaces it; pages for the small files; directories.
     """
     snapshots = 2 * (PAGE_BYTES + round_up(SNAPSHOT_ENTRY_BYTES * max_records))
+    changes = 2 * changes_bytes(max_records)
     journals = 3 * (PAGE_BYTES + round_up(JOURNAL_ENTRY_BYTES * options.max_quarantined))
     files = 12 * PAGE_BYTES
     directories = (2 + num_ranks) * 4 * PAGE_BYTES
-    return snapshots + journals + files + directories
+    return snapshots + changes + journals + files + directories
 
 
 def _require(name: str, holds: bool, expected: str, got: object) -> None:

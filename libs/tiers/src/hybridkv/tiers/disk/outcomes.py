@@ -21,6 +21,7 @@ from hybridkv.tiers.disk.work import (
     Drop,
     DropError,
     Files,
+    Log,
     Outcome,
     Restore,
     Rewrite,
@@ -55,7 +56,7 @@ class Outcomes:
         self.epoch = 0
         self.is_epoch_written = True
         self.is_snapshot_owed = False
-        """The last one could not be written."""
+        """The last one could not be written, or nothing may follow it any more."""
         self.is_lost = False
         """Something that should be on disk is not: perhaps the directory was removed."""
         self._is_full = False
@@ -105,9 +106,8 @@ class Outcomes:
                 self.withdrawn.failed(job)
         elif isinstance(job, WriteEpoch):
             self.is_epoch_written = self.is_epoch_written or (is_done and job.epoch == self.epoch)
-        elif isinstance(job, Save):
-            self.tally.add("snapshots", int(is_done))
-            self.is_snapshot_owed = not is_done
+        elif isinstance(job, (Save, Log)):
+            self._end_save_or_log(job, outcome)
         elif isinstance(job, Restore) and is_done:
             self._end_restore(outcome.value)
 
@@ -151,24 +151,42 @@ class Outcomes:
         if not copied or any(reason is not None for _, reason in copied):
             for move in job.moves:
                 self._segments.of(move.new_address).may_be_sealed = False
-        for move, reason in copied:
-            record = self._records.by_key.get(move.key)
-            if record is None or record.address != move.old_address:
-                continue
-            if reason is not None:
-                self.quarantine(move.key, reason)
-            elif record.state is State.COMMITTED and not record.num_pins:
-                self._records.move(record, move.new_address)
-                self.tally.add("moved_records")
-                self.tally.add("moved_bytes", record.cost * self._sizes.num_ranks)
+        moved = [move for move, reason in copied if self._is_moved(move, reason)]
+        for move in set(job.moves).difference(moved):
+            self._records.log.gone(move.new_address)
         self._segments.by_number[job.number].is_moving = False
         self._segments.revision += 1
+
+    def _is_moved(self, move: Move, reason: FailureReason | None) -> bool:
+        """Whether the record lies where it was copied to, from now on."""
+        record = self._records.by_key.get(move.key)
+        if record is None or record.address != move.old_address:
+            return False
+        if reason is not None:
+            self.quarantine(move.key, reason)
+            return False
+        if record.state is not State.COMMITTED or record.num_pins:
+            return False
+        self._records.move(record, move.new_address)
+        self.tally.add("moved_records")
+        self.tally.add("moved_bytes", record.cost * self._sizes.num_ranks)
+        return True
+
+    def _end_save_or_log(self, job: Save | Log, outcome: Outcome) -> None:
+        if isinstance(job, Log):
+            self.is_snapshot_owed = self.is_snapshot_owed or outcome.value is True
+            return
+        self.tally.add("snapshots", int(outcome.error is None))
+        # One of an epoch that is over speaks for nothing.
+        self.is_snapshot_owed = outcome.error is not None or job.epoch != self.epoch
 
     def _end_restore(self, value: object) -> None:
         self.is_lost = False
         if not isinstance(value, set):
             return
         self.withdrawn.lost()
+        self._records.log.give_up()
+        self.is_snapshot_owed = True
         self._segments.close_open()
         for segment in self._segments.by_number.values():
             if segment.number not in value:

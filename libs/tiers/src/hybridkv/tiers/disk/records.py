@@ -1,6 +1,7 @@
 """The life of every key of a disk tier, in memory: reserved, committed, doomed; pinned; least recently used first.
 
-Changes segments' counts along with it. Knows no file, and does not decide where a record goes or when one is evicted.
+Changes segments' counts along with it, and tells a log what changed. Knows no file, and does not decide where a record
+goes or when one is evicted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Slot
+from hybridkv.tiers.disk.change_log import ChangeLog
 from hybridkv.tiers.disk.layout import number_of, record_bytes
 from hybridkv.tiers.disk.segments import SegmentTable
 from hybridkv.tiers.errors import TierProtocolError
@@ -56,8 +58,9 @@ class Record:
 class RecordTable:
     """All records of a namespace."""
 
-    def __init__(self, segments: SegmentTable) -> None:
+    def __init__(self, segments: SegmentTable, log: ChangeLog) -> None:
         self._segments = segments
+        self.log = log
         self.by_key: dict[Key, Record] = {}
         # Committed and unpinned, least recently used first: exactly what may be evicted.
         self.evictable: OrderedDict[Key, Record] = OrderedDict()
@@ -71,11 +74,14 @@ class RecordTable:
         self.tally = Tally()
 
     def touch(self, keys: Iterable[Key]) -> None:
+        used = []
         for key in keys:
             record = self.evictable.get(key)
             if record is not None:
                 self.evictable.move_to_end(key)
                 self._use(record)
+                used.append(record.address)
+        self.log.used(used)
 
     def _use(self, record: Record) -> None:
         self._num_uses += 1
@@ -112,6 +118,7 @@ class RecordTable:
         self.by_key[key] = record
         self.reserved_now[key] = record
         self.used_bytes += record.cost
+        self.log.reserved(address, payload_bytes)
         self.generation += 1
         self.tally.reservations += 1
         return record
@@ -136,6 +143,7 @@ class RecordTable:
         self._make_evictable(record)
         self.generation += 1
         self.tally.commits += 1
+        self.log.committed(record.address, record.payload_bytes, key)
         return True
 
     def abort(self, key: Key) -> Record:
@@ -147,6 +155,7 @@ class RecordTable:
         else:
             self._forget(record)
             self.generation += 1
+            self.log.gone(record.address)
         self.tally.aborts += 1
         return record
 
@@ -166,6 +175,7 @@ class RecordTable:
             self._forget(record)
         self.generation += 1
         self.tally.invalidations += 1
+        self.log.gone(record.address)
         return record
 
     def pin(self, key: Key) -> Slot | None:
@@ -189,6 +199,7 @@ class RecordTable:
         self._segments.release(record.address, is_writing=False)
         if record.state is State.COMMITTED:
             self._make_evictable(record)
+            self.log.used((record.address,))
         else:
             self._forget_doomed(record)
 
@@ -197,6 +208,7 @@ class RecordTable:
         self._make_unevictable(record)
         self._forget(record)
         self.generation += 1
+        self.log.gone(record.address)
         self.tally.evictions += 1
         self.tally.evicted_bytes += record.cost
 
@@ -208,6 +220,7 @@ class RecordTable:
         """A record that is committed and not pinned lies elsewhere now."""
         self._segments.change_live(address, record.cost)
         self._segments.change_live(record.address, -record.cost)
+        self.log.moved(record.address, address)
         record.address = address
 
     def _make_evictable(self, record: Record) -> None:

@@ -1,64 +1,39 @@
 """What an opening finds on disk: which segments, which records, in which order of use.
 
 A record is found when its header is whole and says this place, when the record was written whole (its segment is
-sealed, or a snapshot names it, or its payload is read now and agrees), when every rank has it at the same address, and
-when nobody withdrew it. Of several with one key the last written counts. Changes nothing on disk.
+sealed, or a snapshot or the changes behind it name it, or its payload is read now and agrees), when every rank has it
+at the same address, and when nobody withdrew it. Of several with one key the last written counts. Changes nothing on
+disk.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk import changes, journal, snapshot
 from hybridkv.tiers.disk import epoch as epoch_file
-from hybridkv.tiers.disk import journal, snapshot
-from hybridkv.tiers.disk.directory import LARGEST_SMALL_FILE_BYTES, Directory, stops_an_opening
-from hybridkv.tiers.disk.format import (
-    RECORD_HEAD_BYTES,
-    RECORD_MAGIC,
-    RecordHeader,
-    checksum,
-    decode_record,
-)
+from hybridkv.tiers.disk.directory import LARGEST_SMALL_FILE_BYTES, stops_an_opening
 from hybridkv.tiers.disk.layout import (
     ADDRESS_BITS,
     LARGEST_SEGMENT_BYTES,
     PAGE_BYTES,
     SEGMENT_HEAD_BYTES,
-    address_of,
     number_of,
-    offset_of,
-    record_bytes,
 )
-from hybridkv.tiers.disk.names import EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME, segment_name
+from hybridkv.tiers.disk.names import CHANGES_NAME, EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME
 from hybridkv.tiers.disk.namespace import Namespace
-from hybridkv.tiers.disk.segment_headers import FoundSegment, NoHeader, Row, epochs_in, read_at, read_headers, sort_out
+from hybridkv.tiers.disk.replay import FoundRecord, Frontier, frontier_of, keep_those_in, keys_at, replay
+from hybridkv.tiers.disk.search import Search, search_all, searches_behind
+from hybridkv.tiers.disk.segment_headers import FoundSegment, NoHeader, Row, epochs_in, read_headers, sort_out
 
 logger = logging.getLogger(__name__)
 
-SEARCH_BYTES = 1 << 18
-"""Read at once while looking for the next record behind a place where none is."""
-SCAN_THREADS = 8
-"""Segments that are read side by side where there are more: where a record begins is known when the one before was
-read, so one reader would wait for the device most of the time."""
 EPOCHS_AHEAD = 1 << 32
 """Where the epoch is lost beside a segment of an unknown one: further than anybody ever clears a cache."""
-_MAGIC_NUMBER = np.frombuffer(RECORD_MAGIC, "<u8")[0]
-
-
-class FoundRecord(NamedTuple):
-    """A record that may be offered."""
-
-    key: Key
-    address: int
-    payload_bytes: int
 
 
 class Found(NamedTuple):
@@ -77,6 +52,11 @@ class Found(NamedTuple):
     next_number: int
     withdrawals: list[journal.Withdrawal]
     num_scanned_segments: int
+    """Those in which there was something to read."""
+    num_changes: int
+    """Read beside the snapshot."""
+    resume_at: changes.Decoded | None
+    """The end of the changes on disk, where they and the snapshot name all that was found and nothing else."""
 
 
 def recover(namespace: Namespace, max_metadata_bytes: int) -> Found:
@@ -87,15 +67,30 @@ def recover(namespace: Namespace, max_metadata_bytes: int) -> Found:
     headers = read_headers(namespace)
     epoch, is_new_epoch = _read_epoch(namespace, headers)
     segments, useless, unavailable = sort_out(headers, epoch)
-    saved = _read_snapshot(namespace, epoch, max_metadata_bytes)
+    named = _read_names(namespace, epoch, segments, max_metadata_bytes)
     withdrawals = _read_journal(namespace, max_metadata_bytes)
-    scan_from = saved.scan_from if saved else 0
-    scanned = [segment for segment in segments if segment.number >= scan_from]
-    records = _merge(namespace, segments, scanned, saved, withdrawals)
+    searches = [Search(segment, (), SEGMENT_HEAD_BYTES) for segment in segments]
+    if named.frontier is not None:
+        searches = searches_behind(named.frontier, segments)
+    num_searched = _add_found(namespace, searches, named.records)
+    records = _without_withdrawn(named.records, withdrawals)
     numbers = [number + 1 for number in headers]
     numbers += [number_of(entry.bound) + 1 for entry in withdrawals]
-    next_number = max([saved.next_number if saved else 0, *numbers], default=0)
-    return Found(epoch, is_new_epoch, segments, useless, unavailable, records, next_number, withdrawals, len(scanned))
+    numbers += [named.frontier.next_number] if named.frontier is not None else []
+    is_all_named = not num_searched and len(records) == len(named.records)
+    return Found(
+        epoch,
+        is_new_epoch,
+        segments,
+        useless,
+        unavailable,
+        records,
+        max(numbers, default=0),
+        withdrawals,
+        num_searched,
+        named.num_changes,
+        named.resume_at if is_all_named else None,
+    )
 
 
 def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
@@ -121,12 +116,42 @@ def _read_epoch(namespace: Namespace, headers: dict[int, Row]) -> tuple[int, boo
     return max(epochs_in(headers.values()), default=0) + (1 if is_known else EPOCHS_AHEAD), True
 
 
-def _read_snapshot(namespace: Namespace, epoch: int, max_bytes: int) -> snapshot.Snapshot | None:
+class _Named(NamedTuple):
+    """What snapshot and changes say."""
+
+    records: dict[Key, FoundRecord]
+    frontier: Frontier | None
+    """None: nothing is known of what else there may be."""
+    num_changes: int
+    resume_at: changes.Decoded | None
+
+
+def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], max_bytes: int) -> _Named:
     data = _read_metadata(namespace, SNAPSHOT_NAME, max_bytes)
     saved = None if data is None else snapshot.decode(data, namespace.digest)
     if data is not None and saved is None:
         logger.warning("%s: the snapshot is damaged; reading every segment", namespace.path)
-    return saved if saved is not None and saved.epoch == epoch else None
+    if data is None or saved is None or saved.epoch != epoch:
+        return _Named({}, None, 0, None)
+    since = _read_changes(namespace, snapshot.checksum_of(data), max_bytes)
+    end_of = {segment.number: segment.segment_bytes for segment in segments}
+    records, doubtful = _named(saved, end_of)
+    if since is not None and since.changes:
+        doubtful |= replay(records, keys_at(saved, since.changes), since.changes)
+    keep_those_in(end_of, records, doubtful)
+    if since is None:
+        return _Named(records, frontier_of(saved, ()), 0, None)
+    frontier = frontier_of(saved, since.changes)
+    return _Named(records, frontier, len(since.changes), since if since.is_whole and not frontier.pending else None)
+
+
+def _read_changes(namespace: Namespace, base: bytes, max_bytes: int) -> changes.Decoded | None:
+    """What happened since the snapshot with this checksum, as far as it can be read."""
+    data = _read_metadata(namespace, CHANGES_NAME, max_bytes)
+    since = None if data is None else changes.decode(data, namespace.digest, base)
+    if since is not None and not since.is_whole:
+        logger.info("%s: the last changes are not whole; reading what is newer", namespace.path)
+    return since
 
 
 def _read_journal(namespace: Namespace, max_bytes: int) -> list[journal.Withdrawal]:
@@ -138,24 +163,20 @@ def _read_journal(namespace: Namespace, max_bytes: int) -> list[journal.Withdraw
     return found
 
 
-def _merge(
-    namespace: Namespace,
-    segments: list[FoundSegment],
-    scanned: list[FoundSegment],
-    saved: snapshot.Snapshot | None,
-    withdrawals: list[journal.Withdrawal],
-) -> list[FoundRecord]:
-    records = {} if saved is None else _named(saved, segments)
-    known = {record.address for record in records.values()} if scanned else set()
-    next_address, pending = (saved.next_address, set(saved.pending)) if saved is not None else (0, set())
-    for segment_records in _scan(namespace, scanned, known):
-        for found in segment_records:
-            if found.address < next_address and found.address not in pending and found.address not in known:
-                continue  # it was evicted or withdrawn before the snapshot
+def _add_found(namespace: Namespace, searches: list[Search], records: dict[Key, FoundRecord]) -> int:
+    """Add what lies on disk and is not named, the last written last. How many segments had to be read for it."""
+    num_searched = 0
+    for rows in search_all(namespace, searches):
+        num_searched += rows is not None
+        for found in rows or ():
             before = records.get(found.key)
             if before is None or before.address < found.address:
                 records.pop(found.key, None)
                 records[found.key] = found
+    return num_searched
+
+
+def _without_withdrawn(records: dict[Key, FoundRecord], withdrawals: list[journal.Withdrawal]) -> list[FoundRecord]:
     withdrawn = journal.Withdrawals(len(withdrawals) + 1)
     for entry in withdrawals:
         withdrawn.add(entry)
@@ -164,97 +185,15 @@ def _merge(
     return [record for record in records.values() if not withdrawn.covers(record.key, record.address)]
 
 
-def _named(saved: snapshot.Snapshot, segments: list[FoundSegment]) -> dict[Key, FoundRecord]:
-    """The records of a snapshot that lie in segments that are still there."""
+def _named(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[dict[Key, FoundRecord], set[Key]]:
+    """The records of a snapshot, and the keys of those that do not lie in segments that are still there."""
     addresses = np.asarray(saved.addresses, dtype=np.uint64)
     sizes = np.asarray(saved.payload_bytes, dtype=np.uint64)
     page = np.uint64(PAGE_BYTES)
     numbers, inverse = np.unique(addresses >> np.uint64(ADDRESS_BITS), return_inverse=True)
-    end_of = {segment.number: segment.segment_bytes for segment in segments}
     ends = np.array([end_of.get(number, 0) for number in numbers.tolist()], dtype=np.uint64)[inverse]
     offsets = addresses & np.uint64(LARGEST_SEGMENT_BYTES - 1)
     fits = sizes <= np.uint64(LARGEST_SEGMENT_BYTES)
     fits &= offsets + page + (sizes + page - np.uint64(1)) // page * page <= ends
     rows = map(FoundRecord, saved.keys, addresses.tolist(), sizes.tolist())
-    if fits.all():
-        return dict(zip(saved.keys, rows, strict=True))
-    return {row.key: row for row, is_there in zip(rows, fits.tolist(), strict=True) if is_there}
-
-
-def _scan(namespace: Namespace, segments: list[FoundSegment], known: set[int]) -> Iterator[list[FoundRecord]]:
-    """The records of each segment, in the order of the segments."""
-    scan = partial(_scan_segment, namespace, known)
-    if len(segments) <= SCAN_THREADS:
-        yield from map(scan, segments)
-        return
-    with ThreadPoolExecutor(SCAN_THREADS, "hybridkv-scan") as pool:
-        yield from pool.map(scan, segments)
-
-
-def _scan_segment(namespace: Namespace, known: set[int], segment: FoundSegment) -> list[FoundRecord]:
-    """The records that every rank has at the same address."""
-    common: dict[FoundRecord, None] | None = None
-    for rank, directory in enumerate(namespace.ranks):
-        try:
-            mine = _scan_file(directory, rank, segment, namespace.digest, known)
-        except OSError as error:
-            if stops_an_opening(error):
-                raise
-            logger.warning("%s of rank %d cannot be read: %s", segment_name(segment.number), rank, error)
-            return []
-        common = mine if common is None else {record: None for record in common if record in mine}
-    return list(common or {})
-
-
-def _scan_file(
-    directory: Directory, rank: int, segment: FoundSegment, digest: bytes, known: set[int]
-) -> dict[FoundRecord, None]:
-    fd = directory.open_file(segment_name(segment.number), os.O_RDONLY)
-    try:
-        directory.io.advise_random(fd)
-        return dict.fromkeys(
-            FoundRecord(header.key, header.address, header.payload_bytes)
-            for header in _headers_in(directory, fd, segment)
-            if (header.rank, header.namespace) == (rank, digest)
-            and (segment.is_sealed or header.address in known or _is_whole(directory, fd, header))
-        )
-    finally:
-        directory.io.close(fd)
-
-
-def _headers_in(directory: Directory, fd: int, segment: FoundSegment) -> Iterator[RecordHeader]:
-    """Every whole record header of the segment that was written for the place where it stands."""
-    offset = SEGMENT_HEAD_BYTES
-    buffer = memoryview(bytearray(RECORD_HEAD_BYTES))
-    while offset < segment.end_offset:
-        done = directory.io.preadv(fd, [buffer], offset)
-        header = decode_record(buffer) if done == RECORD_HEAD_BYTES else None
-        if header is None or not _is_at(header, segment, offset):
-            offset = _next_record(directory, fd, segment, offset + PAGE_BYTES)
-            continue
-        yield header
-        offset += record_bytes(header.payload_bytes)
-
-
-def _is_at(header: RecordHeader, segment: FoundSegment, offset: int) -> bool:
-    fits = offset + record_bytes(header.payload_bytes) <= segment.segment_bytes and header.payload_bytes > 0
-    return fits and header.address == address_of(segment.number, offset)
-
-
-def _next_record(directory: Directory, fd: int, segment: FoundSegment, offset: int) -> int:
-    """Where the next page begins that looks like a record, at `offset` or behind it."""
-    while offset < segment.end_offset:
-        written = directory.io.next_data(fd, offset) // PAGE_BYTES * PAGE_BYTES
-        offset = max(offset, min(written, segment.end_offset))
-        window = read_at(directory, fd, offset, min(SEARCH_BYTES, segment.end_offset - offset))
-        words = np.frombuffer(window[: len(window) // PAGE_BYTES * PAGE_BYTES], "<u8")[:: PAGE_BYTES // 8]
-        places = np.flatnonzero(words == _MAGIC_NUMBER)
-        if len(places):
-            return offset + int(places[0]) * PAGE_BYTES
-        offset += max(len(window), PAGE_BYTES)
-    return segment.end_offset
-
-
-def _is_whole(directory: Directory, fd: int, header: RecordHeader) -> bool:
-    payload = read_at(directory, fd, offset_of(header.address) + PAGE_BYTES, header.payload_bytes)
-    return len(payload) == header.payload_bytes and checksum(payload) == header.payload_checksum
+    return dict(zip(saved.keys, rows, strict=True)), {saved.keys[place] for place in np.flatnonzero(~fits).tolist()}

@@ -73,6 +73,11 @@ def encode(snapshot: Snapshot, namespace: bytes) -> bytes:
     return body + checksum(body)
 
 
+def checksum_of(data: bytes) -> bytes:
+    """What tells this snapshot from every other one."""
+    return data[-_CHECKSUM_BYTES:]
+
+
 def decode(data: bytes, namespace: bytes) -> Snapshot | None:
     """None when it is damaged, another namespace's or of another version."""
     if len(data) < _HEAD.size + _CHECKSUM_BYTES:

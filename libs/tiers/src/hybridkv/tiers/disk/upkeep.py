@@ -28,6 +28,7 @@ from hybridkv.tiers.disk.work import (
     Drop,
     Files,
     Job,
+    Log,
     Outcome,
     Restore,
     Rewrite,
@@ -67,13 +68,22 @@ class Upkeep:
         self._copying: tuple[Move, ...] = ()
         self._snapshot_s = clock()
         self._snapshot_generation = -1
+        self._changes_due_s = self._snapshot_s
+        self._writes_changes = False
         self._look_again_s = self._snapshot_s
         self._looked_at = -1
         self.state = Outcomes(options, sizes, segments, records, files, clock)
         self.janitor: Janitor | None = None
 
+    def begin(self, needs_snapshot: bool) -> None:
+        """From now on write down what happens; behind a new snapshot, where the one on disk does not say all."""
+        self._writes_changes = True
+        self.state.is_snapshot_owed = needs_snapshot
+        self.run()
+
     def run(self) -> None:
         """Apply what ended and start what is to be done next."""
+        self.write_changes()
         for _ in range(MAX_JOBS_IN_A_ROW):
             self.collect()
             if self._num_running:
@@ -86,6 +96,7 @@ class Upkeep:
 
     def run_if_needed(self) -> None:
         """As `run`, but cheap where nothing happened that calls for work."""
+        self.write_changes()
         has_news = self._ended or self.state.withdrawn.has_pending or self._segments.revision != self._looked_at
         if has_news or self._clock() >= self._look_again_s:
             self.run()
@@ -93,8 +104,8 @@ class Upkeep:
     def collect(self) -> None:
         """Apply what ended."""
         while self._ended:
-            self._num_running -= 1
             outcome = self._ended.popleft()
+            self._num_running -= not (isinstance(outcome.job, Log) and outcome.job.is_beside)
             if isinstance(outcome.job, Copy):
                 self._copying = ()
             self.state.apply(outcome)
@@ -105,7 +116,7 @@ class Upkeep:
         while True:
             self._has_ended.clear()
             self.run()
-            if not self._num_running:
+            if not self._num_running and not self._start(self._choose_log()):
                 return True
             if not self._has_ended.wait(max(deadline_s - time.monotonic(), 0.0)):
                 return False
@@ -130,6 +141,8 @@ class Upkeep:
         while self._segments.ready:
             self._segments.ready.popleft().stage = Stage.FULL
         self._snapshot_generation = -1
+        self._records.log.give_up()
+        self.state.is_snapshot_owed = True
         return self._submit(WriteEpoch(self.state.epoch), then)
 
     def finish(self) -> None:
@@ -141,6 +154,7 @@ class Upkeep:
             if self._is_sealable(segment):
                 self._start(self._seal(segment))
         self._start(self._save(is_last=True))
+        self._records.log.close()
 
     # What is to be done next.
 
@@ -225,12 +239,32 @@ class Upkeep:
     def _seal(self, segment: Segment) -> Seal:
         return Seal(segment.number, segment.epoch, segment.end_offset)
 
+    def write_changes(self) -> None:
+        """See to it that what happened is written down soon, also when nobody calls any more."""
+        log = self._records.log
+        if not log.is_waiting or log.is_scheduled or not self._writes_changes or self.state.rests.is_resting(Log):
+            return
+        now_s = self._clock()
+        if self.janitor is None or (now_s < self._changes_due_s and not self.janitor.can_wait):
+            return
+        delay_s = max(self._changes_due_s - now_s, 0.0)
+        log.is_scheduled = True
+        if self.janitor.submit_later(partial(self._execute, Log(is_beside=True), None), delay_s):
+            self._changes_due_s = now_s + delay_s + self._options.changes_interval_s
+        else:
+            log.is_scheduled = False
+
+    def _choose_log(self) -> Job | None:
+        is_wanted = self._writes_changes and self._records.log.is_waiting and not self.state.rests.is_resting(Log)
+        return Log(is_beside=False) if is_wanted else None
+
     def _choose_save(self) -> Job | None:
         if self.state.rests.is_resting(Save):
             return None
         is_due = self._clock() >= self._snapshot_s + self._options.snapshot_interval_s
         is_news = self._snapshot_generation != self._records.generation
-        return self._save() if self.state.is_snapshot_owed or (is_due and is_news) else None
+        is_owed = self.state.is_snapshot_owed and self._writes_changes
+        return self._save() if is_owed or (is_due and is_news) else None
 
     def _save(self, is_last: bool = False) -> Save:
         """The records that are offered now, and from where on there may be more when this is read.
@@ -248,7 +282,8 @@ class Upkeep:
         max_bytes = PAGE_BYTES + SNAPSHOT_ENTRY_BYTES * self._sizes.max_records
         next_address = segments.next_address
         source = Source(self._records.by_key, [segment.keys for segment in segments.by_number.values()])
-        return Save(self.state.epoch, first, segments.next_number, next_address, tuple(pending), source, max_bytes)
+        numbers = (self.state.epoch, first, segments.next_number, next_address)
+        return Save(*numbers, tuple(pending), source, max_bytes, self._records.log.cut())
 
     # Starting it.
 
@@ -258,6 +293,8 @@ class Upkeep:
         if not self._submit(job):
             if isinstance(job, Copy):
                 self.state.end_copy(job, None)
+            elif isinstance(job, Save):
+                job.cut.is_cancelled = True
             return False
         if isinstance(job, (Append, Rewrite)):
             self.state.withdrawn.started(job)

@@ -17,6 +17,8 @@ import numpy.typing as npt
 from hybridkv.tiers.contract import FailureReason, Key
 from hybridkv.tiers.disk import epoch as epoch_file
 from hybridkv.tiers.disk import journal, snapshot
+from hybridkv.tiers.disk.change_log import Cut
+from hybridkv.tiers.disk.changes_file import ChangesFile
 from hybridkv.tiers.disk.directory import write_all
 from hybridkv.tiers.disk.names import EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME, segment_number
 from hybridkv.tiers.disk.namespace import Namespace
@@ -36,6 +38,7 @@ class Files(NamedTuple):
 
     namespace: Namespace
     segments: SegmentFiles
+    changes: ChangesFile
     syncs: bool
 
 
@@ -173,8 +176,18 @@ class Save(NamedTuple):
     pending: tuple[int, ...]
     source: Source
     max_bytes: int
+    cut: Cut
+    """Where the index was when this was planned."""
 
     def run(self, files: Files) -> object:
+        try:
+            self._write(files)
+        except Exception:
+            self.cut.is_cancelled = True
+            raise
+        return None
+
+    def _write(self, files: Files) -> None:
         keys, addresses, sizes = self.source.committed()
         while True:
             saved = snapshot.Snapshot(*self[:5], keys, addresses, sizes)
@@ -183,8 +196,20 @@ class Save(NamedTuple):
                 break
             half = len(keys) // 2 + 1
             keys, addresses, sizes = keys[half:], addresses[half:], sizes[half:]
-        files.namespace.directory.write_file(SNAPSHOT_NAME, data, files.syncs)
-        return None
+        directory, digest = files.namespace.directory, files.namespace.digest
+        directory.write_file(SNAPSHOT_NAME, data, files.syncs)
+        files.changes.begin(directory, digest, snapshot.checksum_of(data), self.cut)
+
+
+class Log(NamedTuple):
+    """Write down what happened since the last snapshot, as far as that was not done yet."""
+
+    is_beside: bool
+    """It waits while other work goes on, and is none of the pieces that go one by one."""
+
+    def run(self, files: Files) -> bool:
+        """Whether a snapshot is wanted instead."""
+        return files.changes.append(files.namespace.directory)
 
 
 class Restore(NamedTuple):
@@ -205,7 +230,7 @@ class Restore(NamedTuple):
         return {number for number in set.intersection(*numbers) if number is not None}
 
 
-Job: TypeAlias = Create | Drop | Copy | Seal | WriteEpoch | Append | Rewrite | Save | Restore
+Job: TypeAlias = Create | Drop | Copy | Seal | WriteEpoch | Append | Rewrite | Save | Log | Restore
 
 
 class Outcome(NamedTuple):

@@ -1,0 +1,496 @@
+"""What happens to the records is on disk soon after, whoever ends the process, and damage there costs only reading."""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import disk_store
+import msgspec
+import pytest
+from disk_faults import FaultyIO
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Slot, Ticket
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, ThreadJanitor, changes, snapshot
+from hybridkv.tiers.disk.change_log import MAX_USES_IN_A_BATCH, ChangeLog
+from hybridkv.tiers.disk.layout import number_of
+
+OPTIONS = disk_store.options_for(12 * 8192, num_spare=3, changes_interval_s=0.0, direct=False)
+SMALL_OPTIONS = disk_store.options_for(4 * 8192, num_spare=3, changes_interval_s=0.0, direct=False)
+TIMEOUT_S = 30.0
+NAMESPACE = disk_store.FINGERPRINT.digest().hex()
+
+
+def chunk(key: bytes) -> bytes:
+    return random.Random(key.hex()).randbytes(4000)
+
+
+def opened(path: Path, options: DiskOptions = OPTIONS, io: FileIO | None = None) -> tuple[DiskIndex, DiskMedium]:
+    return disk_store.make_index(path, options, io), disk_store.make_medium(path, options)
+
+
+def kill(index: DiskIndex, medium: DiskMedium) -> None:
+    """Nothing more is written, and the lock is free."""
+    medium.close()
+    index._namespace.close()
+
+
+def order_of(index: DiskIndex) -> list[tuple[bytes, int]]:
+    """Keys and addresses, least recently used first."""
+    return [(key, record.address) for key, record in index._records.evictable.items()]
+
+
+def offered(path: Path, options: DiskOptions = OPTIONS) -> list[bytes]:
+    """Every key that the next process is offered, each with its own bytes."""
+    index, medium = opened(path, options)
+    keys = list(index._records.by_key)
+    for key in keys:
+        loaded = disk_store.load(index, medium, key)
+        assert loaded is not None and loaded[0].failure is None and loaded[1] == chunk(key)
+    kill(index, medium)
+    return keys
+
+
+def opening_line(caplog: pytest.LogCaptureFixture) -> str:
+    return [record.getMessage() for record in caplog.records if "opened in" in record.getMessage()][-1]
+
+
+def live(index: DiskIndex, medium: DiskMedium, seed: int, num_steps: int) -> None:
+    """Store, use, withdraw and give up records, more than there is room for."""
+    chooser = random.Random(seed)
+    for _ in range(num_steps):
+        key = b"%d" % chooser.randrange(24)
+        what = chooser.random()
+        if what < 0.6:
+            disk_store.store(index, medium, key, chunk(key))
+        elif what < 0.8:
+            index.touch([key, b"%d" % chooser.randrange(24)])
+        elif what < 0.9:
+            disk_store.load(index, medium, key)
+        elif what < 0.95:
+            index.invalidate(key)
+        elif isinstance(index.reserve(key, 4000), Slot):
+            index.abort(key)
+
+
+moved_records: list[int] = []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_killed_index_knew_nothing_that_the_next_one_does_not_know(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same records at the same places in the same order of use, and no segment is read for it."""
+    path = tmp_path / "store"
+    before: list[tuple[bytes, int]] = []
+    for life in range(3):
+        with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+            index, medium = opened(path)
+        if life:
+            assert order_of(index) == before
+            assert "(0 of " in opening_line(caplog)
+        live(index, medium, 10 * seed + life, 120)
+        assert index.drain(TIMEOUT_S)
+        before = order_of(index)
+        kill(index, medium)
+        moved_records.append(index.take_disk_counts().moved_records)
+
+
+def test_records_were_moved_before_some_of_these_ends() -> None:
+    assert sum(map(bool, moved_records)) > 5
+
+
+def test_a_change_that_was_not_written_down_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Control: without its changes the same store is read, and its order of use is lost."""
+    path = tmp_path / "store"
+    index, medium = opened(path)
+    for number in range(6):
+        assert disk_store.store(index, medium, b"%d" % number, chunk(b"%d" % number))
+    index.touch([b"0"])
+    before = order_of(index)
+    kill(index, medium)
+    (path / NAMESPACE / "changes").unlink()
+    with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+        index, medium = opened(path)
+    assert sorted(order_of(index)) == sorted(before) and order_of(index) != before
+    assert "(0 of " not in opening_line(caplog)
+    kill(index, medium)
+
+
+def test_a_clean_start_goes_on_with_the_file_that_is_there(tmp_path: Path) -> None:
+    """So a start writes no snapshot where what is on disk says it all."""
+    path = tmp_path / "store"
+    index, medium = opened(path)
+    assert disk_store.store(index, medium, b"a", chunk(b"a"))
+    kill(index, medium)
+    index, medium = opened(path)
+    assert index.take_disk_counts().snapshots == 0
+    assert disk_store.store(index, medium, b"b", chunk(b"b"))
+    kill(index, medium)
+    assert offered(path) == [b"a", b"b"]
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+class KillingIO(FileIO):
+    """Ends at a call that changes something: before it, when half of it is done, or behind it."""
+
+    def __init__(self, kill_at: int, how: str) -> None:
+        self._kill_at = kill_at
+        self._how = how
+        self._num_calls = 0
+        self._lock_fd = -1
+
+    def lock(self, fd: int) -> bool:
+        self._lock_fd = fd
+        return super().lock(fd)
+
+    def unlock(self) -> None:
+        """As the system does for a process that ended."""
+        self.close(self._lock_fd)
+
+    def _around(self, call: Callable[[], object], half: Callable[[], object]) -> None:
+        self._num_calls += 1
+        if self._num_calls < self._kill_at:
+            call()
+            return
+        if self._num_calls == self._kill_at and self._how != "before":
+            (half if self._how == "within" else call)()
+        raise Killed
+
+    def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        data = b"".join(buffers)
+        write = super().pwritev
+        self._around(lambda: write(fd, [data], offset), lambda: write(fd, [data[: len(data) // 2]], offset))
+        return len(data)
+
+    def rename(self, old: str, new: str, dir_fd: int) -> None:
+        rename = super().rename
+        self._around(lambda: rename(old, new, dir_fd), lambda: None)
+
+    def remove(self, name: str, dir_fd: int) -> None:
+        remove = super().remove
+        self._around(lambda: remove(name, dir_fd), lambda: None)
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        truncate = super().truncate
+        self._around(lambda: truncate(fd, num_bytes), lambda: None)
+
+
+def held_at_its_end(path: Path, io: KillingIO) -> tuple[bool, set[bytes]]:
+    """Whether it ended by itself, and what was committed and not given up by then."""
+    medium = disk_store.make_medium(path, SMALL_OPTIONS)
+    held: set[bytes] = set()
+    index: DiskIndex | None = None
+    try:
+        index = disk_store.make_index(path, SMALL_OPTIONS, io)
+        for step in range(20):
+            live(index, medium, step, 2)
+            held = {key for key, _ in order_of(index)}
+        index.close()
+    except Killed:
+        io.unlock()
+        # What it was about to give up may be gone or not.
+        return False, held & {key for key, _ in order_of(index)} if index is not None else set()
+    finally:
+        medium.close()
+    return True, held
+
+
+@pytest.mark.parametrize("how", ["before", "within", "behind"])
+def test_an_end_at_any_write_loses_nothing_that_was_committed(how: str, tmp_path: Path) -> None:
+    is_alive, kill_at = False, 0
+    while not is_alive:
+        kill_at += 1
+        path = tmp_path / str(kill_at)
+        is_alive, held = held_at_its_end(path, KillingIO(kill_at, how))
+        if path.exists():
+            assert held <= set(offered(path, SMALL_OPTIONS))
+            shutil.rmtree(path)
+    assert kill_at > 60
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[bytes]]:
+    """A store of a process that was killed, and what it held. No segment is sealed, and none was deleted."""
+    path = tmp_path_factory.mktemp("changes") / "store"
+    index, medium = opened(path)
+    for number in range(3):
+        assert disk_store.store(index, medium, b"%d" % number, chunk(b"%d" % number))
+    index._upkeep.state.is_snapshot_owed = True
+    for number in range(3, 7):
+        assert disk_store.store(index, medium, b"%d" % number, chunk(b"%d" % number))
+    index.touch([b"1"])
+    assert index.invalidate(b"2")
+    held = {key for key, _ in order_of(index)}
+    kill(index, medium)
+    return path, held
+
+
+def copied(store: Path, path: Path) -> Path:
+    shutil.copytree(store, path)
+    for directory in (path, *path.rglob("*/")):
+        directory.chmod(0o700)
+    return path / NAMESPACE / "changes"
+
+
+def test_any_damaged_byte_and_any_missing_end_costs_only_reading(
+    written: tuple[Path, set[bytes]], tmp_path: Path
+) -> None:
+    store, held = written
+    whole = (store / NAMESPACE / "changes").read_bytes()
+    damaged = [whole[:end] for end in range(0, len(whole), 7)]
+    damaged += [
+        whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :] for place in range(0, len(whole), 7)
+    ]
+    damaged += [whole + b"\0" * 100, whole + whole[-40:], whole[:80] + whole[140:]]
+    assert len(damaged) > 80
+    for number, data in enumerate(damaged):
+        path = tmp_path / str(number)
+        copied(store, path).write_bytes(data)
+        assert set(offered(path)) == held
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_changes_that_cannot_be_read_cost_only_reading(
+    written: tuple[Path, set[bytes]], tmp_path: Path, number: int
+) -> None:
+    store, held = written
+    copied(store, tmp_path / "store")
+    io = FaultyIO()
+    io.failing_names["changes"] = number
+    index, medium = opened(tmp_path / "store", io=io)
+    assert {key for key, _ in order_of(index)} == held
+    kill(index, medium)
+
+
+def test_changes_behind_another_snapshot_are_not_read(written: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+    """As after an end between the two files of a new snapshot; and a snapshot that is older than the changes."""
+    store, held = written
+    of_the_fixture = (store / NAMESPACE / "changes").read_bytes()
+    path = tmp_path / "store"
+    copied(store, path)
+    snapshot_of_then = (path / NAMESPACE / "snapshot").read_bytes()
+    index, medium = opened(path)
+    assert index.invalidate(b"3")
+    assert disk_store.store(index, medium, b"new", chunk(b"new"))
+    index.close()
+    medium.close()
+    snapshot_of_now = (path / NAMESPACE / "snapshot").read_bytes()
+    (path / NAMESPACE / "changes").write_bytes(of_the_fixture)
+    assert set(offered(path)) == held - {b"3"} | {b"new"}
+    assert (
+        changes.decode(of_the_fixture, disk_store.FINGERPRINT.digest(), snapshot.checksum_of(snapshot_of_now)) is None
+    )
+    assert changes.decode(of_the_fixture, disk_store.FINGERPRINT.digest(), snapshot.checksum_of(snapshot_of_then))
+
+
+def test_changes_of_another_epoch_offer_nothing(written: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+    store, held = written
+    path = tmp_path / "store"
+    copied(store, path)
+    saved = {name: (path / NAMESPACE / name).read_bytes() for name in ("snapshot", "changes", "epoch")}
+    index, medium = opened(path)
+    assert index.clear() == len(held)
+    kill(index, medium)
+    for name in ("snapshot", "changes"):
+        (path / NAMESPACE / name).write_bytes(saved[name])
+    assert offered(path) == []
+
+
+def test_what_is_stored_after_a_clear_is_written_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "store"
+    index, medium = opened(path)
+    assert disk_store.store(index, medium, b"a", chunk(b"a"))
+    assert index.clear() == 1
+    assert disk_store.store(index, medium, b"b", chunk(b"b"))
+    assert index.drain(TIMEOUT_S)
+    kill(index, medium)
+    with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+        assert offered(path) == [b"b"]
+    assert "(0 of " in opening_line(caplog)
+
+
+def test_what_was_on_its_way_is_found_at_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the segments only the places where somebody may have been writing are read."""
+    path = tmp_path / "store"
+    index, medium = opened(path)
+    slot = index.reserve(b"whole", 4000)
+    torn = index.reserve(b"torn", 4000)
+    assert isinstance(slot, Slot) and isinstance(torn, Slot)
+    for number in range(30):
+        assert disk_store.store(index, medium, b"%d" % number, chunk(b"%d" % number))
+    medium.store(Ticket(1), b"whole", slot, [chunk(b"whole")])
+    assert disk_store.finish(medium)[0].failure is None
+    assert number_of(slot.first_offset) < number_of(index._segments.next_address)
+    kill(index, medium)
+    with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+        keys = offered(path)
+    assert b"whole" in keys and b"torn" not in keys
+    assert "(1 of " in opening_line(caplog)
+
+
+def test_changes_never_outgrow_their_share(tmp_path: Path) -> None:
+    """A snapshot takes their place before."""
+    path = tmp_path / "store"
+    options = msgspec.structs.replace(disk_store.options_for(4 * 8192), changes_interval_s=0.0)
+    index, medium = opened(path, options)
+    largest = num_snapshots = 0
+    for number in range(300):
+        key = b"%03d" % number * 80
+        assert disk_store.store(index, medium, key, b"x")
+        largest = max(largest, (path / NAMESPACE / "changes").stat().st_size)
+        num_snapshots += index.take_disk_counts().snapshots
+        assert disk_store.disk_bytes(path) <= options.capacity_bytes
+    assert index._sizes.changes_bytes // 3 < largest <= index._sizes.changes_bytes
+    assert 2 < num_snapshots < 100
+    kill(index, medium)
+
+
+def test_an_index_that_nobody_calls_any_more_has_written_everything_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine without requests calls nothing, and is killed then."""
+    path = tmp_path / "store"
+    options = msgspec.structs.replace(OPTIONS, changes_interval_s=0.2)
+    index = DiskIndex(str(path), disk_store.FINGERPRINT, options, ThreadJanitor())
+    medium = disk_store.make_medium(path, options)
+    for number in range(5):
+        assert disk_store.store(index, medium, b"%d" % number, chunk(b"%d" % number))
+    index.touch([b"1"])
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (names := names_on_disk(path))[-2:] != [b"4", b"1"]:
+        assert time.monotonic() < deadline_s, names
+        time.sleep(0.01)
+    kill(index, medium)
+    with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+        assert offered(path) == [b"0", b"2", b"3", b"4", b"1"]
+    assert "(0 of " in opening_line(caplog)
+
+
+def names_on_disk(path: Path) -> list[bytes]:
+    """The keys that were committed or used since the snapshot, in that order."""
+    try:
+        base = snapshot.checksum_of((path / NAMESPACE / "snapshot").read_bytes())
+        data = (path / NAMESPACE / "changes").read_bytes()
+    except FileNotFoundError:
+        return []
+    decoded = changes.decode(data, disk_store.FINGERPRINT.digest(), base)
+    key_at: dict[int, bytes] = {}
+    names = []
+    for change in decoded.changes if decoded is not None else ():
+        if isinstance(change, changes.Committed):
+            key_at[change.address] = change.key
+            names.append(change.key)
+        elif isinstance(change, changes.Used) and change.address in key_at:
+            names.append(key_at[change.address])
+    return names
+
+
+def test_changes_that_could_not_be_written_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "store"
+    io = FaultyIO()
+    clock = disk_store.Clock()
+    index = disk_store.make_index(path, OPTIONS, io, clock)
+    medium = disk_store.make_medium(path, OPTIONS)
+    io.failing_names["changes"] = errno.EIO
+    assert disk_store.store(index, medium, b"a", chunk(b"a"))
+    assert index.take_disk_counts().failures == {"log: EIO": 1}
+    io.failing_names.clear()
+    assert disk_store.store(index, medium, b"b", chunk(b"b"))
+    assert names_on_disk(path) == []
+    clock.now_s += OPTIONS.retry_interval_s
+    assert disk_store.store(index, medium, b"c", chunk(b"c"))
+    assert names_on_disk(path) == [b"a", b"b", b"c"]
+    kill(index, medium)
+    with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+        assert offered(path) == [b"a", b"b", b"c"]
+    assert "(0 of " in opening_line(caplog)
+
+
+@pytest.mark.parametrize(("fsync", "expected"), [(Fsync.NONE, 0), (Fsync.INTERVAL, 2), (Fsync.ALWAYS, 4)])
+def test_changes_are_synced_as_often_as_what_is_stored(tmp_path: Path, fsync: Fsync, expected: int) -> None:
+    options = msgspec.structs.replace(OPTIONS, fsync=fsync)
+    io, clock = FaultyIO(), disk_store.Clock()
+    index = disk_store.make_index(tmp_path / "store", options, io, clock)
+    assert isinstance(index.reserve(b"a", 4000), Slot)
+    index.abort(b"a")
+    index.drain(TIMEOUT_S)
+    synced: list[int] = []
+    for number in range(4):
+        before = io.count("fdatasync")
+        clock.now_s += options.fsync_interval_s / 2
+        assert isinstance(index.reserve(b"%d" % number, 4000), Slot)
+        synced.append(io.count("fdatasync") - before)
+    assert sum(synced) == expected
+    index.close()
+
+
+def test_a_log_that_nobody_reads_gives_up_what_waits_and_says_so() -> None:
+    log = ChangeLog(max_waiting=4)
+    for address in range(4):
+        log.gone(address)
+    assert log.take() == ([changes.Gone(address) for address in range(4)], False)
+    for address in range(6):
+        log.gone(address)
+    assert log.take() == ([changes.Gone(4), changes.Gone(5)], True)
+
+
+def test_a_log_stops_at_a_cut_until_it_is_over() -> None:
+    log = ChangeLog()
+    log.gone(1)
+    cut = log.cut()
+    log.gone(2)
+    assert log.take() == ([changes.Gone(1)], False)
+    assert log.take() == ([], False)
+    assert log.skip_to(cut)
+    assert log.take() == ([changes.Gone(2)], False)
+    cut = log.cut()
+    log.gone(3)
+    cut.is_cancelled = True
+    assert log.take() == ([changes.Gone(3)], False)
+    cut = log.cut()
+    log.give_up()
+    assert not log.skip_to(cut)
+
+
+def test_of_many_uses_a_log_keeps_the_last_ones_in_their_order() -> None:
+    log = ChangeLog()
+    log.used([1, 2, 1])
+    log.gone(2)
+    log.used([3, 1])
+    assert log.take()[0] == [changes.Used(2), changes.Gone(2), changes.Used(3), changes.Used(1)]
+    log.used(range(MAX_USES_IN_A_BATCH + 10))
+    assert log.take()[0] == [changes.Used(address) for address in range(10, MAX_USES_IN_A_BATCH + 10)]
+
+
+def test_a_janitor_runs_what_is_to_wait_when_it_is_time_or_at_the_end() -> None:
+    janitor = ThreadJanitor()
+    ran, done = threading.Event(), []
+    assert janitor.submit_later(ran.set, 0.01)
+    assert ran.wait(TIMEOUT_S)
+    assert janitor.submit_later(lambda: done.append("late"), 1e6)
+    assert janitor.submit(lambda: done.append("at once"))
+    assert janitor.close(TIMEOUT_S)
+    assert done == ["at once", "late"]
+    assert not janitor.submit_later(ran.set, 0.0)
+
+
+def test_what_was_given_up_long_ago_is_not_offered_again(tmp_path: Path) -> None:
+    """What was evicted is written down too: a restart keeps within the capacity what was used last."""
+    path = tmp_path / "store"
+    index, medium = opened(path)
+    for number in range(14):
+        assert disk_store.store(index, medium, b"%d" % number, chunk(b"%d" % number))
+    assert index.lookup(b"0") is LookupResult.MISS
+    kill(index, medium)
+    assert offered(path) == [b"%d" % number for number in range(2, 14)]
