@@ -64,6 +64,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
         lookup_timeout_seconds: how long it waits for chunks that another request is storing.
         experimental_cuda: allow an engine on a GPU, though no GPU has run these copies yet.
+        weights_digest: how weights are told apart: "sampled" reads all headers and a sample of the data, "full" reads
+            every byte, and anything else is the operator's own name for them.
+        identity_ignores: names of facts that the operator knows to change nothing in what is stored.
     """
 
     tiers: tuple[TierConfig, ...]
@@ -72,6 +75,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     load_timeout_seconds: float = 30.0
     lookup_timeout_seconds: float = 10.0
     experimental_cuda: bool = False
+    weights_digest: str = "sampled"
+    identity_ignores: tuple[str, ...] = ()
 
     @property
     def ram(self) -> RamTierConfig:

@@ -1,8 +1,14 @@
 """Which weights a model path stands for, so that two trainings of one architecture never share a cache."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 64
@@ -36,3 +42,13 @@ def weights_identity(model: str) -> str:
 
 def _files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.suffix in (".json", *_WEIGHTS) and path.is_file())
+
+
+def weights_facts(vllm_config: VllmConfig, mode: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The identity of what is loaded, by name, and why some of it has none that another process could find again."""
+    if mode not in ("sampled", "full"):
+        return {"weights.model": f"named {mode}"}, {}
+    identity = weights_identity(vllm_config.model_config.model)
+    if not identity:
+        return {}, {"weights.model": "no files of it are on this machine"}
+    return {"weights.model": identity}, {}
