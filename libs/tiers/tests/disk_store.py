@@ -17,18 +17,16 @@ TIMEOUT_S = 30.0
 """Only a broken tier ever waits that long."""
 
 FINGERPRINT = Fingerprint(
-    model="tiny",
-    revision="",
-    weights="",
-    dtype="bfloat16",
-    cache_dtype="bfloat16",
-    kv_layout="NHD",
-    state_layout="SD",
+    facts={"model": "tiny", "cache_config.cache_dtype": "bfloat16"},
     chunk_tokens=128,
     hash_algorithm="sha256",
     tensor_parallel_size=1,
     groups=(
-        GroupFingerprint(kind="full", block_tokens=16, layers=(LayerFingerprint(name="0", dtype="u8", page_bytes=8),)),
+        GroupFingerprint(
+            kind="full",
+            block_tokens=16,
+            layers=(LayerFingerprint(name="0", page_bytes=8, facts={"dtype": "u8"}),),
+        ),
     ),
 )
 
