@@ -17,7 +17,7 @@ TIMEOUT_S = 30.0
 """Only a broken tier ever waits that long."""
 
 FINGERPRINT = Fingerprint(
-    facts={"model": "tiny", "cache_config.cache_dtype": "bfloat16"},
+    facts={"model": "tiny", "dtype": "bfloat16"},
     chunk_tokens=128,
     hash_algorithm="sha256",
     tensor_parallel_size=1,
@@ -32,7 +32,10 @@ FINGERPRINT = Fingerprint(
 
 
 def fingerprint(**changes: object) -> Fingerprint:
-    return msgspec.structs.replace(FINGERPRINT, **changes)
+    """With other fields, and with other facts where a name is no field."""
+    facts = {name: str(value) for name, value in changes.items() if name not in FINGERPRINT.__struct_fields__}
+    fields = {name: value for name, value in changes.items() if name not in facts}
+    return msgspec.structs.replace(FINGERPRINT, facts=FINGERPRINT.facts | facts, **fields)
 
 
 class Clock:

@@ -1,8 +1,8 @@
 """Digests of large files: of all of one, or of a sample that tells trainings apart; read once and kept beside them.
 
 A sample of a safetensors file is its whole header, thus the name, shape, type and place of every tensor, and bytes of
-every tensor: a training that changed one tensor alone is told as well. Of other files it is bytes at even distances. Two
-files that differ only between the places are taken for one.
+every tensor: a training that changed one tensor alone is told as well. Of other files it is bytes at even distances.
+Two files that differ only between the places are taken for one.
 
 What was read is kept in a file of the model's directory, or of the user's cache directory where that cannot be written.
 It is believed only while inode, size and times of a file are what they were.
