@@ -58,13 +58,7 @@ class Offload:
         group = GroupSpec(GroupKind.FULL, BLOCK_TOKENS)
         spec = CacheSpec((group,), CHUNK_TOKENS)
         fingerprint = Fingerprint(
-            model="bench",
-            revision="",
-            weights="",
-            dtype="bf16",
-            cache_dtype="auto",
-            kv_layout="",
-            state_layout="",
+            facts={"model": "bench", "cache_config.cache_dtype": "auto"},
             chunk_tokens=CHUNK_TOKENS,
             hash_algorithm="sha256",
             tensor_parallel_size=1,

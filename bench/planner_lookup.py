@@ -89,19 +89,13 @@ def make_layout(preset: str) -> CacheLayout:
         GroupFingerprint(
             kind=group.kind,
             block_tokens=group.block_tokens,
-            layers=(LayerFingerprint(name=f"layers.{i}", dtype="bfloat16", page_bytes=GRANULE_BYTES),),
+            layers=(LayerFingerprint(name=f"layers.{i}", page_bytes=GRANULE_BYTES, facts={"dtype": "bfloat16"}),),
             window_tokens=group.window_tokens,
         )
         for i, group in enumerate(groups)
     )
     fingerprint = Fingerprint(
-        model=preset,
-        revision="",
-        weights="",
-        dtype="bfloat16",
-        cache_dtype="auto",
-        kv_layout="",
-        state_layout="",
+        facts={"model": preset, "cache_config.cache_dtype": "auto"},
         chunk_tokens=spec.chunk_tokens,
         hash_algorithm="sha256",
         tensor_parallel_size=1,

@@ -52,19 +52,13 @@ def make_layout(groups: Sequence[GroupSpec], tail_tokens: int | None = None) -> 
         GroupFingerprint(
             kind=spec.groups[i].kind,
             block_tokens=spec.groups[i].block_tokens,
-            layers=(LayerFingerprint(name=f"layer{i}", dtype="", page_bytes=1),),
+            layers=(LayerFingerprint(name=f"layer{i}", page_bytes=1, facts={"dtype": ""}),),
             lookahead_tokens=spec.groups[i].lookahead_tokens,
         )
         for i in spec.stored_groups
     )
     fingerprint = Fingerprint(
-        model="m",
-        revision="",
-        weights="",
-        dtype="",
-        cache_dtype="",
-        kv_layout="",
-        state_layout="",
+        facts={"model": "m", "cache_config.cache_dtype": ""},
         chunk_tokens=spec.chunk_tokens,
         hash_algorithm="sha256",
         tensor_parallel_size=1,

@@ -18,6 +18,8 @@ _CHOICES = {
     "load": '"async" or "sync"',
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
+    "weights_digest": '"sampled", "full", or your own name for these weights',
+    "identity_ignores": "a list of names of facts",
 }
 _SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
 
@@ -65,6 +67,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         lookup_timeout_seconds: how long it waits for chunks that another request is storing.
         without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
         experimental_cuda: allow an engine on a GPU, though no GPU has run these copies yet.
+        weights_digest: how weights are told apart: "sampled" reads all headers and a sample of the data, "full" reads
+            every byte, and anything else is the operator's own name for them.
+        identity_ignores: names of facts that the operator knows to change nothing in what is stored.
     """
 
     tiers: tuple[TierConfig, ...]
@@ -74,6 +79,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lookup_timeout_seconds: float = 10.0
     without_prefix_caching: bool = False
     experimental_cuda: bool = False
+    weights_digest: str = "sampled"
+    identity_ignores: tuple[str, ...] = ()
 
     @property
     def ram(self) -> RamTierConfig:
@@ -118,6 +125,21 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
         raise ConfigurationError(
             f"{ROOT}.chunk_tokens", 'a positive number of tokens, or "auto"', config.chunk_tokens, 'use "auto"'
         )
+    if not config.weights_digest.strip():
+        raise ConfigurationError(
+            f"{ROOT}.weights_digest",
+            '"sampled", "full", or your own name for these weights',
+            repr(config.weights_digest),
+            "two models of one name would share a cache",
+        )
+    for i, entry in enumerate(config.identity_ignores):
+        if not entry.strip(" *."):
+            raise ConfigurationError(
+                f"{ROOT}.identity_ignores[{i}]",
+                "the name of a fact",
+                repr(entry),
+                'for example "engine.version"; namespace.json in a disk tier\'s directory lists them',
+            )
     return config
 
 

@@ -1,19 +1,12 @@
 """In what two fingerprints differ, in words that an operator can act on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from hybridkv.hashing.fingerprint import Fingerprint, GroupFingerprint, LayerFingerprint, group_digest
 
 _MEANINGS = {
-    "model": "the model",
-    "revision": "the model's revision",
-    "weights": "the weights' digest",
-    "dtype": "the element type",
-    "cache_dtype": "the KV cache's element type",
-    "kv_layout": "the layout of attention pages",
-    "state_layout": "the layout of recurrent states",
     "chunk_tokens": "tokens in a chunk",
     "hash_algorithm": "the block hash algorithm",
     "tensor_parallel_size": "the number of tensor-parallel ranks",
@@ -46,13 +39,40 @@ def _fields(path: str, mine: msgspec.Struct, other: msgspec.Struct) -> list[str]
     for field in mine.__struct_fields__:
         a, b = getattr(mine, field), getattr(other, field)
         at = f"{path}.{field}" if path else field
-        if field == "groups":
+        if field == "facts":
+            found += _facts(path, a, b)
+        elif field == "groups":
             found += _by_layers(at, a, b)
         elif field == "layers":
             found += _by_name(at, a, b)
         elif a != b:
             found.append(f"{at} ({_MEANINGS[field]}): {a!r} is not {b!r}")
     return found
+
+
+def _facts(path: str, mine: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """By name. What only one side has is not listed where something that it is a part of differs as well."""
+    differing = {name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)}
+    found = []
+    for name in sorted(differing):
+        if name in mine and name in other:
+            found.append(f"{_at(path, name)}: {_shown(mine[name])} is not {_shown(other[name])}")
+        elif not any(part in differing for part in _parents(name)):
+            side, value = ("mine", mine[name]) if name in mine else ("the other's", other[name])
+            found.append(f"{_at(path, name)}: only {side}: {_shown(value)}")
+    return found
+
+
+def _at(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _parents(name: str) -> list[str]:
+    return [name[:i] for i, letter in enumerate(name) if letter in ".["]
+
+
+def _shown(value: str) -> str:
+    return value if value and value.isprintable() else repr(value)
 
 
 def _by_layers(path: str, mine: Sequence[GroupFingerprint], other: Sequence[GroupFingerprint]) -> list[str]:

@@ -7,19 +7,25 @@ A fingerprint is written out canonically and digested; two engines share chunks 
 import msgspec
 from blake3 import blake3
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Changes whenever the meaning of a key or the order of bytes in a chunk changes."""
 
-_CONTEXT = "hybridkv 2026 cache fingerprint v2"
-_GROUP_CONTEXT = "hybridkv 2026 group v1"
+_CONTEXT = "hybridkv 2026 cache fingerprint v3"
+_GROUP_CONTEXT = "hybridkv 2026 group v2"
 
 
 class LayerFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer's page: its name, its element types and its bytes without padding."""
+    """One layer's page.
+
+    Args:
+        name: of the layer in the model.
+        page_bytes: without padding.
+        facts: what else its bytes depend on, by name: element types, heads, state shapes.
+    """
 
     name: str
-    dtype: str
     page_bytes: int
+    facts: dict[str, str] = {}
 
 
 class GroupFingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +48,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """A model as its KV cache sees it.
 
     Args:
-        model: name or path, as the operator gave it.
-        revision: the model's revision, "" where it has none.
-        weights: a digest of the weights, "" where the revision stands for them.
-        dtype: of the activations.
-        cache_dtype: of the KV cache.
-        kv_layout: how the engine lays out attention pages.
-        state_layout: how it lays out recurrent states.
+        facts: what the stored bytes depend on, dotted name to canonical text. What is long or secret stands there as a
+            digest: facts are written beside the chunks, and into logs.
         chunk_tokens: tokens in one chunk.
         hash_algorithm: of the block hashes that keys are derived from.
         tensor_parallel_size: how many ranks share a layer.
@@ -57,13 +58,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         format_version: of this library's keys and chunks.
     """
 
-    model: str
-    revision: str
-    weights: str
-    dtype: str
-    cache_dtype: str
-    kv_layout: str
-    state_layout: str
+    facts: dict[str, str]
     chunk_tokens: int
     hash_algorithm: str
     tensor_parallel_size: int

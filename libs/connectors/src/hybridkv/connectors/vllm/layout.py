@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.config import ROOT, OffloadConfig
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.identity import weights_identity
+from hybridkv.connectors.vllm.identity import engine_facts, spec_facts
 from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, chunk_blocks, chunk_unit
 
@@ -225,32 +226,21 @@ def _layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
 
 def _layer_fingerprint(name: str, spec: KVCacheSpec, placement: KVCacheTensor | None) -> LayerFingerprint:
     """Of one layer. `placement` says where its pages lie; None where they lie in pieces: that is not their size."""
-    dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", ""),)
-    shapes = getattr(spec, "shapes", ())
-    described = ",".join(str(dtype) for dtype in dtypes) + (f" {shapes}" if shapes else "")
     page_bytes = compat.unpadded_page_bytes(spec)
     if placement and placement.layer_stride < placement.block_stride and placement.layer_stride != spec.page_size_bytes:
         # Pages of different sizes, packed block by block. The scheduler is told the spec of one layer only, so this is
         # another layer's; where the page lies says how large it is, padding included.
         page_bytes = placement.layer_stride
-    return LayerFingerprint(name=name, dtype=described, page_bytes=page_bytes)
+    return LayerFingerprint(name=name, facts=spec_facts(spec), page_bytes=page_bytes)
 
 
 def _fingerprint(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int, groups: tuple[GroupFingerprint, ...]
 ) -> Fingerprint:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    recurrent = any(group.kind == GroupKind.RECURRENT for group in groups)
     return Fingerprint(
-        model=model.model,
-        revision=model.revision or "",
-        weights=weights_identity(model.model),
-        dtype=str(model.dtype),
-        cache_dtype=str(cache.cache_dtype),
-        kv_layout=str(getattr(kv_cache_config, "kv_cache_layout", None) or ""),
-        state_layout=compat.conv_state_layout() if recurrent else "",
+        facts=engine_facts(vllm_config, os.environ, OffloadConfig(tiers=())).facts,
         chunk_tokens=chunk_tokens,
-        hash_algorithm=str(cache.prefix_caching_hash_algo),
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         groups=groups,
     )

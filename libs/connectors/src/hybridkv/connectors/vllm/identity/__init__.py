@@ -1,0 +1,20 @@
+"""What the stored bytes depend on, as facts with names: the part of a fingerprint that the engine's own process knows.
+
+`engine_facts` is all of it. What a worker alone knows, the groups and the chunk are added by whoever builds the
+fingerprint; nothing here looks at a device or at a tensor.
+"""
+
+from hybridkv.connectors.vllm.identity.configuration import configuration_facts
+from hybridkv.connectors.vllm.identity.engine import EngineFacts, engine_facts
+from hybridkv.connectors.vllm.identity.environment import environment_facts
+from hybridkv.connectors.vllm.identity.operator import without_ignored
+from hybridkv.connectors.vllm.identity.specs import spec_facts
+
+__all__ = [
+    "EngineFacts",
+    "configuration_facts",
+    "engine_facts",
+    "environment_facts",
+    "spec_facts",
+    "without_ignored",
+]
