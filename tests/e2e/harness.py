@@ -30,7 +30,7 @@ import torch
 
 import tiny_models
 
-_DRAIN_DEADLINE_S: Final = 60.0
+_DRAIN_DEADLINE_S: Final = 300.0
 _MAX_STEPS: Final = 100_000
 
 

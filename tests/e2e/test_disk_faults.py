@@ -15,7 +15,7 @@ import pytest
 from equality import require_same_written
 from harness import scratch_directory
 
-START_S = 300
+START_S = 800
 REQUESTS_WITHOUT_DISK = 1
 """After a pause of the breaker: one, which finds it open and is computed in the step that lets the disk be tried."""
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]

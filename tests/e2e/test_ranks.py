@@ -14,7 +14,7 @@ from equality import require_same_written
 from harness import scratch_directory
 from stored_records import segments
 
-START_S = 600
+START_S = 800
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import restart_process
 from equality import require_same_written
 from harness import scratch_directory
 
-START_S = 300
+START_S = 800
 
 
 @dataclass(frozen=True, slots=True)
