@@ -12,7 +12,7 @@ import tomllib
 from typing import Any
 
 # Given by the process that loads us, and named by no distribution of ours.
-ENGINE = {"connectors": {"torch", "vllm"}}
+ENGINE = {"connectors": {"huggingface_hub", "torch", "vllm"}}
 
 # Compiled, and carried by the plugin's wheel: these libraries do without it where it is not.
 OPTIONAL = {"tiers": {"hybridkv-native"}, "transfer": {"hybridkv-native"}}
