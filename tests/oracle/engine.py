@@ -7,6 +7,7 @@ what it must be, whoever put it there. At the end of a run nothing may be stuck,
 from __future__ import annotations
 
 import functools
+import pickle
 import time
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorHandshakeMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -117,6 +118,7 @@ class OracleEngine:
                 )
             self.memory = KVMemory(config, configs.worker, mix, settings.seed)
             self.runner = FakeRunner(mix, self.memory, settings.runner, self._transcripts, self.worker_connector)
+            self._shake_hands()
         self._hasher = None
         if settings.prefix_caching or settings.connector is not None:
             hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
@@ -124,6 +126,15 @@ class OracleEngine:
             self._hasher = get_request_block_hasher(configs.hash_tokens, hash_function)
         self._watch()
         self._num_free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def _shake_hands(self) -> None:
+        """What EngineCore does once both halves are there and the caches are registered (v1/engine/core.py)."""
+        if self.scheduler_connector is None or self.worker_connector is None:
+            return
+        metadata = self.worker_connector.get_handshake_metadata()
+        if metadata is not None:
+            carried: KVConnectorHandshakeMetadata = pickle.loads(pickle.dumps(metadata))
+            self.scheduler_connector.set_xfer_handshake_metadata_pp_aware({(0, 0): carried})
 
     def __enter__(self) -> OracleEngine:
         return self

@@ -230,9 +230,9 @@ def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_p
         groups = {spec.groups[i].kind: i for i in spec.stored_groups}
         lacking = groups.get(GroupKind.RECURRENT, groups.get(GroupKind.WINDOW, groups.get(GroupKind.FULL)))
         engine.submit("warm", prompt(0), 2)
-        hashes = connector._requests.get("warm").prefix_hashes()
+        keys = connector._requests.get("warm").keys()
         for end in range(spec.chunk_tokens, len(prompt(0)) + 1, spec.chunk_tokens):
-            stack.far.invalidate(connector._layout.key(lacking, hashes, end))  # type: ignore[union-attr]
+            stack.far.invalidate(keys.key(lacking, end))  # type: ignore[union-attr]
         engine.drain()
         assert engine.restored_tokens == 0
         assert moved["promoted done"] == 0 and stack.take_counts().promoted_bytes == 0

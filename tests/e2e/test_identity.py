@@ -1,0 +1,118 @@
+"""An engine restores what an engine with its own content stored, and nothing else, wherever both keep it.
+
+Every test has its control: the same engine without the difference restores.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import scratch_directory
+from identity_models import (
+    GEMMA3,
+    LONG_FROM,
+    Life,
+    change_between_samples,
+    engine_on,
+    inspect_here,
+    make_adapter,
+    make_long_rope_model,
+    prompt,
+)
+
+import tiny_models
+
+RESTORED = 1024
+"""Tokens of a prompt that a hit restores: all whole chunks of it."""
+FULL: dict[str, Any] = {"weights_digest": "full"}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return scratch_directory(tmp_path) / tmp_path.name
+
+
+def require_a_stranger(life: Life, seed: int = 0, lora: Any = None) -> None:
+    """The engine finds nothing of what is stored, and answers as it does with nothing stored at all."""
+    warm = life.ask(prompt(seed), lora)
+    assert warm.same_as(life.cold(prompt(seed), lora))
+    assert warm.cached == 0
+
+
+def test_another_configuration_of_the_same_weights_is_another_cache(directory: Path) -> None:
+    model = tiny_models.make_tiny_model("gemma3", directory / "model")
+    inspect_here("Gemma3ForCausalLM")
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    with engine_on(model, directory, extra=FULL, **GEMMA3) as life:
+        stored = life.ask(prompt())
+        assert stored.cached == 0
+    for overrides in ({"rope_parameters": ropes}, {"query_pre_attn_scalar": 64}):
+        with engine_on(model, directory, extra=FULL, hf_overrides=overrides, **GEMMA3) as life:
+            require_a_stranger(life)
+            (line,) = life.said("holds no cache for this engine")
+            assert next(iter(overrides)) in line.partition("the nearest differs: ")[2]
+    # Control: the same model, carried elsewhere.
+    moved = shutil.copytree(model, directory / "elsewhere" / "of another name")
+    shutil.rmtree(model)
+    with engine_on(moved, directory, extra=FULL, **GEMMA3) as life:
+        again = life.ask(prompt())
+        assert again.cached == RESTORED
+        assert again.same_as(stored)
+    # A sample of the weights cannot see everything; all of them can.
+    change_between_samples(moved)
+    with engine_on(moved, directory, extra=FULL, **GEMMA3) as life:
+        require_a_stranger(life)
+        (line,) = life.said("holds no cache for this engine")
+        assert "weights" in line
+
+
+def test_a_long_engine_and_a_short_one_of_a_longrope_model_share_nothing(directory: Path) -> None:
+    model = make_long_rope_model(directory / "phi3")
+    inspect_here("Phi3ForCausalLM")
+    short = GEMMA3 | {"max_model_len": LONG_FROM}
+    with engine_on(model, directory, **short) as life:
+        stored = life.ask(prompt())
+    with engine_on(model, directory, **GEMMA3 | {"max_model_len": LONG_FROM + 64}) as life:
+        require_a_stranger(life)
+    with engine_on(model, directory, **short) as life:
+        again = life.ask(prompt())
+        assert again.cached == RESTORED
+        assert again.same_as(stored)
+
+
+def test_an_adapter_trained_again_in_its_place_is_another_adapter(directory: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    model = tiny_models.make_tiny_model("gemma3", directory / "model")
+    inspect_here("Gemma3ForCausalLM")
+    path = make_adapter(directory / "adapter", seed=1)
+    lora = LoRARequest("tuned", 1, str(path))
+    options = GEMMA3 | {"enable_lora": True, "max_lora_rank": 8}
+    with engine_on(model, directory, **options) as life:
+        know(life, lora)
+        stored = life.ask(prompt(), lora)
+        assert stored.cached == 0
+        assert not stored.same_as(life.ask(prompt())), "the adapter changes nothing"
+    # Control: the adapter that it was.
+    with engine_on(model, directory, **options) as life:
+        know(life, lora)
+        again = life.ask(prompt(), lora)
+        assert again.cached == RESTORED
+        assert again.same_as(stored)
+    make_adapter(path, seed=2)
+    with engine_on(model, directory, **options) as life:
+        know(life, lora)
+        require_a_stranger(life, lora=lora)
+        # Without an adapter nothing has changed.
+        assert life.ask(prompt()).cached == 0
+
+
+def know(life: Life, lora: Any) -> None:
+    """One short request with the adapter, and the time that it takes to read the adapter's files."""
+    life.ask(prompt()[:16], lora)
