@@ -169,7 +169,7 @@ class OracleEngine:
         key = (tuple(prompt), num_outputs)
         transcript = self._prompts.get(key)
         if transcript is None:
-            transcript = self._prompts[key] = Transcript(prompt, num_outputs)
+            transcript = self._prompts[key] = Transcript(prompt, num_outputs, self.settings.model)
         self._transcripts[request_id] = transcript
         self._open.add(request_id)
         self._produced[request_id] = []
