@@ -20,15 +20,9 @@ RECORDS = (10_000, 100_000, 1_000_000)
 
 def fingerprint() -> Fingerprint:
     """Of no model in particular."""
-    layer = LayerFingerprint(name="layer", dtype="bfloat16", page_bytes=4096)
+    layer = LayerFingerprint(name="layer", page_bytes=4096, facts={"dtype": "bfloat16"})
     return Fingerprint(
-        model="none",
-        revision="",
-        weights="",
-        dtype="bfloat16",
-        cache_dtype="bfloat16",
-        kv_layout="NHD",
-        state_layout="",
+        facts={"model": "none", "cache_config.cache_dtype": "bfloat16"},
         chunk_tokens=16,
         hash_algorithm="sha256",
         tensor_parallel_size=1,

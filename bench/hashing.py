@@ -35,13 +35,7 @@ CHUNK_BLOCKS = 8
 
 def fingerprint(block: int) -> Fingerprint:
     return Fingerprint(
-        model="bench",
-        revision="",
-        weights="",
-        dtype="",
-        cache_dtype="",
-        kv_layout="",
-        state_layout="",
+        facts={"model": "bench", "cache_config.cache_dtype": ""},
         chunk_tokens=block * CHUNK_BLOCKS,
         hash_algorithm="sha256",
         tensor_parallel_size=1,

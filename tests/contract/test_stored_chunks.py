@@ -8,17 +8,11 @@ import pytest
 from hybridkv.canonical import ChunkIdentity, WrongChunkError, decode, dump, encode, undump
 from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, LayerFingerprint, group_digest
 
-LAYER = LayerFingerprint(name="layers.0.attn", dtype="bfloat16", page_bytes=4096)
+LAYER = LayerFingerprint(name="layers.0.attn", page_bytes=4096, facts={"dtype": "bfloat16"})
 FULL = GroupFingerprint(kind="full", block_tokens=64, layers=(LAYER,))
 STATE = GroupFingerprint(kind="recurrent", block_tokens=128, layers=(LAYER,))
 CACHE = Fingerprint(
-    model="org/model",
-    revision="abc123",
-    weights="",
-    dtype="bfloat16",
-    cache_dtype="auto",
-    kv_layout="LBHNC",
-    state_layout="SD",
+    facts={"model": "org/model", "cache_config.cache_dtype": "auto"},
     chunk_tokens=128,
     hash_algorithm="sha256",
     tensor_parallel_size=1,

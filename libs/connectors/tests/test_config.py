@@ -18,6 +18,12 @@ def test_everything_can_be_said() -> None:
     assert config == OffloadConfig(tiers=(RamTierConfig(capacity=123456),), chunk_tokens=512, load="sync")
 
 
+def test_an_operator_may_name_weights_and_facts_to_leave_out() -> None:
+    assert decode_config({"tiers": [RAM]}).weights_digest == "sampled"
+    config = decode_config({"tiers": [RAM], "weights_digest": "mine, of May", "identity_ignores": ["engine.version"]})
+    assert (config.weights_digest, config.identity_ignores) == ("mine, of May", ("engine.version",))
+
+
 @pytest.mark.parametrize(
     ("value", "num_bytes"),
     [(1, 1), ("1", 1), ("4GiB", 4 << 30), ("1.5 MiB", 3 << 19), ("2GB", 2 * 10**9), (" 64 KiB ", 1 << 16)],
@@ -64,6 +70,12 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [RAM], "chunk_tokens": -128}, "chunk_tokens", "positive", "-128", "auto"),
         ({"tiers": [RAM], "chunk_tokens": 1.5}, "chunk_tokens", "int", "1.5", "configuration.md"),
         ({"tiers": [RAM], "load": "later"}, "load", "async", "'later'", "configuration.md"),
+        ({"tiers": [RAM], "weights_digest": True}, "weights_digest", '"full"', "True", "configuration.md"),
+        ({"tiers": [RAM], "weights_digest": " "}, "weights_digest", '"full"', "' '", "share a cache"),
+        ({"tiers": [RAM], "weights_digst": "full"}, "weights_digst", "a known key", "unknown", '"weights_digest"?'),
+        ({"tiers": [RAM], "identity_ignores": "engine.version"}, "identity_ignores", "a list", "'engine", "reference"),
+        ({"tiers": [RAM], "identity_ignores": [3]}, "identity_ignores[0]", "str", "3", "configuration.md"),
+        ({"tiers": [RAM], "identity_ignores": ["a", "*"]}, "identity_ignores[1]", "a fact", "'*'", "engine.version"),
     ],
 )
 def test_a_mistake_is_reported_with_path_expected_got_and_hint(

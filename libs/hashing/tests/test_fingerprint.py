@@ -9,18 +9,12 @@ from hypothesis import strategies as st
 
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint, diff, group_digest
 
-LAYER = LayerFingerprint(name="model.layers.0.attn", dtype="torch.bfloat16", page_bytes=65536)
+LAYER = LayerFingerprint(name="model.layers.0.attn", page_bytes=65536, facts={"dtype": "torch.bfloat16"})
 GROUP = GroupFingerprint(kind="full", block_tokens=128, layers=(LAYER,))
-OTHER_LAYER = LayerFingerprint(name="model.layers.1.attn", dtype="torch.bfloat16", page_bytes=65536)
+OTHER_LAYER = LayerFingerprint(name="model.layers.1.attn", page_bytes=65536, facts={"dtype": "torch.bfloat16"})
 OTHER_GROUP = msgspec.structs.replace(GROUP, block_tokens=64)
 CACHE = Fingerprint(
-    model="org/model",
-    revision="abc123",
-    weights="",
-    dtype="torch.bfloat16",
-    cache_dtype="auto",
-    kv_layout="LBHNC",
-    state_layout="",
+    facts={"weights": "sampled 1c", "cache_config": "CacheConfig", "cache_config.cache_dtype": '"auto"'},
     chunk_tokens=128,
     hash_algorithm="sha256",
     tensor_parallel_size=1,
@@ -29,24 +23,27 @@ CACHE = Fingerprint(
 
 
 def test_the_digest_is_the_same_in_every_process_and_release() -> None:
-    assert CACHE.digest().hex() == "f4636608441c16c97fa0682a44ef78ce86f1cd22947dfe57fede02378daa93a2"
+    assert CACHE.digest().hex() == "688b5bbcdd401520bfd0ecff4e7b8ca926f24a87b4cac5d33b00844d7fbc381b"
 
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("model", "org/other", "model (the model): 'org/model' is not 'org/other'"),
-        ("revision", "def456", "revision (the model's revision): 'abc123' is not 'def456'"),
-        ("weights", "77", "weights (the weights' digest): '' is not '77'"),
-        ("dtype", "torch.float16", "dtype (the element type): 'torch.bfloat16' is not 'torch.float16'"),
-        ("cache_dtype", "fp8", "cache_dtype (the KV cache's element type): 'auto' is not 'fp8'"),
-        ("kv_layout", "BLHNC", "kv_layout (the layout of attention pages): 'LBHNC' is not 'BLHNC'"),
-        ("state_layout", "DS", "state_layout (the layout of recurrent states): '' is not 'DS'"),
+        ("facts", CACHE.facts | {"weights": "full 1c"}, "weights: sampled 1c is not full 1c"),
+        ("facts", CACHE.facts | {"rope": "2"}, "rope: only the other's: 2"),
+        (
+            "facts",
+            {"weights": "sampled 1c", "cache_config": "CacheConfig"},
+            'cache_config.cache_dtype: only mine: "auto"',
+        ),
+        ("facts", {"weights": "sampled 1c", "cache_config": "null"}, "cache_config: CacheConfig is not null"),
+        ("facts", CACHE.facts | {"weights": "a\nb"}, "weights: sampled 1c is not 'a\\nb'"),
+        ("facts", CACHE.facts | {"weights": ""}, "weights: sampled 1c is not ''"),
         ("chunk_tokens", 256, "chunk_tokens (tokens in a chunk): 128 is not 256"),
         ("hash_algorithm", "xxhash", "hash_algorithm (the block hash algorithm): 'sha256' is not 'xxhash'"),
         ("tensor_parallel_size", 2, "tensor_parallel_size (the number of tensor-parallel ranks): 1 is not 2"),
         ("tensor_parallel_rank", 1, "tensor_parallel_rank (the tensor-parallel rank): None is not 1"),
-        ("format_version", 99, "format_version (the version of keys and chunks): 4 is not 99"),
+        ("format_version", 99, "format_version (the version of keys and chunks): 5 is not 99"),
         ("groups", (OTHER_GROUP,), "groups[0].block_tokens (tokens in a block): 128 is not 64"),
         (
             "groups",
@@ -70,6 +67,13 @@ def test_every_field_changes_the_digest_and_is_named_by_diff(field: str, value: 
             ("groups[0].layers[model.layers.0.attn].page_bytes (bytes in a page): 65536 is not 32768",),
         ),
         (
+            (msgspec.structs.replace(LAYER, facts={"dtype": "int8", "head_size": "64"}), OTHER_LAYER),
+            (
+                "groups[0].layers[model.layers.0.attn].dtype: torch.bfloat16 is not int8",
+                "groups[0].layers[model.layers.0.attn].head_size: only the other's: 64",
+            ),
+        ),
+        (
             (LAYER, msgspec.structs.replace(OTHER_LAYER, name="model.layers.2.attn")),
             (
                 "groups[0].layers (the group's layers): only mine: model.layers.1.attn",
@@ -89,7 +93,8 @@ def test_a_layer_that_differs_is_called_by_its_name(layers: tuple[LayerFingerpri
     assert diff(mine, other) == words
 
 
-LAYERS = st.builds(LayerFingerprint, name=st.sampled_from("abc"), dtype=st.just(""), page_bytes=st.integers(1, 2))
+FACTS = st.dictionaries(st.sampled_from(["a", "a.b", "a.b.c", "a[0]", "b"]), st.sampled_from("12"), max_size=3)
+LAYERS = st.builds(LayerFingerprint, name=st.sampled_from("abc"), page_bytes=st.integers(1, 2), facts=FACTS)
 GROUPS = st.builds(
     GroupFingerprint,
     kind=st.sampled_from(["full", "window"]),
@@ -98,8 +103,11 @@ GROUPS = st.builds(
     lookahead_tokens=st.integers(0, 1),
 )
 CACHES = st.builds(
-    lambda rank, groups: msgspec.structs.replace(CACHE, tensor_parallel_rank=rank, groups=tuple(groups)),
+    lambda rank, facts, groups: msgspec.structs.replace(
+        CACHE, tensor_parallel_rank=rank, facts=facts, groups=tuple(groups)
+    ),
     st.sampled_from([None, 3]),
+    FACTS,
     st.lists(GROUPS, max_size=4),
 )
 
@@ -114,10 +122,16 @@ def neighbours(draw: st.DrawFn) -> tuple[Fingerprint, Fingerprint]:
     return first, msgspec.structs.replace(first, groups=tuple(groups))
 
 
+def repr_of(group: GroupFingerprint) -> str:
+    """Groups hold facts, so they have no hash; equal ones have equal representations."""
+    return repr(msgspec.to_builtins(group, order="sorted"))
+
+
 @given(neighbours() | st.tuples(CACHES, CACHES))
 def test_fingerprints_differ_in_words_exactly_when_their_digests_differ(both: tuple[Fingerprint, Fingerprint]) -> None:
     a, b = both
-    same = a.tensor_parallel_rank == b.tensor_parallel_rank and Counter(a.groups) == Counter(b.groups)
+    same = a.tensor_parallel_rank == b.tensor_parallel_rank and a.facts == b.facts
+    same = same and Counter(map(repr_of, a.groups)) == Counter(map(repr_of, b.groups))
     assert (a.digest() == b.digest()) == (a.encode() == b.encode()) == (not diff(a, b)) == (not diff(b, a)) == same
 
 
@@ -159,7 +173,7 @@ def test_groups_with_no_layer_in_common_are_compared_in_order() -> None:
 
 
 def test_the_digest_of_a_group_is_the_same_in_every_process_and_release() -> None:
-    assert group_digest(GROUP).hex() == "912fc339930eae77a66683fcb2d7eefb2d66ec610621e533ff141e2becfbb7cb"
+    assert group_digest(GROUP).hex() == "7ea00893dde98b745278cc16c16d799a08169103ef9767d03a7fb03982670ab0"
 
 
 def test_the_digest_of_a_group_is_no_plain_digest_of_its_bytes() -> None:

@@ -17,24 +17,25 @@ TIMEOUT_S = 30.0
 """Only a broken tier ever waits that long."""
 
 FINGERPRINT = Fingerprint(
-    model="tiny",
-    revision="",
-    weights="",
-    dtype="bfloat16",
-    cache_dtype="bfloat16",
-    kv_layout="NHD",
-    state_layout="SD",
+    facts={"model": "tiny", "dtype": "bfloat16"},
     chunk_tokens=128,
     hash_algorithm="sha256",
     tensor_parallel_size=1,
     groups=(
-        GroupFingerprint(kind="full", block_tokens=16, layers=(LayerFingerprint(name="0", dtype="u8", page_bytes=8),)),
+        GroupFingerprint(
+            kind="full",
+            block_tokens=16,
+            layers=(LayerFingerprint(name="0", page_bytes=8, facts={"dtype": "u8"}),),
+        ),
     ),
 )
 
 
 def fingerprint(**changes: object) -> Fingerprint:
-    return msgspec.structs.replace(FINGERPRINT, **changes)
+    """With other fields, and with other facts where a name is no field."""
+    facts = {name: str(value) for name, value in changes.items() if name not in FINGERPRINT.__struct_fields__}
+    fields = {name: value for name, value in changes.items() if name not in facts}
+    return msgspec.structs.replace(FINGERPRINT, facts=FINGERPRINT.facts | facts, **fields)
 
 
 class Clock:

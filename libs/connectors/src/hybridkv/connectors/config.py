@@ -18,6 +18,8 @@ _CHOICES = {
     "load": '"async" or "sync"',
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
+    "weights_digest": '"sampled", "full", or your own name for these weights',
+    "identity_ignores": "a list of names of facts",
 }
 _SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
 
@@ -121,6 +123,21 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
         raise ConfigurationError(
             f"{ROOT}.chunk_tokens", 'a positive number of tokens, or "auto"', config.chunk_tokens, 'use "auto"'
         )
+    if not config.weights_digest.strip():
+        raise ConfigurationError(
+            f"{ROOT}.weights_digest",
+            '"sampled", "full", or your own name for these weights',
+            repr(config.weights_digest),
+            "two models of one name would share a cache",
+        )
+    for i, entry in enumerate(config.identity_ignores):
+        if not entry.strip(" *."):
+            raise ConfigurationError(
+                f"{ROOT}.identity_ignores[{i}]",
+                "the name of a fact",
+                repr(entry),
+                'for example "engine.version"; namespace.json in a disk tier\'s directory lists them',
+            )
     return config
 
 

@@ -9,7 +9,6 @@ from hybridkv.connectors.vllm.identity.engine import EngineFacts, engine_facts
 from hybridkv.connectors.vllm.identity.environment import environment_facts
 from hybridkv.connectors.vllm.identity.operator import without_ignored
 from hybridkv.connectors.vllm.identity.specs import spec_facts
-from hybridkv.connectors.vllm.identity.weights import weights_facts
 
 __all__ = [
     "EngineFacts",
@@ -17,6 +16,5 @@ __all__ = [
     "engine_facts",
     "environment_facts",
     "spec_facts",
-    "weights_facts",
     "without_ignored",
 ]

@@ -1,10 +1,18 @@
-"""Values as canonical text: the same in every process, and no two values alike."""
+"""Values as canonical text: the same in every process, and never one text for two values.
+
+Not JSON: an enumeration's member, an element type and a path must not read like the string of the same letters. Nothing
+here knows which values matter.
+"""
 
 from __future__ import annotations
 
 import enum
+import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
 from pathlib import PurePath
 from typing import Any
 
@@ -13,21 +21,44 @@ from blake3 import blake3
 from hybridkv.connectors.errors import ConfigurationError
 
 MAX_TEXT = 200
+"""Letters of a text that is written down as it is; a longer one is digested."""
 
 
 def text(path: str, value: Any) -> str:
     """The canonical text of a value; of a long one its digest.
 
     Raises:
-        ConfigurationError: it is of a type that has none.
+        ConfigurationError: it is, or holds, a value of a type that has none.
     """
     whole = _text(path, value)
     return whole if len(whole) <= MAX_TEXT else digested(whole)
 
 
+def secret_text(path: str, value: Any) -> str:
+    """A digest of the canonical text, however short: for what may hold a credential. Of nothing at all, that."""
+    return digested(_text(path, value)) if value else _text(path, value)
+
+
 def digested(whole: str) -> str:
     """What stands for a text that is long, or nobody's business."""
     return "blake3:" + blake3(whole.encode(errors="surrogatepass")).hexdigest(16)
+
+
+def parts(value: Any) -> dict[str, Any] | None:
+    """The fields of an object that is nothing but its fields: a dataclass, or a pydantic model. Of others None."""
+    if isinstance(value, type):
+        return None
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    names = getattr(type(value), "model_fields", None)
+    return {name: getattr(value, name) for name in names} if isinstance(names, Mapping) else None
+
+
+def child(path: str, key: Any) -> str:
+    """The path of what stands under a key. Keys that are no plain names are quoted, so that no two paths are alike."""
+    if isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w-]*", key):
+        return f"{path}.{key}" if path else key
+    return f"{path}[{_text(path, key)}]"
 
 
 def _text(path: str, value: Any) -> str:
@@ -36,15 +67,36 @@ def _text(path: str, value: Any) -> str:
             return write(path, value)
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
         return str(value)
-    if callable(value):
-        return f"{value.__module__}.{value.__qualname__}"
+    if (members := parts(value)) is not None:
+        return type(value).__name__ + _mapping(path, members)
+    return _by_name(path, value)
+
+
+def _by_name(path: str, value: Any) -> str:
+    if isinstance(value, functools.partial):
+        return f"partial({_text(path, value.func)}, {_text(path, value.args)}, {_text(path, value.keywords)})"
+    name = getattr(value, "__qualname__", None)
+    # Two lambdas of one function have one name; a bound method's object is more than its name.
+    if callable(value) and name and "<lambda>" not in name and getattr(value, "__self__", None) is None:
+        return f"{value.__module__}.{name}"
     raise ConfigurationError(
-        path, "a value that can be written down", type(value).__name__, "report it; identity_ignores can leave it out"
+        path,
+        "a value of a type that can be told apart",
+        f"{type(value).__module__}.{type(value).__qualname__}",
+        f'if what is cached does not depend on it: "identity_ignores": ["{path}"]',
     )
 
 
 def _mapping(path: str, value: Mapping[Any, Any]) -> str:
-    return "{" + ", ".join(sorted(f"{_text(path, k)}: {_text(path, v)}" for k, v in value.items())) + "}"
+    return "{" + ", ".join(sorted(f"{_text(path, k)}: {_text(child(path, k), v)}" for k, v in value.items())) + "}"
+
+
+def _sequence(path: str, value: Sequence[Any]) -> str:
+    return "[" + ", ".join(_text(f"{path}[{i}]", item) for i, item in enumerate(value)) + "]"
+
+
+def _set(path: str, value: Set[Any]) -> str:
+    return "set {" + ", ".join(sorted(_text(path, item) for item in value)) + "}"
 
 
 _KINDS: tuple[tuple[Any, Callable[[str, Any], str]], ...] = (
@@ -52,8 +104,10 @@ _KINDS: tuple[tuple[Any, Callable[[str, Any], str]], ...] = (
     ((bool, int, float, str, type(None)), lambda _, value: json.dumps(value)),
     (PurePath, lambda _, value: f"path {json.dumps(str(value))}"),
     ((bytes, bytearray), lambda _, value: f"bytes {bytes(value).hex()}"),
+    (re.Pattern, lambda _, value: f"pattern {value.pattern!r} {value.flags}"),
+    ((range, Fraction), lambda _, value: repr(value)),
     (type, lambda _, value: f"{value.__module__}.{value.__qualname__}"),
     (Mapping, _mapping),
-    (Set, lambda path, value: "{" + ", ".join(sorted(_text(path, item) for item in value)) + "}"),
-    (Sequence, lambda path, value: "[" + ", ".join(_text(path, item) for item in value) + "]"),
+    (Set, _set),
+    (Sequence, _sequence),
 )

@@ -1,43 +1,123 @@
-"""Facts of the engine's configuration: every field of it but those that a list leaves out, each with its reason."""
+"""Facts of the engine's configuration: every field of it but those that a list leaves out, each with its reason.
+
+The objects are read as they are once the engine is built, after overrides and defaults; nobody's constructor is asked
+what it was given. What is not on the list is in, so a field that a newer engine brings is in as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.connectors.vllm.identity.canonical import text
-from hybridkv.connectors.vllm.identity.operator import names
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.identity.canonical import child, parts, secret_text, text
+from hybridkv.connectors.vllm.identity.left_out import LEFT_OUT, LEFT_OUT_ELSEWHERE, MODEL_KEYS_LEFT_OUT, SECRET
+from hybridkv.connectors.vllm.identity.lengths import length_facts
+from hybridkv.connectors.vllm.identity.operator import is_named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-LEFT_OUT = {
-    "model_config": "skeleton",
-    "instance_id": "names the engine",
-    "kv_transfer_config": "what a store does with the bytes",
-    "compilation_config": "skeleton",
-}
+MAX_KEYS = 64
+"""Keys of a mapping that get a fact each; a larger one is one fact."""
+IGNORED = "ignored"
 
 
 def configuration_facts(vllm_config: VllmConfig, ignored: Sequence[str] = ()) -> dict[str, str]:
     """Every field of the final configuration, recursively, by its dotted path.
 
     Of what the operator ignores only the name is there, so that a value without canonical text is no obstacle.
+
+    Raises:
+        ConfigurationError: a value is of a type that has no canonical text.
     """
-    return dict(_walk("", vllm_config, ignored))
+    facts = dict(_Walk(ignored).visit("", "", vllm_config))
+    # The object itself collects what happens while weights are loaded; what it was made of is in.
+    facts["quantization.method"] = text("quant_config", vllm_config.quant_config and type(vllm_config.quant_config))
+    return facts | length_facts(vllm_config)
 
 
-def _walk(path: str, node: Any, ignored: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for field in fields(node):
-        at = f"{path}.{field.name}" if path else field.name
-        if any(names(pattern, at) for pattern in LEFT_OUT):
-            continue
-        if any(names(pattern, at) for pattern in ignored):
-            yield at, "ignored"
-            continue
-        value = getattr(node, field.name)
-        if is_dataclass(value) and not isinstance(value, type):
-            yield from _walk(at, value, ignored)
+@functools.cache
+def reason_left_out(scope: str) -> str | None:
+    """Why a field is no fact, if it is none. It is called by the class that has it, such as `ModelConfig.tokenizer`."""
+    for reasons in (LEFT_OUT, LEFT_OUT_ELSEWHERE):
+        if scope in reasons:
+            return reasons[scope]
+        for pattern, reason in reasons.items():
+            if pattern.endswith("*") and fnmatchcase(scope, pattern):
+                return reason
+    return None
+
+
+def is_model_settings(value: Any) -> bool:
+    """Whether it is a model's configuration as the transformers library holds it."""
+    return any(base.__name__ in ("PretrainedConfig", "PreTrainedConfig") for base in type(value).__mro__)
+
+
+def model_settings(path: str, value: Any) -> dict[str, Any]:
+    """A model's configuration, overrides included, without what only says where it came from."""
+    try:
+        found: Mapping[str, Any] = value.to_dict()
+    except Exception as error:
+        raise ConfigurationError(
+            path, "a configuration that can be written down", f"{type(error).__name__}: {error}", "report the model"
+        ) from error
+    return _without_origin(found)
+
+
+def _without_origin(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_origin(v) for k, v in value.items() if k not in MODEL_KEYS_LEFT_OUT}
+    return [_without_origin(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class _Walk:
+    """One walk. What is met a second time, such as the target's configuration in the drafter's, is named, not told."""
+
+    def __init__(self, ignored: Sequence[str]) -> None:
+        self._ignored = ignored
+        self._met: dict[int, str] = {}
+
+    def visit(self, path: str, scope: str, value: Any) -> Iterator[tuple[str, str]]:
+        """The facts of a value at a path; `scope` is the path from the innermost object on, by its class."""
+        if path and reason_left_out(scope) is not None:
+            return
+        if path and any(is_named(pattern, path) for pattern in self._ignored):
+            yield path, IGNORED
+        elif scope in SECRET:
+            yield path, secret_text(path, value)
+        elif is_model_settings(value):
+            yield from self._object(path, value, lambda: self._model(path, value))
+        elif (members := parts(value)) is not None:
+            name = type(value).__name__
+            yield from self._object(path, value, lambda: self._all(path, name, members))
+        elif isinstance(value, Mapping) and 0 < len(value) <= MAX_KEYS:
+            yield from self._all(path, scope, value)
         else:
-            yield at, text(at, value)
+            yield path, text(path, value)
+
+    def _object(self, path: str, value: Any, inside: Any) -> Iterator[tuple[str, str]]:
+        former = self._met.setdefault(id(value), path)
+        if former != path:
+            yield path, f"the same as {former}"
+            return
+        if path:
+            yield path, type(value).__name__
+        yield from inside()
+
+    def _all(self, path: str, scope: str, members: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+        for key, value in members.items():
+            yield from self.visit(child(path, key), child(scope, key), value)
+
+    def _model(self, path: str, value: Any) -> Iterator[tuple[str, str]]:
+        self._meet_inner(path, value)
+        yield from self._all(path, "PreTrainedConfig", model_settings(path, value))
+
+    def _meet_inner(self, path: str, value: Any) -> None:
+        """A model's configuration tells those inside it, which the engine keeps in fields of their own, too."""
+        for name, inner in vars(value).items():
+            if is_model_settings(inner) and id(inner) not in self._met:
+                self._met[id(inner)] = child(path, name)
+                self._meet_inner(child(path, name), inner)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybridkv.connectors.vllm.identity.code import code_facts
 from hybridkv.connectors.vllm.identity.configuration import configuration_facts
 from hybridkv.connectors.vllm.identity.environment import environment_facts
+from hybridkv.connectors.vllm.identity.sources import Gathered
 from hybridkv.connectors.vllm.identity.weights import weights_facts
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from hybridkv.connectors.config import OffloadConfig
 
 VERSION = "engine.version"
-UNREPEATABLE = "engine.process"
+NONCE = "engine.process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,14 @@ def engine_facts(vllm_config: VllmConfig, environ: Mapping[str, str], config: Of
     facts = {VERSION: engine_version()}
     facts |= configuration_facts(vllm_config, config.identity_ignores)
     facts |= environment_facts(environ)
-    weights, unrepeatable = weights_facts(vllm_config, config.weights_digest)
-    facts |= weights
-    if unrepeatable:
-        facts[UNREPEATABLE] = f"{secrets.token_hex(16)} ({'; '.join(sorted(unrepeatable))})"
-    return EngineFacts(facts, unrepeatable)
+    gathered = Gathered()
+    weights_facts(vllm_config, config.weights_digest, gathered)
+    code_facts(vllm_config, gathered)
+    _changing(vllm_config, gathered)
+    facts |= gathered.facts
+    if gathered.unrepeatable:
+        facts[NONCE] = f"{secrets.token_hex(16)}, for {', '.join(sorted(gathered.unrepeatable))}"
+    return EngineFacts(facts, gathered.unrepeatable)
 
 
 def engine_version() -> str:
@@ -58,3 +63,14 @@ def engine_version() -> str:
     import vllm
 
     return ".".join(vllm.__version__.split(".")[:2])
+
+
+def _changing(vllm_config: VllmConfig, gathered: Gathered) -> None:
+    """What is settled while the engine runs, by its first requests or from outside."""
+    cache = vllm_config.cache_config
+    if getattr(cache, "calculate_kv_scales", False):
+        gathered.unrepeatable["cache_config.calculate_kv_scales"] = (
+            "the scales of the cache come from the first batch of this process; use a checkpoint that has scales"
+        )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        gathered.unrepeatable["weight_transfer_config"] = "weights are sent to the running engine; no file has them"

@@ -1,16 +1,65 @@
-"""Facts of the environment."""
+"""Facts of the environment: every variable that may change what is computed, by name. Values are digested.
+
+Of the engine's own variables all count but those on a list; of others those count that libraries beneath it read to
+choose instructions, precisions or kernels. An unset variable is no fact.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
-from blake3 import blake3
+from hybridkv.connectors.vllm.identity.canonical import digested
+from hybridkv.connectors.vllm.identity.left_out_environment import ENVIRONMENT_LEFT_OUT
+
+COUNTED = (
+    "VLLM_*",
+    "ATEN_*",
+    "ONEDNN_*",
+    "DNNL_*",
+    "MKL_*",
+    "TORCH_*",
+    "TORCHINDUCTOR_*",
+    "TORCHDYNAMO_*",
+    "PYTORCH_*",
+    "NVIDIA_TF32_OVERRIDE",
+    "CUBLAS_*",
+    "CUBLASLT_*",
+    "CUDNN_*",
+    "TRITON_*",
+    "FLASHINFER_*",
+    "FLASH_ATTENTION_*",
+    "DG_*",
+    "AITER_*",
+    "MIOPEN_*",
+    "ROCBLAS_*",
+    "HIPBLASLT_*",
+    "HSA_OVERRIDE_GFX_VERSION",
+)
+"""Variables that count unless they are left out."""
 
 
 def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
-    """Every variable that may change content, by name: a digest of its value."""
+    """Every variable that is set and may change content: a digest of its value."""
     return {
-        f"environment.{name}": "blake3:" + blake3(value.encode(errors="surrogateescape")).hexdigest(8)
+        f"environment.{name}": digested(value)
         for name, value in sorted(environ.items())
-        if name.startswith("VLLM_")
+        if counts(name) and variable_left_out(name) is None
     }
+
+
+def counts(name: str) -> bool:
+    """Whether a variable is of those that count unless they are left out."""
+    return any(fnmatchcase(name, pattern) for pattern in COUNTED)
+
+
+@functools.cache
+def variable_left_out(name: str) -> str | None:
+    """Why a variable is no fact, if a list says so."""
+    if name in ENVIRONMENT_LEFT_OUT:
+        return ENVIRONMENT_LEFT_OUT[name]
+    for pattern, reason in ENVIRONMENT_LEFT_OUT.items():
+        if "*" in pattern and fnmatchcase(name, pattern):
+            return reason
+    return None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 
 
-def names(pattern: str, name: str) -> bool:
-    """Whether a pattern (`*` stands for anything) names a fact, or something that the fact is a part of."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") or fnmatchcase(name, f"{pattern}[[]*")
+def is_named(entry: str, name: str) -> bool:
+    """Whether an entry names a fact, or something that the fact is a part of. In an entry `*` stands for anything."""
+    pattern = ".*".join(re.escape(piece) for piece in entry.split("*"))
+    return re.fullmatch(rf"{pattern}([.\[].*)?", name, re.DOTALL) is not None
 
 
 def without_ignored(facts: Mapping[str, str], ignores: Sequence[str]) -> dict[str, str]:
@@ -20,9 +21,12 @@ def without_ignored(facts: Mapping[str, str], ignores: Sequence[str]) -> dict[st
     Raises:
         ConfigurationError: an entry names no fact.
     """
-    for i, pattern in enumerate(ignores):
-        if not any(names(pattern, name) for name in facts):
+    for i, entry in enumerate(ignores):
+        if not any(is_named(entry, name) for name in facts):
             raise ConfigurationError(
-                f"{ROOT}.identity_ignores[{i}]", "the name of a fact", repr(pattern), did_you_mean(pattern, list(facts))
+                f"{ROOT}.identity_ignores[{i}]",
+                "the name of something that the identity of this engine's cache takes in",
+                repr(entry),
+                did_you_mean(entry, sorted(facts)),
             )
-    return {name: text for name, text in facts.items() if not any(names(pattern, name) for pattern in ignores)}
+    return {name: value for name, value in facts.items() if not any(is_named(entry, name) for entry in ignores)}

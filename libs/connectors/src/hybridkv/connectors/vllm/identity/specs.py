@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm.identity.canonical import text
+from hybridkv.connectors.vllm.identity.canonical import parts, text
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
+SPEC_LEFT_OUT = {
+    "block_size": "each group says it, in tokens of a block",
+    "page_size_padded": "padding is not stored",
+    "block_stride_alignment": "where pages lie, not what they hold",
+}
+"""Fields of a spec that are no facts, each with its reason."""
+
 
 def spec_facts(spec: KVCacheSpec) -> dict[str, str]:
-    """Every field of a spec but those that say only where its pages lie."""
-    facts = {field.name: text(field.name, getattr(spec, field.name)) for field in fields(spec)}
-    return {"type": type(spec).__name__} | {name: value for name, value in facts.items() if name not in LEFT_OUT}
+    """Every field of a spec but those that say only where its pages lie.
 
-
-LEFT_OUT = {
-    "page_size_padded": "padding is not stored",
-}
+    Raises:
+        ConfigurationError: a field's value is of a type that has no canonical text.
+    """
+    kind = type(spec).__name__
+    members = parts(spec) or {}
+    facts = {name: text(f"{kind}.{name}", value) for name, value in members.items() if name not in SPEC_LEFT_OUT}
+    return {"spec": kind} | facts

@@ -1,0 +1,214 @@
+"""Digests of large files: of all of one, or of a sample that tells trainings apart; read once and kept beside them.
+
+A sample of a safetensors file is its whole header, thus the name, shape, type and place of every tensor, and bytes of
+every tensor: a training that changed one tensor alone is told as well. Of other files it is bytes at even distances.
+Two files that differ only between the places are taken for one.
+
+What was read is kept in a file of the model's directory, or of the user's cache directory where that cannot be written.
+It is believed only while inode, size and times of a file are what they were.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from blake3 import blake3
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+KEPT_NAME = f".hybridkv-digests-v{FORMAT_VERSION}.json"
+STEP_BYTES = 1 << 22
+TENSOR_SAMPLE_BYTES = 4096
+MAX_TENSOR_SAMPLES = 3
+FILE_SAMPLES = 4096
+"""About so many places of a safetensors file are read, and at least one of every tensor."""
+BLOB_SAMPLE_BYTES = 1 << 16
+BLOB_SAMPLES = 64
+MAX_HEADER_BYTES = 100_000_000
+SETTLED_NS = 1_000_000_000
+"""A file that changed less long ago may change again and have the same times: clocks of file systems are coarse."""
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A digest, and what a file was when it was read."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    digest: str
+
+
+class _KeptFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format_version: int
+    digests: dict[str, _Kept]
+
+
+class Digests:
+    """Digests of the files below a directory, each read at most once while it does not change."""
+
+    def __init__(self, root: Path, mode: str, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._root = root
+        self._mode = mode
+        self._clock_ns = clock_ns
+        self._places = (root / KEPT_NAME, _in_user_cache(root))
+        self._known: dict[str, _Kept] = {}
+        for place in reversed(self._places):
+            self._known |= _read(place)
+        self._has_new = False
+
+    def of(self, path: Path) -> tuple[int, str]:
+        """Size and digest of a file. `OSError` where it cannot be read."""
+        name = f"{self._mode} {path.relative_to(self._root).as_posix()}"
+        known = self._known.get(name)
+        with path.open("rb", buffering=0) as file:
+            before = os.fstat(file.fileno())
+            if known is not None and known == _of(before, known.digest):
+                return known.size, known.digest
+            digest = _full(file) if self._mode == "full" else _sampled(file, before.st_size)
+            # What changed while it was read, or may have without a trace, is read again next time.
+            is_settled = self._clock_ns() - max(before.st_ctime_ns, before.st_mtime_ns) >= SETTLED_NS
+            if is_settled and _of(os.fstat(file.fileno()), digest) == (found := _of(before, digest)):
+                self._known[name] = found
+                self._has_new = True
+        return before.st_size, digest
+
+    def keep(self) -> None:
+        """Write down what was read anew, for the next process. Where that is not possible nothing is lost but time."""
+        if not self._has_new:
+            return
+        there = {name: kept for name, kept in self._known.items() if (self._root / name.partition(" ")[2]).exists()}
+        data = msgspec.json.encode(_KeptFile(format_version=FORMAT_VERSION, digests=there))
+        errors = []
+        for place in self._places:
+            try:
+                _write(place, data)
+                self._has_new = False
+                return
+            except OSError as error:
+                errors.append(f"{place}: {error.strerror}")
+        logger.info(
+            "digests of %s are not kept, and are made again at the next start: %s", self._root, "; ".join(errors)
+        )
+
+
+def _of(status: os.stat_result, digest: str) -> _Kept:
+    return _Kept(
+        device=status.st_dev,
+        inode=status.st_ino,
+        size=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+        digest=digest,
+    )
+
+
+def _in_user_cache(root: Path) -> Path:
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "hybridkv" / "digests" / f"{blake3(str(root.resolve()).encode()).hexdigest(16)}{KEPT_NAME}"
+
+
+def _read(place: Path) -> dict[str, _Kept]:
+    try:
+        kept = msgspec.json.decode(place.read_bytes(), type=_KeptFile)
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return kept.digests if kept.format_version == FORMAT_VERSION else {}
+
+
+def _write(place: Path, data: bytes) -> None:
+    """All of it or nothing: readers see the old file or the new one."""
+    if place.name != KEPT_NAME:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(prefix=f"{KEPT_NAME}.", dir=place.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        Path(name).chmod(0o644)
+        Path(name).replace(place)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _full(file: BinaryIO) -> str:
+    hasher = blake3()
+    file.seek(0)
+    while block := file.read(STEP_BYTES):
+        hasher.update(block)
+    return hasher.hexdigest(16)
+
+
+def _sampled(file: BinaryIO, size: int) -> str:
+    hasher = blake3()
+    header = _header(file, size)
+    if header is not None:
+        hasher.update(header)
+    places = _tensor_places(header, size) if header is not None else _even_places(size)
+    for offset, length in places:
+        file.seek(offset)
+        hasher.update(_exactly(file, length))
+    return hasher.hexdigest(16)
+
+
+def _exactly(file: BinaryIO, length: int) -> bytes:
+    """As many bytes, or as many as there are."""
+    data = b""
+    while len(data) < length and (more := file.read(length - len(data))):
+        data += more
+    return data
+
+
+def _header(file: BinaryIO, size: int) -> bytes | None:
+    """The header of a safetensors file with the length before it; None where it is no such file."""
+    if size < 8:
+        return None
+    start = _exactly(file, 8)
+    (length,) = struct.unpack("<Q", start)
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        return None
+    body = _exactly(file, length)
+    return start + body if body.lstrip()[:1] == b"{" else None
+
+
+def _tensor_places(header: bytes, size: int) -> list[tuple[int, int]]:
+    """Where to read: of every tensor its start, and its middle and its end where there are not too many tensors."""
+    try:
+        tensors = list(_tensors(json.loads(header[8:]), len(header), size))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return _even_places(size)
+    each = max(1, min(MAX_TENSOR_SAMPLES, FILE_SAMPLES // max(1, len(tensors))))
+    places: set[tuple[int, int]] = set()
+    for start, end in tensors:
+        length = min(TENSOR_SAMPLE_BYTES, end - start)
+        room = end - start - length
+        places |= {(start + room * i // max(1, each - 1), length) for i in range(each)}
+    return sorted(places)
+
+
+def _tensors(header: dict[str, Any], data: int, size: int) -> Iterator[tuple[int, int]]:
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            start, end = tensor["data_offsets"]
+            if not 0 <= start <= end <= size - data:
+                raise ValueError(f"{name} lies outside of its file")
+            if start < end:
+                yield data + start, data + end
+
+
+def _even_places(size: int) -> list[tuple[int, int]]:
+    """Places at even distances, and the end: an archive has its table there."""
+    stride = max(BLOB_SAMPLE_BYTES, (size - BLOB_SAMPLE_BYTES) // (BLOB_SAMPLES - 1))
+    offsets = sorted({*range(0, size, stride), max(0, size - BLOB_SAMPLE_BYTES)})
+    return [(offset, BLOB_SAMPLE_BYTES) for offset in offsets]
