@@ -47,9 +47,9 @@ class EngineSettings:
     """What a scenario chooses about its engine.
 
     `runner` picks the order of the worker's calls: "v1" (CPU, and models that runner 2 does not support) tells the
-    connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. `model` is another
-    configuration of the same weights: it turns its keys otherwise, so that no byte in its cache is the same. Below 0 the
-    bytes differ as well, but the configuration says nothing of it.
+    connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. Another `model` is
+    another configuration of the same weights: it turns its keys otherwise, so that no byte in its cache is the same.
+    Below 0 the bytes differ as well, but the configuration says nothing of it.
     """
 
     num_blocks: int

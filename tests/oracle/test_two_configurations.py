@@ -83,11 +83,13 @@ def lives(directory: str, difference: str, monkeypatch: pytest.MonkeyPatch) -> l
     for model in (0, 1, 0):
         settings = EngineSettings(num_blocks=200, retention_tokens=None, connector=stacked(GPT_OSS, directory))
         content = model if difference == "configuration" else -model
-        with kept_by(difference, model, monkeypatch):
-            with OracleEngine(GPT_OSS, replace(settings, model=content)) as engine:
-                engine.submit("prompt", list(range(200)), 2)
-                engine.drain()
-                restored.append(engine.restored_tokens)
+        with (
+            kept_by(difference, model, monkeypatch),
+            OracleEngine(GPT_OSS, replace(settings, model=content)) as engine,
+        ):
+            engine.submit("prompt", list(range(200)), 2)
+            engine.drain()
+            restored.append(engine.restored_tokens)
     return restored
 
 

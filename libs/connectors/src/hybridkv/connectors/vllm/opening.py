@@ -110,8 +110,7 @@ def _of_engine(plan: Plan) -> EngineFacts:
     found = engine_facts(plan.vllm_config, os.environ, plan.config)
     if found.unrepeatable:
         logger.warning(
-            "HybridOffloadConnector: no other process will find what this engine leaves on disk: %s; name the weights "
-            "with weights_digest where you know them",
+            "HybridOffloadConnector: no other process will find what this engine leaves on disk: %s",
             "; ".join(f"{name}: {why}" for name, why in sorted(found.unrepeatable.items())),
         )
     return found
