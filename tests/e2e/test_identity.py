@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import scratch_directory
 from identity_models import (
     GEMMA3,
@@ -116,3 +117,31 @@ def know(life: Life, lora: Any) -> None:
     """One short request with the adapter, and the time that it takes to read the adapter's files."""
     life.ask(prompt()[:16], lora)
     assert life.engine.connector._scheduler._identity.adapters.settle(60)
+
+
+def test_a_cache_in_the_order_of_another_cpu_is_another_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM writes keys in another order for other instruction sets. The control shows what it would cost to mix them."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    from hybridkv.connectors.vllm import offload
+
+    model = tiny_models.make_tiny_model("gemma3", directory / "model")
+    inspect_here("Gemma3ForCausalLM")
+    with engine_on(model, directory, **GEMMA3) as life:
+        stored = life.ask(prompt())
+    choose = cpu_attn._get_attn_isa
+    native = choose(torch.float32, GEMMA3["block_size"], 32)
+    other = "vec16" if native != "vec16" else "vec"
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: other)
+    facts = offload.worker_facts
+    # Control: taken for the first engine's, it reads them wrongly.
+    with monkeypatch.context() as blind:
+        blind.setattr(offload, "worker_facts", lambda *about: facts(*about) | {"worker.attention_isa": native})
+        with engine_on(model, directory, **GEMMA3) as life:
+            wrong = life.ask(prompt())
+            assert wrong.cached == RESTORED
+            assert wrong.tokens != stored.tokens
+    with engine_on(model, directory, **GEMMA3) as life:
+        assert life.ask(prompt()).cached == 0
+        (line,) = life.said("holds no cache for this engine")
+        assert f"worker.attention_isa: {other} is not {native}" in line

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import offload, opening, register
 from hybridkv.connectors.vllm.identity import EngineFacts
+from oracle.disk_tier import forget, stacked
 from oracle.engine import OracleEngine
 from oracle.mixes import GPT_OSS, NAMED, Mix
 from oracle.profile import profile
 from oracle.runner import CorruptionError, OracleError
 from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import EngineSettings
-from oracle.test_tiers import forget, stacked
 
 TURNS = (0, 1, 0, 1, 1, 0)
 """Which of the two runs: each finds what it left, with the other's beside it."""
@@ -53,7 +53,7 @@ def test_two_configurations_in_one_directory_never_meet(
 ) -> None:
     first, again = Tally(), Tally()
 
-    @profile(12)
+    @profile(6)
     @given(scenarios(mix), st.integers(0, 1 << 32))
     def check(scenario: Scenario, seed: int) -> None:
         with tempfile.TemporaryDirectory() as directory:
