@@ -120,7 +120,7 @@ def know(life: Life, lora: Any) -> None:
 
 
 def test_a_cache_in_the_order_of_another_cpu_is_another_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM writes keys in another order for other instruction sets. The control shows what it would cost to mix them."""
+    """vLLM writes keys in another order for other instruction sets. The control shows what mixing them would cost."""
     from vllm.v1.attention.backends import cpu_attn
 
     from hybridkv.connectors.vllm import offload
