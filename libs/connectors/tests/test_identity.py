@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from identity_configs import ARCHITECTURE, LLAMA, LONGROPE, make_config, write_model
+from transformers import LlamaConfig
 from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -86,6 +87,36 @@ def test_where_a_configuration_came_from_does_not_count(tmp_path: Path, settings
 
 def test_names_and_lengths_do_not_count(tmp_path: Path) -> None:
     assert facts(tmp_path / "a", served_model_name="x", max_model_len=2048, seed=7) == facts(tmp_path / "b")
+
+
+def test_a_configuration_inside_another_counts_wherever_it_stands(tmp_path: Path) -> None:
+    config = make_config(write_model(tmp_path))
+    inner, listed = (LlamaConfig(hidden_size=32, made_up=1) for _ in range(2))
+    config.model_config.hf_config.text_config = config.model_config.hf_text_config = inner
+    config.model_config.hf_config.parts = [listed]
+    before = configuration_facts(config)
+    assert before["model_config.hf_text_config"] == "the same as model_config.hf_config.text_config"
+    inner.made_up = 2
+    assert differing(before, configuration_facts(config)) == ("model_config.hf_config.text_config.made_up",)
+    inner.made_up, listed.made_up = 1, 2
+    assert differing(before, configuration_facts(config)) == ("model_config.hf_config.parts",)
+    listed.made_up, listed._name_or_path = 1, "elsewhere"
+    assert before == configuration_facts(config)
+
+
+class Silent(LlamaConfig):
+    """Tells nothing of what is inside it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": "silent"}
+
+
+def test_a_configuration_that_another_does_not_tell_is_told_itself(tmp_path: Path) -> None:
+    config = make_config(write_model(tmp_path))
+    inner = LlamaConfig(hidden_size=32)
+    config.model_config.hf_config = Silent(text_config=inner)
+    config.model_config.hf_text_config = inner
+    assert configuration_facts(config)["model_config.hf_text_config.hidden_size"] == "32"
 
 
 @pytest.mark.parametrize("max_model_len", [2048, 4096, 4097, 8192])

@@ -19,6 +19,7 @@ from typing import Any
 from blake3 import blake3
 
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.identity.model_settings import is_model_settings, model_settings
 
 MAX_TEXT = 200
 """Letters of a text that is written down as it is; a longer one is digested."""
@@ -48,6 +49,9 @@ def parts(value: Any) -> dict[str, Any] | None:
     """The fields of an object that is nothing but its fields: a dataclass, or a pydantic model. Of others None."""
     if isinstance(value, type):
         return None
+    if is_model_settings(value):
+        # A dataclass too, whose fields are not all that it holds.
+        return model_settings(type(value).__name__, value)
     if is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in fields(value)}
     names = getattr(type(value), "model_fields", None)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.identity.canonical import child, parts, secret_text, text
-from hybridkv.connectors.vllm.identity.left_out import LEFT_OUT, LEFT_OUT_ELSEWHERE, MODEL_KEYS_LEFT_OUT, SECRET
+from hybridkv.connectors.vllm.identity.left_out import LEFT_OUT, LEFT_OUT_ELSEWHERE, SECRET
 from hybridkv.connectors.vllm.identity.lengths import length_facts
+from hybridkv.connectors.vllm.identity.model_settings import is_model_settings, model_settings
 from hybridkv.connectors.vllm.identity.operator import is_named
 
 if TYPE_CHECKING:
@@ -49,28 +49,6 @@ def reason_left_out(scope: str) -> str | None:
             if pattern.endswith("*") and fnmatchcase(scope, pattern):
                 return reason
     return None
-
-
-def is_model_settings(value: Any) -> bool:
-    """Whether it is a model's configuration as the transformers library holds it."""
-    return any(base.__name__ in ("PretrainedConfig", "PreTrainedConfig") for base in type(value).__mro__)
-
-
-def model_settings(path: str, value: Any) -> dict[str, Any]:
-    """A model's configuration, overrides included, without what only says where it came from."""
-    try:
-        found: Mapping[str, Any] = value.to_dict()
-    except Exception as error:
-        raise ConfigurationError(
-            path, "a configuration that can be written down", f"{type(error).__name__}: {error}", "report the model"
-        ) from error
-    return _without_origin(found)
-
-
-def _without_origin(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _without_origin(v) for k, v in value.items() if k not in MODEL_KEYS_LEFT_OUT}
-    return [_without_origin(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class _Walk:
@@ -112,12 +90,13 @@ class _Walk:
             yield from self.visit(child(path, key), child(scope, key), value)
 
     def _model(self, path: str, value: Any) -> Iterator[tuple[str, str]]:
-        self._meet_inner(path, value)
-        yield from self._all(path, "PreTrainedConfig", model_settings(path, value))
+        told = model_settings(path, value)
+        self._meet_inner(path, value, told)
+        yield from self._all(path, "PreTrainedConfig", told)
 
-    def _meet_inner(self, path: str, value: Any) -> None:
+    def _meet_inner(self, path: str, value: Any, told: Mapping[str, Any]) -> None:
         """A model's configuration tells those inside it, which the engine keeps in fields of their own, too."""
         for name, inner in vars(value).items():
-            if is_model_settings(inner) and id(inner) not in self._met:
+            if is_model_settings(inner) and id(inner) not in self._met and isinstance(told.get(name), Mapping):
                 self._met[id(inner)] = child(path, name)
-                self._meet_inner(child(path, name), inner)
+                self._meet_inner(child(path, name), inner, told[name])
