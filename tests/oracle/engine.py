@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorHandshakeMetadata
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -97,7 +98,7 @@ class OracleEngine:
         self._open: set[str] = set()
         self._produced: dict[str, list[int]] = {}
         self._fresh_blocks: list[int] = []
-        self._prompts: dict[tuple[tuple[int, ...], int], Transcript] = {}
+        self._prompts: dict[tuple[tuple[int, ...], int, int], Transcript] = {}
         configs = make_configs(mix, settings)
         self.configs = configs
         config = configs.vllm
@@ -164,17 +165,28 @@ class OracleEngine:
 
         connector.update_state_after_alloc = update_state_after_alloc  # type: ignore[method-assign]
 
-    def submit(self, request_id: str, prompt: Sequence[int], num_outputs: int) -> None:
-        """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted."""
-        key = (tuple(prompt), num_outputs)
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        num_outputs: int,
+        lora: LoRARequest | None = None,
+        model: int | None = None,
+    ) -> None:
+        """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted.
+
+        With an adapter, `model` is the number of what the engine holds of it: another one is another model.
+        """
+        salt = self.settings.model if model is None else model
+        key = (tuple(prompt), num_outputs, salt)
         transcript = self._prompts.get(key)
         if transcript is None:
-            transcript = self._prompts[key] = Transcript(prompt, num_outputs, self.settings.model)
+            transcript = self._prompts[key] = Transcript(prompt, num_outputs, salt)
         self._transcripts[request_id] = transcript
         self._open.add(request_id)
         self._produced[request_id] = []
         parameters = SamplingParams(max_tokens=num_outputs, temperature=0.0, ignore_eos=True)
-        request = Request(request_id, list(prompt), parameters, None, block_hasher=self._hasher)
+        request = Request(request_id, list(prompt), parameters, None, lora_request=lora, block_hasher=self._hasher)
         self.scheduler.add_request(request)
 
     def abort(self, request_id: str, *, in_step: bool = False) -> None:
