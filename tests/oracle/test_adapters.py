@@ -117,9 +117,9 @@ def test_an_identity_that_goes_by_name_and_path_is_caught(tmp_path: Path, monkey
     monkeypatch.setattr(ChunkKeys, "for_adapter", lambda keys, digest: keys)
     lora = train(tmp_path, 1)
     with living(tmp_path) as life:
-        for _ in range(2):
-            life.restored(lora, 1)
+        assert [life.restored(lora, 1) for _ in range(2)] == [0, 0]
     train(tmp_path, 2)
-    with living(tmp_path) as life, pytest.raises(CorruptionError):
-        for _ in range(2):
+    with living(tmp_path) as life:
+        life.restored(lora, 2)
+        with pytest.raises(CorruptionError):
             life.restored(lora, 2)
