@@ -46,44 +46,32 @@ class Offload:
 
     def __init__(self, hashes: list[bytes]) -> None:
         from hybridkv.connectors.vllm.admission import LoadAdmission
+        from hybridkv.connectors.vllm.identity.adapters import Adapters
         from hybridkv.connectors.vllm.layout import CacheLayout
         from hybridkv.connectors.vllm.loads import Deadlines
-        from hybridkv.connectors.vllm.scheduler import OffloadScheduler
+        from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
         from hybridkv.connectors.vllm.stats import Recorder
-        from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint
+        from hybridkv.hashing import ChunkKeys, GroupFingerprint
         from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
         from hybridkv.tiers.ram import RamIndex
         from hybridkv.tiers.stack import TierStack
 
         group = GroupSpec(GroupKind.FULL, BLOCK_TOKENS)
         spec = CacheSpec((group,), CHUNK_TOKENS)
-        fingerprint = Fingerprint(
-            facts={"model": "bench", "cache_config.cache_dtype": "auto"},
-            chunk_tokens=CHUNK_TOKENS,
-            hash_algorithm="sha256",
-            tensor_parallel_size=1,
-            groups=(
-                GroupFingerprint(
-                    kind=group.kind,
-                    block_tokens=BLOCK_TOKENS,
-                    layers=(),
-                    window_tokens=None,
-                    align_tokens=None,
-                    lookahead_tokens=0,
-                ),
-            ),
-        )
-        keys = ChunkKeys(fingerprint, BLOCK_TOKENS)
-        layout = CacheLayout(spec=spec, layers=((),), keys=keys, reuses_hashes=True, world_size=1)
+        group_print = GroupFingerprint(kind=group.kind, block_tokens=BLOCK_TOKENS, layers=())
+        layout = CacheLayout(spec, ((),), (group_print,), BLOCK_TOKENS, "sha256", 1)
+        keys = ChunkKeys(layout.fingerprint({}), BLOCK_TOKENS)
         num_tokens = len(hashes) * BLOCK_TOKENS
         index = RamIndex((num_tokens // CHUNK_TOKENS + 1) * GRANULE_BYTES, GRANULE_BYTES)
         for end in range(CHUNK_TOKENS, num_tokens + 1, CHUNK_TOKENS):
-            key = layout.key(0, hashes, end)
+            key = keys.key(0, hashes, end)
             index.reserve(key, GRANULE_BYTES)
             index.commit(key)
         stack = TierStack(index, None, 1, time.monotonic)
         deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
-        self._scheduler = OffloadScheduler(layout, stack, LoadAdmission(spec, 2048), deadlines, Recorder())
+        self._scheduler = OffloadScheduler(
+            layout, Identity(keys, Adapters(keys, 0)), stack, LoadAdmission(spec, 2048), deadlines, Recorder()
+        )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._scheduler.matched_tokens(request, num_computed_tokens)

@@ -43,12 +43,13 @@ from typing import Any
 from planner_upstream import Upstream, allocated_blocks
 
 from hybridkv.connectors.vllm.admission import LoadAdmission
+from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.layout import AUTO_CHUNK_TOKENS, CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
-from hybridkv.connectors.vllm.scheduler import OffloadScheduler
+from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, LayerFingerprint
+from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, chunk_unit, longest_hit, plan_load
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import TierStack
@@ -89,19 +90,12 @@ def make_layout(preset: str) -> CacheLayout:
         GroupFingerprint(
             kind=group.kind,
             block_tokens=group.block_tokens,
-            layers=(LayerFingerprint(name=f"layers.{i}", page_bytes=GRANULE_BYTES, facts={"dtype": "bfloat16"}),),
+            layers=(LayerFingerprint(name=f"layers.{i}", page_bytes=GRANULE_BYTES),),
             window_tokens=group.window_tokens,
         )
         for i, group in enumerate(groups)
     )
-    fingerprint = Fingerprint(
-        facts={"model": preset, "cache_config.cache_dtype": "auto"},
-        chunk_tokens=spec.chunk_tokens,
-        hash_algorithm="sha256",
-        tensor_parallel_size=1,
-        groups=prints,
-    )
-    return CacheLayout(spec, ((),) * len(groups), ChunkKeys(fingerprint, HASH_TOKENS[preset]), True, 1)
+    return CacheLayout(spec, ((),) * len(groups), prints, HASH_TOKENS[preset], "sha256", 1)
 
 
 class Ours:
@@ -110,19 +104,25 @@ class Ours:
     def __init__(self, preset: str, num_tokens: int, hashes: list[bytes], scenario: str) -> None:
         self.layout = make_layout(preset)
         self.spec = self.layout.spec
+        self.keys = ChunkKeys(self.layout.fingerprint({}), self.layout.hash_block_tokens)
         self.num_tokens, self.hashes = num_tokens, hashes
         self.num_chunks = num_tokens // self.spec.chunk_tokens
         self.step_start = (self.num_chunks - STEP_CHUNKS) * self.spec.chunk_tokens
         self.index = RamIndex((self.num_chunks * len(self.spec.groups) + 1) * GRANULE_BYTES, GRANULE_BYTES)
         for group_index, group in enumerate(self.spec.groups):
             for chunk in range(self.num_chunks) if is_stored(scenario, group) else ():
-                key = self.layout.key(group_index, hashes, (chunk + 1) * self.spec.chunk_tokens)
+                key = self.keys.key(group_index, hashes, (chunk + 1) * self.spec.chunk_tokens)
                 self.index.reserve(key, GRANULE_BYTES)
                 self.index.commit(key)
         self.stack = TierStack(self.index, None, 1, time.monotonic)
         deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
         self.scheduler = OffloadScheduler(
-            self.layout, self.stack, LoadAdmission(self.spec, 2048), deadlines, Recorder()
+            self.layout,
+            Identity(self.keys, Adapters(self.keys, 0)),
+            self.stack,
+            LoadAdmission(self.spec, 2048),
+            deadlines,
+            Recorder(),
         )
         self._ids = count()
 
@@ -137,7 +137,7 @@ class Ours:
         self.scheduler._requests.forget(request.request_id)
 
     def new_keys(self) -> RequestKeys:
-        return RequestKeys(self.spec, self.layout.keys)
+        return RequestKeys(self.spec, self.keys)
 
     def first(self) -> tuple[RequestKeys, int]:
         keys = self.new_keys()
@@ -255,7 +255,7 @@ def run_ours(ours: Ours, clock: Clock, hits: dict[str, int]) -> None:
         clock.time("of which planning", longest_hit, ours.spec, ours.num_tokens, 0, *[Everything(1)] * 2)
     chunk = ours.spec.chunk_tokens
     clock.time("step", ours.search, ours.new_keys(), ours.step_start)
-    before = ours.hashes[: -(chunk // ours.layout.keys.hash_block_tokens)]
+    before = ours.hashes[: -(chunk // ours.layout.hash_block_tokens)]
     growing = ours.new_keys().follow(before)
     for group_index in range(len(ours.spec.groups)):
         growing.between(group_index, ours.num_chunks - STEP_CHUNKS, ours.num_chunks - 1)
@@ -264,7 +264,7 @@ def run_ours(ours: Ours, clock: Clock, hits: dict[str, int]) -> None:
     # The floors of `first` and `search again` for a full prefix: its keys and the tier's answers, with nothing around.
     full = next(i for i, group in enumerate(ours.spec.groups) if group.kind is GroupKind.FULL)
     ends = range(chunk, ours.num_chunks * chunk + 1, chunk)
-    made = clock.time("of which keys", ours.layout.keys.keys, full, ours.hashes, ends)
+    made = clock.time("of which keys", ours.keys.keys, full, ours.hashes, ends)
     clock.time("of which tier", ours.index.leading, made)
 
 

@@ -12,16 +12,19 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SinkFullAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm.messages import StepOutcome, WorkerFacts
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 
@@ -50,6 +53,13 @@ def start(configs: Configs, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -
     kv_cache = configs.scheduler if role is KVConnectorRole.SCHEDULER else configs.worker
     with set_current_vllm_config(configs.vllm):
         return KVConnectorFactory.create_connector(configs.vllm, role, kv_cache)
+
+
+def opened(configs: Configs) -> Any:
+    """The scheduler's half once the engine has handed it what its workers say."""
+    scheduler = start(configs)
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): WorkerFacts({"worker.platform": "cpu"})})
+    return scheduler
 
 
 def refused(configs: Configs) -> ConfigurationError:
@@ -193,7 +203,8 @@ def test_an_engine_that_was_shut_down_can_start_again(started: list[Any]) -> Non
 
 
 def with_disk(path: Path) -> dict[str, Any]:
-    return {"tiers": [RAM, {"type": "disk", "path": str(path), "capacity": "256MiB"}]}
+    disk = {"type": "disk", "path": str(path), "capacity": "256MiB"}
+    return {"tiers": [RAM, disk], "weights_digest": "no weights"}
 
 
 @pytest.mark.parametrize("field", ["nnodes", "data_parallel_size"])
@@ -209,7 +220,7 @@ def test_a_disk_path_that_is_a_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigurationError) as caught:
-        start(configure(GPT_OSS, with_disk(tmp_path / "cache")), KVConnectorRole.SCHEDULER)
+        opened(configure(GPT_OSS, with_disk(tmp_path / "cache")))
     assert caught.value.path == "kv_connector_extra_config.tiers[1].path" and "link" in str(caught.value)
 
 
@@ -217,14 +228,56 @@ def test_a_disk_too_small_for_its_segments(tmp_path: Path) -> None:
     config = with_disk(tmp_path / "cache")
     config["tiers"][1]["capacity"] = "1MiB"
     with pytest.raises(ConfigurationError) as caught:
-        start(configure(GPT_OSS, config), KVConnectorRole.SCHEDULER)
+        opened(configure(GPT_OSS, config))
     assert caught.value.path == "kv_connector_extra_config.tiers[1].capacity" and "at least" in caught.value.expected
 
 
 def test_a_disk_that_another_engine_has_open(started: list[Any], tmp_path: Path) -> None:
-    started.append(start(configure(GPT_OSS, with_disk(tmp_path / "cache")), KVConnectorRole.SCHEDULER))
+    started.append(opened(configure(GPT_OSS, with_disk(tmp_path / "cache"))))
     other = configure(GPT_OSS, with_disk(tmp_path / "cache"))
     other.vllm.kv_transfer_config.engine_id = "another"
     with pytest.raises(ConfigurationError) as caught:
-        start(other, KVConnectorRole.SCHEDULER)
+        opened(other)
     assert caught.value.path == "kv_connector_extra_config.tiers[1].path" and str(os.getpid()) in str(caught.value)
+
+
+def test_a_store_that_outlives_the_engine_waits_for_every_rank(
+    started: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    configs = configure(GPT_OSS, with_disk(tmp_path / "cache"))
+    configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
+    configs.vllm.parallel_config.world_size = configs.vllm.parallel_config.tensor_parallel_size = 2
+    scheduler = start(configs)
+    started.append(scheduler)
+    foreign, mine = KVConnectorHandshakeMetadata(), WorkerFacts({"worker.platform": "cpu"})
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): mine, (0, 1): foreign})
+    assert not (tmp_path / "cache").exists() and not any("groups 0" in line for line in caplog.messages)
+    request = SimpleNamespace(request_id="a", num_tokens=100, num_prompt_tokens=100, block_hashes=[b"hash"] * 100)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    # The other rank's words come with a step, as they do below a connector that carries no handshake.
+    for facts in ({}, {}, {1: mine.facts}):
+        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=StepOutcome(facts=facts)))
+    said = [line for line in caplog.messages if "1 of 2 workers" in line]
+    assert len(set(said)) == 1
+    assert (tmp_path / "cache").exists()
+
+
+def test_a_disk_that_opens_late_and_cannot_costs_the_store_and_not_the_engine(
+    started: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
+    scheduler = start(configure(GPT_OSS, with_disk(tmp_path / "cache")))
+    started.append(scheduler)
+    for _ in range(2):
+        outcome = StepOutcome(facts={0: {"worker.platform": "cpu"}})
+        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=outcome))
+    assert len({line for line in caplog.messages if "nothing is stored and nothing restored" in line}) == 1
+
+
+def test_what_is_ignored_must_be_a_fact(tmp_path: Path) -> None:
+    config = with_disk(tmp_path / "cache") | {"identity_ignores": ["worker.platfrom"]}
+    with pytest.raises(ConfigurationError) as caught:
+        opened(configure(GPT_OSS, config))
+    assert "worker.platform" in caught.value.hint

@@ -57,14 +57,17 @@ def cells(digests: Words, salts: Seq[int], words_per_cell: int) -> Words:
 
 
 class Transcript:
-    """The one right run of a request: its prompt, the tokens it must produce, and the digest of every prefix."""
+    """The one right run of a request: its prompt, the tokens it must produce, and the digest of every prefix.
+
+    Another `salt` is another model: no byte of it and hardly a token is the same.
+    """
 
     __slots__ = ("_expected", "digests", "num_outputs", "num_prompt_tokens", "tokens")
 
-    def __init__(self, prompt: Seq[int], num_outputs: int) -> None:
+    def __init__(self, prompt: Seq[int], num_outputs: int, salt: int = 0) -> None:
         tokens = list(prompt)
         digests: list[int] = []
-        digest = 0
+        digest = _mix_one(salt) if salt else 0
         for token in tokens:
             digest = _mix_one(digest ^ (token + 1))
             digests.append(digest)

@@ -7,6 +7,7 @@ what it must be, whoever put it there. At the end of a run nothing may be stuck,
 from __future__ import annotations
 
 import functools
+import pickle
 import time
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorHandshakeMetadata
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -96,7 +98,7 @@ class OracleEngine:
         self._open: set[str] = set()
         self._produced: dict[str, list[int]] = {}
         self._fresh_blocks: list[int] = []
-        self._prompts: dict[tuple[tuple[int, ...], int], Transcript] = {}
+        self._prompts: dict[tuple[tuple[int, ...], int, int], Transcript] = {}
         configs = make_configs(mix, settings)
         self.configs = configs
         config = configs.vllm
@@ -117,6 +119,7 @@ class OracleEngine:
                 )
             self.memory = KVMemory(config, configs.worker, mix, settings.seed)
             self.runner = FakeRunner(mix, self.memory, settings.runner, self._transcripts, self.worker_connector)
+            self._shake_hands()
         self._hasher = None
         if settings.prefix_caching or settings.connector is not None:
             hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
@@ -124,6 +127,15 @@ class OracleEngine:
             self._hasher = get_request_block_hasher(configs.hash_tokens, hash_function)
         self._watch()
         self._num_free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def _shake_hands(self) -> None:
+        """What EngineCore does once both halves are there and the caches are registered (v1/engine/core.py)."""
+        if self.scheduler_connector is None or self.worker_connector is None:
+            return
+        metadata = self.worker_connector.get_handshake_metadata()
+        if metadata is not None:
+            carried: KVConnectorHandshakeMetadata = pickle.loads(pickle.dumps(metadata))
+            self.scheduler_connector.set_xfer_handshake_metadata_pp_aware({(0, 0): carried})
 
     def __enter__(self) -> OracleEngine:
         return self
@@ -153,19 +165,31 @@ class OracleEngine:
 
         connector.update_state_after_alloc = update_state_after_alloc  # type: ignore[method-assign]
 
-    def submit(self, request_id: str, prompt: Sequence[int], num_outputs: int, *, reads_no_cache: bool = False) -> None:
-        """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted."""
-        key = (tuple(prompt), num_outputs)
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        num_outputs: int,
+        lora: LoRARequest | None = None,
+        model: int | None = None,
+        reads_no_cache: bool = False,
+    ) -> None:
+        """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted.
+
+        With an adapter, `model` is the number of what the engine holds of it: another one is another model.
+        """
+        salt = self.settings.model if model is None else model
+        key = (tuple(prompt), num_outputs, salt)
         transcript = self._prompts.get(key)
         if transcript is None:
-            transcript = self._prompts[key] = Transcript(prompt, num_outputs)
+            transcript = self._prompts[key] = Transcript(prompt, num_outputs, salt)
         self._transcripts[request_id] = transcript
         self._open.add(request_id)
         self._produced[request_id] = []
         parameters = SamplingParams(
             max_tokens=num_outputs, temperature=0.0, ignore_eos=True, skip_reading_prefix_cache=reads_no_cache
         )
-        request = Request(request_id, list(prompt), parameters, None, block_hasher=self._hasher)
+        request = Request(request_id, list(prompt), parameters, None, lora_request=lora, block_hasher=self._hasher)
         self.scheduler.add_request(request)
 
     def abort(self, request_id: str, *, in_step: bool = False) -> None:

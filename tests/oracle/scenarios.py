@@ -77,6 +77,7 @@ class Tally:
     with_preemptions: int = 0
     with_failed_loads: int = 0
     restored_tokens: int = 0
+    steps: int = 0
 
     def add(self, engine: OracleEngine) -> None:
         self.scenarios += 1
@@ -85,6 +86,7 @@ class Tally:
         self.with_preemptions += engine.preemptions > 0
         self.with_failed_loads += engine.failed_loads > 0
         self.restored_tokens += engine.restored_tokens
+        self.steps += engine.num_steps
 
 
 def _lengths(mix: Mix) -> st.SearchStrategy[int]:

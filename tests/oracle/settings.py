@@ -63,7 +63,9 @@ class EngineSettings:
     """What a scenario chooses about its engine.
 
     `runner` picks the order of the worker's calls: "v1" (CPU, and models that runner 2 does not support) tells the
-    connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after.
+    connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. Another `model` is
+    another configuration of the same weights: it turns its keys otherwise, so that no byte in its cache is the same.
+    Below 0 the bytes differ as well, but the configuration says nothing of it.
     """
 
     num_blocks: int
@@ -75,6 +77,7 @@ class EngineSettings:
     runner: Literal["v1", "v2"] = "v1"
     connector: Connector | None = None
     seed: int = 0
+    model: int = 0
 
 
 class _NoModel(torch.nn.Module):
@@ -127,6 +130,15 @@ def _base_config() -> VllmConfig:
         )
 
 
+def _turned(model: ModelConfig, number: int) -> ModelConfig:
+    """The same model with another rotary base, as `hf_overrides` would give it."""
+    turned = copy.copy(model)
+    turned.hf_config = copy.deepcopy(model.hf_config)
+    turned.hf_config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0 + max(0, number)}
+    turned.hf_text_config = turned.hf_config
+    return turned
+
+
 @dataclass(frozen=True, slots=True)
 class Configs:
     """What EngineCore hands out: the worker's and the scheduler's KVCacheConfig are different objects, and where layers
@@ -142,6 +154,7 @@ class Configs:
 def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
     """Configs as EngineCore resolves them. All are private copies: what one engine changes, no other sees."""
     config = copy.copy(_base_config())
+    config.model_config = _turned(config.model_config, settings.model)
     config.cache_config = cache = copy.copy(config.cache_config)
     config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
     scheduler.max_num_seqs = settings.max_running

@@ -11,25 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, register, tiers
+from hybridkv.connectors.vllm import register, tiers
 from hybridkv.planner import GroupKind
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
-from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import StackCounts, TierStack
+from oracle.disk_tier import LARGE, SMALL, forget, stack_of, stacked
 from oracle.engine import OracleEngine
 from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix
 from oracle.profile import profile
 from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
-from oracle.settings import Connector, EngineSettings
+from oracle.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hybridkv.tiers import TierMedium
 
-SMALL, LARGE = 5, 500
-"""Chunks of each group that a RAM tier has room for: too few for a scenario, and enough for any."""
 SOON_S = 0.3
 """Deadline where something never comes."""
 
@@ -37,13 +33,6 @@ SOON_S = 0.3
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> None:
     register()
-
-
-def stacked(mix: Mix, directory: str | Path, load: str = "async", chunks: int = LARGE, **more: Any) -> Connector:
-    # The smallest chunk takes a granule of 4 KiB.
-    ram = {"type": "ram", "capacity": chunks * 4096 * (len(mix.groups) + 1)}
-    disk = {"type": "disk", "path": str(directory), "capacity": "64MiB", "fsync": "none", "direct": False}
-    return Connector(CONNECTOR, {"chunk_tokens": mix.alignment_tokens, "tiers": [ram, disk], "load": load, **more})
 
 
 class Moved:
@@ -89,19 +78,6 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultPlan]:
 
     monkeypatch.setattr(tiers, "disk_medium", disk_medium)
     return plans
-
-
-def forget(random: Random) -> Callable[[OracleEngine, int], None]:
-    """A hook that now and then evicts from RAM everything that may be evicted."""
-
-    def before_step(engine: OracleEngine, step: int) -> None:
-        near = stack_of(engine).near
-        assert isinstance(near, RamIndex)
-        if random.random() < 0.2:
-            for key in list(near._evictable):
-                near.invalidate(key)
-
-    return before_step
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
@@ -216,10 +192,6 @@ def prompt(number: int) -> list[int]:
     return [generator.randrange(200) for _ in range(300)]
 
 
-def stack_of(engine: OracleEngine) -> TierStack:
-    return engine.scheduler_connector._scheduler._stack  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
 def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_path: Path, moved: Moved) -> None:
     """Every group but one is on disk, whole: not a byte of it is of use, so not a byte is read."""
@@ -230,9 +202,9 @@ def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_p
         groups = {spec.groups[i].kind: i for i in spec.stored_groups}
         lacking = groups.get(GroupKind.RECURRENT, groups.get(GroupKind.WINDOW, groups.get(GroupKind.FULL)))
         engine.submit("warm", prompt(0), 2)
-        hashes = connector._requests.get("warm").prefix_hashes()
+        keys = connector._requests.get("warm").keys()
         for end in range(spec.chunk_tokens, len(prompt(0)) + 1, spec.chunk_tokens):
-            stack.far.invalidate(connector._layout.key(lacking, hashes, end))  # type: ignore[union-attr]
+            stack.far.invalidate(keys.key(lacking, end))  # type: ignore[union-attr]
         engine.drain()
         assert engine.restored_tokens == 0
         assert moved["promoted done"] == 0 and stack.take_counts().promoted_bytes == 0

@@ -34,7 +34,9 @@ class Bench:
         options = StackOptions(load_timeout_s=LOAD_TIMEOUT_S)
         self.stack = TierStack(self.near, self.far, 1, lambda: self.now_s, options)
         deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
-        self.planner = LoadPlanner(self.layout, self.stack, LoadAdmission(self.layout.spec, 64), deadlines, Recorder())
+        self.planner = LoadPlanner(
+            self.layout.layout, self.stack, LoadAdmission(self.layout.spec, 64), deadlines, Recorder()
+        )
         self.hashes = HASHES[: CHUNKS * 2]
         for group in (0, 1):
             for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):

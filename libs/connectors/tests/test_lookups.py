@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from unittest import mock
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
-from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, LayerFingerprint
+from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, Miss, Pending, longest_hit
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamIndex
@@ -46,25 +47,34 @@ def chain(num_hashes: int, prompt: bytes = b"") -> list[bytes]:
 HASHES = chain(CHUNKS * 2 + 1)
 
 
-def make_layout(groups: Sequence[GroupSpec], tail_tokens: int | None = None) -> CacheLayout:
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """A layout, and the keys of some engine that has it."""
+
+    layout: CacheLayout
+    keys: ChunkKeys
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self.layout.spec
+
+    def key(self, group_index: int, hashes: Sequence[bytes], end_token: int) -> bytes:
+        return self.keys.key(self.spec.stored_groups.index(group_index), hashes, end_token)
+
+
+def make_layout(groups: Sequence[GroupSpec], tail_tokens: int | None = None) -> Keyed:
     spec = CacheSpec(tuple(groups), 2 * BLOCK, tail_tokens)
     prints = tuple(
         GroupFingerprint(
             kind=spec.groups[i].kind,
             block_tokens=spec.groups[i].block_tokens,
-            layers=(LayerFingerprint(name=f"layer{i}", page_bytes=1, facts={"dtype": ""}),),
+            layers=(LayerFingerprint(name=f"layer{i}", page_bytes=1),),
             lookahead_tokens=spec.groups[i].lookahead_tokens,
         )
         for i in spec.stored_groups
     )
-    fingerprint = Fingerprint(
-        facts={"model": "m", "cache_config.cache_dtype": ""},
-        chunk_tokens=spec.chunk_tokens,
-        hash_algorithm="sha256",
-        tensor_parallel_size=1,
-        groups=prints,
-    )
-    return CacheLayout(spec, ((),) * len(spec.groups), ChunkKeys(fingerprint, BLOCK), True, 1)
+    layout = CacheLayout(spec, ((),) * len(spec.groups), prints, BLOCK, "sha256", 1)
+    return Keyed(layout, ChunkKeys(layout.fingerprint({"model": "m"}), BLOCK))
 
 
 def hold(index: RamIndex, key: bytes, answer: LookupResult) -> None:
@@ -96,7 +106,7 @@ def stores(draw: st.DrawFn, spec: CacheSpec) -> Store:
     return store
 
 
-def fill(index: RamIndex, layout: CacheLayout, store: Store, hashes: Sequence[bytes]) -> None:
+def fill(index: RamIndex, layout: Keyed, store: Store, hashes: Sequence[bytes]) -> None:
     step = layout.spec.boundary_tokens
     for group in layout.spec.stored_groups:
         for end in range(step, CHUNKS * layout.spec.chunk_tokens + 1, step):
@@ -104,7 +114,7 @@ def fill(index: RamIndex, layout: CacheLayout, store: Store, hashes: Sequence[by
 
 
 def plain(
-    layout: CacheLayout, index: RamIndex, hashes: Sequence[bytes], tokens: tuple[int, int], pending_is_miss: bool
+    layout: Keyed, index: RamIndex, hashes: Sequence[bytes], tokens: tuple[int, int], pending_is_miss: bool
 ) -> Hit | Pending | Miss:
     def lookup(group: int, end: int) -> LookupResult:
         answer = index.lookup(layout.key(group, hashes, end))
@@ -137,12 +147,12 @@ def test_a_search_finds_what_the_plain_search_key_by_key_finds(data: st.DataObje
             assert getattr(found, "num_tokens", None) == getattr(expected, "num_tokens", None)
 
 
-def make_keys(*groups: GroupSpec) -> tuple[CacheLayout, RequestKeys]:
+def make_keys(*groups: GroupSpec) -> tuple[Keyed, RequestKeys]:
     layout = make_layout(groups or (FULL, DRAFTER))
     return layout, RequestKeys(layout.spec, layout.keys).follow(HASHES)
 
 
-def expected_keys(layout: CacheLayout, group: int, first: int, stop: int) -> list[bytes]:
+def expected_keys(layout: Keyed, group: int, first: int, stop: int) -> list[bytes]:
     chunk = layout.spec.chunk_tokens
     return [layout.key(group, HASHES, (n + 1) * chunk) for n in range(first, stop)]
 
@@ -184,20 +194,17 @@ class CountingKeys(ChunkKeys):
         return super().keys(group, prefix_hashes, end_tokens)
 
 
-def make_lookup(*groups: GroupSpec, stored_chunks: int = 0) -> tuple[CacheLayout, CountingKeys, RamIndex]:
+def make_lookup(*groups: GroupSpec, stored_chunks: int = 0) -> tuple[Keyed, CountingKeys, RamIndex]:
     layout = make_layout(groups)
     index = RamIndex(1 << 16, 1)
     for group in layout.spec.stored_groups:
         for key in expected_keys(layout, group, 0, stored_chunks):
             hold(index, key, LookupResult.HIT)
     counting = CountingKeys(layout.keys.fingerprint, BLOCK)
-    counted = CacheLayout(layout.spec, layout.layers, counting, True, 1)
-    return counted, counting, index
+    return Keyed(layout.layout, counting), counting, index
 
 
-def search(
-    layout: CacheLayout, keys: RequestKeys, index: RamIndex, hashes: Sequence[bytes] = HASHES
-) -> Hit | Pending | Miss:
+def search(layout: Keyed, keys: RequestKeys, index: RamIndex, hashes: Sequence[bytes] = HASHES) -> Hit | Pending | Miss:
     ranges = TierLookup(keys.follow(hashes), index)
     return longest_hit(layout.spec, len(hashes) * BLOCK, 0, ranges, ranges)
 

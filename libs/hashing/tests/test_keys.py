@@ -45,6 +45,19 @@ def test_a_key_depends_on_group_boundary_prefix_and_cache() -> None:
     assert len(keys) == 5
 
 
+def test_an_adapter_has_keys_of_its_own_for_the_same_prefixes() -> None:
+    first, second = KEYS.for_adapter(b"first"), KEYS.for_adapter(b"second")
+    several = [each.key(group, PREFIX, 64) for each in (KEYS, first, second) for group in range(3)]
+    assert len(set(several)) == 9
+    assert first.key(0, PREFIX, 64) == KEYS.for_adapter(b"first").key(0, PREFIX, 64)
+    assert first.key(0, PREFIX, 64)[TAG_BYTES:] == PREFIX[0]
+    assert first.keys(0, PREFIX, range(64, 129, 64)) == [first.key(0, PREFIX, end) for end in (64, 128)]
+    hashes = [list(each.token_hashes().upto(range(64))) for each in (KEYS, first, second)]
+    assert len({each[0] for each in hashes}) == 3
+    with pytest.raises(ValueError, match="must not be empty"):
+        KEYS.for_adapter(b"")
+
+
 def test_a_drafter_chunk_is_told_apart_by_the_token_that_follows_it() -> None:
     changed = [*PREFIX[:2], PREFIX[7], *PREFIX[3:]]
     assert KEYS.key(0, PREFIX, 128) == KEYS.key(0, changed, 128)

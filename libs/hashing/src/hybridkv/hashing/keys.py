@@ -17,6 +17,7 @@ from hybridkv.hashing.tokens import ExtraBytes, TokenHashes
 
 TAG_BYTES = 16
 _GROUP_CONTEXT = "hybridkv 2026 group of a cache v3"
+_ADAPTER_CONTEXT = "hybridkv 2026 adapter over a cache v1"
 
 
 class ChunkKeys:
@@ -25,12 +26,13 @@ class ChunkKeys:
     Args:
         fingerprint: the cache. A group is told from the others by its own fingerprint, never by its index.
         hash_block_tokens: tokens that each of the prefix hashes given to `key` adds.
+        adapter: a digest of what was laid over the model, empty for the model as it is; see `for_adapter`.
 
     Raises:
         ValueError: the hash block is not positive, does not divide the chunk, or two groups are the same.
     """
 
-    def __init__(self, fingerprint: Fingerprint, hash_block_tokens: int) -> None:
+    def __init__(self, fingerprint: Fingerprint, hash_block_tokens: int, adapter: bytes = b"") -> None:
         if hash_block_tokens <= 0 or fingerprint.chunk_tokens % hash_block_tokens:
             raise ValueError(
                 f"hash_block_tokens must be positive and divide the chunk of {fingerprint.chunk_tokens} tokens, "
@@ -39,6 +41,8 @@ class ChunkKeys:
         self.fingerprint = fingerprint
         self.hash_block_tokens = hash_block_tokens
         self._digest = fingerprint.digest()
+        if adapter:
+            self._digest = blake3(self._digest + adapter, derive_key_context=_ADAPTER_CONTEXT).digest()
         # By index: unlike a list, a dict takes no negative one, and a look-up costs the same.
         self._groups = {
             i: (
@@ -50,6 +54,19 @@ class ChunkKeys:
         """Tag and tokens of lookahead of each group."""
         if len({tag for tag, _ in self._groups.values()}) != len(self._groups):
             raise ValueError("two groups have the same kind, block and layers; their chunks would share keys")
+
+    def for_adapter(self, digest: bytes) -> "ChunkKeys":
+        """The keys of the same cache under an adapter with this content: no key of one is a key of the other.
+
+        Args:
+            digest: of all that the adapter's weights are, at least one byte.
+
+        Raises:
+            ValueError: the digest is empty.
+        """
+        if not digest:
+            raise ValueError("the digest of an adapter must not be empty")
+        return ChunkKeys(self.fingerprint, self.hash_block_tokens, digest)
 
     def token_hashes(self, extra: ExtraBytes | None = None) -> TokenHashes:
         """Prefix hashes of a request, for an engine whose own do not survive its process. They are this cache's alone.

@@ -26,6 +26,7 @@ _REASON = Label(
         "not_stored",
         "timeout",
         "failed_loads",
+        "adapter",
         "being_stored",
     ),
 )
@@ -131,8 +132,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_store_failures_total",
             Kind.COUNTER,
             "stores",
-            "Stores that failed, by the reason that the tier gave.",
-            (Label("reason", _FAILURES),),
+            "Stores that failed, by the reason that the tier gave, or because of an adapter whose files changed.",
+            (Label("reason", (*_FAILURES, "adapter")),),
             panel=Panel(Section.STORES, "Failed stores"),
         ),
         Metric(

@@ -152,3 +152,27 @@ def extra_hash_bytes(request: Any, start: int, end: int) -> bytes:
 
     keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
     return msgspec.msgpack.encode(keys, enc_hook=repr) if keys else b""
+
+
+def layers(vllm_config: VllmConfig) -> Mapping[str, Any]:
+    """The layers that have a KV cache, by name, as the worker has built them; none in the scheduler's process."""
+    return getattr(vllm_config.compilation_config, "static_forward_context", None) or {}
+
+
+def platform() -> str:
+    """The kind of device that the worker runs on."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def carries_handshakes() -> bool:
+    """Whether what this worker says at the start reaches its own half in the scheduler, and nobody else's.
+
+    vLLM's MultiConnector hands what its first child says to every child, and others raise at words that are not theirs.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return True
+    return not any(base.__name__ == "MultiConnector" for base in type(get_kv_transfer_group()).__mro__)

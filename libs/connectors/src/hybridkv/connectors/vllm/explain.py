@@ -44,6 +44,8 @@ class Reason(enum.StrEnum):
     """It was waited for in vain: for a store to end, or for the slow tier."""
     FAILED_LOADS = "failed_loads"
     """Loads of this request failed, so less is offered, or nothing."""
+    ADAPTER = "adapter"
+    """It is in doubt what the request's adapter holds, so nothing was looked up, and nothing will be stored."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +123,20 @@ def explain(spec: CacheSpec, state: RequestState, admission: Admission) -> Expla
         lost_tokens=loss.lost_tokens,
         junction=("lost" if loss.lost_tokens else "resumed") if has_ended and loss.full_tokens else "",
         detail=answer.reason if isinstance(answer, Miss) else "",
+    )
+
+
+def unidentified(state: RequestState) -> Explanation:
+    """The record of a request that is admitted with its adapter in doubt."""
+    num_tokens, computed = state.request.num_tokens, state.computed_tokens
+    return Explanation(
+        request_id=state.request_id,
+        result="miss",
+        reason=Reason.ADAPTER,
+        num_tokens=num_tokens,
+        engine_tokens=computed,
+        offered_tokens=0,
+        compute_tokens=num_tokens - computed,
     )
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.config import ROOT, OffloadConfig
+from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.identity import engine_facts, spec_facts
-from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, LayerFingerprint
+from hybridkv.connectors.vllm.identity import spec_facts
+from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, chunk_blocks, chunk_unit
 
 if TYPE_CHECKING:
@@ -25,21 +24,43 @@ AUTO_CHUNK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Everything that both halves of the connector must agree on.
+    """Where the bytes of the engine's groups lie: what both halves of the connector must agree on.
+
+    Whose bytes they are it does not say; `fingerprint` does, with facts that the scheduler's half gathers.
 
     Args:
         spec: groups in the engine's order, and the chunk.
         layers: for every group its layers; none for SCRATCH.
-        keys: derives chunk keys; its groups are the stored ones, in order.
-        reuses_hashes: keys come from the engine's own block hashes.
+        groups: the stored ones, in order, as a fingerprint describes them.
+        hash_block_tokens: tokens that each of the engine's block hashes adds.
+        hash_algorithm: of those hashes.
         world_size: ranks, each of which holds its own part of every chunk.
     """
 
     spec: CacheSpec
     layers: tuple[tuple[LayerLayout, ...], ...]
-    keys: ChunkKeys
-    reuses_hashes: bool
+    groups: tuple[GroupFingerprint, ...]
+    hash_block_tokens: int
+    hash_algorithm: str
     world_size: int
+
+    @property
+    def reuses_hashes(self) -> bool:
+        """Whether keys come from the engine's own block hashes."""
+        return self.hash_algorithm in compat.STABLE_HASHES
+
+    def fingerprint(self, facts: dict[str, str]) -> Fingerprint:
+        """The identity of what is stored, given what else it depends on.
+
+        All ranks of an engine are tensor-parallel ones: other layouts are refused.
+        """
+        return Fingerprint(
+            facts=facts,
+            chunk_tokens=self.spec.chunk_tokens,
+            hash_algorithm=self.hash_algorithm,
+            tensor_parallel_size=self.world_size,
+            groups=self.groups,
+        )
 
     def block_bytes(self, group_index: int) -> int:
         """Bytes to set aside for one block on one rank; on a worker exactly those that it has without padding."""
@@ -48,10 +69,6 @@ class CacheLayout:
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
         """Bytes of a group's part of a chunk on one rank; 0 where nothing of it is ever needed."""
         return len(chunk_blocks(self.spec, group_index, end_token)) * self.block_bytes(group_index)
-
-    def key(self, group_index: int, prefix_hashes: Sequence[bytes], end_token: int) -> bytes:
-        """The key of a group's part of a chunk."""
-        return self.keys.key(self.spec.stored_groups.index(group_index), prefix_hashes, end_token)
 
     def largest_chunk_bytes(self, group_index: int) -> int:
         """The most bytes that a group's part of any chunk takes on one rank."""
@@ -104,12 +121,12 @@ def resolve_layout(
     if not fingerprints:
         raise no_stored_group()
     cache = CacheSpec(tuple(specs), _chunk(specs, chunk_tokens, vllm_config.model_config.max_model_len))
-    fingerprint = _fingerprint(vllm_config, kv_cache_config, cache.chunk_tokens, tuple(fingerprints))
     return CacheLayout(
         spec=cache,
         layers=tuple(layers),
-        keys=ChunkKeys(fingerprint, compat.hash_block_tokens(vllm_config, kv_cache_config)),
-        reuses_hashes=vllm_config.cache_config.prefix_caching_hash_algo in compat.STABLE_HASHES,
+        groups=tuple(fingerprints),
+        hash_block_tokens=compat.hash_block_tokens(vllm_config, kv_cache_config),
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
         world_size=vllm_config.parallel_config.world_size,
     )
 
@@ -232,15 +249,3 @@ def _layer_fingerprint(name: str, spec: KVCacheSpec, placement: KVCacheTensor | 
         # another layer's; where the page lies says how large it is, padding included.
         page_bytes = placement.layer_stride
     return LayerFingerprint(name=name, facts=spec_facts(spec), page_bytes=page_bytes)
-
-
-def _fingerprint(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int, groups: tuple[GroupFingerprint, ...]
-) -> Fingerprint:
-    return Fingerprint(
-        facts=engine_facts(vllm_config, os.environ, OffloadConfig(tiers=())).facts,
-        chunk_tokens=chunk_tokens,
-        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
-        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
-        groups=groups,
-    )

@@ -77,7 +77,7 @@ class LoadPlanner:
     """Answers what can be loaded, and follows the loads that are on their way.
 
     Args:
-        layout: the model's groups and keys.
+        layout: the model's groups.
         stack: the tiers.
         admission: which loads may hold blocks at the same time.
         deadlines: how long a request waits.

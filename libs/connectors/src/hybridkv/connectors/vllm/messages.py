@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from hybridkv.tiers import Slot
 from hybridkv.tiers.stack import MoveOutcome, TierMove
@@ -58,6 +62,13 @@ class StepPlan(KVConnectorMetadata):
     """Of the slow tier, where there are moves: the scheduler and the workers describe a model's layers differently."""
 
 
+@dataclass(slots=True)
+class WorkerFacts(KVConnectorHandshakeMetadata):
+    """One rank to the scheduler, once, before the engine serves: what stored bytes depend on and it alone knows."""
+
+    facts: dict[str, str]
+
+
 class StoreOutcome(msgspec.Struct, frozen=True, array_like=True):
     """How many ranks are done with a store, and why any of them failed."""
 
@@ -82,10 +93,12 @@ class StepOutcome(KVConnectorWorkerMetadata):
     stores: dict[int, StoreOutcome] = field(default_factory=dict)
     load_failures: dict[str, tuple[LoadFailure, ...]] = field(default_factory=dict)
     moves: dict[int, MoveOutcome] = field(default_factory=dict)
+    facts: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Of each rank, with its first outcome, where `WorkerFacts` has no way."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.stores or self.load_failures or self.moves)
+        return not (self.stores or self.load_failures or self.moves or self.facts)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcome:
         if not isinstance(other, StepOutcome):
@@ -106,4 +119,4 @@ class StepOutcome(KVConnectorWorkerMetadata):
         moves = dict(self.moves)
         for move_id, moved in other.moves.items():
             moves[move_id] = moves[move_id].merge(moved) if move_id in moves else moved
-        return StepOutcome(stores, failures, moves)
+        return StepOutcome(stores, failures, moves, self.facts | other.facts)

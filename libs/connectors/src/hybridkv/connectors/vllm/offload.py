@@ -7,6 +7,7 @@ It only translates. What is loaded and stored is decided in `scheduler.py` with 
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -21,20 +23,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, decode_config, format_size
+from hybridkv.connectors.config import decode_config
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices, tiers
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.engine_facts import require_resumable
-from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
-from hybridkv.connectors.vllm.loads import Deadlines
-from hybridkv.connectors.vllm.messages import StepPlan
+from hybridkv.connectors.vllm.identity.worker_facts import worker_facts
+from hybridkv.connectors.vllm.layout import resolve_layout
+from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan, WorkerFacts
+from hybridkv.connectors.vllm.opening import Opening, Plan
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.siblings import current_place
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder
+from hybridkv.connectors.vllm.waiting import WaitingScheduler
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
-from hybridkv.planner import GroupKind
 from hybridkv.tiers.ram import RamArena
 
 if TYPE_CHECKING:
@@ -78,27 +81,25 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_id = transfer.engine_id
         self._duties = duties_of(transfer)
         self._recorder = Recorder()
-        self._scheduler: OffloadScheduler | None = None
+        self._scheduler: OffloadScheduler | WaitingScheduler | None = None
         self._worker: OffloadWorker | None = None
+        self._layout = layout
+        self._has_failed_to_open = False
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = OffloadScheduler(
-                layout,
-                tiers.build_stack(config, layout, sizes),
-                place.admission or LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config)),
-                Deadlines(config.lookup_timeout_seconds, config.load_timeout_seconds, tiers.clock),
-                self._recorder,
-                self._duties,
-            )
-            _say_what_was_understood(vllm_config, config, layout)
+            admission = place.admission or LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
+            self._opening = Opening(Plan(vllm_config, config, layout, sizes, admission, self._recorder))
+            self._scheduler = WaitingScheduler(self._opening.num_ranks)
+            if self._opening.needs_no_worker:
+                self._open()
         else:
             self._device_type = devices.require_allowed(vllm_config.device_config.device_type, config.experimental_cuda)
             memory = devices.arena_memory(self._device_type, sizes.rank_bytes)
             arena = RamArena(sizes.rank_bytes, sizes.granule_bytes, memory)
             stores, loads = devices.copy_engines(self._device_type, config.load)
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
-            rank = compat.rank(vllm_config)
             self._worker = OffloadWorker(layout, arena, paths, self._recorder)
             if config.disk is not None:
+                rank = compat.rank(vllm_config)
                 self._worker.bind_slow_tier(partial(tiers.build_mover, config.disk, arena=arena, rank=rank))
         _live.add(self)
 
@@ -121,7 +122,14 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         # Once more: whatever was switched off in this process since the connector was built.
         self._require_resumable()
-        self._of_worker().register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
+        worker = self._of_worker()
+        worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
+        if worker.has_slow_tier:
+            worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        facts = self._of_worker().take_facts() if compat.carries_handshakes() else None
+        return WorkerFacts(facts) if facts is not None else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._of_worker().start_loads(self._step_plan())
@@ -140,9 +148,39 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._of_worker().outcome()
+        worker = self._of_worker()
+        facts = worker.take_facts()
+        outcome = worker.outcome()
+        if facts is None:
+            return outcome
+        outcome = outcome or StepOutcome()
+        outcome.facts[compat.rank(self._vllm_config)] = facts
+        return outcome
 
     # Scheduler side.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What the workers said at the start. What is not ours, another connector's worker has said.
+
+        Raises:
+            ConfigurationError: a tier cannot be opened; the engine does not start.
+        """
+        waiting = self._scheduler
+        if isinstance(waiting, WaitingScheduler):
+            waiting.facts |= {rank: each.facts for rank, each in metadata.items() if isinstance(each, WorkerFacts)}
+            if waiting.is_complete:
+                self._open()
+
+    def _open(self) -> None:
+        """The store takes the place of what waited for it."""
+        waiting = self._scheduler
+        if not isinstance(waiting, WaitingScheduler):
+            raise RuntimeError("the store of HybridOffloadConnector is opened once")
+        self._scheduler = self._opening.open(waiting.facts)
+        if waiting.pool is not None:
+            self._scheduler.bind_block_pool(waiting.pool)
+        if waiting.must_clear:
+            self._scheduler.reset()
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
@@ -163,7 +201,23 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self._of_scheduler().plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._of_scheduler().on_output(connector_output)
+        scheduler = self._of_scheduler()
+        scheduler.on_output(connector_output)
+        if isinstance(scheduler, WaitingScheduler) and scheduler.is_complete and not self._has_failed_to_open:
+            self._open_late()
+
+    def _open_late(self) -> None:
+        """The engine serves already, and goes on without a store that cannot be opened."""
+        try:
+            self._open()
+        except ConfigurationError:
+            self._has_failed_to_open = True
+            logger.exception("HybridOffloadConnector: nothing is stored and nothing restored")
+        else:
+            logger.info(
+                "HybridOffloadConnector: opened after the first step, because another connector between it and the "
+                "engine carries no handshake; requests that began before are not stored"
+            )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, None
@@ -219,7 +273,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             raise TypeError(f"expected StepPlan, got {type(plan).__name__}")
         return plan
 
-    def _of_scheduler(self) -> OffloadScheduler:
+    def _of_scheduler(self) -> OffloadScheduler | WaitingScheduler:
         if self._scheduler is None:
             raise RuntimeError("a scheduler's method was called on the worker's half of HybridOffloadConnector")
         return self._scheduler
@@ -241,62 +295,3 @@ def _refuse_second(connector: HybridOffloadConnector, engine_id: str | None, rol
                 f"a second one in engine {engine_id}",
                 'name it once among "connectors", or use HybridMultiConnector, which tells several apart',
             )
-
-
-def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout) -> None:
-    spec, duties = layout.spec, duties_of(vllm_config.kv_transfer_config)
-    chunk = spec.chunk_tokens
-    per_chunk = sum(layout.largest_chunk_bytes(i) for i in spec.stored_groups) * layout.world_size
-    capacity = config.ram.capacity
-    logger.info(
-        "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); "
-        "ram %s holds about %d tokens; %ssmallest prompt that can hit %d tokens; loads %s, given up after %.3g s; "
-        "kv_load_failure_policy %s; kv_role %s, so it %s; cache %s",
-        ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
-        chunk,
-        format_size(per_chunk),
-        per_chunk / chunk,
-        format_size(capacity),
-        capacity // per_chunk * chunk,
-        _disk_words(config.disk, per_chunk, chunk),
-        chunk + 1,
-        config.load,
-        config.load_timeout_seconds,
-        getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "unknown"),
-        vllm_config.kv_transfer_config.kv_role,
-        duties.words(),
-        layout.keys.fingerprint.digest().hex()[:12],
-    )
-    if config.disk is None and not (duties.loads and duties.stores):
-        logger.warning(
-            "HybridOffloadConnector: kv_role %s without a disk tier is of no use: host memory ends with the engine, so "
-            "what it %s; add a disk tier, or say kv_both",
-            vllm_config.kv_transfer_config.kv_role,
-            "stores nobody loads" if duties.stores else "could load nobody stores",
-        )
-    if not vllm_config.cache_config.enable_prefix_caching:
-        logger.info(
-            "HybridOffloadConnector: prefix caching is off, as without_prefix_caching says: the engine keeps nothing "
-            "of its own, so every shared prefix is copied in again"
-        )
-    if any(group.lookahead_tokens for group in spec.groups):
-        logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
-    if not layout.reuses_hashes:
-        logger.info("HybridOffloadConnector: block hashes change with the process, so tokens are hashed anew")
-    if config.disk is not None and compat.is_killed_at_its_end(vllm_config):
-        logger.warning(
-            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "
-            "what is on its way to %s then is lost, and the next start looks on disk for what the last seconds wrote; "
-            "start the server with --shutdown-timeout 30, and let whoever stops it wait longer than that "
-            "(an engine without a server has 5 s)",
-            config.disk.path,
-        )
-    scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
-    if scratch:
-        logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)
-
-
-def _disk_words(disk: DiskTierConfig | None, per_chunk: int, chunk: int) -> str:
-    if disk is None:
-        return ""
-    return f"disk {format_size(disk.capacity)} at {disk.path} holds about {disk.capacity // per_chunk * chunk} tokens; "

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.hashing import TokenHashes
+from hybridkv.hashing import ChunkKeys, TokenHashes
 from hybridkv.planner import Hit, Miss, Pending
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ class RequestState:
 
     request: Request
     hashes: TokenHashes | None
-    kept_keys: RequestKeys
+    kept_keys: RequestKeys | None
+    """None while it is in doubt what the request's adapter holds, so that nothing is asked for or stored."""
+    sworn: Sworn | None = None
+    """What its adapter holds, None without one."""
     stored_tokens: int = 0
     """Chunks that end here or before have been seen to."""
     is_storable: bool = True
@@ -65,6 +69,11 @@ class RequestState:
     def request_id(self) -> str:
         return self.request.request_id
 
+    @property
+    def lora(self) -> Any:
+        """The request's adapter, None without one."""
+        return getattr(self.request, "lora_request", None)
+
     def prefix_hashes(self) -> Sequence[bytes]:
         """A hash for every full hash block of the tokens that are known by now."""
         unchanged_hashes = self.follow()
@@ -93,6 +102,8 @@ class RequestState:
 
     def keys(self) -> RequestKeys:
         """The keys of the tokens that are known by now, until the next call."""
+        if self.kept_keys is None:
+            raise RuntimeError("the keys of a request were asked for before its adapter is known")
         return self.kept_keys.follow(self.prefix_hashes())
 
     def forget_answer(self) -> None:
@@ -107,26 +118,58 @@ class RequestState:
         self.gated_polls = 0
         self.waited_in_vain = False
         self.seen = (0, 0)
+        if self.sworn is not None:
+            # The engine may read the adapter anew before it begins again.
+            self.kept_keys = self.hashes = self.sworn = None
         self.forget_answer()
 
 
 class Requests:
-    """Requests by id. A new request may take the id of one that has ended."""
+    """Requests by id. A new request may take the id of one that has ended.
 
-    def __init__(self, layout: CacheLayout) -> None:
+    Args:
+        layout: the model's groups.
+        keys: of its chunks.
+        adapters: what changes them.
+    """
+
+    def __init__(self, layout: CacheLayout, keys: ChunkKeys, adapters: Adapters) -> None:
         self._layout = layout
+        self._keys = keys
+        self._adapters = adapters
         self._states: dict[str, RequestState] = {}
 
     def track(self, request: Request) -> RequestState:
         """The state of a request, made when it is first seen."""
         state = self._states.get(request.request_id)
         if state is None or state.request is not request:
-            hashes = None
-            if not self._layout.reuses_hashes:
-                hashes = self._layout.keys.token_hashes(partial(compat.extra_hash_bytes, request))
-            keys = RequestKeys(self._layout.spec, self._layout.keys)
-            state = self._states[request.request_id] = RequestState(request, hashes, keys)
+            state = self._states[request.request_id] = RequestState(request, None, None)
+            if state.lora is None:
+                self._take_keys(state, self._keys)
+            else:
+                self._adapters.notice(state.lora)
         return state
+
+    def identify(self, state: RequestState) -> bool:
+        """Whether the request has keys. To be asked before the engine admits it: afterwards it is too late."""
+        if state.kept_keys is None:
+            state.sworn = self._adapters.swear(state.lora, self._is_alone(state))
+            if state.sworn is not None:
+                self._take_keys(state, state.sworn.keys)
+        return state.kept_keys is not None
+
+    def _take_keys(self, state: RequestState, keys: ChunkKeys) -> None:
+        if not self._layout.reuses_hashes:
+            state.hashes = keys.token_hashes(partial(compat.extra_hash_bytes, state.request))
+        state.kept_keys = RequestKeys(self._layout.spec, keys)
+
+    def _is_alone(self, state: RequestState) -> bool:
+        """Whether a request that loads its adapter in place does: the engine goes by the first that runs with it."""
+        if not state.lora.load_inplace:
+            return True
+        number = state.lora.lora_int_id
+        others = (each.lora for each in self._states.values() if each.lora and not each.request.is_finished())
+        return all(lora.load_inplace for lora in others if lora.lora_int_id == number)
 
     def get(self, request_id: str) -> RequestState | None:
         return self._states.get(request_id)

@@ -5,18 +5,22 @@ It moves no bytes, and it never waits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.duties import BOTH, Duties
+from hybridkv.connectors.vllm.explain import log, unidentified
+from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
 from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan
 from hybridkv.connectors.vllm.requests import Requests, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stores import StorePlanner
-from hybridkv.planner import State
+from hybridkv.hashing import ChunkKeys
+from hybridkv.planner import Miss, State
 from hybridkv.tiers.stack import TierStack
 
 if TYPE_CHECKING:
@@ -27,11 +31,30 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose content an engine's chunks have.
+
+    Args:
+        keys: of the model as it is.
+        adapters: of what is laid over it.
+    """
+
+    keys: ChunkKeys
+    adapters: Adapters
+
+    @property
+    def namespace(self) -> bytes:
+        """Of the slow tier."""
+        return self.keys.fingerprint.digest()
+
+
 class OffloadScheduler:
     """Decides what is loaded and stored.
 
     Args:
-        layout: the model's groups and keys.
+        layout: the model's groups.
+        identity: whose content it is.
         stack: the tiers; this object is their only user.
         admission: which loads may hold blocks at the same time.
         deadlines: how long a request waits.
@@ -42,6 +65,7 @@ class OffloadScheduler:
     def __init__(
         self,
         layout: CacheLayout,
+        identity: Identity,
         stack: TierStack,
         admission: LoadAdmission,
         deadlines: Deadlines,
@@ -49,13 +73,14 @@ class OffloadScheduler:
         duties: Duties = BOTH,
     ) -> None:
         self._layout = layout
+        self._identity = identity
         self._stack = stack
         self._duties = duties
         self._admission = admission
         self._recorder = recorder
-        self._requests = Requests(layout)
+        self._requests = Requests(layout, identity.keys, identity.adapters)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder)
-        self._stores = StorePlanner(layout, stack, recorder)
+        self._stores = StorePlanner(layout, stack, identity.adapters, recorder)
         self._plan = StepPlan()
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -76,11 +101,24 @@ class OffloadScheduler:
         """
         if not self._duties.loads or compat.reads_no_cache(request):
             return 0
-        return self._loads.matched_tokens(self.track(request), computed_tokens)
+        state = self.track(request)
+        if not self._requests.identify(state):
+            self._stack.release(state.request_id)
+            state.computed_tokens, state.answer = computed_tokens, Miss(None, "its adapter is in doubt")
+            return 0
+        return self._loads.matched_tokens(state, computed_tokens)
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The engine has given the request blocks; plan the load of its external tokens into them."""
-        load = self._loads.on_allocated(self.track(request), blocks, num_external_tokens)
+        state = self.track(request)
+        if state.kept_keys is None:
+            if state.answer is not None:
+                explanation = unidentified(state)
+                self._recorder.lookup(explanation)
+                log(explanation)
+            state.forget_answer()
+            return
+        load = self._loads.on_allocated(state, blocks, num_external_tokens)
         if load is not None:
             self._plan.loads.append(load)
 
@@ -104,7 +142,7 @@ class OffloadScheduler:
             self._loads.on_gone(request_id)
         plan, self._plan = self._plan, StepPlan()
         plan.moves = self._stack.take_moves()
-        plan.namespace = self._layout.keys.fingerprint.digest() if plan.moves else b""
+        plan.namespace = self._identity.namespace if plan.moves else b""
         return plan
 
     def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> None:
@@ -115,7 +153,7 @@ class OffloadScheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in dict.fromkeys((*scheduled, *handed_over)):
             state = self._requests.get(request_id)
-            if state is None or state.request.is_finished() or not state.is_storable:
+            if state is None or state.request.is_finished() or not state.is_storable or state.kept_keys is None:
                 continue
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks are somebody else's by now.
@@ -169,4 +207,5 @@ class OffloadScheduler:
         """Gives back what is still pinned in the engine's pool, and closes the tiers."""
         self._stores.close()
         self._stack.close()
+        self._identity.adapters.close()
         self._requests.clear()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
@@ -50,6 +52,7 @@ class _StoreJob:
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
+    is_certain: Callable[[], bool]
     failure: str | None = None
     reason: str | None = None
 
@@ -58,14 +61,16 @@ class StorePlanner:
     """Plans stores, and follows those that are on their way.
 
     Args:
-        layout: the model's groups and keys.
+        layout: the model's groups.
         stack: the tiers.
+        adapters: whether what an adapter had a part in is what it was stored for.
         recorder: counts what happens.
     """
 
-    def __init__(self, layout: CacheLayout, stack: TierStack, recorder: Recorder) -> None:
+    def __init__(self, layout: CacheLayout, stack: TierStack, adapters: Adapters, recorder: Recorder) -> None:
         self._layout = layout
         self._stack = stack
+        self._adapters = adapters
         self._recorder = recorder
         self._pool: BlockPool | None = None
         self._stores: dict[int, _StoreJob] = {}
@@ -78,12 +83,12 @@ class StorePlanner:
     def plan(
         self, state: RequestState, num_scheduled: int, states: list[State], tables: compat.BlockTables
     ) -> Store | None:
-        """What becomes storable of a request after the forward pass of this step."""
+        """What becomes storable of a request after the forward pass of this step. It has keys."""
         spec, request = self._layout.spec, state.request
         hashes = state.prefix_hashes()
         # Content is final where the token is known: drafts that may be rejected, and tokens that an asynchronous
         # scheduler has not seen yet, are not.
-        hashed = len(hashes) * self._layout.keys.hash_block_tokens
+        hashed = len(hashes) * self._layout.hash_block_tokens
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
         states = [s for s in states if s.group_index in spec.stored_groups and s.num_tokens <= hashed]
         complete = (final // spec.chunk_tokens, max(0, final - spec.lookahead_tokens) // spec.chunk_tokens)
@@ -111,7 +116,7 @@ class StorePlanner:
         for _ in range(plan.unaligned_states):
             self._recorder.store("recurrent", "dropped_not_aligned")
         self._renew(present)
-        return self._reserve(plan.transfers, keys)
+        return self._reserve(state, plan.transfers, keys)
 
     def _renew(self, present: Sequence[Chunk]) -> None:
         """Chunks that are stored already have been of use."""
@@ -121,8 +126,10 @@ class StorePlanner:
         for key, _ in present:
             self._stack.cascade(key)
 
-    def _reserve(self, transfers: Sequence[Transfer], keys: Mapping[tuple[int, int], bytes]) -> Store | None:
-        job = _StoreJob([], [], 0, self._layout.world_size)
+    def _reserve(
+        self, state: RequestState, transfers: Sequence[Transfer], keys: Mapping[tuple[int, int], bytes]
+    ) -> Store | None:
+        job = _StoreJob([], [], 0, self._layout.world_size, partial(self._adapters.holds, state.sworn))
         moves = []
         for transfer in transfers:
             key = keys[transfer.group_index, transfer.end_token]
@@ -166,6 +173,8 @@ class StorePlanner:
         if job.ranks_left > 0:
             return
         del self._stores[job_id]
+        if job.failure is None and not job.is_certain():
+            job.failure, job.reason = "the adapter's files changed meanwhile", "adapter"
         if job.failure is not None:
             logger.warning("%d chunks were not stored: %s", len(job.chunks), job.failure)
             self._recorder.store_failed(job.reason or "io")

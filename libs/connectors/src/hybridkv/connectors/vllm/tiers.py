@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, format_size
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.hashing import Fingerprint
 from hybridkv.tiers import TierConfigurationError, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex, choose_granule_bytes
@@ -62,14 +63,14 @@ def arena_sizes(config: OffloadConfig, layout: CacheLayout) -> ArenaSizes:
     return ArenaSizes(capacity // layout.world_size // granule * granule, granule)
 
 
-def build_stack(config: OffloadConfig, layout: CacheLayout, sizes: ArenaSizes) -> TierStack:
+def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, sizes: ArenaSizes) -> TierStack:
     """The scheduler's half of all tiers.
 
     Raises:
         ConfigurationError: the disk tier cannot use its directory.
     """
     near = RamIndex(sizes.rank_bytes, sizes.granule_bytes)
-    far = None if config.disk is None else disk_index(config.disk, layout)
+    far = None if config.disk is None else disk_index(config.disk, layout, fingerprint)
     options = StackOptions(load_timeout_s=config.load_timeout_seconds)
     return TierStack(near, far, layout.world_size, clock, options)
 
@@ -98,14 +99,14 @@ def build_mover(config: DiskTierConfig, namespace: bytes, arena: RamArena, rank:
     return TierMover(arena, disk_medium(config, namespace, rank), clock)
 
 
-def disk_index(config: DiskTierConfig, layout: CacheLayout) -> DiskIndex:
+def disk_index(config: DiskTierConfig, layout: CacheLayout, fingerprint: Fingerprint) -> DiskIndex:
     """The scheduler's half of the disk tier.
 
     Raises:
         ConfigurationError: its directory or its size cannot be used.
     """
     try:
-        return DiskIndex(config.path, layout.keys.fingerprint, _disk_options(config, max(_chunk_bytes(layout))))
+        return DiskIndex(config.path, fingerprint, _disk_options(config, max(_chunk_bytes(layout))))
     except TierConfigurationError as error:
         field = _DISK_FIELDS.get(error.field, error.field)
         raise ConfigurationError(f"{DISK_PATH}.{field}", error.expected, repr(error.got), error.hint) from error

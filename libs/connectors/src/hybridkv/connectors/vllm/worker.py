@@ -94,10 +94,25 @@ class OffloadWorker:
         self._job_ids = itertools.count(1)
         self._outcome = StepOutcome()
         self._results = LoadResults()
+        self._facts: dict[str, str] | None = None
 
     def bind_slow_tier(self, make_mover: Callable[[bytes], TierMover]) -> None:
         """How to reach the slow tier, whose namespace comes with the first moves."""
         self._make_mover = make_mover
+
+    @property
+    def has_slow_tier(self) -> bool:
+        """Whether some of what is stored outlives the engine."""
+        return self._make_mover is not None
+
+    def tell(self, facts: dict[str, str]) -> None:
+        """What the scheduler must hear before it opens the slow tier."""
+        self._facts = facts
+
+    def take_facts(self) -> dict[str, str] | None:
+        """What the scheduler has not been told yet."""
+        facts, self._facts = self._facts, None
+        return facts
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device_type: str = "cpu") -> None:
         """Takes the engine's KV tensors.

@@ -31,6 +31,7 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     "NO_COLOR": _LOG,
     "FORCE_COLOR": _LOG,
     "MOONCAKE_*": _STORES,
+    "VLLM_DIST_IDENT": _NETWORK,
     # Packages and places.
     "VLLM_TARGET_DEVICE": _BUILD,
     "VLLM_MAIN_CUDA_VERSION": _BUILD,

@@ -1,0 +1,195 @@
+"""An adapter has keys only where what its files hold is what the engine holds, whoever changes them and when."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from test_lookups import FULL, HASHES, make_layout
+from vllm.lora.request import LoRARequest
+
+from hybridkv.connectors.vllm.identity import adapters as module
+from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
+from hybridkv.connectors.vllm.identity.files import NotReadableError, content, signature
+
+KEYS = make_layout([FULL]).keys
+LATER_NS = 3600 * 10**9
+SOON_S = 30.0
+
+
+def write(directory: Path, weights: bytes = b"weights", config: bytes = b"{}") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_bytes(config)
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return directory
+
+
+def request(path: Path | str, number: int = 1, *, in_place: bool = False, name: str = "tuned") -> LoRARequest:
+    return LoRARequest(name, number, str(path), load_inplace=in_place)
+
+
+class Engine:
+    """Adapters of an engine that begins an hour from now, when all files that a test writes are an hour old."""
+
+    def __init__(self, began_ns: int | None = None) -> None:
+        now_ns = time.time_ns() + LATER_NS
+        self.adapters = Adapters(KEYS, now_ns if began_ns is None else began_ns, lambda: now_ns)
+
+    def swear(self, lora: LoRARequest, is_alone: bool = True) -> Sworn | None:
+        """The answer to the second request: the first one has the files read."""
+        self.adapters.notice(lora)
+        assert self.adapters.settle(SOON_S)
+        return self.adapters.swear(lora, is_alone)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(module, "LOOK_S", SOON_S)
+    return Engine()
+
+
+def key(sworn: Sworn | None) -> bytes:
+    assert sworn is not None
+    return sworn.keys.key(0, HASHES, 8)
+
+
+def test_nothing_is_known_of_an_adapter_before_its_files_were_read(engine: Engine, tmp_path: Path) -> None:
+    lora = request(write(tmp_path / "a"))
+    assert engine.adapters.swear(lora, True) is None
+    assert engine.adapters.settle(SOON_S)
+    assert engine.adapters.swear(lora, True) is not None
+
+
+def test_the_keys_follow_the_content_and_not_the_place(engine: Engine, tmp_path: Path) -> None:
+    first = key(engine.swear(request(write(tmp_path / "a"))))
+    assert first != KEYS.key(0, HASHES, 8)
+    assert first == key(engine.swear(request(write(tmp_path / "b"), 2)))
+    others = {
+        key(engine.swear(request(write(tmp_path / "c", b"Weights"), 3))),
+        key(engine.swear(request(write(tmp_path / "d", config=b"[]"), 4))),
+    }
+    assert len(others | {first}) == 3
+    turned = request(tmp_path / "a", 5)
+    turned.is_3d_lora_weight = True
+    assert key(engine.swear(turned)) not in others | {first}
+
+
+def test_files_that_changed_after_the_engine_began_are_in_doubt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(began_ns=time.time_ns())
+    lora = request(write(tmp_path / "a"))
+    assert engine.swear(lora) is None
+    assert engine.swear(lora) is None
+    # Named anew it is no better: nobody knows when the engine read it.
+    assert engine.swear(request(tmp_path / "a", 2)) is None
+
+
+@pytest.mark.parametrize("restored", [False, True], ids=["changed", "changed and restored"])
+def test_files_that_change_after_they_were_read_are_in_doubt(engine: Engine, tmp_path: Path, restored: bool) -> None:
+    lora = request(write(tmp_path / "a"))
+    sworn = engine.swear(lora)
+    assert engine.adapters.holds(sworn)
+    times = (tmp_path / "a" / "adapter_model.safetensors").stat()
+    write(tmp_path / "a", b"retrain")
+    if restored:
+        write(tmp_path / "a")
+        os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert not engine.adapters.holds(sworn)
+    assert engine.swear(lora) is None
+    assert engine.swear(lora) is None
+
+
+def test_files_that_are_replaced_by_others_with_their_times_are_in_doubt(engine: Engine, tmp_path: Path) -> None:
+    write(tmp_path / "old")
+    write(tmp_path / "new", b"retrain")
+    (tmp_path / "a").symlink_to("old")
+    sworn = engine.swear(request(tmp_path / "a"))
+    (tmp_path / "a").unlink()
+    (tmp_path / "a").symlink_to("new")
+    assert not engine.adapters.holds(sworn)
+
+
+def test_loaded_in_place_it_is_certain_again(engine: Engine, tmp_path: Path) -> None:
+    lora = request(write(tmp_path / "a"))
+    old = key(engine.swear(lora))
+    write(tmp_path / "a", b"retrain")
+    assert engine.swear(lora) is None
+    in_place = request(tmp_path / "a", in_place=True)
+    assert engine.swear(in_place, is_alone=False) is None, "another request keeps the engine from reading it again"
+    sworn = engine.swear(in_place)
+    assert key(sworn) != old
+    # Until it has run, the engine may hold either.
+    assert engine.swear(lora) is None
+    assert engine.adapters.holds(sworn)
+    assert key(engine.swear(lora)) == key(sworn)
+
+
+def test_what_was_written_a_moment_before_it_was_read_may_change_unseen(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    changed_ns = signature(str(tmp_path / "a")).changed_ns
+    adapters = Adapters(KEYS, 0, lambda: changed_ns)
+    lora = request(tmp_path / "a", in_place=True)
+    for _ in range(2):
+        adapters.notice(lora)
+        assert adapters.settle(SOON_S)
+        assert adapters.swear(lora, True) is None
+
+
+@pytest.mark.parametrize("path", ["organisation/adapter", "/nowhere/at/all"])
+def test_what_cannot_be_read_has_no_keys_and_is_said_once(
+    engine: Engine, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[object, ...]] = []
+    monkeypatch.setattr(module.logger, "warning", lambda *about: said.append(about))
+    for _ in range(3):
+        assert engine.swear(request(path)) is None
+    (line,) = said
+    assert path in line
+
+
+def test_a_directory_without_weights_is_no_adapter(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    with pytest.raises(NotReadableError, match="no adapter"):
+        content(str(tmp_path / "a"), {})
+
+
+def test_what_a_trainer_leaves_beside_an_adapter_is_not_read(tmp_path: Path) -> None:
+    before = content(str(write(tmp_path / "a")), {})
+    (tmp_path / "a" / "optimizer.pt").write_bytes(b"state")
+    assert content(str(tmp_path / "a"), {}).digest == before.digest
+
+
+def test_a_file_system_that_hangs_costs_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, lora = Engine(), request(write(tmp_path / "a"))
+    monkeypatch.setattr(module, "LOOK_S", SOON_S)
+    sworn = engine.swear(lora)
+    gate, num_looks = threading.Event(), []
+
+    def hang(path: str) -> None:
+        num_looks.append(path)
+        gate.wait(SOON_S)
+
+    monkeypatch.setattr(module, "signature", hang)
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    for _ in range(5):
+        assert not engine.adapters.holds(sworn)
+    gate.set()
+    assert engine.adapters.settle(SOON_S)
+    assert len(num_looks) == 1
+
+
+def test_the_adapter_that_nobody_asked_for_longest_is_forgotten(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
+    write(tmp_path / "a")
+    first = engine.swear(request(tmp_path / "a", 1))
+    for number in (2, 3):
+        assert engine.swear(request(tmp_path / "a", number)) is not None
+    assert not engine.adapters.holds(first)
+    assert engine.swear(request(tmp_path / "a", 1)) is not None

@@ -1,0 +1,86 @@
+"""What a worker alone knows: said layer by layer only where layers differ, and rank by rank only where ranks do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_lookups import FULL, STATE, make_layout
+
+from hybridkv.canonical import LayerLayout
+from hybridkv.connectors.vllm.identity.worker_facts import merged, worker_facts
+from hybridkv.connectors.vllm.layout import CacheLayout
+
+
+class Backend:
+    pass
+
+
+class OtherBackend:
+    pass
+
+
+def layer(**changed: Any) -> Any:
+    known = {"isa": "vec", "_k_scale_float": 1.0, "_v_scale_float": 1.0, "backend": Backend} | changed
+    return SimpleNamespace(get_attn_backend=lambda: known["backend"], **known)
+
+
+def layout() -> CacheLayout:
+    plain = make_layout([FULL, STATE]).layout
+    layers = ((LayerLayout("a", 8), LayerLayout("b", 8)), (LayerLayout("c", 8),))
+    return CacheLayout(plain.spec, layers, plain.groups, 4, "sha256", 1)
+
+
+def facts(first: Any = None, cache: torch.Tensor | None = None, **environ: str) -> dict[str, str]:
+    layers = {"a": first or layer(), "b": layer(), "c": layer(isa="none")}
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+    )
+    attention = torch.zeros(3, 2, 4, 8) if cache is None else cache
+    caches = {"a": attention, "b": torch.zeros(3, 2, 4, 8), "c": torch.zeros(3, 1, 1, 16, dtype=torch.int8)}
+    return worker_facts(config, layout(), caches, environ)  # type: ignore[arg-type]
+
+
+def test_what_all_layers_have_is_said_once() -> None:
+    said = facts()
+    assert said["worker.attention_backend"] == "Backend"
+    assert said["worker.enable_prefix_caching"] == "true"
+    assert said["worker.conv_state_layout"] in ("SD", "DS")
+    assert "a" in said["worker.attention_isa"] and "vec" in said["worker.attention_isa"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("worker.attention_backend", {"first": layer(backend=OtherBackend)}),
+        ("worker.attention_isa", {"first": layer(isa="amx")}),
+        ("worker.kv_scales", {"first": layer(_k_scale_float=0.5)}),
+        ("worker.kv_scales", {"first": layer(_v_scale_float=0.5)}),
+        ("worker.element_order", {"cache": torch.zeros(3, 2, 4, 8, dtype=torch.float16)}),
+        ("worker.element_order", {"cache": torch.zeros(3, 4, 2, 8).transpose(1, 2)}),
+        ("worker.element_order", {"cache": torch.zeros(6, 2, 2, 8)}),
+        ("worker.environment.VLLM_BATCH_INVARIANT", {"VLLM_BATCH_INVARIANT": "1"}),
+    ],
+)
+def test_what_one_layer_has_alone_is_another_fact(name: str, changed: dict[str, Any]) -> None:
+    plain, other = facts(), facts(**changed)
+    assert {each for each in plain.keys() | other.keys() if plain.get(each) != other.get(each)} == {name}
+
+
+def test_the_stride_of_a_dimension_of_one_element_has_no_meaning() -> None:
+    one_head = torch.zeros(3, 1, 4, 8)
+    assert facts(cache=one_head) == facts(cache=one_head.as_strided((3, 1, 4, 8), (32, 7, 8, 1)))
+
+
+def test_ranks_that_agree_are_said_once_and_others_each() -> None:
+    ranks = {0: {"worker.x": "1", "worker.y": "1"}, 1: {"worker.x": "1", "worker.y": "2"}}
+    assert merged(ranks, {}) == {"worker.x": "1", "worker.y": '{"rank 0": "1", "rank 1": "2"}'}
+    assert merged({0: {"worker.x": "1"}, 1: {}}, {}) != merged({0: {"worker.x": "1"}, 1: {"worker.x": "1"}}, {})
+
+
+def test_a_variable_that_the_workers_have_from_the_engine_is_not_said_again() -> None:
+    ranks = {0: {"worker.environment.VLLM_A": "1", "worker.environment.VLLM_B": "2"}}
+    assert merged(ranks, {"environment.VLLM_A": "1", "environment.VLLM_B": "1"}) == {"worker.environment.VLLM_B": "2"}

@@ -1,0 +1,147 @@
+"""An engine restores what an engine with its own content stored, and nothing else, wherever both keep it.
+
+Every test has its control: the same engine without the difference restores.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import scratch_directory
+from identity_models import (
+    GEMMA3,
+    LONG_FROM,
+    Life,
+    change_between_samples,
+    engine_on,
+    inspect_here,
+    make_adapter,
+    make_long_rope_model,
+    prompt,
+)
+
+import tiny_models
+
+RESTORED = 1024
+"""Tokens of a prompt that a hit restores: all whole chunks of it."""
+FULL: dict[str, Any] = {"weights_digest": "full"}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return scratch_directory(tmp_path) / tmp_path.name
+
+
+def require_a_stranger(life: Life, seed: int = 0, lora: Any = None) -> None:
+    """The engine finds nothing of what is stored, and answers as it does with nothing stored at all."""
+    warm = life.ask(prompt(seed), lora)
+    assert warm.same_as(life.cold(prompt(seed), lora))
+    assert warm.cached == 0
+
+
+def test_another_configuration_of_the_same_weights_is_another_cache(directory: Path) -> None:
+    model = tiny_models.make_tiny_model("gemma3", directory / "model")
+    inspect_here("Gemma3ForCausalLM")
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    with engine_on(model, directory, extra=FULL, **GEMMA3) as life:
+        stored = life.ask(prompt())
+        assert stored.cached == 0
+    for overrides in ({"rope_parameters": ropes}, {"query_pre_attn_scalar": 64}):
+        with engine_on(model, directory, extra=FULL, hf_overrides=overrides, **GEMMA3) as life:
+            require_a_stranger(life)
+            (line,) = life.said("holds no cache for this engine")
+            assert next(iter(overrides)) in line.partition("the nearest differs: ")[2]
+    # Control: the same model, carried elsewhere.
+    moved = shutil.copytree(model, directory / "elsewhere" / "of another name")
+    shutil.rmtree(model)
+    with engine_on(moved, directory, extra=FULL, **GEMMA3) as life:
+        again = life.ask(prompt())
+        assert again.cached == RESTORED
+        assert again.same_as(stored)
+    # A sample of the weights cannot see everything; all of them can.
+    change_between_samples(moved)
+    with engine_on(moved, directory, extra=FULL, **GEMMA3) as life:
+        require_a_stranger(life)
+        (line,) = life.said("holds no cache for this engine")
+        assert "weights" in line
+
+
+def test_a_long_engine_and_a_short_one_of_a_longrope_model_share_nothing(directory: Path) -> None:
+    model = make_long_rope_model(directory / "phi3")
+    inspect_here("Phi3ForCausalLM")
+    short = GEMMA3 | {"max_model_len": LONG_FROM}
+    with engine_on(model, directory, **short) as life:
+        stored = life.ask(prompt())
+    with engine_on(model, directory, **GEMMA3 | {"max_model_len": LONG_FROM + 64}) as life:
+        require_a_stranger(life)
+    with engine_on(model, directory, **short) as life:
+        again = life.ask(prompt())
+        assert again.cached == RESTORED
+        assert again.same_as(stored)
+
+
+def test_an_adapter_trained_again_in_its_place_is_another_adapter(directory: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    model = tiny_models.make_tiny_model("gemma3", directory / "model")
+    inspect_here("Gemma3ForCausalLM")
+    path = make_adapter(directory / "adapter", seed=1)
+    lora = LoRARequest("tuned", 1, str(path))
+    options = GEMMA3 | {"enable_lora": True, "max_lora_rank": 8}
+    with engine_on(model, directory, **options) as life:
+        know(life, lora)
+        stored = life.ask(prompt(), lora)
+        assert stored.cached == 0
+        assert not stored.same_as(life.ask(prompt())), "the adapter changes nothing"
+    # Control: the adapter that it was.
+    with engine_on(model, directory, **options) as life:
+        know(life, lora)
+        again = life.ask(prompt(), lora)
+        assert again.cached == RESTORED
+        assert again.same_as(stored)
+    make_adapter(path, seed=2)
+    with engine_on(model, directory, **options) as life:
+        know(life, lora)
+        assert life.ask(prompt()).cached == RESTORED, "without an adapter nothing has changed"
+        require_a_stranger(life, lora=lora)
+
+
+def know(life: Life, lora: Any) -> None:
+    """One short request with the adapter, and the time that it takes to read the adapter's files."""
+    life.ask(prompt()[:16], lora)
+    assert life.engine.connector._scheduler._identity.adapters.settle(60)
+
+
+def test_a_cache_in_the_order_of_another_cpu_is_another_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM writes keys in another order for other instruction sets. The control shows what mixing them would cost."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    from hybridkv.connectors.vllm import offload
+
+    model = tiny_models.make_tiny_model("gemma3", directory / "model")
+    inspect_here("Gemma3ForCausalLM")
+    with engine_on(model, directory, **GEMMA3) as life:
+        stored = life.ask(prompt())
+    choose = cpu_attn._get_attn_isa
+    native = choose(torch.float32, GEMMA3["block_size"], 32)
+    other = "vec16" if native != "vec16" else "vec"
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: other)
+    facts = offload.worker_facts
+    # Control: taken for the first engine's, it reads them wrongly.
+    with monkeypatch.context() as blind:
+        blind.setattr(offload, "worker_facts", lambda *about: facts(*about) | {"worker.attention_isa": native})
+        with engine_on(model, directory, **GEMMA3) as life:
+            wrong = life.ask(prompt())
+            assert wrong.cached == RESTORED
+            assert wrong.tokens != stored.tokens
+    with engine_on(model, directory, **GEMMA3) as life:
+        assert life.ask(prompt()).cached == 0
+        (line,) = life.said("holds no cache for this engine")
+        assert f"worker.attention_isa: {other} is not {native}" in line

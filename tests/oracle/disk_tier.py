@@ -1,0 +1,46 @@
+"""The connector with a disk under its RAM tier, and what tests do to it between two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from hybridkv.connectors.vllm import CONNECTOR
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import TierStack
+from oracle.engine import OracleEngine
+from oracle.mixes import Mix
+from oracle.settings import Connector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SMALL, LARGE = 5, 500
+"""Chunks of each group that a RAM tier has room for: too few for a scenario, and enough for any."""
+
+
+def stacked(mix: Mix, directory: str | Path, load: str = "async", chunks: int = LARGE, **more: Any) -> Connector:
+    # The smallest chunk takes a granule of 4 KiB.
+    ram = {"type": "ram", "capacity": chunks * 4096 * (len(mix.groups) + 1)}
+    disk = {"type": "disk", "path": str(directory), "capacity": "64MiB", "fsync": "none", "direct": False}
+    # The oracle's model has no weights; to another engine it is the same by its name alone.
+    config = {"chunk_tokens": mix.alignment_tokens, "tiers": [ram, disk], "load": load, "weights_digest": "oracle"}
+    return Connector(CONNECTOR, config | more)
+
+
+def stack_of(engine: OracleEngine) -> TierStack:
+    return engine.scheduler_connector._scheduler._stack  # type: ignore[union-attr]
+
+
+def forget(random: Random) -> Callable[[OracleEngine, int], None]:
+    """A hook that now and then evicts from RAM everything that may be evicted."""
+
+    def before_step(engine: OracleEngine, step: int) -> None:
+        near = stack_of(engine).near
+        assert isinstance(near, RamIndex)
+        if random.random() < 0.2:
+            for key in list(near._evictable):
+                near.invalidate(key)
+
+    return before_step

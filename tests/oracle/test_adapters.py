@@ -1,0 +1,125 @@
+"""Requests with a LoRA adapter: what its files hold decides what is found, and in doubt nothing is found or left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from hybridkv.connectors.vllm import register
+from hybridkv.connectors.vllm.identity import adapters
+from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.hashing import ChunkKeys
+from oracle.disk_tier import stacked
+from oracle.engine import OracleEngine
+from oracle.mixes import GPT_OSS
+from oracle.runner import CorruptionError
+from oracle.settings import EngineSettings
+
+PROMPT = list(range(200))
+HOUR_NS = 3600 * 10**9
+SOON_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    monkeypatch.setattr(adapters, "LOOK_S", SOON_S)
+
+
+class Life:
+    """An engine that began when the files of its adapters were an hour old."""
+
+    def __init__(self, engine: OracleEngine) -> None:
+        self.engine = engine
+        self.adapters: Adapters = engine.scheduler_connector._scheduler._identity.adapters  # type: ignore[union-attr]
+        self.adapters._began_ns += HOUR_NS
+        now_ns = time.time_ns() + HOUR_NS
+        self.adapters._now_ns = lambda: now_ns
+        self.count = 0
+
+    def restored(self, lora: LoRARequest, model: int) -> int:
+        """Tokens that are restored of the prompt, with the adapter that the engine holds; its own cache is empty."""
+        self.engine.reset_prefix_cache()
+        before = self.engine.restored_tokens
+        self.count += 1
+        self.engine.submit(f"request {self.count}", PROMPT, 2, lora, model)
+        self.engine.drain()
+        assert self.adapters.settle(SOON_S)
+        return self.engine.restored_tokens - before
+
+
+@contextmanager
+def living(
+    directory: Path, before_step: Callable[[OracleEngine, int], None] | None = None, **changed: Any
+) -> Iterator[Life]:
+    settings = EngineSettings(num_blocks=200, retention_tokens=None, connector=stacked(GPT_OSS, directory / "cache"))
+    with OracleEngine(GPT_OSS, replace(settings, **changed), before_step) as engine:
+        yield Life(engine)
+
+
+def train(directory: Path, number: int) -> LoRARequest:
+    """An adapter with other weights for another number, always at the same place."""
+    path = directory / "adapter"
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text("{}")
+    (path / "adapter_model.safetensors").write_bytes(bytes([number]) * 100)
+    return LoRARequest("tuned", 1, str(path))
+
+
+def test_an_adapter_is_found_again_and_its_next_training_finds_nothing(tmp_path: Path) -> None:
+    lora = train(tmp_path, 1)
+    with living(tmp_path) as life:
+        assert life.restored(lora, 1) == 0
+        assert life.restored(lora, 1) == 0, "what was computed before the files were read is not stored"
+        assert life.restored(lora, 1) > 100
+    with living(tmp_path) as life:
+        assert life.restored(lora, 1) == 0
+        assert life.restored(lora, 1) > 100, "the next engine finds it once it has read the files"
+    train(tmp_path, 2)
+    with living(tmp_path) as life:
+        assert [life.restored(lora, 2) for _ in range(2)] == [0, 0]
+        assert life.restored(lora, 2) > 100
+
+
+def test_files_that_change_under_an_engine_end_its_hits(tmp_path: Path) -> None:
+    lora = train(tmp_path, 1)
+    with living(tmp_path) as life:
+        assert [life.restored(lora, 1) > 100 for _ in range(3)] == [False, False, True]
+        train(tmp_path, 2)
+        # The engine holds the first training still, or has read the second: either may be.
+        assert [life.restored(lora, 1), life.restored(lora, 2), life.restored(lora, 1)] == [0, 0, 0]
+        again = LoRARequest("tuned", 1, lora.lora_path, load_inplace=True)
+        assert [life.restored(again, 2) > 100 for _ in range(3)] == [False, True, True]
+        assert life.restored(lora, 2) > 100
+
+
+def test_what_a_step_computed_while_files_changed_is_not_left(tmp_path: Path) -> None:
+    lora = train(tmp_path, 1)
+
+    def retrain(engine: OracleEngine, step: int) -> None:
+        if "request 2" in engine.scheduler.requests:
+            train(tmp_path, 2)
+
+    with living(tmp_path, retrain, max_step_tokens=64) as life:
+        assert [life.restored(lora, 1), life.restored(lora, 1)] == [0, 0]
+        assert not life.engine.scheduler_connector._scheduler._stack.near.num_keys  # type: ignore[union-attr]
+
+
+def test_an_identity_that_goes_by_name_and_path_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: an adapter that was trained again reads what it left before, and that is seen."""
+    monkeypatch.setattr(ChunkKeys, "for_adapter", lambda keys, digest: keys)
+    lora = train(tmp_path, 1)
+    with living(tmp_path) as life:
+        assert [life.restored(lora, 1) for _ in range(2)] == [0, 0]
+    train(tmp_path, 2)
+    with living(tmp_path) as life:
+        life.restored(lora, 2)
+        with pytest.raises(CorruptionError):
+            life.restored(lora, 2)
