@@ -99,10 +99,11 @@ class OffloadScheduler:
 
         What may not be loaded is not searched for, nor promoted, waited for or counted.
         """
+        state = self.track(request)
+        is_identified = self._requests.identify(state)
         if not self._duties.loads or compat.reads_no_cache(request):
             return 0
-        state = self.track(request)
-        if not self._requests.identify(state):
+        if not is_identified:
             self._stack.release(state.request_id)
             state.computed_tokens, state.answer = computed_tokens, Miss(None, "its adapter is in doubt")
             return 0
