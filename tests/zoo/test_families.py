@@ -1,0 +1,116 @@
+"""Each family of models: a lost prefix comes back as the engine's own hit, to the last digit, or the engine refuses.
+
+The engine's own hit is what a restored one must equal. That it is itself right is the engine's to show; here it must
+not be visibly another answer than that of the cold run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import trial as trials
+from families import ANSWER_TOKENS, FAMILIES, HIT_TOKENS, PROMPT_TOKENS, Family
+from harness import make_prompt
+from rows import Row
+from trial import Trial
+from zeroing import least_change, parts, zeroed
+
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.planner import GroupKind
+
+VISIBLE_CHANGE = 0.01
+"""Of a log-probability: what a control must move it by. Rounding in another order moves one by far less."""
+
+PROMPTS = [make_prompt(length, seed=length) for length in PROMPT_TOKENS]
+
+
+def test_a_lost_prefix_comes_back_as_the_engines_own_hit(trial: Trial, row: Row) -> None:
+    cold = trial.one_by_one(PROMPTS)
+    own = trial.one_by_one(PROMPTS)
+    trial.lose_cache()
+    restored = trial.one_by_one(PROMPTS)
+    trial.require_same(own, restored)
+    assert cold.hits == [0, 0]
+    assert restored.hits == list(HIT_TOKENS)
+    assert trial.audit.restored_tokens == sum(HIT_TOKENS)
+    for computed, hit in zip(cold.results, own.results, strict=True):
+        assert least_change(computed, hit) < VISIBLE_CHANGE / 10, "the engine's own hit is another answer"
+    if trial.saved_states is not None:
+        assert trial.saved_states.count > 0, "no state was saved in the midst of a prompt"
+    spec = trial.engine.connector._scheduler._layout.spec
+    kinds = Counter(group.kind.name for group in spec.groups)
+    row.groups = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    row.chunk_tokens = spec.chunk_tokens
+    row.restored = list(zip(restored.hits, PROMPT_TOKENS, strict=True))
+
+
+def test_the_next_turn_comes_back_as_the_engines_own_hit(trial: Trial, row: Row) -> None:
+    first = make_prompt(PROMPT_TOKENS[0], seed=300)
+    answer = trial.one_by_one([first], max_tokens=ANSWER_TOKENS).results[0].token_ids
+    second = [*first, *answer, *make_prompt(16, seed=301)]
+    own = trial.one_by_one([second])
+    trial.lose_cache()
+    restored = trial.one_by_one([second])
+    trial.require_same(own, restored)
+    groups = trial.engine.connector._scheduler._layout.spec.groups
+    # The engine keeps no recurrent state inside an answer; of all else, the answer's chunk comes back too.
+    recurrent = any(group.kind is GroupKind.RECURRENT for group in groups)
+    assert restored.hits == [HIT_TOKENS[0] if recurrent else (len(first) + ANSWER_TOKENS) // 128 * 128]
+    row.next_turn = (restored.hits[0], len(second))
+
+
+def test_four_requests_at_once_come_back_as_the_engines_own_hits(trial: Trial, row: Row) -> None:
+    length = PROMPT_TOKENS[1]
+    stems = [make_prompt(HIT_TOKENS[0], seed=400 + i) for i in range(2)]
+    prompts = [make_prompt(length, seed=500 + i, prefix=stems[i % 2]) for i in range(4)]
+    trial.one_by_one(prompts)
+    own = trial.together(prompts)
+    trial.lose_cache()
+    restored = trial.together(prompts)
+    trial.require_same(own, restored)
+    assert len(restored.shapes[0]) == 4, "the requests did not run together"
+    assert restored.hits == [HIT_TOKENS[1]] * 4
+    row.at_once = [(hit, length) for hit in restored.hits]
+
+
+def test_another_prefix_gives_another_answer(trial: Trial) -> None:
+    """The control of all the others: an answer from the wrong prefix would be seen."""
+    mine = PROMPTS[0]
+    other = [*make_prompt(HIT_TOKENS[0], seed=600), *mine[HIT_TOKENS[0] :]]
+    ours, theirs = trial.one_by_one([mine, other]).results
+    assert ours.token_ids != theirs.token_ids
+    assert least_change(ours, theirs) > VISIBLE_CHANGE
+
+
+def test_each_part_that_a_group_stores_changes_log_probabilities(trial: Trial, row: Row) -> None:
+    prompt = PROMPTS[1]
+    own = trial.one_by_one([prompt, prompt], max_tokens=1).results[1]
+    spec = trial.engine.connector._scheduler._layout.spec
+    shown: Counter[str] = Counter()
+    for group_index in spec.stored_groups:
+        for part in parts(trial.engine, group_index):
+            trial.lose_cache()
+            with zeroed(trial.engine, trial.audit, group_index, part):
+                without = trial.one_by_one([prompt], max_tokens=1)
+            assert without.hits == [HIT_TOKENS[1]]
+            assert any(f"group {group_index} " in mismatch for mismatch in trial.audit.mismatches)
+            change = least_change(own, without.results[0])
+            assert change > VISIBLE_CHANGE, f"group {group_index} without its {part} answers the same: {change}"
+            shown[part] += 1
+    trial.lose_cache()
+    whole = trial.one_by_one([prompt], max_tokens=1)
+    assert whole.results[0].same_output(own), "what was zeroed was not put back"
+    row.controls = [f"{part} of {count}" for part, count in shown.items()]
+
+
+@pytest.mark.parametrize(
+    "refused", [family for family in FAMILIES if not family.served_here(trials.has_amx())], ids=lambda f: f.name
+)
+def test_a_family_that_cannot_be_resumed_is_refused(
+    refused: Family, directory: Path, rows: dict[str, Row]
+) -> None:
+    with pytest.raises(ConfigurationError) as refusal, trials.running(refused, directory):
+        pass
+    rows.setdefault(refused.name, Row()).refusal = f"{refusal.value.path}: {refusal.value.got}"
