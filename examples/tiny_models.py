@@ -32,8 +32,9 @@ BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
 # Arguments of vllm.LLM (or, with dashes, of the server) that suit each kind on the CPU build. The number of blocks is
 # fixed so that a test knows when the engine's own cache overflows; no argument depends on the machine.
 # A result is equal to the last digit with and without a cache hit when the tokens after the hit are computed in the
-# same chunk both times. Recurrent groups force that. For the others it holds when a prompt's length is a multiple of
-# max_num_batched_tokens plus at most one block; long_prefill_token_threshold lets eight such requests run in step.
+# same steps both times. Recurrent groups force that, since a hit can only end where a step ended. For the others a step
+# is as long as the chunk of the offload connector, so that wherever a hit of a request that runs alone ends, the steps
+# after it are those of the cold run.
 _COMMON_ARGUMENTS: Final[dict[str, Any]] = {
     "max_model_len": MAX_POSITIONS,
     "max_num_batched_tokens": 2048,
@@ -45,8 +46,7 @@ _COMMON_ARGUMENTS: Final[dict[str, Any]] = {
 _WINDOW_ARGUMENTS: Final[dict[str, Any]] = {
     "dtype": "float32",
     "block_size": 64,
-    "max_num_batched_tokens": 512,
-    "long_prefill_token_threshold": 64,
+    "max_num_batched_tokens": 128,
     "num_gpu_blocks_override": 1024,
 }
 ENGINE_ARGUMENTS: Final[dict[str, dict[str, Any]]] = {

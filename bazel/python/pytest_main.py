@@ -3,9 +3,13 @@
 import importlib.util
 import os
 import pathlib
+import runpy
 import sys
 
 import pytest
+
+# What those who start an interpreter without this one's PYTHONPATH put there all the same.
+NARROW_SITE = "HYBRIDKV_NARROW_SITE"
 
 
 class _Shard:
@@ -22,8 +26,20 @@ class _Shard:
         items[:] = kept
 
 
+def narrow_the_cpu() -> None:
+    """Every interpreter from here on, this one and those that a test starts, says that it has no AVX-512."""
+    folder = pathlib.Path(__file__).absolute().parent / "without_avx512"
+    sys.path.insert(0, str(folder))
+    os.environ[NARROW_SITE] = os.environ["PYTHONPATH"] = os.pathsep.join(
+        path for path in (str(folder), os.environ.get("PYTHONPATH")) if path
+    )
+    runpy.run_path(str(folder / "sitecustomize.py"))
+
+
 def main() -> int:
     env = os.environ
+    if env.get("HYBRIDKV_CPU_LEVEL") == "avx2":
+        narrow_the_cpu()
     if not sys.argv[1:]:
         sys.exit("pytest_main: no test modules named; run this through `bazel test` or `bazel run`")
     args = ["-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir=.", "-ra", *sys.argv[1:]]

@@ -2,7 +2,7 @@
 
 load("@rules_python//python:defs.bzl", "py_test")
 
-def pytest_test(name, srcs, deps = [], args = [], **kwargs):
+def pytest_test(name, srcs, deps = [], args = [], data = [], **kwargs):
     """Runs pytest modules as one Bazel test, with its XML report, sharding and --test_filter.
 
     Without a test_*.py among the sources there is nothing to run, and no target is made.
@@ -12,6 +12,7 @@ def pytest_test(name, srcs, deps = [], args = [], **kwargs):
         srcs: pytest modules, and the conftest.py and helpers beside them.
         deps: py_library targets that the modules import.
         args: further arguments of pytest.
+        data: files that the tests read.
         **kwargs: forwarded to py_test; `imports` names the folders that helpers are imported from.
     """
     main = Label("//bazel/python:pytest_main.py")
@@ -23,6 +24,7 @@ def pytest_test(name, srcs, deps = [], args = [], **kwargs):
         srcs = srcs + [main],
         main = main,
         args = args + ["$(rootpath %s)" % module for module in modules],
+        data = data + [Label("//bazel/python:without_avx512/sitecustomize.py")],
         deps = deps + ["@pypi//:pytest"],
         **kwargs
     )

@@ -9,7 +9,8 @@ namespace hybridkv::cpu {
 // In order of preference, worst first.
 enum class Level { kScalar, kAvx2, kAvx512 };
 
-// What this machine can run, worst first; kScalar is always among them.
+// What this machine can run, worst first; kScalar is always among them. The environment variable HYBRIDKV_CPU_LEVEL
+// (scalar, avx2 or avx512) leaves out what is better; another value throws std::invalid_argument.
 std::vector<Level> supported_levels();
 
 // The last of them.

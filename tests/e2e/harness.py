@@ -6,9 +6,9 @@ here. A test may step it by hand, abort, corrupt a page and compare log-probabil
 Nothing here imports vLLM at module level, because the environment must be prepared first. The harness knows no
 connector: it is named by ``kv_transfer_config``. vLLM keeps process-wide state; run one engine at a time.
 
-When is "cold" bit-equal to "warm"? When both compute the tokens after the hit in the same chunk. With the arguments of
-``tiny_models.ENGINE_ARGUMENTS`` qwen3-next always does; for the others choose prompt lengths with
-``exact_prompt_lengths``, and give concurrent requests the same length.
+When is "cold" bit-equal to "warm"? When both compute the tokens after the hit in the same steps, beside the same other
+requests: ``Result.steps`` says so. With the arguments of ``tiny_models.ENGINE_ARGUMENTS`` requests that run one after
+the other always do.
 """
 
 import contextlib
@@ -22,9 +22,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import torch
+# Before torch, which asks once, when it is loaded. These models are too small for two threads: they wait for each other
+# at every layer, and wherever a core is taken away a step takes as long as the scheduler's slice.
+os.environ["OMP_NUM_THREADS"] = "1"
 
-import tiny_models
+import torch  # noqa: E402
+
+import tiny_models  # noqa: E402
 
 _DRAIN_DEADLINE_S: Final = 60.0
 _MAX_STEPS: Final = 100_000
@@ -51,8 +55,6 @@ def prepare_environment(directory: Path) -> None:
         "DO_NOT_TRACK": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # These models are too small for two threads, which wait for each other whenever a core is taken away.
-        "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # No compiler is needed, and the first forward takes milliseconds where compiling takes ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
@@ -71,14 +73,25 @@ def make_prompt(num_tokens: int, *, seed: int, prefix: Sequence[int] = ()) -> li
 
 
 def exact_prompt_lengths(kind: str, count: int, *, remainder: int = 40) -> list[int]:
-    """Prompt lengths whose cold prefill ends in the very chunk that a hit leaves to compute.
+    """Lengths of prompts whose end alone, ``remainder`` tokens in [1, block_size], is left to compute after a hit.
 
-    Each is a multiple of the engine's token budget plus ``remainder``, which must lie in [1, block_size].
+    The rest are whole steps, and more tokens than a sliding window has.
     """
     arguments = tiny_models.ENGINE_ARGUMENTS[kind]
     if not 1 <= remainder <= arguments["block_size"]:
         raise ValueError(f"remainder {remainder}: expected 1 to {arguments['block_size']}")
-    return [arguments["max_num_batched_tokens"] * (i + 1) + remainder for i in range(count)]
+    stride = max(arguments["max_num_batched_tokens"], 512)
+    return [stride * (i + 1) + remainder for i in range(count)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A request's part in one forward pass, and what was computed beside it, which decides how sums are rounded."""
+
+    first_token: int
+    num_tokens: int
+    place: int  # among the requests of the step
+    batch: tuple[tuple[int, int], ...]  # first token and number of tokens of each of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +103,7 @@ class Result:
     logprobs: tuple[dict[int, float], ...]  # per output token: the top few token ids and their exact floats
     num_cached_tokens: int  # tokens of the prompt that were not computed: the engine's own hit plus the connector's
     finish_reason: str | None
+    steps: tuple[Step, ...] = ()  # each one that computed tokens of this request
 
     def same_output(self, other: "Result") -> bool:
         """Equal tokens and log-probabilities, to the last digit."""
@@ -103,6 +117,8 @@ class Engine:
         self.llm = llm
         self._next_request = 0
         self._finished: dict[str, Result] = {}
+        self._steps: dict[str, list[Step]] = {}
+        self._record_schedule()
 
     # --- running requests -------------------------------------------------------------------------------------------
 
@@ -125,7 +141,11 @@ class Engine:
 
     def step(self) -> list[Result]:
         """One engine step, also when no request is left. Returns the requests that finished in it."""
-        finished = [_result(output) for output in self.llm.llm_engine.step() if output.finished]
+        finished = [
+            _result(output, self._steps.pop(output.request_id, []))
+            for output in self.llm.llm_engine.step()
+            if output.finished
+        ]
         self._finished.update((result.request_id, result) for result in finished)
         return finished
 
@@ -148,6 +168,8 @@ class Engine:
     def abort(self, *request_ids: str) -> None:
         """Abort requests. An aborted request has no result."""
         self.llm.llm_engine.abort_request(list(request_ids))
+        for request_id in request_ids:
+            self._steps.pop(request_id, None)
 
     def result(self, request_id: str) -> Result:
         """The result of a finished request; each can be taken once. KeyError when unknown, unfinished or aborted."""
@@ -225,6 +247,22 @@ class Engine:
         internal = next(name for name in self.scheduler.requests if name.rpartition("-")[0] == request_id)
         return tuple(list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(internal))
 
+    def _record_schedule(self) -> None:
+        schedule = self.scheduler.schedule
+
+        def recording(*arguments: Any) -> Any:
+            output = schedule(*arguments)
+            old = output.scheduled_cached_reqs
+            first_tokens = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+            first_tokens |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+            parts = {name: (first_tokens[name], count) for name, count in output.num_scheduled_tokens.items()}
+            for place, (name, part) in enumerate(parts.items()):
+                step = Step(*part, place, tuple(parts.values()))
+                self._steps.setdefault(name.rpartition("-")[0], []).append(step)
+            return output
+
+        self.scheduler.schedule = recording
+
     def _kv_storage(self) -> torch.UntypedStorage:
         """The one allocation that all layers share."""
         cache = self.model_runner.kv_caches[0]
@@ -233,7 +271,7 @@ class Engine:
         return cache.untyped_storage()
 
 
-def _result(output: Any) -> Result:
+def _result(output: Any, steps: Sequence[Step]) -> Result:
     completion = output.outputs[0]
     logprobs = tuple({token: entry.logprob for token, entry in step.items()} for step in completion.logprobs or ())
     return Result(
@@ -242,6 +280,7 @@ def _result(output: Any) -> Result:
         logprobs=logprobs,
         num_cached_tokens=output.num_cached_tokens or 0,
         finish_reason=completion.finish_reason,
+        steps=tuple(steps),
     )
 
 
@@ -267,6 +306,8 @@ def running_engine(
     Another ``weights_seed`` is another training of the same model. ``arguments`` override
     ``tiny_models.ENGINE_ARGUMENTS``. Use it in a module-scoped fixture.
     """
+    if torch.get_num_threads() != 1:
+        raise RuntimeError("torch was loaded before this module and runs on several threads: import harness first")
     prepare_environment(directory / "environment")
     model = tiny_models.make_tiny_model(kind, directory / kind, seed=weights_seed)
     options = tiny_models.ENGINE_ARGUMENTS[kind] | arguments

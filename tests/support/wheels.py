@@ -15,7 +15,10 @@ from pathlib import Path
 def outside_environment() -> dict[str, str]:
     """This process's environment, without what would let a child import what this process imports."""
     ours = ("PYTHON", "RUNFILES_", "JAVA_RUNFILES", "PIP_", "VLLM_ENABLE_V1_MULTIPROCESSING")
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    if narrow := os.environ.get("HYBRIDKV_NARROW_SITE"):  # --config=avx2: the machine stays as narrow as it was
+        environment["PYTHONPATH"] = narrow
+    return environment
 
 
 def packages_beside(module: str) -> Path:
