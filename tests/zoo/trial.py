@@ -16,6 +16,8 @@ from equality import require_same
 from families import Family
 from harness import Engine, Result
 
+from hybridkv.planner import CacheSpec
+
 KV_TRANSFER_CONFIG: Final[dict[str, Any]] = {
     "kv_connector": "HybridOffloadConnector",
     "kv_connector_module_path": "hybridkv.connectors.vllm.offload",
@@ -25,23 +27,6 @@ KV_TRANSFER_CONFIG: Final[dict[str, Any]] = {
 }
 """Loads are copied at once, so that requests meet in the batches in which they meet on the engine's own hits."""
 
-Shapes = list[tuple[tuple[int, int], ...]]
-"""For each step that computed something, the requests, numbered as they came, and how many tokens each had."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What some requests answered, and in which steps they were computed."""
-
-    results: list[Result]
-    shapes: Shapes
-
-    @property
-    def hits(self) -> list[int]:
-        """Tokens of each prompt that were not computed."""
-        return [result.num_cached_tokens for result in self.results]
-
-
 @dataclass(slots=True)
 class Trial:
     """A running engine under watch."""
@@ -50,7 +35,12 @@ class Trial:
     engine: Engine
     audit: Audit
     saved_states: mamba2_cpu.SavedStates | None
-    _scheduled: list[dict[str, int]]
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The groups and the chunk, as the connector understood them."""
+        spec: CacheSpec = self.engine.connector._scheduler._layout.spec
+        return spec
 
     def forget(self) -> None:
         """The engine and the store keep nothing of what came before."""
@@ -64,27 +54,20 @@ class Trial:
         self.engine.reset_prefix_cache()
         self.audit.forget()
 
-    def one_by_one(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8) -> Run:
+    def one_by_one(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8) -> list[Result]:
         """Each prompt on its own."""
-        runs = [self.together([prompt], max_tokens=max_tokens) for prompt in prompts]
-        return Run([run.results[0] for run in runs], [shape for run in runs for shape in run.shapes])
+        return [self.engine.generate([prompt], max_tokens=max_tokens)[0] for prompt in prompts]
 
-    def together(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8) -> Run:
-        """All prompts at once."""
-        self._scheduled.clear()
-        results = self.engine.generate(prompts, max_tokens=max_tokens)
-        numbers = {result.request_id: i for i, result in enumerate(results)}
-        shapes = [
-            tuple((numbers[name.rpartition("-")[0]], tokens) for name, tokens in step.items())
-            for step in self._scheduled
-        ]
-        return Run(results, shapes)
-
-    def require_same(self, own: Run, restored: Run) -> None:
+    def require_same(self, own: Sequence[Result], restored: Sequence[Result]) -> None:
         """The same bytes and, since both were computed in the same steps, the same digits."""
-        assert restored.hits == own.hits
-        assert restored.shapes == own.shapes, "other steps, other rounding: the digits need not be the same"
-        require_same(self.audit, own.results, restored.results)
+        assert hits(restored) == hits(own)
+        assert [result.steps for result in restored] == [result.steps for result in own], "other steps round otherwise"
+        require_same(self.audit, own, restored)
+
+
+def hits(results: Sequence[Result]) -> list[int]:
+    """Tokens of each prompt that were not computed."""
+    return [result.num_cached_tokens for result in results]
 
 
 @contextlib.contextmanager
@@ -104,7 +87,7 @@ def running(family: Family, directory: Path) -> Iterator[Trial]:
         stack.callback(cleanup_dist_env_and_memory)
         saved = stack.enter_context(mamba2_cpu.checkpoints_in_plain_torch()) if family.needs_mamba2 else None
         engine = stack.enter_context(harness.running_model(model, options))
-        yield Trial(family, engine, Audit(engine).attach(), saved, _watch_steps(engine))
+        yield Trial(family, engine, Audit(engine).attach(), saved)
 
 
 def prepare(directory: Path) -> None:
@@ -118,17 +101,3 @@ def has_amx() -> bool:
     import torch
 
     return bool(torch.cpu._is_amx_tile_supported())
-
-
-def _watch_steps(engine: Engine) -> list[dict[str, int]]:
-    scheduled: list[dict[str, int]] = []
-    schedule = engine.scheduler.schedule
-
-    def watched(*arguments: Any, **options: Any) -> Any:
-        output = schedule(*arguments, **options)
-        if output.total_num_scheduled_tokens:
-            scheduled.append(dict(output.num_scheduled_tokens))
-        return output
-
-    engine.scheduler.schedule = watched
-    return scheduled
