@@ -126,16 +126,6 @@ def test_prefix_caching_off_with_recurrent_groups() -> None:
     assert error.path == "kv_cache_groups[0].kv_cache_spec" and "--enable-prefix-caching" in error.hint
 
 
-def test_prefix_caching_off_without_recurrent_groups_starts_and_says_what_it_costs(
-    started: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    logger = logging.getLogger("vllm.hybridkv")
-    logger.addHandler(caplog.handler)
-    started.append(start(configure(GPT_OSS, {"tiers": [RAM]}, prefix_caching=False)))
-    logger.removeHandler(caplog.handler)
-    assert any("prefix caching is off" in record.getMessage() for record in caplog.records)
-
-
 @pytest.mark.parametrize("unknown", [SinkFullAttentionSpec, RSWASpec])
 def test_a_group_of_unknown_meaning(unknown: type[FullAttentionSpec]) -> None:
     configs = configure(GPT_OSS, {"tiers": [RAM]})

@@ -3,6 +3,7 @@
 * ``mla``: DeepSeek-V3 with three dense layers. vLLM's CPU kernels for latent attention are compiled for a latent of 512
   and a rotary part of 64, so these sizes are not tiny. Without AMX the CPU build cannot resume it.
 * ``prefix-lm``: HRM-Text, whose prompt attends in both directions: its layers say ``non_causal`` in their specs.
+* ``ordinary``: Llama, which resumes anywhere.
 """
 
 import json
@@ -20,7 +21,8 @@ MAX_POSITIONS: Final = 2048
 
 ENGINE_ARGUMENTS: Final[dict[str, Any]] = {
     "max_model_len": MAX_POSITIONS,
-    "max_num_batched_tokens": MAX_POSITIONS,
+    # A prompt of 1,061 tokens is computed in pieces of 512, so its last piece is what a hit of 1,024 leaves.
+    "max_num_batched_tokens": 512,
     "max_num_seqs": 8,
     "dtype": "float32",
     "enforce_eager": True,
@@ -110,6 +112,33 @@ def _gated_mlp(prefix: str, intermediate: int) -> _Shapes:
     yield _matrix(f"{prefix}.down_proj", HIDDEN_SIZE, intermediate, 2.0)
 
 
+def _ordinary() -> tuple[dict[str, Any], _Shapes]:
+    num_layers, num_heads, head_size, intermediate = 2, 4, 32, 256
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "head_dim": head_size,
+        "intermediate_size": intermediate,
+    }
+
+    def shapes() -> _Shapes:
+        yield "model.embed_tokens.weight", (VOCABULARY_SIZE, HIDDEN_SIZE), 1.0
+        for layer in range(num_layers):
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.input_layernorm.weight", (HIDDEN_SIZE,), 0.0
+            yield f"{prefix}.post_attention_layernorm.weight", (HIDDEN_SIZE,), 0.0
+            for projection, gain in (("q_proj", 2.0), ("k_proj", 1.5), ("v_proj", 1.0), ("o_proj", 4.0)):
+                yield _matrix(f"{prefix}.self_attn.{projection}", HIDDEN_SIZE, num_heads * head_size, gain)
+            yield from _gated_mlp(f"{prefix}.mlp", intermediate)
+        yield "model.norm.weight", (HIDDEN_SIZE,), 0.0
+        yield _matrix("lm_head", VOCABULARY_SIZE, HIDDEN_SIZE, 2.0)
+
+    return config, shapes()
+
+
 def _prefix_lm() -> tuple[dict[str, Any], _Shapes]:
     layers_per_stack, num_heads, head_size, intermediate = 1, 4, 32, 256
     config = {
@@ -140,4 +169,8 @@ def _prefix_lm() -> tuple[dict[str, Any], _Shapes]:
     return config, shapes()
 
 
-_BUILDERS: Final[dict[str, Callable[[], tuple[dict[str, Any], _Shapes]]]] = {"mla": _mla, "prefix-lm": _prefix_lm}
+_BUILDERS: Final[dict[str, Callable[[], tuple[dict[str, Any], _Shapes]]]] = {
+    "mla": _mla,
+    "ordinary": _ordinary,
+    "prefix-lm": _prefix_lm,
+}

@@ -158,7 +158,9 @@ def scenarios(draw: st.DrawFn, mix: Mix, prefix_caching: st.SearchStrategy[bool]
 
 
 def with_connector(scenario: Scenario, connector: Connector) -> Scenario:
-    return replace(scenario, settings=replace(scenario.settings, connector=connector))
+    settings = scenario.settings
+    used = connector if settings.prefix_caching else connector.without_prefix_caching()
+    return replace(scenario, settings=replace(settings, connector=used))
 
 
 @st.composite

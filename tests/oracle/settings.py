@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 MAX_MODEL_TOKENS = 4096
 
 
+def _with_exception(name: str, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    if name == "HybridOffloadConnector":
+        return {**extra, "without_prefix_caching": True}
+    key = "kv_connector_extra_config"
+    children = [
+        {**child, key: _with_exception(child["kv_connector"], child.get(key, {}))}
+        for child in extra.get("connectors", ())
+    ]
+    return {**extra, "connectors": children} if children else extra
+
+
 @dataclass(frozen=True, slots=True)
 class Connector:
     """The connector under test: a registered name, or a class name in `module_path`."""
@@ -40,6 +51,10 @@ class Connector:
     name: str
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     module_path: str | None = None
+
+    def without_prefix_caching(self) -> Connector:
+        """The same for an engine whose prefix caching is off, as the operator of one has to say."""
+        return replace(self, extra_config=_with_exception(self.name, self.extra_config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
         lookup_timeout_seconds: how long it waits for chunks that another request is storing.
+        without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
         experimental_cuda: allow an engine on a GPU, though no GPU has run these copies yet.
     """
 
@@ -71,6 +72,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     load: Literal["async", "sync"] = "async"
     load_timeout_seconds: float = 30.0
     lookup_timeout_seconds: float = 10.0
+    without_prefix_caching: bool = False
     experimental_cuda: bool = False
 
     @property

@@ -171,13 +171,6 @@ def _translate(path: str, spec: KVCacheSpec, group: KVCacheGroupSpec, lookahead:
             f"{type(spec).__name__} (layers {', '.join(group.layer_names[:2])}, ...)",
             "hybridkv stores no KV whose meaning it does not know; start without it, or report the model",
         )
-    if getattr(spec, "mamba_cache_mode", "align") != "align":
-        raise ConfigurationError(
-            f"{path}.kv_cache_spec",
-            "recurrent states at block boundaries (mamba_cache_mode align)",
-            f"mamba_cache_mode {spec.mamba_cache_mode}",
-            "start with --enable-prefix-caching: without it no state is ever kept, so nothing could be restored",
-        )
     return make(spec, lookahead)
 
 

@@ -25,6 +25,7 @@ from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, decode_con
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices, tiers
 from hybridkv.connectors.vllm.admission import LoadAdmission
+from hybridkv.connectors.vllm.engine_facts import require_resumable
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.messages import StepPlan
@@ -68,7 +69,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         place = current_place()
         self._place = place.number
         _refuse_second(self, transfer.engine_id, role)
-        config = decode_config(transfer.kv_connector_extra_config)
+        self._config = config = decode_config(transfer.kv_connector_extra_config)
+        self._require_resumable()
         layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens)
         tiers.require_own_directory(config, vllm_config)
         sizes = tiers.arena_sizes(config, layout)
@@ -102,9 +104,15 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """False: what a cache drops is computed again."""
         return False
 
+    def _require_resumable(self) -> None:
+        is_excepted = self._config.without_prefix_caching
+        require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
+
     # Worker side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        # Once more: whatever was switched off in this process since the connector was built.
+        self._require_resumable()
         self._of_worker().register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -250,9 +258,9 @@ def _say_what_was_understood(vllm_config: VllmConfig, config: OffloadConfig, lay
         layout.keys.fingerprint.digest().hex()[:12],
     )
     if not vllm_config.cache_config.enable_prefix_caching:
-        logger.warning(
-            "HybridOffloadConnector: prefix caching is off, so the engine keeps nothing of its own and every shared "
-            "prefix is copied in again; start with --enable-prefix-caching unless that is meant"
+        logger.info(
+            "HybridOffloadConnector: prefix caching is off, as without_prefix_caching says: the engine keeps nothing "
+            "of its own, so every shared prefix is copied in again"
         )
     if any(group.lookahead_tokens for group in spec.groups):
         logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")

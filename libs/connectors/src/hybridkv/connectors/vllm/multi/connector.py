@@ -22,7 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm import CONNECTOR, compat
+from hybridkv.connectors.vllm.engine_facts import warn_of_others
 from hybridkv.connectors.vllm.multi.children import (
     Child,
     build_children,
@@ -70,6 +71,8 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         self._saves_begun = SavesBegun()
         self._scheduler: Selector | None = None
         if role == KVConnectorRole.SCHEDULER:
+            others = [child.config.name for child in classes if child.config.connector != CONNECTOR]
+            warn_of_others(vllm_config, kv_cache_config, others)
             sizes = LoadSizes(kv_cache_config, vllm_config.parallel_config.world_size)
             self._scheduler = Selector(self._children, config.lookup_timeout_s, sizes, admission, time.monotonic)
             logger.info(

@@ -1,0 +1,224 @@
+"""Which of vLLM's KV cache specs, with which fields set, a stored prefix may be resumed from: the table.
+
+One entry for each spec class of vLLM 0.30 to 0.33 and one for each of its fields, read in the engine's source. Names
+only, so the table needs no engine. `spec_check.py` looks specs up in it; what a group must hold is said in `layout.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+
+def _any(value: object) -> bool:
+    return True
+
+
+def _never(value: object) -> bool:
+    return False
+
+
+def _named(*names: str) -> Callable[[object], bool]:
+    """Members of an enumeration, or plain values, by name: a later version may bring more."""
+    return lambda value: (value.name if isinstance(value, enum.Enum) else value) in names
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A field that is known.
+
+    Args:
+        why: it does no harm, or does.
+        accepts: the values, besides the default, with which a prefix can be resumed.
+        unfit_default: the default, where that is what a prefix cannot be resumed with.
+    """
+
+    why: str
+    accepts: Callable[[object], bool] = _any
+    unfit_default: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecClass:
+    """A class that is known.
+
+    Args:
+        parent: whose fields it has too.
+        flags: its own fields.
+        refused: why no group of it can be resumed; "" where one can.
+        needs_scratch: it is accepted only in groups that are not prefix-cacheable.
+    """
+
+    parent: str | None = None
+    flags: Mapping[str, Flag] = field(default_factory=dict)
+    refused: str = ""
+    needs_scratch: bool = False
+
+
+_SIZE = Flag("a size: it is part of the keys")
+_PLACE = Flag("where a page lies, not what is in it")
+_LABEL = Flag("a label for the engine's own planning")
+_NON_CAUSAL = Flag(
+    "the layers attend in both directions, so what a prefix leaves behind depends on what follows", _never
+)
+_SHARDED = Flag("how ranks of decode context parallelism share tokens; that layout is refused by itself")
+_REPLAY = Flag("the engine computes the last window of a hit again, which has not been tried with a store", _never)
+_DRAFT = Flag(
+    # The one model that sets it projects each position's keys and values from the target's hidden state at that
+    # position; both directions are seen only by the block of drafts, beyond what was accepted, and it is written again.
+    "a drafter's layers look in both directions among the drafts, which are never stored; outside a drafter's group "
+    "nobody has said what it means"
+)
+_QUANT_MODES = _named(
+    "FP8_PER_TENSOR",
+    "INT8_PER_TOKEN_HEAD",
+    "FP8_PER_TOKEN_HEAD",
+    "INT4_PER_TOKEN_HEAD",
+    "NVFP4",
+    "TURBOQUANT_K8V4",
+    "TURBOQUANT_4BIT_NC",
+    "TURBOQUANT_K3V4_NC",
+    "TURBOQUANT_3BIT_NC",
+    "NVFP4_DS_MLA",
+    "ULTRAQUANT_4BIT",
+)
+_TRANSFER_REPLICA = "an accelerator's replica of another group, filled by the engine alone"
+
+KNOWN: Mapping[str, SpecClass] = {
+    "KVCacheSpec": SpecClass(
+        flags={
+            "block_size": _SIZE,
+            "dcp_sharded": _SHARDED,
+            "block_stride_alignment": _PLACE,
+            "is_draft": _LABEL,
+        },
+        refused="it is a base class, which says nothing of what a block holds",
+    ),
+    "AttentionSpec": SpecClass(
+        "KVCacheSpec",
+        {
+            "max_tp_shards": Flag("how many ranks hold different bytes; each rank stores its own"),
+            "num_kv_heads": _SIZE,
+            "head_size": _SIZE,
+            "head_size_v": _SIZE,
+            "dtype": Flag("part of the keys"),
+            "kv_quant_mode": Flag("quantization whose scales lie in the page or in the weights", _QUANT_MODES),
+            "page_size_padded": _PLACE,
+            "num_head_slots": _SIZE,
+            "state_content_bytes": _SIZE,
+            "tokens_per_state": Flag(
+                "whole tokens compressed into one state; parts of a token were never tried", _whole
+            ),
+            "dcp_sharded": _SHARDED,
+        },
+        refused="it is a base class, which says nothing of what a block holds",
+    ),
+    "FullAttentionSpec": SpecClass(
+        "AttentionSpec",
+        {
+            "sliding_window": Flag("the layers see less than the group keeps"),
+            "attention_chunk_size": Flag("the layers see less than the group keeps"),
+            "non_causal": _NON_CAUSAL,
+        },
+    ),
+    "MLAAttentionSpec": SpecClass(
+        "FullAttentionSpec",
+        {
+            "cache_dtype_str": Flag("how an entry is packed: part of the keys"),
+            "alignment": _PLACE,
+            "model_version": Flag("how an entry is packed", _named("deepseek_v4")),
+            "cache_role": Flag("latents or an indexer's keys, both of the tokens before", _named("SPARSE", "INDEXER")),
+            "is_index_group_leader": Flag("whose choice of tokens other layers take, anew in every step"),
+            "storage_block_size": _PLACE,
+            "non_causal_multi_token_decode": _DRAFT,
+            "head_size_v": _SIZE,
+            "topk_buffer_width": Flag("a buffer of one step"),
+        },
+    ),
+    "HiddenStateCacheSpec": SpecClass(
+        "MLAAttentionSpec", refused="it holds hidden states that are handed out, and no attention reads them"
+    ),
+    "RSWASpec": SpecClass(
+        "FullAttentionSpec",
+        {"rswa_window": _SIZE},
+        refused="what is generated sees only a window of what was generated before, so a block depends on where the "
+        "prompt ended",
+    ),
+    "SinkFullAttentionSpec": SpecClass(
+        "FullAttentionSpec",
+        {"sink_len": _SIZE},
+        refused="its first blocks hold sinks of the model, which are no tokens of the prompt",
+    ),
+    "ChunkedLocalAttentionSpec": SpecClass("AttentionSpec", {"attention_chunk_size": _SIZE}),
+    "SlidingWindowSpec": SpecClass("AttentionSpec", {"sliding_window": _SIZE, "extra_retained_tokens": _SIZE}),
+    "SlidingWindowMLASpec": SpecClass(
+        "SlidingWindowSpec",
+        {
+            "cache_dtype_str": Flag("how an entry is packed: part of the keys"),
+            "alignment": _PLACE,
+            "model_version": Flag("how an entry is packed", _named("deepseek_v4")),
+            "bounded_replay": _REPLAY,
+            "head_size_v": _SIZE,
+        },
+    ),
+    "CircularBufferSpec": SpecClass("AttentionSpec", needs_scratch=True),
+    "KpoolTailSpec": SpecClass("SlidingWindowSpec", needs_scratch=True),
+    "MambaSpec": SpecClass(
+        "KVCacheSpec",
+        {
+            "shapes": _SIZE,
+            "dtypes": Flag("part of the keys"),
+            "page_size_padded": _PLACE,
+            "mamba_type": Flag(
+                "a kind of state that one position leaves for the next",
+                _named("MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN"),
+            ),
+            "mamba_cache_mode": Flag("whether the engine keeps states at block boundaries", _named("align"), "none"),
+            "num_speculative_blocks": Flag("states of drafts, which are never handed over to be stored"),
+            "num_prefill_checkpoint_blocks": Flag("more states; the engine says which block holds which"),
+            "prefill_checkpoint_alignment": Flag("where such states are taken; the engine says so with each"),
+            "num_heads": _SIZE,
+            "tokens_per_state": Flag("a state for so many tokens was never tried", _never),
+            "tp_replicated": Flag("whether all ranks hold the same; each rank stores its own"),
+        },
+    ),
+    "EncoderOnlyAttentionSpec": SpecClass(
+        "AttentionSpec", refused="an encoder sees its whole input, so nothing of it belongs to a prefix"
+    ),
+    "CrossAttentionSpec": SpecClass(
+        "AttentionSpec", refused="it holds what an encoder made of an input that is not in the prefix"
+    ),
+    "HiSparseHotSpec": SpecClass(
+        "KVCacheSpec", {"page_size": _SIZE, "blocks_per_request": _SIZE}, refused=_TRANSFER_REPLICA
+    ),
+    "HiSparseResidentSpec": SpecClass("KVCacheSpec", {"page_size": _SIZE}, refused=_TRANSFER_REPLICA),
+    "UniformTypeKVCacheSpecs": SpecClass(
+        "KVCacheSpec", {"kv_cache_specs": Flag("the layers' own specs, which are looked up one by one")}
+    ),
+}
+"""Every spec class of vLLM 0.30 to 0.33."""
+
+GROUP_FLAGS: Mapping[str, Flag] = {
+    "layer_names": _LABEL,
+    "kv_cache_spec": _LABEL,
+    "is_eagle_group": Flag("a drafter's layers: their keys take in the token after a chunk"),
+    "host_resident": Flag("its blocks lie in the engine's own host pool", _never),
+    "enable_kv_transfer": Flag(_TRANSFER_REPLICA, _never),
+    "role": Flag("its blocks are numbered by another pool", _never),
+}
+"""Every field of vLLM's KVCacheGroupSpec."""
+
+
+def known_flags(name: str) -> dict[str, Flag]:
+    """The fields of a known class, its parents' included; its own come first."""
+    spec: SpecClass | None = KNOWN[name]
+    flags: dict[str, Flag] = {}
+    while spec is not None:
+        flags = {**spec.flags, **flags}
+        spec = KNOWN[spec.parent] if spec.parent is not None else None
+    return flags
