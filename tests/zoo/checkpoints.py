@@ -77,9 +77,7 @@ def write_checkpoint(model_type: str, settings: dict[str, Any], scales: Scales, 
         model = kind.from_config(config)
     tied = {"lm_head.weight", "proj_out.weight"} if config.tie_word_embeddings else set()
     tensors = {
-        name: draw(name, tuple(tensor.shape), scales)
-        for name, tensor in model.state_dict().items()
-        if name not in tied
+        name: draw(name, tuple(tensor.shape), scales) for name, tensor in model.state_dict().items() if name not in tied
     }
     directory.mkdir(parents=True, exist_ok=True)
     written = config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
@@ -102,7 +100,7 @@ def draw(name: str, shape: tuple[int, ...], scales: Scales) -> torch.Tensor:
     if "norm" in leaf and len(shape) == 1:
         multiply = scales.query if leaf.startswith("q_") else 1.0
         return torch.full(shape, multiply - (1.0 - scales.norm))
-    if leaf == "layer_scalar" or leaf == "correct_output_scale":
+    if leaf in {"layer_scalar", "correct_output_scale"}:
         return torch.ones(shape)
     noise = torch.randn(shape, generator=generator)
     if "embed" in leaf and len(shape) == 2:

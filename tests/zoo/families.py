@@ -14,7 +14,7 @@ from checkpoints import HIDDEN_SIZE, Scales, write_checkpoint
 import tiny_models
 
 PROMPT_TOKENS: Final = (258, 514)
-"""Each leaves less than a block behind the last chunk, so that the engine's own hit ends where the connector's does. And
+"""Each leaves less than a block behind the last chunk, so that the own hit of the engine ends where ours does; and
 so little that a short convolution, which remembers two tokens, still sees what lies before the hit."""
 HIT_TOKENS: Final = (256, 512)
 ANSWER_TOKENS: Final = 128
@@ -53,6 +53,7 @@ class Family:
         arguments: of the engine.
         resumable: where its prefixes may be resumed; elsewhere the engine must not start with the connector.
         needs_mamba2: it only runs on the CPU build with `mamba2_cpu`.
+        refusal: words of the error where it is not.
         note: what a reader must know of the model.
     """
 
@@ -62,6 +63,7 @@ class Family:
     arguments: dict[str, Any] = field(default_factory=lambda: _ARGUMENTS)
     resumable: Resumable = Resumable.EVERYWHERE
     needs_mamba2: bool = False
+    refusal: str = ""
     note: str = ""
 
     def served_here(self, has_amx: bool) -> bool:
@@ -318,7 +320,9 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "mla",
         "DeepSeek-V3 (MLA)",
         _from_transformers("deepseek_v3", **_MLA_SIZES),
+        _ARGUMENTS | {"dtype": "bfloat16"},
         resumable=Resumable.WITH_AMX,
+        refusal="without AMX",
         note="dense",
     ),
     Family(
@@ -327,6 +331,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         _from_transformers("deepseek_v3", **_MLA_SIZES),
         _ARGUMENTS | {"block_size": 16, "attention_backend": "CPU_MLA"},
         resumable=Resumable.NOWHERE,
+        refusal="CPU_MLA",
         note="dense",
     ),
     Family(
@@ -335,6 +340,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         lambda directory: refused_models.make_model("prefix-lm", directory),
         _ARGUMENTS | {"max_num_batched_tokens": 1024},
         resumable=Resumable.NOWHERE,
+        refusal="non_causal",
         note="the prompt attends in both directions",
     ),
     Family(
@@ -343,6 +349,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         _write_whisper,
         _ARGUMENTS | {"max_model_len": 448, "max_num_batched_tokens": 2048, "skip_tokenizer_init": False},
         resumable=Resumable.NOWHERE,
+        refusal="CrossAttentionSpec",
         note="an encoder and a decoder",
     ),
 )

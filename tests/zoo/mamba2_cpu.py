@@ -12,6 +12,7 @@ the engine is touched: which blocks are checkpoints, and what is handed to a con
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ def _scan_by_chunk(scan: Any, arguments: tuple[Any, ...], options: dict[str, Any
     sequences = options["seq_idx"].tolist()
     initial = options["initial_states"]
     states: list[torch.Tensor] = []
-    for chunk, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for chunk, (start, end) in enumerate(itertools.pairwise(ends)):
         if chunk and sequences[chunk] == sequences[chunk - 1]:
             before = states[-1]
         else:

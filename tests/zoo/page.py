@@ -39,7 +39,7 @@ stops at the end of the last turn to keep the state there; log-probabilities the
 _REFUSED = """\
 ## Refused
 
-The engine does not start with the connector, and says why. It starts without it."""
+The engine does not start with the connector, and its error says why."""
 _AMX = """\
 Without AMX vLLM's CPU kernels for latent attention cannot resume a prefix. With AMX they can, and the test then demands
 of DeepSeek-V3 what it demands of the models above."""

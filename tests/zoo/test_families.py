@@ -1,4 +1,4 @@
-"""Each family of models: a lost prefix comes back as the engine's own hit, to the last digit, or the engine refuses.
+"""Each family of models that can be resumed: a lost prefix comes back as the engine's own hit, to the last digit.
 
 The engine's own hit is what a restored one must equal. That it is itself right is the engine's to show; here it must
 not be visibly another answer than that of the cold run.
@@ -7,17 +7,13 @@ not be visibly another answer than that of the cold run.
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
-import pytest
-import trial as trials
-from families import ANSWER_TOKENS, FAMILIES, HIT_TOKENS, PROMPT_TOKENS, Family
+from families import ANSWER_TOKENS, HIT_TOKENS, PROMPT_TOKENS
 from harness import make_prompt
 from rows import Row
 from trial import Trial, hits
 from zeroing import least_change, parts, zeroed
 
-from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.planner import GroupKind
 
 VISIBLE_CHANGE = 0.01
@@ -109,14 +105,3 @@ def test_each_part_that_a_group_stores_changes_log_probabilities(trial: Trial, r
     whole = trial.one_by_one([prompt], max_tokens=1)
     assert whole[0].same_output(own), "what was zeroed was not put back"
     row.controls = [f"{part} of {count}" for part, count in shown.items()]
-
-
-@pytest.mark.parametrize(
-    "refused", [family for family in FAMILIES if not family.served_here(trials.has_amx())], ids=lambda f: f.name
-)
-def test_a_family_that_cannot_be_resumed_is_refused(
-    refused: Family, directory: Path, rows: dict[str, Row]
-) -> None:
-    with pytest.raises(ConfigurationError) as refusal, trials.running(refused, directory):
-        pass
-    rows.setdefault(refused.name, Row()).refusal = f"{refusal.value.path}: {refusal.value.got}"

@@ -24,8 +24,13 @@ def scan(directory: Path) -> dict[str, Any]:
 
     tokens, heads, head_size, state = CHUNK_ENDS[-1], 2, 64, 16
     return {
-        "inputs": (random(tokens, heads, head_size), random(tokens, heads), -torch.rand(heads, generator=generator))
-        + (random(tokens, 1, state), random(tokens, 1, state)),
+        "inputs": (
+            random(tokens, heads, head_size),
+            random(tokens, heads),
+            -torch.rand(heads, generator=generator),
+            random(tokens, 1, state),
+            random(tokens, 1, state),
+        ),
         "options": {
             "chunk_size": 32,
             "D": torch.ones(heads),

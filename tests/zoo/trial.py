@@ -27,6 +27,7 @@ KV_TRANSFER_CONFIG: Final[dict[str, Any]] = {
 }
 """Loads are copied at once, so that requests meet in the batches in which they meet on the engine's own hits."""
 
+
 @dataclass(slots=True)
 class Trial:
     """A running engine under watch."""

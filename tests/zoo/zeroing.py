@@ -7,6 +7,7 @@ each group is zeroed in the store, with a renewed checksum, and the log-probabil
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,8 +75,8 @@ def _slices(spec: Any, page_bytes: int) -> dict[str, list[slice]]:
         assert ends[-1] == page_bytes
         # The first is what the convolution remembers of its inputs, which is all that a short convolution has.
         names = ("convolution", "state")[: len(shapes)]
-        return {name: [slice(*bounds)] for name, bounds in zip(names, zip(ends, ends[1:], strict=False), strict=True)}
-    if type(spec).__name__.find("MLA") >= 0:
+        return {name: [slice(*bounds)] for name, bounds in zip(names, itertools.pairwise(ends), strict=True)}
+    if "MLA" in type(spec).__name__:
         return {"latent": [slice(0, page_bytes)]}
     # The CPU's attention keeps all keys of a head before all its values.
     head, half = page_bytes // spec.num_kv_heads, page_bytes // spec.num_kv_heads // 2

@@ -1,4 +1,4 @@
-"""The reference page says what this run saw. It runs after `test_families.py`, in the same process."""
+"""The reference page says what this run saw. It runs last, in the process of the others."""
 
 from __future__ import annotations
 
