@@ -140,6 +140,8 @@ def _prepare_environment(verbose: bool, is_tiny: bool) -> None:
     if is_tiny:
         # Too small for two threads, which wait for each other whenever a core is taken away.
         settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # it has read that variable when it was imported
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     if not verbose:

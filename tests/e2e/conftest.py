@@ -9,6 +9,7 @@ import harness
 import pytest
 from audit import Audit
 from harness import Engine
+from noise import Noise
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +66,8 @@ def audit(engine: Engine, watching: Audit) -> Iterator[Audit]:
     yield watching
     engine.reset_prefix_cache()
     assert engine.num_free_blocks == num_free, "the connector kept blocks of the engine"
+
+
+@pytest.fixture(scope="module")
+def noise(engine: Engine) -> Noise:
+    return Noise(engine)

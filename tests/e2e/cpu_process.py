@@ -22,7 +22,8 @@ def facts(worker: Any) -> dict[str, Any]:
     import hybridkv.native
 
     probes = ("avx512", "avx512_bf16", "vnni", "amx_tile", "amx_fp16")
-    mapped = {Path(line.split()[-1]).name for line in Path("/proc/self/maps").read_text().splitlines() if "vllm" in line}
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {Path(line.split()[-1]).name for line in maps if "/vllm/" in line}
     return {
         "process": os.getpid(),
         "aten": torch.backends.cpu.get_cpu_capability(),

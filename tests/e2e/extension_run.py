@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import Result, exact_prompt_lengths, make_prompt
+import restart_process
+from harness import exact_prompt_lengths, make_prompt
 
 
 def connector(cache: Path) -> dict[str, Any]:
@@ -32,17 +33,6 @@ def connector(cache: Path) -> dict[str, Any]:
     }
 
 
-def answers(results: list[Result]) -> list[dict[str, Any]]:
-    return [
-        {
-            "tokens": list(result.token_ids),
-            "logprobs": [sorted((token, value.hex()) for token, value in step.items()) for step in result.logprobs],
-            "cached_tokens": result.num_cached_tokens,
-        }
-        for result in results
-    ]
-
-
 def main(kind: str, choice: str, directory: str, output: str) -> None:
     if choice == "without":
         sys.modules["hybridkv.native"] = None  # type: ignore[assignment]
@@ -50,12 +40,14 @@ def main(kind: str, choice: str, directory: str, output: str) -> None:
     scratch = harness.scratch_directory(Path(directory))
     cache = scratch / f"cache-{choice}"
     with harness.running_engine(kind, scratch, kv_transfer_config=connector(cache)) as engine:
-        cold = [engine.generate([prompt])[0] for prompt in prompts]
+        stack = engine.connector._scheduler._stack
+        cold = restart_process.run(engine, prompts, drain=True)
+        restart_process.bring_to_disk(engine, stack)
         engine.reset_prefix_cache()
-        warm = [engine.generate([prompt])[0] for prompt in prompts]
+        warm = restart_process.run(engine, prompts, drain=True)
         engine.reset_prefix_cache()
-        engine.connector._scheduler._stack.near.clear()
-        far = [engine.generate([prompt])[0] for prompt in prompts]
+        stack.near.clear()
+        far = restart_process.run(engine, prompts, drain=True)
         runner = type(engine.worker_connector._worker._mover._medium._runner).__name__
 
     from stored_records import payload_digests
@@ -70,7 +62,7 @@ def main(kind: str, choice: str, directory: str, output: str) -> None:
         "checksums": view_digest() is not digest_by_xxhash,
         "disk": runner,
     }
-    phases = {"cold": answers(cold), "warm": answers(warm), "far": answers(far)}
+    phases = {"cold": cold, "warm": warm, "far": far}
     stored = payload_digests(cache, rank=0)
     Path(output).write_text(json.dumps({"extension": used, **phases, "stored": stored}))
 

@@ -30,20 +30,17 @@ from hybridkv.tiers import FailureReason, TierMedium
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, FileIO
 from hybridkv.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from hybridkv.tiers.faults.plan import Trigger
-from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import Breaker, BreakerOptions, BreakerState, StackCounts, TierStack
 
 LOAD_TIMEOUT_S = 30.0
 HELD = Delay(num_polls=1 << 60)
 """A read that ends only when `end_held_reads` says so."""
-MAX_CASCADES = 3
 STEPS = 200
 """As many as show that a request waits."""
 NUM_PROMPTS_OF_A_STALL = 6
 MEDIA: list[FaultInjectingMedium] = []
 COUNTED: list[StackCounts] = []
 FILES_COUNTED: list[DiskCounts] = []
-DRAIN_S = 60.0
 WRITES = {
     name: getattr(FileIO, name)
     for name in ("pwritev", "allocate", "truncate", "make_directory", "remove_directory", "remove", "rename")
@@ -101,7 +98,7 @@ def take_counts_of(stack: TierStack) -> dict[str, Any]:
     """What was counted since the last call."""
     stack.take_counts()
     assert isinstance(stack.far, DiskIndex)
-    stack.far.drain(DRAIN_S)
+    stack.far.drain(restart_process.DRAIN_S)
     stack.far.take_disk_counts()
     promotions: Counter[str] = Counter()
     cascades: Counter[str] = Counter()
@@ -177,20 +174,10 @@ def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict
     cold = []
     for prompt in stored:
         cold += restart_process.run(engine, [prompt], drain=True)
-        cascade(engine, stack)
+        restart_process.bring_to_disk(engine, stack)
     engine.reset_prefix_cache()
     stack.near.clear()
     return stack, cold
-
-
-def cascade(engine: Engine, stack: TierStack) -> None:
-    """What a slow machine had no room for on the way to the disk at first."""
-    assert isinstance(stack.far, DiskIndex) and isinstance(stack.near, RamIndex)
-    for _ in range(MAX_CASCADES):
-        stack.far.drain(DRAIN_S)
-        for key in list(stack.near._evictable):
-            stack.cascade(key)
-        engine.drain()
 
 
 def life(engine: Engine, kind: str, number: int, fault: Callable[[], object]) -> dict[str, Any]:
@@ -233,7 +220,7 @@ def stall(engine: Engine, kind: str, number: int, rule: Rule) -> dict[str, Any]:
     CLOCK.now_s += 1
     engine.run()
     engine.drain()
-    first = restart_process.as_json(engine.result(request_id))
+    first = engine.result(request_id).as_json()
     second = restart_process.run(engine, stored[1:2], drain=True)
     state, late = stack.breaker_state, take_counts_of(stack)
     plan()

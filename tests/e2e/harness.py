@@ -18,7 +18,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,11 +26,11 @@ from typing import Any, Final
 # at every layer, and wherever a core is taken away a step takes as long as the scheduler's slice.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch  # noqa: E402
+import torch
 
-import tiny_models  # noqa: E402
+import tiny_models
 
-_DRAIN_DEADLINE_S: Final = 60.0
+_DRAIN_DEADLINE_S: Final = 300.0
 _MAX_STEPS: Final = 100_000
 
 
@@ -108,6 +108,28 @@ class Result:
     def same_output(self, other: "Result") -> bool:
         """Equal tokens and log-probabilities, to the last digit."""
         return self.token_ids == other.token_ids and self.logprobs == other.logprobs
+
+    def part(self, start: int, count: int) -> "Result":
+        """Some tokens of the answer and their log-probabilities."""
+        end = start + count
+        return dataclasses.replace(
+            self, token_ids=self.token_ids[start:end], logprobs=self.logprobs[start:end], steps=()
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What survives being written down, to the last digit."""
+        return {
+            "tokens": self.token_ids,
+            "logprobs": [{str(token): value.hex() for token, value in step.items()} for step in self.logprobs],
+            "cached": self.num_cached_tokens,
+            "steps": [dataclasses.astuple(step) for step in self.steps],
+        }
+
+    @staticmethod
+    def from_json(written: Mapping[str, Any]) -> "Result":
+        logprobs = ({int(token): float.fromhex(value) for token, value in step.items()} for step in written["logprobs"])
+        steps = (Step(*rest, tuple((first, count) for first, count in batch)) for *rest, batch in written["steps"])
+        return Result("", tuple(written["tokens"]), tuple(logprobs), written["cached"], None, tuple(steps))
 
 
 class Engine:

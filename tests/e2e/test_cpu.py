@@ -1,4 +1,4 @@
-"""Under `--config=avx2` an engine runs as on a machine without AVX-512: every library, and in the worker's process too."""
+"""Under `--config=avx2` an engine runs as on a machine without AVX-512, every library of its worker's process too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def run(directory: Path, first_on_path: list[str], environment: dict[str, str]) 
     ran = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = ran.stdout.splitlines()
-    kernels = {line.split(",")[6] for line in lines if line.startswith("onednn_verbose") and ",exec,cpu,matmul," in line}
+    matmuls = [line for line in lines if line.startswith("onednn_verbose") and ",exec,cpu,matmul," in line]
+    kernels = {line.split(",")[6] for line in matmuls}
     facts: dict[str, Any] = json.loads(next(line for line in lines if line.startswith("{")))
     return facts, kernels
 

@@ -12,8 +12,9 @@ import harness
 import pytest
 import stores
 from audit import Audit, stored_views
-from equality import require_same
+from equality import require_same, require_same_output
 from harness import Engine, exact_prompt_lengths, make_prompt
+from noise import Noise, deviation
 
 from hybridkv.metrics import ChildSelection
 
@@ -145,8 +146,7 @@ def test_a_damaged_store_gives_way_to_the_other(directory: Path) -> None:
         assert audits[0].failed_loads == selections.of(f"{OFFLOAD}-0").failures == 3
         assert audits[1].restored_tokens == selections.of(f"{OFFLOAD}-1").hit_tokens > 0
         assert audits[1].mismatches == []
-        # The second store's boundary is another, so only a prompt whose last chunk is the same is equal to the digit.
-        assert [a.token_ids for a in warm] == [b.token_ids for b in cold]
+        require_same_output(cold, warm)
 
 
 def test_a_store_that_stalls_delays_nobody_beyond_the_timeout_and_not_those_with_a_hit(directory: Path) -> None:
@@ -205,15 +205,17 @@ def test_vllms_example_connector_works_below_ours_where_the_hybrid_manager_is_of
 ) -> None:
     example = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
     children = example, offload(128)
-    with running(directory, *children, disable_hybrid_kv_cache_manager=True) as engine:
+    # The example connector stores a prompt right only if it is computed in one step.
+    options = {"disable_hybrid_kv_cache_manager": True, "max_num_batched_tokens": 512}
+    with running(directory, *children, **options) as engine:
         selections = Selections(engine)
-        # The example connector stores a prompt right only if it is computed in one step.
         prompts = [make_prompt(300, seed=50 + i) for i in range(2)]
         cold = one_by_one(engine, prompts)
         assert any(tmp_path.iterdir()), "the example connector stored nothing"
         engine.reset_prefix_cache()
         warm = one_by_one(engine, prompts)
-        assert [a.token_ids for a in warm] == [b.token_ids for b in cold]
+        for before, after in zip(cold, warm, strict=True):
+            assert deviation(before, after) <= Noise(engine).tolerance
         example_counts = selections.of("ExampleConnector")
         assert (example_counts.hits, example_counts.hit_tokens) == (2, 512), "a tie goes to the first"
         assert example_counts.load_bytes > 0 and example_counts.load_seconds > 0

@@ -1,4 +1,4 @@
-"""Which instructions may be used is settled when a process starts: what the machine has, or less where one asks for less."""
+"""Which instructions may be used is settled when a process starts: all that the machine has, or less if one asks."""
 
 import os
 import subprocess
