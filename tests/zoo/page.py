@@ -35,7 +35,8 @@ Mamba-2 families: vLLM 0.32's CPU build cannot run them with prefix caching, wit
 returns the last state of a sequence where the layer asks for the states at all chunk ends, and any prompt of more than
 a block ends the engine with an IndexError in `mamba_mixer2.py`. The test puts a scan that returns them in its place
 (`tests/zoo/mamba2_cpu.py`); all else is vLLM's. Their next turn is computed in other steps than the engine's own, which
-stops at the end of the last turn to keep the state there; log-probabilities then agree to a thousandth."""
+stops at the end of the last turn to keep the state there: its bytes are equal, and its log-probabilities as near as the
+engine's own runs in other steps are to each other."""
 _REFUSED = """\
 ## Refused
 

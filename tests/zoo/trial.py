@@ -12,9 +12,9 @@ from typing import Any, Final
 import harness
 import mamba2_cpu
 from audit import Audit
-from equality import require_same
 from families import Family
 from harness import Engine, Result
+from noise import Noise
 
 from hybridkv.planner import CacheSpec
 
@@ -35,6 +35,7 @@ class Trial:
     family: Family
     engine: Engine
     audit: Audit
+    noise: Noise
     saved_states: mamba2_cpu.SavedStates | None
 
     @property
@@ -59,12 +60,6 @@ class Trial:
         """Each prompt on its own."""
         return [self.engine.generate([prompt], max_tokens=max_tokens)[0] for prompt in prompts]
 
-    def require_same(self, own: Sequence[Result], restored: Sequence[Result]) -> None:
-        """The same bytes and, since both were computed in the same steps, the same digits."""
-        assert hits(restored) == hits(own)
-        assert [result.steps for result in restored] == [result.steps for result in own], "other steps round otherwise"
-        require_same(self.audit, own, restored)
-
 
 def hits(results: Sequence[Result]) -> list[int]:
     """Tokens of each prompt that were not computed."""
@@ -88,7 +83,7 @@ def running(family: Family, directory: Path) -> Iterator[Trial]:
         stack.callback(cleanup_dist_env_and_memory)
         saved = stack.enter_context(mamba2_cpu.checkpoints_in_plain_torch()) if family.needs_mamba2 else None
         engine = stack.enter_context(harness.running_model(model, options))
-        yield Trial(family, engine, Audit(engine).attach(), saved)
+        yield Trial(family, engine, Audit(engine).attach(), Noise(engine), saved)
 
 
 def prepare(directory: Path) -> None:
