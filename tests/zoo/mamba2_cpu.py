@@ -3,10 +3,10 @@
 A Mamba-2 layer saves the state at the last block boundary of a prompt while it goes on to the prompt's end: it asks the
 scan for the states at all chunk ends (`return_intermediate_states`) and copies the one at the boundary, with the
 convolution's inputs before it, into a block (`store_prefill_checkpoint`). vLLM 0.32's scan for the CPU returns the last
-state of each sequence whatever it was asked for, so that a step beyond a block's end to the prompt's end stops the engine
-with an IndexError in `MambaMixer2.conv_ssm_forward`, without any connector too; and the copy is a Triton kernel, which the CPU
-build has no compiler for. Here the CPU's own scan runs chunk by chunk, and the copy is two assignments. Nothing else of
-the engine is touched: which blocks are checkpoints, and what is handed to a connector, is vLLM's.
+state of each sequence whatever it was asked for, so that a step beyond a block's end to the prompt's end stops the
+engine with an IndexError in `MambaMixer2.conv_ssm_forward`, without any connector too; and the copy is a Triton kernel,
+which the CPU build has no compiler for. Here the CPU's own scan runs chunk by chunk, and the copy is two assignments.
+Nothing else of the engine is touched: which blocks are checkpoints, and what is handed to a connector, is vLLM's.
 """
 
 from __future__ import annotations

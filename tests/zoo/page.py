@@ -33,10 +33,10 @@ answer."""
 _MAMBA2 = """\
 Mamba-2 families: vLLM 0.32's CPU build cannot run them with prefix caching, with or without a connector. Its scan
 returns the last state of a sequence where the layer asks for the states at all chunk ends, and the first step that
-goes beyond a block's end to a prompt's end stops the engine with an IndexError in `mamba_mixer2.py`. The test puts a scan that returns them in its place
-(`tests/zoo/mamba2_cpu.py`); all else is vLLM's. Their next turn is computed in other steps than the engine's own, which
-stops at the end of the last turn to keep the state there: its bytes are equal, and its log-probabilities as near as the
-engine's own runs in other steps are to each other."""
+goes beyond a block's end to a prompt's end stops the engine with an IndexError in `mamba_mixer2.py`. The test puts a
+scan that returns them in its place (`tests/zoo/mamba2_cpu.py`); all else is vLLM's. Their next turn is computed in
+other steps than the engine's own, which stops at the end of the last turn to keep the state there: its bytes are equal,
+and its log-probabilities as near as the engine's own runs in other steps are to each other."""
 _REFUSED = """\
 ## Refused
 
