@@ -80,14 +80,14 @@ def make_tiny_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
     _write_json(directory / "config.json", _COMMON_CONFIG | {"dtype": str(dtype).removeprefix("torch.")} | config)
     _write_json(directory / "generation_config.json", {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID})
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     return directory
 
 
 # --- tokenizer ------------------------------------------------------------------------------------------------------
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
     """Byte-level BPE: every text round-trips; pairs of small letters and a letter after a space are one token."""
     letters = [chr(ord("a") + i) for i in range(26)]
     merges = [("Ġ", letter) for letter in letters] + [(first, second) for first in letters for second in letters]

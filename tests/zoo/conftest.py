@@ -1,0 +1,61 @@
+"""One engine for each family, one after the other in one process, and one record of what was seen of all of them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import harness
+import pytest
+import trial as trials
+from families import FAMILIES, Family
+from rows import Row, write_rows
+from trial import Trial
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where models and caches lie; the environment of the engines is settled."""
+    path = harness.scratch_directory(tmp_path_factory.mktemp("zoo"))
+    trials.prepare(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def rows() -> Iterator[dict[str, Row]]:
+    """What this run sees of each family. It is left behind for whoever writes the page."""
+    seen: dict[str, Row] = {}
+    yield seen
+    # Bazel keeps what lies there; outside of Bazel the reader says where he wants it.
+    if outputs := os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR"):
+        write_rows(seen, Path(outputs) / "rows.json")
+
+
+@pytest.fixture(
+    scope="module", params=[family for family in FAMILIES if family.served_here(trials.has_amx())], ids=lambda f: f.name
+)
+def family(request: pytest.FixtureRequest) -> Family:
+    """A family that the connector must serve on this machine."""
+    family: Family = request.param
+    return family
+
+
+@pytest.fixture
+def row(family: Family, rows: dict[str, Row]) -> Row:
+    """What this run sees of the family."""
+    return rows.setdefault(family.name, Row())
+
+
+@pytest.fixture(scope="module")
+def engine_of_family(family: Family, directory: Path) -> Iterator[Trial]:
+    with trials.running(family, directory) as running:
+        yield running
+
+
+@pytest.fixture
+def trial(engine_of_family: Trial) -> Iterator[Trial]:
+    """The family's engine, which keeps nothing from the test before."""
+    engine_of_family.forget()
+    num_free = engine_of_family.engine.num_free_blocks
+    yield engine_of_family
+    engine_of_family.engine.reset_prefix_cache()
+    assert engine_of_family.engine.num_free_blocks == num_free, "the connector kept blocks of the engine"

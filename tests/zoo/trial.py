@@ -1,0 +1,99 @@
+"""One engine with one family's model and the connector, and what was seen of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import harness
+import mamba2_cpu
+from audit import Audit
+from families import Family
+from harness import Engine, Result
+from noise import Noise
+
+from hybridkv.planner import CacheSpec
+
+KV_TRANSFER_CONFIG: Final[dict[str, Any]] = {
+    "kv_connector": "HybridOffloadConnector",
+    "kv_connector_module_path": "hybridkv.connectors.vllm.offload",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "128MiB"}], "load": "sync"},
+}
+"""Loads are copied at once, so that requests meet in the batches in which they meet on the engine's own hits."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """A running engine under watch."""
+
+    family: Family
+    engine: Engine
+    audit: Audit
+    noise: Noise
+    saved_states: mamba2_cpu.SavedStates | None
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The groups and the chunk, as the connector understood them."""
+        spec: CacheSpec = self.engine.connector._scheduler._layout.spec
+        return spec
+
+    def forget(self) -> None:
+        """The engine and the store keep nothing of what came before."""
+        self.engine.reset_prefix_cache()
+        self.engine.connector.reset_cache()
+        self.audit.stored.clear()
+        self.audit.forget()
+
+    def lose_cache(self) -> None:
+        """The engine keeps nothing; the store does, and counts from here."""
+        self.engine.reset_prefix_cache()
+        self.audit.forget()
+
+    def one_by_one(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8) -> list[Result]:
+        """Each prompt on its own."""
+        return [self.engine.generate([prompt], max_tokens=max_tokens)[0] for prompt in prompts]
+
+
+def hits(results: Sequence[Result]) -> list[int]:
+    """Tokens of each prompt that were not computed."""
+    return [result.num_cached_tokens for result in results]
+
+
+@contextlib.contextmanager
+def running(family: Family, directory: Path) -> Iterator[Trial]:
+    """Starts the family's engine with the connector, and ends it.
+
+    Raises:
+        ConfigurationError: the connector refuses the model.
+    """
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    model = directory / family.name
+    family.write(model)
+    options = family.arguments | {"kv_transfer_config": KV_TRANSFER_CONFIG}
+    with contextlib.ExitStack() as stack:
+        # A start that is refused leaves vLLM's process groups behind.
+        stack.callback(cleanup_dist_env_and_memory)
+        saved = stack.enter_context(mamba2_cpu.checkpoints_in_plain_torch()) if family.needs_mamba2 else None
+        engine = stack.enter_context(harness.running_model(model, options))
+        yield Trial(family, engine, Audit(engine).attach(), Noise(engine), saved)
+
+
+def prepare(directory: Path) -> None:
+    """Settles the environment of all engines of this process. Call before vLLM is imported."""
+    harness.prepare_environment(directory / "environment")
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+
+def has_amx() -> bool:
+    """What vLLM asks before it takes the kernels for latent attention that can resume a prefix."""
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported())
