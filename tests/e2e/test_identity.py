@@ -119,8 +119,10 @@ def know(life: Life, lora: Any) -> None:
     assert life.engine.connector._scheduler._identity.adapters.settle(60)
 
 
-def test_a_cache_in_the_order_of_another_cpu_is_another_cache(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM writes keys in another order for other instruction sets. The control shows what mixing them would cost."""
+def test_a_cache_that_another_instruction_set_wrote_is_another_cache(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's CPU backend is told which set to use by the same function that a machine's probes decide."""
     from vllm.v1.attention.backends import cpu_attn
 
     from hybridkv.connectors.vllm import offload
@@ -128,20 +130,41 @@ def test_a_cache_in_the_order_of_another_cpu_is_another_cache(directory: Path, m
     model = tiny_models.make_tiny_model("gemma3", directory / "model")
     inspect_here("Gemma3ForCausalLM")
     with engine_on(model, directory, **GEMMA3) as life:
-        stored = life.ask(prompt())
-    choose = cpu_attn._get_attn_isa
-    native = choose(torch.float32, GEMMA3["block_size"], 32)
+        assert life.ask(prompt()).cached == 0
+    native = cpu_attn._get_attn_isa(torch.float32, GEMMA3["block_size"], 32)
     other = "vec16" if native != "vec16" else "vec"
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: other)
-    facts = offload.worker_facts
-    # Control: taken for the first engine's, it reads them wrongly.
-    with monkeypatch.context() as blind:
-        blind.setattr(offload, "worker_facts", lambda *about: facts(*about) | {"worker.attention_isa": native})
-        with engine_on(model, directory, **GEMMA3) as life:
-            wrong = life.ask(prompt())
-            assert wrong.cached == RESTORED
-            assert wrong.tokens != stored.tokens
     with engine_on(model, directory, **GEMMA3) as life:
         assert life.ask(prompt()).cached == 0
         (line,) = life.said("holds no cache for this engine")
         assert f"worker.attention_isa: {other} is not {native}" in line
+    # Control: nothing but that fact keeps them apart.
+    facts = offload.worker_facts
+    monkeypatch.setattr(offload, "worker_facts", lambda *about: facts(*about) | {"worker.attention_isa": native})
+    with engine_on(model, directory, **GEMMA3) as life:
+        assert life.ask(prompt()).cached == RESTORED
+
+
+def test_amx_writes_the_cache_in_another_order_than_vectors_do() -> None:
+    """Why the instruction set counts. Vectors of both lengths write one order, so AVX2 may read what AVX-512 wrote."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(64, 2, 32, generator=generator).bfloat16() for _ in range(2))
+
+    def written(isa: str) -> torch.Tensor:
+        cache = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+        halves = cache.view(1, 2, 128, 32).chunk(2, dim=2)
+        scales = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(64), isa, **scales)
+        return cache
+
+    assert torch.equal(written("vec"), written("vec16"))
+    try:
+        amx = written("amx")
+    except RuntimeError as error:
+        pytest.skip(f"these kernels have no AMX: {error}")
+    assert not torch.equal(amx, written("vec"))
+    assert torch.equal(amx.flatten().sort().values, written("vec").flatten().sort().values), "the same elements"
