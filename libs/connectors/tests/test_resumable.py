@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spec_versions import DECLARED, GROUP_FIELDS, VERSIONS, classes_of, fields_of
 from vllm.v1 import kv_cache_interface as installed
 
-from hybridkv.connectors.vllm.resumable import EngineFacts, Group, Machine, Model, Reason, Switches, refusal
+from hybridkv.connectors.vllm.resumable import Group, Machine, Model, Reason, ResumeFacts, Switches, refusal
 from hybridkv.connectors.vllm.spec_check import SpecFacts, changed_fields, describe
 from hybridkv.connectors.vllm.spec_table import GROUP_FLAGS, KNOWN, known_flags
 
@@ -92,7 +92,7 @@ FIT_AND_UNFIT: dict[tuple[str, str], tuple[list[object], list[object]]] = {
 }
 """For every field of every class that may be stored: values that are accepted, and values that are not."""
 
-SOUND = EngineFacts(Switches(), Machine(), Model(), ())
+SOUND = ResumeFacts(Switches(), Machine(), Model(), ())
 NEEDED: dict[str, tuple[tuple[str, object], ...]] = {"MambaSpec": (("mamba_cache_mode", "align"),)}
 """Fields whose default is unfit, set to what a sound engine says."""
 
@@ -106,7 +106,7 @@ FIELD_CASES = [
 ]
 
 
-def with_spec(name: str, *flags: tuple[str, object], **group: bool) -> EngineFacts:
+def with_spec(name: str, *flags: tuple[str, object], **group: bool) -> ResumeFacts:
     spec = SpecFacts(name, ("model.layers.0",), tuple((dict(NEEDED.get(name, ())) | dict(flags)).items()))
     shape = {"is_cacheable": True, "is_drafter": False} | group
     return replace(SOUND, groups=(Group(**shape, flags=(), specs=(spec,)),))
@@ -255,7 +255,7 @@ def test_a_plain_group_has_no_changed_fields_but_those_that_have_no_default() ->
 MLA = replace(SOUND, model=Model(uses_mla=True))
 AMX = Machine(has_amx=True)
 OFF = Switches(prefix_caching=False)
-REASONS: list[tuple[EngineFacts, Reason | None]] = [
+REASONS: list[tuple[ResumeFacts, Reason | None]] = [
     (SOUND, None),
     (with_spec("FullAttentionSpec", ("non_causal", True)), Reason.SPEC),
     (with_spec("Unheard"), Reason.UNKNOWN),
@@ -311,7 +311,7 @@ REASONS: list[tuple[EngineFacts, Reason | None]] = [
 
 
 @pytest.mark.parametrize(("facts", "reason"), REASONS)
-def test_a_reason_is_recognised_and_named(facts: EngineFacts, reason: Reason | None) -> None:
+def test_a_reason_is_recognised_and_named(facts: ResumeFacts, reason: Reason | None) -> None:
     found = refusal(facts)
     assert (found and found.reason) == reason
     if found is not None:
@@ -323,7 +323,7 @@ def test_every_reason_has_its_case() -> None:
 
 
 @pytest.mark.parametrize(("facts", "reason"), REASONS)
-def test_the_exception_lifts_one_reason_alone(facts: EngineFacts, reason: Reason | None) -> None:
+def test_the_exception_lifts_one_reason_alone(facts: ResumeFacts, reason: Reason | None) -> None:
     excepted = refusal(replace(facts, switches=replace(facts.switches, is_excepted=True)))
     assert (excepted and excepted.reason) == (None if reason is Reason.PREFIX_CACHING_OFF else reason)
 
@@ -349,7 +349,7 @@ models = st.builds(
 def test_whatever_the_facts_off_without_the_exception_is_refused_and_the_exception_lifts_nothing_else(
     switch: Switches, machine: Machine, model: Model
 ) -> None:
-    facts = EngineFacts(switch, machine, model, ())
+    facts = ResumeFacts(switch, machine, model, ())
     plain = refusal(facts)
     excepted = refusal(replace(facts, switches=replace(switch, is_excepted=True)))
     assert plain is not None or switch.prefix_caching

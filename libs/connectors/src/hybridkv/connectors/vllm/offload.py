@@ -28,11 +28,11 @@ from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices, tiers
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.duties import duties_of
-from hybridkv.connectors.vllm.engine_facts import require_resumable
 from hybridkv.connectors.vllm.identity.worker_facts import worker_facts
 from hybridkv.connectors.vllm.layout import resolve_layout
 from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan, WorkerFacts
 from hybridkv.connectors.vllm.opening import Opening, Plan
+from hybridkv.connectors.vllm.resume_facts import require_resumable
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.siblings import current_place
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder

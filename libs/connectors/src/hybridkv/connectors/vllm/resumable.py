@@ -2,7 +2,7 @@
 
 A store may only do what the engine itself may do. vLLM switches its own prefix cache off where a prefix cannot be
 resumed, and keeps no record of who did it or why, so off means refused: unless the operator names the exception, and
-nothing that is known speaks against it. Pure: `engine_facts.py` gathers what is asked for here.
+nothing that is known speaks against it. Pure: `resume_facts.py` gathers what is asked for here.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class ResumeFacts:
     """Everything that the answer depends on."""
 
     switches: Switches
@@ -141,7 +141,7 @@ class EngineFacts:
     groups: tuple[Group, ...]
 
 
-def refusal(facts: EngineFacts) -> Refusal | None:
+def refusal(facts: ResumeFacts) -> Refusal | None:
     """Why no prefix may be resumed here; None if one may.
 
     The reasons are asked in an order in which the most particular is named: a spec says more than a switch.
@@ -149,7 +149,7 @@ def refusal(facts: EngineFacts) -> Refusal | None:
     return next(_refusals(facts), None)
 
 
-def _refusals(facts: EngineFacts) -> Iterator[Refusal]:
+def _refusals(facts: ResumeFacts) -> Iterator[Refusal]:
     for index, group in enumerate(facts.groups):
         yield from _group_refusals(f"kv_cache_groups[{index}].kv_cache_spec", group)
     yield from _model_refusals(facts.model)
@@ -202,7 +202,7 @@ def _of_model(reason: Reason, got: str) -> Refusal:
     )
 
 
-def _machine_refusals(facts: EngineFacts) -> Iterator[Refusal]:
+def _machine_refusals(facts: ResumeFacts) -> Iterator[Refusal]:
     machine, switches = facts.machine, facts.switches
     if machine.device == "cpu" and facts.model.uses_mla and not _amx_runs_mla(facts):
         found = f"{machine.architecture.lower()} {'with' if machine.has_amx else 'without'} AMX"
@@ -233,7 +233,7 @@ def _machine_refusals(facts: EngineFacts) -> Iterator[Refusal]:
         )
 
 
-def _amx_runs_mla(facts: EngineFacts) -> bool:
+def _amx_runs_mla(facts: ResumeFacts) -> bool:
     """What vLLM's CPU platform asks before it lets latent attention resume."""
     machine = facts.machine
     if machine.architecture != "X86" or not machine.has_amx:

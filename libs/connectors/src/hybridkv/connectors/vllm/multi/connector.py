@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR, compat
-from hybridkv.connectors.vllm.engine_facts import warn_of_others
 from hybridkv.connectors.vllm.multi.children import (
     Child,
     build_children,
@@ -37,6 +36,7 @@ from hybridkv.connectors.vllm.multi.selection import Selector
 from hybridkv.connectors.vllm.multi.sizes import LoadSizes, load_admission
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
 from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide
+from hybridkv.connectors.vllm.resume_facts import warn_of_others
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,7 +15,7 @@ import torch
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.resumable import EngineFacts, Group, Machine, Model, Refusal, Switches, refusal
+from hybridkv.connectors.vllm.resumable import Group, Machine, Model, Refusal, ResumeFacts, Switches, refusal
 from hybridkv.connectors.vllm.spec_check import changed_fields, describe
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def warn_of_others(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, othe
     return found
 
 
-def gather(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_excepted: bool) -> EngineFacts:
+def gather(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_excepted: bool) -> ResumeFacts:
     """The facts as they stand in this process now."""
     cacheable = compat.cacheable_group_ids(kv_cache_config)
-    return EngineFacts(
+    return ResumeFacts(
         Switches(
             prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             chunked_prefill=bool(vllm_config.scheduler_config.enable_chunked_prefill),

@@ -1,0 +1,98 @@
+"""What the scheduler's half says when the store opens: what it understood, and what an operator can still mend.
+
+It decides nothing, and refuses nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, format_size
+from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.duties import duties_of
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.hashing import Fingerprint
+from hybridkv.planner import GroupKind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.hybridkv")
+
+
+def announce(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint) -> None:
+    """Says what was understood in one line, then what else an operator should know."""
+    _say_what_was_understood(vllm_config, config, layout, fingerprint)
+    _say_what_is_unusual(vllm_config, layout)
+    _warn(vllm_config, config)
+
+
+def _say_what_was_understood(
+    vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint
+) -> None:
+    spec, transfer = layout.spec, vllm_config.kv_transfer_config
+    chunk = spec.chunk_tokens
+    per_chunk = sum(layout.largest_chunk_bytes(i) for i in spec.stored_groups) * layout.world_size
+    capacity = config.ram.capacity
+    logger.info(
+        "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); "
+        "ram %s holds about %d tokens; %ssmallest prompt that can hit %d tokens; loads %s, given up after %.3g s; "
+        "kv_load_failure_policy %s; kv_role %s, so it %s; cache %s",
+        ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
+        chunk,
+        format_size(per_chunk),
+        per_chunk / chunk,
+        format_size(capacity),
+        capacity // per_chunk * chunk,
+        _disk_words(config.disk, per_chunk, chunk),
+        chunk + 1,
+        config.load,
+        config.load_timeout_seconds,
+        getattr(transfer, "kv_load_failure_policy", "unknown"),
+        transfer.kv_role,
+        duties_of(transfer).words(),
+        fingerprint.digest().hex()[:12],
+    )
+
+
+def _say_what_is_unusual(vllm_config: VllmConfig, layout: CacheLayout) -> None:
+    spec = layout.spec
+    if not vllm_config.cache_config.enable_prefix_caching:
+        logger.info(
+            "HybridOffloadConnector: prefix caching is off, as without_prefix_caching says: the engine keeps nothing "
+            "of its own, so every shared prefix is copied in again"
+        )
+    if any(group.lookahead_tokens for group in spec.groups):
+        logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
+    if not layout.reuses_hashes:
+        logger.info("HybridOffloadConnector: block hashes change with the process, so tokens are hashed anew")
+    scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
+    if scratch:
+        logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)
+
+
+def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+    transfer = vllm_config.kv_transfer_config
+    duties = duties_of(transfer)
+    if config.disk is None and not (duties.loads and duties.stores):
+        logger.warning(
+            "HybridOffloadConnector: kv_role %s without a disk tier is of no use: host memory ends with the engine, so "
+            "what it %s; add a disk tier, or say kv_both",
+            transfer.kv_role,
+            "stores nobody loads" if duties.stores else "could load nobody stores",
+        )
+    if config.disk is not None and compat.is_killed_at_its_end(vllm_config):
+        logger.warning(
+            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "
+            "what is on its way to %s then is lost, and the next start looks on disk for what the last seconds wrote; "
+            "start the server with --shutdown-timeout 30, and let whoever stops it wait longer than that "
+            "(an engine without a server has 5 s)",
+            config.disk.path,
+        )
+
+
+def _disk_words(disk: DiskTierConfig | None, per_chunk: int, chunk: int) -> str:
+    if disk is None:
+        return ""
+    return f"disk {format_size(disk.capacity)} at {disk.path} holds about {disk.capacity // per_chunk * chunk} tokens; "
