@@ -21,8 +21,8 @@ from harness import Engine, Result, make_prompt
 WINDOW: Final = 8
 """Tokens over which a deviation is averaged: a wrong state shows in the first few, and one token alone is all noise."""
 FACTOR: Final = 4.0
-"""Tolerance over the median deviation. Of 72 bfloat16 runs on AVX2 and AVX-512 the farthest lay at 2.2 times the median,
-and a zeroed recurrent group, the mildest damage there is, at 8 times."""
+"""Tolerance over the median deviation. Of 72 bfloat16 runs on AVX2 and AVX-512 the farthest lay at 2.2 times the
+median, and a zeroed recurrent group, the mildest damage there is, at 8 times."""
 FLOOR: Final = 128 * torch.finfo(torch.float32).eps
 """Of the tolerance: what a few hundred roundings of a sum amount to, where a machine shows no noise at all."""
 PROMPTS: Final = 4
