@@ -8,9 +8,6 @@ import sys
 
 import pytest
 
-# What those who start an interpreter without this one's PYTHONPATH put there all the same.
-NARROW_SITE = "HYBRIDKV_NARROW_SITE"
-
 
 class _Shard:
     """Keeps every nth test, by the order of collection."""
@@ -30,9 +27,8 @@ def narrow_the_cpu() -> None:
     """Every interpreter from here on, this one and those that a test starts, says that it has no AVX-512."""
     folder = pathlib.Path(__file__).absolute().parent / "without_avx512"
     sys.path.insert(0, str(folder))
-    os.environ[NARROW_SITE] = os.environ["PYTHONPATH"] = os.pathsep.join(
-        path for path in (str(folder), os.environ.get("PYTHONPATH")) if path
-    )
+    path = [str(folder), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
     runpy.run_path(str(folder / "sitecustomize.py"))
 
 

@@ -32,6 +32,8 @@ import tiny_models
 
 _DRAIN_DEADLINE_S: Final = 300.0
 _MAX_STEPS: Final = 100_000
+_PROMPT_STRIDE: Final = 512
+_LONGEST_STEP: Final = 512  # so that short prompts have several steps, and a recurrent layer several states
 
 
 def prepare_environment(directory: Path) -> None:
@@ -77,11 +79,10 @@ def exact_prompt_lengths(kind: str, count: int, *, remainder: int = 40) -> list[
 
     The rest are whole steps, and more tokens than a sliding window has.
     """
-    arguments = tiny_models.ENGINE_ARGUMENTS[kind]
-    if not 1 <= remainder <= arguments["block_size"]:
-        raise ValueError(f"remainder {remainder}: expected 1 to {arguments['block_size']}")
-    stride = max(arguments["max_num_batched_tokens"], 512)
-    return [stride * (i + 1) + remainder for i in range(count)]
+    block_size = tiny_models.ENGINE_ARGUMENTS[kind]["block_size"]
+    if not 1 <= remainder <= block_size:
+        raise ValueError(f"remainder {remainder}: expected 1 to {block_size}")
+    return [_PROMPT_STRIDE * (i + 1) + remainder for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -332,7 +333,8 @@ def running_engine(
         raise RuntimeError("torch was loaded before this module and runs on several threads: import harness first")
     prepare_environment(directory / "environment")
     model = tiny_models.make_tiny_model(kind, directory / kind, seed=weights_seed)
-    options = tiny_models.ENGINE_ARGUMENTS[kind] | arguments
+    options = tiny_models.ENGINE_ARGUMENTS[kind]
+    options = options | {"max_num_batched_tokens": min(options["max_num_batched_tokens"], _LONGEST_STEP)} | arguments
     if kv_transfer_config is not None:
         options["kv_transfer_config"] = kv_transfer_config
     with running_model(model, options) as engine:

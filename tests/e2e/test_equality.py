@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 from equality import require_same_output, same_arithmetic
@@ -71,11 +70,15 @@ def test_a_deviation_is_the_mean_over_what_both_answered() -> None:
     assert deviation(COLD, result((), 0.6)) == pytest.approx(0.6 / 2 / 3)
 
 
-def test_a_deviation_ends_where_the_tokens_part_and_is_infinite_where_they_had_nothing_in_common() -> None:
+def test_a_deviation_ends_where_the_tokens_part() -> None:
     parted = dataclasses.replace(COLD, token_ids=(5, 8, 9), logprobs=({7: -1.5, 5: -1.5}, {}, {}))
     assert deviation(COLD, parted) == pytest.approx(0.5)
-    other = dataclasses.replace(COLD, token_ids=(6, 8, 9), logprobs=({6: -0.1}, {}, {}))
-    assert deviation(COLD, other) == math.inf
+
+
+def test_a_token_that_the_other_does_not_name_is_as_likely_as_the_least_that_it_names() -> None:
+    other = dataclasses.replace(COLD, token_ids=(6, 8, 9), logprobs=({6: -0.5, 4: -4.0}, {}, {}))
+    # Token 7: -1 and at most -4. Token 6: at most -2 and -0.5.
+    assert deviation(COLD, other) == pytest.approx((3.0 + 1.5) / 2)
 
 
 def test_what_is_written_down_is_read_back_to_the_last_digit() -> None:

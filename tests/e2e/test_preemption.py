@@ -20,7 +20,11 @@ POOLS = {"qwen3-next": 60, "gemma3": 96, "gpt-oss": 60}
 
 @pytest.fixture(scope="module")
 def engine_arguments(kind: str) -> dict[str, Any]:
-    return {"num_gpu_blocks_override": POOLS[kind], "max_model_len": 1024}
+    pool = {"num_gpu_blocks_override": POOLS[kind], "max_model_len": 1024}
+    # All prompts are computed side by side, so that all are admitted before the pool is full.
+    if kind == "qwen3-next":
+        return pool | {"max_num_batched_tokens": 2048}
+    return pool | {"max_num_batched_tokens": 512, "long_prefill_token_threshold": 64}
 
 
 def run_together(engine: Engine, prompts: list[list[int]]) -> tuple[list[Any], int]:

@@ -17,6 +17,8 @@ VARIABLES = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "HYBRIDKV_CPU_LEVEL": "avx2",
+    # For who starts an interpreter without this one's PYTHONPATH.
+    "HYBRIDKV_NARROW_SITE": os.path.dirname(os.path.abspath(__file__)),
 }
 MODULE = "torch.cpu"
 WIDER = ("avx512", "avx10", "amx", "avx_vnni", "avx_ne_convert")
