@@ -15,6 +15,7 @@ from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.connectors.vllm.loads import LoadPlanner
 from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
 from hybridkv.metrics import Counts
+from oracle import disk_tier
 from oracle.engine import OracleEngine
 from oracle.mixes import GPT_OSS, NAMED, Mix
 from oracle.profile import profile
@@ -70,9 +71,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def extra(mix: Mix, directory: str | Path) -> dict[str, Any]:
-    ram = {"type": "ram", "capacity": 500 * 4096 * (len(mix.groups) + 1)}
-    disk = {"type": "disk", "path": str(directory), "capacity": "64MiB", "fsync": "none", "direct": False}
-    return {"chunk_tokens": mix.alignment_tokens, "tiers": [ram, disk]}
+    return dict(disk_tier.stacked(mix, directory).extra_config)
 
 
 def stacked(mix: Mix, directory: str | Path, role: str) -> Connector:
