@@ -228,8 +228,9 @@ def test_vllms_example_connector_works_below_ours_where_the_hybrid_manager_is_of
         assert any(tmp_path.iterdir()), "the example connector stored nothing"
         engine.reset_prefix_cache()
         warm = one_by_one(engine, prompts)
+        tolerance = Noise(engine).tolerance
         for before, after in zip(cold, warm, strict=True):
-            assert deviation(before, after) <= Noise(engine).tolerance
+            assert deviation(before, after) <= tolerance
         example_counts = selections.of("ExampleConnector")
         assert (example_counts.hits, example_counts.hit_tokens) == (2, 512), "a tie goes to the first"
         assert example_counts.load_bytes > 0 and example_counts.load_seconds > 0

@@ -46,19 +46,23 @@ class Life:
 
 
 def is_written_down(cache: Path) -> bool:
-    """Whether everything that was begun has ended, and the next start will know of it."""
+    """Whether everything that was begun has ended, and the next start will know of it.
+
+    A machine that is slow enough takes a snapshot in the middle, and what follows is behind that one.
+    """
     try:
         [namespace] = cache.glob("[0-9a-f]*")
-        base = snapshot.checksum_of((namespace / "snapshot").read_bytes())
+        base = (namespace / "snapshot").read_bytes()
         data = (namespace / "changes").read_bytes()
     except (ValueError, FileNotFoundError):
         return False
-    decoded = changes.decode(data, bytes.fromhex(namespace.name), base)
-    if decoded is None or not decoded.is_whole:
+    name = bytes.fromhex(namespace.name)
+    saved, decoded = snapshot.decode(base, name), changes.decode(data, name, snapshot.checksum_of(base))
+    if saved is None or decoded is None or not decoded.is_whole:
         return False
-    begun = {change.address for change in decoded.changes if isinstance(change, changes.Reserved)}
+    begun = {change.address for change in decoded.changes if isinstance(change, changes.Reserved)} | {*saved.pending}
     ended = {change.address for change in decoded.changes if isinstance(change, changes.Committed)}
-    return begun == ended and len(ended) == NUM_RECORDS
+    return begun <= ended and len(ended | {*saved.addresses}) == NUM_RECORDS
 
 
 def live(directory: Path, *, until_written: bool) -> Life:
@@ -102,9 +106,9 @@ def test_the_start_says_what_a_sudden_end_costs(lives: tuple[Life, Life]) -> Non
 
 
 def test_the_next_start_reads_no_segment(lives: tuple[Life, Life]) -> None:
-    read, segments, num_changes = lives[1].opening
+    read, segments, _ = lives[1].opening
     assert (read, lives[0].opening[1]) == (0, 0)
-    assert segments > 0 and num_changes >= 2 * NUM_RECORDS
+    assert segments > 0
 
 
 def test_the_next_server_restores_what_the_killed_one_had_stored(lives: tuple[Life, Life]) -> None:

@@ -55,6 +55,7 @@ class Family:
         needs_mamba2: it only runs on the CPU build with `mamba2_cpu`.
         refusal: words of the error where it is not.
         note: what a reader must know of the model.
+        names_machine: its refusal names what the machine has.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Family:
     needs_mamba2: bool = False
     refusal: str = ""
     note: str = ""
+    names_machine: bool = False
 
     def served_here(self, has_amx: bool) -> bool:
         """Whether the connector must serve it on this machine; otherwise it must refuse it."""
@@ -333,6 +335,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         resumable=Resumable.NOWHERE,
         refusal="CPU_MLA",
         note="dense",
+        names_machine=True,
     ),
     Family(
         "prefix-lm",

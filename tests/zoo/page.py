@@ -101,7 +101,7 @@ def line(family: Family, row: Row) -> str:
 
 def depends_on_machine(family: Family) -> bool:
     """Whether another machine may see another row."""
-    return family.resumable is Resumable.WITH_AMX
+    return family.resumable is Resumable.WITH_AMX or family.names_machine
 
 
 def _of(hit: int, length: int) -> str:

@@ -94,7 +94,7 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Pr
     problems += (flag_problem(spec.name, name, value, flags) for name, value in spec.flags)
     if found.get(_DRAFTS) and not is_drafter:
         got = f"{_DRAFTS} True: {flags[_DRAFTS].why}"
-        problems.append(Problem(f"{_DRAFTS} in a drafter's group alone", got, _WITHOUT, is_known=True))
+        problems.append(Problem(f"{_DRAFTS} in a drafter's group alone", got, flags[_DRAFTS].hint, is_known=True))
     problem = next((each for each in problems if each is not None), None)
     return replace(problem, got=f"{where}: {problem.got}") if problem is not None else None
 
@@ -123,6 +123,12 @@ def _unfit(owner: str, name: str, shown: str, flag: Flag) -> Problem:
             else "start with --mamba-cache-mode align, the one whose states the engine hands over",
             is_known=True,
         )
+    if flag.lists_values:
+        got = f"{name} {shown}, a value that nobody here has looked at"
+        return Problem(f"{owner} with a {name} that hybridkv knows", got, flag.hint or _WITHOUT, is_known=False)
     return Problem(
-        f"{owner} whose {name} is left at its default", f"{name} {shown}: {flag.why}", _WITHOUT, is_known=True
+        f"{owner} whose {name} is left at its default",
+        f"{name} {shown}: {flag.why}",
+        flag.hint or _WITHOUT,
+        is_known=True,
     )

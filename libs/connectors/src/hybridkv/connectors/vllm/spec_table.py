@@ -36,11 +36,18 @@ class Flag:
         why: it does no harm, or does.
         accepts: the values, besides the default, with which a prefix can be resumed.
         unfit_default: the default, where that is what a prefix cannot be resumed with.
+        hint: what an operator can do where a value is refused; "" where nothing but to do without.
     """
 
     why: str
     accepts: Callable[[object], bool] = _any
     unfit_default: str = ""
+    hint: str = ""
+
+    @property
+    def lists_values(self) -> bool:
+        """Whether `why` is about the values that are accepted, so that others are values nobody has looked at."""
+        return self.accepts not in (_any, _never)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +74,17 @@ _NON_CAUSAL = Flag(
     "the layers attend in both directions, so what a prefix leaves behind depends on what follows", _never
 )
 _SHARDED = Flag("how ranks of decode context parallelism share tokens; that layout is refused by itself")
-_REPLAY = Flag("the engine computes the last window of a hit again, which has not been tried with a store", _never)
+_REPLAY = Flag(
+    "the engine computes the last window of a hit again, which has not been tried with a store",
+    _never,
+    hint="start with --no-swa-bounded-replay",
+)
 _DRAFT = Flag(
     # The one model that sets it projects each position's keys and values from the target's hidden state at that
     # position; both directions are seen only by the block of drafts, beyond what was accepted, and it is written again.
     "a drafter's layers look in both directions among the drafts, which are never stored; outside a drafter's group "
-    "nobody has said what it means"
+    "nobody has said what it means",
+    hint="start without disable_eagle_block_drop, if it is set; else without hybridkv",
 )
 _QUANT_MODES = _named(
     "FP8_PER_TENSOR",
@@ -107,7 +119,11 @@ KNOWN: Mapping[str, SpecClass] = {
             "head_size": _SIZE,
             "head_size_v": _SIZE,
             "dtype": Flag("part of the keys"),
-            "kv_quant_mode": Flag("quantization whose scales lie in the page or in the weights", _QUANT_MODES),
+            "kv_quant_mode": Flag(
+                "quantization whose scales lie in the page or in the weights",
+                _QUANT_MODES,
+                hint="start with another --kv-cache-dtype",
+            ),
             "page_size_padded": _PLACE,
             "num_head_slots": _SIZE,
             "state_content_bytes": _SIZE,
