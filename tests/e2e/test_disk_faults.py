@@ -121,7 +121,8 @@ def test_a_directory_that_is_removed_under_the_tier_costs_hits(lives: dict[str, 
     removed = lives["removed"]
     require_equal_answers(removed)
     assert removed["timeouts"] == 0
-    assert "create: ENOENT" in removed["file_errors"]
+    # Whoever of the upkeep comes first: what makes segments, or what writes down changes.
+    assert {"create: ENOENT", "log: ENOENT"} & removed["file_errors"].keys()
 
 
 def test_a_file_system_that_has_become_read_only_still_serves(lives: dict[str, Any]) -> None:
