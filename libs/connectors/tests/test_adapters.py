@@ -77,6 +77,17 @@ def test_the_keys_follow_the_content_and_not_the_place(engine: Engine, tmp_path:
     assert key(engine.swear(turned)) not in others | {first}
 
 
+def test_after_a_reset_an_adapter_has_keys_of_this_engine_alone(engine: Engine, tmp_path: Path) -> None:
+    lora = request(write(tmp_path / "a"))
+    write(tmp_path / "b")
+    keys = [key(engine.swear(lora))]
+    for nonce in (b"1" * 16, b"2" * 16):
+        engine.adapters.begin_anew(nonce)
+        keys.append(key(engine.swear(lora)))
+        assert keys[-1] == key(engine.swear(lora)) == key(engine.swear(request(tmp_path / "b", 2)))
+    assert len(set(keys)) == 3
+
+
 def test_files_that_changed_after_the_engine_began_are_in_doubt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

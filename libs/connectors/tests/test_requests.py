@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,18 @@ from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.compat import extra_hash_bytes
+from hybridkv.connectors.vllm.duties import BOTH, Duties
+from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.requests import Requests, RequestState
+from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
+from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Miss
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import TierStack
 
 BLOCK = 4
 CHANGES = st.lists(
@@ -36,9 +45,9 @@ def new_request(has_hashes: bool = True) -> Request:
 
 
 def track(request: Request, reuses_hashes: bool) -> RequestState:
-    layout: Any = make_layout((FULL,))
-    own = SimpleNamespace(spec=layout.spec, keys=layout.keys, reuses_hashes=reuses_hashes)
-    return Requests(own).track(request)  # type: ignore[arg-type]
+    made = make_layout((FULL,))
+    own: Any = SimpleNamespace(spec=made.spec, reuses_hashes=reuses_hashes)
+    return Requests(own, made.keys, Adapters(made.keys, 0)).track(request)
 
 
 def change(request: Request, kept: int, new: list[int]) -> None:
@@ -95,3 +104,36 @@ def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
     state.follow()
     forgotten = (state.answer, state.asked, state.claim, state.found_near, state.stored_tokens, state.seen)
     assert (forgotten == (None, (-1, -1, -1), None, (-1, -1, -1), 0, (0, 0))) is is_lost
+
+
+def new_scheduler(duties: Duties = BOTH) -> OffloadScheduler:
+    """Of an engine with one FULL group and nothing stored, whose adapters' files are an hour old."""
+    made, later_ns = make_layout((FULL,)), time.time_ns() + 3600 * 10**9
+    return OffloadScheduler(
+        made.layout,
+        Identity(made.keys, Adapters(made.keys, later_ns, lambda: later_ns)),
+        TierStack(RamIndex(1 << 20, 4096), None, 1, lambda: 0.0),
+        LoadAdmission(made.spec, 64),
+        Deadlines(1.0, 1.0, lambda: 0.0),
+        Recorder(),
+        duties,
+    )
+
+
+def first_key(state: RequestState) -> bytes:
+    return state.keys().key(0, 2 * BLOCK)
+
+
+def test_after_a_reset_an_engine_shares_with_itself_alone() -> None:
+    """No file has the weights that an engine may have by then."""
+    one, other = new_scheduler(), new_scheduler()
+    waiting = one.track(new_request())
+    old = first_key(waiting)
+    assert old == first_key(other.track(new_request()))
+    one.reset()
+    new = first_key(waiting)
+    assert new != old, "a request that waits is looked up and stored under the new keys"
+    assert new == first_key(one.track(new_request()))
+    other.reset()
+    assert first_key(other.track(new_request())) not in (old, new)
+    assert one._identity.namespace == other._identity.namespace

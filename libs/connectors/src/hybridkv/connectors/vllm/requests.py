@@ -118,6 +118,7 @@ class RequestState:
         self.gated_polls = 0
         self.waited_in_vain = False
         self.seen = (0, 0)
+        self.claim, self.found_near = None, (-1, -1, -1)
         if self.sworn is not None:
             # The engine may read the adapter anew before it begins again.
             self.kept_keys = self.hashes = self.sworn = None
@@ -177,8 +178,14 @@ class Requests:
     def forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
-    def all(self) -> list[RequestState]:
-        return list(self._states.values())
+    def begin_anew(self, keys: ChunkKeys) -> None:
+        """Nothing that was concluded under the former keys holds; requests that have begun store nothing more."""
+        self._keys = keys
+        for state in self._states.values():
+            state.forget_progress()
+            state.is_storable = state.request.num_computed_tokens == 0
+            if state.lora is None:
+                self._take_keys(state, keys)
 
     def clear(self) -> None:
         self._states.clear()

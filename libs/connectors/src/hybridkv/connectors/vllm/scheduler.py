@@ -5,6 +5,7 @@ It moves no bytes, and it never waits.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,13 +31,15 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+NONCE_BYTES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Whose content an engine's chunks have.
 
     Args:
-        keys: of the model as it is.
+        keys: of the model as it was when the engine began.
         adapters: of what is laid over it.
     """
 
@@ -47,6 +50,12 @@ class Identity:
     def namespace(self) -> bytes:
         """Of the slow tier."""
         return self.keys.fingerprint.digest()
+
+    def begin_anew(self) -> ChunkKeys:
+        """Keys that nobody has had, for the model as it is; those of adapters change alike."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.adapters.begin_anew(nonce)
+        return self.keys.for_adapter(nonce)
 
 
 class OffloadScheduler:
@@ -197,11 +206,10 @@ class OffloadScheduler:
         """Drops everything stored. Copies in flight end by themselves and leave nothing behind.
 
         Requests that have begun store nothing more: their content may be of the weights that the reset was to forget.
+        What is stored from now on may be of weights that no file has, so its keys are such as no other process makes.
         """
         self._stack.clear()
-        for state in self._requests.all():
-            state.forget_progress()
-            state.is_storable = state.request.num_computed_tokens == 0
+        self._requests.begin_anew(self._identity.begin_anew())
         return True
 
     def close(self) -> None:

@@ -71,6 +71,7 @@ class Adapters:
 
     def __init__(self, keys: ChunkKeys, began_ns: int, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._keys = keys
+        self._nonce = b""
         self._began_ns = began_ns
         self._now_ns = now_ns
         self._adapters: OrderedDict[Name, _Adapter] = OrderedDict()
@@ -105,8 +106,18 @@ class Adapters:
         if not self._is_held(adapter, found.signature, lora.load_inplace, is_alone):
             return None
         if adapter.keys is None:
-            adapter.keys = self._keys.for_adapter(found.digest)
+            adapter.keys = self._keys.for_adapter(self._nonce + found.digest)
         return Sworn(adapter.name, found.signature, adapter.keys, lora.load_inplace)
+
+    def begin_anew(self, nonce: bytes) -> None:
+        """The model is no longer what it was: every adapter gets keys that no other process has.
+
+        Args:
+            nonce: what is in all of them from now on.
+        """
+        self._nonce = nonce
+        for adapter in self._adapters.values():
+            adapter.keys = None
 
     def holds(self, sworn: Sworn | None) -> bool:
         """Whether the files are still as they were, so that what was computed since then was computed with them.
