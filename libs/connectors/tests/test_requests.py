@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_lookups import FULL, make_layout
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.compat import extra_hash_bytes
 from hybridkv.connectors.vllm.duties import BOTH, Duties
+from hybridkv.connectors.vllm.identity import adapters as module
 from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.requests import Requests, RequestState
@@ -28,6 +31,7 @@ from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import TierStack
 
 BLOCK = 4
+SOON_S = 30.0
 CHANGES = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(0, 1), max_size=20), st.booleans()), min_size=1, max_size=8
 )
@@ -137,3 +141,57 @@ def test_after_a_reset_an_engine_shares_with_itself_alone() -> None:
     other.reset()
     assert first_key(other.track(new_request())) not in (old, new)
     assert one._identity.namespace == other._identity.namespace
+
+
+def lora_request(path: Path, name: str = "r", *, in_place: bool = False, adapter: str = "tuned") -> Request:
+    path.mkdir(exist_ok=True)
+    if not any(path.iterdir()):
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.safetensors").write_bytes(b"weights")
+    lora = LoRARequest(adapter, 1, str(path), load_inplace=in_place)
+    init_none_hash(engine_hash)
+    hasher = get_request_block_hasher(BLOCK, engine_hash)
+    return Request(name, [1] * 20, SamplingParams(max_tokens=9), None, lora_request=lora, block_hasher=hasher)
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", SOON_S)
+
+
+@pytest.mark.usefixtures("_patient")
+def test_an_oath_is_looked_at_again_while_the_request_waits(tmp_path: Path) -> None:
+    scheduler, request = new_scheduler(), lora_request(tmp_path / "a")
+    adapters, requests = scheduler._identity.adapters, scheduler._requests
+    state = requests.track(request)
+    assert adapters.settle(SOON_S)
+    assert requests.identify(state)
+    kept = state.kept_keys
+    assert requests.identify(state) and state.kept_keys is kept
+    state.claim, state.found_near = (16, 0), (1, 16, 0)
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"retrain")
+    assert not requests.identify(state)
+    assert (state.kept_keys, state.claim, state.found_near) == (None, None, (-1, -1, -1))
+
+
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize(
+    ("other", "is_alone"),
+    [
+        ({"path": "a", "in_place": True}, True),
+        ({"path": "a"}, False),
+        ({"path": "b", "in_place": True}, False),
+        ({"path": "a", "in_place": True, "adapter": "other"}, False),
+    ],
+)
+def test_a_request_that_loads_in_place_is_alone_among_its_like(
+    tmp_path: Path, other: dict[str, Any], is_alone: bool
+) -> None:
+    scheduler = new_scheduler()
+    requests, adapters = scheduler._requests, scheduler._identity.adapters
+    state = requests.track(lora_request(tmp_path / "a", in_place=True))
+    assert adapters.settle(SOON_S)
+    assert requests.identify(state)
+    path = tmp_path / other.pop("path")
+    requests.track(lora_request(path, "other", **other))
+    assert requests.identify(state) is is_alone

@@ -153,6 +153,9 @@ class Requests:
 
     def identify(self, state: RequestState) -> bool:
         """Whether the request has keys. To be asked before the engine admits it: afterwards it is too late."""
+        if state.sworn is not None and not (self._is_alone(state) and self._adapters.is_unchanged(state.sworn)):
+            # The engine will read what the files hold now, or nobody knows.
+            state.forget_progress()
         if state.kept_keys is None:
             state.sworn = self._adapters.swear(state.lora, self._is_alone(state))
             if state.sworn is not None:
@@ -168,9 +171,13 @@ class Requests:
         """Whether a request that loads its adapter in place does: the engine goes by the first that runs with it."""
         if not state.lora.load_inplace:
             return True
-        number = state.lora.lora_int_id
+        own = state.lora
         others = (each.lora for each in self._states.values() if each.lora and not each.request.is_finished())
-        return all(lora.load_inplace for lora in others if lora.lora_int_id == number)
+        return all(
+            lora.load_inplace and (lora.lora_name, lora.lora_path) == (own.lora_name, own.lora_path)
+            for lora in others
+            if lora.lora_int_id == own.lora_int_id
+        )
 
     def get(self, request_id: str) -> RequestState | None:
         return self._states.get(request_id)
