@@ -21,10 +21,13 @@ from hybridkv.connectors.vllm.compat import extra_hash_bytes
 from hybridkv.connectors.vllm.duties import BOTH, Duties
 from hybridkv.connectors.vllm.identity import adapters as module
 from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.identity.files import Signature
 from hybridkv.connectors.vllm.loads import Deadlines
+from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.connectors.vllm.requests import Requests, RequestState
 from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.stores import _StoreJob as StoreJob
 from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Miss
 from hybridkv.tiers.ram import RamIndex
@@ -195,3 +198,35 @@ def test_a_request_that_loads_in_place_is_alone_among_its_like(
     path = tmp_path / other.pop("path")
     requests.track(lora_request(path, "other", **other))
     assert requests.identify(state) is is_alone
+
+
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize(("computed_tokens", "is_known"), [(0, True), (BLOCK, False)])
+def test_an_adapter_is_known_of_a_request_that_nobody_asked_about(
+    tmp_path: Path, computed_tokens: int, is_known: bool
+) -> None:
+    """An engine that only stores is not asked what it can load; of one that has begun it is too late."""
+    scheduler, request = new_scheduler(Duties(loads=False)), lora_request(tmp_path / "a")
+    state = scheduler.track(request)
+    assert scheduler._identity.adapters.settle(SOON_S)
+    request.num_computed_tokens = computed_tokens
+    scheduler.on_allocated(request, SimpleNamespace(blocks=()), 0)  # type: ignore[arg-type]
+    assert (state.kept_keys is not None) is is_known
+
+
+@pytest.mark.usefixtures("_patient")
+def test_stores_that_end_together_cost_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, num_looks, look = new_scheduler(), [], module.signature
+    requests, adapters = scheduler._requests, scheduler._identity.adapters
+    states = [requests.track(lora_request(tmp_path / "a", name)) for name in "abc"]
+    assert adapters.settle(SOON_S) and all(requests.identify(state) for state in states)
+
+    def counting(path: str) -> Signature:
+        num_looks.append(path)
+        return look(path)
+
+    monkeypatch.setattr(module, "signature", counting)
+    for expected in (1, 2):
+        scheduler._stores._stores = {i: StoreJob([], [], 0, 1, states[i].sworn) for i in range(3)}
+        scheduler._stores.on_ended({i: StoreOutcome(1) for i in range(3)})
+        assert len(num_looks) == expected

@@ -121,6 +121,9 @@ class OffloadScheduler:
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The engine has given the request blocks; plan the load of its external tokens into them."""
         state = self.track(request)
+        if state.answer is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
+            # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
+            self._requests.identify(state)
         if state.kept_keys is None:
             if state.answer is not None:
                 explanation = unidentified(state)
@@ -187,8 +190,7 @@ class OffloadScheduler:
         """Commits or aborts what ended; a failed load is remembered so that its retry asks for less."""
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
-            for job_id, ended in outcome.stores.items():
-                self._stores.on_ended(job_id, ended)
+            self._stores.on_ended(outcome.stores)
             for request_id, failures in outcome.load_failures.items():
                 self._loads.on_failures(request_id, failures)
             for move_id, moved in outcome.moves.items():
