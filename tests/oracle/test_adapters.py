@@ -44,7 +44,7 @@ class Life:
         self.adapters._now_ns = lambda: now_ns
         self.count = 0
 
-    def restored(self, lora: LoRARequest, model: int) -> int:
+    def restored(self, lora: LoRARequest | None, model: int) -> int:
         """Tokens that are restored of the prompt, with the adapter that the engine holds; its own cache is empty."""
         self.engine.reset_prefix_cache()
         before = self.engine.restored_tokens
@@ -123,3 +123,22 @@ def test_an_identity_that_goes_by_name_and_path_is_caught(tmp_path: Path, monkey
         life.restored(lora, 2)
         with pytest.raises(CorruptionError):
             life.restored(lora, 2)
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_what_is_stored_after_a_reset_is_found_by_the_same_engine_alone(tmp_path: Path, has_adapter: bool) -> None:
+    """Weights may have been changed in place: the next engine reads others from the files."""
+    lora = train(tmp_path, 1) if has_adapter else None
+    with living(tmp_path) as life:
+        if lora is not None:
+            life.restored(lora, 1)
+        assert life.restored(lora, 1) == 0
+        assert life.restored(lora, 1) > 100
+        life.engine.reset_connector()
+        assert life.restored(lora, 1) == 0
+        assert life.restored(lora, 1) > 100
+    with living(tmp_path) as life:
+        assert [life.restored(lora, 1) for _ in range(2 if has_adapter else 1)] == [0] * (1 + has_adapter)
+        assert life.restored(lora, 1) > 100, "the next engine shares again"
+    with living(tmp_path) as life:
+        assert life.restored(lora, 1) > 100 or (lora is not None and life.restored(lora, 1) > 100)

@@ -77,6 +77,17 @@ def test_the_keys_follow_the_content_and_not_the_place(engine: Engine, tmp_path:
     assert key(engine.swear(turned)) not in others | {first}
 
 
+def test_after_a_reset_an_adapter_has_keys_of_this_engine_alone(engine: Engine, tmp_path: Path) -> None:
+    lora = request(write(tmp_path / "a"))
+    write(tmp_path / "b")
+    keys = [key(engine.swear(lora))]
+    for nonce in (b"1" * 16, b"2" * 16):
+        engine.adapters.begin_anew(nonce)
+        keys.append(key(engine.swear(lora)))
+        assert keys[-1] == key(engine.swear(lora)) == key(engine.swear(request(tmp_path / "b", 2)))
+    assert len(set(keys)) == 3
+
+
 def test_files_that_changed_after_the_engine_began_are_in_doubt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,6 +137,52 @@ def test_loaded_in_place_it_is_certain_again(engine: Engine, tmp_path: Path) -> 
     assert engine.swear(lora) is None
     assert engine.adapters.holds(sworn)
     assert key(engine.swear(lora)) == key(sworn)
+
+
+def test_a_number_that_goes_to_another_adapter_is_in_doubt_for_both(engine: Engine, tmp_path: Path) -> None:
+    """The engine goes by the number: it gives the second the weights that it has of the first, or the other way."""
+    first, second = request(write(tmp_path / "a")), request(write(tmp_path / "b", b"others!"), name="other")
+    sworn = engine.swear(first)
+    assert engine.adapters.holds(sworn)
+    assert engine.swear(second) is None
+    assert not engine.adapters.holds(sworn) and not engine.adapters.is_unchanged(sworn)
+    assert engine.swear(first) is None
+    in_place = engine.swear(request(tmp_path / "b", name="other", in_place=True))
+    assert engine.swear(request(tmp_path / "b", name="other")) is None, "until it has run, the engine may hold either"
+    assert engine.adapters.holds(in_place)
+    assert key(engine.swear(second)) == key(in_place)
+    assert engine.swear(first) is None
+    assert not engine.adapters.holds(in_place)
+
+
+def test_numbers_beyond_those_that_are_remembered_are_in_doubt(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SEEN", 1)
+    write(tmp_path / "a")
+    assert engine.swear(request(tmp_path / "a")) is not None
+    assert engine.swear(request(tmp_path / "a", 2)) is None
+    assert engine.swear(request(tmp_path / "a", 2, in_place=True)) is None
+    assert engine.swear(request(tmp_path / "a")) is not None
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_directory_that_is_exchanged_above_an_adapter_is_seen(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
+) -> None:
+    """What lies there now is older than the engine, and is not what the engine has read."""
+    write(tmp_path / "all" / "a")
+    write(tmp_path / "new" / "a", b"retrain")
+    lora = request(tmp_path / "all" / "a")
+    engine.adapters.notice(lora)
+    assert engine.adapters.settle(SOON_S)
+    if is_forgotten:
+        monkeypatch.setattr(module, "MAX_ADAPTERS", 1)
+        engine.adapters.notice(request(tmp_path, 2))
+    (tmp_path / "all").rename(tmp_path / "old")
+    (tmp_path / "new").rename(tmp_path / "all")
+    assert engine.swear(lora) is None
+    assert engine.swear(lora) is None
 
 
 def test_what_was_written_a_moment_before_it_was_read_may_change_unseen(tmp_path: Path) -> None:

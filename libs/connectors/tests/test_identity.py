@@ -17,7 +17,7 @@ import pytest
 import torch
 from identity_configs import ARCHITECTURE, LLAMA, LONGROPE, make_config, write_model
 from transformers import LlamaConfig
-from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+from vllm.config import CacheConfig, MultiModalConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
@@ -351,7 +351,15 @@ def test_facts_of_an_engine_are_the_same_in_another_engine(tmp_path: Path) -> No
     assert one.facts["weights.named"] == "the tests'" and "environment.VLLM_X" in one.facts
 
 
-@pytest.mark.parametrize("name", ["cache_config.calculate_kv_scales", "weight_transfer_config", "weights.model"])
+CHANGING = [
+    "cache_config.calculate_kv_scales",
+    "multimodal_config.mm_processor_cache_gb",
+    "weight_transfer_config",
+    "weights.model",
+]
+
+
+@pytest.mark.parametrize("name", CHANGING)
 def test_what_no_other_process_can_have_makes_the_facts_this_processs_own(tmp_path: Path, name: str) -> None:
     options = OPTIONS if name != "weights.model" else OffloadConfig(tiers=())
     found = []
@@ -359,11 +367,22 @@ def test_what_no_other_process_can_have_makes_the_facts_this_processs_own(tmp_pa
         config = make_config(write_model(tmp_path))
         if name == "weight_transfer_config":
             config.weight_transfer_config = Color.RED
+        elif name == "multimodal_config.mm_processor_cache_gb":
+            config.cache_config.enable_prefix_caching = False
+            config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=0)
         elif name != "weights.model":
             object.__setattr__(config.cache_config, "calculate_kv_scales", True)
         found.append(engine_facts(config, {}, options))
     assert found[0].unrepeatable.keys() == {name} and found[0].unrepeatable[name]
     assert differing(found[0].facts, found[1].facts) == (NONCE,) and name in found[0].facts[NONCE]
+
+
+@pytest.mark.parametrize(("has_prefixes", "cache_gb"), [(True, 0), (False, 4)])
+def test_images_that_are_hashed_are_told_by_what_they_hold(tmp_path: Path, has_prefixes: bool, cache_gb: int) -> None:
+    config = make_config(write_model(tmp_path))
+    config.cache_config.enable_prefix_caching = has_prefixes
+    config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+    assert engine_facts(config, {}, OPTIONS).unrepeatable == {}
 
 
 CODED = LLAMA | {"auto_map": {"AutoConfig": "configuration_x.X", "AutoModel": "modeling_x.X"}}

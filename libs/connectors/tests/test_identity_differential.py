@@ -232,8 +232,8 @@ def test_what_is_left_out_is_there_to_be_left_out() -> None:
     assert all(reason.strip() for reason in (LEFT_OUT | LEFT_OUT_ELSEWHERE | MODEL_KEYS_LEFT_OUT).values())
 
 
-SET_BY_WORKERS = {"VLLM_DIST_IDENT"}
-"""Set by vLLM's CPU worker, new in each process, and in no list of vLLM's."""
+SET_BY_ENGINES = {"VLLM_DIST_IDENT", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"}
+"""Set by vLLM for its own processes, and in no list of vLLM's."""
 LIBRARIES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
 
 
@@ -246,7 +246,7 @@ def test_every_variable_changes_the_facts_or_is_left_out_with_a_reason(name: str
 
 
 def test_what_is_left_out_of_the_environment_is_there_to_be_left_out() -> None:
-    known = set(vllm.envs.environment_variables) | SET_BY_WORKERS
+    known = set(vllm.envs.environment_variables) | SET_BY_ENGINES
 
     def has_use(entry: str) -> bool:
         if any(fnmatchcase(name, entry) for name in known):
@@ -273,6 +273,24 @@ def test_values_of_the_environment_and_free_text_are_never_written_down(config: 
 def test_a_variable_that_this_engine_does_not_know_counts() -> None:
     assert environment_facts({"VLLM_NOBODY_KNOWS": "1"}).keys() == {"environment.VLLM_NOBODY_KNOWS"}
     assert environment_facts({"HOME": "/root", "PATH": "/bin", "LANG": "C"}) == {}
+
+
+def test_where_services_of_a_cluster_are_says_nothing() -> None:
+    """A service called `vllm-server` puts these into every container of its namespace, each time with other values."""
+    links = {
+        "VLLM_SERVER_SERVICE_HOST": "10.0.0.1",
+        "VLLM_SERVER_SERVICE_PORT": "8000",
+        "VLLM_SERVER_SERVICE_PORT_HTTP": "8000",
+        "VLLM_SERVER_PORT": "tcp://10.0.0.1:8000",
+        "TRITON_PORT": "udp://10.0.0.1:8000",
+        "VLLM_SERVER_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "VLLM_SERVER_PORT_8000_TCP_PROTO": "tcp",
+        "VLLM_SERVER_PORT_8000_TCP_PORT": "8000",
+        "VLLM_SERVER_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "VLLM_SERVER_PORT_53_UDP_ADDR": "10.0.0.1",
+    }
+    assert environment_facts(links) == {}
+    assert len(environment_facts({"VLLM_NEW_PORT": "8000", "VLLM_NEW": "tcp://10.0.0.1:8000"})) == 2
 
 
 def test_two_engines_of_one_model_have_the_same_facts(tmp_path: Path, config: VllmConfig) -> None:

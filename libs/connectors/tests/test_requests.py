@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +12,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_lookups import FULL, make_layout
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.compat import extra_hash_bytes
+from hybridkv.connectors.vllm.duties import BOTH, Duties
+from hybridkv.connectors.vllm.identity import adapters as module
+from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.identity.files import Signature
+from hybridkv.connectors.vllm.loads import Deadlines
+from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.connectors.vllm.requests import Requests, RequestState
+from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.stores import _StoreJob as StoreJob
 from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Miss
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import TierStack
 
 BLOCK = 4
+SOON_S = 30.0
 CHANGES = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(0, 1), max_size=20), st.booleans()), min_size=1, max_size=8
 )
@@ -36,9 +52,9 @@ def new_request(has_hashes: bool = True) -> Request:
 
 
 def track(request: Request, reuses_hashes: bool) -> RequestState:
-    layout: Any = make_layout((FULL,))
-    own = SimpleNamespace(spec=layout.spec, keys=layout.keys, reuses_hashes=reuses_hashes)
-    return Requests(own).track(request)  # type: ignore[arg-type]
+    made = make_layout((FULL,))
+    own: Any = SimpleNamespace(spec=made.spec, reuses_hashes=reuses_hashes)
+    return Requests(own, made.keys, Adapters(made.keys, 0)).track(request)
 
 
 def change(request: Request, kept: int, new: list[int]) -> None:
@@ -95,3 +111,122 @@ def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
     state.follow()
     forgotten = (state.answer, state.asked, state.claim, state.found_near, state.stored_tokens, state.seen)
     assert (forgotten == (None, (-1, -1, -1), None, (-1, -1, -1), 0, (0, 0))) is is_lost
+
+
+def new_scheduler(duties: Duties = BOTH) -> OffloadScheduler:
+    """Of an engine with one FULL group and nothing stored, whose adapters' files are an hour old."""
+    made, later_ns = make_layout((FULL,)), time.time_ns() + 3600 * 10**9
+    return OffloadScheduler(
+        made.layout,
+        Identity(made.keys, Adapters(made.keys, later_ns, lambda: later_ns)),
+        TierStack(RamIndex(1 << 20, 4096), None, 1, lambda: 0.0),
+        LoadAdmission(made.spec, 64),
+        Deadlines(1.0, 1.0, lambda: 0.0),
+        Recorder(),
+        duties,
+    )
+
+
+def first_key(state: RequestState) -> bytes:
+    return state.keys().key(0, 2 * BLOCK)
+
+
+def test_after_a_reset_an_engine_shares_with_itself_alone() -> None:
+    """No file has the weights that an engine may have by then."""
+    one, other = new_scheduler(), new_scheduler()
+    waiting = one.track(new_request())
+    old = first_key(waiting)
+    assert old == first_key(other.track(new_request()))
+    one.reset()
+    new = first_key(waiting)
+    assert new != old, "a request that waits is looked up and stored under the new keys"
+    assert new == first_key(one.track(new_request()))
+    other.reset()
+    assert first_key(other.track(new_request())) not in (old, new)
+    assert one._identity.namespace == other._identity.namespace
+
+
+def lora_request(path: Path, name: str = "r", *, in_place: bool = False, adapter: str = "tuned") -> Request:
+    path.mkdir(exist_ok=True)
+    if not any(path.iterdir()):
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.safetensors").write_bytes(b"weights")
+    lora = LoRARequest(adapter, 1, str(path), load_inplace=in_place)
+    init_none_hash(engine_hash)
+    hasher = get_request_block_hasher(BLOCK, engine_hash)
+    return Request(name, [1] * 20, SamplingParams(max_tokens=9), None, lora_request=lora, block_hasher=hasher)
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", SOON_S)
+
+
+@pytest.mark.usefixtures("_patient")
+def test_an_oath_is_looked_at_again_while_the_request_waits(tmp_path: Path) -> None:
+    scheduler, request = new_scheduler(), lora_request(tmp_path / "a")
+    adapters, requests = scheduler._identity.adapters, scheduler._requests
+    state = requests.track(request)
+    assert adapters.settle(SOON_S)
+    assert requests.identify(state)
+    kept = state.kept_keys
+    assert requests.identify(state) and state.kept_keys is kept
+    state.claim, state.found_near = (16, 0), (1, 16, 0)
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"retrain")
+    assert not requests.identify(state)
+    assert (state.kept_keys, state.claim, state.found_near) == (None, None, (-1, -1, -1))
+
+
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize(
+    ("other", "is_alone"),
+    [
+        ({"path": "a", "in_place": True}, True),
+        ({"path": "a"}, False),
+        ({"path": "b", "in_place": True}, False),
+        ({"path": "a", "in_place": True, "adapter": "other"}, False),
+    ],
+)
+def test_a_request_that_loads_in_place_is_alone_among_its_like(
+    tmp_path: Path, other: dict[str, Any], is_alone: bool
+) -> None:
+    scheduler = new_scheduler()
+    requests, adapters = scheduler._requests, scheduler._identity.adapters
+    state = requests.track(lora_request(tmp_path / "a", in_place=True))
+    assert adapters.settle(SOON_S)
+    assert requests.identify(state)
+    path = tmp_path / other.pop("path")
+    requests.track(lora_request(path, "other", **other))
+    assert requests.identify(state) is is_alone
+
+
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize(("computed_tokens", "is_known"), [(0, True), (BLOCK, False)])
+def test_an_adapter_is_known_of_a_request_that_nobody_asked_about(
+    tmp_path: Path, computed_tokens: int, is_known: bool
+) -> None:
+    """An engine that only stores is not asked what it can load; of one that has begun it is too late."""
+    scheduler, request = new_scheduler(Duties(loads=False)), lora_request(tmp_path / "a")
+    state = scheduler.track(request)
+    assert scheduler._identity.adapters.settle(SOON_S)
+    request.num_computed_tokens = computed_tokens
+    scheduler.on_allocated(request, SimpleNamespace(blocks=()), 0)  # type: ignore[arg-type]
+    assert (state.kept_keys is not None) is is_known
+
+
+@pytest.mark.usefixtures("_patient")
+def test_stores_that_end_together_cost_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, num_looks, look = new_scheduler(), [], module.signature
+    requests, adapters = scheduler._requests, scheduler._identity.adapters
+    states = [requests.track(lora_request(tmp_path / "a", name)) for name in "abc"]
+    assert adapters.settle(SOON_S) and all(requests.identify(state) for state in states)
+
+    def counting(path: str) -> Signature:
+        num_looks.append(path)
+        return look(path)
+
+    monkeypatch.setattr(module, "signature", counting)
+    for expected in (1, 2):
+        scheduler._stores._stores = {i: StoreJob([], [], 0, 1, states[i].sworn) for i in range(3)}
+        scheduler._stores.on_ended({i: StoreOutcome(1) for i in range(3)})
+        assert len(num_looks) == expected

@@ -10,6 +10,7 @@ import torch
 from test_lookups import FULL, STATE, make_layout
 
 from hybridkv.canonical import LayerLayout
+from hybridkv.connectors.vllm.identity.recurrent import that_matter
 from hybridkv.connectors.vllm.identity.worker_facts import merged, worker_facts
 from hybridkv.connectors.vllm.layout import CacheLayout
 
@@ -84,3 +85,14 @@ def test_ranks_that_agree_are_said_once_and_others_each() -> None:
 def test_a_variable_that_the_workers_have_from_the_engine_is_not_said_again() -> None:
     ranks = {0: {"worker.environment.VLLM_A": "1", "worker.environment.VLLM_B": "2"}}
     assert merged(ranks, {"environment.VLLM_A": "1", "environment.VLLM_B": "1"}) == {"worker.environment.VLLM_B": "2"}
+
+
+def test_facts_of_states_count_where_there_are_states() -> None:
+    facts = {"environment.VLLM_SSM_CONV_STATE_LAYOUT": "1", "cache_config.mamba_ssm_cache_dtype": "2", "x": "3"}
+    assert that_matter(facts, make_layout([FULL, STATE]).spec) == facts
+    assert that_matter(facts, make_layout([FULL]).spec) == {"x": "3"}
+
+
+def test_a_variable_that_no_worker_has_is_not_taken_for_the_workers() -> None:
+    of_engine = {"environment.VLLM_A": "1", "cache_config.block_size": "1"}
+    assert merged({0: {}, 1: {}}, of_engine) == {"worker.environment.VLLM_A": "nothing"}

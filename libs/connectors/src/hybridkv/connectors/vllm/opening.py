@@ -21,6 +21,7 @@ from hybridkv.connectors.vllm.announcement import announce
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.identity import EngineFacts, engine_facts, without_ignored
 from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.identity.recurrent import that_matter
 from hybridkv.connectors.vllm.identity.worker_facts import merged
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines
@@ -93,6 +94,7 @@ class Opening:
         plan, facts = self._plan, self._engine.facts
         if not self.needs_no_worker:
             facts = without_ignored(facts | merged(ranks, facts), plan.config.identity_ignores)
+            facts = that_matter(facts, plan.layout.spec)
         fingerprint = plan.layout.fingerprint(facts)
         keys = ChunkKeys(fingerprint, plan.layout.hash_block_tokens)
         scheduler = OffloadScheduler(

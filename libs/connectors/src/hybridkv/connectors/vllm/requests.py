@@ -118,6 +118,7 @@ class RequestState:
         self.gated_polls = 0
         self.waited_in_vain = False
         self.seen = (0, 0)
+        self.claim, self.found_near = None, (-1, -1, -1)
         if self.sworn is not None:
             # The engine may read the adapter anew before it begins again.
             self.kept_keys = self.hashes = self.sworn = None
@@ -152,6 +153,9 @@ class Requests:
 
     def identify(self, state: RequestState) -> bool:
         """Whether the request has keys. To be asked before the engine admits it: afterwards it is too late."""
+        if state.sworn is not None and not (self._is_alone(state) and self._adapters.is_unchanged(state.sworn)):
+            # The engine will read what the files hold now, or nobody knows.
+            state.forget_progress()
         if state.kept_keys is None:
             state.sworn = self._adapters.swear(state.lora, self._is_alone(state))
             if state.sworn is not None:
@@ -167,9 +171,13 @@ class Requests:
         """Whether a request that loads its adapter in place does: the engine goes by the first that runs with it."""
         if not state.lora.load_inplace:
             return True
-        number = state.lora.lora_int_id
+        own = state.lora
         others = (each.lora for each in self._states.values() if each.lora and not each.request.is_finished())
-        return all(lora.load_inplace for lora in others if lora.lora_int_id == number)
+        return all(
+            lora.load_inplace and (lora.lora_name, lora.lora_path) == (own.lora_name, own.lora_path)
+            for lora in others
+            if lora.lora_int_id == own.lora_int_id
+        )
 
     def get(self, request_id: str) -> RequestState | None:
         return self._states.get(request_id)
@@ -177,8 +185,14 @@ class Requests:
     def forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
-    def all(self) -> list[RequestState]:
-        return list(self._states.values())
+    def begin_anew(self, keys: ChunkKeys) -> None:
+        """Nothing that was concluded under the former keys holds; requests that have begun store nothing more."""
+        self._keys = keys
+        for state in self._states.values():
+            state.forget_progress()
+            state.is_storable = state.request.num_computed_tokens == 0
+            if state.lora is None:
+                self._take_keys(state, keys)
 
     def clear(self) -> None:
         self._states.clear()

@@ -5,6 +5,7 @@ It moves no bytes, and it never waits.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,13 +31,15 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+NONCE_BYTES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Whose content an engine's chunks have.
 
     Args:
-        keys: of the model as it is.
+        keys: of the model as it was when the engine began.
         adapters: of what is laid over it.
     """
 
@@ -47,6 +50,12 @@ class Identity:
     def namespace(self) -> bytes:
         """Of the slow tier."""
         return self.keys.fingerprint.digest()
+
+    def begin_anew(self) -> ChunkKeys:
+        """Keys that nobody has had, for the model as it is; those of adapters change alike."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.adapters.begin_anew(nonce)
+        return self.keys.for_adapter(nonce)
 
 
 class OffloadScheduler:
@@ -112,6 +121,9 @@ class OffloadScheduler:
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The engine has given the request blocks; plan the load of its external tokens into them."""
         state = self.track(request)
+        if state.answer is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
+            # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
+            self._requests.identify(state)
         if state.kept_keys is None:
             if state.answer is not None:
                 explanation = unidentified(state)
@@ -178,8 +190,7 @@ class OffloadScheduler:
         """Commits or aborts what ended; a failed load is remembered so that its retry asks for less."""
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
-            for job_id, ended in outcome.stores.items():
-                self._stores.on_ended(job_id, ended)
+            self._stores.on_ended(outcome.stores)
             for request_id, failures in outcome.load_failures.items():
                 self._loads.on_failures(request_id, failures)
             for move_id, moved in outcome.moves.items():
@@ -197,11 +208,10 @@ class OffloadScheduler:
         """Drops everything stored. Copies in flight end by themselves and leave nothing behind.
 
         Requests that have begun store nothing more: their content may be of the weights that the reset was to forget.
+        What is stored from now on may be of weights that no file has, so its keys are such as no other process makes.
         """
         self._stack.clear()
-        for state in self._requests.all():
-            state.forget_progress()
-            state.is_storable = state.request.num_computed_tokens == 0
+        self._requests.begin_anew(self._identity.begin_anew())
         return True
 
     def close(self) -> None:

@@ -6,15 +6,15 @@ has committed it. What depends on other chunks is made to leave the tiers before
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
@@ -52,7 +52,7 @@ class _StoreJob:
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
-    is_certain: Callable[[], bool]
+    sworn: Sworn | None
     failure: str | None = None
     reason: str | None = None
 
@@ -129,7 +129,7 @@ class StorePlanner:
     def _reserve(
         self, state: RequestState, transfers: Sequence[Transfer], keys: Mapping[tuple[int, int], bytes]
     ) -> Store | None:
-        job = _StoreJob([], [], 0, self._layout.world_size, partial(self._adapters.holds, state.sworn))
+        job = _StoreJob([], [], 0, self._layout.world_size, state.sworn)
         moves = []
         for transfer in transfers:
             key = keys[transfer.group_index, transfer.end_token]
@@ -164,8 +164,18 @@ class StorePlanner:
     def has_work(self) -> bool:
         return bool(self._stores)
 
-    def on_ended(self, job_id: int, ended: StoreOutcome) -> None:
-        """Ranks are done with a store; the last of them commits or aborts it."""
+    def on_ended(self, outcomes: Mapping[int, StoreOutcome]) -> None:
+        """Ranks are done with stores; the last of them commits or aborts each."""
+
+        @functools.cache
+        def holds(sworn: Sworn | None) -> bool:
+            """One look at an adapter's files is good for all stores that ended before it."""
+            return self._adapters.holds(sworn)
+
+        for job_id, ended in outcomes.items():
+            self._on_ended(job_id, ended, holds)
+
+    def _on_ended(self, job_id: int, ended: StoreOutcome, holds: Callable[[Sworn | None], bool]) -> None:
         job = self._stores[job_id]
         job.ranks_left -= ended.num_ranks
         job.failure = job.failure or ended.failure
@@ -173,7 +183,7 @@ class StorePlanner:
         if job.ranks_left > 0:
             return
         del self._stores[job_id]
-        if job.failure is None and not job.is_certain():
+        if job.failure is None and not holds(job.sworn):
             job.failure, job.reason = "the adapter's files changed meanwhile", "adapter"
         if job.failure is not None:
             logger.warning("%d chunks were not stored: %s", len(job.chunks), job.failure)

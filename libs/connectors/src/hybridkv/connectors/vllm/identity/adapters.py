@@ -4,6 +4,9 @@ The engine says nothing of when it reads an adapter, and it may have read it at 
 content on disk counts as the engine's only where it cannot be another one:
 - the files have not changed since the engine began, or
 - the request loads the adapter in place, so that it is read again at each step, and they have not changed meanwhile.
+The first says something only of files that lay there when the adapter was first asked for: a directory above them may
+be exchanged later and leave no trace in their times. And an engine finds the weights that it has by number alone, so
+where a number goes from one name or path to another nobody knows whose they are, until one is loaded in place.
 Whatever else is in doubt: such a request finds nothing and leaves nothing. What was copied out of an engine becomes
 visible only after a last look, which says that the files are still as they were read.
 
@@ -27,6 +30,8 @@ logger = logging.getLogger("vllm.hybridkv.adapters")
 
 MAX_ADAPTERS = 1024
 """Adapters that are remembered; one that nobody asked for longest is read again when it comes back."""
+MAX_SEEN = 8192
+"""Adapters whose first look is remembered, and numbers; those that come later are in doubt."""
 LOOK_S = 0.05
 """How long a request waits for a look at files, none of which is read for it."""
 TICK_NS = 100_000_000
@@ -44,11 +49,24 @@ class Sworn:
     signature: Signature
     keys: ChunkKeys
     is_in_place: bool
+    turn: int
+    """Of the adapter's number, see `_Turn`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Whose a number is, and how often it went from one adapter to another."""
+
+    name: Name
+    count: int
 
 
 @dataclass(slots=True)
 class _Adapter:
-    """One adapter. `held` is the signature under which the engine is known to have read it."""
+    """One adapter. `held` is the signature under which the engine is known to have read it.
+
+    It has it still while its number is in the same turn as then.
+    """
 
     name: Name
     options: object
@@ -56,6 +74,7 @@ class _Adapter:
     reading: Outcome[Content] | None = None
     read_ns: int = 0
     held: Signature | None = None
+    held_turn: int = 0
     keys: ChunkKeys | None = None
     complained: str = ""
 
@@ -71,15 +90,18 @@ class Adapters:
 
     def __init__(self, keys: ChunkKeys, began_ns: int, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._keys = keys
+        self._nonce = b""
         self._began_ns = began_ns
         self._now_ns = now_ns
         self._adapters: OrderedDict[Name, _Adapter] = OrderedDict()
+        self._first_looks: dict[Name, Outcome[Signature]] = {}
+        self._turns: dict[int, _Turn] = {}
         self._reader = Background("hybridkv-adapter-reader")
         self._looker = Background("hybridkv-adapter-looker")
         self._looking: Outcome[Signature] | None = None
 
     def notice(self, lora: Any) -> None:
-        """A request with this adapter will come: its files are read, unless they have been."""
+        """A request with this adapter will come: its files are looked at and read, unless they have been."""
         adapter = self._adapter(lora)
         if adapter.content is None:
             self._read(adapter)
@@ -97,7 +119,7 @@ class Adapters:
         found = adapter.content
         assert found is not None
         now = self._look(adapter)
-        if now is None:
+        if now is None or self._turn(adapter) < 0:
             return None
         if now != found.signature:
             self._forget(adapter)
@@ -105,8 +127,18 @@ class Adapters:
         if not self._is_held(adapter, found.signature, lora.load_inplace, is_alone):
             return None
         if adapter.keys is None:
-            adapter.keys = self._keys.for_adapter(found.digest)
-        return Sworn(adapter.name, found.signature, adapter.keys, lora.load_inplace)
+            adapter.keys = self._keys.for_adapter(self._nonce + found.digest)
+        return Sworn(adapter.name, found.signature, adapter.keys, lora.load_inplace, self._turn(adapter))
+
+    def begin_anew(self, nonce: bytes) -> None:
+        """The model is no longer what it was: every adapter gets keys that no other process has.
+
+        Args:
+            nonce: what is in all of them from now on.
+        """
+        self._nonce = nonce
+        for adapter in self._adapters.values():
+            adapter.keys = None
 
     def holds(self, sworn: Sworn | None) -> bool:
         """Whether the files are still as they were, so that what was computed since then was computed with them.
@@ -115,12 +147,20 @@ class Adapters:
         """
         if sworn is None:
             return True
-        adapter = self._adapters.get(sworn.name)
-        if adapter is None or self._look(adapter) != sworn.signature:
+        if not self.is_unchanged(sworn):
             return False
         if sworn.is_in_place:
-            adapter.held = sworn.signature
+            # It has run, so the engine has read it.
+            adapter = self._adapters[sworn.name]
+            adapter.held, adapter.held_turn = sworn.signature, sworn.turn
         return True
+
+    def is_unchanged(self, sworn: Sworn) -> bool:
+        """Whether what was sworn would be sworn again, of a request that has not been admitted."""
+        adapter = self._adapters.get(sworn.name)
+        if adapter is None or self._turn(adapter) != sworn.turn:
+            return False
+        return self._look(adapter) == sworn.signature
 
     def settle(self, timeout_s: float) -> bool:
         """Waits until every file that was asked for has been read; for tests and tools."""
@@ -139,8 +179,16 @@ class Adapters:
             if not is_settled:
                 self._forget(adapter)
             return is_settled and is_alone
-        if adapter.held is None and now.changed_ns + TICK_NS < self._began_ns:
+        turn = self._turn(adapter)
+        if adapter.held is None and self._first_look(adapter) == now and now.changed_ns + TICK_NS < self._began_ns:
             adapter.held = now
+        if adapter.held == now and adapter.held_turn != turn:
+            self._complain(
+                adapter,
+                f"its number {adapter.name[1]} has been another adapter's, and the engine may hold the weights of that "
+                "one; load it in place, or give each a number of its own",
+            )
+            return False
         if adapter.held != now:
             self._complain(
                 adapter,
@@ -150,8 +198,31 @@ class Adapters:
             return False
         return True
 
+    def _turn(self, adapter: _Adapter) -> int:
+        """The turn of its number; -1 where that is another adapter's, or nobody knows whose."""
+        turn = self._turns.get(adapter.name[1])
+        return turn.count if turn is not None and turn.name == adapter.name else -1
+
+    def _first_look(self, adapter: _Adapter) -> Signature | None:
+        """What lay there when it was first asked for; None where nothing did, or nobody knows."""
+        look = self._first_looks.get(adapter.name)
+        return look.value if look is not None else None
+
+    def _see(self, name: Name) -> None:
+        """Somebody asks for this adapter."""
+        turn = self._turns.get(name[1])
+        if turn is None and len(self._turns) < MAX_SEEN:
+            self._turns[name[1]] = _Turn(name, 0)
+        elif turn is not None and turn.name != name:
+            self._turns[name[1]] = _Turn(name, turn.count + 1)
+        if name not in self._first_looks and len(self._first_looks) < MAX_SEEN:
+            # Nobody waits for it: it is done before any look that comes later.
+            look = self._looker.submit(lambda: signature(name[2]))
+            self._first_looks[name] = look if look is not None else Outcome()
+
     def _adapter(self, lora: Any) -> _Adapter:
         name = (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        self._see(name)
         adapter = self._adapters.get(name)
         if adapter is None:
             adapter = self._adapters[name] = _Adapter(name, _options(lora))

@@ -72,5 +72,10 @@ def _changing(vllm_config: VllmConfig, gathered: Gathered) -> None:
         gathered.unrepeatable["cache_config.calculate_kv_scales"] = (
             "the scales of the cache come from the first batch of this process; use a checkpoint that has scales"
         )
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
+        gathered.unrepeatable["multimodal_config.mm_processor_cache_gb"] = (
+            "with 0 and without prefix caching the engine names images by a counter and not by what they hold"
+        )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         gathered.unrepeatable["weight_transfer_config"] = "weights are sent to the running engine; no file has them"

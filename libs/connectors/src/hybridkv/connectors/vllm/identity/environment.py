@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from hybridkv.connectors.vllm.identity.canonical import digested
 from hybridkv.connectors.vllm.identity.left_out_environment import ENVIRONMENT_LEFT_OUT
 
+ENVIRONMENT = "environment"
 COUNTED = (
     "VLLM_*",
     "ATEN_*",
@@ -43,10 +44,15 @@ COUNTED = (
 def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
     """Every variable that is set and may change content: a digest of its value."""
     return {
-        f"environment.{name}": digested(value)
+        f"{ENVIRONMENT}.{name}": digested(value)
         for name, value in sorted(environ.items())
-        if counts(name) and variable_left_out(name) is None
+        if counts(name) and variable_left_out(name) is None and not _is_service_address(name, value)
     }
+
+
+def _is_service_address(name: str, value: str) -> bool:
+    """Whether Kubernetes says so where a service of the namespace is, as `<SERVICE>_PORT` for Docker's old links."""
+    return name.endswith("_PORT") and value.startswith(("tcp://", "udp://", "sctp://"))
 
 
 def counts(name: str) -> bool:

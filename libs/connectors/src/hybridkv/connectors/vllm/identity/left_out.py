@@ -58,7 +58,7 @@ LEFT_OUT: Mapping[str, str] = {
     "ModelConfig.enable_cumem_allocator": _MEMORY,
     # Multimodal input: what bounds, caches or carries it. What is made of it counts.
     "MultiModalConfig.limit_per_prompt": _SERVING,
-    "MultiModalConfig.mm_processor_cache_gb": _MEMORY,
+    "MultiModalConfig.mm_processor_cache_gb": _MEMORY + "; where 0 leaves input without hashes a nonce is in",
     "MultiModalConfig.mm_processor_cache_type": _CACHING,
     "MultiModalConfig.mm_hasher_algorithm": "hashes of input are in the key",
     "MultiModalConfig.mm_shm_cache_max_object_size_mb": _MEMORY,

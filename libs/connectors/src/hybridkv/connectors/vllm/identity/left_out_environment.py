@@ -88,6 +88,14 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     "VLLM_MSGPACK_ZERO_COPY_THRESHOLD": _NETWORK,
     "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME": _NETWORK,
     "VLLM_ALLOW_INSECURE_SERIALIZATION": _NETWORK,
+    "VLLM_OMP_NUM_THREADS_SET_BY_VLLM": _LAUNCH,
+    # Services of a Kubernetes namespace, which may be called like a library; also by value, see `environment_facts`.
+    "*_SERVICE_HOST": _NETWORK,
+    "*_SERVICE_PORT": _NETWORK,
+    "*_SERVICE_PORT_*": _NETWORK,
+    "*_PORT_[0-9]*_TCP*": _NETWORK,
+    "*_PORT_[0-9]*_UDP*": _NETWORK,
+    "*_PORT_[0-9]*_SCTP*": _NETWORK,
     # Time and memory.
     "VLLM_ENGINE_READY_TIMEOUT_S": _TIMING,
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": _TIMING,
@@ -204,4 +212,4 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     "MIOPEN_ENABLE_LOGGING*": _LOG,
     "MIOPEN_USER_DB_PATH": _PLACE,
 }
-"""`*` stands for any letters."""
+"""Patterns as of file names: `*` stands for any letters."""

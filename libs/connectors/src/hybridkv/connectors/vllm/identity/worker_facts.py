@@ -16,7 +16,7 @@ import torch
 from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.identity.canonical import text
-from hybridkv.connectors.vllm.identity.environment import environment_facts
+from hybridkv.connectors.vllm.identity.environment import ENVIRONMENT, environment_facts
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.planner import GroupKind
 
@@ -57,14 +57,17 @@ def worker_facts(
 def merged(ranks: Mapping[int, Mapping[str, str]], of_engine: Mapping[str, str]) -> dict[str, str]:
     """The facts of all ranks together: those on which they agree as they are, others rank by rank.
 
-    A variable that all workers have from the engine's own environment is not said twice.
+    A variable that all workers have from the engine's own environment is not said twice, one that none has is said.
 
     Args:
         ranks: what each rank said.
         of_engine: facts of the scheduler's process.
     """
     together = {}
-    for name in sorted({name for facts in ranks.values() for name in facts}):
+    names = {name for facts in ranks.values() for name in facts}
+    if ranks:
+        names |= {f"{PREFIX}.{name}" for name in of_engine if name.startswith(f"{ENVIRONMENT}.")}
+    for name in sorted(names):
         values = {rank: facts.get(name, "nothing") for rank, facts in sorted(ranks.items())}
         agreed = set(values.values())
         if len(agreed) > 1:
