@@ -146,14 +146,14 @@ class Upkeep:
         return self._submit(WriteEpoch(self.state.epoch), then)
 
     def finish(self) -> None:
-        """Write down everything, so that the next opening reads one file."""
+        """Write down everything, so that the next opening reads one file, or what happened since the last snapshot."""
         self._segments.close_open()
         self.collect()
         self._start(self.state.withdrawn.job())
         for segment in list(self._segments.by_number.values()):
             if self._is_sealable(segment):
                 self._start(self._seal(segment))
-        self._start(self._save(is_last=True))
+        self._start(self._save(is_last=True) if self._may_save() else self._choose_log())
         self._records.log.close()
 
     # What is to be done next.
@@ -264,7 +264,17 @@ class Upkeep:
         is_due = self._clock() >= self._snapshot_s + self._options.snapshot_interval_s
         is_news = self._snapshot_generation != self._records.generation
         is_owed = self.state.is_snapshot_owed and self._writes_changes
-        return self._save() if is_owed or (is_due and is_news) else None
+        if not (is_owed or (is_due and is_news)):
+            return None
+        if self._may_save():
+            return self._save()
+        self._snapshot_s = self._clock() if is_due else self._snapshot_s
+        return None
+
+    def _may_save(self) -> bool:
+        """Not while nobody knows what lies in a segment: whoever reads a snapshot takes what it does not name for dead."""
+        segments = self._segments.by_number.values()
+        return all(s.stage is not Stage.UNAVAILABLE or s.epoch != self.state.epoch for s in segments)
 
     def _save(self, is_last: bool = False) -> Save:
         """The records that are offered now, and from where on there may be more when this is read.
