@@ -17,7 +17,17 @@ from disk_faults import FaultyIO
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot, Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, ThreadJanitor, changes, snapshot
+from hybridkv.tiers.disk import (
+    DiskIndex,
+    DiskMedium,
+    DiskOptions,
+    FileIO,
+    Fsync,
+    ThreadJanitor,
+    changes,
+    recovery,
+    snapshot,
+)
 from hybridkv.tiers.disk.change_log import MAX_USES_IN_A_BATCH, ChangeLog
 from hybridkv.tiers.disk.layout import number_of
 
@@ -417,6 +427,56 @@ def test_changes_that_could_not_be_written_are_written_later(tmp_path: Path, cap
     assert "(0 of " in opening_line(caplog)
 
 
+def test_changes_that_could_not_be_written_are_written_when_nothing_new_happens(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    io, clock = FaultyIO(), disk_store.Clock()
+    index = disk_store.make_index(path, OPTIONS, io, clock)
+    medium = disk_store.make_medium(path, OPTIONS)
+    assert disk_store.store(index, medium, b"a", chunk(b"a"))
+    calls: list[Callable[[], object]] = [lambda: index.touch([]), lambda: index.drain(TIMEOUT_S)]
+    for num_uses, call in enumerate(calls, 1):
+        io.failing_names["changes"] = errno.EIO
+        index.touch([b"a"])
+        io.failing_names.clear()
+        call()
+        assert names_on_disk(path) == [b"a"] * num_uses
+        clock.now_s += OPTIONS.retry_interval_s
+        call()
+        assert names_on_disk(path) == [b"a"] * (num_uses + 1)
+    kill(index, medium)
+
+
+def test_changes_that_somebody_removed_are_behind_a_new_snapshot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store"
+    index, medium = opened(path)
+    assert disk_store.store(index, medium, b"a", chunk(b"a"))
+    (path / NAMESPACE / "changes").unlink()
+    assert disk_store.store(index, medium, b"b", chunk(b"b"))
+    assert disk_store.store(index, medium, b"c", chunk(b"c"))
+    assert index.drain(TIMEOUT_S)
+    kill(index, medium)
+    with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+        assert offered(path) == [b"a", b"b", b"c"]
+    assert "(0 of " in opening_line(caplog)
+
+
+def test_changes_that_are_larger_than_any_index_writes_are_not_read(
+    written: tuple[Path, set[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a start reads is bounded, also where a snapshot may be large."""
+    store, held = written
+    num_read = []
+    for num_more in (0, -1):
+        path = tmp_path / str(num_more)
+        monkeypatch.setattr(recovery, "LARGEST_CHANGES_BYTES", copied(store, path).stat().st_size + num_more)
+        with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+            assert set(offered(path)) == held
+        num_read.append(int(opening_line(caplog).split()[-3]))
+    assert num_read[0] > 0 and num_read[1] == 0
+
+
 @pytest.mark.parametrize(("fsync", "expected"), [(Fsync.NONE, 0), (Fsync.INTERVAL, 2), (Fsync.ALWAYS, 4)])
 def test_changes_are_synced_as_often_as_what_is_stored(tmp_path: Path, fsync: Fsync, expected: int) -> None:
     options = msgspec.structs.replace(OPTIONS, fsync=fsync)
@@ -443,6 +503,17 @@ def test_a_log_that_nobody_reads_gives_up_what_waits_and_says_so() -> None:
     for address in range(6):
         log.gone(address)
     assert log.take() == ([changes.Gone(4), changes.Gone(5)], True)
+
+
+def test_uses_leave_a_log_room_for_what_may_not_be_missing() -> None:
+    log = ChangeLog(max_waiting=8)
+    for address in range(10):
+        log.used([address])
+    for address in range(4):
+        log.gone(address)
+    taken, has_gap = log.take()
+    assert not has_gap
+    assert taken == [*map(changes.Used, range(4)), *map(changes.Gone, range(4))]
 
 
 def test_a_log_stops_at_a_cut_until_it_is_over() -> None:

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.tiers.disk import changes, epoch, format, journal, snapshot  # noqa: A004
-from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, PAGE_BYTES, address_of, number_of, offset_of, record_bytes
+from hybridkv.tiers.disk.layout import (
+    LARGEST_KEY_BYTES,
+    LARGEST_NUMBER,
+    LARGEST_SEGMENT_BYTES,
+    PAGE_BYTES,
+    address_of,
+    number_of,
+    offset_of,
+    record_bytes,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMESPACE = bytes(range(32))
@@ -45,7 +54,7 @@ def encode_changes(batches: list[list[changes.Change]]) -> bytes:
 
 
 keys = st.binary(min_size=1, max_size=LARGEST_KEY_BYTES)
-addresses = st.integers(0, 1 << 62)
+addresses = st.builds(address_of, st.integers(0, LARGEST_NUMBER), st.integers(0, (1 << 20) - 1).map(PAGE_BYTES.__mul__))
 
 FILES = {
     "segment": format.encode_segment(SEGMENT),
@@ -157,6 +166,30 @@ some_batches = st.lists(st.lists(any_change, min_size=1, max_size=4), max_size=4
 @given(some_batches)
 def test_changes_survive_their_bytes(batches: list[list[changes.Change]]) -> None:
     assert changes.decode(encode_changes(batches), NAMESPACE, BASE) == decoded(batches)
+
+
+PLACE = address_of(17, 65536)
+IMPOSSIBLE: list[changes.Change] = [
+    changes.Used(PLACE + 1),
+    changes.Gone(address_of(LARGEST_NUMBER + 1, 65536)),
+    changes.Moved(PLACE + 512, PLACE),
+    changes.Moved(PLACE, address_of(LARGEST_NUMBER + 1, 0)),
+    changes.Reserved(PLACE - 1, 100),
+    changes.Reserved(PLACE, 0),
+    changes.Reserved(PLACE, LARGEST_SEGMENT_BYTES + 1),
+    changes.Committed(PLACE, 0, KEY),
+    changes.Committed(PLACE, LARGEST_SEGMENT_BYTES + 1, KEY),
+    changes.Committed(PLACE, 100, b""),
+    changes.Committed(PLACE, 100, b"k" * (LARGEST_KEY_BYTES + 1)),
+]
+
+
+@pytest.mark.parametrize("change", IMPOSSIBLE)
+def test_a_change_that_no_store_can_have_ends_the_reading(change: changes.Change) -> None:
+    """Whatever wrote it knew another format, or its memory was damaged."""
+    batches = [[changes.Used(PLACE)], [changes.Gone(PLACE), change], [changes.Used(PLACE)]]
+    expected = decoded(batches[:1])._replace(is_whole=False)
+    assert changes.decode(encode_changes(batches), NAMESPACE, BASE) == expected
 
 
 @given(some_batches, st.data())

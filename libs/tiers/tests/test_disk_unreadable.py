@@ -12,7 +12,7 @@ import disk_store
 import msgspec
 import pytest
 
-from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers import Slot, TierConfigurationError
 from hybridkv.tiers.disk import FileIO
 from hybridkv.tiers.disk.names import segment_name
 
@@ -119,6 +119,53 @@ def test_what_could_not_be_opened_is_found_again_where_no_snapshot_was_written_s
     assert index.num_keys == 2
     index._namespace.close()  # as a crash
     assert offered(path) == KEYS - WITHDRAWN
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize("is_pending", [True, False])
+def test_what_could_not_be_opened_once_is_found_again_whatever_happened_meanwhile(
+    tmp_path: Path, is_pending: bool, is_closed: bool, number: int
+) -> None:
+    """No snapshot may speak for a segment of which it does not know what lies in it."""
+    options = disk_store.options_for(12 * 8192, num_spare=3, changes_interval_s=0.0, direct=False)
+    store, clock = tmp_path / "store", disk_store.Clock()
+    index, medium = disk_store.make_index(store, options), disk_store.make_medium(store, options)
+    for name in range(30):
+        assert disk_store.store(index, medium, b"%d" % name, CHUNK[:4000])
+    assert isinstance(index.reserve(b"pending", 4000), Slot)
+    if not is_pending:
+        index.abort(b"pending")
+    held, first = set(index._records.by_key) - {b"pending"}, min(index._segments.by_number)
+    medium.close()
+    index._namespace.close()
+    assert len(held) == 11
+
+    index = disk_store.make_index(store, options, Unreadable({segment_name(first)}, number, "open"), clock)
+    medium = disk_store.make_medium(store, options)
+    assert set(index._records.by_key) < held
+    clock.now_s += 2 * options.snapshot_interval_s
+    assert disk_store.store(index, medium, b"new", CHUNK[:4000])
+    assert index.drain(30.0)
+    medium.close()
+    if is_closed:
+        index.close()
+    index._namespace.close()
+
+    index = disk_store.make_index(store, options)
+    assert set(index._records.by_key) == held | {b"new"}
+    index.close()
+
+
+def test_a_segment_of_before_a_clear_keeps_no_snapshot_away(path: Path) -> None:
+    """Nothing in it may be offered again, so there is nothing to be said of it."""
+    index = disk_store.make_index(path, OPTIONS, Unreadable({segment_name(0)}, errno.EIO, "open"))
+    assert index.take_disk_counts().snapshots == 0
+    index.clear()
+    assert index.drain(30.0)
+    assert index.take_disk_counts().snapshots == 1
+    index.close()
+    assert offered(path) == set()
 
 
 def test_what_cannot_be_opened_is_not_offered_once_it_was_cleared(path: Path) -> None:

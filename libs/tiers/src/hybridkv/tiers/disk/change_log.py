@@ -61,8 +61,8 @@ class ChangeLog:
         self._add(Gone(address))
 
     def used(self, addresses: Iterable[int]) -> None:
-        """In this order."""
-        if len(self._waiting) < self._max_waiting and not self._is_closed:
+        """In this order. Some may be missing, so they leave half the room to what may not."""
+        if len(self._waiting) < self._max_waiting // 2 and not self._is_closed:
             self._waiting.extend(addresses)
 
     def cut(self) -> Cut:

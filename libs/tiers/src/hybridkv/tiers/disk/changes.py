@@ -13,6 +13,13 @@ from typing import NamedTuple, TypeAlias
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format import VERSION, checksum
+from hybridkv.tiers.disk.layout import (
+    LARGEST_KEY_BYTES,
+    LARGEST_NUMBER,
+    LARGEST_SEGMENT_BYTES,
+    PAGE_BYTES,
+    address_of,
+)
 
 CHANGES_MAGIC = b"\x89HKVL\r\n\n"
 _HEAD = struct.Struct("<8sHHI32s16s")
@@ -21,6 +28,8 @@ _PLACE = struct.Struct("<BQ")
 _TWO_NUMBERS = struct.Struct("<BQQ")
 _COMMITTED = struct.Struct("<BQQH")
 _CHECKSUM_BYTES = 16
+_ADDRESS_MASK = address_of(LARGEST_NUMBER, LARGEST_SEGMENT_BYTES - PAGE_BYTES)
+"""The bits that may be set in one: records begin with a page."""
 HEAD_BYTES = _HEAD.size + _CHECKSUM_BYTES
 
 
@@ -125,7 +134,7 @@ def _encode(change: Change) -> bytes:
 
 
 def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
-    """None when it holds what this version does not know."""
+    """None when it holds what this version does not know, or what no store can have."""
     changes: list[Change] = []
     while at < stop:
         layout = _LAYOUTS.get(data[at])
@@ -137,5 +146,20 @@ def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
             key_bytes = fields.pop()
             fields.append(data[at : at + key_bytes])
             at += key_bytes
-        changes.append(_TYPES[kind](*fields))
+        change = _TYPES[kind](*fields)
+        if not _is_possible(change):
+            return None
+        changes.append(change)
     return changes if at == stop else None
+
+
+def _is_possible(change: Change) -> bool:
+    """Whether a store can have such places, sizes and keys."""
+    addresses = change.address
+    if isinstance(change, Moved):
+        addresses |= change.new_address
+    elif isinstance(change, (Reserved, Committed)) and not 0 < change.payload_bytes <= LARGEST_SEGMENT_BYTES:
+        return False
+    if isinstance(change, Committed) and not 0 < len(change.key) <= LARGEST_KEY_BYTES:
+        return False
+    return addresses | _ADDRESS_MASK == _ADDRESS_MASK

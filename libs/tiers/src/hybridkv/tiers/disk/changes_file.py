@@ -36,7 +36,9 @@ class ChangesFile:
         """Of the last batch, written or not; None: there is no file that may be appended to."""
         self._end_offset = 0
         self._unwritten = b""
-        """Batches that the file lacks, since it could not be written to."""
+        """Batches that the file lacks."""
+        self.has_unwritten = False
+        """It could not be written to. Trying again may help, also when nothing new happens."""
         self._synced_s = clock()
 
     def resume(self, end_offset: int, seal: bytes) -> None:
@@ -62,6 +64,15 @@ class ChangesFile:
         return self._end_offset > self._max_bytes // 2
 
     def _write(self, directory: Directory) -> None:
+        try:
+            self._write_at_end(directory)
+        except OSError:
+            self.has_unwritten = True
+            raise
+        self._end_offset += len(self._unwritten)
+        self._unwritten, self.has_unwritten = b"", False
+
+    def _write_at_end(self, directory: Directory) -> None:
         fd = directory.open_file(CHANGES_NAME, os.O_RDWR)
         try:
             write_all(directory.io, fd, self._unwritten, self._end_offset)
@@ -70,8 +81,6 @@ class ChangesFile:
                 self._synced_s = self._clock()
         finally:
             directory.io.close(fd)
-        self._end_offset += len(self._unwritten)
-        self._unwritten = b""
 
     def _is_sync_due(self) -> bool:
         if self._fsync is Fsync.INTERVAL:
@@ -96,3 +105,4 @@ class ChangesFile:
 
     def _give_up(self) -> None:
         self._seal, self._end_offset, self._unwritten = None, 0, b""
+        self.has_unwritten = False

@@ -174,8 +174,12 @@ class Outcomes:
 
     def _end_save_or_log(self, job: Save | Log, outcome: Outcome) -> None:
         if isinstance(job, Log):
-            self.is_snapshot_owed = self.is_snapshot_owed or outcome.value is True
+            # A file that somebody removed does not come back by itself.
+            is_gone = getattr(outcome.error, "errno", None) == errno.ENOENT
+            self.is_snapshot_owed = self.is_snapshot_owed or is_gone or outcome.value is True
             return
+        if outcome.error is None:
+            self.rests.end(Log)
         self.tally.add("snapshots", int(outcome.error is None))
         # One of an epoch that is over speaks for nothing.
         self.is_snapshot_owed = outcome.error is not None or job.epoch != self.epoch

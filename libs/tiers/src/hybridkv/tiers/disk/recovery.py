@@ -26,6 +26,7 @@ from hybridkv.tiers.disk.layout import (
 )
 from hybridkv.tiers.disk.names import CHANGES_NAME, EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME
 from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.disk.options import LARGEST_CHANGES_BYTES
 from hybridkv.tiers.disk.replay import FoundRecord, Frontier, frontier_of, keep_those_in, keys_at, replay
 from hybridkv.tiers.disk.search import Search, search_all, searches_behind
 from hybridkv.tiers.disk.segment_headers import FoundSegment, NoHeader, Row, epochs_in, read_headers, sort_out
@@ -147,7 +148,7 @@ def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], 
 
 def _read_changes(namespace: Namespace, base: bytes, max_bytes: int) -> changes.Decoded | None:
     """What happened since the snapshot with this checksum, as far as it can be read."""
-    data = _read_metadata(namespace, CHANGES_NAME, max_bytes)
+    data = _read_metadata(namespace, CHANGES_NAME, min(max_bytes, LARGEST_CHANGES_BYTES))
     since = None if data is None else changes.decode(data, namespace.digest, base)
     if since is not None and not since.is_whole:
         logger.info("%s: the last changes are not whole; reading what is newer", namespace.path)

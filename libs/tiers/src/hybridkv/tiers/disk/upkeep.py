@@ -146,14 +146,14 @@ class Upkeep:
         return self._submit(WriteEpoch(self.state.epoch), then)
 
     def finish(self) -> None:
-        """Write down everything, so that the next opening reads one file."""
+        """Write down everything, so that the next opening reads one file, or what happened since the last snapshot."""
         self._segments.close_open()
         self.collect()
         self._start(self.state.withdrawn.job())
         for segment in list(self._segments.by_number.values()):
             if self._is_sealable(segment):
                 self._start(self._seal(segment))
-        self._start(self._save(is_last=True))
+        self._start(self._save(is_last=True) if self._may_save() else self._choose_log())
         self._records.log.close()
 
     # What is to be done next.
@@ -242,7 +242,9 @@ class Upkeep:
     def write_changes(self) -> None:
         """See to it that what happened is written down soon, also when nobody calls any more."""
         log = self._records.log
-        if not log.is_waiting or log.is_scheduled or not self._writes_changes or self.state.rests.is_resting(Log):
+        if self._files.changes.has_unwritten:
+            self.collect()  # what failed rests, and nobody may have said so yet
+        if log.is_scheduled or not self._has_changes():
             return
         now_s = self._clock()
         if self.janitor is None or (now_s < self._changes_due_s and not self.janitor.can_wait):
@@ -254,9 +256,13 @@ class Upkeep:
         else:
             log.is_scheduled = False
 
+    def _has_changes(self) -> bool:
+        """Whether something happened that is not written down and may be now."""
+        is_behind = self._records.log.is_waiting or self._files.changes.has_unwritten
+        return is_behind and self._writes_changes and not self.state.rests.is_resting(Log)
+
     def _choose_log(self) -> Job | None:
-        is_wanted = self._writes_changes and self._records.log.is_waiting and not self.state.rests.is_resting(Log)
-        return Log(is_beside=False) if is_wanted else None
+        return Log(is_beside=False) if self._has_changes() else None
 
     def _choose_save(self) -> Job | None:
         if self.state.rests.is_resting(Save):
@@ -264,7 +270,17 @@ class Upkeep:
         is_due = self._clock() >= self._snapshot_s + self._options.snapshot_interval_s
         is_news = self._snapshot_generation != self._records.generation
         is_owed = self.state.is_snapshot_owed and self._writes_changes
-        return self._save() if is_owed or (is_due and is_news) else None
+        if not (is_owed or (is_due and is_news)):
+            return None
+        if self._may_save():
+            return self._save()
+        self._snapshot_s = self._clock() if is_due else self._snapshot_s
+        return None
+
+    def _may_save(self) -> bool:
+        """Not while nobody knows what lies in a segment: what a snapshot does not name is taken for dead."""
+        segments = self._segments.by_number.values()
+        return all(s.stage is not Stage.UNAVAILABLE or s.epoch != self.state.epoch for s in segments)
 
     def _save(self, is_last: bool = False) -> Save:
         """The records that are offered now, and from where on there may be more when this is read.
