@@ -15,7 +15,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
         load_timeout_s: how long a hold waits for the slow tier, and how long a move counts as alive.
         promoting_share: of the fast tier's capacity, that may be on its way up at one time.
         cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
-        breaker: when to leave the slow tier alone.
+        breaker: when to leave the slow tier alone, in each direction by itself.
     """
 
     load_timeout_s: float = 30.0

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Failure, FailureReason, Key, Refusal, Slot, TierIndex
-from hybridkv.tiers.stack.breaker import Breaker, BreakerState
+from hybridkv.tiers.stack.breaker import BreakerState
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, MoveResult, StackCounts, TierMove
 from hybridkv.tiers.stack.options import StackOptions
 from hybridkv.tiers.stack.tally import StackTally
-from hybridkv.tiers.stack.traffic import Moving, Traffic
+from hybridkv.tiers.stack.traffic import Traffic
+from hybridkv.tiers.stack.ways import Ways
 
 _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
@@ -51,9 +52,9 @@ class TierStack:
         self._clock = clock
         self._ticked_s = clock()
         self._options = options or StackOptions()
-        self._breaker = Breaker(self._options.breaker)
-        self._changes = 0
-        """Of what lookups answer, beside those of the tiers."""
+        self._ways = Ways(self._options.breaker)
+        self._late_changes = 0
+        """How often a late promotion began to hide its chunk, or gave it back."""
         self._holds: dict[str, Hold] = {}
         self._traffic = Traffic(num_ranks)
         self._counts = StackTally()
@@ -64,19 +65,21 @@ class TierStack:
     def generation(self) -> int:
         """Changes whenever the answer of any lookup may have changed."""
         far = self.far.generation if self.far is not None else 0
-        return self.near.generation + far + self._changes
+        return self.near.generation + far + self._late_changes + self._ways.revision
 
-    @property
-    def breaker_state(self) -> BreakerState:
-        return self._breaker.state
+    def breaker_state(self, direction: Direction) -> BreakerState:
+        """Whether the slow tier is used in this direction, left alone, or tried."""
+        return self._ways.state(direction)
 
     def _asks_far(self) -> bool:
         """Whether the slow tier may be asked for anything now: one promotion at a time is its probe, and what it never
         answered takes up no more of the fast tier than may move at one time."""
-        if self.far is None or not self._breaker.allows:
+        if self.far is None or not self._may_move(Direction.PROMOTE):
             return False
-        is_probed = self._breaker.state is BreakerState.PROBING and self._traffic.bytes_moving[Direction.PROMOTE] > 0
-        return not is_probed and self._traffic.late_bytes <= self._options.promoting_share * self.near.capacity_bytes
+        return self._traffic.late_bytes <= self._options.promoting_share * self.near.capacity_bytes
+
+    def _may_move(self, direction: Direction) -> bool:
+        return self._ways.allows(direction, self._traffic.num_in_time[direction])
 
     def lookup(self, key: Key) -> LookupResult:
         """HIT when either tier holds it and may be asked for it; MISS while its promotion is late."""
@@ -276,7 +279,7 @@ class TierStack:
             self._counts.moved(Direction.CASCADE, dropped)
 
     def _why_not_cascade(self, num_bytes: int) -> MoveResult | None:
-        if not self._breaker.allows:
+        if not self._may_move(Direction.CASCADE):
             return MoveResult.DROPPED_OPEN
         moving = self._traffic.bytes_moving[Direction.CASCADE]
         if moving and moving + num_bytes > self._options.cascading_share * self.near.capacity_bytes:
@@ -298,23 +301,15 @@ class TierStack:
         if moving is None:
             return
         move, failure = moving.move, moving.failure
-        self._changes += moving.is_late_promotion
-        self._judge(moving)
+        self._late_changes += moving.is_late_promotion
+        if not moving.is_late:  # else it was counted as a failure when it became late
+            self._ways.ended(move.direction, failure, self._clock())
         result = MoveResult.DONE if failure is None else MoveResult.FAILED
         self._counts.moved(move.direction, result, moving.num_bytes, failure)
         if move.direction is Direction.PROMOTE:
             self._end_promotion(move.key, failure)
         else:
             self._end_cascade(move.key, failure)
-
-    def _judge(self, moving: Moving) -> None:
-        """Tell the breaker. A late move was counted as a failure when it became late."""
-        if moving.is_late:
-            return
-        if moving.failure is None:
-            self._change_breaker(self._breaker.succeed)
-        elif moving.failure.reason in (FailureReason.IO, FailureReason.CLOSED):
-            self._fail_breaker()
 
     def _end_promotion(self, key: Key, failure: Failure | None) -> None:
         assert self.far is not None
@@ -357,37 +352,27 @@ class TierStack:
         """
         now_s = self._clock()
         limit_s = self._options.load_timeout_s
-        self._change_breaker(lambda: self._breaker.tick(now_s))
+        self._ways.tick(now_s)
         for hold in self._holds.values():
             if hold.waiting and now_s - hold.since_s >= limit_s:
                 self._fail(hold, HoldFailure.TIMEOUT)
                 self._counts.timeouts += 1
         # Between two calls the caller may have stood still itself, with the news of a move still to come.
         for moving in self._traffic.give_up(self._ticked_s - limit_s):
-            self._changes += moving.is_late_promotion
-            self._fail_breaker()
+            self._late_changes += moving.is_late_promotion
+            self._ways.late(moving.move.direction, now_s)
         self._ticked_s = now_s
 
     def has_moves_alive(self) -> bool:
         """Whether a move may still end in time. One that is late is not worth staying awake for."""
         return self._traffic.has_some_in_time()
 
-    def _fail_breaker(self) -> None:
-        self._change_breaker(lambda: self._breaker.fail(self._clock()))
-
-    def _change_breaker(self, change: Callable[[], None]) -> None:
-        before = self._breaker.state
-        change()
-        if self._breaker.state is not before:
-            self._changes += 1
-
     # Ends.
 
     def take_counts(self) -> StackCounts:
         """What happened since the last call."""
         counts, self._counts = self._counts, StackTally()
-        openings, self._breaker.num_openings = self._breaker.num_openings, 0
-        return counts.as_counts(openings)
+        return counts.as_counts(self._ways.take_openings())
 
     def close(self) -> None:
         """Close both tiers. Call it after the media have ended their moves: what a slow tier holds stays there."""
