@@ -50,7 +50,7 @@ class MoveResult(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     DROPPED_BUSY = "dropped_busy"
-    """More is on its way than the options allow."""
+    """More is on its way than the options allow, or nothing can be tried for a moment."""
     DROPPED_NO_ROOM = "dropped_no_room"
     """The destination had no space to give."""
     DROPPED_OPEN = "dropped_open"

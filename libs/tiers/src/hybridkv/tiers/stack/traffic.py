@@ -6,6 +6,7 @@ Judges no outcome and touches no tier.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from hybridkv.tiers.contract import Failure, Key, Slot
@@ -39,6 +40,7 @@ class Traffic:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._moves: dict[int, Moving] = {}
+        """In the order in which they began."""
         self._planned: list[TierMove] = []
         self._move_ids = itertools.count(1)
         self.bytes_moving = dict.fromkeys(Direction, 0)
@@ -81,7 +83,8 @@ class Traffic:
 
     def give_up(self, before_s: float) -> list[Moving]:
         """The moves that became late: they began at `before_s` or earlier."""
-        late = [moving for moving in self._moves.values() if not moving.is_late and moving.since_s <= before_s]
+        until = itertools.takewhile(lambda moving: moving.since_s <= before_s, self._moves.values())
+        late = [moving for moving in until if not moving.is_late]
         for moving in late:
             moving.is_late = True
             self.num_in_time[moving.move.direction] -= 1
@@ -94,3 +97,7 @@ class Traffic:
     def has_some_in_time(self) -> bool:
         """Whether a move is on its way that is not late."""
         return any(self.num_in_time.values())
+
+    def oldest_in_time_s(self) -> float:
+        """When the first of them began; never (infinity) when there is none."""
+        return next((moving.since_s for moving in self._moves.values() if not moving.is_late), math.inf)
