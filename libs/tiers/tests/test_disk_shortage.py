@@ -19,13 +19,13 @@ import disk_store
 import msgspec
 import pytest
 from disk_faults import CHUNK, Store
+from disk_stack import Tiers
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Failure, FailureReason, Key, Slot, Ticket, is_shortage
+from hybridkv.tiers import FailureReason, Slot, Ticket, is_shortage
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor
 from hybridkv.tiers.disk.medium import native_queue
-from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import BreakerState, Direction, Hold, HoldFailure, MoveOutcome, TierMover, TierStack
+from hybridkv.tiers.stack import BreakerState, Direction, HoldFailure
 
 SHORTAGES = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK]
 OPTIONS = disk_store.options_for(24 * 12288, num_spare=3, direct=False)
@@ -34,67 +34,14 @@ NUM_CHUNKS = 12
 KEYS = [b"chunk %d" % number for number in range(NUM_CHUNKS)]
 
 
-class Tiers:
-    """A stack over a disk whose system calls can be made to fail, with a mover that carries out what it plans."""
-
-    def __init__(self, path: Path, is_native: bool) -> None:
-        self.io = disk_faults.FaultyIO()
-        self.clock = disk_store.Clock()
-        self.index = disk_store.make_index(path, OPTIONS, clock=self.clock)
-        digest = disk_store.FINGERPRINT.digest()
-        self.medium = DiskMedium(str(path), digest, 0, OPTIONS, self.io, is_native=is_native)
-        capacity = 2 * NUM_CHUNKS * 8192
-        self.near, self.arena = RamIndex(capacity, 8192), RamArena(capacity)
-        self.stack = TierStack(self.near, self.index, 1, self.clock)
-        self.mover = TierMover(self.arena, self.medium, self.clock)
-
-    def move(self) -> list[Failure | None]:
-        """Carry out what is planned; how it ended."""
-        self.mover.start(self.stack.take_moves())
-        assert self.medium.drain(disk_faults.TIMEOUT_S)
-        ended = self.mover.poll()
-        for move, failure, _ in ended:
-            self.stack.on_move(move.move_id, MoveOutcome(1, failure))
-        return [failure for _, failure, _ in ended]
-
-    def store(self, keys: Sequence[Key]) -> list[Failure | None]:
-        ended = []
-        for key in keys:
-            slot = self.stack.reserve(key, len(CHUNK))
-            assert isinstance(slot, Slot)
-            self.arena.store(Ticket(0), key, slot, [CHUNK])
-            assert [completion.failure for completion in self.arena.poll()] == [None]
-            assert self.stack.commit(key)
-            ended += self.move()
-        return ended
-
-    def forget_near(self) -> None:
-        self.near.clear()
-        for number in range(64):
-            self.medium._cache.forget(number)
-        self.medium._cache.close_unused()
-
-    def claim(self) -> Hold:
-        hold = self.stack.acquire("request", KEYS)
-        assert isinstance(hold, Hold)
-        return hold
-
-    def close(self) -> None:
-        self.io.failing.clear()
-        self.stack.release("request")
-        assert self.mover.close(disk_faults.TIMEOUT_S)
-        self.stack.close()
-        self.arena.close()
-
-
 @pytest.mark.parametrize("is_native", RUNNERS)
 @pytest.mark.parametrize("number", SHORTAGES)
 def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, is_native: bool, number: int) -> None:
-    tiers = Tiers(tmp_path / "store", is_native)
+    tiers = Tiers(tmp_path / "store", OPTIONS, is_native)
     assert tiers.store(KEYS) == [None] * NUM_CHUNKS
     tiers.forget_near()
     tiers.io.failing["open"] = number
-    hold = tiers.claim()
+    hold = tiers.claim(KEYS)
     failures = tiers.move()
     assert {failure.reason for failure in failures if failure} == {FailureReason.BUSY} and len(failures) == NUM_CHUNKS
     assert hold.failure is HoldFailure.LOST
@@ -102,7 +49,7 @@ def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, is_native: boo
     assert tiers.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
     tiers.io.failing.clear()
     tiers.clock.now_s += 5
-    hold = tiers.claim()
+    hold = tiers.claim(KEYS)
     assert tiers.move() == [None] * NUM_CHUNKS and hold.is_ready
     tiers.close()
 
@@ -111,11 +58,11 @@ def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, is_native: boo
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_a_disk_that_fails_is_no_shortage(tmp_path: Path, is_native: bool, number: int) -> None:
     """The other side of the test before: it would pass as well if nothing were ever withdrawn."""
-    tiers = Tiers(tmp_path / "store", is_native)
+    tiers = Tiers(tmp_path / "store", OPTIONS, is_native)
     assert tiers.store(KEYS) == [None] * NUM_CHUNKS
     tiers.forget_near()
     tiers.io.failing["open"] = number
-    tiers.claim()
+    tiers.claim(KEYS)
     assert {failure.reason for failure in tiers.move() if failure} == {FailureReason.IO}
     assert tiers.index.take_disk_counts().quarantined == {"io": NUM_CHUNKS}
     assert tiers.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
@@ -124,7 +71,7 @@ def test_a_disk_that_fails_is_no_shortage(tmp_path: Path, is_native: bool, numbe
 
 @pytest.mark.parametrize("is_native", RUNNERS)
 def test_a_store_without_files_leaves_the_chunk_where_it_is(tmp_path: Path, is_native: bool) -> None:
-    tiers = Tiers(tmp_path / "store", is_native)
+    tiers = Tiers(tmp_path / "store", OPTIONS, is_native)
     tiers.io.failing["open"] = errno.EMFILE
     assert [failure.reason for failure in tiers.store(KEYS[:1]) if failure] == [FailureReason.BUSY]
     assert tiers.near.lookup(KEYS[0]) is LookupResult.HIT and tiers.index.lookup(KEYS[0]) is LookupResult.MISS
@@ -470,21 +417,22 @@ def test_a_sync_that_finds_no_file_to_spare_is_made_up_for(tmp_path: Path) -> No
 
 LIMITED = """
 import os, pathlib, resource, sys
+import disk_stack
 import test_disk_shortage as test
 from hybridkv.tiers import FailureReason
-tiers = test.Tiers(pathlib.Path(sys.argv[1]), sys.argv[2] == "native")
+tiers = disk_stack.Tiers(pathlib.Path(sys.argv[1]), test.OPTIONS, sys.argv[2] == "native")
 assert tiers.store(test.KEYS) == [None] * test.NUM_CHUNKS
 tiers.forget_near()
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
-tiers.claim()
+tiers.claim(test.KEYS)
 failures = tiers.move()
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 assert [failure.reason for failure in failures] == [FailureReason.BUSY] * test.NUM_CHUNKS, failures
 assert all("EMFILE" in failure.detail for failure in failures), failures
 assert tiers.index.take_disk_counts().quarantined == {}
 tiers.clock.now_s += 5
-hold = tiers.claim()
+hold = tiers.claim(test.KEYS)
 assert tiers.move() == [None] * test.NUM_CHUNKS and hold.is_ready
 tiers.close()
 """
