@@ -17,6 +17,8 @@ from hybridkv.tiers.disk.names import temporary_name
 from hybridkv.tiers.errors import TierConfigurationError
 
 LARGEST_SMALL_FILE_BYTES = 1 << 20
+MAX_LEVELS = 8
+"""Of directories below one that is measured; ours go two levels down."""
 _PIECE_BYTES = 1 << 26
 
 
@@ -126,8 +128,8 @@ class Directory:
         with _named(self.path):
             return self.io.list(self.fd)
 
-    def disk_bytes(self) -> int:
-        """What this directory, its files and its directories' files take up on disk."""
+    def disk_bytes(self, num_levels: int = MAX_LEVELS) -> int:
+        """What this directory, its files and its directories' files take up on disk, so many levels down."""
         total = self.io.stat(self.fd).st_blocks * 512
         for name in self.list():
             try:
@@ -135,18 +137,18 @@ class Directory:
             except FileNotFoundError:
                 continue
             if stat.S_ISDIR(found.st_mode):
-                total += self._child_bytes(name)
+                total += self._child_bytes(name, num_levels - 1) if num_levels else 0
             else:
                 total += found.st_blocks * 512
         return total
 
-    def _child_bytes(self, name: str) -> int:
+    def _child_bytes(self, name: str, num_levels: int) -> int:
         try:
             child = self.child(name, create=False)
         except (FileNotFoundError, NotADirectoryError):
             return 0
         try:
-            return child.disk_bytes()
+            return child.disk_bytes(num_levels)
         finally:
             child.close()
 
