@@ -158,8 +158,9 @@ def test_a_store_whose_numbers_are_used_up_begins_anew(
     assert len(warnings(caplog)) == 1
 
 
-def test_what_an_earlier_epoch_left_at_the_end_does_not_begin_it_anew(path: Path) -> None:
-    write(rank_of(path) / segment_name(LARGEST_NUMBER), header_of(LARGEST_NUMBER, epoch=7), SEGMENT_BYTES)
+@pytest.mark.parametrize("number", [LARGEST_FIRST_NUMBER, LARGEST_FIRST_NUMBER + 1, LARGEST_NUMBER])
+def test_what_an_earlier_epoch_left_at_the_end_does_not_begin_it_anew(path: Path, number: int) -> None:
+    write(rank_of(path) / segment_name(number), header_of(number, epoch=7), SEGMENT_BYTES)
     assert use(path, b"second", b"first") < 10
 
 

@@ -104,7 +104,7 @@ def next_number(rows: dict[int, Row], epoch: int) -> int:
         number
         for number, row in rows.items()
         for header in row
-        if isinstance(header, Header) and (header.epoch == epoch or number <= LARGEST_FIRST_NUMBER)
+        if isinstance(header, Header) and (header.epoch == epoch or number < LARGEST_FIRST_NUMBER)
     ]
     return max(made, default=-1) + 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -118,10 +119,10 @@ def decode(data: bytes, namespace: bytes, max_records: int = 1 << 32) -> Snapsho
         and _are_keys(key_bytes, blob_bytes)
     ):
         return None
-    starts = key_bytes.cumsum(dtype=np.int64) - key_bytes + (at + 18 * count)
     kept = slice(max(count - max_records, 0), count)
-    places = zip(starts[kept].tolist(), key_bytes[kept].tolist(), strict=True)
-    keys = [data[start : start + num_bytes] for start, num_bytes in places]
+    first = at + 18 * count + int(key_bytes[: kept.start].sum(dtype=np.int64))
+    stops = (key_bytes[kept].cumsum(dtype=np.int64) + first).tolist()
+    keys = [data[start:stop] for start, stop in pairwise([first, *stops])]
     columns = (pending.tolist(), keys, addresses[kept].tolist(), payload_bytes[kept].tolist())
     return Snapshot(epoch, scan_from, next_number, next_address, *columns)
 
@@ -134,13 +135,11 @@ def _is_possible_end(epoch: int, scan_from: int, next_number: int, next_address:
 
 def _are_places(addresses: Numbers, payload_bytes: Numbers) -> bool:
     """Whether records of these sizes can lie there: `is_place_of` of each."""
+    last_page = np.uint64(LARGEST_SEGMENT_BYTES - PAGE_BYTES)
     offsets = addresses & np.uint64(LARGEST_SEGMENT_BYTES - 1)
-    are = (addresses < np.uint64(END_ADDRESS)) & (addresses % np.uint64(PAGE_BYTES) == 0)
+    are = (addresses < np.uint64(END_ADDRESS)) & (addresses & np.uint64(PAGE_BYTES - 1) == 0)
     are &= (offsets >= np.uint64(SEGMENT_HEAD_BYTES)) & (payload_bytes > 0)
-    # The last page of a segment is where no payload begins any more, so this does not fall below 0.
-    are &= payload_bytes <= np.uint64(LARGEST_SEGMENT_BYTES - PAGE_BYTES) - np.minimum(
-        offsets, np.uint64(LARGEST_SEGMENT_BYTES - PAGE_BYTES)
-    )
+    are &= payload_bytes <= last_page - np.minimum(offsets, last_page)
     return bool(are.all())
 
 
