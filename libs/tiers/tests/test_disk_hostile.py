@@ -181,6 +181,15 @@ def limited_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def file_system_with_holes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Without them 8 GiB are 8 GiB."""
+    with (tmp_path_factory.mktemp("holes") / "file").open("w+b") as file:
+        file.truncate(MIB)
+        if FileIO().next_data(file.fileno(), 0) != MIB:
+            pytest.skip("this file system does not say where its files' holes are")
+
+
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in which some chunks lie, as a kill leaves it."""
@@ -277,6 +286,23 @@ def segment_of(num_bytes: int, more: Sequence[tuple[int, bytes]], is_sealed: boo
 def record_at(offset: int, payload_bytes: int) -> bytes:
     header = format.RecordHeader(0, address_of(900, offset), payload_bytes, DIGEST, bytes(16), b"hostile %d" % offset)
     return format.encode_record(header)
+
+
+@pytest.mark.parametrize(("num_bytes", "expected"), [(1 << 26, True), ((1 << 26) + 4096, False)])
+def test_zeros_that_a_file_system_keeps_as_a_hole_are_whole_within_a_bound(
+    tmp_path: Path, num_bytes: int, expected: bool
+) -> None:
+    options = disk_store.options_for(16384 + (1 << 26), num_spare=3, direct=False)
+    disk_store.make_index(tmp_path / "store", options).close()
+    (tmp_path / "store" / DIGEST.hex() / "snapshot").unlink()
+    header = format.RecordHeader(0, address_of(900, 8192), num_bytes, DIGEST, checksum(bytes(num_bytes)), b"zeros")
+    hostile = segment_of(options.segment_bytes or 0, [(8192, format.encode_record(header))])
+    write(tmp_path / "store" / DIGEST.hex(), [hostile], None)
+    io = Counting()
+    index = disk_store.make_index(tmp_path / "store", options, io)
+    assert (index.lookup(b"zeros") is LookupResult.HIT) == expected
+    assert io.read_bytes < MIB
+    index.close()
 
 
 NUM_PAGES = 2048

@@ -33,6 +33,8 @@ SEARCH_BYTES = 1 << 18
 """Read at once while looking for the next record behind a place where none is."""
 PIECE_BYTES = 1 << 20
 """Of a payload, read at once. A header may say anything."""
+MAX_HOLE_BYTES = 1 << 26
+"""In a payload that may be whole."""
 SCAN_THREADS = 8
 """Segments that are read side by side where there are more: where a record begins is known when the one before was
 read, so one reader would wait for the device most of the time."""
@@ -179,13 +181,17 @@ class _File:
         return offset
 
     def is_whole(self, header: RecordHeader) -> bool:
-        """Whether the payload is the one that the header was written with. Holes are not read."""
+        """Whether the payload is the one that the header was written with. Holes are not read, for nobody wrote them:
+        a few there may be where a file system keeps zeros so."""
         io, digest = self._directory.io, xxhash.xxh3_128()
         piece = memoryview(bytearray(min(header.payload_bytes, PIECE_BYTES)))
         offset = offset_of(header.address) + PAGE_BYTES
-        end_offset = offset + header.payload_bytes
+        end_offset, hole_bytes = offset + header.payload_bytes, 0
         while offset < end_offset:
             written = min(io.next_data(self._fd, offset), end_offset)
+            hole_bytes += max(written - offset, 0)
+            if hole_bytes > MAX_HOLE_BYTES:
+                return False
             while offset < written:
                 digest.update(_ZEROS[: written - offset])
                 offset += min(len(_ZEROS), written - offset)
