@@ -26,6 +26,7 @@ END_ADDRESS = (LARGEST_NUMBER + 1) << ADDRESS_BITS
 _PLACES = END_ADDRESS - PAGE_BYTES
 """The bits that may be set in an address: records begin with a page."""
 _OFFSETS = LARGEST_SEGMENT_BYTES - 1
+_LAST_PAGE = LARGEST_SEGMENT_BYTES - PAGE_BYTES
 
 
 def round_up(num_bytes: int, step: int = PAGE_BYTES) -> int:
@@ -48,8 +49,7 @@ def is_place(address: int) -> bool:
 
 def is_place_of(address: int, payload_bytes: int) -> bool:
     """Whether a record of this size can lie there, as far as one can say without knowing how large its segment is."""
-    ends_in_it = offset_of(address) + record_bytes(payload_bytes) <= LARGEST_SEGMENT_BYTES
-    return is_place(address) and payload_bytes > 0 and ends_in_it
+    return is_place(address) and 0 < payload_bytes <= _LAST_PAGE - (address & _OFFSETS)
 
 
 def is_segment_size(segment_bytes: int) -> bool:
