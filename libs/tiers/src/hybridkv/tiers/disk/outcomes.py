@@ -101,6 +101,7 @@ class Outcomes:
         elif isinstance(job, Seal):
             if is_done and job.number in self._segments.by_number:
                 self._segments.by_number[job.number].is_sealed = True
+                self._segments.refile(self._segments.by_number[job.number])
         elif isinstance(job, (Append, Rewrite)):
             if not is_done:
                 self.withdrawn.failed(job)
@@ -136,7 +137,9 @@ class Outcomes:
             segment = self._segments.by_number[number]
             segment.stage = Stage.FULL
             self._segments.num_leaving -= 1
-            if number not in left:
+            if number in left:
+                self._segments.refile(segment)
+            else:
                 self._segments.remove(segment)
                 self._dropped_bytes += segment.segment_bytes * self._sizes.num_ranks * self._is_full
                 self.tally.add("segments_dropped")
@@ -150,12 +153,15 @@ class Outcomes:
             self._segments.release(move.new_address, is_writing=True)
         if not copied or any(reason is not None for _, reason in copied):
             for move in job.moves:
-                self._segments.of(move.new_address).may_be_sealed = False
+                target = self._segments.of(move.new_address)
+                target.may_be_sealed = False
+                self._segments.refile(target)
         moved = [move for move, reason in copied if self._is_moved(move, reason)]
         for move in set(job.moves).difference(moved):
             self._records.log.gone(move.new_address)
-        self._segments.by_number[job.number].is_moving = False
-        self._segments.revision += 1
+        source = self._segments.by_number[job.number]
+        source.is_moving = False
+        self._segments.refile(source)
 
     def _is_moved(self, move: Move, reason: FailureReason | None) -> bool:
         """Whether the record lies where it was copied to, from now on."""
@@ -207,4 +213,4 @@ class Outcomes:
             record = self._records.by_key.get(key)
             if record is not None and number_of(record.address) == segment.number:
                 self._records.invalidate(key)
-        self._segments.revision += 1
+        self._segments.refile(segment)
