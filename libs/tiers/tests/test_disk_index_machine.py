@@ -287,7 +287,9 @@ class DiskIndexMachine(RuleBasedStateMachine):
     def segments_that_wait_for_something_are_those_that_a_search_finds(self) -> None:
         table = self.index._segments
         segments = table.by_number.values()
-        found = {number for number, segment in table.sealable.items() if segment.epoch == self.index._upkeep.state.epoch}
+        found = {
+            number for number, segment in table.sealable.items() if segment.epoch == self.index._upkeep.state.epoch
+        }
         assert found == {
             segment.number
             for segment in segments

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from hybridkv.tiers.contract import FailureReason, Key
 from hybridkv.tiers.disk.counts import DiskTally
 from hybridkv.tiers.disk.layout import number_of
+from hybridkv.tiers.disk.namespace import TakenError
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes
 from hybridkv.tiers.disk.quarantine import Quarantine
 from hybridkv.tiers.disk.records import Record, RecordTable, State
@@ -59,6 +60,8 @@ class Outcomes:
         """The last one could not be written, or nothing may follow it any more."""
         self.is_lost = False
         """Something that should be on disk is not: perhaps the directory was removed."""
+        self.is_taken = False
+        """Another engine has the namespace or had it: no file work is done any more, and nothing is stored."""
         self._is_full = False
         """There was no room for the last segment that should have been made."""
         self._dropped_bytes = 0
@@ -89,6 +92,8 @@ class Outcomes:
         if error is not None:
             self.rests.failed(type(job), error)
             self.is_lost = self.is_lost or getattr(error, "errno", None) in _GONE
+            if isinstance(error, TakenError):
+                self._end_storing()
         else:
             self.rests.succeeded(type(job))
         is_done = error is None
@@ -111,6 +116,13 @@ class Outcomes:
             self._end_save_or_log(job, outcome)
         elif isinstance(job, Restore) and is_done:
             self._end_restore(outcome.value)
+
+    def _end_storing(self) -> None:
+        self.is_taken = True
+        self._records.log.close()
+        self._segments.close_open()
+        self._segments.ready.clear()
+        self._segments.limit_bytes = 0
 
     def _end_create(self, job: Create, error: Exception | None) -> None:
         segments = self._segments

@@ -149,6 +149,8 @@ class Upkeep:
 
     def finish(self) -> None:
         """Write down everything, so that the next opening reads one file, or what happened since the last snapshot."""
+        if self.state.is_taken:
+            return
         self._segments.close_open()
         self.collect()
         self._start(self.state.withdrawn.job())
@@ -161,6 +163,8 @@ class Upkeep:
     # What is to be done next.
 
     def _choose(self) -> Job | None:
+        if self.state.is_taken:
+            return None
         is_resting = self.state.rests.is_resting
         if not is_resting(Create):
             self._segments.limit_bytes = self._sizes.data_bytes
@@ -262,7 +266,8 @@ class Upkeep:
     def _has_changes(self) -> bool:
         """Whether something happened that is not written down and may be now."""
         is_behind = self._records.log.is_waiting or self._files.changes.has_unwritten
-        return is_behind and self._writes_changes and not self.state.rests.is_resting(Log)
+        may_write = self._writes_changes and not self.state.is_taken
+        return is_behind and may_write and not self.state.rests.is_resting(Log)
 
     def _choose_log(self) -> Job | None:
         return Log(is_beside=False) if self._has_changes() else None
