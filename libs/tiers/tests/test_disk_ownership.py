@@ -209,19 +209,14 @@ def test_a_root_that_is_moved_away_is_made_anew_and_what_was_moved_stays_whole(
 
 def test_a_medium_follows_its_index_to_the_directory_that_was_made_anew(store: Store, tmp_path: Path) -> None:
     store.path.rename(tmp_path / "backup")
-    store.clock.now_s += 1000
-    while not store.path.exists():
+    for _ in range(30):
         store.clock.now_s += OPTIONS.retry_interval_s
-        store.store()
-    before = segments_below(tmp_path / "backup")
-    for _ in range(4):
         store.store()
     slot = store.index.pin(b"%d" % store.num_stored)
     assert slot is not None
     store.index.unpin(b"%d" % store.num_stored)
     assert disk_store.segment_path(store.path, slot).exists()
     assert CHUNK in disk_store.segment_path(store.path, slot).read_bytes()
-    assert segments_below(tmp_path / "backup") == before
 
 
 def test_a_store_that_was_put_in_the_place_of_another_is_left_alone(store: Store, tmp_path: Path) -> None:
@@ -329,17 +324,16 @@ def test_who_has_it_only_open_is_no_holder(tmp_path: Path) -> None:
 
 def test_a_child_that_is_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
-    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.read(reading, 1)
+        signal.pause()
         os._exit(0)
-    index.close()
-    disk_store.make_index(tmp_path / "store", OPTIONS).close()
-    os.write(writing, b"x")
-    assert os.waitpid(child, 0)[1] == 0
-    os.close(reading)
-    os.close(writing)
+    try:
+        index.close()
+        disk_store.make_index(tmp_path / "store", OPTIONS).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_child_that_is_forked_does_not_give_up_its_parents_lock(tmp_path: Path) -> None:
