@@ -1,4 +1,4 @@
-"""What a call of a disk index costs does not depend on how many segments there are. Counted in looks, not in seconds."""
+"""What a call of a disk index costs does not depend on how many segments there are. Counted in looks, not seconds."""
 
 from __future__ import annotations
 

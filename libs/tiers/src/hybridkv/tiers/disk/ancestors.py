@@ -13,6 +13,9 @@ from hybridkv.tiers.disk.directory import Directory
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN_USER = 65534
+"""Who owns what belongs to a user that this user namespace does not know: mostly the machine's root."""
+
 
 def say_who_could_exchange(root: Directory) -> None:
     """One line in the log, about the nearest directory above the root that others may rename things in."""
@@ -36,7 +39,7 @@ def say_who_could_exchange(root: Directory) -> None:
 
 
 def _why_not_safe(found: os.stat_result) -> str | None:
-    if found.st_uid not in (0, os.geteuid()):
+    if found.st_uid not in (0, os.geteuid(), UNKNOWN_USER):
         return f"belongs to user {found.st_uid}"
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         return f"may be written to by everybody (mode {stat.S_IMODE(found.st_mode):o})"

@@ -6,6 +6,7 @@ of LOCK in it, for file systems that cannot lock directories. `require_own` comp
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -115,7 +116,7 @@ class Namespace:
         return opened
 
     def _sync(self, directory: Directory, root: Directory) -> None:
-        """All that lies between the store's parent and its segments, also if it was there: nobody knows who synced it."""
+        """All between the store's parent and its segments, also what was there: nobody knows whether it was synced."""
         try:
             self.io.fsync(directory.fd)
             self.io.fsync(root.fd)
@@ -325,10 +326,8 @@ _with_locks: weakref.WeakSet[Namespace] = weakref.WeakSet()
 
 def _let_go_in_a_forked_child() -> None:
     for namespace in list(_with_locks):
-        try:
+        with contextlib.suppress(OSError):  # the descriptor is closed all the same
             namespace.let_go()
-        except OSError:
-            pass  # the descriptor is closed all the same
 
 
 os.register_at_fork(after_in_child=_let_go_in_a_forked_child)

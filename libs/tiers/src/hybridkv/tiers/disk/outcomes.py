@@ -22,6 +22,7 @@ from hybridkv.tiers.disk.work import (
     Drop,
     DropError,
     Files,
+    Job,
     Log,
     Outcome,
     Restore,
@@ -89,13 +90,7 @@ class Outcomes:
     def apply(self, outcome: Outcome) -> None:
         """The tables, now that this job ended."""
         job, error = outcome.job, outcome.error
-        if error is not None:
-            self.rests.failed(type(job), error)
-            self.is_lost = self.is_lost or getattr(error, "errno", None) in _GONE
-            if isinstance(error, TakenError):
-                self._end_storing()
-        else:
-            self.rests.succeeded(type(job))
+        self._note(type(job), error)
         is_done = error is None
         if isinstance(job, Create):
             self._end_create(job, error)
@@ -116,6 +111,15 @@ class Outcomes:
             self._end_save_or_log(job, outcome)
         elif isinstance(job, Restore) and is_done:
             self._end_restore(outcome.value)
+
+    def _note(self, kind: type[Job], error: Exception | None) -> None:
+        if error is None:
+            self.rests.succeeded(kind)
+            return
+        self.rests.failed(kind, error)
+        self.is_lost = self.is_lost or getattr(error, "errno", None) in _GONE
+        if isinstance(error, TakenError):
+            self._end_storing()
 
     def _end_storing(self) -> None:
         self.is_taken = True
