@@ -18,7 +18,7 @@ from hybridkv.tiers.disk.names import (
     rank_number,
     segment_number,
 )
-from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.disk.namespace import Namespace, try_to_lock
 from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,8 @@ def _delete(root: Directory, name: str) -> bool:
         return False
     lock_fd = -1
     try:
+        if not try_to_lock(directory):
+            return False
         lock_fd = directory.open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT)
         if not root.io.lock(lock_fd):
             return False
