@@ -18,8 +18,8 @@ POLL_INTERVAL_S = 0.0005
 RECORDS = (10_000, 100_000, 1_000_000)
 SEGMENTS = (1, 100, 4000)
 """In use, when the CPU of the scheduler's thread is measured."""
-RECORDS_IN_SEGMENT = 64
-NUM_TIMED = 4096
+RECORDS_IN_SEGMENT = 16
+NUM_TIMED = 1024
 DRAIN_TIMEOUT_S = 60.0
 
 
