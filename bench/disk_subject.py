@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import GroupKind
-from hybridkv.tiers import Slot, Ticket
+from hybridkv.tiers import Refusal, Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 
 POLL_INTERVAL_S = 0.0005
@@ -181,7 +181,10 @@ def reserve_and_commit_s(index: DiskIndex, number: int) -> float:
     key = number.to_bytes(32, "little")
     while True:
         started_s = time.thread_time()
-        if isinstance(index.reserve(key, 4000), Slot):
+        slot = index.reserve(key, 4000)
+        if isinstance(slot, Slot):
             index.commit(key)
             return time.thread_time() - started_s
+        if slot is Refusal.PRESENT:
+            raise RuntimeError(f"record {number} is there already")
         index.drain(DRAIN_TIMEOUT_S)
