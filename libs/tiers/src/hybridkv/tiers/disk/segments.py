@@ -184,9 +184,11 @@ class SegmentTable:
         """A record at this address appeared or, with fewer than 0 bytes, went away."""
         segment = self.of(address)
         segment.live_bytes += num_bytes
+        if segment is self.open:
+            return  # nobody does anything with it before it is full
         if not segment.live_bytes or segment.number in self.dead:
             self.refile(segment)
-        elif segment.stage is Stage.FULL:
+        else:
             self.candidates.changed(segment.number)
 
     def hold(self, address: int, is_writing: bool) -> None:
@@ -205,7 +207,8 @@ class SegmentTable:
             segment.num_written -= 1
             if not segment.num_written:
                 del self.written[segment.number]
-        if not segment.num_used or (is_writing and not segment.num_written):
+        is_settled = not segment.num_used or (is_writing and not segment.num_written)
+        if is_settled and segment is not self.open:
             self.refile(segment)
 
     def close_open(self) -> None:
