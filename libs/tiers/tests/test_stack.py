@@ -215,11 +215,16 @@ def test_what_cascades_cannot_be_evicted_before_it_was_read() -> None:
     assert isinstance(it.stack.reserve(B, CHUNK), Slot)
 
 
-def test_a_full_way_down_drops_and_counts() -> None:
+def test_a_full_way_down_makes_wait_and_loses_nothing() -> None:
     it = Stack(cascading_share=0.25)
     it.store(A, B, C)
-    assert len(it.moves(Direction.CASCADE)) == 2
-    assert it.stack.take_counts().cascades == {"dropped_busy": 1}
+    first = it.moves(Direction.CASCADE)
+    assert len(first) == 2 and it.stack.num_waiting == 1
+    it.end(first)
+    (second,) = it.moves(Direction.CASCADE)
+    assert second.key == C and it.stack.num_waiting == 0
+    it.end([second])
+    assert it.stack.take_counts().cascades == {"done": 3}
 
 
 def test_a_failed_cascade_leaves_the_fast_tier_as_it_was() -> None:

@@ -145,10 +145,10 @@ class StackMachine(RuleBasedStateMachine):
         for owner in list(self.holds):
             self.stack.release(owner)
         self.collect()
+        self.stack.clear()
         while self.moving:
             _, move = self.moving.pop()
             self.stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.CLOSED)))
-        self.stack.clear()
         assert [space.used_bytes for space in self.tiers()] == [0, 0]
 
     def tiers(self) -> list[TierIndex]:

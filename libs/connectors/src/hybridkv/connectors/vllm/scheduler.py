@@ -151,6 +151,8 @@ class OffloadScheduler:
             state = self._requests.get(request_id)
             if state is not None and not state.request.is_finished():
                 continue  # a new request has taken the id
+            if state is not None:
+                self._stores.on_gone(state)
             self._requests.forget(request_id)
             self._loads.on_gone(request_id)
         plan, self._plan = self._plan, StepPlan()

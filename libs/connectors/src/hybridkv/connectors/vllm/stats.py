@@ -103,6 +103,7 @@ class Recorder:
             self._counts.add("vllm:hybridkv_move_failures_total", number, reason=reason)
         if counts.breaker_openings:
             self._counts.add("vllm:hybridkv_breaker_openings_total", counts.breaker_openings)
+        self._counts.set("vllm:hybridkv_cascades_waiting", stack.num_waiting)
         self._counts.set("vllm:hybridkv_breaker_open", int(stack.breaker_state is not BreakerState.CLOSED))
 
     def _disk(self, counts: DiskCounts) -> None:

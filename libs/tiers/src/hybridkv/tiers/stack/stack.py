@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Failure, FailureReason, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.breaker import Breaker, BreakerState
+from hybridkv.tiers.stack.cascades import ALONE, Cascades, PathPlace
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, MoveResult, StackCounts, TierMove
 from hybridkv.tiers.stack.options import StackOptions
@@ -57,6 +58,7 @@ class TierStack:
         self._holds: dict[str, Hold] = {}
         self._traffic = Traffic(num_ranks)
         self._counts = StackTally()
+        self._cascades = None if far is None else Cascades(near, far, self._traffic, self._options, self._drop_cascade)
 
     # What is stored.
 
@@ -225,12 +227,12 @@ class TierStack:
         """Space in the fast tier."""
         return self.near.reserve(key, num_bytes)
 
-    def commit(self, key: Key) -> bool:
-        """The fast tier holds a stored chunk: offer it, and let it cascade."""
+    def commit(self, key: Key, place: PathPlace = ALONE) -> bool:
+        """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
         is_stored = self.near.commit(key)
         self._on_near(key, is_stored)
         if is_stored:
-            self.cascade(key)
+            self.cascade(key, place)
         return is_stored
 
     def abort(self, key: Key) -> None:
@@ -238,10 +240,13 @@ class TierStack:
         self._on_near(key, False)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used in both tiers, the last one most."""
+        """Make keys the most recently used in both tiers, the last one most.
+
+        In the slow one only when what is to cascade by now has come there, so that it can be among them.
+        """
         self.near.touch(keys)
-        if self.far is not None:
-            self.far.touch(keys)
+        if self._cascades is not None:
+            self._cascades.touch(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
         """Never offer what is stored under this key again, anywhere."""
@@ -254,34 +259,35 @@ class TierStack:
         self.near.clear()
         if self.far is not None:
             self.far.clear()
+        if self._cascades is not None:
+            self._cascades.clear()
         for hold in self._holds.values():
             self._fail(hold, HoldFailure.LOST)
 
-    def cascade(self, key: Key) -> None:
-        """Copy a chunk that the fast tier holds to the slow one, if that lacks it and there is room on the way."""
-        if self.far is None or self.far.lookup(key) is not LookupResult.MISS:
-            return
-        near = self.near.pin(key)
-        if near is None:
-            return
-        dropped = self._why_not_cascade(near.num_bytes)
-        if dropped is None:
-            far = self.far.reserve(key, near.num_bytes)
-            if isinstance(far, Slot):
-                self._plan(Direction.CASCADE, key, near, far)
-                return
-            dropped = None if far is Refusal.PRESENT else MoveResult.DROPPED_NO_ROOM
-        self.near.unpin(key)
-        if dropped is not None:
-            self._counts.moved(Direction.CASCADE, dropped)
+    def cascade(self, key: Key, place: PathPlace = ALONE) -> None:
+        """Copy a chunk that the fast tier holds to the slow one, if that lacks it, when its turn comes.
 
-    def _why_not_cascade(self, num_bytes: int) -> MoveResult | None:
-        if not self._breaker.allows:
-            return MoveResult.DROPPED_OPEN
-        moving = self._traffic.bytes_moving[Direction.CASCADE]
-        if moving and moving + num_bytes > self._options.cascading_share * self.near.capacity_bytes:
-            return MoveResult.DROPPED_BUSY
-        return None
+        Chunks go in the order of these calls; one that needs others is called for after them.
+        """
+        if self._cascades is not None:
+            self._cascades.add(key, place, self._clock())
+            self._pump()
+
+    def far_cost(self, num_bytes: int) -> int:
+        """What a chunk of so many bytes takes up of the slow tier, for `PathPlace.path_bytes`."""
+        return 0 if self.far is None else self.far.cost(num_bytes)
+
+    @property
+    def num_waiting(self) -> int:
+        """Chunks that wait for their way down."""
+        return 0 if self._cascades is None else self._cascades.num_waiting
+
+    def _pump(self) -> None:
+        if self._cascades is not None:
+            self._cascades.pump(self._breaker.allows, self._clock())
+
+    def _drop_cascade(self, result: MoveResult) -> None:
+        self._counts.moved(Direction.CASCADE, result)
 
     # Moves.
 
@@ -290,6 +296,7 @@ class TierStack:
 
     def take_moves(self) -> list[TierMove]:
         """What the media must do next, in order."""
+        self._pump()
         return self._traffic.take_planned()
 
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
@@ -305,7 +312,8 @@ class TierStack:
         if move.direction is Direction.PROMOTE:
             self._end_promotion(move.key, failure)
         else:
-            self._end_cascade(move.key, failure)
+            self._end_cascade(move.key, failure, moving.is_late)
+        self._pump()
 
     def _judge(self, moving: Moving) -> None:
         """Tell the breaker. A late move was counted as a failure when it became late."""
@@ -327,8 +335,8 @@ class TierStack:
             self.far.invalidate(key, failure.reason)
         self._on_near(key, False)
 
-    def _end_cascade(self, key: Key, failure: Failure | None) -> None:
-        assert self.far is not None
+    def _end_cascade(self, key: Key, failure: Failure | None, is_late: bool) -> None:
+        assert self.far is not None and self._cascades is not None
         if failure is None:
             self.far.commit(key)
         else:
@@ -337,6 +345,7 @@ class TierStack:
                 # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
                 self.near.invalidate(key, failure.reason)
         self.near.unpin(key)
+        self._cascades.on_ended(key, failure, is_late, self._clock())
 
     def _on_near(self, key: Key, is_held: bool) -> None:
         """A key that was on its way into the fast tier has come, or never will."""
@@ -366,11 +375,14 @@ class TierStack:
         for moving in self._traffic.give_up(self._ticked_s - limit_s):
             self._changes += moving.is_late_promotion
             self._fail_breaker()
+        if self._cascades is not None:
+            self._cascades.tick(self._ticked_s - limit_s)
         self._ticked_s = now_s
+        self._pump()
 
     def has_moves_alive(self) -> bool:
-        """Whether a move may still end in time. One that is late is not worth staying awake for."""
-        return self._traffic.has_some_in_time()
+        """Whether a move may still end in time, or is to be made. One that is late is not worth staying awake for."""
+        return self._traffic.has_some_in_time() or self.num_waiting > 0
 
     def _fail_breaker(self) -> None:
         self._change_breaker(lambda: self._breaker.fail(self._clock()))
@@ -393,6 +405,8 @@ class TierStack:
         """Close both tiers. Call it after the media have ended their moves: what a slow tier holds stays there."""
         for owner in list(self._holds):
             self.release(owner)
+        if self._cascades is not None:
+            self._cascades.clear()
         self.near.close()
         if self.far is not None:
             self.far.close()
