@@ -61,11 +61,13 @@ class Burst:
 
     def offer(self, name: bytes, first_chunk: int, num_chunks: int, state_every: int = 1) -> None:
         """Store so many more chunks of a prompt, with a state at every so many of them, as one store of an engine."""
+        self._touch(name)
         parts = []
         for number in range(first_chunk + 1, first_chunk + num_chunks + 1):
             parts.append((0, number * CHUNK_TOKENS))
             if number % state_every == 0:
                 parts.append((1, number * CHUNK_TOKENS))
+        before = [self.key(name, part) for part in self._paths.get(name, ()) if part[0] == 0]
         for part in path_order(HYBRID, parts):
             size, key = self._sizes[part[0]], self.key(name, part)
             slot = self.stack.reserve(key, size)
@@ -74,10 +76,15 @@ class Burst:
             self._arena.store(Ticket(start), key, slot, [memoryview(self._pool)[start : start + size]])
             assert self._arena.poll()[0].failure is None
             path_bytes = self._path_bytes[name] = self._path_bytes.get(name, 0) + self.stack.far_cost(size)
-            needs = tuple(self.key(name, need) for need in needed_before(HYBRID, *part))
-            assert self.stack.commit(key, PathPlace(needs, path_bytes))
-        path = self._paths.setdefault(name, [])
-        path += parts
+            needs = before or [self.key(name, need) for need in needed_before(HYBRID, *part)]
+            assert self.stack.commit(key, PathPlace(tuple(needs), path_bytes))
+            before = []
+        self._paths.setdefault(name, []).extend(parts)
+        self._touch(name)
+
+    def _touch(self, name: bytes) -> None:
+        """Its end may go first."""
+        path = self._paths.get(name, [])
         self.stack.touch([self.key(name, part) for part in reversed(path_order(HYBRID, path))])
 
     def settle(self) -> None:

@@ -43,7 +43,7 @@ class Stack:
         self.clock = Clock()
         self.near = RamIndex(near_chunks * CHUNK, CHUNK)
         self.far = RamIndex(far_chunks * CHUNK, CHUNK)
-        chosen = StackOptions(**{"promoting_share": 1.0, "cascading_share": 1.0, **options})  # type: ignore[arg-type]
+        chosen = StackOptions(**{"promoting_share": 1.0, "cascading_share": 1.0, "arriving_share": 1.0, **options})  # type: ignore[arg-type]
         self.stack = TierStack(self.near, self.far, ranks, self.clock, chosen)
 
     def put_far(self, *keys: bytes) -> None:

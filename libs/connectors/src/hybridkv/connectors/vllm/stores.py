@@ -66,6 +66,8 @@ class StorePlanner:
         self._pool: BlockPool | None = None
         self._stores: dict[int, _StoreJob] = {}
         self._job_ids = itertools.count(1)
+        self._used_bytes = 0
+        """Of the slow tier, by all requests, each time that they stored or met a chunk."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The pool whose blocks are pinned while they are read."""
@@ -143,14 +145,18 @@ class StorePlanner:
         chunks = []
         for part in path_order(spec, parts):
             key = keys.key(*part)
-            path_bytes = path.add(part, key, self._stack.far_cost(self._layout.chunk_bytes(*part)))
+            num_bytes = self._stack.far_cost(self._layout.chunk_bytes(*part))
+            self._used_bytes += num_bytes
+            path_bytes = path.add(part, key, num_bytes)
             place = PathPlace(tuple(keys.key(*need) for need in needed_before(spec, *part)), path_bytes)
-            chunks.append(StoredChunk(key, spec.groups[part[0]].kind, place, part in new))
+            chunks.append(StoredChunk(part, key, place, part in new))
         return chunks
 
     def _settle(self, path: StoredPath, chunks: Sequence[StoredChunk], is_stored: bool = True) -> None:
         """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right."""
-        for chunk in chunks:
+        spec = self._layout.spec
+        is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.far_bytes)
+        for chunk in self._checked(path, chunks) if is_overdue else chunks:
             if not chunk.is_new:
                 # What another store still brings, that one lets cascade.
                 if self._stack.in_near(chunk.key):
@@ -159,12 +165,19 @@ class StorePlanner:
             is_offered = is_stored and self._stack.commit(chunk.key, chunk.place)
             if not is_stored:
                 self._stack.abort(chunk.key)
-            self._recorder.store(chunk.kind, "stored" if is_offered else "failed")
-        renewed = path.take_renewal(self._layout.spec)
+            self._recorder.store(spec.groups[chunk.part[0]].kind, "stored" if is_offered else "failed")
+        renewed = path.take_renewal(spec, self._used_bytes, is_overdue)
         if renewed is None:
             renewed = [chunk.key for chunk in reversed(chunks)]
         if renewed:
             self._stack.touch(renewed)
+
+    def _checked(self, path: StoredPath, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+        """Chunks that follow a path of long ago: it is made recent first, and must be whole, not only at its end."""
+        spec, (first, *others) = self._layout.spec, chunks
+        self._stack.touch(path.order(spec))
+        needs = (*first.place.needs, *path.prefix(spec, first.part[1]))
+        return [first._replace(place=first.place._replace(needs=needs)), *others]
 
     def on_gone(self, state: RequestState) -> None:
         """The request has ended: what it leaves is made recent as a whole, now or when its last store has ended."""

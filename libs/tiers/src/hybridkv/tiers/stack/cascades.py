@@ -81,6 +81,9 @@ class Cascades:
         self._traffic = traffic
         self._options = options
         self._count = count
+        self._max_bytes = min(
+            options.cascading_share * near.capacity_bytes, options.arriving_share * far.capacity_bytes
+        )
         self._numbers = itertools.count()
         self._queue: list[tuple[int, _Waiting | _Touch]] = []
         """A heap: what is tried again has its old number."""
@@ -142,9 +145,17 @@ class Cascades:
                     self._count(then)
                 self._keys.discard(item.key)
             else:
-                self._touches.append((self._traffic.last_move_id, item))
+                self._reach(item)
             heapq.heappop(self._queue)
         self._touch_what_came()
+
+    def _reach(self, touch: _Touch) -> None:
+        """At once, so that what comes next pushes out others first; and again when what is on its way has come."""
+        self._far.touch(touch.keys)
+        if self._traffic.oldest_cascade() is None:
+            self._num_touched -= len(touch.keys)
+        else:
+            self._touches.append((self._traffic.last_move_id, touch))
 
     def _try(self, waiting: _Waiting, now_s: float) -> _Next | MoveResult:
         key, place = waiting.key, waiting.place
@@ -166,7 +177,7 @@ class Cascades:
 
     def _plan(self, waiting: _Waiting, near: Slot, now_s: float) -> _Next | MoveResult:
         moving = self._traffic.bytes_moving[Direction.CASCADE]
-        if moving and moving + near.num_bytes > self._options.cascading_share * self._near.capacity_bytes:
+        if moving and moving + near.num_bytes > self._max_bytes:
             return _Next.LATER
         far = self._far.reserve(waiting.key, near.num_bytes)
         if isinstance(far, Slot):
@@ -211,7 +222,8 @@ class Cascades:
         self._keys.clear()
         touches = [item for _, item in sorted(self._queue, key=lambda each: each[0]) if isinstance(item, _Touch)]
         self._queue.clear()
-        self._touches += [(self._traffic.last_move_id, touch) for touch in touches]
+        for touch in touches:
+            self._reach(touch)
         self._touch_what_came()
 
     def clear(self) -> None:

@@ -278,6 +278,11 @@ class TierStack:
         return 0 if self.far is None else self.far.cost(num_bytes)
 
     @property
+    def far_bytes(self) -> int:
+        """What the slow tier has room for."""
+        return 0 if self.far is None else self.far.capacity_bytes
+
+    @property
     def num_waiting(self) -> int:
         """Chunks that wait for their way down."""
         return 0 if self._cascades is None else self._cascades.num_waiting
