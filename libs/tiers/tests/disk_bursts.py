@@ -1,4 +1,4 @@
-"""Prompts that are stored into a disk tier under host memory, at once or one by one, and what of them can be resumed."""
+"""Prompts that go to a disk tier under host memory, at once or one by one, and what can be resumed of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class Burst:
     def __enter__(self) -> Burst:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._mover.close(disk_store.TIMEOUT_S)
         self.stack.close()
         self._arena.close()

@@ -7,13 +7,13 @@ have exchanged meanwhile.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Iterator
 
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.shortage import is_shortage
 
 LARGEST_SMALL_FILE_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 26
@@ -25,7 +25,7 @@ class ForeignFileError(OSError):
 
 def stops_an_opening(error: OSError) -> bool:
     """Whether a file that cannot be read is more than a damaged one: not ours, or this process lacks something."""
-    return isinstance(error, ForeignFileError) or error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    return isinstance(error, ForeignFileError) or is_shortage(error)
 
 
 class Directory:

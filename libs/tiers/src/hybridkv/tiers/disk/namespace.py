@@ -14,6 +14,7 @@ from hybridkv.tiers.disk.directory import Directory, ForeignFileError, open_root
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.names import FINGERPRINT_NAME, LOCK_NAME, rank_name
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -158,10 +159,12 @@ class Namespace:
         former_root.close()
 
     def is_there(self) -> bool:
-        """Whether the path still leads to the directories that are open."""
+        """Whether the path still leads to the directories that are open. `OSError` when this process cannot look."""
         try:
             root = Directory.root(self.io, self.root.path, create=False)
-        except OSError:
+        except OSError as error:
+            if is_shortage(error):
+                raise
             return False
         try:
             names = [f"{self.name}/{rank_name(rank)}" for rank in range(self.num_ranks)]
@@ -169,7 +172,9 @@ class Namespace:
                 _is_same(self.io.stat_name(name, root.fd), self.io.stat(directory.fd))
                 for name, directory in zip(names, self.ranks, strict=True)
             )
-        except OSError:
+        except OSError as error:
+            if is_shortage(error):
+                raise
             return False
         finally:
             root.close()

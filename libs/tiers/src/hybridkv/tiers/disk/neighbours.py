@@ -11,6 +11,7 @@ from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.directory import Directory
 from hybridkv.tiers.disk.names import FINGERPRINT_NAME, LOCK_NAME, is_namespace
 from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def _fingerprint_in(root: Directory, name: str) -> Fingerprint | None:
 
 
 def other_bytes(namespace: Namespace) -> int:
-    """What the other namespaces of the root take up on disk."""
+    """What the other namespaces of the root take up on disk. `OSError` when this process cannot look."""
     total = 0
     for name in namespace.root.list():
         if is_namespace(name) and name != namespace.name:
@@ -74,11 +75,15 @@ def delete_stalest(namespace: Namespace) -> bool:
 def _bytes_of(root: Directory, name: str) -> int:
     try:
         directory = root.child(name, create=False)
-    except OSError:
+    except OSError as error:
+        if is_shortage(error):
+            raise
         return 0
     try:
         return directory.disk_bytes()
-    except OSError:
+    except OSError as error:
+        if is_shortage(error):
+            raise
         return 0
     finally:
         directory.close()

@@ -25,6 +25,7 @@ from hybridkv.tiers.disk.names import segment_name
 from hybridkv.tiers.disk.namespace import Namespace
 from hybridkv.tiers.disk.replay import FoundRecord, Frontier
 from hybridkv.tiers.disk.segment_headers import FoundSegment, read_at
+from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,14 @@ def search_all(namespace: Namespace, searches: Sequence[Search]) -> Iterator[lis
         yield from map(search_one, searches)
         return
     with ThreadPoolExecutor(SCAN_THREADS, "hybridkv-scan") as pool:
-        yield from pool.map(search_one, searches)
+        try:
+            found = pool.map(search_one, searches)
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
+            logger.warning("%s: one segment is read after the other", error)
+            found = map(search_one, searches)
+        yield from found
 
 
 def _search(namespace: Namespace, search: Search) -> list[FoundRecord] | None:

@@ -113,9 +113,9 @@ class SegmentFiles:
         directory.remove_file(segment_name(number))
 
     def _discard(self, directory: Directory, number: int) -> None:
-        """As `drop`, of what was made only in part, without an error of its own."""
+        """As `drop`, of what was made only in part and nobody has open, without an error of its own and a file more."""
         with contextlib.suppress(OSError):
-            self._drop(directory, number)
+            directory.remove_file(segment_name(number))
 
     def copy(self, moves: Iterable[Move]) -> list[tuple[Move, FailureReason | None]]:
         """Copy records on every rank, each verified. What a record failed with, None if it was copied."""

@@ -83,6 +83,8 @@ def _read_header(directory: Directory, rank: int, number: int, digest: bytes) ->
             return NoHeader.USELESS
         return Header(header.epoch, header.segment_bytes, decode_seal(page[PAGE_BYTES:], header))
     except OSError as error:
+        if stops_an_opening(error):
+            raise
         logger.warning("%s of rank %d cannot be read: %s", segment_name(number), rank, error)
         return NoHeader.USELESS
     finally:

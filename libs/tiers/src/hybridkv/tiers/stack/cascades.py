@@ -43,6 +43,14 @@ class PathPlace(NamedTuple):
 ALONE = PathPlace()
 
 
+class Gate(enum.Enum):
+    """Whether the slow tier may be written to."""
+
+    OPEN = "write"
+    BUSY = "wait: it is being tried, or nothing can be for a moment"
+    SHUT = "keep away: what waits is dropped"
+
+
 class _Next(enum.Enum):
     """What to do with the chunk whose turn it is, where it is not dropped."""
 
@@ -63,24 +71,29 @@ class _Touch:
 
 
 class Cascades:
-    """The way down of one stack. Chunks are dropped by `count`; those that move are `traffic`'s.
+    """The way down of one stack. What moves is `traffic`'s.
 
     Args:
         near: index of the fast tier.
         far: index of the slow tier.
         traffic: what is on its way.
         options: bounds.
-        count: is told of every chunk that is dropped, and why.
+        plan: makes a move of a chunk, from its place in the fast tier to that in the slow one.
     """
 
     def __init__(
-        self, near: TierIndex, far: TierIndex, traffic: Traffic, options: StackOptions, count: Callable[[MoveResult], None]
+        self,
+        near: TierIndex,
+        far: TierIndex,
+        traffic: Traffic,
+        options: StackOptions,
+        plan: Callable[[Key, Slot, Slot], None],
     ) -> None:
         self._near = near
         self._far = far
         self._traffic = traffic
         self._options = options
-        self._count = count
+        self._plan_move = plan
         self._max_bytes = min(
             options.cascading_share * near.capacity_bytes, options.arriving_share * far.capacity_bytes
         )
@@ -94,26 +107,24 @@ class Cascades:
         self._moving: dict[Key, _Waiting] = {}
         self._touches: deque[tuple[int, _Touch]] = deque()
         """Whose turn it is, each with the last move that was planned before it."""
-        self._since_s = 0.0
+        self.since_s = 0.0
         """When something came to its end well, or began to wait where nothing did."""
-        self._is_resting = False
-        """The medium had no room for a move: it is asked again at the next tick."""
 
     @property
     def num_waiting(self) -> int:
         """Chunks that may still go."""
         return len(self._keys)
 
-    def add(self, key: Key, place: PathPlace, now_s: float) -> None:
-        """A chunk that the slow tier should have, behind all that was added before."""
+    def add(self, key: Key, place: PathPlace, now_s: float) -> MoveResult | None:
+        """A chunk that the slow tier should have, behind all that was added before. Why not, where it is dropped."""
         if key in self._keys or self._far.lookup(key) is not LookupResult.MISS:
-            return
+            return None
         if len(self._keys) >= self._options.max_waiting:
-            self._count(MoveResult.DROPPED_BUSY)
-            return
+            return MoveResult.DROPPED_BUSY
         if not self._keys:
-            self._since_s = now_s
+            self.since_s = now_s
         self._push(_Waiting(next(self._numbers), key, place))
+        return None
 
     def _push(self, waiting: _Waiting) -> None:
         heapq.heappush(self._queue, (waiting.number, waiting))
@@ -133,21 +144,23 @@ class Cascades:
 
     # What goes.
 
-    def pump(self, is_allowed: bool, now_s: float) -> None:
-        """Send what may go now. `is_allowed`: whether the slow tier may be written to; what waits is dropped if not."""
+    def pump(self, gate: Callable[[], Gate]) -> list[MoveResult]:
+        """Send what may go now. Why others are dropped, one for each."""
+        dropped = []
         while self._queue:
             item = self._queue[0][1]
             if isinstance(item, _Waiting):
-                then = self._try(item, now_s) if is_allowed else MoveResult.DROPPED_OPEN
+                then = self._try(item, gate())
                 if then is _Next.LATER:
                     break
                 if isinstance(then, MoveResult):
-                    self._count(then)
+                    dropped.append(then)
                 self._keys.discard(item.key)
             else:
                 self._reach(item)
             heapq.heappop(self._queue)
         self._touch_what_came()
+        return dropped
 
     def _reach(self, touch: _Touch) -> None:
         """At once, so that what comes next pushes out others first; and again when what is on its way has come."""
@@ -157,31 +170,33 @@ class Cascades:
         else:
             self._touches.append((self._traffic.last_move_id, touch))
 
-    def _try(self, waiting: _Waiting, now_s: float) -> _Next | MoveResult:
+    def _try(self, waiting: _Waiting, gate: Gate) -> _Next | MoveResult:
         key, place = waiting.key, waiting.place
+        if gate is Gate.SHUT:
+            return MoveResult.DROPPED_OPEN
         if self._far.lookup(key) is not LookupResult.MISS:
             return _Next.GONE
         if any(self._far.lookup(need) is LookupResult.MISS for need in place.needs):
             return MoveResult.DROPPED_ORPHAN
         if place.path_bytes > self._far.capacity_bytes:
             return MoveResult.DROPPED_NO_ROOM
-        if self._is_resting or len(self._moving) >= self._options.max_cascading:
+        if gate is Gate.BUSY or len(self._moving) >= self._options.max_cascading:
             return _Next.LATER
         near = self._near.pin(key)
         if near is None:
             return MoveResult.DROPPED_EVICTED
-        then = self._plan(waiting, near, now_s)
+        then = self._plan(waiting, near)
         if then is not _Next.GONE or key not in self._moving:
             self._near.unpin(key)
         return then
 
-    def _plan(self, waiting: _Waiting, near: Slot, now_s: float) -> _Next | MoveResult:
+    def _plan(self, waiting: _Waiting, near: Slot) -> _Next | MoveResult:
         moving = self._traffic.bytes_moving[Direction.CASCADE]
         if moving and moving + near.num_bytes > self._max_bytes:
             return _Next.LATER
         far = self._far.reserve(waiting.key, near.num_bytes)
         if isinstance(far, Slot):
-            self._traffic.plan(Direction.CASCADE, waiting.key, near, far, now_s)
+            self._plan_move(waiting.key, near, far)
             self._moving[waiting.key] = waiting
             return _Next.GONE
         if far is Refusal.PRESENT:
@@ -205,26 +220,22 @@ class Cascades:
         """A move has ended. One that the medium had no room for is made again, before what needs it."""
         waiting = self._moving.pop(key)
         if failure is None:
-            self._since_s = now_s
+            self.since_s = now_s
         elif failure.reason is FailureReason.BUSY and not is_late:
-            self._is_resting = True
             self._push(waiting)
 
-    def tick(self, before_s: float) -> None:
-        """A step has begun. Drops what waits where nothing has come to its end since `before_s`."""
-        self._is_resting = False
-        if self._keys and self._since_s <= before_s:
-            self._give_up(MoveResult.DROPPED_LATE)
-
-    def _give_up(self, result: MoveResult) -> None:
-        for _ in self._keys:
-            self._count(result)
+    def give_up(self, before_s: float) -> list[MoveResult]:
+        """Drop what waits where nothing has come to its end well since `before_s`."""
+        if not self._keys or self.since_s > before_s:
+            return []
+        dropped = [MoveResult.DROPPED_LATE] * len(self._keys)
         self._keys.clear()
         touches = [item for _, item in sorted(self._queue, key=lambda each: each[0]) if isinstance(item, _Touch)]
         self._queue.clear()
         for touch in touches:
             self._reach(touch)
         self._touch_what_came()
+        return dropped
 
     def clear(self) -> None:
         """Forget what waits. What moves comes to its end."""

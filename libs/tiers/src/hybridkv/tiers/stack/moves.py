@@ -54,7 +54,7 @@ class MoveResult(enum.StrEnum):
     DROPPED_NO_ROOM = "dropped_no_room"
     """The destination had no space to give."""
     DROPPED_OPEN = "dropped_open"
-    """The breaker keeps away from the slow tier."""
+    """The breaker of this direction keeps away from the slow tier, or nothing could be tried for long."""
     DROPPED_ORPHAN = "dropped_orphan"
     """What it needs before it on its path is not in the slow tier, nor on its way there."""
     DROPPED_EVICTED = "dropped_evicted"
@@ -74,4 +74,5 @@ class StackCounts(msgspec.Struct, frozen=True):
     """Failed moves by the reason that the tier gave."""
     timeouts: int = 0
     """Waits that were given up."""
-    breaker_openings: int = 0
+    breaker_openings: dict[Direction, int] = {}
+    """Only of directions whose breaker opened."""

@@ -20,7 +20,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
         max_cascading: chunks that may be on their way down at one time; fewer than the slow medium takes at once.
         max_waiting: chunks that may wait for their way down. Of what comes when so many wait, beginnings and ends
             alike are dropped: it is the end of what was stored. About 300 bytes of memory each.
-        breaker: when to leave the slow tier alone.
+        breaker: when to leave the slow tier alone, in each direction by itself.
+        shortage: the same where it could not even be asked, because this process lacks files, memory or threads.
     """
 
     load_timeout_s: float = 30.0
@@ -30,6 +31,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_cascading: int = 1024
     max_waiting: int = 65_536
     breaker: BreakerOptions = BreakerOptions()
+    shortage: BreakerOptions = BreakerOptions(failures=1, first_pause_s=0.05, longest_pause_s=5.0)
 
     def __post_init__(self) -> None:
         if not self.load_timeout_s > 0:
