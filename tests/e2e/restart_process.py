@@ -1,7 +1,7 @@
 """One life of an engine with a disk tier, as a process of its own: runs prompts, writes what they gave, and ends.
 
-How it ends is the point: cleanly, cleanly with most of it still to be written, by SIGKILL once everything is on disk, or
-by SIGKILL in the middle of it.
+How it ends is the point: cleanly, cleanly with most of it still to be written, by SIGKILL once everything is on disk,
+or by SIGKILL in the middle of it.
 """
 
 from __future__ import annotations

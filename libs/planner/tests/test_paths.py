@@ -68,7 +68,7 @@ def test_the_beginning_of_the_order_can_be_resumed_as_far_as_it_goes(spec: Cache
 def test_the_order_of_eviction_of_before_left_nothing_to_resume() -> None:
     """The negative control: states and windows of a whole path first, as it was once, and half of it gone."""
     path = whole_path(HYBRID)
-    by_kind = sorted(path[::-1], key=lambda part: (HYBRID.groups[part[0]].kind is GroupKind.FULL, -part[1]))
+    by_kind = sorted(path, key=lambda part: (HYBRID.groups[part[0]].kind is GroupKind.FULL, -part[1]))
     num_gone = len(path) // 2
     assert resumable(HYBRID, set(by_kind[num_gone:])) == 0
     assert resumable(HYBRID, set(path_order(HYBRID, path)[: len(path) - num_gone])) == CHUNKS // 2 * 64
