@@ -144,6 +144,10 @@ class TierIndex(Protocol):
         """Space that is not free, rounding and doomed keys included; never above `capacity_bytes`."""
         ...
 
+    def cost(self, num_bytes: int) -> int:
+        """What a chunk of so many bytes takes up of `capacity_bytes`."""
+        ...
+
     @property
     def num_keys(self) -> int:
         """Keys that are committed or reserved; doomed ones are not counted."""

@@ -79,6 +79,10 @@ class DiskIndex:
     def used_bytes(self) -> int:
         return self._records.used_bytes
 
+    def cost(self, num_bytes: int) -> int:
+        """With the record's header, in whole pages."""
+        return record_bytes(num_bytes)
+
     @property
     def disk_bytes(self) -> int:
         """Of segments, on all ranks: what they were given on disk, whether records fill it or not."""
@@ -126,8 +130,8 @@ class DiskIndex:
         self._upkeep.write_changes()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        """As the contract says. NO_ROOM also while file work is behind: the next segment is not made yet, the file
-        system is full, or its directory is gone."""
+        """As the contract says. BUSY while file work is on its way that may make room: the next segment is being made,
+        one is being deleted or emptied. NO_ROOM also where none is: the file system is full, its directory is gone."""
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         if not 0 < len(key) <= LARGEST_KEY_BYTES:
@@ -138,7 +142,7 @@ class DiskIndex:
         if refusal is None and not self._segments.has_room(cost, may_take_last=False):
             self._upkeep.run()
             if not self._segments.has_room(cost, may_take_last=False):
-                refusal = Refusal.NO_ROOM
+                refusal = Refusal.BUSY if self._upkeep.is_working else Refusal.NO_ROOM
         if refusal is not None:
             return self._records.tally.refuse(refusal)
         self._make_fit(cost)

@@ -95,6 +95,11 @@ class Upkeep:
                 self._look_again_s = min(due_s, self.state.rests.next_end_s)
                 return
 
+    @property
+    def is_working(self) -> bool:
+        """Whether file work is on its way, after which there may be more to do, and more room."""
+        return self._num_running > 0
+
     def run_if_needed(self) -> None:
         """As `run`, but cheap where nothing happened that calls for work."""
         self.write_changes()
@@ -196,7 +201,7 @@ class Upkeep:
         return Drop(tuple(segment.number for segment in dead)) if dead else None
 
     def _choose_create(self) -> Job | None:
-        if len(self._segments.ready) >= self._options.ready_segments or not self._segments.creatable:
+        if len(self._segments.ready) >= self._sizes.ready_segments or not self._segments.creatable:
             return None
         sizes = self._sizes
         added_bytes = sizes.segment_bytes * sizes.num_ranks
@@ -205,7 +210,7 @@ class Upkeep:
 
     def _choose_copy(self) -> Job | None:
         segments = self._segments
-        if len(segments.ready) + segments.creatable + segments.num_leaving >= self._options.ready_segments:
+        if len(segments.ready) + segments.creatable + segments.num_leaving >= self._sizes.kept_segments:
             return None
         is_resting = self.state.rests.is_resting
         if is_resting(Copy) or is_resting(Drop) or (segments.creatable and is_resting(Create)):

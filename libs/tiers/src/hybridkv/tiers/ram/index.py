@@ -70,6 +70,9 @@ class RamIndex:
     def used_bytes(self) -> int:
         return (self._granules.num_granules - self._granules.num_free) * self._granules.granule_bytes
 
+    def cost(self, num_bytes: int) -> int:
+        return self._granules.granules_for(num_bytes) * self._granules.granule_bytes
+
     @property
     def num_keys(self) -> int:
         return len(self._held)
