@@ -93,25 +93,23 @@ class Run:
         return latest
 
     def share_certain(self, kind: str) -> float:
-        """Of what was committed since the last clear before the writer began this, what was certain when it had ended.
+        """How often the last commit before the writer began this was certain when it had ended.
 
-        Of the last one of this kind behind which something was committed.
+        The last one: what lies in a segment that was sealed meanwhile is certain anyway.
         """
-        said = [note for note in self.log.said if note.words[1] in (kind, "clear") or note.words[:2] == ("done", "put")]
-        shares = [0.0]
-        commits: list[int] = []
-        begun: list[int] = []
-        for time, words in said:
-            if words[1] == "put":
-                commits.append(time)
-            elif words[1] == "clear":
-                commits = []
-            elif words[0] == "begin":
-                begun = commits.copy()
-            elif begun:
-                times = [self.certain_at[commit] for commit in begun]
-                shares.append(sum(certain_at is not None and certain_at <= time for certain_at in times) / len(times))
-        return shares[-1]
+        outcomes = []
+        last = begun = None
+        for time, (verb, what, *_) in self.log.said:
+            if (verb, what) == ("done", "put"):
+                last = time
+            elif what == "clear":
+                last = None
+            elif (verb, what) == ("begin", kind):
+                begun = last
+            elif (verb, what) == ("done", kind) and begun is not None:
+                certain_at = self.certain_at[begun]
+                outcomes.append(certain_at is not None and certain_at <= time)
+        return sum(outcomes) / len(outcomes)
 
     def lose_power(self, time: int, mood: int, seed: int, path: Path) -> None:
         """What is left then is made at `path`, opened, and looked at."""
@@ -163,7 +161,10 @@ class Run:
 
     def _check(self, path: Path, expectations: dict[bytes, Expected], is_native: bool) -> None:
         index, evicted = self._reopened(path)
-        media = [DiskMedium(str(path), index.namespace, rank, self.job.options, is_native=is_native) for rank in range(2)]
+        media = [
+            DiskMedium(str(path), index.namespace, rank, self.job.options, is_native=is_native)
+            for rank in range(NUM_RANKS)
+        ]
         try:
             for key, expected in expectations.items():
                 versions = self._loaded(index, media, key, expected.allowed)
@@ -227,3 +228,8 @@ class Run:
         moods = (Moods.NOTHING, Moods.CHANCE, Moods.ALL, Moods.CHANCE, Moods.CHANCE)
         for number, time in enumerate(self.times(count, chooser)):
             self.lose_power(time, moods[number % len(moods)], number, path / f"lost-{number}")
+
+    def lose_power_behind_each_commit(self, path: Path) -> None:
+        """And of what is not certain nothing is there."""
+        for number, time in enumerate(sorted(self.certain_at)):
+            self.lose_power(time, Moods.NOTHING, number, path / f"commit-{number}")

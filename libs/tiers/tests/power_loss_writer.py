@@ -15,8 +15,6 @@ import os
 import random
 import sys
 import threading
-from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import disk_store
@@ -24,13 +22,21 @@ import disk_writer
 import msgspec
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Slot, Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor, ThreadJanitor
+from hybridkv.tiers import Refusal, Slot, Ticket
+from hybridkv.tiers.disk import (
+    DiskIndex,
+    DiskMedium,
+    DiskOptions,
+    FileIO,
+    Fsync,
+    InlineJanitor,
+    ThreadJanitor,
+    native_runner,
+    operations,
+)
 from hybridkv.tiers.disk import medium as medium_module
-from hybridkv.tiers.disk import native_runner, operations, syncer
-from hybridkv.tiers.disk.layout import number_of
 from hybridkv.tiers.disk.medium import native_queue
-from hybridkv.tiers.disk.names import rank_name, segment_name
+from hybridkv.tiers.disk.syncer import Syncer
 
 if TYPE_CHECKING:
     from hybridkv.native import RecordQueue
@@ -76,7 +82,7 @@ class NotingIO(FileIO):
     def __init__(self, log: Log) -> None:
         self._log = log
         self._changed = threading.Condition()
-        self._num_synced: Counter[int] = Counter()
+        self._num_syncing = 0
 
     def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
         is_there = dir_fd is not None and _is_there(name, dir_fd)
@@ -107,35 +113,26 @@ class NotingIO(FileIO):
     def remove(self, name: str, dir_fd: int) -> None:
         super().remove(name, dir_fd)
         self._log.note("removed", os.fstat(dir_fd).st_ino, name)
-        with self._changed:
-            self._changed.notify_all()
 
     def rename(self, old: str, new: str, dir_fd: int) -> None:
         super().rename(old, new, dir_fd)
         self._log.note("renamed", os.fstat(dir_fd).st_ino, old, new)
 
     def fdatasync(self, fd: int) -> None:
-        super().fdatasync(fd)
         with self._changed:
-            self._num_synced[os.fstat(fd).st_ino] += 1
-            self._changed.notify_all()
-
-    def syncs_so_far(self) -> Counter[int]:
-        """Of each inode."""
-        with self._changed:
-            return self._num_synced.copy()
-
-    def wait_for_sync(self, file: Path, before: Counter[int]) -> None:
-        """Until the file was synced more often than before, or is gone."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._is_synced(file, before), disk_store.TIMEOUT_S), file
-
-    def _is_synced(self, file: Path, before: Counter[int]) -> bool:
+            self._num_syncing += 1
         try:
-            inode = file.stat().st_ino
-        except FileNotFoundError:
-            return True
-        return self._num_synced[inode] > before[inode]
+            super().fdatasync(fd)
+        finally:
+            with self._changed:
+                self._num_syncing -= 1
+                self._changed.notify_all()
+
+    def wait_until_synced(self, syncers: list[Syncer]) -> None:
+        """Until they have nothing to sync. What one of them is about to begin may be missed."""
+        with self._changed:
+            while self._num_syncing or any(syncer._dirty for syncer in syncers):
+                self._changed.wait(0.01)  # what is gone is not synced, and nobody says so
 
 
 def _is_there(name: str, dir_fd: int) -> bool:
@@ -167,8 +164,6 @@ class Writer:
         """By version."""
         self.ranks_left: dict[int, int] = {}
         self.committed: set[bytes] = set()
-        self.unsynced: dict[tuple[int, int], Counter[int]] = {}
-        """Rank and number of segments that were stored in, and what had been synced before that was said."""
         self.version = 0
 
     def say(self, verb: str, kind: str, key: bytes = b"", version: int = 0, address: int = 0) -> None:
@@ -188,7 +183,8 @@ class Writer:
 
     def step(self) -> None:
         self.clock.now_s += self.random.choice([0.0, 0.5, 1.0, 3.0])
-        verbs = ["put"] * 14 + ["invalidate", "touch", "settle"] + ["abort"] * 2 + ["clear"] * (self.random.random() < 0.2)
+        verbs = ["put"] * 14 + ["abort"] * 2 + ["settle"] * 2 + ["invalidate", "touch"]
+        verbs += ["clear"] * (self.random.random() < 0.2)
         getattr(self, f"do_{self.random.choice(verbs)}")()
         self.say_evictions()
 
@@ -208,6 +204,9 @@ class Writer:
         key, self.version = self.free_key(), self.version + 1
         chunks = [disk_writer.payload(key, self.version, rank) for rank in range(NUM_RANKS)]
         slot = self.index.reserve(key, len(chunks[0]))
+        if slot is Refusal.NO_ROOM:
+            assert self.index.drain(disk_store.TIMEOUT_S)
+            slot = self.index.reserve(key, len(chunks[0]))
         if not isinstance(slot, Slot):
             return
         self.committed.discard(key)
@@ -227,13 +226,10 @@ class Writer:
     def take(self) -> None:
         """Wait for one medium, look at all, and commit what every rank has."""
         assert self.random.choice(self.media).drain(disk_store.TIMEOUT_S)
-        for rank, medium in enumerate(self.media):
-            synced = self.io.syncs_so_far()
+        for medium in self.media:
             for completion in medium.poll():
                 assert completion.failure is None, completion
-                version = int(completion.ticket)
-                self.ranks_left[version] -= 1
-                self.unsynced[rank, number_of(self.under_way[version][1].extents[0][0])] = synced
+                self.ranks_left[int(completion.ticket)] -= 1
         for version in [version for version, left in self.ranks_left.items() if not left]:
             del self.ranks_left[version]
             self.commit(version)
@@ -280,7 +276,6 @@ class Writer:
         self.say("begin", "clear")
         self.index.clear()
         self.committed.clear()
-        self.unsynced.clear()
         self.say("done", "clear")
 
     def do_settle(self) -> None:
@@ -289,10 +284,8 @@ class Writer:
         if self.job.fsync is not Fsync.INTERVAL:
             return
         self.say("begin", "settle")
-        cache = disk_store.fingerprint(tensor_parallel_size=NUM_RANKS).digest().hex()
-        for (rank, number), before in self.unsynced.items() if not self.job.mistake else ():
-            self.io.wait_for_sync(Path(self.job.path, cache, rank_name(rank), segment_name(number)), before)
-        self.unsynced.clear()
+        runners: list[Any] = [medium._runner for medium in self.media]
+        self.io.wait_until_synced([getattr(runner, "_syncing", runner)._syncer for runner in runners])
         self.say("done", "settle")
 
 
@@ -329,7 +322,7 @@ def make_mistake(name: str) -> None:
         for mover in (native_runner.NativeRunner, operations.RecordMover):
             mover._syncs = property(lambda _: False, lambda _, __: None)  # type: ignore[attr-defined]
     elif name == "nothing is synced every so often":
-        syncer.Syncer.ended = lambda *_: False  # type: ignore[method-assign, assignment]
+        Syncer.ended = lambda *_: False  # type: ignore[method-assign, assignment]
     elif name == "stores end before they are synced":
         make_queue = medium_module.native_queue()
         assert make_queue is not None

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from power_loss import Moods
 from power_loss_check import Run
 from power_loss_writer import Job
 
@@ -55,8 +54,8 @@ def test_a_loss_of_power_takes_no_more_than_the_policy_says(
 ) -> None:
     run = written(backend, fsync, is_roomy, "")
     run.lose_power_often(NUM_LOSSES, tmp_path)
-    assert run.found["was there"] > NUM_LOSSES
-    assert (run.found["had to be there"] > NUM_LOSSES) == (fsync is not Fsync.NONE)
+    assert run.found["was there"]
+    assert bool(run.found["had to be there"]) == (fsync is not Fsync.NONE)
 
 
 @pytest.mark.parametrize("is_roomy", [True, False])
@@ -64,20 +63,15 @@ def test_a_loss_of_power_takes_no_more_than_the_policy_says(
 def test_with_always_a_record_is_certain_before_it_is_committed(written: Make, backend: str, is_roomy: bool) -> None:
     """At every commit of the log, without chance."""
     run = written(backend, Fsync.ALWAYS, is_roomy, "")
-    assert len(run.certain_at) > 20
+    assert run.certain_at
     assert all(certain_at == time for time, certain_at in run.certain_at.items())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_with_interval_what_was_committed_becomes_certain_by_itself_and_all_of_it_at_the_end(
-    written: Make, backend: str
-) -> None:
-    """A sync that began a moment too early is waited for too: so it is most of it, before the end."""
-    run = written(backend, Fsync.INTERVAL, True, "")
-    assert run.share_certain("settle") > 0.5
-    assert run.share_certain("close") == 1.0
-    without_it = written(backend, Fsync.INTERVAL, True, "nothing is synced every so often")
-    assert without_it.share_certain("settle") <= 0.5
+def test_with_interval_what_was_committed_becomes_certain_while_others_are_stored(written: Make, backend: str) -> None:
+    """The writer pauses for a sync; one that had begun a moment too early is a pause too. So it is not every time."""
+    assert written(backend, Fsync.INTERVAL, True, "").share_certain("settle") > 0.5
+    assert written(backend, Fsync.INTERVAL, True, "nothing is synced every so often").share_certain("settle") < 0.5
 
 
 @pytest.mark.parametrize(
@@ -95,5 +89,4 @@ def test_a_sync_that_is_missing_or_late_is_found(tmp_path: Path, written: Make, 
     run = written(backend, Fsync.ALWAYS, True, mistake)
     assert any(certain_at != time for time, certain_at in run.certain_at.items())
     with pytest.raises(AssertionError, match="committed and is not there"):
-        for number, time in enumerate(sorted(run.certain_at)):
-            run.lose_power(time, Moods.NOTHING, number, tmp_path / str(number))
+        run.lose_power_behind_each_commit(tmp_path)
