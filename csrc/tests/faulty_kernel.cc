@@ -20,8 +20,6 @@
 namespace hybridkv::testing {
 namespace {
 
-constexpr std::size_t kPageBytes = 4096;
-
 std::mutex mutex;
 Faults faults;
 Noise noise(1);
@@ -40,7 +38,7 @@ std::map<int, Completions> rings;
 bool is_one_in(std::uint64_t count) { return count != 0 && noise.below(count) == 0; }
 
 // What becomes of a call that moved, or would move, so many bytes: an errno below 0, or how many it is said to have
-// moved. Whole pages stay whole pages, for O_DIRECT.
+// moved.
 std::int64_t fate_of(std::int64_t num_bytes) {
   const std::lock_guard lock(mutex);
   if (is_one_in(faults.failed_one_in)) {
@@ -51,10 +49,10 @@ std::int64_t fate_of(std::int64_t num_bytes) {
     ++repeated;
     return noise.below(2) == 0 ? -EINTR : -EAGAIN;
   }
-  const std::int64_t unit = num_bytes % static_cast<std::int64_t>(kPageBytes) == 0 ? kPageBytes : 1;
+  const auto unit = static_cast<std::int64_t>(faults.unit_bytes);
   if (num_bytes <= unit || !is_one_in(faults.partial_one_in)) return num_bytes;
   ++repeated;
-  return unit * static_cast<std::int64_t>(1 + noise.below(static_cast<std::uint64_t>(num_bytes / unit - 1)));
+  return unit * static_cast<std::int64_t>(1 + noise.below(static_cast<std::uint64_t>((num_bytes - 1) / unit)));
 }
 
 std::vector<iovec> beginning_of(const iovec* extents, int count, std::int64_t num_bytes) {

@@ -16,6 +16,7 @@ struct Faults {
   std::uint64_t partial_one_in = 0;      // fewer bytes than were asked for, or fewer entries taken
   std::uint64_t interrupted_one_in = 0;  // EINTR, EAGAIN
   std::uint64_t failed_one_in = 0;       // EIO; ENOMEM for what a ring was given
+  std::uint64_t unit_bytes = 1;          // a part is whole ones: with O_DIRECT a kernel stops nowhere else
 };
 
 // From now on. Not while a queue has something in flight.
