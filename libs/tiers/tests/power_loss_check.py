@@ -72,7 +72,8 @@ class Run:
         ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
         assert not ended.returncode, ended.stderr[-4000:]
         self.log = read_log(Path(job.log))
-        self.disk = Disk(self.log, top.stat().st_ino)
+        # The directories of a new store are synced, but with `none`.
+        self.disk = Disk(self.log, top.stat().st_ino, keeps_made_directories=job.fsync is Fsync.NONE)
         self.certain_at = {
             time: self._certain_at(time, *words[2:]) for time, words in self.log.said if words[:2] == ("done", "put")
         }

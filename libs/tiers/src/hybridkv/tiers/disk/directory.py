@@ -95,7 +95,9 @@ class Directory:
         With `sync` also if the power goes.
         """
         temporary = f"{name}.new"
-        fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        # Never one that a crash left: somebody may have made a hard link to it.
+        self.remove_file(temporary)
+        fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             write_all(self.io, fd, data, 0)
             if sync:
