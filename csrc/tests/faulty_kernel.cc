@@ -112,9 +112,10 @@ void change_completions(int fd) {
   }
 }
 
-// Of a call that hands over so many entries: an errno, or 0 and perhaps fewer of them.
-int change_handing_over(long& count) {
+// Of a call that hands over entries: an errno, or 0 and perhaps fewer of them. Then the kernel waits for nothing.
+int change_handing_over(long (&argument)[6]) {
   const std::lock_guard lock(mutex);
+  long& count = argument[1];
   if (count > 0 && is_one_in(faults.failed_one_in)) {
     ++failed;
     return ENOMEM;
@@ -127,6 +128,7 @@ int change_handing_over(long& count) {
   if (count > 1 && is_one_in(faults.partial_one_in)) {
     ++repeated;
     count = static_cast<long>(1 + noise.below(static_cast<std::uint64_t>(count - 1)));
+    for (int place = 2; place < 6; ++place) argument[place] = 0;
   }
   return 0;
 }
@@ -177,7 +179,7 @@ extern "C" long syscall(long number, ...) noexcept {
     return fd;
   }
   if (number != SYS_io_uring_enter) return testing::raw(number, argument);
-  const int error = testing::change_handing_over(argument[1]);
+  const int error = testing::change_handing_over(argument);
   if (error != 0) {
     errno = error;
     return -1;
