@@ -17,7 +17,7 @@ from hybridkv.tiers.errors import TierConfigurationError
 
 LARGEST_SMALL_FILE_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 26
-_WRITE_BYTES = 1 << 18
+_WRITE_BYTES = 1 << 17
 
 
 class ForeignFileError(OSError):

@@ -328,15 +328,15 @@ class Upkeep:
     def _start(self, job: Job | None) -> bool:
         if job is None:
             return False
+        if isinstance(job, Save):
+            self._cut = job.cut
         if not self._submit(job):
             if isinstance(job, Copy):
                 self.state.end_copy(job, None)
             elif isinstance(job, Save):
                 job.cut.is_cancelled = True
             return False
-        if isinstance(job, Save):
-            self._cut = job.cut
-        elif isinstance(job, (Append, Rewrite)):
+        if isinstance(job, (Append, Rewrite)):
             self.state.withdrawn.started(job)
         elif isinstance(job, Copy):
             self._copying = job.moves

@@ -20,7 +20,6 @@ from hybridkv.tiers.ram.granules import GranuleAllocator
 from hybridkv.tiers.ram.sizes import count_granules
 from hybridkv.tiers.tally import Tally
 
-
 _FREED_AT_A_TIME = 256
 """Entries of what was cleared, by one reservation."""
 
