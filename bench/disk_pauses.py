@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +24,10 @@ import disk_subject
 from hybridkv.tiers import Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, Fsync
 
-RECORDS = (100_000, 500_000, 1_000_000)
 RECORD_BYTES = 8192
 ALONE_S = 1.0
+NEVER_S = 1e9
+TIMEOUT_S = 600.0
 SHORTEST_PAUSE_S = 0.0002
 NUM_PAUSES = 8
 
@@ -47,46 +49,50 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-class Asker:
-    """A thread that does nothing but ask an index, and notes for how long somebody else had the interpreter."""
-
-    def __init__(self, index: DiskIndex, keys: list[bytes]) -> None:
-        self._index = index
-        self._keys = keys
-
-    def ask_until(self, is_over: Callable[[], bool]) -> list[float]:
-        """The longest pauses in milliseconds: CPU time of all other threads of this process between two answers."""
-        lookup, everybody, own = self._index.lookup, time.process_time, time.thread_time
-        pauses: list[float] = []
-        others_s = everybody() - own()
-        for turn, key in enumerate(itertools.cycle(self._keys)):
-            lookup(key)
-            now_s = everybody() - own()
-            if now_s - others_s > SHORTEST_PAUSE_S:
-                pauses.append(1000 * (now_s - others_s))
-            others_s = now_s
-            if not turn % 256 and is_over():
-                break
-        return sorted(pauses, reverse=True)[:NUM_PAUSES]
+def pauses_ms(index: DiskIndex, keys: list[bytes], is_over: Callable[[], bool]) -> list[float]:
+    """Ask until it is over. The longest pauses, that is CPU time of all other threads between two answers."""
+    lookup, everybody, own = index.lookup, time.process_time, time.thread_time
+    pauses: list[float] = []
+    others_s = everybody() - own()
+    for turn, key in enumerate(itertools.cycle(keys)):
+        lookup(key)
+        now_s = everybody() - own()
+        if now_s - others_s > SHORTEST_PAUSE_S:
+            pauses.append(1000 * (now_s - others_s))
+        others_s = now_s
+        if not turn % 256 and is_over():
+            break
+    return sorted(pauses, reverse=True)[:NUM_PAUSES]
 
 
-def measure(root: Path, count: int) -> dict[str, object]:
-    """Everything, for a store of so many records."""
-    found: dict[str, object] = {}
-    clock = Clock()
-    with tempfile.TemporaryDirectory(dir=root) as path:
-        keys = [number.to_bytes(32, "little") for number in range(count)]
-        collection_before_s = collection_s()
-        index = opened(Path(path), count, clock)
-        fill(index, keys)
-        found["collection_ms"] = 1000 * (collection_s() - collection_before_s)
-        found |= snapshot_gaps(index, keys, clock)
-        found |= closing(index)
-        index = opened(Path(path), count, clock)
-        found["reopened"] = index.num_keys
-        found |= clearing(index, keys)
-        index.close()
+def measure(root: Path) -> dict[str, dict[str, object]]:
+    """By number of records."""
+    found = {}
+    for count in disk_subject.RECORDS:
+        with tempfile.TemporaryDirectory(dir=root) as path:
+            found[str(count)] = of_store(Path(path), count)
+        print(f"{count:9,d} records: {json.dumps(found[str(count)])}", flush=True)
     return found
+
+
+def of_store(path: Path, count: int) -> dict[str, object]:
+    keys = [number.to_bytes(32, "little") for number in range(count)]
+    before_s = collection_s()
+    clock = Clock()
+    index = opened(path, count, clock)
+    growth_ms = fill(index, keys)
+    found: dict[str, object] = {"longest store, ms": growth_ms, "collection, ms": 1000 * (collection_s() - before_s)}
+    found |= beside_a_snapshot(index, keys, clock)
+    found["close"] = cost_of(index.close)
+    index = opened(path, count, clock)
+    if index.num_keys != count:
+        raise RuntimeError(f"{index.num_keys} of {count} records came back")
+    index.take_disk_counts()
+    found["clear"] = cost_of(index.clear)
+    # The first snapshot of what is left waits until all that was forgotten is freed.
+    pauses = pauses_ms(index, keys, lambda: index.take_disk_counts().snapshots > 0)
+    index.close()
+    return found | {"pauses after a clear, ms": pauses}
 
 
 def opened(path: Path, count: int, clock: Clock) -> DiskIndex:
@@ -94,18 +100,23 @@ def opened(path: Path, count: int, clock: Clock) -> DiskIndex:
         capacity_bytes=int(1.3 * count * RECORD_BYTES) + (64 << 20),
         fsync=Fsync.NONE,
         max_records=count + 1,
-        snapshot_interval_s=1e9,
-        close_timeout_s=600.0,
+        snapshot_interval_s=NEVER_S,
+        close_timeout_s=TIMEOUT_S,
     )
     return DiskIndex(str(path), disk_subject.fingerprint(), options, io=SparseFiles(), clock=clock)
 
 
-def fill(index: DiskIndex, keys: list[bytes]) -> None:
+def fill(index: DiskIndex, keys: list[bytes]) -> float:
+    """The most CPU milliseconds that one reservation and its commit took: those at which tables grew."""
+    longest_s = 0.0
     for key in keys:
+        started_s = time.thread_time()
         while not isinstance(index.reserve(key, RECORD_BYTES // 2), Slot):
             time.sleep(disk_subject.POLL_INTERVAL_S)
         index.commit(key)
-    index.drain(600.0)
+        longest_s = max(longest_s, time.thread_time() - started_s)
+    index.drain(TIMEOUT_S)
+    return 1000 * longest_s
 
 
 def collection_s() -> float:
@@ -116,32 +127,23 @@ def collection_s() -> float:
     return time.thread_time() - started_s
 
 
-def snapshot_gaps(index: DiskIndex, keys: list[bytes], clock: Clock) -> dict[str, object]:
-    """While nothing else happens, and while a snapshot is written."""
-    asker = Asker(index, keys)
+def beside_a_snapshot(index: DiskIndex, keys: list[bytes], clock: Clock) -> dict[str, object]:
+    """Pauses while one is written, and before with nothing beside. And what memory it takes."""
     until_s = time.monotonic() + ALONE_S
-    alone = asker.ask_until(lambda: time.monotonic() >= until_s)
+    alone = pauses_ms(index, keys, lambda: time.monotonic() >= until_s)
     index.take_disk_counts()
-    clock.ahead_s += 2e9
-    with peak_memory() as peak:
-        beside = asker.ask_until(lambda: index.take_disk_counts().snapshots > 0)
-    return {"gaps alone": alone, "gaps beside a snapshot": beside, "MiB for a snapshot": peak()}
+    clock.ahead_s += 2 * NEVER_S
+    with peak_memory() as peak_mib:
+        beside = pauses_ms(index, keys, lambda: index.take_disk_counts().snapshots > 0)
+    return {"pauses alone, ms": alone, "pauses beside a snapshot, ms": beside, "snapshot, MiB": peak_mib()}
 
 
-def closing(index: DiskIndex) -> dict[str, object]:
-    with peak_memory() as peak:
-        started = time.perf_counter(), time.thread_time()
-        index.close()
-        wall_s, cpu_s = time.perf_counter() - started[0], time.thread_time() - started[1]
-    return {"close": {"s": wall_s, "CPU s of the caller": cpu_s, "MiB": peak()}}
-
-
-def clearing(index: DiskIndex, keys: list[bytes]) -> dict[str, object]:
-    started = time.perf_counter(), time.thread_time()
-    index.clear()
-    wall_s, cpu_s = time.perf_counter() - started[0], time.thread_time() - started[1]
-    gaps = Asker(index, keys).ask_until(lambda: index.take_disk_counts().snapshots > 0)
-    return {"clear": {"s": wall_s, "CPU s of the caller": cpu_s}, "gaps after a clear": gaps}
+def cost_of(end: Callable[[], object]) -> dict[str, float]:
+    with peak_memory() as peak_mib:
+        started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+        end()
+        cpu_s, wall_s = time.thread_time() - started_cpu_s, time.perf_counter() - started_s
+    return {"s": wall_s, "CPU s of the caller": cpu_s, "MiB": peak_mib()}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ host, so figures hold as ratios within a run.
 
     tools/bazel run //bench:disk_tier -- --directory /path/on/the/disk --json out.json
     tools/bazel run //bench:disk_tier -- --reopen --directory /path/on/the/disk
+    tools/bazel run //bench:disk_tier -- --pauses --directory /path/on/the/disk
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import disk_pauses
 import disk_subject
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block, probe_o_direct
 
@@ -182,11 +184,14 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--reopen", action="store_true", help="measure reopening by number of records instead")
+    parser.add_argument("--pauses", action="store_true", help="measure what the index costs its caller instead")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:
         if chosen.reopen:
             result: dict[str, object] = {"reopening": disk_subject.reopening(Path(scratch))}
+        elif chosen.pauses:
+            result = {"pauses": disk_pauses.measure(Path(scratch))}
         else:
             if shutil.which("fio") is None:
                 sys.exit("fio is not installed; on Debian: apt-get install fio")

@@ -241,8 +241,10 @@ class DiskIndex:
             if record.state is State.DOOMED_WRITE:
                 self._upkeep.withdraw(record)
         self._upkeep.finish()
+        is_written = threading.Event()
+        self._janitor.submit(is_written.set)
         self._upkeep.free(self._records.forget().leftovers)
-        is_done = self._end_file_work()
+        is_done = self._end_work() or is_written.is_set()
         self._upkeep.janitor = None
         self._upkeep.collect()
         if is_done:
@@ -250,10 +252,11 @@ class DiskIndex:
         else:
             logger.warning("%s is still locked: file work did not end in time", self._namespace.root.path)
 
-    def _end_file_work(self) -> bool:
-        """Whether it ended in time. A snapshot that takes most of that is given up: the changes say the same."""
+    def _end_work(self) -> bool:
+        """Whether the janitor ended in time. A snapshot that takes most of it is given up: the changes say the same."""
         timeout_s = self._options.close_timeout_s
         if self._janitor.close(_SNAPSHOT_SHARE * timeout_s):
             return True
+        logger.info("%s: no time for a snapshot; the next start reads the changes", self._namespace.path)
         self._upkeep.give_up_snapshot()
         return self._janitor.close((1 - _SNAPSHOT_SHARE) * timeout_s)

@@ -174,9 +174,12 @@ class Upkeep:
             self._cut.is_cancelled = True
 
     def free(self, leftovers: Leftovers) -> None:
-        """Behind the file work that was started before, which may still read them."""
-        if self.janitor is None or not self.janitor.submit(leftovers.free):
-            leftovers.free()
+        """Behind the file work that was started before, which may still read them.
+
+        Where the janitor takes no more, they go when nobody reads them any more, in one step.
+        """
+        if self.janitor is not None:
+            self.janitor.submit(leftovers.free)
 
     # What is to be done next.
 
