@@ -131,6 +131,8 @@ def beside_a_snapshot(index: DiskIndex, keys: list[bytes], clock: Clock) -> dict
     """Pauses while one is written, and before with nothing beside. And what memory it takes."""
     until_s = time.monotonic() + ALONE_S
     alone = pauses_ms(index, keys, lambda: time.monotonic() >= until_s)
+    index.reserve(b"something new to write down", RECORD_BYTES // 2)
+    index.abort(b"something new to write down")
     index.take_disk_counts()
     clock.ahead_s += 2 * NEVER_S
     with peak_memory() as peak_mib:
