@@ -11,6 +11,7 @@ host, so figures hold as ratios within a run.
     tools/bazel run //bench:disk_tier -- --directory /path/on/the/disk --json out.json
     tools/bazel run //bench:disk_tier -- --reopen --directory /path/on/the/disk
     tools/bazel run //bench:disk_tier -- --pauses --directory /path/on/the/disk
+    tools/bazel run //bench:disk_tier -- --scheduler --directory /path/on/the/disk
 """
 
 from __future__ import annotations
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--reopen", action="store_true", help="measure reopening by number of records instead")
     parser.add_argument("--pauses", action="store_true", help="measure what the index costs its caller instead")
+    parser.add_argument("--scheduler", action="store_true", help="measure the scheduler's thread by segments instead")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:
@@ -192,6 +194,8 @@ def main() -> None:
             result: dict[str, object] = {"reopening": disk_subject.reopening(Path(scratch))}
         elif chosen.pauses:
             result = {"pauses": disk_pauses.measure(Path(scratch))}
+        elif chosen.scheduler:
+            result = {"scheduler_cpu_us_a_record": disk_subject.scheduler_cpu(Path(scratch))}
         else:
             if shutil.which("fio") is None:
                 sys.exit("fio is not installed; on Debian: apt-get install fio")

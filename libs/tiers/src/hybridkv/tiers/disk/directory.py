@@ -100,7 +100,9 @@ class Directory:
     def write_pieces(self, name: str, pieces: Iterable[bytes], sync: bool) -> None:
         """As `write_file`, of pieces that are not all in memory at one time. If they raise, the file is as it was."""
         temporary = f"{name}.new"
-        fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        # Never one that a crash left: somebody may have made a hard link to it.
+        self.remove_file(temporary)
+        fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             offset = 0
             for data in _joined(pieces):

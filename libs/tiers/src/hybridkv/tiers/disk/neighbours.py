@@ -10,7 +10,7 @@ import msgspec
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.directory import Directory
 from hybridkv.tiers.disk.names import FINGERPRINT_NAME, LOCK_NAME, is_namespace
-from hybridkv.tiers.disk.namespace import Namespace
+from hybridkv.tiers.disk.namespace import Namespace, try_to_lock
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,8 @@ def _delete(root: Directory, name: str) -> bool:
         return False
     lock_fd = -1
     try:
+        if not try_to_lock(directory):
+            return False
         lock_fd = directory.open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT)
         if not root.io.lock(lock_fd):
             return False

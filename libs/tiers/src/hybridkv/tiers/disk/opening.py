@@ -130,6 +130,7 @@ def _segment_table(sizes: DiskSizes, found: Found) -> SegmentTable:
         table.allocated_bytes += segment.segment_bytes * sizes.num_ranks
     for number in found.unavailable:
         table.by_number[number].stage = Stage.UNAVAILABLE
+        table.refile(table.by_number[number])
     return table
 
 

@@ -97,7 +97,11 @@ class SegmentFiles:
                 directory.io.close(fd)
 
     def drop(self, number: int) -> None:
-        """Delete a segment on every rank. Its space is free also while a medium has the file open."""
+        """Delete a segment on every rank. Its space is free also while a medium has the file open.
+
+        A hard link to it keeps its bytes.
+        """
+        self._namespace.require_own()
         for directory in self._namespace.ranks:
             self._drop(directory, number)
 
@@ -107,10 +111,12 @@ class SegmentFiles:
         except FileNotFoundError:
             return
         try:
-            directory.io.truncate(fd, 0)
+            directory.remove_file(segment_name(number))
+            # Another name of it is somebody's copy.
+            if not directory.io.stat(fd).st_nlink:
+                directory.io.truncate(fd, 0)
         finally:
             directory.io.close(fd)
-        directory.remove_file(segment_name(number))
 
     def _discard(self, directory: Directory, number: int) -> None:
         """As `drop`, of what was made only in part, without an error of its own."""

@@ -144,7 +144,9 @@ class Upkeep:
         self.state.is_epoch_written = False
         self._segments.close_open()
         while self._segments.ready:
-            self._segments.ready.popleft().stage = Stage.FULL
+            segment = self._segments.ready.popleft()
+            segment.stage = Stage.FULL
+            self._segments.refile(segment)
         self._snapshot_generation = -1
         self._records.log.give_up()
         self.state.is_snapshot_owed = True
@@ -157,12 +159,14 @@ class Upkeep:
         same.
         """
         self.give_up_snapshot()
+        if self.state.is_taken:
+            return
         self._segments.close_open()
         self.collect()
         self._start(self.state.withdrawn.job())
         self._start(self._choose_log())
-        for segment in list(self._segments.by_number.values()):
-            if self._is_sealable(segment):
+        for segment in list(self._segments.sealable.values()):
+            if segment.epoch == self.state.epoch:
                 self._start(self._seal(segment))
         if self._may_save():
             self._start(self._save(is_last=True))
@@ -184,6 +188,8 @@ class Upkeep:
     # What is to be done next.
 
     def _choose(self) -> Job | None:
+        if self.state.is_taken:
+            return None
         is_resting = self.state.rests.is_resting
         if not is_resting(Create):
             self._segments.limit_bytes = self._sizes.data_bytes
@@ -209,7 +215,8 @@ class Upkeep:
         return None if self.state.is_epoch_written else WriteEpoch(self.state.epoch)
 
     def _choose_drop(self) -> Job | None:
-        dead = self._compaction.dead()
+        # What rests may be long, and is asked for again and again.
+        dead = [] if self.state.rests.is_resting(Drop) else self._compaction.dead()
         return Drop(tuple(segment.number for segment in dead)) if dead else None
 
     def _choose_create(self) -> Job | None:
@@ -240,6 +247,7 @@ class Upkeep:
         if not moves:
             return self._give_up_one()
         victim.is_moving = True
+        self._segments.refile(victim)
         return Copy(victim.number, moves)
 
     def _give_up_one(self) -> Job | None:
@@ -252,14 +260,13 @@ class Upkeep:
     def _choose_seal(self) -> Job | None:
         if self.state.withdrawn.has_pending:
             return None
-        for segment in self._segments.by_number.values():
-            if self._is_sealable(segment):
+        sealable = self._segments.sealable
+        while sealable:
+            segment = next(iter(sealable.values()))
+            if segment.epoch == self.state.epoch:
                 return self._seal(segment)
+            del sealable[segment.number]  # of an epoch that is over
         return None
-
-    def _is_sealable(self, segment: Segment) -> bool:
-        is_settled = segment.stage is Stage.FULL and not segment.num_written and segment.epoch == self.state.epoch
-        return is_settled and segment.may_be_sealed and not segment.is_sealed
 
     def _seal(self, segment: Segment) -> Seal:
         return Seal(segment.number, segment.epoch, segment.end_offset)
@@ -284,7 +291,8 @@ class Upkeep:
     def _has_changes(self) -> bool:
         """Whether something happened that is not written down and may be now."""
         is_behind = self._records.log.is_waiting or self._files.changes.has_unwritten
-        return is_behind and self._writes_changes and not self.state.rests.is_resting(Log)
+        may_write = self._writes_changes and not self.state.is_taken
+        return is_behind and may_write and not self.state.rests.is_resting(Log)
 
     def _choose_log(self) -> Job | None:
         return Log(is_beside=False) if self._has_changes() else None
@@ -304,8 +312,7 @@ class Upkeep:
 
     def _may_save(self) -> bool:
         """Not while nobody knows what lies in a segment: what a snapshot does not name is taken for dead."""
-        segments = self._segments.by_number.values()
-        return all(s.stage is not Stage.UNAVAILABLE or s.epoch != self.state.epoch for s in segments)
+        return all(segment.epoch != self.state.epoch for segment in self._segments.unavailable.values())
 
     def _save(self, is_last: bool = False) -> Save:
         """The records that are offered now, and from where on there may be more when this is read.
@@ -314,7 +321,7 @@ class Upkeep:
         """
         segments = self._segments
         first = segments.next_number if is_last else number_of(segments.next_address)
-        first = min([first, *(segment.number for segment in segments.by_number.values() if segment.num_written)])
+        first = min([first, *segments.written])
         copied = [move.new_address for move in self._copying]
         pending = [*(record.address for record in self._records.reserved_now.values()), *copied]
         self.state.withdrawn.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
@@ -348,7 +355,9 @@ class Upkeep:
             self._segments.allocated_bytes += job.segment_bytes * self._sizes.num_ranks
         elif isinstance(job, Drop):
             for number in job.numbers:
-                self._segments.by_number[number].stage = Stage.LEAVING
+                segment = self._segments.by_number[number]
+                segment.stage = Stage.LEAVING
+                self._segments.refile(segment)
             self._segments.num_leaving += len(job.numbers)
         return True
 

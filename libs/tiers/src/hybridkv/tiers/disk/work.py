@@ -154,7 +154,7 @@ class Save(NamedTuple):
     def _write(self, files: Files) -> None:
         directory, digest = files.namespace.directory, files.namespace.digest
         encoding = self._encoding(digest)
-        directory.write_pieces(SNAPSHOT_NAME, self._wanted(encoding.pieces()), files.syncs)
+        directory.write_pieces(SNAPSHOT_NAME, self._wanted(encoding.pieces(), files.namespace), files.syncs)
         files.changes.begin(directory, digest, encoding.checksum, self.cut)
 
     def _encoding(self, namespace: bytes) -> snapshot.Encoding:
@@ -166,10 +166,12 @@ class Save(NamedTuple):
                 return encoding
             found = found.last((len(found.keys) - 1) // 2)
 
-    def _wanted(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    def _wanted(self, pieces: Iterator[bytes], namespace: Namespace) -> Iterator[bytes]:
+        namespace.require_own()  # it took a while to get here, and does until the last one is written
         for piece in pieces:
             self.cut.require_wanted()
             yield piece
+        namespace.require_own()
 
 
 class Log(NamedTuple):
@@ -215,6 +217,8 @@ class Outcome(NamedTuple):
 def run(job: Job, files: Files) -> Outcome:
     """Never raises."""
     try:
+        if not isinstance(job, Restore):
+            files.namespace.require_own()
         return Outcome(job, job.run(files), None)
     except OSError as error:
         return Outcome(job, None, error)
