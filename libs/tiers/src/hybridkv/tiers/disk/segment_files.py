@@ -20,7 +20,7 @@ from hybridkv.tiers.disk.format import (
     encode_seal,
     encode_segment,
 )
-from hybridkv.tiers.disk.layout import PAGE_BYTES, number_of, offset_of, record_bytes, round_up
+from hybridkv.tiers.disk.layout import LARGEST_NUMBER, PAGE_BYTES, number_of, offset_of, record_bytes, round_up
 from hybridkv.tiers.disk.names import segment_name
 from hybridkv.tiers.disk.namespace import Namespace
 from hybridkv.tiers.disk.neighbours import delete_stalest, other_bytes
@@ -54,6 +54,8 @@ class SegmentFiles:
 
     def create(self, number: int, epoch: int, segment_bytes: int, own_bytes: int) -> None:
         """Make a segment on every rank, its space allocated. `own_bytes`: what this namespace will take up with it."""
+        if number > LARGEST_NUMBER:
+            raise OSError(errno.EOVERFLOW, "the numbers of segments are used up; the next start begins anew")
         self.make_room(own_bytes)
         made: list[Directory] = []
         try:

@@ -12,7 +12,7 @@ from collections import deque
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.candidates import Candidates
-from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES, address_of, number_of
+from hybridkv.tiers.disk.layout import LARGEST_NUMBER, SEGMENT_HEAD_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import DiskSizes
 
 
@@ -132,6 +132,16 @@ class SegmentTable:
 
     def of(self, address: int) -> Segment:
         return self.by_number[number_of(address)]
+
+    def free_number(self) -> int:
+        """The next one that no file has. `LARGEST_NUMBER` + 1 when there is none."""
+        while self.next_number in self.by_number:
+            self.next_number += 1
+        return self.next_number
+
+    def take_number(self) -> None:
+        """Nothing else is called so from now on."""
+        self.next_number = min(self.next_number, LARGEST_NUMBER) + 1
 
     @property
     def creatable(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk import epoch as epoch_file
 from hybridkv.tiers.disk.change_log import Cut
 from hybridkv.tiers.disk.compaction import Compaction
 from hybridkv.tiers.disk.janitor import Janitor
@@ -140,7 +141,7 @@ class Upkeep:
         written or failed. False when that cannot be started.
         """
         self.give_up_snapshot()
-        self.state.epoch += 1
+        self.state.epoch = epoch_file.after(self.state.epoch)
         self.state.is_epoch_written = False
         self._segments.close_open()
         while self._segments.ready:
@@ -225,7 +226,7 @@ class Upkeep:
         sizes = self._sizes
         added_bytes = sizes.segment_bytes * sizes.num_ranks
         own_bytes = self._segments.allocated_bytes + added_bytes + sizes.metadata_bytes
-        return Create(self._segments.next_number, self.state.epoch, sizes.segment_bytes, own_bytes)
+        return Create(self._segments.free_number(), self.state.epoch, sizes.segment_bytes, own_bytes)
 
     def _choose_copy(self) -> Job | None:
         segments = self._segments
@@ -351,7 +352,7 @@ class Upkeep:
         elif isinstance(job, Copy):
             self._copying = job.moves
         elif isinstance(job, Create):
-            self._segments.next_number += 1
+            self._segments.take_number()
             self._segments.allocated_bytes += job.segment_bytes * self._sizes.num_ranks
         elif isinstance(job, Drop):
             for number in job.numbers:
