@@ -10,6 +10,7 @@ host, so figures hold as ratios within a run.
 
     tools/bazel run //bench:disk_tier -- --directory /path/on/the/disk --json out.json
     tools/bazel run //bench:disk_tier -- --reopen --directory /path/on/the/disk
+    tools/bazel run //bench:disk_tier -- --pauses --directory /path/on/the/disk
     tools/bazel run //bench:disk_tier -- --scheduler --directory /path/on/the/disk
     tools/bazel run //bench:disk_tier -- --burst --directory /path/on/the/disk
 """
@@ -33,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import burst_subject
+import disk_pauses
 import disk_subject
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block, probe_o_direct
 
@@ -185,6 +187,7 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--reopen", action="store_true", help="measure reopening by number of records instead")
+    parser.add_argument("--pauses", action="store_true", help="measure what the index costs its caller instead")
     parser.add_argument("--scheduler", action="store_true", help="measure the scheduler's thread by segments instead")
     parser.add_argument("--burst", action="store_true", help="measure what can be resumed after a burst instead")
     parser.add_argument("--capacities-mib", type=int, nargs="+", help="of --burst")
@@ -194,6 +197,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:
         if chosen.reopen:
             result: dict[str, object] = {"reopening": disk_subject.reopening(Path(scratch))}
+        elif chosen.pauses:
+            result = {"pauses": disk_pauses.measure(Path(scratch))}
         elif chosen.scheduler:
             result = {"scheduler_cpu_us_a_record": disk_subject.scheduler_cpu(Path(scratch))}
         elif chosen.burst:

@@ -26,7 +26,7 @@ Ticket = NewType("Ticket", int)
 """The caller's name for one store or load; it comes back in the `Completion`."""
 
 
-class Slot(msgspec.Struct, frozen=True, array_like=True):
+class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The place of one chunk in a medium, as the index gave it out. Travels between processes."""
 
     extents: tuple[tuple[int, int], ...]

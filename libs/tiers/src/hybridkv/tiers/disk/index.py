@@ -27,6 +27,9 @@ from hybridkv.tiers.errors import TierProtocolError
 
 logger = logging.getLogger(__name__)
 
+_SNAPSHOT_SHARE = 0.8
+"""Of `close_timeout_s`, which the last snapshot may take with all that comes before it."""
+
 
 class DiskIndex:
     """A `TierIndex` over segment files of all ranks of one engine.
@@ -203,14 +206,14 @@ class DiskIndex:
     def clear(self) -> int:
         """`invalidate` every key, durably: waits until that is written down, at most `close_timeout_s`."""
         self._upkeep.collect()
-        count = sum(self._records.invalidate(key) is not None for key in list(self._records.by_key))
-        if self._is_closed:
-            return count
-        written = threading.Event()
-        if not self._upkeep.start_epoch(written.set) or not written.wait(self._options.close_timeout_s):
-            logger.warning("clear is not on disk yet in %s; a crash now would undo it", self._namespace.root.path)
+        forgotten = self._records.forget()
+        if not self._is_closed:
+            written = threading.Event()
+            if not self._upkeep.start_epoch(written.set) or not written.wait(self._options.close_timeout_s):
+                logger.warning("clear is not on disk yet in %s; a crash now would undo it", self._namespace.root.path)
+        self._upkeep.free(forgotten.leftovers)
         self._upkeep.run()
-        return count
+        return forgotten.num_withdrawn
 
     def take_counts(self) -> TierCounts:
         self._upkeep.run()
@@ -237,18 +240,27 @@ class DiskIndex:
             return
         self._is_closed = True
         self._upkeep.collect()
-        for record in self._records.by_key.values():
+        for record in self._records.reserved_now.values():
             # What a medium has written and nobody has heard of yet is found by the next opening, which verifies it.
             if record.state is State.DOOMED_WRITE:
                 self._upkeep.withdraw(record)
         self._upkeep.finish()
-        is_done = self._janitor.close(self._options.close_timeout_s)
+        is_written = threading.Event()
+        self._janitor.submit(is_written.set)
+        self._upkeep.free(self._records.forget().leftovers)
+        is_done = self._end_work() or is_written.is_set()
         self._upkeep.janitor = None
         self._upkeep.collect()
-        self._records.detach()
-        for key in list(self._records.by_key):
-            self._records.invalidate(key)
         if is_done:
             self._namespace.close()
         else:
             logger.warning("%s is still locked: file work did not end in time", self._namespace.root.path)
+
+    def _end_work(self) -> bool:
+        """Whether the janitor ended in time. A snapshot that takes most of it is given up: the changes say the same."""
+        timeout_s = self._options.close_timeout_s
+        if self._janitor.close(_SNAPSHOT_SHARE * timeout_s):
+            return True
+        logger.info("%s: no time for a snapshot; the next start reads the changes", self._namespace.path)
+        self._upkeep.give_up_snapshot()
+        return self._janitor.close((1 - _SNAPSHOT_SHARE) * timeout_s)

@@ -191,6 +191,15 @@ class SegmentTable:
         else:
             self.candidates.changed(segment.number)
 
+    def forget_keys(self) -> list[list[Key]]:
+        """The keys of all segments, which know none from now on and hold nothing that lives."""
+        key_lists = []
+        for segment in self.by_number.values():
+            key_lists.append(segment.keys)
+            segment.keys, segment.live_bytes = [], 0
+            self.refile(segment)
+        return key_lists
+
     def hold(self, address: int, is_writing: bool) -> None:
         """A record at this address has a reader or a writer."""
         segment = self.of(address)

@@ -14,6 +14,7 @@ from functools import partial
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk import epoch as epoch_file
+from hybridkv.tiers.disk.change_log import Cut
 from hybridkv.tiers.disk.compaction import Compaction
 from hybridkv.tiers.disk.janitor import Janitor
 from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of, number_of
@@ -22,6 +23,7 @@ from hybridkv.tiers.disk.outcomes import Outcomes
 from hybridkv.tiers.disk.records import Record, RecordTable
 from hybridkv.tiers.disk.segment_files import Move
 from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.snapshot_source import Source
 from hybridkv.tiers.disk.work import (
     Append,
     Copy,
@@ -35,10 +37,10 @@ from hybridkv.tiers.disk.work import (
     Rewrite,
     Save,
     Seal,
-    Source,
     WriteEpoch,
     run,
 )
+from hybridkv.tiers.leftovers import Leftovers
 
 MAX_JOBS_IN_A_ROW = 64
 """That one call starts, where jobs end before they are given back."""
@@ -67,6 +69,8 @@ class Upkeep:
         self._has_ended = threading.Event()
         self._num_running = 0
         self._copying: tuple[Move, ...] = ()
+        self._cut: Cut | None = None
+        """Of the last snapshot that was started."""
         self._snapshot_s = clock()
         self._snapshot_generation = -1
         self._changes_due_s = self._snapshot_s
@@ -141,6 +145,7 @@ class Upkeep:
         Writes that down before anything that waits here is started, and calls `then`, in any thread, when it is
         written or failed. False when that cannot be started.
         """
+        self.give_up_snapshot()
         self.state.epoch = epoch_file.after(self.state.epoch)
         self.state.is_epoch_written = False
         self._segments.close_open()
@@ -154,17 +159,37 @@ class Upkeep:
         return self._submit(WriteEpoch(self.state.epoch), then)
 
     def finish(self) -> None:
-        """Write down everything, so that the next opening reads one file, or what happened since the last snapshot."""
+        """Write down what happened since the last snapshot, and then a new one.
+
+        The next opening then reads one file. Without the new one, for which there may be no time, the changes say the
+        same.
+        """
+        self.give_up_snapshot()
         if self.state.is_taken:
             return
         self._segments.close_open()
         self.collect()
         self._start(self.state.withdrawn.job())
+        self._start(self._choose_log())
         for segment in list(self._segments.sealable.values()):
             if segment.epoch == self.state.epoch:
                 self._start(self._seal(segment))
-        self._start(self._save(is_last=True) if self._may_save() else self._choose_log())
+        if self._may_save():
+            self._start(self._save(is_last=True))
         self._records.log.close()
+
+    def give_up_snapshot(self) -> None:
+        """Do not wait for the one that is being written, if there is one."""
+        if self._cut is not None:
+            self._cut.is_cancelled = True
+
+    def free(self, leftovers: Leftovers) -> None:
+        """Behind the file work that was started before, which may still read them.
+
+        Where the janitor takes no more, they go when nobody reads them any more, in one step.
+        """
+        if self.janitor is not None:
+            self.janitor.submit(leftovers.free)
 
     # What is to be done next.
 
@@ -319,6 +344,8 @@ class Upkeep:
     def _start(self, job: Job | None) -> bool:
         if job is None:
             return False
+        if isinstance(job, Save):
+            self._cut = job.cut
         if not self._submit(job):
             if isinstance(job, Copy):
                 self.state.end_copy(job, None)
