@@ -1,4 +1,4 @@
-"""What a disk tier keeps of prompts that come in a burst: tokens that can be resumed from it over tokens offered and fit.
+"""What a disk tier keeps of prompts that come in a burst: tokens that can be resumed from it over tokens that fit.
 
 A chunk is of attention alone, in a chain: the first that is missing ends what can be resumed. Host memory holds the
 whole burst, so what is measured is the way down and the disk. Steps are as fast as they can be.

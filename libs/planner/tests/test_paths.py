@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import CHUNKS, boundaries, caches
 
 from hybridkv.planner import (
     CacheSpec,
@@ -15,7 +16,6 @@ from hybridkv.planner import (
     needed_before,
     path_order,
 )
-from strategies import CHUNKS, boundaries, caches
 
 HYBRID = CacheSpec(
     (

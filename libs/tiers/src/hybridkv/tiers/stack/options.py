@@ -18,8 +18,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
         cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
         arriving_share: the same of the slow tier's capacity: it cannot be evicted there, and has no order of use yet.
         max_cascading: chunks that may be on their way down at one time; fewer than the slow medium takes at once.
-        max_waiting: chunks that may wait for their way down. Of what comes when so many wait, beginnings and ends
-            alike are dropped: it is the end of what was stored. About 300 bytes of memory each.
+        max_waiting: chunks that may wait for their way down. What comes when so many wait is dropped, with all that
+            needs it; of a path that has begun to wait that is the end. About 300 bytes of memory each.
         breaker: when to leave the slow tier alone, in each direction by itself.
         shortage: the same where it could not even be asked, because this process lacks files, memory or threads.
     """
