@@ -1,0 +1,100 @@
+"""What must be true of the disk, as an engine tells it line by line in a file that outlives its process.
+
+A line is written after what it promises is done, and before what it takes back is begun, so that every word is true
+wherever the process is killed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NOTE = "# "
+
+
+@dataclass
+class Ledger:
+    """Keys by what may be said of them.
+
+    Attributes:
+        must: committed, and neither evicted nor withdrawn since; with the segment that each lies in.
+        begun: stored, or being stored, since they were last withdrawn: they may be offered.
+        banned: cleared, durably, and not begun again: they may not be offered.
+        excused: segments that were damaged from outside.
+        is_unsettled: the directory was taken away, and nobody said yet that it was made anew.
+        is_damaged: something in the directory was damaged from outside.
+    """
+
+    must: dict[bytes, int] = field(default_factory=dict)
+    begun: set[bytes] = field(default_factory=set)
+    banned: set[bytes] = field(default_factory=set)
+    excused: set[int] = field(default_factory=set)
+    is_unsettled: bool = False
+    is_damaged: bool = False
+
+    def apply(self, line: str) -> None:
+        verb, *rest = line.split()
+        key = bytes.fromhex(rest[0]) if rest and verb in ("begun", "committed", "gone", "moved") else b""
+        if verb == "begun":
+            self.begun.add(key)
+            self.banned.discard(key)
+        elif verb == "committed" or (verb == "moved" and key in self.must):
+            self.must[key] = int(rest[1])
+            self.forgive(key)
+        elif verb == "moved":
+            pass  # not one that has to be there
+        elif verb == "gone":
+            self.must.pop(key, None)
+        elif verb == "excused":
+            self.excused.add(int(rest[0]))
+            self.is_damaged = True
+            for damaged in list(self.must):
+                self.forgive(damaged)
+        elif verb == "forgotten":
+            # What is committed until somebody notices may be forgotten too.
+            self.must.clear()
+            self.is_unsettled = self.is_damaged = True
+        elif verb == "settled":
+            self.is_unsettled = False
+        elif verb == "damaged":
+            # What was withdrawn may come back, since what said so may be gone.
+            self.banned.clear()
+            self.is_damaged = True
+        elif verb == "cleared":
+            self.banned |= self.begun
+            self.begun.clear()
+        else:
+            raise ValueError(f"unknown line: {line}")
+
+    def forgive(self, key: bytes) -> None:
+        """A key need not be there that lies in a damaged segment."""
+        if self.must[key] in self.excused:
+            del self.must[key]
+
+
+class Log:
+    """A ledger, and the file that says the same."""
+
+    def __init__(self, ledger: Ledger, path: Path) -> None:
+        self.ledger = ledger
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def note(self, line: str) -> None:
+        """Something that is not about the ledger."""
+        os.write(self._fd, f"{NOTE}{line}\n".encode())
+
+    def say(self, line: str) -> None:
+        os.write(self._fd, f"{line}\n".encode())
+        self.ledger.apply(line)
+
+
+def read_log(ledger: Ledger, path: Path) -> list[str]:
+    """Take over what a process said until its end. The lines that are not about the ledger."""
+    notes = []
+    for line in path.read_text().splitlines():
+        if line.startswith(NOTE):
+            notes.append(line.removeprefix(NOTE))
+        else:
+            ledger.apply(line)
+    return notes
