@@ -1,1 +1,1 @@
-"""A state machine of the tiers with faults, restarts and limits, that may run for hours. `tests/README.md` describes it."""
+"""A state machine of the tiers with faults, restarts and limits, which may run for hours. tests/README.md says more."""

@@ -1,4 +1,4 @@
-"""What is stored: prompts that share prefixes, and bytes that are a function of the key, so that any load can be checked.
+"""What is stored: prompts that share prefixes, and bytes that are a function of the key, so that a load can be checked.
 
 Knows no tier.
 """

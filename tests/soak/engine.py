@@ -176,7 +176,8 @@ class Engine:
             self.stack.cascade(key)
         if begun:
             # States and windows before the full prefix, ends before beginnings.
-            order = sorted(begun[::-1], key=lambda chunk: chunk[1].kind is Kind.FULL)
+            begun.reverse()
+            order = sorted(begun, key=lambda chunk: chunk[1].kind is Kind.FULL)
             self.storing.append(Storing([key for key, _ in order], self._random.choice([0, 0, 1, 4])))
 
     def _begin(self, key: bytes, group: Group) -> bool:
@@ -237,6 +238,11 @@ class Engine:
             if not 0 <= index.used_bytes <= index.capacity_bytes:
                 name = type(index).__name__
                 raise SoakError("out of bounds", f"{name} uses {index.used_bytes} of {index.capacity_bytes} bytes")
+
+    def why_not(self) -> str:
+        """What may keep a chunk from the disk."""
+        counts = self.stack.take_counts(), self.far.take_counts()
+        return f"the breaker is {self.stack.breaker_state}; {', '.join(map(repr, counts))}"
 
     def settle(self) -> None:
         """Until nothing is on its way any more. A watchdog bounds it."""

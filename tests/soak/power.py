@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from soak.system_calls import SoakIO
 
@@ -189,11 +189,11 @@ class VolatileIO(SoakIO):
             node = (node.entries or {})[part]
         return node, parts[-1] if parts else ""
 
-    def _note(self, node: Node, is_done: bool = True, **what: object) -> Change:
+    def _note(self, changed: Node, is_done: bool = True, **what: Any) -> Change:
         with self._tree_lock:
             self._num_changes += 1
-            change = Change(self._num_changes, is_done, **what)  # type: ignore[arg-type]
-            node.changes.append(change)
+            change = Change(self._num_changes, is_done, **what)
+            changed.changes.append(change)
         return change
 
     def _point(self, parent: Node, name: str, node: Node | None) -> None:

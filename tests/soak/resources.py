@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from hybridkv.tiers.disk import DiskOptions
@@ -17,7 +18,7 @@ class Resources:
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
-        self._fds_before = _num("fd")
+        self._fds_before, self._names_before = _num("fd"), _fd_names()
         self._threads_before = _num("task")
         self._most_fds = self._most_threads = 1 << 30
         self._countdown = 0
@@ -47,7 +48,8 @@ class Resources:
         """The engine was closed, and nothing stood still."""
         fds, threads = _num("fd"), _num("task")
         if fds > self._fds_before:
-            raise SoakError("leaked", f"{fds - self._fds_before} descriptors after the end")
+            detail = ", ".join(sorted(_fd_names() - self._names_before))
+            raise SoakError("leaked", f"{fds - self._fds_before} descriptors after the end, among them {detail}")
         # The watchdog is a thread too.
         if threads > self._threads_before + 1:
             raise SoakError("leaked", f"{threads - self._threads_before} threads after the end")
@@ -55,6 +57,14 @@ class Resources:
 
 def _num(what: str) -> int:
     return len(os.listdir(f"/proc/self/{what}"))
+
+
+def _fd_names() -> set[str]:
+    names = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the list itself is gone
+            names.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return names
 
 
 def _rss_kb() -> int:

@@ -85,7 +85,7 @@ def report(what: Run, tally: Tally, found: SoakError | None, directory: Path) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=2.0, help="how long")
-    parser.add_argument("--seed", type=int, help="of everything; another one each time, and printed, if it is not given")
+    parser.add_argument("--seed", type=int, help="of everything; if it is not given, another one each time")
     parser.add_argument("--world", type=int, help="this world alone, as a finding names it")
     parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.SOAK, help="which lives there are")
     parser.add_argument("--kills", type=int, default=0, help="nothing but so many kills, without a limit of time")

@@ -75,7 +75,7 @@ class SoakIO(FileIO):
         for fault, over in met:
             if fault.error:
                 raise OSError(fault.error, os.strerror(fault.error))
-            elif fault.seconds == float("inf"):
+            if fault.seconds == float("inf"):
                 over.wait()
             else:
                 time.sleep(fault.seconds)

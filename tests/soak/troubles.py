@@ -71,15 +71,17 @@ def _calls(fault: Fault, needs_thread: bool = False) -> Callable[[Around], Calla
 def _failing(
     number: int, calls: str, blame: Blame, share: float = 1.0, is_for_writing: bool = False
 ) -> Trouble:
-    name = f"{errno.errorcode[number]} in {calls.replace(' ', ', ')}{'' if share == 1 else ', sometimes'}"
+    of = "changes" if is_for_writing else calls
+    name = f"{errno.errorcode[number]} in {of}{'' if share == 1 else ', sometimes'}"
     fault = Fault(name, frozenset(calls.split()), number, share, is_for_writing=is_for_writing)
     return Trouble(name, blame, _calls(fault))
 
 
 def _slow(calls: str, seconds: float) -> Trouble:
     frozen = seconds == float("inf")
-    name = f"{'frozen' if frozen else 'slow'} {calls.replace(' ', ', ')}"
-    return Trouble(name, Blame.TIME, _calls(Fault(name, frozenset(calls.split()), seconds=seconds), needs_thread=frozen))
+    name = f"{'frozen' if frozen else 'slow'} {calls if calls.count(' ') < 2 else 'calls'}"
+    fault = Fault(name, frozenset(calls.split()), seconds=seconds)
+    return Trouble(name, Blame.TIME, _calls(fault, needs_thread=frozen))
 
 
 def _limit(which: int, soft: Callable[[], int]) -> Callable[[Around], Callable[[], None]]:
@@ -185,7 +187,7 @@ TROUBLES = [
     _slow("pwritev", INF),
     _slow("open preadv pwritev allocate truncate rename remove fsync fdatasync", INF),
     Trouble("RLIMIT_NOFILE", Blame.SHORTAGE, _limit(resource.RLIMIT_NOFILE, lambda: _highest_fd() + 1)),
-    Trouble("RLIMIT_FSIZE", Blame.STORES, _limit(resource.RLIMIT_FSIZE, lambda: 65536)),
+    Trouble("RLIMIT_FSIZE", Blame.STORES, _limit(resource.RLIMIT_FSIZE, lambda: 100_000)),
     Trouble("file system full", Blame.STORES, _full),
     Trouble("remounted read-only", Blame.STORES, _read_only),
     Trouble("clock jumps", Blame.TIME, _jump),

@@ -18,7 +18,7 @@ import msgspec
 
 from hybridkv.tiers.disk import Fsync
 from soak.findings import SoakError
-from soak.ledger import Ledger, Log, read_log
+from soak.ledger import Ledger, Log, Script, read_script
 from soak.life import Life, Place
 from soak.plans import End, LifePlan, Mode, WorldPlan, draw_life, draw_world
 from soak.sabotage import Sabotage
@@ -105,13 +105,12 @@ class World:
 
     def _live(self, number: int) -> int:
         """Lives from this one on, as far as one process goes. The number of its last one."""
-        log_path = self.directory / f"log-{number}"
-        log_path.touch()
+        script = Script()
         child = os.fork()
         if child == 0:
-            os._exit(self._be_lives(number, log_path))
-        status = self._wait(child, number, log_path)
-        last, found = self._read(log_path)
+            os._exit(self._be_lives(number, script))
+        status = self._wait(child, number, script)
+        last, found = self._read(script)
         life = self._draw(last)
         if os.WIFSIGNALED(status):
             is_planned = os.WTERMSIG(status) == signal.SIGKILL and life.end in (End.KILL, End.KILL_IN_CALL)
@@ -125,30 +124,32 @@ class World:
         self._around.tally.add(f"ends: {life.end}")
         if life.end is End.POWER:
             self._lose_power(life)
-        log_path.unlink()
+        script.close()
         return last
 
     def _require(self, holds: bool, kind: str, detail: str) -> None:
         if not holds:
             raise SoakError(kind, detail)
 
-    def _wait(self, child: int, number: int, log_path: Path) -> int:
+    def _wait(self, child: int, number: int, script: Script) -> int:
         """Its status. One that is to be killed at a certain line is."""
         life = self._draw(number)
         while life.end is End.KILL:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return status
-            if log_path.read_bytes().count(b"\n") >= life.end_at:
+            if script.num_lines >= life.end_at:
                 os.kill(child, signal.SIGKILL)
                 break
             time.sleep(POLL_S)
         return os.waitpid(child, 0)[1]
 
-    def _read(self, log_path: Path) -> tuple[int, tuple[str, str]]:
+    def _read(self, script: Script) -> tuple[int, tuple[str, str]]:
         """Which life was the last, and what it found."""
         last, found = 0, ("crashed", "it did not say why")
-        for line in read_log(self.ledger, log_path):
+        # For who looks at a finding.
+        (self.directory / "script").write_text("\n".join(script.lines()))
+        for line in read_script(self.ledger, script):
             verb, rest = line.split(" ", 1)
             if verb == "life":
                 last = int(rest)
@@ -171,9 +172,9 @@ class World:
 
     # In the process.
 
-    def _be_lives(self, number: int, log_path: Path) -> int:
+    def _be_lives(self, number: int, script: Script) -> int:
         """Lives one after the other, as long as they end cleanly and memory does not grow. An exit status."""
-        log = Log(self.ledger, log_path)
+        log = Log(self.ledger, script)
         stacks = (self.directory / "stacks").open("w")
         faulthandler.enable(stacks)
         place = Place(
