@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import FailureReason, Refusal, Slot, Ticket
+from hybridkv.tiers import Failure, FailureReason, Refusal, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import BreakerOptions, Hold, MoveOutcome, StackOptions, TierMover, TierStack
@@ -94,6 +94,8 @@ class Engine:
         self._tally = tally
         self._tamper = tamper
         self._num_requests = 0
+        self.failure: Failure | None = None
+        """The last one of a move."""
         self.waiting: list[Waiting] = []
         self.storing: list[Storing] = []
 
@@ -231,6 +233,7 @@ class Engine:
         for mover in self.movers:
             for move, failure, _ in mover.poll():
                 self._tally.add(f"{move.direction} {'done' if failure is None else f'failed, {failure.reason}'}")
+                self.failure = failure or self.failure
                 self.stack.on_move(move.move_id, MoveOutcome(1, failure))
 
     def _require_bounds(self) -> None:

@@ -26,6 +26,7 @@ class Ledger:
         begun: stored, or being stored, since they were last withdrawn: they may be offered.
         banned: cleared, durably, and not begun again: they may not be offered.
         excused: segments that were damaged from outside.
+        most_records: that an index could hold so far.
         is_unsettled: the directory was taken away, and nobody said yet that it was made anew.
         is_damaged: something in the directory was damaged from outside.
     """
@@ -34,6 +35,7 @@ class Ledger:
     begun: set[bytes] = field(default_factory=set)
     banned: set[bytes] = field(default_factory=set)
     excused: set[int] = field(default_factory=set)
+    most_records: int = 0
     is_unsettled: bool = False
     is_damaged: bool = False
 
@@ -59,6 +61,8 @@ class Ledger:
             # What is committed until somebody notices may be forgotten too.
             self.must.clear()
             self.is_unsettled = self.is_damaged = True
+        elif verb == "held":
+            self.most_records = max(self.most_records, int(rest[0]))
         elif verb == "settled":
             self.is_unsettled = False
         elif verb == "damaged":
@@ -113,6 +117,8 @@ class Log:
 
     def __init__(self, ledger: Ledger, script: Script) -> None:
         self.ledger = ledger
+        self.is_silent = False
+        """Nothing that an index does now is to be said."""
         self._script = script
 
     def note(self, line: str) -> None:

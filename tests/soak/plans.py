@@ -121,7 +121,7 @@ def draw_life(world: WorldPlan, number: int, mode: Mode, has_native: bool) -> Li
         Mode.KILLS: [End.KILL_IN_CALL, End.KILL],
         Mode.LOSSES: [End.POWER],
     }
-    end = random.choice(ends[mode])
+    end = random.choice([end for end in ends[mode] if end is not End.POWER or not world.is_small_disk])
     # Calls are counted, and their effects held back, in Python alone.
     is_native = has_native and end in (End.CLEAN, End.KILL) and random.random() < 0.6
     steps = random.choice([30, 100, 300]) if mode is Mode.SOAK else random.choice([20, 40, 80])

@@ -36,6 +36,7 @@ class Run(NamedTuple):
         only_world: this one alone; None: one after the other.
         sabotage: for negative controls.
         watchdog_s: how long a call may take before it counts as one that never ends.
+        known: kinds of findings that are counted, where they need not end the run.
     """
 
     seed: int
@@ -45,13 +46,16 @@ class Run(NamedTuple):
     only_world: int | None = None
     sabotage: Sabotage = Sabotage.NONE
     watchdog_s: float = WATCHDOG_S
+    known: frozenset[str] = frozenset()
 
 
 def run(what: Run, directory: Path, tally: Tally) -> SoakError | None:
     """What was found, and None if nothing was."""
     has_native = importlib.util.find_spec("hybridkv.native") is not None
     may_mount = enter_mount_namespace()
-    around = Surroundings(directory, what.mode, tally, has_native, may_mount, what.watchdog_s, what.sabotage)
+    around = Surroundings(
+        directory, what.mode, tally, has_native, may_mount, what.watchdog_s, what.sabotage, what.known
+    )
     tally.add(f"with{'' if has_native else 'out'} hybridkv.native")
     deadline_s = time.monotonic() + 60 * what.minutes
     number = what.only_world or 0
@@ -91,6 +95,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0, help="nothing but so many kills, without a limit of time")
     parser.add_argument("--losses", type=int, default=0, help="nothing but so many losses of power, likewise")
     parser.add_argument("--sabotage", type=Sabotage, choices=list(Sabotage), default=Sabotage.NONE, help="be caught")
+    parser.add_argument("--watchdog", type=float, default=WATCHDOG_S, help="seconds that a call may take")
+    parser.add_argument("--known", nargs="*", default=[], help="findings, such as `hidden`, that do not end the run")
     parser.add_argument("--directory", type=Path, help="where the stores are; a temporary one if it is not given")
     arguments = parser.parse_args()
     seed = SystemRandom().getrandbits(32) if arguments.seed is None else arguments.seed
@@ -98,7 +104,10 @@ def main() -> int:
     mode = Mode.KILLS if arguments.kills else Mode.LOSSES if arguments.losses else arguments.mode
     most_ends = arguments.kills or arguments.losses
     minutes = 1e6 if most_ends else arguments.minutes
-    what = Run(seed, minutes, mode, most_ends, arguments.world, arguments.sabotage)
+    known = frozenset(arguments.known)
+    what = Run(
+        seed, minutes, mode, most_ends, arguments.world, arguments.sabotage, arguments.watchdog, known
+    )
     print(f"seed {seed}", file=sys.stderr, flush=True)
     tally = Tally()
     found = run(what, directory, tally)

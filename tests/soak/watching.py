@@ -62,6 +62,12 @@ class WatchedIndex(DiskIndex):
         self.segments.pop(key)
         super().abort(key)
 
+    def close(self) -> None:
+        # It forgets all of them, and the next one is to know them.
+        self.log.is_silent = True
+        super().close()
+        self.log.is_silent = False
+
     def invalidate(self, key: bytes, reason: str = UNSPECIFIED) -> bool:
         is_withdrawn = super().invalidate(key, reason)
         if is_withdrawn:
@@ -75,7 +81,7 @@ def watched_records(log: Log) -> Iterator[None]:
     evict, invalidate, move = RecordTable.evict, RecordTable.invalidate, RecordTable.move
 
     def say_gone(key: bytes) -> None:
-        if key in log.ledger.must:
+        if key in log.ledger.must and not log.is_silent:
             log.say(f"gone {key.hex()}")
 
     def evicts(table: Any, record: Any) -> None:

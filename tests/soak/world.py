@@ -41,6 +41,7 @@ class Surroundings(NamedTuple):
     may_mount: bool
     watchdog_s: float
     sabotage: Sabotage
+    known: frozenset[str]
 
 
 class World:
@@ -110,7 +111,7 @@ class World:
         if child == 0:
             os._exit(self._be_lives(number, script))
         status = self._wait(child, number, script)
-        last, found = self._read(script)
+        last, found = self._read(number, script)
         life = self._draw(last)
         if os.WIFSIGNALED(status):
             is_planned = os.WTERMSIG(status) == signal.SIGKILL and life.end in (End.KILL, End.KILL_IN_CALL)
@@ -144,11 +145,11 @@ class World:
             time.sleep(POLL_S)
         return os.waitpid(child, 0)[1]
 
-    def _read(self, script: Script) -> tuple[int, tuple[str, str]]:
+    def _read(self, number: int, script: Script) -> tuple[int, tuple[str, str]]:
         """Which life was the last, and what it found."""
         last, found = 0, ("crashed", "it did not say why")
         # For who looks at a finding.
-        (self.directory / "script").write_text("\n".join(script.lines()))
+        (self.directory / f"script-{number}").write_text("\n".join(script.lines()))
         for line in read_script(self.ledger, script):
             verb, rest = line.split(" ", 1)
             if verb == "life":
@@ -185,6 +186,7 @@ class World:
             self._small_disk,
             self._around.watchdog_s,
             self._around.sabotage,
+            self._around.known,
         )
         log_to(self.directory / "engine.log")
         goes_on = Random(f"process {self.plan.seed} {number}").random() < 0.6
