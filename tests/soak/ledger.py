@@ -82,7 +82,7 @@ class Ledger:
 
 
 class Script:
-    """Lines in memory that a process shares with those it forks. No limit of a process, and no full disk, is in its way."""
+    """Lines in memory that a process shares with those it forks: no limit and no full disk stands against them."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, MAX_BYTES)

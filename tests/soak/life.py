@@ -9,10 +9,10 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason
@@ -213,7 +213,8 @@ class Life:
         self.place.tally.add(f"withdrawn, {reason}")
         is_ours = reason not in list(FailureReason)
         if not is_ours and Blame.READS not in self.blames and not self.place.log.ledger.is_damaged:
-            self.find("destroyed", f"a chunk was withdrawn as {reason}, after nothing but {self._troubles()}: {self.engine.failure}")
+            after = f"after nothing but {self._troubles()}: {self.engine.failure}"
+            self.find("destroyed", f"a chunk was withdrawn as {reason}, {after}")
 
     @property
     def blames(self) -> set[Blame]:
@@ -385,7 +386,7 @@ class Life:
             self._armed_s = now_s
 
     @contextlib.contextmanager
-    def timed(self, name: str) -> Any:
+    def timed(self, name: str) -> Iterator[None]:
         started_s = time.monotonic()
         yield
         self.place.tally.most(f"longest {name}, ms", int(1000 * (time.monotonic() - started_s)))

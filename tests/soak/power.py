@@ -146,11 +146,13 @@ class VolatileIO(SoakIO):
         super().truncate(fd, num_bytes)
         self._note(self._open[fd], size=num_bytes)
 
+    # Nothing is forced to the real device: its power stays.
+
     def fdatasync(self, fd: int) -> None:
-        self._sync(fd, super().fdatasync)
+        self._sync(fd, "fdatasync")
 
     def fsync(self, fd: int) -> None:
-        self._sync(fd, super().fsync)
+        self._sync(fd, "fsync")
 
     def make_directory(self, name: str, dir_fd: int | None = None) -> None:
         super().make_directory(name, dir_fd)
@@ -205,11 +207,11 @@ class VolatileIO(SoakIO):
             else:
                 entries[name] = node
 
-    def _sync(self, fd: int, sync: Callable[[int], None]) -> None:
+    def _sync(self, fd: int, call: str) -> None:
         with self._tree_lock:
             node, place = self._open[fd], self._num_changes
             covered = [change for change in node.changes if change.is_done]
-        sync(fd)
+        self.meet(call)
         if self._ignores_syncs:
             return
         with self._tree_lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def _require(result: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
+@functools.cache
 def enter_mount_namespace() -> bool:
     """Whether this process may mount file systems from now on, which nobody else sees. It has one thread."""
     user, group = os.geteuid(), os.getegid()

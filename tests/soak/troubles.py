@@ -68,9 +68,7 @@ def _calls(fault: Fault, needs_thread: bool = False) -> Callable[[Around], Calla
     return begin
 
 
-def _failing(
-    number: int, calls: str, blame: Blame, share: float = 1.0, is_for_writing: bool = False
-) -> Trouble:
+def _failing(number: int, calls: str, blame: Blame, share: float = 1.0, is_for_writing: bool = False) -> Trouble:
     of = "changes" if is_for_writing else calls
     name = f"{errno.errorcode[number]} in {of}{'' if share == 1 else ', sometimes'}"
     fault = Fault(name, frozenset(calls.split()), number, share, is_for_writing=is_for_writing)

@@ -105,9 +105,7 @@ def main() -> int:
     most_ends = arguments.kills or arguments.losses
     minutes = 1e6 if most_ends else arguments.minutes
     known = frozenset(arguments.known)
-    what = Run(
-        seed, minutes, mode, most_ends, arguments.world, arguments.sabotage, arguments.watchdog, known
-    )
+    what = Run(seed, minutes, mode, most_ends, arguments.world, arguments.sabotage, arguments.watchdog, known)
     print(f"seed {seed}", file=sys.stderr, flush=True)
     tally = Tally()
     found = run(what, directory, tally)
