@@ -16,6 +16,11 @@ from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, Inlin
 POLL_INTERVAL_S = 0.0005
 """An engine looks once a step, which is less often."""
 RECORDS = (10_000, 100_000, 1_000_000)
+SEGMENTS = (1, 100, 4000)
+"""In use, when the CPU of the scheduler's thread is measured."""
+RECORDS_IN_SEGMENT = 64
+NUM_TIMED = 4096
+DRAIN_TIMEOUT_S = 60.0
 
 
 def fingerprint() -> Fingerprint:
@@ -140,3 +145,43 @@ def reopen_s(path: Path, options: DiskOptions, count: int) -> float:
         raise RuntimeError(f"{index.num_keys} of {count} records came back")
     index.close()
     return seconds
+
+
+def scheduler_cpu(root: Path) -> dict[str, float]:
+    """Microseconds of CPU that the calling thread spends on a record's `reserve` and `commit`, by segments in use.
+
+    Not what the janitor's thread does, nor the medium: no byte is written. There is room, so nothing is evicted.
+    """
+    page = 4096
+    segment_bytes = 2 * page + RECORDS_IN_SEGMENT * 2 * page
+    num_segments = SEGMENTS[-1] + 2 * NUM_TIMED // RECORDS_IN_SEGMENT
+    options = DiskOptions(
+        capacity_bytes=2 * num_segments * segment_bytes,
+        segment_bytes=segment_bytes,
+        max_records=num_segments * RECORDS_IN_SEGMENT,
+        fsync=Fsync.NONE,
+    )
+    index = DiskIndex(str(root / "scheduler"), fingerprint(), options)
+    found, num_stored = {}, 0
+    for segments in SEGMENTS:
+        while num_stored < segments * RECORDS_IN_SEGMENT:
+            reserve_and_commit_s(index, num_stored)
+            num_stored += 1
+        gc.collect()
+        seconds = sum(reserve_and_commit_s(index, num_stored + number) for number in range(NUM_TIMED))
+        num_stored += NUM_TIMED
+        found[str(segments)] = round(seconds / NUM_TIMED * 1e6, 2)
+        print(f"{segments:5,d} segments: {found[str(segments)]:6.2f} us of the scheduler's thread a record", flush=True)
+    index.close()
+    return found
+
+
+def reserve_and_commit_s(index: DiskIndex, number: int) -> float:
+    """CPU seconds. Where the next segment is not made yet it is waited for, and that is not counted."""
+    key = number.to_bytes(32, "little")
+    while True:
+        started_s = time.thread_time()
+        if isinstance(index.reserve(key, 4000), Slot):
+            index.commit(key)
+            return time.thread_time() - started_s
+        index.drain(DRAIN_TIMEOUT_S)

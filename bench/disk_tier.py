@@ -10,6 +10,7 @@ host, so figures hold as ratios within a run.
 
     tools/bazel run //bench:disk_tier -- --directory /path/on/the/disk --json out.json
     tools/bazel run //bench:disk_tier -- --reopen --directory /path/on/the/disk
+    tools/bazel run //bench:disk_tier -- --scheduler --directory /path/on/the/disk
 """
 
 from __future__ import annotations
@@ -182,11 +183,14 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--reopen", action="store_true", help="measure reopening by number of records instead")
+    parser.add_argument("--scheduler", action="store_true", help="measure the scheduler's thread by segments instead")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:
         if chosen.reopen:
             result: dict[str, object] = {"reopening": disk_subject.reopening(Path(scratch))}
+        elif chosen.scheduler:
+            result = {"scheduler_cpu_us_a_record": disk_subject.scheduler_cpu(Path(scratch))}
         else:
             if shutil.which("fio") is None:
                 sys.exit("fio is not installed; on Debian: apt-get install fio")

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hybridkv.canonical.torch_view import LayoutError, canonical_kv_caches
-from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.page_order import with_token_dims
 from oracle.memory import KVMemory
@@ -18,11 +18,6 @@ from oracle.mixes import HEADS_BEFORE_LAYERS
 from oracle.settings import Connector, EngineSettings, make_configs
 
 BLOCKS = 7
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    register()
 
 
 class Engine:

@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import register
 from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
 from hybridkv.connectors.vllm.multi.messages import MultiHandshakeMetadata, MultiMetadata
 
@@ -37,11 +36,6 @@ STEP = SimpleNamespace(
 )
 BLOCKS = SimpleNamespace(blocks=((), ()))
 POOL = SimpleNamespace(num_gpu_blocks=64, get_num_free_blocks=lambda: 63)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    register()
 
 
 def interface(base: type) -> set[str]:

@@ -10,15 +10,10 @@ from multi_engine import REQUEST, build, configure, entry, offload
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
 from oracle.mixes import GEMMA3, GPT_OSS
 from oracle.settings import Connector, EngineSettings, make_configs
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    register()
 
 
 def test_the_operators_configuration_is_not_changed_and_children_get_their_own() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,26 +23,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SinkFullAtte
 from vllm.v1.outputs import KVConnectorOutput
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.messages import StepOutcome, WorkerFacts
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 
 RAM = {"type": "ram", "capacity": "64MiB"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    register()
-
-
-@pytest.fixture
-def started() -> Iterator[list[Any]]:
-    """Connectors that a test started."""
-    connectors: list[Any] = []
-    yield connectors
-    for connector in connectors:
-        connector.shutdown()
 
 
 def configure(mix: Mix, extra: Mapping[str, Any], **settings: Any) -> Configs:

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR
 from hybridkv.connectors.vllm.resumable import Model
 from hybridkv.connectors.vllm.resume_facts import gather
 from oracle.mixes import GPT_OSS, QWEN3_NEXT, Mix
@@ -31,19 +31,6 @@ from oracle.settings import Configs, Connector, EngineSettings, make_configs
 OFFLOAD = {"tiers": [{"type": "ram", "capacity": "64MiB"}]}
 EXCEPTED = OFFLOAD | {"without_prefix_caching": True}
 FOREIGN = {"kv_connector": "RecordingConnector", "kv_connector_module_path": stores.MODULE}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    register()
-
-
-@pytest.fixture
-def started() -> Iterator[list[Any]]:
-    connectors: list[Any] = []
-    yield connectors
-    for connector in connectors:
-        connector.shutdown()
 
 
 @pytest.fixture

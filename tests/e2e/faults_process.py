@@ -30,7 +30,8 @@ from hybridkv.tiers import FailureReason, TierMedium
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, FileIO
 from hybridkv.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from hybridkv.tiers.faults.plan import Trigger
-from hybridkv.tiers.stack import Breaker, BreakerOptions, BreakerState, StackCounts, TierStack
+from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, StackCounts, TierStack
+from hybridkv.tiers.stack.ways import Ways
 
 LOAD_TIMEOUT_S = 30.0
 HELD = Delay(num_polls=1 << 60)
@@ -102,10 +103,12 @@ def take_counts_of(stack: TierStack) -> dict[str, Any]:
     stack.far.take_disk_counts()
     promotions: Counter[str] = Counter()
     cascades: Counter[str] = Counter()
+    openings: Counter[str] = Counter()
     failures: Counter[str] = Counter()
     for counts in COUNTED:
         promotions.update({str(result): number for result, number in counts.promotions.items()})
         cascades.update({str(result): number for result, number in counts.cascades.items()})
+        openings.update({str(direction): number for direction, number in counts.breaker_openings.items()})
         failures.update(counts.failures)
     files = reduce(DiskCounts.merge, FILES_COUNTED)
     counted = {
@@ -113,7 +116,7 @@ def take_counts_of(stack: TierStack) -> dict[str, Any]:
         "cascades": cascades,
         "failures": failures,
         "timeouts": sum(counts.timeouts for counts in COUNTED),
-        "openings": sum(counts.breaker_openings for counts in COUNTED),
+        "openings": openings,
         "file_errors": files.failures,
     }
     COUNTED.clear()
@@ -166,7 +169,7 @@ def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict
     """The tiers, with these prompts on a disk that works and nowhere else, and what they gave, computed."""
     stack: TierStack = engine.connector._scheduler._stack
     assert isinstance(stack.far, DiskIndex)
-    stack._breaker = Breaker()
+    stack._ways = Ways(BreakerOptions(), BreakerOptions())
     plan()
     accept_writes()
     # What failed in the life before need not rest any longer.
@@ -222,7 +225,7 @@ def stall(engine: Engine, kind: str, number: int, rule: Rule) -> dict[str, Any]:
     engine.drain()
     first = engine.result(request_id).as_json()
     second = restart_process.run(engine, stored[1:2], drain=True)
-    state, late = stack.breaker_state, take_counts_of(stack)
+    state, late = stack.breaker_state(Direction.PROMOTE), take_counts_of(stack)
     plan()
     end_held_reads()
     CLOCK.now_s += BreakerOptions().longest_pause_s
@@ -237,7 +240,7 @@ def stall(engine: Engine, kind: str, number: int, rule: Rule) -> dict[str, Any]:
         "late": late,
         "after": take_counts_of(stack),
         "was_open": state is BreakerState.OPEN,
-        "is_closed": stack.breaker_state is BreakerState.CLOSED,
+        "is_closed": stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED,
     }
 
 

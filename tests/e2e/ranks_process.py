@@ -20,8 +20,9 @@ from hybridkv.planner import GroupKind
 from hybridkv.tiers import Slot
 from hybridkv.tiers.disk.format import checksum, encode_record
 from hybridkv.tiers.disk.layout import PAGE_BYTES
-from hybridkv.tiers.stack import Breaker
+from hybridkv.tiers.stack import BreakerOptions
 from hybridkv.tiers.stack.moves import MoveResult
+from hybridkv.tiers.stack.ways import Ways
 
 RANKS = 2
 FAILURES = "vllm:hybridkv_load_failures,"
@@ -117,7 +118,7 @@ def first_full_chunk(engine: Engine, plan: list[tuple[int, bytes]]) -> bytes:
 def life(engine: Engine, kind: str, loads: Loads, forgets_host_memory: bool = False) -> dict[str, Any]:
     """The prompts again, after the engine has forgotten its own blocks."""
     stack = engine.connector._scheduler._stack
-    stack._breaker = Breaker()
+    stack._ways = Ways(BreakerOptions(), BreakerOptions())
     engine.reset_prefix_cache()
     if forgets_host_memory:
         stack.near.clear()

@@ -48,7 +48,7 @@ class Moved:
                 for result, number in results.items():
                     self.add(f"{name} {result}", number)
             self.add("timeouts", counts.timeouts)
-            self.add("openings", counts.breaker_openings)
+            self.add("openings", sum(counts.breaker_openings.values()))
             for reason, number in counts.failures.items():
                 self.add(f"failed {reason}", number)
             return counts

@@ -9,7 +9,7 @@ import pytest
 from test_lookups import FULL, HASHES, STATE, make_layout
 
 from hybridkv.connectors.vllm.admission import LoadAdmission
-from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.loads import MAX_GATE_S, MAX_GATED_POLLS, Deadlines, LoadPlanner
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.requests import RequestState
 from hybridkv.connectors.vllm.stats import Recorder
@@ -34,9 +34,8 @@ class Bench:
         options = StackOptions(load_timeout_s=LOAD_TIMEOUT_S)
         self.stack = TierStack(self.near, self.far, 1, lambda: self.now_s, options)
         deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
-        self.planner = LoadPlanner(
-            self.layout.layout, self.stack, LoadAdmission(self.layout.spec, 64), deadlines, Recorder()
-        )
+        self.admission = LoadAdmission(self.layout.spec, 64)
+        self.planner = LoadPlanner(self.layout.layout, self.stack, self.admission, deadlines, Recorder())
         self.hashes = HASHES[: CHUNKS * 2]
         for group in (0, 1):
             for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):
@@ -47,8 +46,13 @@ class Bench:
     def key(self, group: int, end: int) -> bytes:
         return self.layout.keys.key(group, self.hashes, end)
 
-    def ask(self, name: str, read_s: float, reason: FailureReason | None) -> tuple[int, float]:
-        """What a request was offered at last, and how long it waited. Every state takes so long, and fails so."""
+    def ask(
+        self, name: str, read_s: float, reason: FailureReason | None, steps: bool = True, step_s: float = STEP_S
+    ) -> tuple[int, float]:
+        """What a request was offered at last, and how long it waited. Every state takes so long, and fails so.
+
+        `steps`: the engine tells of its steps; else it does nothing but ask.
+        """
         request = SimpleNamespace(request_id=name, num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=self.hashes)
         state = RequestState(cast(Any, request), None, RequestKeys(self.layout.spec, self.layout.keys))
         began_s = self.now_s
@@ -59,10 +63,11 @@ class Bench:
             if offered is not None:
                 self.planner.on_gone(name)
                 return offered, self.now_s - began_s
-            self.stack.tick()
+            if steps:
+                self.stack.tick()
             for move in self.stack.take_moves():
                 reading.append((self.now_s + (read_s if move.key in self.states else 0.0), move))
-            self.now_s += STEP_S
+            self.now_s += step_s
             for due in [entry for entry in reading if entry[0] <= self.now_s]:
                 reading.remove(due)
                 bad = reason is not None and due[1].key in self.states
@@ -98,3 +103,18 @@ def test_what_one_request_waited_for_in_vain_costs_the_next_one_no_wait() -> Non
         offered, waited_s = bench.ask(name, 0.0, None)
         assert offered == (CHUNKS - 1) * CHUNK_TOKENS and waited_s <= 4 * STEP_S
         bench.now_s += 600
+
+
+def test_a_request_that_is_asked_about_in_no_step_waits_no_longer_than_another() -> None:
+    bench = Bench()
+    assert bench.ask("a", 1e9, None, steps=False) == (0, pytest.approx(LOAD_TIMEOUT_S, abs=2 * STEP_S))
+
+
+@pytest.mark.parametrize("step_s", [1e-3, 10.0])
+def test_room_beside_other_loads_is_waited_for_in_bounds_however_long_a_step_takes(step_s: float) -> None:
+    bench = Bench()
+    bench.planner.bind_block_pool(cast(Any, SimpleNamespace(num_gpu_blocks=32, get_num_free_blocks=lambda: 16)))
+    bench.admission.take("somebody", 10_000)
+    offered, waited_s = bench.ask("a", 0.0, None, step_s=step_s)
+    bound_s = min(MAX_GATE_S, MAX_GATED_POLLS * step_s)
+    assert offered == 0 and bound_s <= waited_s + 1e-9 and waited_s <= bound_s + 4 * step_s

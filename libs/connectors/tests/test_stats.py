@@ -10,10 +10,10 @@ from hybridkv.connectors.vllm.explain import Explanation, Reason
 from hybridkv.connectors.vllm.messages import LoadFailure
 from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
 from hybridkv.metrics import CATALOGUE, PrometheusSink
-from hybridkv.tiers import FailureReason, Refusal
+from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, InlineJanitor
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import Direction, TierStack
+from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, TierStack
 
 
 def explanation(result: str, reason: Reason, num_tokens: int = 0, offered_tokens: int = 0, **more: Any) -> Explanation:
@@ -98,11 +98,33 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_stores_total{engine="0",kind="recurrent",outcome="dropped_no_room"} 1.0',
         'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="ram"} 16384.0',
         'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="disk"} 4.194304e+06',
-        'vllm:hybridkv_breaker_open{engine="0"} 0.0',
+        'vllm:hybridkv_breaker_open{direction="promote",engine="0"} 0.0',
+        'vllm:hybridkv_breaker_open{direction="cascade",engine="0"} 0.0',
         'vllm:hybridkv_wait_timeouts_total{engine="0",wait="load"} 1.0',
         'vllm:hybridkv_move_seconds_count{direction="promote",engine="0"} 1.0',
     ):
         assert line in text, text
+
+
+def test_a_breaker_that_opened_is_told_by_its_direction() -> None:
+    stack = TierStack(RamIndex(8192, 4096), RamIndex(8192, 4096), 1, lambda: 0.0)
+    for number in range(BreakerOptions().failures):
+        assert isinstance(stack.reserve(b"%d" % number, 100), Slot) and stack.commit(b"%d" % number)
+        [move] = stack.take_moves()
+        stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.IO)))
+        stack.invalidate(b"%d" % number)
+    recorder = Recorder()
+    recorder.tiers(stack, 1)
+    stats = recorder.take()
+    assert stats is not None
+    text = exposed(stats)
+    for line in (
+        'vllm:hybridkv_breaker_openings_total{direction="cascade",engine="0"} 1.0',
+        'vllm:hybridkv_breaker_open{direction="cascade",engine="0"} 1.0',
+        'vllm:hybridkv_breaker_open{direction="promote",engine="0"} 0.0',
+    ):
+        assert line in text, text
+    assert 'vllm:hybridkv_breaker_openings_total{direction="promote",engine="0"} 0.0' in text
 
 
 def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: Path) -> None:

@@ -157,15 +157,16 @@ class KillingIO(FileIO):
         self._kill_at = kill_at
         self._how = how
         self._num_calls = 0
-        self._lock_fd = -1
+        self._lock_fds: list[int] = []
 
     def lock(self, fd: int) -> bool:
-        self._lock_fd = fd
+        self._lock_fds.append(fd)
         return super().lock(fd)
 
     def unlock(self) -> None:
         """As the system does for a process that ended."""
-        self.close(self._lock_fd)
+        for fd in self._lock_fds:
+            self.close(fd)
 
     def _around(self, call: Callable[[], object], half: Callable[[], object]) -> None:
         self._num_calls += 1

@@ -81,10 +81,14 @@ def directory_of(path: Path) -> Path:
     return path / disk_store.FINGERPRINT.digest().hex()
 
 
+def found_in(namespace: Namespace) -> list[FoundRecord]:
+    return recover(namespace, MAX_METADATA_BYTES, OPTIONS.max_records).records
+
+
 def offered(namespace: Namespace, loader: Loader) -> set[bytes]:
     """What an opening finds and a load verifies. Never wrong bytes."""
     found = set()
-    for record in recover(namespace, MAX_METADATA_BYTES).records:
+    for record in found_in(namespace):
         completion, data = loader.load(record)
         if completion.failure is None:
             assert data == (WITHDRAWN | CHUNKS)[record.key], f"wrong bytes for {record.key!r}"
@@ -111,7 +115,7 @@ def every_bit(first: int, last: int) -> Iterator[tuple[int, int]]:
 
 
 def the_record(namespace: Namespace, key: bytes) -> FoundRecord:
-    return next(record for record in recover(namespace, MAX_METADATA_BYTES).records if record.key == key)
+    return next(record for record in found_in(namespace) if record.key == key)
 
 
 def test_an_untouched_store_offers_everything(namespace: Namespace, loader: Loader) -> None:
@@ -206,7 +210,7 @@ def test_cut_metadata_brings_no_wrong_bytes(path: Path, namespace: Namespace, lo
 
 
 def test_swapped_records_are_found(path: Path, namespace: Namespace, loader: Loader) -> None:
-    records = {record.key: record for record in recover(namespace, MAX_METADATA_BYTES).records}
+    records = {record.key: record for record in found_in(namespace)}
     one, other = records[b"key 0"], records[b"key 2"]
     file = disk_store.segment_path(path, Slot(((one.address, one.payload_bytes),)))
     data = bytearray(file.read_bytes())

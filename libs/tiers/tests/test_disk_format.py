@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from hybridkv.tiers.disk import changes, epoch, format, journal, snapshot  # noqa: A004
 from hybridkv.tiers.disk.layout import (
+    LARGEST_EPOCH,
     LARGEST_KEY_BYTES,
     LARGEST_NUMBER,
     LARGEST_SEGMENT_BYTES,
     PAGE_BYTES,
     address_of,
+    is_place,
+    is_place_of,
     number_of,
     offset_of,
     record_bytes,
@@ -54,7 +57,10 @@ def encode_changes(batches: list[list[changes.Change]]) -> bytes:
 
 
 keys = st.binary(min_size=1, max_size=LARGEST_KEY_BYTES)
-addresses = st.builds(address_of, st.integers(0, LARGEST_NUMBER), st.integers(0, (1 << 20) - 1).map(PAGE_BYTES.__mul__))
+addresses = st.builds(address_of, st.integers(0, LARGEST_NUMBER), st.integers(2, (1 << 20) - 2).map(PAGE_BYTES.__mul__))
+places = addresses.flatmap(
+    lambda address: st.tuples(st.just(address), st.integers(1, LARGEST_SEGMENT_BYTES - PAGE_BYTES - offset_of(address)))
+)
 
 FILES = {
     "segment": format.encode_segment(SEGMENT),
@@ -143,19 +149,113 @@ def test_a_record_takes_a_header_page_and_whole_pages(payload_bytes: int) -> Non
     assert PAGE_BYTES + payload_bytes <= taken < 2 * PAGE_BYTES + payload_bytes
 
 
-@given(
-    st.lists(st.tuples(keys, addresses, st.integers(1, 1 << 32))),
-    st.lists(addresses),
-)
-def test_snapshots_survive_their_bytes(records: list[tuple[bytes, int, int]], pending: list[int]) -> None:
-    keys, addresses, sizes = [list(column) for column in zip(*records, strict=True)] if records else ([], [], [])
-    saved = snapshot.Snapshot(1, 2, 3, 4, pending, keys, addresses, sizes)  # type: ignore[arg-type]
+def snapshot_of(
+    records: list[tuple[bytes, tuple[int, int]]], pending: list[int], numbers: tuple[int, int, int, int]
+) -> snapshot.Snapshot:
+    keys, addresses, sizes = [], [], []
+    for key, (address, payload_bytes) in records:
+        keys.append(key)
+        addresses.append(address)
+        sizes.append(payload_bytes)
+    return snapshot.Snapshot(*numbers, pending, keys, addresses, sizes)
+
+
+NUMBERS = (1, 2, 3, address_of(2, 8192))
+
+
+@given(st.lists(st.tuples(keys, places)), st.lists(addresses))
+def test_snapshots_survive_their_bytes(records: list[tuple[bytes, tuple[int, int]]], pending: list[int]) -> None:
+    saved = snapshot_of(records, pending, NUMBERS)
     assert snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) == saved
 
 
+@given(st.lists(st.tuples(keys, places)), st.integers(0, 4))
+def test_a_snapshot_of_more_records_than_may_be_keeps_the_last_used(
+    records: list[tuple[bytes, tuple[int, int]]], max_records: int
+) -> None:
+    data = snapshot.encode(snapshot_of(records, [], NUMBERS), NAMESPACE)
+    kept = snapshot_of(records[max(len(records) - max_records, 0) :], [], NUMBERS)
+    assert snapshot.decode(data, NAMESPACE, max_records) == kept
+
+
+extremes = [0, 1, PAGE_BYTES, 8192, 8193, (1 << 31) - 1, 1 << 31, (1 << 32) - 8192, (1 << 32) - 4096, 1 << 32]
+extremes += [address_of(LARGEST_NUMBER, offset) for offset in (0, 4096, 8192, (1 << 32) - 8192, (1 << 32) - 4096)]
+extremes += [1 << 63, (1 << 63) + 8192, (1 << 64) - 4096, (1 << 64) - 1]
+any_number = st.one_of(st.sampled_from(extremes), addresses, st.integers(0, (1 << 64) - 1))
+
+
+@given(any_number, any_number)
+def test_a_place_that_cannot_be_makes_everything_damaged_that_names_it(address: int, payload_bytes: int) -> None:
+    is_possible = is_place_of(address, payload_bytes)
+    fields = (NUMBERS[0], 2, 1 << 31, 1 << 63)
+    saved = snapshot_of([(KEY, (address, payload_bytes))], [], fields)
+    assert (snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) is not None) == is_possible
+    saved = snapshot_of([], [address], fields)
+    assert (snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) is not None) == is_place_of(address, 1)
+    record = RECORD._replace(address=address, payload_bytes=payload_bytes)
+    assert (format.decode_record(format.encode_record(record).ljust(PAGE_BYTES, b"\0")) is not None) == is_possible
+    batches: list[list[changes.Change]] = [[changes.Committed(address, payload_bytes, KEY)]]
+    found = changes.decode(encode_changes(batches), NAMESPACE, BASE)
+    assert found is not None and found.is_whole == is_possible
+    entries = [WITHDRAWALS[0], journal.Withdrawal(bytes(16), 1 << 63, address)]
+    data = journal.encode_head(NAMESPACE) + b"".join(map(journal.encode_entry, entries))
+    assert journal.decode(data, NAMESPACE) == entries[: 1 + is_place(address)]
+    assert journal.num_entries(data) == 2
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (1 << 63, 2, 3, 0),
+        (1, 4, 3, 0),
+        (1, 2, (1 << 31) + 1, 0),
+        (1, 2, 3, address_of(3, 4096)),
+        (1, 2, 3, address_of(1, 512)),
+    ],
+)
+def test_a_snapshot_at_an_end_that_cannot_be_is_damaged(numbers: tuple[int, int, int, int]) -> None:
+    assert snapshot.decode(snapshot.encode(snapshot_of([], [], numbers), NAMESPACE), NAMESPACE) is None
+    possible = (LARGEST_EPOCH, 1 << 31, 1 << 31, 1 << 63)
+    assert snapshot.decode(snapshot.encode(snapshot_of([], [], possible), NAMESPACE), NAMESPACE) is not None
+
+
+@pytest.mark.parametrize(("key", "expected"), [(b"", False), (b"k", True), (b"k" * 256, True), (b"k" * 257, False)])
+def test_a_snapshot_with_a_key_that_cannot_be_is_damaged(key: bytes, expected: bool) -> None:
+    saved = snapshot_of([(key, (address_of(1, 8192), 1))], [], NUMBERS)
+    assert (snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) is not None) == expected
+
+
+def test_a_snapshot_whose_keys_are_longer_than_their_bytes_is_damaged() -> None:
+    body = bytearray(FILES["snapshot"][:-16])
+    at = body.index(KEY + b"other") - 4
+    assert body[at : at + 4] == bytes([32, 0, 5, 0])
+    body[at + 2] = 6
+    assert snapshot.decode(bytes(body) + format.checksum(body), NAMESPACE) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("number", 1 << 31), ("epoch", 1 << 63), *(("segment_bytes", size) for size in (0, 12288, 20481, 1 << 33))],
+)
+def test_a_segment_that_cannot_be_is_damaged(field: str, value: int) -> None:
+    assert format.decode_segment(format.encode_segment(SEGMENT._replace(**{field: value}))) is None
+
+
+@pytest.mark.parametrize(("end_offset", "expected"), [(0, None), (4096, None), (65537, None), ((1 << 20) + 4096, None)])
+def test_a_seal_at_an_end_that_cannot_be_is_damaged(end_offset: int, expected: None) -> None:
+    assert format.decode_seal(format.encode_seal(SEGMENT, end_offset), SEGMENT) is expected
+    assert format.decode_seal(format.encode_seal(SEGMENT, 1 << 20), SEGMENT) == 1 << 20
+
+
+def test_an_epoch_that_cannot_be_is_damaged_and_none_comes_there() -> None:
+    assert epoch.decode(epoch.encode(LARGEST_EPOCH + 1, NAMESPACE), NAMESPACE) is None
+    assert epoch.decode(epoch.encode(LARGEST_EPOCH, NAMESPACE), NAMESPACE) == LARGEST_EPOCH
+    assert (epoch.after(4), epoch.after(LARGEST_EPOCH)) == (5, 0)
+
+
 any_change = st.one_of(
-    st.builds(changes.Reserved, addresses, st.integers(1, 1 << 32)),
-    st.builds(changes.Committed, addresses, st.integers(1, 1 << 32), keys),
+    places.map(lambda place: changes.Reserved(*place)),
+    st.builds(lambda place, key: changes.Committed(*place, key), places, keys),
     st.builds(changes.Moved, addresses, addresses),
     st.builds(changes.Gone, addresses),
     st.builds(changes.Used, addresses),
@@ -174,9 +274,11 @@ IMPOSSIBLE: list[changes.Change] = [
     changes.Gone(address_of(LARGEST_NUMBER + 1, 65536)),
     changes.Moved(PLACE + 512, PLACE),
     changes.Moved(PLACE, address_of(LARGEST_NUMBER + 1, 0)),
+    changes.Moved(address_of(17, 4096), PLACE),
+    changes.Moved(PLACE, address_of(18, 0)),
     changes.Reserved(PLACE - 1, 100),
     changes.Reserved(PLACE, 0),
-    changes.Reserved(PLACE, LARGEST_SEGMENT_BYTES + 1),
+    changes.Reserved(PLACE, LARGEST_SEGMENT_BYTES - 65536 - 4095),
     changes.Committed(PLACE, 0, KEY),
     changes.Committed(PLACE, LARGEST_SEGMENT_BYTES + 1, KEY),
     changes.Committed(PLACE, 100, b""),

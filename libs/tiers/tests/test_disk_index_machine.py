@@ -284,6 +284,25 @@ class DiskIndexMachine(RuleBasedStateMachine):
         assert disk_store.disk_bytes(self.path) <= OPTIONS.capacity_bytes
 
     @invariant()
+    def segments_that_wait_for_something_are_those_that_a_search_finds(self) -> None:
+        table = self.index._segments
+        segments = table.by_number.values()
+        found = {
+            number for number, segment in table.sealable.items() if segment.epoch == self.index._upkeep.state.epoch
+        }
+        assert found == {
+            segment.number
+            for segment in segments
+            if segment.is_sealable and segment.epoch == self.index._upkeep.state.epoch
+        }
+        assert set(table.written) == {segment.number for segment in segments if segment.num_written}
+        candidates = [segment for segment in segments if segment.is_candidate]
+        assert set(table.dead) == {segment.number for segment in candidates if not segment.live_bytes}
+        cheapest = table.candidates.cheapest()
+        fewest = min((segment.live_bytes for segment in candidates), default=None)
+        assert (None if cheapest is None else cheapest.live_bytes) == fewest
+
+    @invariant()
     def slots_in_use_do_not_overlap(self) -> None:
         places = sorted(
             (chunk.slot.first_offset, chunk.slot.first_offset + record_bytes(chunk.slot.num_bytes))

@@ -259,13 +259,11 @@ def test_the_breaker_hides_a_dead_tier_and_lets_it_come_back() -> None:
     it.clock.now_s += 30
     it.stack.tick()
     it.stack.tick()
-    assert it.stack.breaker_state is BreakerState.OPEN and it.stack.generation != generation
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN and it.stack.generation != generation
     assert it.stack.lookup(C) is LookupResult.MISS and it.stack.leading([C]) == 0 and it.stack.last_held([C]) is None
-    it.store(b"d")
-    assert it.stack.take_moves() == []
     it.clock.now_s += 5
     it.stack.tick()
-    assert it.stack.breaker_state is BreakerState.PROBING and it.stack.lookup(C) is LookupResult.HIT
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.PROBING and it.stack.lookup(C) is LookupResult.HIT
 
 
 def test_a_caller_that_stood_still_blames_no_tier_for_it() -> None:
@@ -278,7 +276,7 @@ def test_a_caller_that_stood_still_blames_no_tier_for_it() -> None:
     it.end(moves)
     it.stack.tick()
     assert hold.failure is HoldFailure.TIMEOUT and it.near.lookup(A) is LookupResult.HIT
-    assert it.stack.breaker_state is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
 
 
 def late(*keys: bytes, **options: object) -> tuple[Stack, list[TierMove]]:
@@ -290,11 +288,11 @@ def late(*keys: bytes, **options: object) -> tuple[Stack, list[TierMove]]:
     it.clock.now_s += 30
     it.stack.tick()
     it.stack.tick()
-    assert it.stack.breaker_state is BreakerState.OPEN
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
     it.stack.release("request")
     it.clock.now_s += 5
     it.stack.tick()
-    assert it.stack.breaker_state is BreakerState.PROBING
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.PROBING
     return it, moves
 
 
@@ -319,7 +317,7 @@ def test_a_read_that_never_ends_keeps_no_probe_away() -> None:
     it.put_far(B)
     it.hold(B)
     it.end(it.moves(Direction.PROMOTE))
-    assert it.stack.breaker_state is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
 
 
 def test_while_a_probe_is_on_its_way_nobody_else_is_sent_after_it() -> None:
@@ -371,7 +369,7 @@ def probing() -> Stack:
     it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
     it.clock.now_s += 5
     it.stack.tick()
-    assert it.stack.breaker_state is BreakerState.PROBING
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.PROBING
     return it
 
 
@@ -379,7 +377,7 @@ def test_a_probe_that_succeeds_closes_the_breaker() -> None:
     it = probing()
     it.hold(B)
     it.end(it.moves(Direction.PROMOTE))
-    assert it.stack.breaker_state is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
 
 
 def test_a_probe_that_fails_opens_it_for_longer_within_a_bound() -> None:
@@ -388,13 +386,112 @@ def test_a_probe_that_fails_opens_it_for_longer_within_a_bound() -> None:
         it.put_far(B) if it.far.lookup(B) is LookupResult.MISS else None
         it.hold(B)
         it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
-        assert it.stack.breaker_state is BreakerState.OPEN
+        assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
         it.clock.now_s += pause_s - 1
         it.stack.tick()
-        assert it.stack.breaker_state is BreakerState.OPEN
+        assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
         it.clock.now_s += 1
         it.stack.tick()
-        assert it.stack.breaker_state is BreakerState.PROBING
+        assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.PROBING
+
+
+def failing_stores(*keys: bytes) -> Stack:
+    """A stack whose slow tier has refused to take chunks until it was left alone."""
+    it = Stack(breaker=BreakerOptions(failures=2, first_pause_s=5.0))
+    it.put_far(*keys)
+    for key in (b"x", b"y"):
+        it.store(key)
+        it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO, "segment 0: EROFS"))
+    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.OPEN
+    return it
+
+
+def test_stores_that_fail_keep_no_load_away() -> None:
+    it = failing_stores(A, B, C)
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
+    assert it.stack.leading([A, B, C]) == 3
+    hold = it.hold(A, B, C)
+    it.end(it.moves(Direction.PROMOTE))
+    assert hold.is_ready
+    it.store(b"z")
+    assert it.stack.take_moves() == [] and it.stack.take_counts().cascades == {"failed": 2, "dropped_open": 1}
+
+
+def test_loads_that_fail_keep_no_store_away() -> None:
+    it = Stack(breaker=BreakerOptions(failures=2, first_pause_s=5.0))
+    it.put_far(A, B, C)
+    for key in (A, B):
+        it.hold(key)
+        it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
+    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
+    assert it.stack.lookup(C) is LookupResult.MISS
+    it.store(b"d")
+    it.end(it.moves(Direction.CASCADE))
+    assert it.far.lookup(b"d") is LookupResult.HIT
+    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.CLOSED
+
+
+def test_a_load_that_succeeds_says_nothing_about_stores() -> None:
+    it = failing_stores(A)
+    it.hold(A)
+    it.end(it.moves(Direction.PROMOTE))
+    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.OPEN
+    it.clock.now_s += 5
+    it.stack.tick()
+    it.hold(A)
+    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.PROBING
+
+
+def test_stores_are_tried_again_one_at_a_time() -> None:
+    it = failing_stores()
+    it.clock.now_s += 5
+    it.stack.tick()
+    it.store(A, B)
+    [probe] = it.moves(Direction.CASCADE)
+    assert probe.key == A and it.stack.take_counts().cascades["dropped_open"] == 1
+    it.end([probe])
+    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.CLOSED
+    it.store(C)
+    assert len(it.moves(Direction.CASCADE)) == 1
+
+
+def test_stores_that_are_late_keep_no_load_away_and_never_the_next_probe() -> None:
+    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=1, first_pause_s=5.0))
+    it.put_far(A)
+    it.store(B)
+    [stuck] = it.moves(Direction.CASCADE)
+    it.clock.now_s += 30
+    it.stack.tick()
+    it.stack.tick()
+    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.OPEN
+    assert it.stack.lookup(A) is LookupResult.HIT and not it.stack.has_moves_alive()
+    it.clock.now_s += 5
+    it.stack.tick()
+    it.store(C)
+    it.end(it.moves(Direction.CASCADE))
+    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.CLOSED
+    it.end([stuck])
+    assert it.far.lookup(B) is LookupResult.HIT
+
+
+def test_openings_are_counted_by_direction() -> None:
+    it = failing_stores(A, B)
+    assert it.stack.take_counts().breaker_openings == {"cascade": 1}
+    for key in (A, B):
+        it.hold(key)
+        it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
+    assert it.stack.take_counts().breaker_openings == {"promote": 1}
+    assert it.stack.take_counts().breaker_openings == {}
+
+
+def test_a_breaker_of_stores_changes_no_answer_of_a_lookup() -> None:
+    it = Stack(breaker=BreakerOptions(failures=1))
+    it.store(A)
+    [move] = it.moves(Direction.CASCADE)
+    before = it.stack.generation - it.near.generation - it.far.generation
+    it.end([move], Failure(FailureReason.IO))
+    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.OPEN
+    assert it.stack.generation - it.near.generation - it.far.generation == before
 
 
 def test_counts_say_what_moved_since_they_were_taken() -> None:

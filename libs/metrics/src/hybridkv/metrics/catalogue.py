@@ -238,14 +238,16 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_breaker_openings_total",
             Kind.COUNTER,
             "openings",
-            "Times that the slow tier was left alone because it did not answer.",
+            "Times that the slow tier was left alone because moves in that direction failed or did not end.",
+            (_DIRECTION,),
             panel=Panel(Section.SLOW_TIER, "Breaker openings", view=View.INCREASE),
         ),
         Metric(
             "vllm:hybridkv_breaker_open",
             Kind.GAUGE,
             "state",
-            "1 while the slow tier is left alone or only probed, else 0.",
+            "1 while the slow tier is left alone or only probed in that direction, else 0.",
+            (_DIRECTION,),
             panel=Panel(Section.SLOW_TIER, "Breaker open"),
         ),
         Metric(

@@ -14,6 +14,7 @@ from hybridkv.tiers.contract import (
     TierMedium,
 )
 from hybridkv.tiers.errors import TierConfigurationError, TierError, TierProtocolError
+from hybridkv.tiers.shortage import is_shortage
 
 __all__ = [
     "Completion",
@@ -30,4 +31,5 @@ __all__ = [
     "TierIndex",
     "TierMedium",
     "TierProtocolError",
+    "is_shortage",
 ]

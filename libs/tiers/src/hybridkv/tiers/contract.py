@@ -77,7 +77,7 @@ class FailureReason(enum.StrEnum):
     CLOSED = "closed"
     """The medium was closed."""
     BUSY = "busy"
-    """More operations wait than may: nothing was tried."""
+    """Nothing was tried: more operations wait than may, or this process lacks files, memory or threads."""
     INJECTED = "injected"
     """A test asked for it."""
 

@@ -43,6 +43,8 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 MAX_GATED_POLLS = 256
 """Steps that a request waits for room beside other loads before it is computed instead."""
+MAX_GATE_S = 60.0
+"""But no longer than this, however long a step takes."""
 MAX_FAILED_LOADS = 3
 """Loads of one request that may fail before it is no longer offered any."""
 MAX_SHRINKS = 8
@@ -132,11 +134,8 @@ class LoadPlanner:
         verdict = self._verdict(state)
         if verdict is Verdict.ADMIT:
             return boundary - computed_tokens
-        if verdict is Verdict.WAIT:
-            # Others whose loads failed are certain to be scheduled; room beside loads may never come.
-            state.gated_polls += not self._admission.must_let_pass(state.request_id)
-            if state.gated_polls <= MAX_GATED_POLLS:
-                return None
+        if verdict is Verdict.WAIT and self._may_wait_for_room(state):
+            return None
         self._stack.release(state.request_id)
         return 0
 
@@ -145,6 +144,17 @@ class LoadPlanner:
         return self._admission.verdict(
             state.request_id, state.request.num_tokens, self._pool_blocks(), self._free_blocks()
         )
+
+    def _may_wait_for_room(self, state: RequestState) -> bool:
+        """Others whose loads failed are certain to be scheduled; room beside loads may never come."""
+        now_s = self._deadlines.clock()
+        if self._admission.must_let_pass(state.request_id):
+            state.gated_since_s = None
+            return state.gated_polls <= MAX_GATED_POLLS
+        if state.gated_since_s is None:
+            state.gated_since_s = now_s
+        state.gated_polls += 1
+        return state.gated_polls <= MAX_GATED_POLLS and now_s - state.gated_since_s < MAX_GATE_S
 
     def _pool_blocks(self) -> int:
         return self._pool.num_gpu_blocks - 1 if self._pool is not None else 0

@@ -45,6 +45,8 @@ class RequestState:
     loading_since_s: float | None = None
     """When it was first told so, or would have been, because of what the slow tier has, None when it was not."""
     gated_polls: int = 0
+    gated_since_s: float | None = None
+    """Since when, and how often, it was told to ask again because there is no room beside other loads."""
     seen: tuple[int, int] = (0, 0)
     """Chunks that were complete when stores were last planned: without a drafter's lookahead, and with it."""
     failed_loads: int = 0
@@ -115,7 +117,7 @@ class RequestState:
         """The engine starts this request over."""
         self.stored_tokens = 0
         self.is_storable = True
-        self.gated_polls = 0
+        self.gated_polls, self.gated_since_s = 0, None
         self.waited_in_vain = False
         self.seen = (0, 0)
         self.claim, self.found_near = None, (-1, -1, -1)

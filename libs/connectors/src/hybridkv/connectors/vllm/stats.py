@@ -101,9 +101,11 @@ class Recorder:
                 self._counts.add("vllm:hybridkv_move_bytes_total", num_bytes * num_ranks, direction=str(direction))
         for reason, number in counts.failures.items():
             self._counts.add("vllm:hybridkv_move_failures_total", number, reason=reason)
-        if counts.breaker_openings:
-            self._counts.add("vllm:hybridkv_breaker_openings_total", counts.breaker_openings)
-        self._counts.set("vllm:hybridkv_breaker_open", int(stack.breaker_state is not BreakerState.CLOSED))
+        for direction, number in counts.breaker_openings.items():
+            self._counts.add("vllm:hybridkv_breaker_openings_total", number, direction=str(direction))
+        for direction in Direction:
+            is_open = stack.breaker_state(direction) is not BreakerState.CLOSED
+            self._counts.set("vllm:hybridkv_breaker_open", int(is_open), direction=str(direction))
 
     def _disk(self, counts: DiskCounts) -> None:
         for failure, number in counts.failures.items():

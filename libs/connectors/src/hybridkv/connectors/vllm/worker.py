@@ -23,7 +23,7 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import runs_of
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.tiers import Failure, FailureReason
+from hybridkv.tiers import Failure, FailureReason, is_shortage
 from hybridkv.tiers.ram import RamArena
 from hybridkv.tiers.stack import MoveOutcome, TierMover
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
@@ -157,7 +157,8 @@ class OffloadWorker:
                 self._mover = self._make_mover(plan.namespace)
         except Exception as error:  # threads, memory or descriptors have run out: the engine goes on without this tier
             logger.warning("the slow tier cannot be used for now: %s: %s", type(error).__name__, error)
-            failure = Failure(FailureReason.CLOSED, f"{type(error).__name__}: {error}")
+            reason = FailureReason.BUSY if is_shortage(error) else FailureReason.CLOSED
+            failure = Failure(reason, f"{type(error).__name__}: {error}")
             self._outcome.moves.update({move.move_id: MoveOutcome(1, failure) for move in plan.moves})
         if self._mover is not None:
             self._mover.start(plan.moves)

@@ -13,13 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format import VERSION, checksum
-from hybridkv.tiers.disk.layout import (
-    LARGEST_KEY_BYTES,
-    LARGEST_NUMBER,
-    LARGEST_SEGMENT_BYTES,
-    PAGE_BYTES,
-    address_of,
-)
+from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, is_place, is_place_of
 
 CHANGES_MAGIC = b"\x89HKVL\r\n\n"
 _HEAD = struct.Struct("<8sHHI32s16s")
@@ -28,8 +22,6 @@ _PLACE = struct.Struct("<BQ")
 _TWO_NUMBERS = struct.Struct("<BQQ")
 _COMMITTED = struct.Struct("<BQQH")
 _CHECKSUM_BYTES = 16
-_ADDRESS_MASK = address_of(LARGEST_NUMBER, LARGEST_SEGMENT_BYTES - PAGE_BYTES)
-"""The bits that may be set in one: records begin with a page."""
 HEAD_BYTES = _HEAD.size + _CHECKSUM_BYTES
 
 
@@ -155,11 +147,8 @@ def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
 
 def _is_possible(change: Change) -> bool:
     """Whether a store can have such places, sizes and keys."""
-    addresses = change.address
-    if isinstance(change, Moved):
-        addresses |= change.new_address
-    elif isinstance(change, (Reserved, Committed)) and not 0 < change.payload_bytes <= LARGEST_SEGMENT_BYTES:
-        return False
     if isinstance(change, Committed) and not 0 < len(change.key) <= LARGEST_KEY_BYTES:
         return False
-    return addresses | _ADDRESS_MASK == _ADDRESS_MASK
+    if isinstance(change, (Reserved, Committed)):
+        return is_place_of(change.address, change.payload_bytes)
+    return is_place(change.address) and (not isinstance(change, Moved) or is_place(change.new_address))

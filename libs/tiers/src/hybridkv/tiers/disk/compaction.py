@@ -10,7 +10,7 @@ from __future__ import annotations
 from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES, number_of
 from hybridkv.tiers.disk.records import Record, RecordTable, State
 from hybridkv.tiers.disk.segment_files import Move
-from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.segments import Segment, SegmentTable
 
 
 class Compaction:
@@ -23,20 +23,14 @@ class Compaction:
 
     def dead(self) -> list[Segment]:
         """Segments that hold nothing any more."""
-        return [
-            segment
-            for segment in self._segments.by_number.values()
-            if segment.stage is Stage.FULL and not (segment.live_bytes or segment.num_used or segment.is_moving)
-        ]
+        return list(self._segments.dead.values())
 
     def victim(self) -> Segment | None:
         """The segment to copy away, after evicting what had to be. None when every segment is held."""
-        candidates = self._candidates()
-        if not candidates:
-            return None
-        if not any(map(self._is_worth_copying, candidates)):
-            self._evict_until_worth_copying(candidates)
-        return min(candidates, key=lambda segment: segment.live_bytes)
+        cheapest = self.cheapest()
+        if cheapest is not None and not self._is_worth_copying(cheapest):
+            self._evict_until_worth_copying(cheapest)
+        return self.cheapest()
 
     def moves(self, victim: Segment) -> tuple[Move, ...]:
         """The victim's live records, with new addresses for as many as fit into what is open and empty."""
@@ -57,29 +51,21 @@ class Compaction:
 
     def cheapest(self) -> Segment | None:
         """The segment with the fewest live bytes that nothing holds."""
-        return min(self._candidates(), key=lambda segment: segment.live_bytes, default=None)
-
-    def _candidates(self) -> list[Segment]:
-        return [
-            segment
-            for segment in self._segments.by_number.values()
-            if segment.stage is Stage.FULL and not (segment.num_used or segment.is_moving)
-        ]
+        return self._segments.candidates.cheapest()
 
     def _is_worth_copying(self, segment: Segment) -> bool:
         return segment.live_bytes <= self._share * (segment.segment_bytes - SEGMENT_HEAD_BYTES)
 
-    def _evict_until_worth_copying(self, candidates: list[Segment]) -> None:
-        by_number = {segment.number: segment for segment in candidates}
-        left_bytes = max(segment.segment_bytes for segment in candidates)
+    def _evict_until_worth_copying(self, cheapest: Segment) -> None:
+        left_bytes = self._segments.largest_bytes
         while left_bytes > 0 and self._records.evictable:
             record = self._records.oldest()
-            segment = by_number.get(number_of(record.address))
+            segment = self._segments.of(record.address)
             left_bytes -= record.cost
             self._records.evict(record)
-            if segment is not None and self._is_worth_copying(segment):
+            if segment.is_candidate and self._is_worth_copying(segment):
                 return
-        cheapest = min(candidates, key=lambda segment: segment.live_bytes)
+        cheapest = self.cheapest() or cheapest
         for record in self._live(cheapest):
             if self._is_worth_copying(cheapest):
                 return

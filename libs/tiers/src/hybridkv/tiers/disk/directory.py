@@ -7,15 +7,18 @@ have exchanged meanwhile.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Iterator
 
 from hybridkv.tiers.disk.file_io import FileIO
+from hybridkv.tiers.disk.names import temporary_name
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.shortage import is_shortage
 
 LARGEST_SMALL_FILE_BYTES = 1 << 20
+MAX_LEVELS = 8
+"""Of directories below one that is measured; ours go two levels down."""
 _PIECE_BYTES = 1 << 26
 
 
@@ -25,7 +28,7 @@ class ForeignFileError(OSError):
 
 def stops_an_opening(error: OSError) -> bool:
     """Whether a file that cannot be read is more than a damaged one: not ours, or this process lacks something."""
-    return isinstance(error, ForeignFileError) or error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+    return isinstance(error, ForeignFileError) or is_shortage(error)
 
 
 class Directory:
@@ -54,19 +57,30 @@ class Directory:
 
     def open_file(self, name: str, flags: int) -> int:
         """A descriptor of a regular file of ours in this directory."""
+        path = f"{self.path}/{name}"
+        # Before it is opened: that alone may rewind a tape. And after, for it may be another one by then.
+        self._require_file(name, path)
         try:
             fd = self.io.open(name, flags | os.O_NOFOLLOW, 0o600, self.fd)
         except OSError as error:
-            error.filename = f"{self.path}/{name}"
-            if _is_link(self.io, name, self.fd):
-                raise ForeignFileError(error.errno, "is a symbolic link", error.filename) from error
+            error.filename = path
+            self._require_file(name, path)
             raise
         try:
-            _require_own(self.io.stat(fd), stat.S_ISREG, f"{self.path}/{name}")
+            _require_own(self.io.stat(fd), stat.S_ISREG, path)
         except OSError:
             self.io.close(fd)
             raise
         return fd
+
+    def _require_file(self, name: str, path: str) -> None:
+        """`ForeignFileError` where there is something else."""
+        try:
+            mode = self.io.stat_name(name, self.fd).st_mode
+        except OSError:
+            return
+        if not stat.S_ISREG(mode):
+            raise ForeignFileError(0, f"is {_kind_of(mode)}, not a file", path)
 
     def read_file(self, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
         """All of a file, None when there is none or it is larger than `max_bytes`."""
@@ -94,8 +108,10 @@ class Directory:
 
         With `sync` also if the power goes.
         """
-        temporary = f"{name}.new"
-        fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        temporary = temporary_name(name)
+        # Never one that a crash left: somebody may have made a hard link to it.
+        self.remove_file(temporary)
+        fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             write_all(self.io, fd, data, 0)
             if sync:
@@ -114,8 +130,8 @@ class Directory:
         with _named(self.path):
             return self.io.list(self.fd)
 
-    def disk_bytes(self) -> int:
-        """What this directory, its files and its directories' files take up on disk."""
+    def disk_bytes(self, num_levels: int = MAX_LEVELS) -> int:
+        """What this directory, its files and its directories' files take up on disk, so many levels down."""
         total = self.io.stat(self.fd).st_blocks * 512
         for name in self.list():
             try:
@@ -123,18 +139,18 @@ class Directory:
             except FileNotFoundError:
                 continue
             if stat.S_ISDIR(found.st_mode):
-                total += self._child_bytes(name)
+                total += self._child_bytes(name, num_levels - 1) if num_levels else 0
             else:
                 total += found.st_blocks * 512
         return total
 
-    def _child_bytes(self, name: str) -> int:
+    def _child_bytes(self, name: str, num_levels: int) -> int:
         try:
             child = self.child(name, create=False)
         except (FileNotFoundError, NotADirectoryError):
             return 0
         try:
-            return child.disk_bytes()
+            return child.disk_bytes(num_levels)
         finally:
             child.close()
 
@@ -203,7 +219,7 @@ def _open_directory(io: FileIO, name: str, path: str, dir_fd: int | None) -> int
     except OSError as error:
         error.filename = path
         if os.path.islink(path) if dir_fd is None else _is_link(io, name, dir_fd):
-            raise ForeignFileError(error.errno, "is a symbolic link", path) from error
+            raise ForeignFileError(error.errno, f"is {_kind_of(stat.S_IFLNK)}", path) from error
         raise
     try:
         _require_own(io.stat(fd), stat.S_ISDIR, path)
@@ -220,9 +236,25 @@ def _is_link(io: FileIO, name: str, dir_fd: int) -> bool:
         return False
 
 
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFREG: "a file",
+}
+
+
+def _kind_of(mode: int) -> str:
+    """In words."""
+    return _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
+
+
 def _require_own(found: os.stat_result, is_kind: object, path: str) -> None:
     if not callable(is_kind) or not is_kind(found.st_mode):
-        raise ForeignFileError(0, "is not of the kind that it should be", path)
+        raise ForeignFileError(0, f"is {_kind_of(found.st_mode)}", path)
     if found.st_uid != os.geteuid():
         raise ForeignFileError(0, f"belongs to user {found.st_uid}, not {os.geteuid()}", path)
     if found.st_mode & 0o022:

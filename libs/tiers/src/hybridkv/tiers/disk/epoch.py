@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 
 from hybridkv.tiers.disk.format import VERSION, checksum
+from hybridkv.tiers.disk.layout import LARGEST_EPOCH
 
 EPOCH_MAGIC = b"\x89HKVC\r\n\n"
 _FIELDS = struct.Struct("<8sHHIQ32s")
@@ -20,7 +21,7 @@ def encode(epoch: int, namespace: bytes) -> bytes:
 
 
 def decode(data: bytes, namespace: bytes) -> int | None:
-    """None when neither copy is whole and of this namespace and version."""
+    """None when neither copy is whole, of this namespace and version, and an epoch that can be."""
     for start in (0, _COPY_BYTES):
         epoch = _decode_copy(data[start : start + _COPY_BYTES], namespace)
         if epoch is not None:
@@ -28,8 +29,14 @@ def decode(data: bytes, namespace: bytes) -> int | None:
     return None
 
 
+def after(epoch: int) -> int:
+    """The next one. Only which one it is counts, not which is higher, so behind the largest they begin anew."""
+    return epoch + 1 if epoch < LARGEST_EPOCH else 0
+
+
 def _decode_copy(data: bytes, namespace: bytes) -> int | None:
     if len(data) != _COPY_BYTES or checksum(data[: _FIELDS.size]) != data[_FIELDS.size :]:
         return None
     magic, version, _, _, epoch, owner = _FIELDS.unpack_from(data)
-    return int(epoch) if (magic, version, owner) == (EPOCH_MAGIC, VERSION, namespace) else None
+    is_ours = (magic, version, owner) == (EPOCH_MAGIC, VERSION, namespace) and epoch <= LARGEST_EPOCH
+    return int(epoch) if is_ours else None

@@ -10,12 +10,17 @@ import fcntl
 import os
 from collections.abc import Sequence
 
+_OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK
+
 
 class FileIO:
     """The real ones. Derive from it to inject faults."""
 
     def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
-        return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode, dir_fd=dir_fd)
+        """Waits for nobody, whatever kind of file it is."""
+        fd = os.open(name, flags | _OPENING, mode, dir_fd=dir_fd)
+        os.set_blocking(fd, True)  # io_uring hands back what it cannot do at once where a file says so
+        return fd
 
     def close(self, fd: int) -> None:
         os.close(fd)

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
-from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, PAGE_BYTES
+from hybridkv.tiers.disk.layout import (
+    LARGEST_EPOCH,
+    LARGEST_KEY_BYTES,
+    LARGEST_NUMBER,
+    PAGE_BYTES,
+    SEGMENT_HEAD_BYTES,
+    is_place_of,
+    is_segment_size,
+)
 
 VERSION = 1
 
@@ -72,11 +80,13 @@ def encode_segment(header: SegmentHeader) -> bytes:
 
 
 def decode_segment(page: Bytes) -> SegmentHeader | None:
-    """None when it is not whole, or of another version."""
+    """None when it is not whole, of another version, or says what no segment can be."""
     fields = _unpack(_SEGMENT, SEGMENT_MAGIC, page)
     if fields is None:
         return None
     rank, number, epoch, segment_bytes, namespace = fields[3:]
+    if number > LARGEST_NUMBER or epoch > LARGEST_EPOCH or not is_segment_size(segment_bytes):
+        return None
     return SegmentHeader(rank, number, epoch, segment_bytes, namespace)
 
 
@@ -91,7 +101,9 @@ def decode_seal(page: Bytes, header: SegmentHeader) -> int | None:
     fields = _unpack(_SEAL, SEAL_MAGIC, page)
     if fields is None or (fields[3], fields[4], fields[5], fields[7]) != (*header[:3], header.namespace):
         return None
-    return int(fields[6])
+    end_offset = int(fields[6])
+    is_possible = SEGMENT_HEAD_BYTES <= end_offset <= header.segment_bytes and not end_offset % PAGE_BYTES
+    return end_offset if is_possible else None
 
 
 def encode_record(header: RecordHeader) -> bytes:
@@ -116,7 +128,7 @@ def encode_record_body(header: RecordHeader) -> bytes:
 
 
 def decode_record(page: Bytes) -> RecordHeader | None:
-    """None when it is not whole, or of another version."""
+    """None when it is not whole, of another version, or says what no record can be."""
     if len(page) < RECORD_HEAD_BYTES:
         return None
     magic, version, key_bytes, rank, address, payload_bytes, namespace, payload_checksum = _RECORD.unpack_from(page)
@@ -124,6 +136,8 @@ def decode_record(page: Bytes) -> RecordHeader | None:
         return None
     end = _RECORD.size + key_bytes
     if checksum(page[:end]) != bytes(page[end : end + _CHECKSUM_BYTES]):
+        return None
+    if not is_place_of(address, payload_bytes):
         return None
     return RecordHeader(rank, address, payload_bytes, namespace, payload_checksum, bytes(page[_RECORD.size : end]))
 

@@ -21,7 +21,7 @@ from hybridkv.tiers.disk.janitor import InlineJanitor, Janitor, ThreadJanitor
 from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, record_bytes
 from hybridkv.tiers.disk.namespace import Namespace
 from hybridkv.tiers.disk.opening import Opened, open_store
-from hybridkv.tiers.disk.options import DiskOptions, plan_sizes
+from hybridkv.tiers.disk.options import DiskOptions, Fsync, plan_sizes
 from hybridkv.tiers.disk.records import State
 from hybridkv.tiers.errors import TierProtocolError
 
@@ -55,7 +55,7 @@ class DiskIndex:
     ) -> None:
         self._options = options
         self._sizes = plan_sizes(options, fingerprint.tensor_parallel_size)
-        self._namespace = Namespace(io or FileIO(), path, fingerprint)
+        self._namespace = Namespace(io or FileIO(), path, fingerprint, options.fsync is not Fsync.NONE)
         store: Opened = open_store(self._namespace, fingerprint, options, self._sizes, clock)
         self._segments, self._records, self._upkeep = store[:3]
         self._is_closed = False

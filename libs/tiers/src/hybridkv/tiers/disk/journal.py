@@ -13,6 +13,7 @@ import xxhash
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format import VERSION, checksum
+from hybridkv.tiers.disk.layout import END_ADDRESS, is_place
 
 JOURNAL_MAGIC = b"\x89HKVQ\r\n\n"
 _HEAD = struct.Struct("<8sHHI32s16s")
@@ -48,15 +49,22 @@ def encode_entry(entry: Withdrawal) -> bytes:
 
 
 def decode(data: bytes, namespace: bytes) -> list[Withdrawal] | None:
-    """Every entry that is whole; None when the file is not this namespace's journal of this version."""
+    """Every entry that is whole and can be; None when the file is not this namespace's journal of this version."""
     if data[:HEAD_BYTES] != encode_head(namespace):
         return None
     found = []
     for start in range(HEAD_BYTES, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES):
         body = data[start : start + _BODY.size]
-        if checksum(body) == data[start + _BODY.size : start + ENTRY_BYTES]:
-            found.append(Withdrawal(*_BODY.unpack(body)))
+        entry = Withdrawal(*_BODY.unpack(body))
+        is_whole = checksum(body) == data[start + _BODY.size : start + ENTRY_BYTES]
+        if is_whole and entry.bound <= END_ADDRESS and is_place(entry.address):
+            found.append(entry)
     return found
+
+
+def num_entries(data: bytes) -> int:
+    """For how many there are bytes, whole or not."""
+    return max(len(data) - HEAD_BYTES, 0) // ENTRY_BYTES
 
 
 class Withdrawals:

@@ -15,8 +15,18 @@ of segments, so a store that is opened with another capacity keeps what it holds
 
 LARGEST_NUMBER = (1 << 31) - 1
 """Addresses fit into 63 bits. At a segment a second it takes 68 years to get there."""
+LARGEST_FIRST_NUMBER = LARGEST_NUMBER >> 1
+"""An index begins with no higher one, so that it does not get to the end while it runs."""
 
+LARGEST_EPOCH = (1 << 63) - 1
 LARGEST_KEY_BYTES = 256
+
+END_ADDRESS = (LARGEST_NUMBER + 1) << ADDRESS_BITS
+"""No record has it or a higher one."""
+_PLACES = END_ADDRESS - PAGE_BYTES
+"""The bits that may be set in an address: records begin with a page."""
+_OFFSETS = LARGEST_SEGMENT_BYTES - 1
+_LAST_PAGE = LARGEST_SEGMENT_BYTES - PAGE_BYTES
 
 
 def round_up(num_bytes: int, step: int = PAGE_BYTES) -> int:
@@ -32,9 +42,25 @@ def address_of(number: int, offset: int) -> int:
     return (number << ADDRESS_BITS) + offset
 
 
+def is_place(address: int) -> bool:
+    """Whether a record can begin there: with a page, behind a segment's head."""
+    return address | _PLACES == _PLACES and address & _OFFSETS >= SEGMENT_HEAD_BYTES
+
+
+def is_place_of(address: int, payload_bytes: int) -> bool:
+    """Whether a record of this size can lie there, as far as one can say without knowing how large its segment is."""
+    return is_place(address) and 0 < payload_bytes <= _LAST_PAGE - (address & _OFFSETS)
+
+
+def is_segment_size(segment_bytes: int) -> bool:
+    """Whether a segment can be so large."""
+    smallest = SEGMENT_HEAD_BYTES + record_bytes(1)
+    return smallest <= segment_bytes <= LARGEST_SEGMENT_BYTES and not segment_bytes % PAGE_BYTES
+
+
 def number_of(address: int) -> int:
     return address >> ADDRESS_BITS
 
 
 def offset_of(address: int) -> int:
-    return address & (LARGEST_SEGMENT_BYTES - 1)
+    return address & _OFFSETS

@@ -18,7 +18,7 @@ from hybridkv.tiers.buffers import byte_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.disk.directory import root_path
 from hybridkv.tiers.disk.file_io import FileIO
-from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, PAGE_BYTES, number_of, offset_of
+from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, is_place
 from hybridkv.tiers.disk.native_runner import NativeRunner
 from hybridkv.tiers.disk.operations import Headers, Operation
 from hybridkv.tiers.disk.options import DiskOptions
@@ -131,7 +131,7 @@ def _why_not_move(key: Key, slot: Slot, views: list[memoryview], is_store: bool)
     if not is_store and any(view.readonly for view in views):
         return Failure(FailureReason.IO, "the destination is read-only")
     address = slot.extents[0][0]
-    if address < 0 or number_of(address) > 1 << 31 or offset_of(address) % PAGE_BYTES:
+    if not is_place(address):
         return Failure(FailureReason.IO, f"no record begins at {address}")
     if not 0 < len(key) <= LARGEST_KEY_BYTES:
         return Failure(FailureReason.IO, f"expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")

@@ -1,23 +1,44 @@
-"""The directory of one namespace, locked by its index: made, opened, found again when somebody removed it."""
+"""The directory of one namespace, locked by its index: made, opened, found again when somebody removed it.
+
+Two locks: of the directory, which nobody can delete without what is in it, and which cleaners of old files respect; and
+of LOCK in it, for file systems that cannot lock directories. `require_own` compares what is there with what is open.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import weakref
 from typing import NamedTuple
 
 import msgspec
 
 from hybridkv.hashing import Fingerprint
+from hybridkv.tiers.disk.ancestors import say_who_could_exchange
 from hybridkv.tiers.disk.directory import Directory, ForeignFileError, open_root, refused
 from hybridkv.tiers.disk.file_io import FileIO
-from hybridkv.tiers.disk.names import FINGERPRINT_NAME, LOCK_NAME, rank_name
+from hybridkv.tiers.disk.holder import find_holder
+from hybridkv.tiers.disk.names import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 
 MAX_LOCK_ATTEMPTS = 10
+
+
+class TakenError(OSError):
+    """Another engine has the namespace, or had it meanwhile: what this one knows of it is not true any more."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            errno.EBUSY,
+            "another engine has it or had it: nothing is written or deleted here any more, and what can be loaded is; "
+            "hint: end the other engine, and start this one again",
+            path,
+        )
 
 
 class _Opened(NamedTuple):
@@ -31,15 +52,20 @@ class _Opened(NamedTuple):
 class Namespace:
     """An open, locked namespace directory and its ranks' directories."""
 
-    def __init__(self, io: FileIO, path: str, fingerprint: Fingerprint) -> None:
-        """`TierConfigurationError` when the path cannot be used or another process has the namespace."""
+    def __init__(self, io: FileIO, path: str, fingerprint: Fingerprint, syncs: bool = True) -> None:
+        """`TierConfigurationError` when the path cannot be used or another process has the namespace.
+
+        `syncs`: a loss of power shall not take directories away from under what was synced in them.
+        """
         self.io = io
+        self._syncs = syncs
         self.digest = fingerprint.digest()
         self.num_ranks = fingerprint.tensor_parallel_size
         self._fingerprint = fingerprint
         self.is_anew = False
         """Made anew by `restore`, and nobody has written down yet what has to be there. For its user to take back."""
         self._is_said_lost = False
+        self._is_taken = False
         self.root = open_root(io, path)
         self._opened: _Opened | None = None
         try:
@@ -50,6 +76,8 @@ class Namespace:
         except TierConfigurationError:
             self.root.close()
             raise
+        say_who_could_exchange(self.root)
+        _with_locks.add(self)
 
     @property
     def name(self) -> str:
@@ -84,7 +112,22 @@ class Namespace:
         except OSError:
             self._close(opened)
             raise
+        if self._syncs:
+            self._sync(directory, root)
         return opened
+
+    def _sync(self, directory: Directory, root: Directory) -> None:
+        """All between the store's parent and its segments, also what was there: nobody knows whether it was synced."""
+        try:
+            self.io.fsync(directory.fd)
+            self.io.fsync(root.fd)
+            parent = self.io.open(f"{os.path.dirname(root.path)}/.", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self.io.fsync(parent)
+            finally:
+                self.io.close(parent)
+        except OSError as error:
+            logger.warning("the directories of %s could not be synced: %s", directory.path, error)
 
     def _lock(self, root: Directory) -> tuple[Directory, int]:
         """The namespace's directory, and a descriptor that holds its lock: the one of before where it is the same."""
@@ -94,10 +137,13 @@ class Namespace:
             try:
                 if self._opened is not None and self._is_current(root, self._opened.lock_fd):
                     return directory, self._opened.lock_fd
+                # First of all: who is refused leaves nothing behind that the holder could take for another's lock.
+                if not self._lock_directory(directory):
+                    raise _locked(directory, directory.fd)
                 # Read-only: an open file that may be written to would keep anybody from mounting it read-only.
                 fd = directory.open_file(LOCK_NAME, os.O_RDONLY | os.O_CREAT)
                 if not self.io.lock(fd):
-                    raise _locked(directory)
+                    raise _locked(directory, fd)
                 if self._is_current(root, fd):
                     return directory, fd
             except (OSError, TierConfigurationError):
@@ -108,6 +154,12 @@ class Namespace:
             self.io.close(fd)
             directory.close()
         raise TierConfigurationError("path", "a namespace that nobody removes", self.path)
+
+    def _lock_directory(self, directory: Directory) -> bool:
+        """False when another one has it. True also where directories cannot be locked, and when it is ours."""
+        if self._opened is not None and _is_same(self.io.stat(directory.fd), self.io.stat(self._opened.directory.fd)):
+            return True
+        return try_to_lock(directory)
 
     def _is_current(self, root: Directory, fd: int) -> bool:
         try:
@@ -133,6 +185,58 @@ class Namespace:
         except OSError as error:
             logger.warning("%s is not described by its files: %s", directory.path, error)
 
+    def require_own(self) -> None:
+        """See to it that this engine may write and delete here: the path leads here, and the lock is in its place.
+
+        A lock that somebody deleted is made anew. `FileNotFoundError` when the directory was removed or moved away,
+        `TakenError`, from then on always, when another engine may have been here.
+        """
+        opened = self._require()
+        if self._is_taken:
+            raise TakenError(self.path)
+        mine = self.io.stat(opened.lock_fd)
+        here = self._find(LOCK_NAME, opened.directory.fd)
+        if here is None:
+            self._make_lock_anew(opened)
+        elif not _is_same(here, mine):
+            self._is_taken = True
+            raise TakenError(self.path)
+        elif not self._leads_to(mine):
+            raise FileNotFoundError(errno.ENOENT, "was moved away", self.path)
+
+    def _leads_to(self, lock: os.stat_result) -> bool:
+        """Whether the path does. True also where nobody can tell: the parent cannot be read, say."""
+        try:
+            there = self._find(f"{self.path}/{LOCK_NAME}", self.root.fd)
+        except OSError:
+            return True
+        return there is not None and _is_same(there, lock)
+
+    def _find(self, name: str, dir_fd: int) -> os.stat_result | None:
+        try:
+            return self.io.stat_name(name, dir_fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _make_lock_anew(self, opened: _Opened) -> None:
+        if not self.io.stat(opened.directory.fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "was removed", self.path)
+        try:
+            fd = opened.directory.open_file(LOCK_NAME, os.O_RDONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError as error:
+            self._is_taken = True
+            raise TakenError(self.path) from error
+        if not self.io.lock(fd):
+            self.io.close(fd)
+            self._is_taken = True
+            raise TakenError(self.path)
+        self._opened = opened._replace(lock_fd=fd)
+        self.io.close(opened.lock_fd)
+        self._describe(opened.directory)
+        logger.warning(
+            "%s/%s was deleted; made anew. hint: keep what cleans up old files away from it", self.path, LOCK_NAME
+        )
+
     def restore(self) -> None:
         """Make directories and lock anew after somebody removed them. `OSError` when that is not possible yet.
 
@@ -150,18 +254,37 @@ class Namespace:
         except OSError:
             root.close()
             raise
+        try:
+            self._is_taken = self._is_anothers(opened)
+        except OSError:
+            self._close(opened)
+            root.close()
+            raise
+        if self._is_taken:
+            self._close(opened)
+            root.close()
+            raise TakenError(self.path)
         former_root, former, self.root, self._opened = self.root, self._opened, root, opened
         self.is_anew = True
         self._is_said_lost = False
         if former is not None:
             self._close(former)
         former_root.close()
+        try_to_lock(opened.directory)  # where it is the one of before, closing that gave up the lock
+
+    def _is_anothers(self, opened: _Opened) -> bool:
+        """Whether somebody stored something in what stands at the path now."""
+        if self._opened is not None and opened.lock_fd == self._opened.lock_fd:
+            return False
+        return any(segment_number(name) is not None for rank in opened.ranks for name in rank.list())
 
     def is_there(self) -> bool:
-        """Whether the path still leads to the directories that are open."""
+        """Whether the path still leads to the directories that are open. `OSError` when this process cannot look."""
         try:
             root = Directory.root(self.io, self.root.path, create=False)
-        except OSError:
+        except OSError as error:
+            if is_shortage(error):
+                raise
             return False
         try:
             names = [f"{self.name}/{rank_name(rank)}" for rank in range(self.num_ranks)]
@@ -169,7 +292,9 @@ class Namespace:
                 _is_same(self.io.stat_name(name, root.fd), self.io.stat(directory.fd))
                 for name, directory in zip(names, self.ranks, strict=True)
             )
-        except OSError:
+        except OSError as error:
+            if is_shortage(error):
+                raise
             return False
         finally:
             root.close()
@@ -193,16 +318,49 @@ class Namespace:
         if fd >= 0 and (self._opened is None or fd != self._opened.lock_fd):
             self.io.close(fd)
 
+    def let_go(self) -> None:
+        """In a forked child: what is open here is the parent's, and its lock must end with the parent."""
+        former, self._opened = self._opened, None
+        if former is not None:
+            self._close(former)
 
-def _locked(directory: Directory) -> TierConfigurationError:
+
+_with_locks: weakref.WeakSet[Namespace] = weakref.WeakSet()
+"""Of this process. A fork copies descriptors, and a lock lasts as long as any copy of its descriptor."""
+
+
+def _let_go_in_a_forked_child() -> None:
+    for namespace in list(_with_locks):
+        with contextlib.suppress(OSError):  # the descriptor is closed all the same
+            namespace.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_a_forked_child)
+
+
+def try_to_lock(directory: Directory) -> bool:
+    """False when somebody has the directory locked. True also where directories cannot be locked."""
     try:
-        holder = (directory.read_file(LOCK_NAME) or b"").decode(errors="replace").strip() or "unknown"
+        return directory.io.lock(directory.fd)
     except OSError:
-        holder = "unknown"
+        return True
+
+
+def _locked(directory: Directory, fd: int) -> TierConfigurationError:
+    """`fd`: of what cannot be locked."""
+    try:
+        named = (directory.read_file(LOCK_NAME) or b"").decode(errors="replace").strip()
+    except OSError:
+        named = ""
+    holder = find_holder(directory.io.stat(fd), int(named) if named.isdecimal() else None)
+    if holder is not None:
+        words = f"process {holder.pid} ({holder.command})"
+    else:
+        words = f"process {named or 'unknown'}, which cannot be seen from here"
     return TierConfigurationError(
         "path",
         "a namespace that no other engine has open",
-        f"{directory.path}, open in process {holder}",
+        f"{directory.path}, open in {words}",
         hint="give each engine a path of its own, or end the other one",
     )
 

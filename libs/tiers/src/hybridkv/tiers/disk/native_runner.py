@@ -27,6 +27,7 @@ from hybridkv.tiers.disk.record_io import ShortReadError
 from hybridkv.tiers.disk.runner import CLOSED, NO_THREAD, busy
 from hybridkv.tiers.disk.segment_cache import OpenSegment, SegmentCache
 from hybridkv.tiers.disk.syncer import SyncThread
+from hybridkv.tiers.shortage import is_shortage
 
 if TYPE_CHECKING:
     from hybridkv.native import RecordQueue
@@ -134,19 +135,31 @@ class NativeRunner:
             self._queue.close(0.0)  # whatever was not begun is cancelled now
         # A call that a device holds longer is left.
         ending = threading.Thread(target=self._finish, name="hybridkv-disk-end", daemon=True)
-        ending.start()
+        try:
+            ending.start()
+        except (RuntimeError, MemoryError):  # there is no other thread: as far as it goes in this one
+            self._finish_within(self._options.close_timeout_s)
+            return
         ending.join(self._options.close_timeout_s)
 
     def _finish(self) -> None:
         """In a thread of its own: any of it may wait for a device."""
-        if self._opener is not None:
-            self._opener.join()
-        while self._queue is not None and not self._queue.close(3600.0):
+        while not self._finish_within(3600.0):
             pass
+
+    def _finish_within(self, timeout_s: float) -> bool:
+        """False when a thread has not ended by then."""
+        if self._opener is not None:
+            self._opener.join(timeout_s)
+            if self._opener.is_alive():
+                return False
+        if self._queue is not None and not self._queue.close(timeout_s):
+            return False
         with self._condition:
             self._absorb()
         self._syncing.close()
         self._cache.close()
+        return True
 
     def _made_queue(self) -> RecordQueue | None:
         options = self._options
@@ -175,6 +188,8 @@ class NativeRunner:
             taken = self._queue.submit(
                 tag, operation.is_store, segment.fd, offset, segment.is_direct, syncs, header, operation.views
             )
+        except MemoryError as error:
+            taken, failure = False, failure_of(operation, error)
         except Exception as error:  # an operation without an end would leave everybody waiting
             logger.exception("a disk operation could not be begun")
             taken, failure = False, Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
@@ -195,11 +210,15 @@ class NativeRunner:
 
     def _failed(self, tag: int, error: OSError, segment: OpenSegment) -> None:
         operation = self._moves[tag].operation
-        if segment.is_direct and self._direct.falls_back(error) and self._open_later(operation):
-            del self._moves[tag]
-            self._cache.release(segment)
+        if segment.is_direct and self._direct.falls_back(error):
+            if self._open_later(operation):
+                del self._moves[tag]
+                self._cache.release(segment)
+            else:
+                self._move_ended(tag, Completion(operation.ticket, NO_THREAD))
             return
-        self._cache.forget(number_of(operation.address))
+        if not is_shortage(error):
+            self._cache.forget(number_of(operation.address))
         self._move_ended(tag, Completion(operation.ticket, failure_of(operation, error)))
 
     def _why_not(self, outcome: int, operation: Operation, page: bytes) -> Failure:
@@ -260,6 +279,8 @@ class NativeRunner:
         except OSError as error:
             if is_direct and self._direct.falls_back(error):
                 return self._opened(operation)
+            return None, failure_of(operation, error)
+        except MemoryError as error:
             return None, failure_of(operation, error)
         except Exception as error:  # a thread that ends would leave everybody waiting
             logger.exception("a segment could not be opened")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from hybridkv.hashing import Fingerprint
@@ -14,6 +14,7 @@ from hybridkv.tiers.disk.change_log import ChangeLog
 from hybridkv.tiers.disk.changes_file import ChangesFile
 from hybridkv.tiers.disk.compaction import Compaction
 from hybridkv.tiers.disk.directory import refused
+from hybridkv.tiers.disk.names import JOURNAL_NAME
 from hybridkv.tiers.disk.namespace import Namespace
 from hybridkv.tiers.disk.neighbours import say_what_differs
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes, Fsync
@@ -21,6 +22,7 @@ from hybridkv.tiers.disk.records import RecordTable
 from hybridkv.tiers.disk.recovery import Found, recover
 from hybridkv.tiers.disk.segment_files import SegmentFiles
 from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.strangers import remove_leftovers, say_strangers
 from hybridkv.tiers.disk.upkeep import Upkeep
 from hybridkv.tiers.disk.work import Files, WriteEpoch, run
 
@@ -49,7 +51,7 @@ def open_store(
         return _open_store(namespace, fingerprint, options, sizes, clock)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
     """Nothing of what is built here is garbage, and looking for it again and again takes longer than building it."""
     was_enabled = gc.isenabled()
@@ -74,9 +76,11 @@ def _open_store(
     changes = ChangesFile(log, options, sizes.changes_bytes, clock)
     files = Files(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), changes, syncs)
     try:
-        found = recover(namespace, sizes.metadata_bytes)
+        found = recover(namespace, sizes.metadata_bytes, sizes.max_records)
         if not found.segments:
             say_what_differs(namespace, fingerprint)
+        say_strangers(namespace)
+        remove_leftovers(namespace.directory)
     except OSError as error:
         namespace.close()
         raise refused(namespace.root.path, error) from error
@@ -130,6 +134,7 @@ def _segment_table(sizes: DiskSizes, found: Found) -> SegmentTable:
         table.allocated_bytes += segment.segment_bytes * sizes.num_ranks
     for number in found.unavailable:
         table.by_number[number].stage = Stage.UNAVAILABLE
+        table.refile(table.by_number[number])
     return table
 
 
@@ -146,5 +151,10 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
 
 
 def _write_epoch(upkeep: Upkeep, files: Files, found: Found) -> None:
-    if found.is_new_epoch:
-        upkeep.state.is_epoch_written = run(WriteEpoch(found.epoch), files).error is None
+    if not found.is_new_epoch:
+        return
+    upkeep.state.is_epoch_written = run(WriteEpoch(found.epoch), files).error is None
+    if found.is_begun_anew and upkeep.state.is_epoch_written:
+        # It speaks of addresses that are given out again.
+        with contextlib.suppress(OSError):
+            files.namespace.directory.remove_file(JOURNAL_NAME)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 import xxhash
@@ -16,6 +17,7 @@ from hybridkv.tiers.disk.layout import number_of, offset_of, record_bytes
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.disk.record_io import Place, RecordReader, RecordWriter, Scratch, ShortReadError
 from hybridkv.tiers.disk.segment_cache import SegmentCache
+from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +93,11 @@ class RecordMover:
                 return self.move(batch, scratch)
             if len(batch) > 1:  # one bad place must not fail its neighbours
                 return [completion for operation in batch for completion in self.move([operation], scratch)]
-            self._cache.forget(number_of(batch[0].address))
+            if not is_shortage(error):
+                self._cache.forget(number_of(batch[0].address))
             return [Completion(batch[0].ticket, failure_of(batch[0], error))]
+        except MemoryError as error:
+            return [Completion(operation.ticket, failure_of(operation, error)) for operation in batch]
         except Exception as error:  # a thread that ends would leave everybody waiting
             logger.exception("a disk operation could not be carried out")
             failure = Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
@@ -129,13 +134,28 @@ class RecordMover:
         return Completion(operation.ticket, failure, payload_checksum)
 
 
-def failure_of(operation: Operation, error: OSError) -> Failure:
-    """In words, what the system said to an operation."""
+def failure_of(operation: Operation, error: OSError | MemoryError) -> Failure:
+    """In words, what the system said to an operation. What this process lacks says nothing about what is stored."""
     where = f"segment {number_of(operation.address)}"
     if isinstance(error, (FileNotFoundError, ShortReadError)) and not operation.is_store:
         return Failure(FailureReason.MISSING, f"{where}: {error.strerror}")
-    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    return Failure(FailureReason.IO, f"{where}: {name}: {error.strerror or error}")
+    number, words = (error.errno, error.strerror) if isinstance(error, OSError) else (errno.ENOMEM, None)
+    name = errno.errorcode.get(number or 0, type(error).__name__)
+    detail = f"{where}: {name}: {words or error}"
+    if not is_shortage(error):
+        return Failure(FailureReason.IO, detail)
+    _say_what_is_short(name)
+    return Failure(FailureReason.BUSY, detail)
+
+
+@cache
+def _say_what_is_short(name: str) -> None:
+    """Once in a process."""
+    logger.warning(
+        "this process runs short (%s): the disk tier leaves alone what it cannot try, and loses nothing by it; "
+        "hint: look at the limits of open files, threads and memory",
+        name,
+    )
 
 
 def checksum_of(views: Sequence[memoryview]) -> bytes:

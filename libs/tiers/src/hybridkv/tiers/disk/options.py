@@ -34,6 +34,11 @@ LARGEST_CHANGES_BYTES = 16 * MIB
 """And no more than that: it is read at an opening. Full of the smallest changes these are 1.9 million, which take some
 four seconds and 400 MB."""
 
+LARGEST_JOURNAL_BYTES = 64 * MIB
+"""The same of the quarantine journal."""
+MOST_QUARANTINED = 1 << 19
+"""Twice as many entries fit into it."""
+
 
 class Fsync(enum.StrEnum):
     """When bytes are forced to the device. A crash of the process loses nothing with any of them."""
@@ -59,7 +64,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         compaction_share: a segment with more live bytes than this share is not copied; records are evicted instead.
             Bounds write amplification to 1 / (1 - share). Within (0, 0.95].
         max_records: keys in the index. Memory: about 500 bytes each in the index, 82 on disk.
-        max_quarantined: withdrawn records that are remembered across restarts.
+        max_quarantined: withdrawn records that are remembered across restarts, at most 524288.
         ready_segments: how many empty segments are prepared ahead.
         snapshot_interval_s: between two snapshots of the index.
         changes_interval_s: between two batches of what happened since the last snapshot.
@@ -101,6 +106,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         intervals = ("snapshot_interval_s", "changes_interval_s", "retry_interval_s", "fsync_interval_s")
         for name in (*intervals, "close_timeout_s"):
             _require(name, 0 <= getattr(self, name) < float("inf"), "seconds >= 0", getattr(self, name))
+        most = f"{MOST_QUARANTINED} or fewer"
+        _require("max_quarantined", self.max_quarantined <= MOST_QUARANTINED, most, self.max_quarantined)
         _require("largest_chunk_bytes", self.largest_chunk_bytes >= 0, "a number >= 0", self.largest_chunk_bytes)
         _require("spare_share", 0 <= self.spare_share <= 0.9, "a share within [0, 0.9]", self.spare_share)
         _require("compaction_share", 0 < self.compaction_share <= 0.95, "a share <= 0.95", self.compaction_share)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from hybridkv.tiers.contract import FailureReason, Key
 from hybridkv.tiers.disk.counts import DiskTally
 from hybridkv.tiers.disk.layout import number_of
+from hybridkv.tiers.disk.namespace import TakenError
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes
 from hybridkv.tiers.disk.quarantine import Quarantine
 from hybridkv.tiers.disk.records import Record, RecordTable, State
@@ -21,6 +22,7 @@ from hybridkv.tiers.disk.work import (
     Drop,
     DropError,
     Files,
+    Job,
     Log,
     Outcome,
     Restore,
@@ -59,6 +61,8 @@ class Outcomes:
         """The last one could not be written, or nothing may follow it any more."""
         self.is_lost = False
         """Something that should be on disk is not: perhaps the directory was removed."""
+        self.is_taken = False
+        """Another engine has the namespace or had it: no file work is done any more, and nothing is stored."""
         self._is_full = False
         """There was no room for the last segment that should have been made."""
         self._dropped_bytes = 0
@@ -86,11 +90,7 @@ class Outcomes:
     def apply(self, outcome: Outcome) -> None:
         """The tables, now that this job ended."""
         job, error = outcome.job, outcome.error
-        if error is not None:
-            self.rests.failed(type(job), error)
-            self.is_lost = self.is_lost or getattr(error, "errno", None) in _GONE
-        else:
-            self.rests.succeeded(type(job))
+        self._note(type(job), error)
         is_done = error is None
         if isinstance(job, Create):
             self._end_create(job, error)
@@ -101,6 +101,7 @@ class Outcomes:
         elif isinstance(job, Seal):
             if is_done and job.number in self._segments.by_number:
                 self._segments.by_number[job.number].is_sealed = True
+                self._segments.refile(self._segments.by_number[job.number])
         elif isinstance(job, (Append, Rewrite)):
             if not is_done:
                 self.withdrawn.failed(job)
@@ -110,6 +111,22 @@ class Outcomes:
             self._end_save_or_log(job, outcome)
         elif isinstance(job, Restore) and is_done:
             self._end_restore(outcome.value)
+
+    def _note(self, kind: type[Job], error: Exception | None) -> None:
+        if error is None:
+            self.rests.succeeded(kind)
+            return
+        self.rests.failed(kind, error)
+        self.is_lost = self.is_lost or getattr(error, "errno", None) in _GONE
+        if isinstance(error, TakenError):
+            self._end_storing()
+
+    def _end_storing(self) -> None:
+        self.is_taken = True
+        self._records.log.close()
+        self._segments.close_open()
+        self._segments.ready.clear()
+        self._segments.limit_bytes = 0
 
     def _end_create(self, job: Create, error: Exception | None) -> None:
         segments = self._segments
@@ -136,7 +153,9 @@ class Outcomes:
             segment = self._segments.by_number[number]
             segment.stage = Stage.FULL
             self._segments.num_leaving -= 1
-            if number not in left:
+            if number in left:
+                self._segments.refile(segment)
+            else:
                 self._segments.remove(segment)
                 self._dropped_bytes += segment.segment_bytes * self._sizes.num_ranks * self._is_full
                 self.tally.add("segments_dropped")
@@ -150,12 +169,15 @@ class Outcomes:
             self._segments.release(move.new_address, is_writing=True)
         if not copied or any(reason is not None for _, reason in copied):
             for move in job.moves:
-                self._segments.of(move.new_address).may_be_sealed = False
+                target = self._segments.of(move.new_address)
+                target.may_be_sealed = False
+                self._segments.refile(target)
         moved = [move for move, reason in copied if self._is_moved(move, reason)]
         for move in set(job.moves).difference(moved):
             self._records.log.gone(move.new_address)
-        self._segments.by_number[job.number].is_moving = False
-        self._segments.revision += 1
+        source = self._segments.by_number[job.number]
+        source.is_moving = False
+        self._segments.refile(source)
 
     def _is_moved(self, move: Move, reason: FailureReason | None) -> bool:
         """Whether the record lies where it was copied to, from now on."""
@@ -207,4 +229,4 @@ class Outcomes:
             record = self._records.by_key.get(key)
             if record is not None and number_of(record.address) == segment.number:
                 self._records.invalidate(key)
-        self._segments.revision += 1
+        self._segments.refile(segment)

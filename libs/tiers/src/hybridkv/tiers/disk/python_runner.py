@@ -77,13 +77,19 @@ class PythonRunner:
             self._condition.notify_all()
         # A thread that a device holds longer is left.
         ending = threading.Thread(target=self._end, name="hybridkv-disk-end", daemon=True)
-        ending.start()
+        try:
+            ending.start()
+        except (RuntimeError, MemoryError):  # there is no other thread: as far as it goes in this one
+            self._end(self._options.close_timeout_s)
+            return
         ending.join(self._options.close_timeout_s)
 
-    def _end(self) -> None:
+    def _end(self, timeout_s: float | None = None) -> None:
         """In a thread of its own: any of it may wait for a device."""
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return
         self._syncer.sync()
         self._cache.close()
 

@@ -104,6 +104,7 @@ class RecordTable:
             self.by_key[key] = self.evictable[key] = record
         for number, num_bytes in live_bytes.items():
             by_number[number].live_bytes += num_bytes
+            self._segments.refile(by_number[number])
             self.evictable_bytes += num_bytes
             self.used_bytes += num_bytes
 

@@ -9,16 +9,19 @@ disk.
 from __future__ import annotations
 
 import logging
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk import changes, journal, snapshot
+from hybridkv.tiers.disk import changes, journal, segment_headers, snapshot
 from hybridkv.tiers.disk import epoch as epoch_file
 from hybridkv.tiers.disk.directory import LARGEST_SMALL_FILE_BYTES, stops_an_opening
 from hybridkv.tiers.disk.layout import (
     ADDRESS_BITS,
+    LARGEST_EPOCH,
+    LARGEST_FIRST_NUMBER,
     LARGEST_SEGMENT_BYTES,
     PAGE_BYTES,
     SEGMENT_HEAD_BYTES,
@@ -26,7 +29,7 @@ from hybridkv.tiers.disk.layout import (
 )
 from hybridkv.tiers.disk.names import CHANGES_NAME, EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME
 from hybridkv.tiers.disk.namespace import Namespace
-from hybridkv.tiers.disk.options import LARGEST_CHANGES_BYTES
+from hybridkv.tiers.disk.options import LARGEST_CHANGES_BYTES, LARGEST_JOURNAL_BYTES
 from hybridkv.tiers.disk.replay import FoundRecord, Frontier, frontier_of, keep_those_in, keys_at, replay
 from hybridkv.tiers.disk.search import Search, search_all, searches_behind
 from hybridkv.tiers.disk.segment_headers import FoundSegment, NoHeader, Row, epochs_in, read_headers, sort_out
@@ -58,26 +61,32 @@ class Found(NamedTuple):
     """Read beside the snapshot."""
     resume_at: changes.Decoded | None
     """The end of the changes on disk, where they and the snapshot name all that was found and nothing else."""
+    is_begun_anew: bool = False
+    """Addresses are given out that were given out before."""
 
 
-def recover(namespace: Namespace, max_metadata_bytes: int) -> Found:
-    """Read what is there, a file that cannot be read as a damaged one.
+def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> Found:
+    """Read what is there, a file that cannot be read as a damaged one, of a snapshot at most `max_records`.
 
     `OSError` when a directory cannot be read or a file is not ours.
     """
     headers = read_headers(namespace)
     epoch, is_new_epoch = _read_epoch(namespace, headers)
     segments, useless, unavailable = sort_out(headers, epoch)
-    named = _read_names(namespace, epoch, segments, max_metadata_bytes)
+    named = _read_names(namespace, epoch, segments, _Bounds(max_metadata_bytes, max_records))
     withdrawals = _read_journal(namespace, max_metadata_bytes)
+    next_number = max(
+        segment_headers.next_number(headers, epoch),
+        max((number_of(entry.bound) + 1 for entry in withdrawals), default=0),
+        named.frontier.next_number if named.frontier is not None else 0,
+    )
+    if next_number > LARGEST_FIRST_NUMBER:
+        return _begin_anew(namespace, headers, epoch)
     searches = [Search(segment, (), SEGMENT_HEAD_BYTES) for segment in segments]
     if named.frontier is not None:
         searches = searches_behind(named.frontier, segments)
     num_searched = _add_found(namespace, searches, named.records)
     records = _without_withdrawn(named.records, withdrawals)
-    numbers = [number + 1 for number in headers]
-    numbers += [number_of(entry.bound) + 1 for entry in withdrawals]
-    numbers += [named.frontier.next_number] if named.frontier is not None else []
     is_all_named = not num_searched and len(records) == len(named.records)
     return Found(
         epoch,
@@ -86,12 +95,21 @@ def recover(namespace: Namespace, max_metadata_bytes: int) -> Found:
         useless,
         unavailable,
         records,
-        max(numbers, default=0),
+        next_number,
         withdrawals,
         num_searched,
         named.num_changes,
         named.resume_at if is_all_named else None,
     )
+
+
+def _begin_anew(namespace: Namespace, headers: dict[int, Row], epoch: int) -> Found:
+    """Nothing of what is there, and numbers from 0 on."""
+    logger.warning("%s: the numbers of segments are used up; beginning anew, without what was stored", namespace.path)
+    unavailable = [number for number, row in headers.items() if NoHeader.UNAVAILABLE in row]
+    useless = [number for number in headers if number not in unavailable]
+    new_epoch = _unused_epoch(headers, epoch)
+    return Found(new_epoch, True, [], useless, unavailable, [], 0, [], 0, 0, None, is_begun_anew=True)
 
 
 def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
@@ -113,8 +131,22 @@ def _read_epoch(namespace: Namespace, headers: dict[int, Row]) -> tuple[int, boo
     if data is None and not headers:
         return 0, True
     logger.warning("%s: the epoch is lost: what is stored may have been cleared", namespace.path)
+    return _unused_epoch(headers, 0), True
+
+
+def _unused_epoch(headers: dict[int, Row], epoch: int) -> int:
+    """One behind this one that no segment is of."""
+    used = {epoch, *epochs_in(headers.values())}
     is_known = all(NoHeader.UNAVAILABLE not in row for row in headers.values())
-    return max(epochs_in(headers.values()), default=0) + (1 if is_known else EPOCHS_AHEAD), True
+    behind = max(used) + (1 if is_known else EPOCHS_AHEAD)
+    return behind if behind <= LARGEST_EPOCH else next(number for number in count() if number not in used)
+
+
+class _Bounds(NamedTuple):
+    """Of metadata that is read. What is larger no store with these options writes."""
+
+    file_bytes: int
+    num_records: int
 
 
 class _Named(NamedTuple):
@@ -127,14 +159,14 @@ class _Named(NamedTuple):
     resume_at: changes.Decoded | None
 
 
-def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], max_bytes: int) -> _Named:
-    data = _read_metadata(namespace, SNAPSHOT_NAME, max_bytes)
-    saved = None if data is None else snapshot.decode(data, namespace.digest)
+def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], bounds: _Bounds) -> _Named:
+    data = _read_metadata(namespace, SNAPSHOT_NAME, bounds.file_bytes)
+    saved = None if data is None else snapshot.decode(data, namespace.digest, bounds.num_records)
     if data is not None and saved is None:
         logger.warning("%s: the snapshot is damaged; reading every segment", namespace.path)
     if data is None or saved is None or saved.epoch != epoch:
         return _Named({}, None, 0, None)
-    since = _read_changes(namespace, snapshot.checksum_of(data), max_bytes)
+    since = _read_changes(namespace, snapshot.checksum_of(data), bounds.file_bytes)
     end_of = {segment.number: segment.segment_bytes for segment in segments}
     records, doubtful = _named(saved, end_of)
     if since is not None and since.changes:
@@ -156,11 +188,16 @@ def _read_changes(namespace: Namespace, base: bytes, max_bytes: int) -> changes.
 
 
 def _read_journal(namespace: Namespace, max_bytes: int) -> list[journal.Withdrawal]:
-    data = _read_metadata(namespace, JOURNAL_NAME, max_bytes)
+    data = _read_metadata(namespace, JOURNAL_NAME, min(max_bytes, LARGEST_JOURNAL_BYTES))
     found = [] if data is None else journal.decode(data, namespace.digest)
     if found is None:
         logger.warning("%s: the quarantine journal is damaged; loads verify anyway", namespace.path)
         return []
+    num_damaged = 0 if data is None else journal.num_entries(data) - len(found)
+    if num_damaged:
+        logger.warning(
+            "%s: %d entries of the quarantine journal are damaged; loads verify anyway", namespace.path, num_damaged
+        )
     return found
 
 

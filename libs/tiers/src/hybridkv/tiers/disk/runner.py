@@ -8,7 +8,7 @@ from hybridkv.tiers.contract import Completion, Failure, FailureReason
 from hybridkv.tiers.disk.operations import Operation
 
 CLOSED = Failure(FailureReason.CLOSED, "the medium was closed")
-NO_THREAD = Failure(FailureReason.IO, "no thread could be started")
+NO_THREAD = Failure(FailureReason.BUSY, "no thread could be started")
 
 
 class Runner(Protocol):

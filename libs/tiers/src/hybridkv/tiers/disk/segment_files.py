@@ -20,7 +20,7 @@ from hybridkv.tiers.disk.format import (
     encode_seal,
     encode_segment,
 )
-from hybridkv.tiers.disk.layout import PAGE_BYTES, number_of, offset_of, record_bytes, round_up
+from hybridkv.tiers.disk.layout import LARGEST_NUMBER, PAGE_BYTES, number_of, offset_of, record_bytes, round_up
 from hybridkv.tiers.disk.names import segment_name
 from hybridkv.tiers.disk.namespace import Namespace
 from hybridkv.tiers.disk.neighbours import delete_stalest, other_bytes
@@ -54,6 +54,8 @@ class SegmentFiles:
 
     def create(self, number: int, epoch: int, segment_bytes: int, own_bytes: int) -> None:
         """Make a segment on every rank, its space allocated. `own_bytes`: what this namespace will take up with it."""
+        if number > LARGEST_NUMBER:
+            raise OSError(errno.EOVERFLOW, "the numbers of segments are used up; the next start begins anew")
         self.make_room(own_bytes)
         made: list[Directory] = []
         try:
@@ -97,7 +99,11 @@ class SegmentFiles:
                 directory.io.close(fd)
 
     def drop(self, number: int) -> None:
-        """Delete a segment on every rank. Its space is free also while a medium has the file open."""
+        """Delete a segment on every rank. Its space is free also while a medium has the file open.
+
+        A hard link to it keeps its bytes.
+        """
+        self._namespace.require_own()
         for directory in self._namespace.ranks:
             self._drop(directory, number)
 
@@ -107,15 +113,17 @@ class SegmentFiles:
         except FileNotFoundError:
             return
         try:
-            directory.io.truncate(fd, 0)
+            directory.remove_file(segment_name(number))
+            # Another name of it is somebody's copy.
+            if not directory.io.stat(fd).st_nlink:
+                directory.io.truncate(fd, 0)
         finally:
             directory.io.close(fd)
-        directory.remove_file(segment_name(number))
 
     def _discard(self, directory: Directory, number: int) -> None:
-        """As `drop`, of what was made only in part, without an error of its own."""
+        """As `drop`, of what was made only in part and nobody has open, without an error of its own and a file more."""
         with contextlib.suppress(OSError):
-            self._drop(directory, number)
+            directory.remove_file(segment_name(number))
 
     def copy(self, moves: Iterable[Move]) -> list[tuple[Move, FailureReason | None]]:
         """Copy records on every rank, each verified. What a record failed with, None if it was copied."""

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from hybridkv.tiers.disk.directory import Directory, stops_an_opening
 from hybridkv.tiers.disk.format import SEGMENT_HEAD_USED_BYTES, decode_seal, decode_segment
-from hybridkv.tiers.disk.layout import PAGE_BYTES
+from hybridkv.tiers.disk.layout import LARGEST_FIRST_NUMBER, PAGE_BYTES
 from hybridkv.tiers.disk.names import segment_name, segment_number
 from hybridkv.tiers.disk.namespace import Namespace
 
@@ -79,10 +79,12 @@ def _read_header(directory: Directory, rank: int, number: int, digest: bytes) ->
         header = decode_segment(page)
         if header is None or (header.rank, header.number, header.namespace) != (rank, number, digest):
             return NoHeader.USELESS
-        if directory.io.stat(fd).st_size < header.segment_bytes:
+        if directory.io.stat(fd).st_size != header.segment_bytes:
             return NoHeader.USELESS
         return Header(header.epoch, header.segment_bytes, decode_seal(page[PAGE_BYTES:], header))
     except OSError as error:
+        if stops_an_opening(error):
+            raise
         logger.warning("%s of rank %d cannot be read: %s", segment_name(number), rank, error)
         return NoHeader.USELESS
     finally:
@@ -92,6 +94,21 @@ def _read_header(directory: Directory, rank: int, number: int, digest: bytes) ->
 def epochs_in(rows: Iterable[Row]) -> list[int]:
     """Of every header."""
     return [header.epoch for row in rows for header in row if isinstance(header, Header)]
+
+
+def next_number(rows: dict[int, Row], epoch: int) -> int:
+    """Behind every segment that somebody made.
+
+    A file without a header says nothing by its name. One of another epoch holds nothing, and where its number is so
+    high that an index begins anew it may be what that could not delete.
+    """
+    made = [
+        number
+        for number, row in rows.items()
+        for header in row
+        if isinstance(header, Header) and (header.epoch == epoch or number < LARGEST_FIRST_NUMBER)
+    ]
+    return max(made, default=-1) + 1
 
 
 def sort_out(rows: dict[int, Row], epoch: int) -> Sorted:

@@ -1,6 +1,8 @@
 """Which segments there are, what lives in them, and where the next record goes. Knows neither keys' states nor files.
 
 Records are appended to one open segment, compaction's copies too, so a higher address was always given out later.
+Segments that wait for something are kept apart as they change, so that nobody has to look at all of them: who changes a
+segment from outside calls `refile`.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import enum
 from collections import deque
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES, address_of, number_of
+from hybridkv.tiers.disk.candidates import Candidates
+from hybridkv.tiers.disk.layout import LARGEST_NUMBER, SEGMENT_HEAD_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import DiskSizes
 
 
@@ -63,6 +66,17 @@ class Segment:
         self.may_be_sealed = True
         """False when a copy into it broke off: it may hold a record that is not whole."""
 
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it may give up its place: full, and nobody holds it."""
+        return self.stage is Stage.FULL and not (self.num_used or self.is_moving)
+
+    @property
+    def is_sealable(self) -> bool:
+        """Whether every record in it is whole, and its file does not say so yet."""
+        is_settled = self.stage is Stage.FULL and not self.num_written
+        return is_settled and self.may_be_sealed and not self.is_sealed
+
 
 class SegmentTable:
     """All segments of a namespace."""
@@ -80,22 +94,54 @@ class SegmentTable:
         """Lower than `data_bytes` while the file system is full or the other namespaces take more."""
         self.revision = 0
         """Changes whenever there may be file work to do."""
+        self.largest_bytes = sizes.segment_bytes
+        """Of all segments that there were: a store may have been opened with another capacity."""
+        self.dead: dict[int, Segment] = {}
+        """By number, those that hold nothing any more."""
+        self.sealable: dict[int, Segment] = {}
+        self.unavailable: dict[int, Segment] = {}
+        self.written: dict[int, Segment] = {}
+        """Those that somebody may still be writing to."""
+        self.candidates = Candidates(self.by_number)
 
     def add(self, segment: Segment) -> None:
         """A segment that is on disk."""
         self.by_number[segment.number] = segment
-        self.revision += 1
+        self.largest_bytes = max(self.largest_bytes, segment.segment_bytes)
+        self.refile(segment)
         if segment.stage is Stage.READY:
             self.ready.append(segment)
 
     def remove(self, segment: Segment) -> None:
         """A segment that is on disk no more."""
         del self.by_number[segment.number]
+        for kept in (self.dead, self.sealable, self.unavailable, self.written):
+            kept.pop(segment.number, None)
         self.revision += 1
         self.allocated_bytes -= segment.segment_bytes * self._sizes.num_ranks
 
+    def refile(self, segment: Segment) -> None:
+        """Something of this segment changed."""
+        number, is_candidate = segment.number, segment.is_candidate
+        _keep(self.dead, segment, is_candidate and not segment.live_bytes)
+        _keep(self.sealable, segment, segment.is_sealable)
+        _keep(self.unavailable, segment, segment.stage is Stage.UNAVAILABLE)
+        if is_candidate:
+            self.candidates.changed(number)
+        self.revision += 1
+
     def of(self, address: int) -> Segment:
         return self.by_number[number_of(address)]
+
+    def free_number(self) -> int:
+        """The next one that no file has. `LARGEST_NUMBER` + 1 when there is none."""
+        while self.next_number in self.by_number:
+            self.next_number += 1
+        return self.next_number
+
+    def take_number(self) -> None:
+        """Nothing else is called so from now on."""
+        self.next_number = min(self.next_number, LARGEST_NUMBER) + 1
 
     @property
     def creatable(self) -> int:
@@ -127,7 +173,7 @@ class SegmentTable:
             self.close_open()
             self.open = self.ready.popleft()
             self.open.stage = Stage.OPEN
-            self.revision += 1
+            self.refile(self.open)
         segment = self.open
         address = address_of(segment.number, segment.end_offset)
         segment.end_offset += cost
@@ -138,26 +184,40 @@ class SegmentTable:
         """A record at this address appeared or, with fewer than 0 bytes, went away."""
         segment = self.of(address)
         segment.live_bytes += num_bytes
-        if not segment.live_bytes:
-            self.revision += 1
+        if not segment.live_bytes or segment.number in self.dead:
+            self.refile(segment)
+        elif segment.stage is Stage.FULL:
+            self.candidates.changed(segment.number)
 
     def hold(self, address: int, is_writing: bool) -> None:
         """A record at this address has a reader or a writer."""
         segment = self.of(address)
         segment.num_used += 1
-        segment.num_written += is_writing
+        if is_writing:
+            segment.num_written += 1
+            self.written[segment.number] = segment
 
     def release(self, address: int, is_writing: bool) -> None:
         """It has that reader or writer no more."""
         segment = self.of(address)
         segment.num_used -= 1
-        segment.num_written -= is_writing
-        if not segment.num_used:
-            self.revision += 1
+        if is_writing:
+            segment.num_written -= 1
+            if not segment.num_written:
+                del self.written[segment.number]
+        if not segment.num_used or (is_writing and not segment.num_written):
+            self.refile(segment)
 
     def close_open(self) -> None:
         """Append nothing more to the open segment."""
         if self.open is not None:
-            self.open.stage = Stage.FULL
-            self.open = None
-            self.revision += 1
+            former, self.open = self.open, None
+            former.stage = Stage.FULL
+            self.refile(former)
+
+
+def _keep(where: dict[int, Segment], segment: Segment, belongs: bool) -> None:
+    if belongs:
+        where[segment.number] = segment
+    else:
+        where.pop(segment.number, None)

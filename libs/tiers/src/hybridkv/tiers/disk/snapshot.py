@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,6 +16,16 @@ import numpy.typing as npt
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format import VERSION, checksum
+from hybridkv.tiers.disk.layout import (
+    END_ADDRESS,
+    LARGEST_EPOCH,
+    LARGEST_KEY_BYTES,
+    LARGEST_NUMBER,
+    LARGEST_SEGMENT_BYTES,
+    PAGE_BYTES,
+    SEGMENT_HEAD_BYTES,
+    address_of,
+)
 
 SNAPSHOT_MAGIC = b"\x89HKVI\r\n\n"
 _HEAD = struct.Struct("<8sHHI32sQQQQQQQ")
@@ -78,8 +89,11 @@ def checksum_of(data: bytes) -> bytes:
     return data[-_CHECKSUM_BYTES:]
 
 
-def decode(data: bytes, namespace: bytes) -> Snapshot | None:
-    """None when it is damaged, another namespace's or of another version."""
+def decode(data: bytes, namespace: bytes, max_records: int = 1 << 32) -> Snapshot | None:
+    """None when it is damaged, another namespace's, of another version, or says what no store can have.
+
+    Of more than `max_records` records the least recently used ones are left out.
+    """
     if len(data) < _HEAD.size + _CHECKSUM_BYTES:
         return None
     body = memoryview(data)[:-_CHECKSUM_BYTES]
@@ -92,11 +106,44 @@ def decode(data: bytes, namespace: bytes) -> Snapshot | None:
         or checksum(body) != data[-_CHECKSUM_BYTES:]
     ):
         return None
-    pending = np.frombuffer(data, "<u8", pending_count, _HEAD.size).tolist()
+    pending = np.frombuffer(data, "<u8", pending_count, _HEAD.size)
     at = _HEAD.size + 8 * pending_count
-    addresses = np.frombuffer(data, "<u8", count, at).tolist()
-    payload_bytes = np.frombuffer(data, "<u8", count, at + 8 * count).tolist()
-    first = at + 18 * count
-    stops = (np.frombuffer(data, "<u2", count, at + 16 * count).cumsum(dtype=np.int64) + first).tolist()
-    keys = [data[start:stop] for start, stop in zip([first, *stops[:-1]], stops, strict=bool(count))]
-    return Snapshot(epoch, scan_from, next_number, next_address, pending, keys, addresses, payload_bytes)
+    addresses = np.frombuffer(data, "<u8", count, at)
+    payload_bytes = np.frombuffer(data, "<u8", count, at + 8 * count)
+    key_bytes = np.frombuffer(data, "<u2", count, at + 16 * count)
+    if not (
+        _is_possible_end(epoch, scan_from, next_number, next_address)
+        and pending_count <= max_records
+        and _are_places(pending, np.ones_like(pending))
+        and _are_places(addresses, payload_bytes)
+        and _are_keys(key_bytes, blob_bytes)
+    ):
+        return None
+    kept = slice(max(count - max_records, 0), count)
+    first = at + 18 * count + int(key_bytes[: kept.start].sum(dtype=np.int64))
+    stops = (key_bytes[kept].cumsum(dtype=np.int64) + first).tolist()
+    keys = [data[start:stop] for start, stop in pairwise([first, *stops])]
+    columns = (pending.tolist(), keys, addresses[kept].tolist(), payload_bytes[kept].tolist())
+    return Snapshot(epoch, scan_from, next_number, next_address, *columns)
+
+
+def _is_possible_end(epoch: int, scan_from: int, next_number: int, next_address: int) -> bool:
+    """Whether a store can have got there."""
+    are_numbers = epoch <= LARGEST_EPOCH and scan_from <= next_number <= LARGEST_NUMBER + 1
+    return are_numbers and next_address <= address_of(next_number, 0) and not next_address % PAGE_BYTES
+
+
+def _are_places(addresses: Numbers, payload_bytes: Numbers) -> bool:
+    """Whether records of these sizes can lie there: `is_place_of` of each."""
+    last_page = np.uint64(LARGEST_SEGMENT_BYTES - PAGE_BYTES)
+    offsets = addresses & np.uint64(LARGEST_SEGMENT_BYTES - 1)
+    are = (addresses < np.uint64(END_ADDRESS)) & (addresses & np.uint64(PAGE_BYTES - 1) == 0)
+    are &= (offsets >= np.uint64(SEGMENT_HEAD_BYTES)) & (payload_bytes > 0)
+    are &= payload_bytes <= last_page - np.minimum(offsets, last_page)
+    return bool(are.all())
+
+
+def _are_keys(key_bytes: npt.NDArray[np.uint16], blob_bytes: int) -> bool:
+    """Whether keys of these lengths fill so many bytes."""
+    are = (key_bytes > 0) & (key_bytes <= LARGEST_KEY_BYTES)
+    return bool(are.all()) and int(key_bytes.sum(dtype=np.int64)) == blob_bytes

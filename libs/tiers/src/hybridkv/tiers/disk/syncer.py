@@ -12,6 +12,7 @@ from hybridkv.tiers.disk.layout import number_of
 from hybridkv.tiers.disk.operations import DirectMode, Operation
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.disk.segment_cache import SegmentCache
+from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,17 @@ class Syncer:
             except FileNotFoundError:
                 pass  # dropped meanwhile: nobody needs it any more
             except OSError as error:
+                if is_shortage(error):
+                    self._again(number)
                 if not self._has_failed:
                     logger.warning("segment %d could not be synced: %s; a loss of power may lose it", number, error)
                 self._has_failed = True
+
+    def _again(self, number: int) -> None:
+        """It could not even be tried."""
+        with self._lock:
+            self._dirty.add(number)
+            self._due_s = self._clock() + self._interval_s
 
 
 class SyncThread:
@@ -79,11 +88,13 @@ class SyncThread:
         self._syncer = Syncer(io, cache, options, clock, direct)
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._is_short = False
         self._is_closed = False
 
     def ended(self, operation: Operation, completion: Completion) -> None:
         """Take note of what an operation wrote."""
-        if not self._syncer.ended(operation, completion):
+        is_first = self._syncer.ended(operation, completion)
+        if not is_first and (self._thread is not None or self._syncer.wait_s is None):
             return
         with self._condition:
             if self._thread is None and not self._is_closed:
@@ -91,9 +102,11 @@ class SyncThread:
                 try:
                     thread.start()
                 except (RuntimeError, MemoryError) as error:
-                    logger.warning("nothing is synced before the end: %s", error)
+                    if not self._is_short:
+                        logger.warning("nothing is synced before there is a thread for it, or at the end: %s", error)
+                    self._is_short = True
                     return
-                self._thread = thread
+                self._thread, self._is_short = thread, False
             self._condition.notify()
 
     def close(self) -> None:

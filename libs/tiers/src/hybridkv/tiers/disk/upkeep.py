@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk import epoch as epoch_file
 from hybridkv.tiers.disk.compaction import Compaction
 from hybridkv.tiers.disk.janitor import Janitor
 from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of, number_of
@@ -135,11 +136,13 @@ class Upkeep:
         Writes that down before anything that waits here is started, and calls `then`, in any thread, when it is
         written or failed. False when that cannot be started.
         """
-        self.state.epoch += 1
+        self.state.epoch = epoch_file.after(self.state.epoch)
         self.state.is_epoch_written = False
         self._segments.close_open()
         while self._segments.ready:
-            self._segments.ready.popleft().stage = Stage.FULL
+            segment = self._segments.ready.popleft()
+            segment.stage = Stage.FULL
+            self._segments.refile(segment)
         self._snapshot_generation = -1
         self._records.log.give_up()
         self.state.is_snapshot_owed = True
@@ -147,11 +150,13 @@ class Upkeep:
 
     def finish(self) -> None:
         """Write down everything, so that the next opening reads one file, or what happened since the last snapshot."""
+        if self.state.is_taken:
+            return
         self._segments.close_open()
         self.collect()
         self._start(self.state.withdrawn.job())
-        for segment in list(self._segments.by_number.values()):
-            if self._is_sealable(segment):
+        for segment in list(self._segments.sealable.values()):
+            if segment.epoch == self.state.epoch:
                 self._start(self._seal(segment))
         self._start(self._save(is_last=True) if self._may_save() else self._choose_log())
         self._records.log.close()
@@ -159,6 +164,8 @@ class Upkeep:
     # What is to be done next.
 
     def _choose(self) -> Job | None:
+        if self.state.is_taken:
+            return None
         is_resting = self.state.rests.is_resting
         if not is_resting(Create):
             self._segments.limit_bytes = self._sizes.data_bytes
@@ -184,7 +191,8 @@ class Upkeep:
         return None if self.state.is_epoch_written else WriteEpoch(self.state.epoch)
 
     def _choose_drop(self) -> Job | None:
-        dead = self._compaction.dead()
+        # What rests may be long, and is asked for again and again.
+        dead = [] if self.state.rests.is_resting(Drop) else self._compaction.dead()
         return Drop(tuple(segment.number for segment in dead)) if dead else None
 
     def _choose_create(self) -> Job | None:
@@ -193,7 +201,7 @@ class Upkeep:
         sizes = self._sizes
         added_bytes = sizes.segment_bytes * sizes.num_ranks
         own_bytes = self._segments.allocated_bytes + added_bytes + sizes.metadata_bytes
-        return Create(self._segments.next_number, self.state.epoch, sizes.segment_bytes, own_bytes)
+        return Create(self._segments.free_number(), self.state.epoch, sizes.segment_bytes, own_bytes)
 
     def _choose_copy(self) -> Job | None:
         segments = self._segments
@@ -215,6 +223,7 @@ class Upkeep:
         if not moves:
             return self._give_up_one()
         victim.is_moving = True
+        self._segments.refile(victim)
         return Copy(victim.number, moves)
 
     def _give_up_one(self) -> Job | None:
@@ -227,14 +236,13 @@ class Upkeep:
     def _choose_seal(self) -> Job | None:
         if self.state.withdrawn.has_pending:
             return None
-        for segment in self._segments.by_number.values():
-            if self._is_sealable(segment):
+        sealable = self._segments.sealable
+        while sealable:
+            segment = next(iter(sealable.values()))
+            if segment.epoch == self.state.epoch:
                 return self._seal(segment)
+            del sealable[segment.number]  # of an epoch that is over
         return None
-
-    def _is_sealable(self, segment: Segment) -> bool:
-        is_settled = segment.stage is Stage.FULL and not segment.num_written and segment.epoch == self.state.epoch
-        return is_settled and segment.may_be_sealed and not segment.is_sealed
 
     def _seal(self, segment: Segment) -> Seal:
         return Seal(segment.number, segment.epoch, segment.end_offset)
@@ -259,7 +267,8 @@ class Upkeep:
     def _has_changes(self) -> bool:
         """Whether something happened that is not written down and may be now."""
         is_behind = self._records.log.is_waiting or self._files.changes.has_unwritten
-        return is_behind and self._writes_changes and not self.state.rests.is_resting(Log)
+        may_write = self._writes_changes and not self.state.is_taken
+        return is_behind and may_write and not self.state.rests.is_resting(Log)
 
     def _choose_log(self) -> Job | None:
         return Log(is_beside=False) if self._has_changes() else None
@@ -279,8 +288,7 @@ class Upkeep:
 
     def _may_save(self) -> bool:
         """Not while nobody knows what lies in a segment: what a snapshot does not name is taken for dead."""
-        segments = self._segments.by_number.values()
-        return all(s.stage is not Stage.UNAVAILABLE or s.epoch != self.state.epoch for s in segments)
+        return all(segment.epoch != self.state.epoch for segment in self._segments.unavailable.values())
 
     def _save(self, is_last: bool = False) -> Save:
         """The records that are offered now, and from where on there may be more when this is read.
@@ -289,7 +297,7 @@ class Upkeep:
         """
         segments = self._segments
         first = segments.next_number if is_last else number_of(segments.next_address)
-        first = min([first, *(segment.number for segment in segments.by_number.values() if segment.num_written)])
+        first = min([first, *segments.written])
         copied = [move.new_address for move in self._copying]
         pending = [*(record.address for record in self._records.reserved_now.values()), *copied]
         self.state.withdrawn.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
@@ -317,11 +325,13 @@ class Upkeep:
         elif isinstance(job, Copy):
             self._copying = job.moves
         elif isinstance(job, Create):
-            self._segments.next_number += 1
+            self._segments.take_number()
             self._segments.allocated_bytes += job.segment_bytes * self._sizes.num_ranks
         elif isinstance(job, Drop):
             for number in job.numbers:
-                self._segments.by_number[number].stage = Stage.LEAVING
+                segment = self._segments.by_number[number]
+                segment.stage = Stage.LEAVING
+                self._segments.refile(segment)
             self._segments.num_leaving += len(job.numbers)
         return True
 

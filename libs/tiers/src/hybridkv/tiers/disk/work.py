@@ -197,6 +197,7 @@ class Save(NamedTuple):
             half = len(keys) // 2 + 1
             keys, addresses, sizes = keys[half:], addresses[half:], sizes[half:]
         directory, digest = files.namespace.directory, files.namespace.digest
+        files.namespace.require_own()  # it took a while
         directory.write_file(SNAPSHOT_NAME, data, files.syncs)
         files.changes.begin(directory, digest, snapshot.checksum_of(data), self.cut)
 
@@ -244,6 +245,8 @@ class Outcome(NamedTuple):
 def run(job: Job, files: Files) -> Outcome:
     """Never raises."""
     try:
+        if not isinstance(job, Restore):
+            files.namespace.require_own()
         return Outcome(job, job.run(files), None)
     except OSError as error:
         return Outcome(job, None, error)

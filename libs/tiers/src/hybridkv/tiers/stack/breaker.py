@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 
@@ -59,9 +60,19 @@ class Breaker:
     def allows(self) -> bool:
         return self._state is not BreakerState.OPEN
 
+    @property
+    def pause_s(self) -> float:
+        """How long it stays open, or the next time will."""
+        return self._pause_s
+
+    @property
+    def pause_ends_s(self) -> float:
+        """When `tick` changes something; never (infinity) unless it is open."""
+        return self._opened_at_s + self._pause_s if self._state is BreakerState.OPEN else math.inf
+
     def tick(self, now_s: float) -> None:
         """Begin to probe when the pause is over."""
-        if self._state is BreakerState.OPEN and now_s - self._opened_at_s >= self._pause_s:
+        if now_s >= self.pause_ends_s:
             self._state = BreakerState.PROBING
 
     def succeed(self) -> None:

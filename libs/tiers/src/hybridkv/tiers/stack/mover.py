@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Ticket, TierMedium
 from hybridkv.tiers.ram import RamArena
+from hybridkv.tiers.shortage import is_shortage
 from hybridkv.tiers.stack.moves import Direction, TierMove
 
 
@@ -39,7 +40,8 @@ class TierMover:
                 if move.direction is Direction.PROMOTE:
                     self._arena.discard(move.near)
             except Exception as error:  # a plan that does not fit must not stop the engine
-                self._ended.append((move, Failure(FailureReason.IO, f"{type(error).__name__}: {error}"), 0.0))
+                reason = FailureReason.BUSY if is_shortage(error) else FailureReason.IO
+                self._ended.append((move, Failure(reason, f"{type(error).__name__}: {error}"), 0.0))
                 continue
             self._moves[ticket] = (move, started_s)
             if move.direction is Direction.PROMOTE:

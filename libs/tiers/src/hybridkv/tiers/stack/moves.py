@@ -50,11 +50,11 @@ class MoveResult(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     DROPPED_BUSY = "dropped_busy"
-    """More is on its way than the options allow."""
+    """More is on its way than the options allow, or nothing can be tried for a moment."""
     DROPPED_NO_ROOM = "dropped_no_room"
     """The destination had no space to give."""
     DROPPED_OPEN = "dropped_open"
-    """The breaker keeps away from the slow tier."""
+    """The breaker of this direction keeps away from the slow tier, or it is tried by another move."""
 
 
 class StackCounts(msgspec.Struct, frozen=True):
@@ -68,4 +68,5 @@ class StackCounts(msgspec.Struct, frozen=True):
     """Failed moves by the reason that the tier gave."""
     timeouts: int = 0
     """Waits that were given up."""
-    breaker_openings: int = 0
+    breaker_openings: dict[Direction, int] = {}
+    """Only of directions whose breaker opened."""

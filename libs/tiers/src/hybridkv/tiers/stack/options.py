@@ -15,13 +15,15 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
         load_timeout_s: how long a hold waits for the slow tier, and how long a move counts as alive.
         promoting_share: of the fast tier's capacity, that may be on its way up at one time.
         cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
-        breaker: when to leave the slow tier alone.
+        breaker: when to leave the slow tier alone, in each direction by itself.
+        shortage: the same where it could not even be asked, because this process lacks files, memory or threads.
     """
 
     load_timeout_s: float = 30.0
     promoting_share: float = 0.5
     cascading_share: float = 0.25
     breaker: BreakerOptions = BreakerOptions()
+    shortage: BreakerOptions = BreakerOptions(failures=1, first_pause_s=0.05, longest_pause_s=5.0)
 
     def __post_init__(self) -> None:
         if not self.load_timeout_s > 0:

@@ -5,23 +5,25 @@ chunks it needs; then those are promoted, and only those. What is stored in the 
 back, within bounds. Moves no byte: `take_moves` says what the media must do, `on_move` hears how it ended.
 
 No caller waits here. A wait is a `Hold` that is not ready, and it ends: when its chunks have come, when one is lost, or
-when the deadline passes. Bytes that come later than that still find the space that was reserved for them, which nobody
-else was given meanwhile.
+when the deadline passes, which every answer looks at. Bytes that come later than that still find the space that was
+reserved for them, which nobody else was given meanwhile.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Failure, FailureReason, Key, Refusal, Slot, TierIndex
-from hybridkv.tiers.stack.breaker import Breaker, BreakerState
+from hybridkv.tiers.stack.breaker import BreakerState
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, MoveResult, StackCounts, TierMove
 from hybridkv.tiers.stack.options import StackOptions
 from hybridkv.tiers.stack.tally import StackTally
-from hybridkv.tiers.stack.traffic import Moving, Traffic
+from hybridkv.tiers.stack.traffic import Traffic
+from hybridkv.tiers.stack.ways import Ways
 
 _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
@@ -49,37 +51,48 @@ class TierStack:
         self.near = near
         self.far = far
         self._clock = clock
-        self._ticked_s = clock()
         self._options = options or StackOptions()
-        self._breaker = Breaker(self._options.breaker)
-        self._changes = 0
-        """Of what lookups answer, beside those of the tiers."""
+        self._ways = Ways(self._options.breaker, self._options.shortage)
+        self._late_changes = 0
+        """How often a late promotion began to hide its chunk, or gave it back."""
         self._holds: dict[str, Hold] = {}
         self._traffic = Traffic(num_ranks)
         self._counts = StackTally()
+        self._ticked_s = self._noticed_s = clock()
+        """When `tick` was called last, and when a deadline was last looked for without it."""
+        self._due_s = math.inf
+        """Nothing that waits changes before."""
 
     # What is stored.
 
     @property
     def generation(self) -> int:
         """Changes whenever the answer of any lookup may have changed."""
+        self._look_at_clock()
         far = self.far.generation if self.far is not None else 0
-        return self.near.generation + far + self._changes
+        return self.near.generation + far + self._late_changes + self._ways.revision
 
-    @property
-    def breaker_state(self) -> BreakerState:
-        return self._breaker.state
+    def breaker_state(self, direction: Direction) -> BreakerState:
+        """Whether the slow tier is used in this direction, left alone, or tried."""
+        self._look_at_clock()
+        return self._ways.state(direction)
 
     def _asks_far(self) -> bool:
         """Whether the slow tier may be asked for anything now: one promotion at a time is its probe, and what it never
         answered takes up no more of the fast tier than may move at one time."""
-        if self.far is None or not self._breaker.allows:
+        if self.far is None or not self._may_move(Direction.PROMOTE):
             return False
-        is_probed = self._breaker.state is BreakerState.PROBING and self._traffic.bytes_moving[Direction.PROMOTE] > 0
-        return not is_probed and self._traffic.late_bytes <= self._options.promoting_share * self.near.capacity_bytes
+        return self._traffic.late_bytes <= self._options.promoting_share * self.near.capacity_bytes
+
+    def _may_move(self, direction: Direction) -> bool:
+        return self._ways.allows(direction, self._traffic.num_in_time[direction])
 
     def lookup(self, key: Key) -> LookupResult:
         """HIT when either tier holds it and may be asked for it; MISS while its promotion is late."""
+        self._look_at_clock()
+        return self._lookup(key)
+
+    def _lookup(self, key: Key) -> LookupResult:
         if key in self._traffic.late_keys:
             return LookupResult.MISS
         answer = self.near.lookup(key)
@@ -89,6 +102,7 @@ class TierStack:
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many keys in a row, from the first, are HIT or PENDING."""
+        self._look_at_clock()
         if self._traffic.late_keys:
             keys = list(itertools.takewhile(lambda key: key not in self._traffic.late_keys, keys))
         held = self.near.leading(keys)
@@ -104,6 +118,7 @@ class TierStack:
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
+        self._look_at_clock()
         place = self._last_held(keys)
         while place is not None and keys[place] in self._traffic.late_keys:
             place = self._last_held(keys[:place])
@@ -121,7 +136,8 @@ class TierStack:
         """Whether one of these keys is PENDING."""
         if self.far is None:
             return self.near.any_pending(keys)
-        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+        self._look_at_clock()
+        return any(self._lookup(key) is LookupResult.PENDING for key in keys)
 
     def in_near(self, key: Key) -> bool:
         """Whether the fast tier holds it now."""
@@ -133,13 +149,15 @@ class TierStack:
         """Claim chunks that were all HIT or PENDING: pin what the fast tier holds, and promote the rest.
 
         An older hold of this owner is released. On a refusal nothing is held: PRESENT when a key is gone meanwhile,
-        BUSY when as much is on its way as may be, NO_ROOM or TOO_LARGE when the fast tier cannot take it all at once.
+        BUSY when as much is on its way as may be or nothing can be tried for a moment, NO_ROOM or TOO_LARGE when the
+        fast tier cannot take it all at once.
 
         Args:
             owner: whose claim it is.
             keys: in the order in which they should outlive each other: the first is the most recently used later.
             since_s: when its owner began to wait, by the stack's clock; None: now. Its deadline counts from then.
         """
+        self._look_at_clock()
         self.release(owner)
         hold = Hold(owner, self._clock() if since_s is None else since_s)
         wanted: list[Key] = []
@@ -160,9 +178,13 @@ class TierStack:
             return refusal
         hold.waiting.update(wanted)
         self._holds[owner] = hold
+        if hold.waiting:
+            self._due_s = min(self._due_s, hold.since_s + self._options.load_timeout_s)
         return hold
 
     def hold(self, owner: str) -> Hold | None:
+        """The claim of this owner, as it is now."""
+        self._look_at_clock()
         return self._holds.get(owner)
 
     def release(self, owner: str) -> None:
@@ -214,6 +236,8 @@ class TierStack:
     def _why_not_promote(self, num_bytes: int) -> Refusal | None:
         if num_bytes > self.near.capacity_bytes:
             return Refusal.TOO_LARGE
+        if self._ways.rests(Direction.PROMOTE):
+            return Refusal.BUSY
         moving = self._traffic.bytes_moving[Direction.PROMOTE]
         if moving and moving + num_bytes > self._options.promoting_share * self.near.capacity_bytes:
             return Refusal.BUSY
@@ -261,6 +285,7 @@ class TierStack:
         """Copy a chunk that the fast tier holds to the slow one, if that lacks it and there is room on the way."""
         if self.far is None or self.far.lookup(key) is not LookupResult.MISS:
             return
+        self._look_at_clock()
         near = self.near.pin(key)
         if near is None:
             return
@@ -276,8 +301,10 @@ class TierStack:
             self._counts.moved(Direction.CASCADE, dropped)
 
     def _why_not_cascade(self, num_bytes: int) -> MoveResult | None:
-        if not self._breaker.allows:
+        if not self._may_move(Direction.CASCADE):
             return MoveResult.DROPPED_OPEN
+        if self._ways.rests(Direction.CASCADE):
+            return MoveResult.DROPPED_BUSY
         moving = self._traffic.bytes_moving[Direction.CASCADE]
         if moving and moving + num_bytes > self._options.cascading_share * self.near.capacity_bytes:
             return MoveResult.DROPPED_BUSY
@@ -286,7 +313,9 @@ class TierStack:
     # Moves.
 
     def _plan(self, direction: Direction, key: Key, near: Slot, far: Slot) -> None:
-        self._traffic.plan(direction, key, near, far, self._clock())
+        now_s = self._clock()
+        self._traffic.plan(direction, key, near, far, now_s)
+        self._due_s = min(self._due_s, now_s + self._options.load_timeout_s)
 
     def take_moves(self) -> list[TierMove]:
         """What the media must do next, in order."""
@@ -298,23 +327,16 @@ class TierStack:
         if moving is None:
             return
         move, failure = moving.move, moving.failure
-        self._changes += moving.is_late_promotion
-        self._judge(moving)
+        self._late_changes += moving.is_late_promotion
+        if not moving.is_late:  # else it was counted as a failure when it became late
+            self._ways.ended(move.direction, failure, self._clock())
+            self._due_s = min(self._due_s, self._ways.next_end_s)
         result = MoveResult.DONE if failure is None else MoveResult.FAILED
         self._counts.moved(move.direction, result, moving.num_bytes, failure)
         if move.direction is Direction.PROMOTE:
             self._end_promotion(move.key, failure)
         else:
             self._end_cascade(move.key, failure)
-
-    def _judge(self, moving: Moving) -> None:
-        """Tell the breaker. A late move was counted as a failure when it became late."""
-        if moving.is_late:
-            return
-        if moving.failure is None:
-            self._change_breaker(self._breaker.succeed)
-        elif moving.failure.reason in (FailureReason.IO, FailureReason.CLOSED):
-            self._fail_breaker()
 
     def _end_promotion(self, key: Key, failure: Failure | None) -> None:
         assert self.far is not None
@@ -353,41 +375,59 @@ class TierStack:
     def tick(self) -> None:
         """Let what has waited too long fail; call it once a step.
 
-        A claim fails at its time. The slow tier is blamed one call later, when the caller had the chance to hear of it.
+        A claim fails at its time. The slow tier is blamed one call later, when the caller had the chance to hear of it:
+        between two calls it may have stood still itself, with the news of a move still to come.
         """
         now_s = self._clock()
+        self._blame_before(self._ticked_s, now_s)
+        self._ticked_s = now_s
+        self._pass_time(now_s)
+
+    def _look_at_clock(self) -> None:
+        """Deadlines hold though nobody calls `tick`. Where nothing waits this is one comparison.
+
+        What somebody asks for says less than a step about what he could hear of meanwhile, so the slow tier is blamed a
+        whole time limit after a move was first found late.
+        """
+        if self._due_s == math.inf:
+            return
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        if now_s - self._noticed_s >= self._options.load_timeout_s:
+            self._blame_before(self._noticed_s, now_s)
+            self._noticed_s = now_s
+        self._pass_time(now_s)
+
+    def _pass_time(self, now_s: float) -> None:
         limit_s = self._options.load_timeout_s
-        self._change_breaker(lambda: self._breaker.tick(now_s))
+        self._ways.tick(now_s)
+        due_s = max(self._traffic.oldest_in_time_s(), self._noticed_s) + limit_s
         for hold in self._holds.values():
             if hold.waiting and now_s - hold.since_s >= limit_s:
                 self._fail(hold, HoldFailure.TIMEOUT)
                 self._counts.timeouts += 1
-        # Between two calls the caller may have stood still itself, with the news of a move still to come.
-        for moving in self._traffic.give_up(self._ticked_s - limit_s):
-            self._changes += moving.is_late_promotion
-            self._fail_breaker()
-        self._ticked_s = now_s
+            elif hold.waiting:
+                due_s = min(due_s, hold.since_s + limit_s)
+        self._due_s = min(due_s, self._ways.next_end_s)
+
+    def _blame_before(self, heard_s: float, now_s: float) -> None:
+        """The slow tier is to blame for what was late at a time when the caller might have heard of its end."""
+        for moving in self._traffic.give_up(heard_s - self._options.load_timeout_s):
+            self._late_changes += moving.is_late_promotion
+            self._ways.late(moving.move.direction, now_s)
 
     def has_moves_alive(self) -> bool:
         """Whether a move may still end in time. One that is late is not worth staying awake for."""
+        self._look_at_clock()
         return self._traffic.has_some_in_time()
-
-    def _fail_breaker(self) -> None:
-        self._change_breaker(lambda: self._breaker.fail(self._clock()))
-
-    def _change_breaker(self, change: Callable[[], None]) -> None:
-        before = self._breaker.state
-        change()
-        if self._breaker.state is not before:
-            self._changes += 1
 
     # Ends.
 
     def take_counts(self) -> StackCounts:
         """What happened since the last call."""
         counts, self._counts = self._counts, StackTally()
-        openings, self._breaker.num_openings = self._breaker.num_openings, 0
-        return counts.as_counts(openings)
+        return counts.as_counts(self._ways.take_openings())
 
     def close(self) -> None:
         """Close both tiers. Call it after the media have ended their moves: what a slow tier holds stays there."""

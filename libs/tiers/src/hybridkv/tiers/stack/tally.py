@@ -26,8 +26,8 @@ class StackTally:
         else:
             self.num_bytes[direction] += num_bytes
 
-    def as_counts(self, breaker_openings: int) -> StackCounts:
-        """What was counted, with how often the breaker opened meanwhile."""
+    def as_counts(self, breaker_openings: dict[Direction, int]) -> StackCounts:
+        """What was counted, with how often the breakers opened meanwhile."""
         return StackCounts(
             promotions=self.results[Direction.PROMOTE],
             cascades=self.results[Direction.CASCADE],

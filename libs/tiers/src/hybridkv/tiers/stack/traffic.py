@@ -6,6 +6,7 @@ Judges no outcome and touches no tier.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from hybridkv.tiers.contract import Failure, Key, Slot
@@ -39,10 +40,13 @@ class Traffic:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._moves: dict[int, Moving] = {}
+        """In the order in which they began."""
         self._planned: list[TierMove] = []
         self._move_ids = itertools.count(1)
         self.bytes_moving = dict.fromkeys(Direction, 0)
         """Of one rank. Late promotions are not among them."""
+        self.num_in_time = dict.fromkeys(Direction, 0)
+        """Moves that are not late."""
         self.late_keys: set[Key] = set()
         """What late promotions read."""
         self.late_bytes = 0
@@ -53,6 +57,7 @@ class Traffic:
         move = TierMove(next(self._move_ids), direction, key, near, far)
         self._moves[move.move_id] = Moving(move, near.num_bytes, self._num_ranks, now_s)
         self.bytes_moving[direction] += near.num_bytes
+        self.num_in_time[direction] += 1
         self._planned.append(move)
 
     def take_planned(self) -> list[TierMove]:
@@ -68,6 +73,7 @@ class Traffic:
         if moving.ranks_left > 0:
             return None
         del self._moves[move_id]
+        self.num_in_time[moving.move.direction] -= not moving.is_late
         if moving.is_late_promotion:
             self.late_keys.discard(moving.move.key)
             self.late_bytes -= moving.num_bytes
@@ -77,9 +83,11 @@ class Traffic:
 
     def give_up(self, before_s: float) -> list[Moving]:
         """The moves that became late: they began at `before_s` or earlier."""
-        late = [moving for moving in self._moves.values() if not moving.is_late and moving.since_s <= before_s]
+        until = itertools.takewhile(lambda moving: moving.since_s <= before_s, self._moves.values())
+        late = [moving for moving in until if not moving.is_late]
         for moving in late:
             moving.is_late = True
+            self.num_in_time[moving.move.direction] -= 1
             if moving.is_late_promotion:
                 self.bytes_moving[Direction.PROMOTE] -= moving.num_bytes
                 self.late_bytes += moving.num_bytes
@@ -88,4 +96,8 @@ class Traffic:
 
     def has_some_in_time(self) -> bool:
         """Whether a move is on its way that is not late."""
-        return any(not moving.is_late for moving in self._moves.values())
+        return any(self.num_in_time.values())
+
+    def oldest_in_time_s(self) -> float:
+        """When the first of them began; never (infinity) when there is none."""
+        return next((moving.since_s for moving in self._moves.values() if not moving.is_late), math.inf)

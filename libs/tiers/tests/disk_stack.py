@@ -1,0 +1,85 @@
+"""A stack over a disk tier, with the mover that carries out what it plans, all in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import disk_faults
+import disk_store
+
+from hybridkv.tiers import Failure, Key, Slot, Ticket
+from hybridkv.tiers.disk import DiskMedium, DiskOptions
+from hybridkv.tiers.ram import RamArena, RamIndex
+from hybridkv.tiers.stack import Hold, MoveOutcome, TierMover, TierStack
+
+CHUNK = disk_faults.CHUNK
+PLACE_BYTES = 8192
+"""Of one chunk in the fast tier."""
+
+
+class Tiers:
+    """The system calls of the medium's opener, and all of Python's runner, can be made to fail; time stands still."""
+
+    def __init__(self, path: Path, options: DiskOptions, is_native: bool, near_chunks: int = 24) -> None:
+        self.path, self.options, self.is_native = path, options, is_native
+        self.io = disk_faults.FaultyIO()
+        self.clock = disk_store.Clock()
+        self.index = disk_store.make_index(path, options, clock=self.clock)
+        self.near, self.arena = RamIndex(near_chunks * PLACE_BYTES, PLACE_BYTES), RamArena(near_chunks * PLACE_BYTES)
+        self.stack = TierStack(self.near, self.index, 1, self.clock)
+        self.open_medium()
+
+    def open_medium(self) -> None:
+        """Anew, where there was one."""
+        digest = disk_store.FINGERPRINT.digest()
+        self.medium = DiskMedium(str(self.path), digest, 0, self.options, self.io, is_native=self.is_native)
+        self.mover = TierMover(self.arena, self.medium, self.clock)
+
+    def move(self) -> list[Failure | None]:
+        """Carry out what is planned; how it ended."""
+        self.mover.start(self.stack.take_moves())
+        assert self.medium.drain(disk_faults.TIMEOUT_S)
+        ended = self.mover.poll()
+        for move, failure, _ in ended:
+            self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+        return [failure for _, failure, _ in ended]
+
+    def store(self, keys: Sequence[Key]) -> list[Failure | None]:
+        """Into the fast tier, one after the other; how their way down ended."""
+        ended = []
+        for key in keys:
+            slot = self.stack.reserve(key, len(CHUNK))
+            assert isinstance(slot, Slot)
+            self.arena.store(Ticket(0), key, slot, [CHUNK])
+            assert [completion.failure for completion in self.arena.poll()] == [None]
+            assert self.stack.commit(key)
+            ended += self.move()
+        return ended
+
+    def forget_near(self) -> None:
+        """The fast tier is empty, and no segment is open."""
+        self.near.clear()
+        for number in range(64):
+            self.medium._cache.forget(number)
+        self.medium._cache.close_unused()
+
+    def claim(self, keys: Sequence[Key]) -> Hold:
+        hold = self.stack.acquire("request", keys)
+        assert isinstance(hold, Hold)
+        return hold
+
+    def serves(self, key: Key) -> bool:
+        """Whether a claim on a chunk is fulfilled. It is given up afterwards."""
+        hold = self.stack.acquire("request", [key])
+        self.move()
+        is_ready = isinstance(hold, Hold) and hold.is_ready
+        self.stack.release("request")
+        return is_ready
+
+    def close(self) -> None:
+        self.io.failing.clear()
+        self.stack.release("request")
+        assert self.mover.close(disk_faults.TIMEOUT_S)
+        self.stack.close()
+        self.arena.close()

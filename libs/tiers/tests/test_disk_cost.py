@@ -1,0 +1,115 @@
+"""What a call of a disk index costs does not depend on how many segments there are. Counted in looks, not seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import disk_store
+import msgspec
+import pytest
+
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, opening, outcomes, plan_sizes
+from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES
+from hybridkv.tiers.disk.segments import Segment, Stage
+
+RECORDS_IN_SEGMENT = 4
+SEGMENT_BYTES = SEGMENT_HEAD_BYTES + RECORDS_IN_SEGMENT * 8192
+FEW, MANY = 10, 1000
+NUM_CALLS = 400
+
+
+class Looks:
+    """How often somebody read something of a segment."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
+    looks = Looks()
+
+    class Counted(Segment):
+        __slots__ = ()
+
+        def __getattribute__(self, name: str) -> Any:
+            looks.count += 1
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(opening, "Segment", Counted)
+    monkeypatch.setattr(outcomes, "Segment", Counted)
+    return looks
+
+
+def options_for(num_segments: int) -> DiskOptions:
+    rough = DiskOptions(
+        capacity_bytes=1 << 30,
+        segment_bytes=SEGMENT_BYTES,
+        max_records=10_000,
+        max_quarantined=64,
+        fsync=disk_store.Fsync.NONE,
+    )
+    metadata_bytes = plan_sizes(rough, 1).metadata_bytes
+    return msgspec.structs.replace(rough, capacity_bytes=metadata_bytes + num_segments * SEGMENT_BYTES)
+
+
+class Subject:
+    """An index and its medium."""
+
+    def __init__(self, path: Path, num_segments: int) -> None:
+        options = options_for(num_segments)
+        self.index: DiskIndex = disk_store.make_index(path, options)
+        self.medium: DiskMedium = disk_store.make_medium(path, options)
+        self.num_stored = 0
+
+    def store(self, count: int, touched: bool = False) -> None:
+        """With `touched`, what was stored about half of the capacity ago is used again, every second of it."""
+        half = self.index.capacity_bytes // 2 // 8192
+        for _ in range(count):
+            assert disk_store.store(self.index, self.medium, b"%d" % self.num_stored, b"x" * 4000)
+            self.num_stored += 1
+            if touched and self.num_stored % 2:
+                self.index.touch([b"%d" % (self.num_stored - half)])
+
+    def fill(self, share: float, touched: bool = False) -> None:
+        self.store(int(share * self.index.capacity_bytes) // 8192 - self.num_stored, touched)
+
+    def close(self) -> None:
+        self.medium.close()
+        self.index.close()
+
+
+def looks_a_call(looks: Looks, path: Path, num_segments: int, share: float, touched: bool) -> float:
+    subject = Subject(path / f"{num_segments}", num_segments)
+    num_calls = NUM_CALLS if share > 1 else RECORDS_IN_SEGMENT * 4
+    subject.fill(share, touched)
+    looks.count = 0
+    subject.index.take_disk_counts()
+    subject.store(num_calls, touched)
+    found = looks.count / num_calls
+    assert (subject.index.take_disk_counts().moved_records > 0) == touched
+    subject.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("share", "touched"), [(0.3, False), (1.2, False), (1.5, True)], ids=["with room", "full", "compacting"]
+)
+def test_a_store_looks_at_as_many_segments_however_many_there_are(
+    tmp_path: Path, looks: Looks, share: float, touched: bool
+) -> None:
+    few, many = (looks_a_call(looks, tmp_path, count, share, touched) for count in (FEW, MANY))
+    assert 0 < many <= 1.5 * few, (few, many)
+
+
+def test_a_search_through_all_segments_is_counted(tmp_path: Path, looks: Looks) -> None:
+    """What the other test would see."""
+    subject = Subject(tmp_path / "store", MANY)
+    subject.fill(0.3)
+    looks.count = 0
+    assert any(segment.is_candidate for segment in subject.index._segments.by_number.values())
+    assert not [s for s in subject.index._segments.by_number.values() if s.stage is Stage.UNAVAILABLE]
+    assert looks.count >= MANY // 4
+    subject.close()

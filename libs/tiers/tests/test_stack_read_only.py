@@ -1,0 +1,123 @@
+"""A disk that takes nothing any more serves what it has, with stores beside each claim."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from disk_stack import Tiers
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.disk import DiskOptions, Fsync
+from hybridkv.tiers.disk.medium import native_queue
+from hybridkv.tiers.stack import BreakerState, Direction
+
+OPTIONS = DiskOptions(capacity_bytes=4 << 20, segment_bytes=128 << 10, fsync=Fsync.NONE, direct=False)
+NUM_CHUNKS = 150
+STORES_PER_CLAIM = 4
+"""More in a row than open a breaker, as a request stores its chunks together."""
+RUNNERS = [False, pytest.param(True, marks=pytest.mark.skipif(native_queue() is None, reason="no hybridkv.native"))]
+
+
+def stored(tiers: Tiers, num_chunks: int) -> list[bytes]:
+    """As many chunks, those that the disk offers."""
+    keys = [b"chunk %d" % number for number in range(num_chunks)]
+    assert tiers.store(keys) == [None] * num_chunks
+    kept = [key for key in keys if tiers.index.lookup(key) is LookupResult.HIT]
+    assert len(kept) > 100
+    tiers.forget_near()
+    return kept
+
+
+def served(tiers: Tiers, keys: list[bytes]) -> int:
+    """How many claims are fulfilled where some chunks are stored beside each, a second passing between two."""
+    num_served = 0
+    for number, key in enumerate(keys):
+        tiers.store([b"new %d, %d" % (number, part) for part in range(STORES_PER_CLAIM)])
+        num_served += tiers.serves(key)
+        tiers.clock.now_s += 1
+        tiers.stack.tick()
+    return num_served
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_a_disk_that_takes_nothing_serves_what_it_has(tmp_path: Path, number: int) -> None:
+    tiers = Tiers(tmp_path / "store", OPTIONS, is_native=False, near_chunks=8)
+    keys = stored(tiers, NUM_CHUNKS)
+    tiers.io.failing["pwritev"] = number
+    assert served(tiers, keys) == len(keys)
+    assert tiers.stack.breaker_state(Direction.CASCADE) is not BreakerState.CLOSED
+    counts = tiers.stack.take_counts()
+    assert counts.breaker_openings.keys() == {"cascade"} and counts.cascades["dropped_open"] > counts.cascades["failed"]
+    tiers.io.failing.clear()
+    tiers.clock.now_s += 1000
+    assert tiers.store([b"a probe", b"newer"]) == [None, None]
+    assert tiers.index.lookup(b"newer") is LookupResult.HIT, "and it takes again what it can take"
+    tiers.close()
+
+
+def test_a_disk_that_gives_nothing_is_left_alone(tmp_path: Path) -> None:
+    """The other side of the test before: reads that fail are what loads are kept away for."""
+    tiers = Tiers(tmp_path / "store", OPTIONS, is_native=False, near_chunks=8)
+    keys = stored(tiers, NUM_CHUNKS)
+    tiers.io.failing["preadv"] = errno.EIO
+    assert served(tiers, keys) == 0
+    assert tiers.stack.take_counts().breaker_openings.keys() == {"promote"}
+    tiers.close()
+
+
+MOUNTED = """
+import pathlib, subprocess, sys
+import test_stack_read_only as test
+from disk_stack import Tiers
+path, is_native, num_chunks = pathlib.Path(sys.argv[1]), sys.argv[2] == "native", int(sys.argv[3])
+def mount(*options):
+    subprocess.run(["mount", *options], check=True)
+mount("-t", "tmpfs", "-o", "size=16m,mode=0700", "tmpfs", str(path))
+tiers = Tiers(path, test.OPTIONS, is_native, near_chunks=8)
+keys = test.stored(tiers, num_chunks)
+tiers.medium.close()  # the system mounts nothing read-only while somebody may write to a file in it
+mount("-o", "remount,ro", str(path))
+tiers.open_medium()
+num_served = test.served(tiers, keys)
+print(num_served, len(keys))
+assert any(name.endswith("EROFS") for name in tiers.index.take_disk_counts().failures)
+tiers.medium.close()
+mount("-o", "remount,rw", str(path))
+tiers.open_medium()
+tiers.clock.now_s += 1000
+assert tiers.store([b"a probe", b"newer"]) == [None, None]
+tiers.close()
+"""
+
+
+def mounted(path: Path, is_native: bool, num_chunks: int) -> tuple[int, int]:
+    """Claims that were fulfilled on a file system that was mounted read-only, and how many there were."""
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a file system in a namespace of his own")
+    path.mkdir(mode=0o700)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    arguments = [str(path), "native" if is_native else "python", str(num_chunks)]
+    done = subprocess.run(
+        [*namespace, sys.executable, "-c", MOUNTED, *arguments], env=environment, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    num_served, num_claims = map(int, done.stdout.split())
+    return num_served, num_claims
+
+
+@pytest.mark.parametrize("is_native", RUNNERS)
+def test_a_file_system_that_is_mounted_read_only_serves_what_it_has(tmp_path: Path, is_native: bool) -> None:
+    num_served, num_claims = mounted(tmp_path / "mounted", is_native, NUM_CHUNKS)
+    assert num_served == num_claims > 100
+
+
+def test_a_read_only_disk_that_is_full_gives_up_little_to_make_room_in_vain(tmp_path: Path) -> None:
+    num_served, num_claims = mounted(tmp_path / "mounted", False, 400)
+    assert num_claims > 100 and num_served >= num_claims - 2 * 10, "no more than two segments' worth"
