@@ -15,7 +15,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import BreakerOptions, Hold, MoveOutcome, StackOptions, TierMover, TierStack
+from hybridkv.tiers.stack import BreakerOptions, Direction, Hold, MoveOutcome, StackOptions, TierMover, TierStack
 from soak.content import Group, Kind, Prompt, key_of, keys_needed, payload
 from soak.findings import SoakError
 from soak.tally import Tally
@@ -245,7 +245,8 @@ class Engine:
     def why_not(self) -> str:
         """What may keep a chunk from the disk."""
         counts = self.stack.take_counts(), self.far.take_counts()
-        return f"the breaker is {self.stack.breaker_state}; {', '.join(map(repr, counts))}"
+        breakers = [f"{direction} {self.stack.breaker_state(direction)}" for direction in Direction]
+        return f"{', '.join(breakers)}; {', '.join(map(repr, counts))}"
 
     def settle(self) -> None:
         """Until nothing is on its way any more. A watchdog bounds it."""
