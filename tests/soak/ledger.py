@@ -27,6 +27,7 @@ class Ledger:
         banned: cleared, durably, and not begun again: they may not be offered.
         excused: segments that were damaged from outside.
         most_records: that an index could hold so far.
+        is_torn: power was lost, and nobody looked yet at what was not promised.
         is_unsettled: the directory was taken away, and nobody said yet that it was made anew.
         is_damaged: something in the directory was damaged from outside.
     """
@@ -36,6 +37,7 @@ class Ledger:
     banned: set[bytes] = field(default_factory=set)
     excused: set[int] = field(default_factory=set)
     most_records: int = 0
+    is_torn: bool = False
     is_unsettled: bool = False
     is_damaged: bool = False
 
@@ -63,6 +65,8 @@ class Ledger:
             self.is_unsettled = self.is_damaged = True
         elif verb == "held":
             self.most_records = max(self.most_records, int(rest[0]))
+        elif verb == "whole":
+            self.is_torn = False
         elif verb == "settled":
             self.is_unsettled = False
         elif verb == "damaged":

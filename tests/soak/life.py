@@ -181,19 +181,31 @@ class Life:
         if back:
             self.find("undead", f"{len(back)} chunks that were cleared are offered, the first {back[0].hex()}")
         self.place.tally.add("chunks found at openings", len(ledger.must))
-        self.adopt()
         keys = list(ledger.must)
-        self.audit(keys if len(keys) <= 60 else self.random.sample(keys, 60))
+        self.audit(keys if ledger.is_torn or len(keys) <= 60 else self.random.sample(keys, 60))
+        self.adopt()
 
     def adopt(self) -> None:
-        """What was written whole before the end, and not committed, may be offered too. Then it has to stay."""
-        ledger, far = self.place.log.ledger, self.engine.far
-        for key in sorted(ledger.begun.difference(ledger.must)):
+        """What was written whole before the end, and not committed, may be offered too. Then it has to stay.
+
+        After a loss of power it may be torn as well, which a load finds.
+        """
+        log, far = self.place.log, self.engine.far
+        beside = [key for key in sorted(log.ledger.begun.difference(log.ledger.must)) if far.pin(key) is not None]
+        for key in beside:
+            far.unpin(key)
+        if log.ledger.is_torn:
+            for key, reason in self.engine.audit(beside, self.auditors).items():
+                self.place.tally.add(f"torn by a loss of power, {reason}")
+                self.engine.stack.invalidate(key)
+        for key in beside:
             slot = far.pin(key)
             if slot is not None:
                 far.unpin(key)
-                self.place.log.say(f"committed {key.hex()} {segment_of(slot)}")
+                log.say(f"committed {key.hex()} {segment_of(slot)}")
                 self.place.tally.add("chunks found beside")
+        if log.ledger.is_torn:
+            log.say("whole")
 
     def audit(self, keys: list[bytes]) -> None:
         """Nothing that has to be there is unreadable, while nothing stands against reading it."""

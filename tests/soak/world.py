@@ -167,6 +167,7 @@ class World:
         if (image / "root").exists():
             (image / "root").rename(self._base / "root")
         shutil.rmtree(image)
+        self.ledger.is_torn = True
         if life.options.fsync is not Fsync.ALWAYS:
             self._around.tally.add("chunks that a loss of power might take", len(self.ledger.must))
             self.ledger.must.clear()
