@@ -42,44 +42,63 @@ class Ledger:
     is_damaged: bool = False
 
     def apply(self, line: str) -> None:
-        verb, *rest = line.split()
-        key = bytes.fromhex(rest[0]) if rest and verb in ("begun", "committed", "gone", "moved") else b""
-        if verb == "begun":
-            self.begun.add(key)
-            self.banned.discard(key)
-        elif verb == "committed" or (verb == "moved" and key in self.must):
-            self.must[key] = int(rest[1])
-            self.forgive(key)
-        elif verb == "moved":
-            pass  # not one that has to be there
-        elif verb == "gone":
-            self.must.pop(key, None)
-        elif verb == "excused":
-            self.excused.add(int(rest[0]))
-            self.is_damaged = True
-            for damaged in list(self.must):
-                self.forgive(damaged)
-        elif verb == "forgotten":
-            # What is committed until somebody notices may be forgotten too.
-            self.must.clear()
-            self.is_unsettled = self.is_damaged = True
-        elif verb == "held":
-            self.most_records = max(self.most_records, int(rest[0]))
-        elif verb == "whole":
-            self.is_torn = False
-        elif verb == "settled":
-            self.is_unsettled = False
-        elif verb == "damaged":
-            # What was withdrawn may come back, since what said so may be gone.
-            self.banned.clear()
-            self.is_damaged = True
-        elif verb == "cleared":
-            self.banned |= self.begun
-            self.begun.clear()
-        else:
+        """`VERB WORDS...`: a method here says what each verb means. `ValueError` for any other."""
+        verb, *words = line.split()
+        method = getattr(self, f"_on_{verb}", None)
+        if method is None:
             raise ValueError(f"unknown line: {line}")
+        method(*words)
 
-    def forgive(self, key: bytes) -> None:
+    def _on_begun(self, key_hex: str) -> None:
+        key = bytes.fromhex(key_hex)
+        self.begun.add(key)
+        self.banned.discard(key)
+
+    def _on_committed(self, key_hex: str, segment: str) -> None:
+        key = bytes.fromhex(key_hex)
+        self.must[key] = int(segment)
+        self._forgive(key)
+
+    def _on_moved(self, key_hex: str, segment: str) -> None:
+        if bytes.fromhex(key_hex) in self.must:
+            self._on_committed(key_hex, segment)
+
+    def _on_gone(self, key_hex: str) -> None:
+        """Evicted, withdrawn, cleared."""
+        self.must.pop(bytes.fromhex(key_hex), None)
+
+    def _on_cleared(self) -> None:
+        self.banned |= self.begun
+        self.begun.clear()
+
+    def _on_held(self, num_records: str) -> None:
+        self.most_records = max(self.most_records, int(num_records))
+
+    def _on_whole(self) -> None:
+        self.is_torn = False
+
+    # What was done to the files.
+
+    def _on_excused(self, segment: str) -> None:
+        self.excused.add(int(segment))
+        self.is_damaged = True
+        for key in list(self.must):
+            self._forgive(key)
+
+    def _on_damaged(self) -> None:
+        """What was withdrawn may come back, since what said so may be gone."""
+        self.banned.clear()
+        self.is_damaged = True
+
+    def _on_forgotten(self) -> None:
+        """The directory is gone; so may be what is committed until somebody notices."""
+        self.must.clear()
+        self.is_unsettled = self.is_damaged = True
+
+    def _on_settled(self) -> None:
+        self.is_unsettled = False
+
+    def _forgive(self, key: bytes) -> None:
         """A key need not be there that lies in a damaged segment."""
         if self.must[key] in self.excused:
             del self.must[key]
