@@ -104,12 +104,11 @@ class VolatileIO(SoakIO):
         self._root = _read_tree(base)
 
     def write_image(self, path: Path) -> None:
-        """The directory after a loss of power now. Its parent is there."""
+        """The directory after a loss of power now. Its parent is there. No other thread's calls come back any more."""
         chooser = self._chooser
-        with self._tree_lock:
-            place = chooser.randint(self._synced_place, self._num_changes) if self._has_journal else None
-            kept = Kept(chooser, place, chooser.choice([0.0, 0.5, 0.95, 1.0]))
-            _write_node(path, self._root, kept)
+        self._tree_lock.acquire()
+        place = chooser.randint(self._synced_place, self._num_changes) if self._has_journal else None
+        _write_node(path, self._root, Kept(chooser, place, chooser.choice([0.0, 0.5, 0.95, 1.0])))
 
     # The calls.
 
