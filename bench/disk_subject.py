@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import GroupKind
-from hybridkv.tiers import Slot, Ticket
+from hybridkv.tiers import Refusal, Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 
 POLL_INTERVAL_S = 0.0005
@@ -18,8 +18,8 @@ POLL_INTERVAL_S = 0.0005
 RECORDS = (10_000, 100_000, 1_000_000)
 SEGMENTS = (1, 100, 4000)
 """In use, when the CPU of the scheduler's thread is measured."""
-RECORDS_IN_SEGMENT = 64
-NUM_TIMED = 4096
+RECORDS_IN_SEGMENT = 16
+NUM_TIMED = 1024
 DRAIN_TIMEOUT_S = 60.0
 
 
@@ -154,25 +154,25 @@ def scheduler_cpu(root: Path) -> dict[str, float]:
     """
     page = 4096
     segment_bytes = 2 * page + RECORDS_IN_SEGMENT * 2 * page
-    num_segments = SEGMENTS[-1] + 2 * NUM_TIMED // RECORDS_IN_SEGMENT
-    options = DiskOptions(
-        capacity_bytes=2 * num_segments * segment_bytes,
-        segment_bytes=segment_bytes,
-        max_records=num_segments * RECORDS_IN_SEGMENT,
-        fsync=Fsync.NONE,
-    )
-    index = DiskIndex(str(root / "scheduler"), fingerprint(), options)
-    found, num_stored = {}, 0
+    found = {}
     for segments in SEGMENTS:
-        while num_stored < segments * RECORDS_IN_SEGMENT:
-            reserve_and_commit_s(index, num_stored)
-            num_stored += 1
+        num_stored, path = segments * RECORDS_IN_SEGMENT, str(root / f"scheduler-{segments}")
+        options = DiskOptions(
+            capacity_bytes=2 * (num_stored + NUM_TIMED) * segment_bytes // RECORDS_IN_SEGMENT + (64 << 20),
+            segment_bytes=segment_bytes,
+            max_records=num_stored + NUM_TIMED,
+            fsync=Fsync.NONE,
+        )
+        index = DiskIndex(path, fingerprint(), options, janitor=InlineJanitor())
+        for number in range(num_stored):
+            reserve_and_commit_s(index, number)
+        index.close()
+        index = DiskIndex(path, fingerprint(), options)
         gc.collect()
         seconds = sum(reserve_and_commit_s(index, num_stored + number) for number in range(NUM_TIMED))
-        num_stored += NUM_TIMED
+        index.close()
         found[str(segments)] = round(seconds / NUM_TIMED * 1e6, 2)
         print(f"{segments:5,d} segments: {found[str(segments)]:6.2f} us of the scheduler's thread a record", flush=True)
-    index.close()
     return found
 
 
@@ -181,7 +181,10 @@ def reserve_and_commit_s(index: DiskIndex, number: int) -> float:
     key = number.to_bytes(32, "little")
     while True:
         started_s = time.thread_time()
-        if isinstance(index.reserve(key, 4000), Slot):
+        slot = index.reserve(key, 4000)
+        if isinstance(slot, Slot):
             index.commit(key)
             return time.thread_time() - started_s
+        if slot is Refusal.PRESENT:
+            raise RuntimeError(f"record {number} is there already")
         index.drain(DRAIN_TIMEOUT_S)

@@ -10,7 +10,9 @@ host, so figures hold as ratios within a run.
 
     tools/bazel run //bench:disk_tier -- --directory /path/on/the/disk --json out.json
     tools/bazel run //bench:disk_tier -- --reopen --directory /path/on/the/disk
+    tools/bazel run //bench:disk_tier -- --pauses --directory /path/on/the/disk
     tools/bazel run //bench:disk_tier -- --scheduler --directory /path/on/the/disk
+    tools/bazel run //bench:disk_tier -- --burst --directory /path/on/the/disk
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import burst_subject
+import disk_pauses
 import disk_subject
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block, probe_o_direct
 
@@ -183,14 +187,24 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--reopen", action="store_true", help="measure reopening by number of records instead")
+    parser.add_argument("--pauses", action="store_true", help="measure what the index costs its caller instead")
     parser.add_argument("--scheduler", action="store_true", help="measure the scheduler's thread by segments instead")
+    parser.add_argument("--burst", action="store_true", help="measure what can be resumed after a burst instead")
+    parser.add_argument("--capacities-mib", type=int, nargs="+", help="of --burst")
+    parser.add_argument("--largest-offer-mib", type=int, default=4096, help="of --burst; host memory holds it")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:
         if chosen.reopen:
             result: dict[str, object] = {"reopening": disk_subject.reopening(Path(scratch))}
+        elif chosen.pauses:
+            result = {"pauses": disk_pauses.measure(Path(scratch))}
         elif chosen.scheduler:
             result = {"scheduler_cpu_us_a_record": disk_subject.scheduler_cpu(Path(scratch))}
+        elif chosen.burst:
+            mib = chosen.capacities_mib
+            capacities = tuple(each << 20 for each in mib) if mib else burst_subject.CAPACITIES
+            result = {"bursts": burst_subject.bursts(Path(scratch), capacities, chosen.largest_offer_mib << 20)}
         else:
             if shutil.which("fio") is None:
                 sys.exit("fio is not installed; on Debian: apt-get install fio")

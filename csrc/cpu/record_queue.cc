@@ -47,7 +47,8 @@ bool RecordQueue::wait_until_idle(double timeout_s) {
 bool RecordQueue::close(double timeout_s) {
   std::unique_lock lock(mutex_);
   is_closing_ = true;
-  for (std::deque<RecordRequest>* waiting : {&alone_, &loads_, &stores_}) {
+  // Not those of `alone_`: they were begun together, and some of their bytes may be in the file.
+  for (std::deque<RecordRequest>* waiting : {&loads_, &stores_}) {
     cancel({std::make_move_iterator(waiting->begin()), std::make_move_iterator(waiting->end())});
     waiting->clear();
   }

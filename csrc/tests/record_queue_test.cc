@@ -414,6 +414,33 @@ void check_standstill(FileBackend backend) {
   expect(cancelled == std::vector<std::int64_t>({2, 3, 4}), "each of them once");
 }
 
+// What was begun together and failed is begun: closing waits for it, as for anything that is on its way.
+void check_close_between_attempts(FileBackend backend) {
+  File file(0);
+  Scripted::Script script;
+  script.error = [&](const FileRequest& request) {
+    if (request.extents.size() > 2) return EIO;               // the batch of two
+    if (script.calls.size() == 3) script.is_open = false;     // the first of them alone
+    return 0;
+  };
+  script.hold();
+  RecordQueue queue(std::make_unique<Scripted>(files_of(backend, 1), script), {kBatchBytes, kDigestAt});
+  std::vector<Payload> payloads;
+  for (std::size_t number = 0; number < 3; ++number) payloads.emplace_back(std::vector<std::size_t>{4096}, 0);
+  for (std::int64_t tag = 0; tag < 3; ++tag) {
+    queue.submit(record_of(tag, true, file, false, tag * 8192, payloads[static_cast<std::size_t>(tag)]));
+    script.wait_for_calls(1);
+  }
+  script.release();
+  script.wait_for_calls(3);
+  expect(!queue.close(0.0), "one of them is on its way");
+  script.release();
+  expect(queue.close(kLongS), "and ends");
+  std::size_t num_done = 0;
+  for (const RecordCompletion& completion : queue.take()) num_done += completion.outcome == RecordOutcome::kDone;
+  expect(num_done == 3, "what was begun is not said to be cancelled");
+}
+
 }  // namespace
 
 int main() {
@@ -429,6 +456,7 @@ int main() {
     check_sync(backend, 0);
     check_sync(backend, EIO);
     check_standstill(backend);
+    check_close_between_attempts(backend);
   }
   return 0;
 }

@@ -1,6 +1,7 @@
 """One life of an engine with a disk tier, as a process of its own: runs prompts, writes what they gave, and ends.
 
-How it ends is the point: cleanly, by SIGKILL once everything is on disk, or by SIGKILL in the middle of it.
+How it ends is the point: cleanly, cleanly with most of it still to be written, by SIGKILL once everything is on disk,
+or by SIGKILL in the middle of it.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ def main() -> None:
     parser.add_argument("--kind", required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--end", choices=["clean", "killed", "killed-early"], required=True)
+    parser.add_argument("--end", choices=["clean", "at-once", "killed", "killed-early"], required=True)
+    parser.add_argument("--capacity", default="1GiB")
     parser.add_argument("--dtype")
     parser.add_argument("--weights-seed", type=int, default=0)
     chosen = parser.parse_args()
     tiers = [
         {"type": "ram", "capacity": "64MiB"},
-        {"type": "disk", "path": str(chosen.directory / "cache"), "capacity": "1GiB"},
+        {"type": "disk", "path": str(chosen.directory / "cache"), "capacity": chosen.capacity},
     ]
     config = {
         "kv_connector": "HybridOffloadConnector",
@@ -72,11 +74,12 @@ def main() -> None:
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
     arguments["weights_seed"] = chosen.weights_seed
     with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config, **arguments) as engine:
-        results = run(engine, prompts(chosen.kind), drain=chosen.end != "killed-early")
-        if chosen.end != "killed-early":
+        is_patient = chosen.end in ("clean", "killed")
+        results = run(engine, prompts(chosen.kind), drain=is_patient)
+        if is_patient:
             bring_to_disk(engine, engine.connector._scheduler._stack)
         chosen.output.write_text(json.dumps(results))
-        if chosen.end != "clean":
+        if chosen.end in ("killed", "killed-early"):
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 

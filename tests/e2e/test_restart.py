@@ -51,7 +51,7 @@ def live(kind: str, directory: Path, end: str, *more: str) -> Life:
         check=False,
     )
     log = (process.stdout + process.stderr).decode(errors="replace")
-    assert process.returncode == (0 if end == "clean" else -signal.SIGKILL), log
+    assert process.returncode == (0 if end in ("clean", "at-once") else -signal.SIGKILL), log
     return Life(json.loads(output.read_text()), log)
 
 
@@ -76,6 +76,16 @@ def test_every_process_answers_the_same_to_the_last_digit(lives: list[Life]) -> 
 @pytest.mark.parametrize("number", [2, 3], ids=["after a clean end", "after SIGKILL"])
 def test_a_new_process_hits_what_is_on_disk(lives: list[Life], number: int, kind: str) -> None:
     for cached, prompt in zip(lives[number].cached, restart_process.prompts(kind), strict=True):
+        assert len(prompt) - 256 <= cached < len(prompt)
+
+
+def test_a_clean_end_in_the_middle_of_a_burst_loses_no_prompt(kind: str, directory: Path) -> None:
+    """On a disk of few small segments, which are not made yet when everything comes at once."""
+    burst = directory / "burst"
+    burst.mkdir()
+    first, second = (live(kind, burst, "at-once", "--capacity", "64MiB") for _ in range(2))
+    assert first.cached == [0, 0, 0]
+    for cached, prompt in zip(second.cached, restart_process.prompts(kind), strict=True):
         assert len(prompt) - 256 <= cached < len(prompt)
 
 

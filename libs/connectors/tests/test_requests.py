@@ -227,6 +227,6 @@ def test_stores_that_end_together_cost_one_look(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(module, "signature", counting)
     for expected in (1, 2):
-        scheduler._stores._stores = {i: StoreJob([], [], 0, 1, states[i].sworn) for i in range(3)}
+        scheduler._stores._stores = {i: StoreJob(states[i].path, [], [], 0, 1, states[i].sworn) for i in range(3)}
         scheduler._stores.on_ended({i: StoreOutcome(1) for i in range(3)})
         assert len(num_looks) == expected

@@ -39,11 +39,18 @@ class Clock:
 class Stack:
     """A stack of two small tiers, and the clock it reads."""
 
-    def __init__(self, near_chunks: int = 8, far_chunks: int = 16, ranks: int = 1, **options: object) -> None:
+    def __init__(
+        self,
+        near_chunks: int = 8,
+        far_chunks: int = 16,
+        ranks: int = 1,
+        far_type: type[RamIndex] = RamIndex,
+        **options: object,
+    ) -> None:
         self.clock = Clock()
         self.near = RamIndex(near_chunks * CHUNK, CHUNK)
-        self.far = RamIndex(far_chunks * CHUNK, CHUNK)
-        chosen = StackOptions(**{"promoting_share": 1.0, "cascading_share": 1.0, **options})  # type: ignore[arg-type]
+        self.far = far_type(far_chunks * CHUNK, CHUNK)
+        chosen = StackOptions(**{"promoting_share": 1.0, "cascading_share": 1.0, "arriving_share": 1.0, **options})  # type: ignore[arg-type]
         self.stack = TierStack(self.near, self.far, ranks, self.clock, chosen)
 
     def put_far(self, *keys: bytes) -> None:
@@ -215,11 +222,16 @@ def test_what_cascades_cannot_be_evicted_before_it_was_read() -> None:
     assert isinstance(it.stack.reserve(B, CHUNK), Slot)
 
 
-def test_a_full_way_down_drops_and_counts() -> None:
+def test_a_full_way_down_makes_wait_and_loses_nothing() -> None:
     it = Stack(cascading_share=0.25)
     it.store(A, B, C)
-    assert len(it.moves(Direction.CASCADE)) == 2
-    assert it.stack.take_counts().cascades == {"dropped_busy": 1}
+    first = it.moves(Direction.CASCADE)
+    assert len(first) == 2 and it.stack.num_waiting == 1
+    it.end(first)
+    (second,) = it.moves(Direction.CASCADE)
+    assert second.key == C and it.stack.num_waiting == 0
+    it.end([second])
+    assert it.stack.take_counts().cascades == {"done": 3}
 
 
 def test_a_failed_cascade_leaves_the_fast_tier_as_it_was() -> None:
@@ -448,11 +460,11 @@ def test_stores_are_tried_again_one_at_a_time() -> None:
     it.stack.tick()
     it.store(A, B)
     [probe] = it.moves(Direction.CASCADE)
-    assert probe.key == A and it.stack.take_counts().cascades["dropped_open"] == 1
+    assert probe.key == A and it.stack.num_waiting == 1
     it.end([probe])
     assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.CLOSED
     it.store(C)
-    assert len(it.moves(Direction.CASCADE)) == 1
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [B, C]
 
 
 def test_stores_that_are_late_keep_no_load_away_and_never_the_next_probe() -> None:

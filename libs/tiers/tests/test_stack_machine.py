@@ -30,6 +30,7 @@ class StackMachine(RuleBasedStateMachine):
             load_timeout_s=10.0,
             promoting_share=1.0,
             cascading_share=0.5,
+            arriving_share=0.5,
             breaker=BreakerOptions(failures=2, first_pause_s=5.0, longest_pause_s=20.0),
         )
         self.stack = TierStack(self.near, self.far, NUM_RANKS, lambda: self.now_s, options)
@@ -147,10 +148,10 @@ class StackMachine(RuleBasedStateMachine):
         for owner in list(self.holds):
             self.stack.release(owner)
         self.collect()
+        self.stack.clear()
         while self.moving:
             _, move = self.moving.pop()
             self.stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.CLOSED)))
-        self.stack.clear()
         assert [space.used_bytes for space in self.tiers()] == [0, 0]
 
     def tiers(self) -> list[TierIndex]:

@@ -11,6 +11,17 @@ _FAILURES = ("missing", "wrong_key", "checksum", "io", "busy", "closed", "inject
 DISK_ERRORS = ("enospc", "edquot", "eio", "eacces", "eperm", "erofs", "enoent", "estale", "other")
 """What the system says, in lower case, and everything else."""
 _DIRECTION = Label("direction", ("promote", "cascade"))
+_MOVE_RESULTS = (
+    "done",
+    "failed",
+    "dropped_busy",
+    "dropped_no_room",
+    "dropped_open",
+    "dropped_orphan",
+    "dropped_evicted",
+    "dropped_late",
+)
+"""What became of a chunk between two tiers; docs/guides/disk.md explains each."""
 _TIERS = ("ram", "disk", "peer", "object")
 _TIER = Label("tier", _TIERS)
 _REASON = Label(
@@ -182,7 +193,7 @@ CATALOGUE = Catalogue(
             "Chunks that moved between the tiers, or were to, by direction and by what became of them.",
             (
                 _DIRECTION,
-                Label("result", ("done", "failed", "dropped_busy", "dropped_no_room", "dropped_open")),
+                Label("result", _MOVE_RESULTS),
             ),
             panel=Panel(Section.SLOW_TIER, "Chunks moved"),
         ),
@@ -210,6 +221,13 @@ CATALOGUE = Catalogue(
             (_DIRECTION,),
             buckets=(*_SECONDS, 30.0, 100.0),
             panel=Panel(Section.SLOW_TIER, "Time of a move"),
+        ),
+        Metric(
+            "vllm:hybridkv_cascades_waiting",
+            Kind.GAUGE,
+            "chunks",
+            "Chunks that wait for their way down to the slow tier.",
+            panel=Panel(Section.SLOW_TIER, "Chunks waiting"),
         ),
         Metric(
             "vllm:hybridkv_disk_errors_total",

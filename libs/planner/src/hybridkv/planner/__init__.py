@@ -26,6 +26,7 @@ from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.loss import Loss, measure_loss
 from hybridkv.planner.offload_units import HybridOffloadPlanner
+from hybridkv.planner.paths import needed_before, path_order
 from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store, plan_tail
 from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
 from hybridkv.planner.slices import common_block_count, slice_group_blocks
@@ -74,8 +75,10 @@ __all__ = [
     "last_boundary",
     "longest_hit",
     "measure_loss",
+    "needed_before",
     "needed_ends",
     "observe",
+    "path_order",
     "plan_load",
     "plan_store",
     "plan_tail",

@@ -26,7 +26,7 @@ Ticket = NewType("Ticket", int)
 """The caller's name for one store or load; it comes back in the `Completion`."""
 
 
-class Slot(msgspec.Struct, frozen=True, array_like=True):
+class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The place of one chunk in a medium, as the index gave it out. Travels between processes."""
 
     extents: tuple[tuple[int, int], ...]
@@ -142,6 +142,10 @@ class TierIndex(Protocol):
     @property
     def used_bytes(self) -> int:
         """Space that is not free, rounding and doomed keys included; never above `capacity_bytes`."""
+        ...
+
+    def cost(self, num_bytes: int) -> int:
+        """What a chunk of so many bytes takes up of `capacity_bytes`."""
         ...
 
     @property

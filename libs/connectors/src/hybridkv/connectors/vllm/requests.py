@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import RequestKeys
+from hybridkv.connectors.vllm.stored_path import StoredPath
 from hybridkv.hashing import ChunkKeys, TokenHashes
 from hybridkv.planner import Hit, Miss, Pending
 
@@ -33,6 +34,8 @@ class RequestState:
     """What its adapter holds, None without one."""
     stored_tokens: int = 0
     """Chunks that end here or before have been seen to."""
+    path: StoredPath = field(default_factory=StoredPath)
+    """What of it is stored."""
     is_storable: bool = True
     """False after a reset, until the request starts over: what it has computed may be what the reset was to forget."""
     computed_tokens: int = 0
@@ -98,7 +101,7 @@ class RequestState:
         if self.hashes is not None:
             self.hashes.upto(())
         self.claim, self.found_near = None, (-1, -1, -1)
-        self.stored_tokens, self.seen = 0, (0, 0)
+        self.stored_tokens, self.seen, self.path = 0, (0, 0), StoredPath()
         self.forget_answer()
         return 0
 
@@ -115,7 +118,7 @@ class RequestState:
 
     def forget_progress(self) -> None:
         """The engine starts this request over."""
-        self.stored_tokens = 0
+        self.stored_tokens, self.path = 0, StoredPath()
         self.is_storable = True
         self.gated_polls, self.gated_since_s = 0, None
         self.waited_in_vain = False

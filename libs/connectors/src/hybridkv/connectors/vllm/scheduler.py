@@ -151,9 +151,19 @@ class OffloadScheduler:
             state = self._requests.get(request_id)
             if state is not None and not state.request.is_finished():
                 continue  # a new request has taken the id
+            if state is not None:
+                self._stores.on_gone(state)
             self._requests.forget(request_id)
             self._loads.on_gone(request_id)
         plan, self._plan = self._plan, StepPlan()
+        return self._with_moves(plan)
+
+    def plan_moves(self) -> StepPlan:
+        """As `plan_step` at an end, where no request runs any more."""
+        self._stack.tick()
+        return self._with_moves(StepPlan())
+
+    def _with_moves(self, plan: StepPlan) -> StepPlan:
         plan.moves = self._stack.take_moves()
         plan.namespace = self._identity.namespace if plan.moves else b""
         return plan
@@ -182,7 +192,11 @@ class OffloadScheduler:
 
     def has_work_in_flight(self) -> bool:
         """Whether the engine must keep stepping although it has no request to run."""
-        return self._stores.has_work() or self._loads.has_work() or self._stack.has_moves_alive()
+        return self.has_stores_in_flight() or self._loads.has_work()
+
+    def has_stores_in_flight(self) -> bool:
+        """Whether something may still come into a tier; what waits for its way down is a part of it."""
+        return self._stores.has_work() or self._stack.has_moves_alive()
 
     # What the workers report.
 
@@ -190,13 +204,17 @@ class OffloadScheduler:
         """Commits or aborts what ended; a failed load is remembered so that its retry asks for less."""
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
-            self._stores.on_ended(outcome.stores)
-            for request_id, failures in outcome.load_failures.items():
-                self._loads.on_failures(request_id, failures)
-            for move_id, moved in outcome.moves.items():
-                self._stack.on_move(move_id, moved)
+            self.on_outcome(outcome)
         for request_id in output.finished_recving or ():
             self._loads.on_ended(request_id, self._requests.get(request_id), request_id in output.failed_recving)
+
+    def on_outcome(self, outcome: StepOutcome) -> None:
+        """What the workers did."""
+        self._stores.on_ended(outcome.stores)
+        for request_id, failures in outcome.load_failures.items():
+            self._loads.on_failures(request_id, failures)
+        for move_id, moved in outcome.moves.items():
+            self._stack.on_move(move_id, moved)
 
     def record_tiers(self) -> None:
         """Counts what the tiers did since the last call, and what they hold now."""

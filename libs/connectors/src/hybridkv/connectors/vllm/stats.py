@@ -101,6 +101,7 @@ class Recorder:
                 self._counts.add("vllm:hybridkv_move_bytes_total", num_bytes * num_ranks, direction=str(direction))
         for reason, number in counts.failures.items():
             self._counts.add("vllm:hybridkv_move_failures_total", number, reason=reason)
+        self._counts.set("vllm:hybridkv_cascades_waiting", stack.num_waiting)
         for direction, number in counts.breaker_openings.items():
             self._counts.add("vllm:hybridkv_breaker_openings_total", number, direction=str(direction))
         for direction in Direction:

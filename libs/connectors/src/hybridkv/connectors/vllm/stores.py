@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,11 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.planner import GroupKind, LookupResult, State, Transfer, chunk_blocks, plan_store
+from hybridkv.connectors.vllm.stored_path import StoredChunk, StoredPath
+from hybridkv.planner import LookupResult, State, Transfer, chunk_blocks, needed_before, path_order, plan_store
+from hybridkv.planner.paths import Part
 from hybridkv.tiers import Refusal
-from hybridkv.tiers.stack import TierStack
+from hybridkv.tiers.stack import PathPlace, TierStack
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -32,23 +34,12 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 _OUTCOMES = {Refusal.PRESENT: "present", Refusal.TOO_LARGE: "dropped_too_large"}
 """What becomes of a chunk that the fast tier refuses; otherwise there is no room for it."""
 
-Chunk = tuple[bytes, GroupKind]
-"""A key, and the kind of its group."""
-
-
-def eviction_order(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Chunks of one prefix, given from its beginning, in the order in which they should be evicted.
-
-    States and windows serve one boundary, the full prefix every later one; and the end of a prefix is worth nothing
-    without its beginning.
-    """
-    from_the_end = list(chunks)[::-1]
-    return sorted(from_the_end, key=lambda chunk: chunk[1] is GroupKind.FULL)
-
 
 @dataclass(slots=True)
 class _StoreJob:
-    chunks: list[Chunk]
+    path: StoredPath
+    chunks: list[StoredChunk]
+    """In the order in which each is worth something."""
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
@@ -75,6 +66,8 @@ class StorePlanner:
         self._pool: BlockPool | None = None
         self._stores: dict[int, _StoreJob] = {}
         self._job_ids = itertools.count(1)
+        self._used_bytes = 0
+        """Of the slow tier, by all requests, each time that they stored or met a chunk."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The pool whose blocks are pinned while they are read."""
@@ -96,16 +89,15 @@ class StorePlanner:
             return None
         state.seen = complete
         derived = state.keys()
-        keys: dict[tuple[int, int], bytes] = {}
-        present: list[Chunk] = []
+        keys: dict[Part, bytes] = {}
+        present: list[Part] = []
 
         def wanted(group_index: int, end_token: int) -> bool:
             key = keys[group_index, end_token] = derived.key(group_index, end_token)
             # A chunk that only the slow tier holds is stored again: this costs no read, and the fast tier gets it.
             stored = self._stack.near.lookup(key)
-            if stored is LookupResult.HIT:
-                present.append((key, spec.groups[group_index].kind))
-            elif stored is LookupResult.PENDING:
+            if stored is not LookupResult.MISS:
+                present.append((group_index, end_token))
                 self._recorder.store(spec.groups[group_index].kind, "present")
             return stored is LookupResult.MISS
 
@@ -115,40 +107,82 @@ class StorePlanner:
         state.stored_tokens = max(complete[1] * spec.chunk_tokens, state.stored_tokens)
         for _ in range(plan.unaligned_states):
             self._recorder.store("recurrent", "dropped_not_aligned")
-        self._renew(present)
-        return self._reserve(state, plan.transfers, keys)
-
-    def _renew(self, present: Sequence[Chunk]) -> None:
-        """Chunks that are stored already have been of use."""
-        for _, kind in present:
-            self._recorder.store(kind, "present")
-        self._stack.touch([key for key, _ in eviction_order(present)])
-        for key, _ in present:
-            self._stack.cascade(key)
-
-    def _reserve(
-        self, state: RequestState, transfers: Sequence[Transfer], keys: Mapping[tuple[int, int], bytes]
-    ) -> Store | None:
-        job = _StoreJob([], [], 0, self._layout.world_size, state.sworn)
-        moves = []
-        for transfer in transfers:
-            key = keys[transfer.group_index, transfer.end_token]
-            kind = self._layout.spec.groups[transfer.group_index].kind
-            num_bytes = self._layout.chunk_bytes(transfer.group_index, transfer.end_token)
-            slot = self._stack.reserve(key, num_bytes)
-            if isinstance(slot, Refusal):
-                self._recorder.store(kind, _OUTCOMES.get(slot, "dropped_no_room"))
-                continue
-            stored = len(chunk_blocks(self._layout.spec, transfer.group_index, transfer.end_token))
-            moves.append(Move(transfer.group_index, key, slot, transfer.first_block, stored, transfer.block_ids))
-            job.chunks.append((key, kind))
-            job.num_bytes += num_bytes
-            job.blocks += self._pin_blocks(transfer.block_ids)
+        # What is stored already has been of use, and must not make room for what follows it.
+        self._stack.near.touch([keys[part] for part in reversed(path_order(spec, present))])
+        job = _StoreJob(state.path, [], [], 0, self._layout.world_size, state.sworn)
+        moves, stored = self._reserve(job, plan.transfers, keys)
+        job.chunks = self._placed(state, [*present, *stored], set(stored))
         if not moves:
+            self._settle(job.path, job.chunks)
             return None
         job_id = next(self._job_ids)
         self._stores[job_id] = job
+        job.path.num_storing += 1
         return Store(job_id, tuple(moves))
+
+    def _reserve(
+        self, job: _StoreJob, transfers: Sequence[Transfer], keys: Mapping[Part, bytes]
+    ) -> tuple[list[Move], list[Part]]:
+        moves, parts = [], []
+        for transfer in transfers:
+            part = (transfer.group_index, transfer.end_token)
+            kind = self._layout.spec.groups[transfer.group_index].kind
+            num_bytes = self._layout.chunk_bytes(*part)
+            slot = self._stack.reserve(keys[part], num_bytes)
+            if isinstance(slot, Refusal):
+                self._recorder.store(kind, _OUTCOMES.get(slot, "dropped_no_room"))
+                continue
+            stored = len(chunk_blocks(self._layout.spec, *part))
+            moves.append(Move(part[0], keys[part], slot, transfer.first_block, stored, transfer.block_ids))
+            parts.append(part)
+            job.num_bytes += num_bytes
+            job.blocks += self._pin_blocks(transfer.block_ids)
+        return moves, parts
+
+    def _placed(self, state: RequestState, parts: Iterable[Part], new: Container[Part]) -> list[StoredChunk]:
+        """Chunks of a request, from its beginning on, each with what it needs to be worth anything."""
+        spec, keys, path = self._layout.spec, state.keys(), state.path
+        chunks = []
+        for part in path_order(spec, parts):
+            key = keys.key(*part)
+            num_bytes = self._stack.far_cost(self._layout.chunk_bytes(*part))
+            self._used_bytes += num_bytes
+            path_bytes = path.add(part, key, num_bytes)
+            place = PathPlace(tuple(keys.key(*need) for need in needed_before(spec, *part)), path_bytes)
+            chunks.append(StoredChunk(part, key, place, part in new))
+        return chunks
+
+    def _settle(self, path: StoredPath, chunks: Sequence[StoredChunk], is_stored: bool = True) -> None:
+        """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right."""
+        spec = self._layout.spec
+        is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.far_bytes)
+        for chunk in self._checked(path, chunks) if is_overdue else chunks:
+            if not chunk.is_new:
+                # What another store still brings, that one lets cascade.
+                if self._stack.in_near(chunk.key):
+                    self._stack.cascade(chunk.key, chunk.place)
+                continue
+            is_offered = is_stored and self._stack.commit(chunk.key, chunk.place)
+            if not is_stored:
+                self._stack.abort(chunk.key)
+            self._recorder.store(spec.groups[chunk.part[0]].kind, "stored" if is_offered else "failed")
+        renewed = path.take_renewal(spec, self._used_bytes, is_overdue)
+        if renewed is None:
+            renewed = [chunk.key for chunk in reversed(chunks)]
+        if renewed:
+            self._stack.touch(renewed)
+
+    def _checked(self, path: StoredPath, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+        """Chunks that follow a path of long ago: it is made recent first, and must be whole, not only at its end."""
+        spec, (first, *others) = self._layout.spec, chunks
+        self._stack.touch(path.order(spec))
+        needs = (*first.place.needs, *path.prefix(spec, first.part[1]))
+        return [first._replace(place=first.place._replace(needs=needs)), *others]
+
+    def on_gone(self, state: RequestState) -> None:
+        """The request has ended: what it leaves is made recent as a whole, now or when its last store has ended."""
+        state.path.is_over = True
+        self._settle(state.path, ())
 
     def _pin_blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         if self._pool is None:
@@ -186,13 +220,11 @@ class StorePlanner:
         if job.failure is None and not holds(job.sworn):
             job.failure, job.reason = "the adapter's files changed meanwhile", "adapter"
         if job.failure is not None:
-            logger.warning("%d chunks were not stored: %s", len(job.chunks), job.failure)
+            num_lost = sum(chunk.is_new for chunk in job.chunks)
+            logger.warning("%d chunks were not stored: %s", num_lost, job.failure)
             self._recorder.store_failed(job.reason or "io")
-        for key, kind in eviction_order(job.chunks):
-            is_stored = job.failure is None and self._stack.commit(key)
-            if job.failure is not None:
-                self._stack.abort(key)
-            self._recorder.store(kind, "stored" if is_stored else "failed")
+        job.path.num_storing -= 1
+        self._settle(job.path, job.chunks, is_stored=job.failure is None)
         if job.failure is None:
             self._recorder.stored_bytes(job.num_bytes * self._layout.world_size)
         self._free(job)

@@ -70,8 +70,9 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
         ConfigurationError: the disk tier cannot use its directory.
     """
     near = RamIndex(sizes.rank_bytes, sizes.granule_bytes)
-    far = None if config.disk is None else disk_index(config.disk, layout, fingerprint)
     options = StackOptions(load_timeout_s=config.load_timeout_seconds)
+    burst_bytes = int(options.cascading_share * near.capacity_bytes) * layout.world_size
+    far = None if config.disk is None else disk_index(config.disk, layout, fingerprint, burst_bytes)
     return TierStack(near, far, layout.world_size, clock, options)
 
 
@@ -99,14 +100,16 @@ def build_mover(config: DiskTierConfig, namespace: bytes, arena: RamArena, rank:
     return TierMover(arena, disk_medium(config, namespace, rank), clock)
 
 
-def disk_index(config: DiskTierConfig, layout: CacheLayout, fingerprint: Fingerprint) -> DiskIndex:
-    """The scheduler's half of the disk tier.
+def disk_index(
+    config: DiskTierConfig, layout: CacheLayout, fingerprint: Fingerprint, burst_bytes: int = 0
+) -> DiskIndex:
+    """The scheduler's half of the disk tier, which prepares for so much at one time.
 
     Raises:
         ConfigurationError: its directory or its size cannot be used.
     """
     try:
-        return DiskIndex(config.path, fingerprint, _disk_options(config, max(_chunk_bytes(layout))))
+        return DiskIndex(config.path, fingerprint, _disk_options(config, max(_chunk_bytes(layout)), burst_bytes))
     except TierConfigurationError as error:
         field = _DISK_FIELDS.get(error.field, error.field)
         raise ConfigurationError(f"{DISK_PATH}.{field}", error.expected, repr(error.got), error.hint) from error
@@ -117,10 +120,11 @@ def disk_medium(config: DiskTierConfig, namespace: bytes, rank: int) -> TierMedi
     return DiskMedium(config.path, namespace, rank, _disk_options(config))
 
 
-def _disk_options(config: DiskTierConfig, largest_chunk_bytes: int = 0) -> DiskOptions:
+def _disk_options(config: DiskTierConfig, largest_chunk_bytes: int = 0, burst_bytes: int = 0) -> DiskOptions:
     return DiskOptions(
         capacity_bytes=config.capacity,
         largest_chunk_bytes=largest_chunk_bytes,
+        burst_bytes=burst_bytes,
         fsync=Fsync(config.fsync),
         direct=config.direct,
     )

@@ -148,10 +148,12 @@ class OffloadWorker:
         for load in plan.loads:
             job = _Job(request_id=load.request_id)
             self._submit(self._paths.loads, job, load, partial(self._check, load, job, now_s), None)
-        if plan.moves:
-            self._start_moves(plan)
+        self.start_moves(plan)
 
-    def _start_moves(self, plan: StepPlan) -> None:
+    def start_moves(self, plan: StepPlan) -> None:
+        """Submits moves between the tiers."""
+        if not plan.moves:
+            return
         try:
             if self._mover is None and self._make_mover is not None:
                 self._mover = self._make_mover(plan.namespace)
@@ -252,13 +254,13 @@ class OffloadWorker:
         outcome, self._outcome = self._outcome, StepOutcome()
         return None if outcome.is_empty else outcome
 
-    def close(self) -> None:
+    def close(self, drain_s: float = DRAIN_S) -> None:
         """Ends copies in flight, then gives up the memory they use."""
         for engine in self._engines:
             engine.close()
-        if self._mover is not None and not self._mover.close(DRAIN_S):
+        if self._mover is not None and not self._mover.close(drain_s):
             message = "chunks are still on their way to the slow tier after %.0f s; the next start finds what is whole"
-            logger.warning(message, DRAIN_S)
+            logger.warning(message, drain_s)
         self._arena.close()
 
 

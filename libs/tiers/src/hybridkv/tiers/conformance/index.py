@@ -45,6 +45,14 @@ class IndexConformance(TierSuite):
         sizes = [1, CHUNK_BYTES - 1, CHUNK_BYTES + 1]
         assert [reserved(index, str(size).encode(), size).num_bytes for size in sizes] == sizes
 
+    def test_a_chunk_takes_up_what_the_index_says_that_it_costs(self) -> None:
+        index = self.make_index(6)
+        used_bytes = 0
+        for size in (1, CHUNK_BYTES, CHUNK_BYTES + 1):
+            used_bytes += index.cost(size)
+            reserved(index, str(size).encode(), size)
+            assert index.used_bytes == used_bytes and index.cost(size) >= size
+
     def test_a_pin_gives_the_slot_that_was_reserved(self) -> None:
         index = self.make_index(3)
         slot = reserved(index, A, CHUNK_BYTES + 5)

@@ -18,11 +18,20 @@ MAX_USES_IN_A_BATCH = 1 << 14
 """The last ones. What was used before them in the same second keeps the place it had."""
 
 
+class GivenUpError(Exception):
+    """The snapshot is not wanted any more that was planned at a cut."""
+
+
 class Cut:
     """Where a snapshot was planned: what comes behind it belongs to the file that follows that snapshot."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
+
+    def require_wanted(self) -> None:
+        """Any thread may cancel; whoever writes the snapshot asks this from time to time."""
+        if self.is_cancelled:
+            raise GivenUpError
 
 
 class Gap:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.names import temporary_name
@@ -20,6 +20,7 @@ LARGEST_SMALL_FILE_BYTES = 1 << 20
 MAX_LEVELS = 8
 """Of directories below one that is measured; ours go two levels down."""
 _PIECE_BYTES = 1 << 26
+_WRITE_BYTES = 1 << 17
 
 
 class ForeignFileError(OSError):
@@ -108,12 +109,19 @@ class Directory:
 
         With `sync` also if the power goes.
         """
+        self.write_pieces(name, (data,), sync)
+
+    def write_pieces(self, name: str, pieces: Iterable[bytes], sync: bool) -> None:
+        """As `write_file`, of pieces that are not all in memory at one time. If they raise, the file is as it was."""
         temporary = temporary_name(name)
         # Never one that a crash left: somebody may have made a hard link to it.
         self.remove_file(temporary)
         fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            write_all(self.io, fd, data, 0)
+            offset = 0
+            for data in _joined(pieces):
+                write_all(self.io, fd, data, offset)
+                offset += len(data)
             if sync:
                 self.io.fdatasync(fd)
         finally:
@@ -158,6 +166,21 @@ class Directory:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             self.io.close(fd)
+
+
+def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in fewer pieces, where they are small."""
+    waiting: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        waiting.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= _WRITE_BYTES:
+            yield b"".join(waiting)
+            waiting.clear()
+            num_bytes = 0
+    if waiting:
+        yield b"".join(waiting)
 
 
 def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> None:

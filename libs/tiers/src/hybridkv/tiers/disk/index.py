@@ -27,6 +27,9 @@ from hybridkv.tiers.errors import TierProtocolError
 
 logger = logging.getLogger(__name__)
 
+_SNAPSHOT_SHARE = 0.8
+"""Of `close_timeout_s`, which the last snapshot may take with all that comes before it."""
+
 
 class DiskIndex:
     """A `TierIndex` over segment files of all ranks of one engine.
@@ -79,6 +82,10 @@ class DiskIndex:
     def used_bytes(self) -> int:
         return self._records.used_bytes
 
+    def cost(self, num_bytes: int) -> int:
+        """With the record's header, in whole pages."""
+        return record_bytes(num_bytes)
+
     @property
     def disk_bytes(self) -> int:
         """Of segments, on all ranks: what they were given on disk, whether records fill it or not."""
@@ -126,8 +133,8 @@ class DiskIndex:
         self._upkeep.write_changes()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        """As the contract says. NO_ROOM also while file work is behind: the next segment is not made yet, the file
-        system is full, or its directory is gone."""
+        """As the contract says. BUSY while file work is on its way that may make room: the next segment is being made,
+        one is being deleted or emptied. NO_ROOM also where none is: the file system is full, its directory is gone."""
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         if not 0 < len(key) <= LARGEST_KEY_BYTES:
@@ -138,7 +145,7 @@ class DiskIndex:
         if refusal is None and not self._segments.has_room(cost, may_take_last=False):
             self._upkeep.run()
             if not self._segments.has_room(cost, may_take_last=False):
-                refusal = Refusal.NO_ROOM
+                refusal = Refusal.BUSY if self._upkeep.is_working else Refusal.NO_ROOM
         if refusal is not None:
             return self._records.tally.refuse(refusal)
         self._make_fit(cost)
@@ -199,14 +206,14 @@ class DiskIndex:
     def clear(self) -> int:
         """`invalidate` every key, durably: waits until that is written down, at most `close_timeout_s`."""
         self._upkeep.collect()
-        count = sum(self._records.invalidate(key) is not None for key in list(self._records.by_key))
-        if self._is_closed:
-            return count
-        written = threading.Event()
-        if not self._upkeep.start_epoch(written.set) or not written.wait(self._options.close_timeout_s):
-            logger.warning("clear is not on disk yet in %s; a crash now would undo it", self._namespace.root.path)
+        forgotten = self._records.forget()
+        if not self._is_closed:
+            written = threading.Event()
+            if not self._upkeep.start_epoch(written.set) or not written.wait(self._options.close_timeout_s):
+                logger.warning("clear is not on disk yet in %s; a crash now would undo it", self._namespace.root.path)
+        self._upkeep.free(forgotten.leftovers)
         self._upkeep.run()
-        return count
+        return forgotten.num_withdrawn
 
     def take_counts(self) -> TierCounts:
         self._upkeep.run()
@@ -233,18 +240,27 @@ class DiskIndex:
             return
         self._is_closed = True
         self._upkeep.collect()
-        for record in self._records.by_key.values():
+        for record in self._records.reserved_now.values():
             # What a medium has written and nobody has heard of yet is found by the next opening, which verifies it.
             if record.state is State.DOOMED_WRITE:
                 self._upkeep.withdraw(record)
         self._upkeep.finish()
-        is_done = self._janitor.close(self._options.close_timeout_s)
+        is_written = threading.Event()
+        self._janitor.submit(is_written.set)
+        self._upkeep.free(self._records.forget().leftovers)
+        is_done = self._end_work() or is_written.is_set()
         self._upkeep.janitor = None
         self._upkeep.collect()
-        self._records.detach()
-        for key in list(self._records.by_key):
-            self._records.invalidate(key)
         if is_done:
             self._namespace.close()
         else:
             logger.warning("%s is still locked: file work did not end in time", self._namespace.root.path)
+
+    def _end_work(self) -> bool:
+        """Whether the janitor ended in time. A snapshot that takes most of it is given up: the changes say the same."""
+        timeout_s = self._options.close_timeout_s
+        if self._janitor.close(_SNAPSHOT_SHARE * timeout_s):
+            return True
+        logger.info("%s: no time for a snapshot; the next start reads the changes", self._namespace.path)
+        self._upkeep.give_up_snapshot()
+        return self._janitor.close((1 - _SNAPSHOT_SHARE) * timeout_s)

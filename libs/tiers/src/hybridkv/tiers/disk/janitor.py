@@ -39,7 +39,8 @@ class Janitor(Protocol):
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Run what waits, at most for `timeout_s`; take no more. False when something may still be running."""
+        """Run what waits, at most for `timeout_s`; take no more. False when something may still be running, and then it
+        may be called again."""
         ...
 
 
@@ -75,6 +76,7 @@ class ThreadJanitor:
         self._delayed: list[_Waiting] = []
         """The thread's own."""
         self._is_closed = False
+        self._has_end = False
         self._thread = threading.Thread(target=self._run, name="hybridkv-disk-janitor", daemon=True)
         self._thread.start()
 
@@ -93,12 +95,13 @@ class ThreadJanitor:
 
     def close(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        if not self._is_closed:
-            self._is_closed = True
+        self._is_closed = True
+        if not self._has_end:
             try:
                 self._jobs.put(None, timeout=timeout_s)
             except queue.Full:
                 return False
+            self._has_end = True
         self._thread.join(max(deadline_s - time.monotonic(), 0.0))
         return not self._thread.is_alive()
 

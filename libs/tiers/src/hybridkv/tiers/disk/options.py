@@ -22,6 +22,9 @@ SMALLEST_SEGMENT_BYTES = MIB
 LARGEST_DEFAULT_SEGMENT_BYTES = 256 * MIB
 SEGMENTS_IN_CAPACITY = 64
 FEWEST_SEGMENTS = 4
+FEWEST_READY_SEGMENTS = 2
+READY_PER_SEGMENT = 8
+"""Of so many segments one may be made ahead of a burst: what `df` shows is not all there at once."""
 FEWEST_SPARE_SEGMENTS = 3
 """One that is being filled, one that is ready to be, and one that compaction copies to."""
 
@@ -65,7 +68,9 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
             Bounds write amplification to 1 / (1 - share). Within (0, 0.95].
         max_records: keys in the index. Memory: about 500 bytes each in the index, 82 on disk.
         max_quarantined: withdrawn records that are remembered across restarts, at most 524288.
-        ready_segments: how many empty segments are prepared ahead.
+        burst_bytes: what may be on its way into the tier at one time, over all ranks.
+        ready_segments: how many empty segments are prepared ahead, and kept ahead by compaction; None: as many as
+            `burst_bytes` fills, at least 2 and at most an eighth of the segments, of which compaction keeps 2.
         snapshot_interval_s: between two snapshots of the index.
         changes_interval_s: between two batches of what happened since the last snapshot.
         retry_interval_s: how long file work rests after it failed.
@@ -87,7 +92,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     compaction_share: float = 0.75
     max_records: int = 4_000_000
     max_quarantined: int = 1024
-    ready_segments: int = 2
+    burst_bytes: int = 0
+    ready_segments: int | None = None
     snapshot_interval_s: float = 120.0
     changes_interval_s: float = 1.0
     retry_interval_s: float = 5.0
@@ -101,13 +107,16 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     close_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("capacity_bytes", "max_records", "max_quarantined", "ready_segments", "max_queued"):
+        for name in ("capacity_bytes", "max_records", "max_quarantined", "max_queued"):
             _require(name, getattr(self, name) > 0, "a number > 0", getattr(self, name))
         intervals = ("snapshot_interval_s", "changes_interval_s", "retry_interval_s", "fsync_interval_s")
         for name in (*intervals, "close_timeout_s"):
             _require(name, 0 <= getattr(self, name) < float("inf"), "seconds >= 0", getattr(self, name))
         most = f"{MOST_QUARANTINED} or fewer"
         _require("max_quarantined", self.max_quarantined <= MOST_QUARANTINED, most, self.max_quarantined)
+        is_number = self.ready_segments is None or self.ready_segments > 0
+        _require("ready_segments", is_number, "a number > 0, or None", self.ready_segments)
+        _require("burst_bytes", self.burst_bytes >= 0, "a number >= 0", self.burst_bytes)
         _require("largest_chunk_bytes", self.largest_chunk_bytes >= 0, "a number >= 0", self.largest_chunk_bytes)
         _require("spare_share", 0 <= self.spare_share <= 0.9, "a share within [0, 0.9]", self.spare_share)
         _require("compaction_share", 0 < self.compaction_share <= 0.95, "a share <= 0.95", self.compaction_share)
@@ -134,6 +143,10 @@ class DiskSizes(msgspec.Struct, frozen=True):
     usable_bytes: int
     """For records of one rank, headers included: what an index calls its capacity."""
     max_records: int
+    ready_segments: int
+    """Empty ones that are made ahead while there is space that no segment has."""
+    kept_segments: int
+    """Empty ones that compaction makes room for."""
 
     @property
     def room_bytes(self) -> int:
@@ -174,7 +187,15 @@ def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
         )
     num_spare = min(FEWEST_SPARE_SEGMENTS + math.ceil(options.spare_share * count - 1e-9), count - 1)
     usable_bytes = (count - num_spare) * (segment_bytes - SEGMENT_HEAD_BYTES)
-    return DiskSizes(num_ranks, segment_bytes, data_bytes, metadata_bytes, usable_bytes, max(max_records, 1))
+    kept = options.ready_segments or FEWEST_READY_SEGMENTS
+    ready = options.ready_segments or _ready_segments(options.burst_bytes // (num_ranks * segment_bytes), count)
+    bounds = (usable_bytes, max(max_records, 1))
+    return DiskSizes(num_ranks, segment_bytes, data_bytes, metadata_bytes, *bounds, ready, kept)
+
+
+def _ready_segments(num_filled: int, count: int) -> int:
+    """One more than a burst fills whole: it begins in the middle of one, and ends in the middle of another."""
+    return max(min(num_filled + 1, count // READY_PER_SEGMENT), FEWEST_READY_SEGMENTS)
 
 
 def _default_segment_bytes(options: DiskOptions, num_ranks: int) -> int:

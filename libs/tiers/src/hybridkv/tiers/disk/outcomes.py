@@ -200,11 +200,12 @@ class Outcomes:
             is_gone = getattr(outcome.error, "errno", None) == errno.ENOENT
             self.is_snapshot_owed = self.is_snapshot_owed or is_gone or outcome.value is True
             return
-        if outcome.error is None:
+        is_written = outcome.value is True
+        if is_written:
             self.rests.end(Log)
-        self.tally.add("snapshots", int(outcome.error is None))
+        self.tally.add("snapshots", int(is_written))
         # One of an epoch that is over speaks for nothing.
-        self.is_snapshot_owed = outcome.error is not None or job.epoch != self.epoch
+        self.is_snapshot_owed = not is_written or job.epoch != self.epoch
 
     def _end_restore(self, value: object) -> None:
         self.is_lost = False

@@ -9,6 +9,9 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Slot
@@ -16,6 +19,7 @@ from hybridkv.tiers.disk.change_log import ChangeLog
 from hybridkv.tiers.disk.layout import number_of, record_bytes
 from hybridkv.tiers.disk.segments import SegmentTable
 from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.leftovers import Leftovers
 from hybridkv.tiers.tally import Tally
 
 
@@ -32,19 +36,19 @@ class State(enum.Enum):
         self.answer = answer
 
 
-class Record:
-    """One key's record. Another thread may read it at any time, but for `num_pins`."""
+class Record(msgspec.Struct, gc=False, eq=False):
+    """One key's record. Another thread may read it at any time, but for `num_pins`.
 
-    __slots__ = ("address", "key", "last_used", "num_pins", "payload_bytes", "state")
+    It is in no cycle, so Python's collector of garbage is told not to look at it: there may be millions.
+    """
 
-    def __init__(self, key: Key, address: int, payload_bytes: int, state: State) -> None:
-        self.key = key
-        self.address = address
-        self.payload_bytes = payload_bytes
-        self.state = state
-        self.num_pins = 0
-        self.last_used = 0
-        """Higher: more recently. What keeps the order here is `RecordTable.evictable`; this is for a snapshot."""
+    key: Key
+    address: int
+    payload_bytes: int
+    state: State
+    num_pins: int = 0
+    last_used: int = 0
+    """Higher: more recently. What keeps the order here is `RecordTable.evictable`; this is for a snapshot."""
 
     @property
     def cost(self) -> int:
@@ -53,6 +57,14 @@ class Record:
     @property
     def slot(self) -> Slot:
         return Slot(((self.address, self.payload_bytes),))
+
+
+class Forgotten(NamedTuple):
+    """What was withdrawn at once."""
+
+    num_withdrawn: int
+    leftovers: Leftovers
+    """The tables as they were. Who still reads them has to be done before they are freed."""
 
 
 class RecordTable:
@@ -67,6 +79,8 @@ class RecordTable:
         self.evictable_bytes = 0
         self.reserved_now: dict[Key, Record] = {}
         """Doomed ones included: somebody may be writing them."""
+        self.pinned_now: dict[Key, Record] = {}
+        """Doomed ones included: somebody may be reading them."""
         self.used_bytes = 0
         self.num_doomed = 0
         self.generation = 0
@@ -107,10 +121,6 @@ class RecordTable:
             self._segments.refile(by_number[number])
             self.evictable_bytes += num_bytes
             self.used_bytes += num_bytes
-
-    def detach(self) -> None:
-        """Leave the records as they are to a snapshot that still reads them."""
-        self.by_key = dict(self.by_key)
 
     def reserve(self, key: Key, address: int, payload_bytes: int) -> Record:
         record = Record(key, address, payload_bytes, State.RESERVED)
@@ -179,6 +189,27 @@ class RecordTable:
         self.log.gone(record.address)
         return record
 
+    def forget(self) -> Forgotten:
+        """`invalidate` everything at once, and log nothing: the caller gives up the log, or has closed it.
+
+        Begins new tables with copies of what is pinned or reserved, so that it costs nothing for every other record,
+        and whoever reads the old ones reads what was there.
+        """
+        num_withdrawn = len(self.by_key) - self.num_doomed
+        leftovers = Leftovers(self.evictable, self.by_key, *self._segments.forget_keys())
+        self.reserved_now = {key: _doomed(record) for key, record in self.reserved_now.items()}
+        self.pinned_now = {key: _doomed(record) for key, record in self.pinned_now.items()}
+        self.by_key = self.reserved_now | self.pinned_now
+        self.evictable = OrderedDict()
+        self.evictable_bytes = self.used_bytes = 0
+        self.num_doomed = len(self.by_key)
+        for record in self.by_key.values():
+            self.used_bytes += record.cost
+            self._segments.change_live(record.address, record.cost)
+        self.generation += num_withdrawn
+        self.tally.invalidations += num_withdrawn
+        return Forgotten(num_withdrawn, leftovers)
+
     def pin(self, key: Key) -> Slot | None:
         record = self.by_key.get(key)
         if record is None or record.state is not State.COMMITTED:
@@ -187,6 +218,7 @@ class RecordTable:
             self._make_unevictable(record)
             self._segments.hold(record.address, is_writing=False)
             self._use(record)
+            self.pinned_now[key] = record
         record.num_pins += 1
         return record.slot
 
@@ -197,6 +229,7 @@ class RecordTable:
         record.num_pins -= 1
         if record.num_pins:
             return
+        del self.pinned_now[key]
         self._segments.release(record.address, is_writing=False)
         if record.state is State.COMMITTED:
             self._make_evictable(record)
@@ -242,3 +275,9 @@ class RecordTable:
         cost = record.cost
         self.used_bytes -= cost
         self._segments.change_live(record.address, -cost)
+
+
+def _doomed(record: Record) -> Record:
+    """A copy that is not offered."""
+    state = State.DOOMED_READ if record.num_pins else State.DOOMED_WRITE
+    return msgspec.structs.replace(record, state=state)

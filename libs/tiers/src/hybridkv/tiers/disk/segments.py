@@ -184,10 +184,21 @@ class SegmentTable:
         """A record at this address appeared or, with fewer than 0 bytes, went away."""
         segment = self.of(address)
         segment.live_bytes += num_bytes
+        if segment is self.open:
+            return  # nobody does anything with it before it is full
         if not segment.live_bytes or segment.number in self.dead:
             self.refile(segment)
-        elif segment.stage is Stage.FULL:
+        else:
             self.candidates.changed(segment.number)
+
+    def forget_keys(self) -> list[list[Key]]:
+        """The keys of all segments, which know none from now on and hold nothing that lives."""
+        key_lists = []
+        for segment in self.by_number.values():
+            key_lists.append(segment.keys)
+            segment.keys, segment.live_bytes = [], 0
+            self.refile(segment)
+        return key_lists
 
     def hold(self, address: int, is_writing: bool) -> None:
         """A record at this address has a reader or a writer."""
@@ -205,7 +216,8 @@ class SegmentTable:
             segment.num_written -= 1
             if not segment.num_written:
                 del self.written[segment.number]
-        if not segment.num_used or (is_writing and not segment.num_written):
+        is_settled = not segment.num_used or (is_writing and not segment.num_written)
+        if is_settled and segment is not self.open:
             self.refile(segment)
 
     def close_open(self) -> None:

@@ -1,18 +1,19 @@
 """The bytes of a snapshot of the index: which records there are, least recently used first. FORMAT.md describes them.
 
-It only saves time: every record it names is verified when it is loaded, and without it the segments are read. Reads and
-writes no file.
+It only saves time: every record it names is verified when it is loaded, and without it the segments are read. Of a
+million records it takes up 50 MB and more, so it is made in pieces. Reads and writes no file.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format import VERSION, checksum
@@ -26,11 +27,12 @@ from hybridkv.tiers.disk.layout import (
     SEGMENT_HEAD_BYTES,
     address_of,
 )
+from hybridkv.tiers.leftovers import pieces
 
 SNAPSHOT_MAGIC = b"\x89HKVI\r\n\n"
 _HEAD = struct.Struct("<8sHHI32sQQQQQQQ")
 _CHECKSUM_BYTES = 16
-_KEYS_AT_A_TIME = 2048
+_NUMBERS_AT_A_TIME = 1 << 15
 
 Numbers: TypeAlias = npt.NDArray[np.uint64]
 
@@ -52,36 +54,65 @@ class Snapshot(NamedTuple):
     payload_bytes: Sequence[int] | Numbers
 
 
-def encode(snapshot: Snapshot, namespace: bytes) -> bytes:
-    # In pieces, so that no other thread waits long for this one.
-    parts = [snapshot.keys[at : at + _KEYS_AT_A_TIME] for at in range(0, len(snapshot.keys), _KEYS_AT_A_TIME)]
-    blob = b"".join([b"".join(part) for part in parts])
-    key_bytes = b"".join([np.array(list(map(len, part)), dtype="<u2").tobytes() for part in parts])
-    head = _HEAD.pack(
-        SNAPSHOT_MAGIC,
-        VERSION,
-        0,
-        0,
-        namespace,
-        snapshot.epoch,
-        snapshot.scan_from,
-        snapshot.next_number,
-        snapshot.next_address,
-        len(snapshot.pending),
-        len(snapshot.keys),
-        len(blob),
-    )
-    body = b"".join(
-        (
-            head,
-            np.array(snapshot.pending, dtype="<u8").tobytes(),
-            np.asarray(snapshot.addresses, dtype="<u8").tobytes(),
-            np.asarray(snapshot.payload_bytes, dtype="<u8").tobytes(),
-            key_bytes,
-            blob,
+class Encoding:
+    """The bytes of a snapshot, of which never more than a piece is in memory."""
+
+    def __init__(self, snapshot: Snapshot, namespace: bytes) -> None:
+        self._snapshot = snapshot
+        self._namespace = namespace
+        self._key_bytes = _lengths(snapshot.keys)
+        self._blob_bytes = int(self._key_bytes.sum(dtype=np.int64))
+        self.checksum = b""
+        """What tells this snapshot from every other one. There when the pieces were taken."""
+
+    @property
+    def num_bytes(self) -> int:
+        numbers = 8 * len(self._snapshot.pending) + 18 * len(self._snapshot.keys)
+        return _HEAD.size + numbers + self._blob_bytes + _CHECKSUM_BYTES
+
+    def pieces(self) -> Iterator[bytes]:
+        """All of them, in order, once."""
+        digest = xxhash.xxh3_128()
+        for piece in self._fields():
+            digest.update(piece)
+            yield piece
+        self.checksum = digest.digest()
+        yield self.checksum
+
+    def _fields(self) -> Iterator[bytes]:
+        snapshot = self._snapshot
+        yield _HEAD.pack(
+            SNAPSHOT_MAGIC,
+            VERSION,
+            0,
+            0,
+            self._namespace,
+            snapshot.epoch,
+            snapshot.scan_from,
+            snapshot.next_number,
+            snapshot.next_address,
+            len(snapshot.pending),
+            len(snapshot.keys),
+            self._blob_bytes,
         )
-    )
-    return body + checksum(body)
+        for column in (snapshot.pending, snapshot.addresses, snapshot.payload_bytes):
+            for start in range(0, len(column), _NUMBERS_AT_A_TIME):
+                yield np.asarray(column[start : start + _NUMBERS_AT_A_TIME], dtype="<u8").tobytes()
+        yield self._key_bytes.tobytes()
+        for part in pieces(len(snapshot.keys)):
+            yield b"".join(snapshot.keys[part])
+
+
+def _lengths(keys: Sequence[Key]) -> npt.NDArray[np.uint16]:
+    lengths = np.empty(len(keys), dtype="<u2")
+    for part in pieces(len(keys)):
+        lengths[part] = list(map(len, keys[part]))
+    return lengths
+
+
+def encode(snapshot: Snapshot, namespace: bytes) -> bytes:
+    """All of it, where it is small."""
+    return b"".join(Encoding(snapshot, namespace).pieces())
 
 
 def checksum_of(data: bytes) -> bytes:

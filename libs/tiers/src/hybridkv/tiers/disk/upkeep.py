@@ -14,6 +14,7 @@ from functools import partial
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk import epoch as epoch_file
+from hybridkv.tiers.disk.change_log import Cut
 from hybridkv.tiers.disk.compaction import Compaction
 from hybridkv.tiers.disk.janitor import Janitor
 from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of, number_of
@@ -22,6 +23,7 @@ from hybridkv.tiers.disk.outcomes import Outcomes
 from hybridkv.tiers.disk.records import Record, RecordTable
 from hybridkv.tiers.disk.segment_files import Move
 from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.snapshot_source import Source
 from hybridkv.tiers.disk.work import (
     Append,
     Copy,
@@ -35,10 +37,10 @@ from hybridkv.tiers.disk.work import (
     Rewrite,
     Save,
     Seal,
-    Source,
     WriteEpoch,
     run,
 )
+from hybridkv.tiers.leftovers import Leftovers
 
 MAX_JOBS_IN_A_ROW = 64
 """That one call starts, where jobs end before they are given back."""
@@ -67,6 +69,8 @@ class Upkeep:
         self._has_ended = threading.Event()
         self._num_running = 0
         self._copying: tuple[Move, ...] = ()
+        self._cut: Cut | None = None
+        """Of the last snapshot that was started."""
         self._snapshot_s = clock()
         self._snapshot_generation = -1
         self._changes_due_s = self._snapshot_s
@@ -94,6 +98,11 @@ class Upkeep:
                 due_s = self._snapshot_s + self._options.snapshot_interval_s
                 self._look_again_s = min(due_s, self.state.rests.next_end_s)
                 return
+
+    @property
+    def is_working(self) -> bool:
+        """Whether file work is on its way, after which there may be more to do, and more room."""
+        return self._num_running > 0
 
     def run_if_needed(self) -> None:
         """As `run`, but cheap where nothing happened that calls for work."""
@@ -136,6 +145,7 @@ class Upkeep:
         Writes that down before anything that waits here is started, and calls `then`, in any thread, when it is
         written or failed. False when that cannot be started.
         """
+        self.give_up_snapshot()
         self.state.epoch = epoch_file.after(self.state.epoch)
         self.state.is_epoch_written = False
         self._segments.close_open()
@@ -149,17 +159,37 @@ class Upkeep:
         return self._submit(WriteEpoch(self.state.epoch), then)
 
     def finish(self) -> None:
-        """Write down everything, so that the next opening reads one file, or what happened since the last snapshot."""
+        """Write down what happened since the last snapshot, and then a new one.
+
+        The next opening then reads one file. Without the new one, for which there may be no time, the changes say the
+        same.
+        """
+        self.give_up_snapshot()
         if self.state.is_taken:
             return
         self._segments.close_open()
         self.collect()
         self._start(self.state.withdrawn.job())
+        self._start(self._choose_log())
         for segment in list(self._segments.sealable.values()):
             if segment.epoch == self.state.epoch:
                 self._start(self._seal(segment))
-        self._start(self._save(is_last=True) if self._may_save() else self._choose_log())
+        if self._may_save():
+            self._start(self._save(is_last=True))
         self._records.log.close()
+
+    def give_up_snapshot(self) -> None:
+        """Do not wait for the one that is being written, if there is one."""
+        if self._cut is not None:
+            self._cut.is_cancelled = True
+
+    def free(self, leftovers: Leftovers) -> None:
+        """Behind the file work that was started before, which may still read them.
+
+        Where the janitor takes no more, they go when nobody reads them any more, in one step.
+        """
+        if self.janitor is not None:
+            self.janitor.submit(leftovers.free)
 
     # What is to be done next.
 
@@ -196,7 +226,7 @@ class Upkeep:
         return Drop(tuple(segment.number for segment in dead)) if dead else None
 
     def _choose_create(self) -> Job | None:
-        if len(self._segments.ready) >= self._options.ready_segments or not self._segments.creatable:
+        if len(self._segments.ready) >= self._sizes.ready_segments or not self._segments.creatable:
             return None
         sizes = self._sizes
         added_bytes = sizes.segment_bytes * sizes.num_ranks
@@ -205,7 +235,7 @@ class Upkeep:
 
     def _choose_copy(self) -> Job | None:
         segments = self._segments
-        if len(segments.ready) + segments.creatable + segments.num_leaving >= self._options.ready_segments:
+        if len(segments.ready) + segments.creatable + segments.num_leaving >= self._sizes.kept_segments:
             return None
         is_resting = self.state.rests.is_resting
         if is_resting(Copy) or is_resting(Drop) or (segments.creatable and is_resting(Create)):
@@ -314,6 +344,8 @@ class Upkeep:
     def _start(self, job: Job | None) -> bool:
         if job is None:
             return False
+        if isinstance(job, Save):
+            self._cut = job.cut
         if not self._submit(job):
             if isinstance(job, Copy):
                 self.state.end_copy(job, None)

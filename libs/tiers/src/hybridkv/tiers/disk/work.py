@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from hybridkv.tiers.contract import FailureReason, Key
+from hybridkv.tiers.contract import FailureReason
 from hybridkv.tiers.disk import epoch as epoch_file
 from hybridkv.tiers.disk import journal, snapshot
-from hybridkv.tiers.disk.change_log import Cut
+from hybridkv.tiers.disk.change_log import Cut, GivenUpError
 from hybridkv.tiers.disk.changes_file import ChangesFile
 from hybridkv.tiers.disk.directory import write_all
 from hybridkv.tiers.disk.names import EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME, segment_number
 from hybridkv.tiers.disk.namespace import Namespace
-from hybridkv.tiers.disk.records import Record, State
 from hybridkv.tiers.disk.segment_files import Move, SegmentFiles
+from hybridkv.tiers.disk.snapshot_source import Source
 
 logger = logging.getLogger(__name__)
-
-RECORDS_AT_A_TIME = 2048
-"""That a snapshot looks at between two lists that it makes."""
-
-Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Files(NamedTuple):
@@ -135,37 +127,6 @@ class Rewrite(NamedTuple):
         return None
 
 
-class Source(NamedTuple):
-    """Where a snapshot finds its records, while the index goes on using both.
-
-    A list of keys only grows, and what is read of a record is true when it is read: it is committed, at an address that
-    the snapshot speaks for or behind it. No step takes long without letting the index's thread run.
-    """
-
-    by_key: Mapping[Key, Record]
-    key_lists: Sequence[Sequence[Key]]
-    """Of each segment. A key may stand in several, or belong to no record any more."""
-
-    def committed(self) -> tuple[list[Key], Numbers, Numbers]:
-        """Keys, addresses and payload bytes, least recently used first."""
-        seen: set[Key] = set()
-        keys: list[Key] = []
-        columns = [np.empty((0, 3), dtype=np.uint64)]
-        for key_list in self.key_lists:
-            for start in range(0, len(key_list), RECORDS_AT_A_TIME):
-                rows = []
-                for key in key_list[start : start + RECORDS_AT_A_TIME]:
-                    record = self.by_key.get(key)
-                    if record is not None and record.state is State.COMMITTED and key not in seen:
-                        seen.add(key)
-                        keys.append(key)
-                        rows.append((record.last_used, record.address, record.payload_bytes))
-                columns.append(np.array(rows, dtype=np.uint64).reshape(-1, 3))
-        table = np.concatenate(columns)
-        order = np.argsort(table[:, 0], kind="stable")
-        return [keys[position] for position in order.tolist()], table[order, 1], table[order, 2]
-
-
 class Save(NamedTuple):
     """A snapshot of at most `max_bytes`: of the most recently used records, if it cannot name all."""
 
@@ -179,27 +140,38 @@ class Save(NamedTuple):
     cut: Cut
     """Where the index was when this was planned."""
 
-    def run(self, files: Files) -> object:
+    def run(self, files: Files) -> bool:
+        """Whether it was written; not when it was not wanted any more."""
         try:
             self._write(files)
+        except GivenUpError:
+            return False
         except Exception:
             self.cut.is_cancelled = True
             raise
-        return None
+        return True
 
     def _write(self, files: Files) -> None:
-        keys, addresses, sizes = self.source.committed()
-        while True:
-            saved = snapshot.Snapshot(*self[:5], keys, addresses, sizes)
-            data = snapshot.encode(saved, files.namespace.digest)
-            if len(data) <= self.max_bytes or not keys:
-                break
-            half = len(keys) // 2 + 1
-            keys, addresses, sizes = keys[half:], addresses[half:], sizes[half:]
         directory, digest = files.namespace.directory, files.namespace.digest
-        files.namespace.require_own()  # it took a while
-        directory.write_file(SNAPSHOT_NAME, data, files.syncs)
-        files.changes.begin(directory, digest, snapshot.checksum_of(data), self.cut)
+        encoding = self._encoding(digest)
+        directory.write_pieces(SNAPSHOT_NAME, self._wanted(encoding.pieces(), files.namespace), files.syncs)
+        files.changes.begin(directory, digest, encoding.checksum, self.cut)
+
+    def _encoding(self, namespace: bytes) -> snapshot.Encoding:
+        found = self.source.committed(self.cut)
+        while True:
+            saved = snapshot.Snapshot(*self[:5], found.keys, found.addresses, found.payload_bytes)
+            encoding = snapshot.Encoding(saved, namespace)
+            if encoding.num_bytes <= self.max_bytes or not found.keys:
+                return encoding
+            found = found.last((len(found.keys) - 1) // 2)
+
+    def _wanted(self, pieces: Iterator[bytes], namespace: Namespace) -> Iterator[bytes]:
+        namespace.require_own()  # it took a while to get here, and does until the last one is written
+        for piece in pieces:
+            self.cut.require_wanted()
+            yield piece
+        namespace.require_own()
 
 
 class Log(NamedTuple):

@@ -25,6 +25,9 @@ class FaultInjectingIndex:
     def used_bytes(self) -> int:
         return self._inner.used_bytes
 
+    def cost(self, num_bytes: int) -> int:
+        return self._inner.cost(num_bytes)
+
     @property
     def num_keys(self) -> int:
         return self._inner.num_keys

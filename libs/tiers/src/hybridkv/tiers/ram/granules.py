@@ -6,6 +6,8 @@ run, and memory grows with the number of holes, not with the size of the arena. 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hybridkv.tiers.contract import Slot
 
 
@@ -55,6 +57,19 @@ class GranuleAllocator:
         """Take back a slot that `take` gave out."""
         for offset, num_bytes in slot.extents:
             self._give_back(offset // self.granule_bytes, self.granules_for(num_bytes))
+
+    def keep_only(self, slots: Iterable[Slot]) -> None:
+        """Take back everything that `take` gave out, but for these slots. Costs nothing for what is taken back."""
+        self.num_free = 0
+        self._count_by_first, self._first_by_last = {}, {}
+        first = 0
+        for offset, num_bytes in sorted(extent for slot in slots for extent in slot.extents):
+            start = offset // self.granule_bytes
+            if start > first:
+                self._give_back(first, start - first)
+            first = start + self.granules_for(num_bytes)
+        if first < self.num_granules:
+            self._give_back(first, self.num_granules - first)
 
     def _give_back(self, first: int, count: int) -> None:
         self.num_free += count

@@ -1,6 +1,7 @@
 """Decides which chunks stay in host memory: least recently used goes first. Holds no bytes and starts no thread.
 
-Every operation costs O(1) in the number of keys (a reservation: plus what it evicts, plus the extents of its slot).
+Every operation costs O(1) in the number of keys (a reservation: plus what it evicts, plus the extents of its slot;
+`clear` and `close`: plus what is reserved or pinned). What they forget is freed in pieces, by later reservations.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ import enum
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.leftovers import Leftovers
 from hybridkv.tiers.ram.granules import GranuleAllocator
 from hybridkv.tiers.ram.sizes import count_granules
 from hybridkv.tiers.tally import Tally
+
+_FREED_AT_A_TIME = 256
+"""Entries of what was cleared, by one reservation."""
 
 
 class _State(enum.Enum):
@@ -28,14 +35,13 @@ class _State(enum.Enum):
         self.answer = answer
 
 
-class _Entry:
-    __slots__ = ("num_granules", "num_pins", "slot", "state")
+class _Entry(msgspec.Struct, gc=False, eq=False):
+    """In no cycle, so Python's collector of garbage is told not to look at it: there may be many."""
 
-    def __init__(self, slot: Slot, num_granules: int) -> None:
-        self.slot = slot
-        self.num_granules = num_granules
-        self.num_pins = 0
-        self.state = _State.RESERVED
+    slot: Slot
+    num_granules: int
+    state: _State = _State.RESERVED
+    num_pins: int = 0
 
 
 class RamIndex:
@@ -54,6 +60,9 @@ class RamIndex:
         # Sets beside the entries, because a set answers for many keys in one call: reserved or committed, and reserved.
         self._held: set[Key] = set()
         self._pending: set[Key] = set()
+        # The other entries: reserved, pinned or doomed.
+        self._in_use: dict[Key, _Entry] = {}
+        self._leftovers = Leftovers()
         self._generation = 0
         self._is_closed = False
         self._tally = Tally()
@@ -69,6 +78,9 @@ class RamIndex:
     @property
     def used_bytes(self) -> int:
         return (self._granules.num_granules - self._granules.num_free) * self._granules.granule_bytes
+
+    def cost(self, num_bytes: int) -> int:
+        return self._granules.granules_for(num_bytes) * self._granules.granule_bytes
 
     @property
     def num_keys(self) -> int:
@@ -122,8 +134,9 @@ class RamIndex:
             return self._tally.refuse(refusal)
         while self._granules.num_free < num_granules:
             self._evict_oldest()
+        self._leftovers.free_some(_FREED_AT_A_TIME)
         slot = self._granules.take(num_bytes)
-        self._entries[key] = _Entry(slot, num_granules)
+        self._entries[key] = self._in_use[key] = _Entry(slot, num_granules)
         self._held.add(key)
         self._pending.add(key)
         self._generation += 1
@@ -216,7 +229,16 @@ class RamIndex:
             self._forget(key, entry)
 
     def clear(self) -> int:
-        return sum(self.invalidate(key) for key in list(self._entries))
+        num_withdrawn = len(self._held)
+        self._leftovers.add(self._entries, self._evictable, self._held)
+        for entry in self._in_use.values():
+            entry.state = _State.DOOMED_READ if entry.num_pins else _State.DOOMED_WRITE
+        self._entries, self._evictable, self._held, self._pending = dict(self._in_use), OrderedDict(), set(), set()
+        self._num_evictable_granules = 0
+        self._granules.keep_only(entry.slot for entry in self._in_use.values())
+        self._generation += num_withdrawn
+        self._tally.invalidations += num_withdrawn
+        return num_withdrawn
 
     def take_counts(self) -> TierCounts:
         return self._tally.take()
@@ -226,11 +248,13 @@ class RamIndex:
         self.clear()
 
     def _make_evictable(self, key: Key, entry: _Entry) -> None:
+        del self._in_use[key]
         self._evictable[key] = entry
         self._num_evictable_granules += entry.num_granules
 
     def _make_unevictable(self, key: Key, entry: _Entry) -> None:
         del self._evictable[key]
+        self._in_use[key] = entry
         self._num_evictable_granules -= entry.num_granules
 
     def _withdraw(self, key: Key) -> None:
@@ -239,4 +263,5 @@ class RamIndex:
 
     def _forget(self, key: Key, entry: _Entry) -> None:
         del self._entries[key]
+        self._in_use.pop(key, None)
         self._granules.free(entry.slot)

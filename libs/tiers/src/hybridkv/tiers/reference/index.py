@@ -50,7 +50,7 @@ class ReferenceIndex:
 
     @property
     def used_bytes(self) -> int:
-        return sum(self._cost(chunk.num_bytes) for chunk in self._chunks.values())
+        return sum(self.cost(chunk.num_bytes) for chunk in self._chunks.values())
 
     @property
     def num_keys(self) -> int:
@@ -87,10 +87,10 @@ class ReferenceIndex:
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         victims = self._victims()
-        refusal = self._why_not(key, self._cost(num_bytes), victims)
+        refusal = self._why_not(key, self.cost(num_bytes), victims)
         if refusal is not None:
             return self._tally.refuse(refusal)
-        while self.used_bytes + self._cost(num_bytes) > self._capacity_bytes:
+        while self.used_bytes + self.cost(num_bytes) > self._capacity_bytes:
             self._evict(victims.pop(0))
         used_places = {chunk.place for chunk in self._chunks.values()}
         place = next(place for place in itertools.count() if place not in used_places)
@@ -106,7 +106,7 @@ class ReferenceIndex:
             return Refusal.PRESENT
         if cost > self._capacity_bytes:
             return Refusal.TOO_LARGE
-        evictable_bytes = sum(self._cost(self._chunks[victim].num_bytes) for victim in victims)
+        evictable_bytes = sum(self.cost(self._chunks[victim].num_bytes) for victim in victims)
         if cost > self._capacity_bytes - self.used_bytes + evictable_bytes:
             return Refusal.NO_ROOM
         return None
@@ -118,7 +118,7 @@ class ReferenceIndex:
 
     def _evict(self, key: Key) -> None:
         self._tally.evictions += 1
-        self._tally.evicted_bytes += self._cost(self._chunks.pop(key).num_bytes)
+        self._tally.evicted_bytes += self.cost(self._chunks.pop(key).num_bytes)
         self._generation += 1
 
     def commit(self, key: Key) -> bool:
@@ -184,7 +184,7 @@ class ReferenceIndex:
         self._is_closed = True
         self.clear()
 
-    def _cost(self, num_bytes: int) -> int:
+    def cost(self, num_bytes: int) -> int:
         return -(-num_bytes // self._granule_bytes) * self._granule_bytes
 
     def _slot(self, chunk: _Chunk) -> Slot:

@@ -50,11 +50,17 @@ class MoveResult(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     DROPPED_BUSY = "dropped_busy"
-    """More is on its way than the options allow, or nothing can be tried for a moment."""
+    """More waits, or is on its way, than the options allow."""
     DROPPED_NO_ROOM = "dropped_no_room"
     """The destination had no space to give."""
     DROPPED_OPEN = "dropped_open"
-    """The breaker of this direction keeps away from the slow tier, or it is tried by another move."""
+    """The breaker of this direction keeps away from the slow tier, or nothing could be tried for long."""
+    DROPPED_ORPHAN = "dropped_orphan"
+    """What it needs before it on its path is not in the slow tier, nor on its way there."""
+    DROPPED_EVICTED = "dropped_evicted"
+    """It left the fast tier before its turn."""
+    DROPPED_LATE = "dropped_late"
+    """It waited while nothing came to its end for longer than a move may take."""
 
 
 class StackCounts(msgspec.Struct, frozen=True):

@@ -12,9 +12,14 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds.
 
     Args:
-        load_timeout_s: how long a hold waits for the slow tier, and how long a move counts as alive.
+        load_timeout_s: how long a hold waits for the slow tier, how long a move counts as alive, and how long chunks
+            wait for their way down while nothing comes to its end there.
         promoting_share: of the fast tier's capacity, that may be on its way up at one time.
         cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
+        arriving_share: the same of the slow tier's capacity: it cannot be evicted there, and has no order of use yet.
+        max_cascading: chunks that may be on their way down at one time; fewer than the slow medium takes at once.
+        max_waiting: chunks that may wait for their way down. Of what comes when so many wait, beginnings and ends
+            alike are dropped: it is the end of what was stored. About 300 bytes of memory each.
         breaker: when to leave the slow tier alone, in each direction by itself.
         shortage: the same where it could not even be asked, because this process lacks files, memory or threads.
     """
@@ -22,12 +27,18 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     load_timeout_s: float = 30.0
     promoting_share: float = 0.5
     cascading_share: float = 0.25
+    arriving_share: float = 0.0625
+    max_cascading: int = 1024
+    max_waiting: int = 65_536
     breaker: BreakerOptions = BreakerOptions()
     shortage: BreakerOptions = BreakerOptions(failures=1, first_pause_s=0.05, longest_pause_s=5.0)
 
     def __post_init__(self) -> None:
         if not self.load_timeout_s > 0:
             raise TierConfigurationError("load_timeout_s", "seconds above 0", self.load_timeout_s)
-        for name in ("promoting_share", "cascading_share"):
+        for name in ("promoting_share", "cascading_share", "arriving_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise TierConfigurationError(name, "a share above 0, at most 1", getattr(self, name))
+        for name in ("max_cascading", "max_waiting"):
+            if not getattr(self, name) > 0:
+                raise TierConfigurationError(name, "a number > 0", getattr(self, name))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Failure, FailureReason, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.breaker import BreakerState
+from hybridkv.tiers.stack.cascades import ALONE, Cascades, Gate, PathPlace
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, MoveResult, StackCounts, TierMove
 from hybridkv.tiers.stack.options import StackOptions
@@ -62,6 +63,7 @@ class TierStack:
         """When `tick` was called last, and when a deadline was last looked for without it."""
         self._due_s = math.inf
         """Nothing that waits changes before."""
+        self._cascades = None if far is None else Cascades(near, far, self._traffic, self._options, self._plan_cascade)
 
     # What is stored.
 
@@ -249,12 +251,12 @@ class TierStack:
         """Space in the fast tier."""
         return self.near.reserve(key, num_bytes)
 
-    def commit(self, key: Key) -> bool:
-        """The fast tier holds a stored chunk: offer it, and let it cascade."""
+    def commit(self, key: Key, place: PathPlace = ALONE) -> bool:
+        """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
         is_stored = self.near.commit(key)
         self._on_near(key, is_stored)
         if is_stored:
-            self.cascade(key)
+            self.cascade(key, place)
         return is_stored
 
     def abort(self, key: Key) -> None:
@@ -262,10 +264,13 @@ class TierStack:
         self._on_near(key, False)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used in both tiers, the last one most."""
+        """Make keys the most recently used in both tiers, the last one most.
+
+        In the slow one only when what is to cascade by now has come there, so that it can be among them.
+        """
         self.near.touch(keys)
-        if self.far is not None:
-            self.far.touch(keys)
+        if self._cascades is not None:
+            self._cascades.touch(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
         """Never offer what is stored under this key again, anywhere."""
@@ -278,37 +283,55 @@ class TierStack:
         self.near.clear()
         if self.far is not None:
             self.far.clear()
+        if self._cascades is not None:
+            self._cascades.clear()
         for hold in self._holds.values():
             self._fail(hold, HoldFailure.LOST)
 
-    def cascade(self, key: Key) -> None:
-        """Copy a chunk that the fast tier holds to the slow one, if that lacks it and there is room on the way."""
-        if self.far is None or self.far.lookup(key) is not LookupResult.MISS:
-            return
-        self._look_at_clock()
-        near = self.near.pin(key)
-        if near is None:
-            return
-        dropped = self._why_not_cascade(near.num_bytes)
-        if dropped is None:
-            far = self.far.reserve(key, near.num_bytes)
-            if isinstance(far, Slot):
-                self._plan(Direction.CASCADE, key, near, far)
-                return
-            dropped = None if far is Refusal.PRESENT else MoveResult.DROPPED_NO_ROOM
-        self.near.unpin(key)
+    def cascade(self, key: Key, place: PathPlace = ALONE) -> None:
+        """Copy a chunk that the fast tier holds to the slow one, if that lacks it, when its turn comes.
+
+        Chunks go in the order of these calls; one that needs others is called for after them.
+        """
+        if self._cascades is not None:
+            self._look_at_clock()
+            self._drop(self._cascades.add(key, place, self._clock()))
+            self._pump()
+
+    def far_cost(self, num_bytes: int) -> int:
+        """What a chunk of so many bytes takes up of the slow tier, for `PathPlace.path_bytes`."""
+        return 0 if self.far is None else self.far.cost(num_bytes)
+
+    @property
+    def far_bytes(self) -> int:
+        """What the slow tier has room for."""
+        return 0 if self.far is None else self.far.capacity_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """Chunks that wait for their way down."""
+        return 0 if self._cascades is None else self._cascades.num_waiting
+
+    def _pump(self) -> None:
+        if self._cascades is not None:
+            for dropped in self._cascades.pump(self._gate):
+                self._drop(dropped)
+            if self._cascades.num_waiting:
+                self._due_s = min(self._due_s, self._cascades.since_s + self._options.load_timeout_s)
+
+    def _gate(self) -> Gate:
+        """Whether one more chunk may be written to the slow tier now."""
+        if not self._ways.allows(Direction.CASCADE, 0):
+            return Gate.SHUT
+        is_open = self._may_move(Direction.CASCADE) and not self._ways.rests(Direction.CASCADE)
+        return Gate.OPEN if is_open else Gate.BUSY
+
+    def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
+        self._plan(Direction.CASCADE, key, near, far)
+
+    def _drop(self, dropped: MoveResult | None) -> None:
         if dropped is not None:
             self._counts.moved(Direction.CASCADE, dropped)
-
-    def _why_not_cascade(self, num_bytes: int) -> MoveResult | None:
-        if not self._may_move(Direction.CASCADE):
-            return MoveResult.DROPPED_OPEN
-        if self._ways.rests(Direction.CASCADE):
-            return MoveResult.DROPPED_BUSY
-        moving = self._traffic.bytes_moving[Direction.CASCADE]
-        if moving and moving + num_bytes > self._options.cascading_share * self.near.capacity_bytes:
-            return MoveResult.DROPPED_BUSY
-        return None
 
     # Moves.
 
@@ -319,6 +342,7 @@ class TierStack:
 
     def take_moves(self) -> list[TierMove]:
         """What the media must do next, in order."""
+        self._pump()
         return self._traffic.take_planned()
 
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
@@ -336,7 +360,8 @@ class TierStack:
         if move.direction is Direction.PROMOTE:
             self._end_promotion(move.key, failure)
         else:
-            self._end_cascade(move.key, failure)
+            self._end_cascade(move.key, failure, moving.is_late)
+        self._pump()
 
     def _end_promotion(self, key: Key, failure: Failure | None) -> None:
         assert self.far is not None
@@ -349,8 +374,8 @@ class TierStack:
             self.far.invalidate(key, failure.reason)
         self._on_near(key, False)
 
-    def _end_cascade(self, key: Key, failure: Failure | None) -> None:
-        assert self.far is not None
+    def _end_cascade(self, key: Key, failure: Failure | None, is_late: bool) -> None:
+        assert self.far is not None and self._cascades is not None
         if failure is None:
             self.far.commit(key)
         else:
@@ -359,6 +384,7 @@ class TierStack:
                 # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
                 self.near.invalidate(key, failure.reason)
         self.near.unpin(key)
+        self._cascades.on_ended(key, failure, is_late, self._clock())
 
     def _on_near(self, key: Key, is_held: bool) -> None:
         """A key that was on its way into the fast tier has come, or never will."""
@@ -382,6 +408,7 @@ class TierStack:
         self._blame_before(self._ticked_s, now_s)
         self._ticked_s = now_s
         self._pass_time(now_s)
+        self._pump()
 
     def _look_at_clock(self) -> None:
         """Deadlines hold though nobody calls `tick`. Where nothing waits this is one comparison.
@@ -403,6 +430,8 @@ class TierStack:
         limit_s = self._options.load_timeout_s
         self._ways.tick(now_s)
         due_s = max(self._traffic.oldest_in_time_s(), self._noticed_s) + limit_s
+        if self._cascades is not None and self._cascades.num_waiting:
+            due_s = min(due_s, max(self._cascades.since_s, self._noticed_s) + limit_s)
         for hold in self._holds.values():
             if hold.waiting and now_s - hold.since_s >= limit_s:
                 self._fail(hold, HoldFailure.TIMEOUT)
@@ -416,11 +445,14 @@ class TierStack:
         for moving in self._traffic.give_up(heard_s - self._options.load_timeout_s):
             self._late_changes += moving.is_late_promotion
             self._ways.late(moving.move.direction, now_s)
+        if self._cascades is not None:
+            for dropped in self._cascades.give_up(heard_s - self._options.load_timeout_s):
+                self._drop(dropped)
 
     def has_moves_alive(self) -> bool:
-        """Whether a move may still end in time. One that is late is not worth staying awake for."""
+        """Whether a move may still end in time, or is to be made. One that is late is not worth staying awake for."""
         self._look_at_clock()
-        return self._traffic.has_some_in_time()
+        return self._traffic.has_some_in_time() or self.num_waiting > 0
 
     # Ends.
 
@@ -433,6 +465,8 @@ class TierStack:
         """Close both tiers. Call it after the media have ended their moves: what a slow tier holds stays there."""
         for owner in list(self._holds):
             self.release(owner)
+        if self._cascades is not None:
+            self._cascades.clear()
         self.near.close()
         if self.far is not None:
             self.far.close()

@@ -42,7 +42,7 @@ class Traffic:
         self._moves: dict[int, Moving] = {}
         """In the order in which they began."""
         self._planned: list[TierMove] = []
-        self._move_ids = itertools.count(1)
+        self._last_move_id = 0
         self.bytes_moving = dict.fromkeys(Direction, 0)
         """Of one rank. Late promotions are not among them."""
         self.num_in_time = dict.fromkeys(Direction, 0)
@@ -54,7 +54,8 @@ class Traffic:
 
     def plan(self, direction: Direction, key: Key, near: Slot, far: Slot, now_s: float) -> None:
         """A move that `take_planned` will hand out."""
-        move = TierMove(next(self._move_ids), direction, key, near, far)
+        self._last_move_id += 1
+        move = TierMove(self._last_move_id, direction, key, near, far)
         self._moves[move.move_id] = Moving(move, near.num_bytes, self._num_ranks, now_s)
         self.bytes_moving[direction] += near.num_bytes
         self.num_in_time[direction] += 1
@@ -93,6 +94,18 @@ class Traffic:
                 self.late_bytes += moving.num_bytes
                 self.late_keys.add(moving.move.key)
         return late
+
+    @property
+    def last_move_id(self) -> int:
+        """Of the move that was planned last, 0 before the first one."""
+        return self._last_move_id
+
+    def oldest_cascade(self) -> int | None:
+        """The first of the moves on their way down that are not late, None if there is none."""
+        for move_id, moving in self._moves.items():
+            if moving.move.direction is Direction.CASCADE and not moving.is_late:
+                return move_id
+        return None
 
     def has_some_in_time(self) -> bool:
         """Whether a move is on its way that is not late."""

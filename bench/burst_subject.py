@@ -1,0 +1,124 @@
+"""What a disk tier keeps of prompts that come in a burst: tokens that can be resumed from it over tokens offered and fit.
+
+A chunk is of attention alone, in a chain: the first that is missing ends what can be resumed. Host memory holds the
+whole burst, so what is measured is the way down and the disk. Steps are as fast as they can be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import disk_subject
+
+from hybridkv.tiers import Slot, Ticket
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
+from hybridkv.tiers.ram import RamArena, RamIndex
+from hybridkv.tiers.stack import MoveOutcome, PathPlace, StackOptions, TierMover, TierStack
+
+CHUNK_BYTES = 512 << 10
+PROMPT_CHUNKS = 64
+GRANULE_BYTES = 4096
+POLL_INTERVAL_S = 0.0005
+CAPACITIES = tuple(mib << 20 for mib in (64, 256, 1024, 4096, 16384, 65536))
+
+
+class Burst:
+    """Two tiers, and the prompts that go through them."""
+
+    def __init__(self, path: Path, capacity_bytes: int, offered_bytes: int) -> None:
+        near_bytes = offered_bytes + (64 << 20)
+        stack_options = StackOptions()
+        options = DiskOptions(
+            capacity_bytes=capacity_bytes,
+            fsync=Fsync.NONE,
+            largest_chunk_bytes=CHUNK_BYTES,
+            burst_bytes=int(stack_options.cascading_share * near_bytes),
+        )
+        self.far = DiskIndex(str(path), disk_subject.fingerprint(), options)
+        near = RamIndex(near_bytes, GRANULE_BYTES)
+        self._arena = RamArena(near_bytes, GRANULE_BYTES)
+        self.stack = TierStack(near, self.far, 1, time.monotonic, stack_options)
+        medium = DiskMedium(str(path), self.far.namespace, 0, options)
+        self._mover = TierMover(self._arena, medium, time.monotonic)
+        self._tickets = itertools.count(1)
+        self._chunk = memoryview(bytes(range(256)) * (CHUNK_BYTES // 256))
+        self.prompts: list[list[bytes]] = []
+
+    def offer(self) -> None:
+        """One prompt, as a store of it ends."""
+        keys = [b"%d-%d" % (len(self.prompts), number) for number in range(PROMPT_CHUNKS)]
+        cost_bytes = self.stack.far_cost(CHUNK_BYTES)
+        for number, key in enumerate(keys):
+            slot = self.stack.reserve(key, CHUNK_BYTES)
+            if not isinstance(slot, Slot):
+                raise RuntimeError(f"host memory has no room: {slot}")
+            self._arena.store(Ticket(next(self._tickets)), key, slot, [self._chunk])
+            self._arena.poll()
+            self.stack.commit(key, PathPlace(tuple(keys[max(number - 1, 0) : number]), (number + 1) * cost_bytes))
+        self.stack.touch(keys[::-1])
+        self.prompts.append(keys)
+
+    def settle(self) -> None:
+        while self.stack.has_moves_alive():
+            self.stack.tick()
+            self._mover.start(self.stack.take_moves())
+            ended = self._mover.poll()
+            for move, failure, _ in ended:
+                self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+            if not ended:
+                time.sleep(POLL_INTERVAL_S)
+
+    def result(self, seconds: float) -> dict[str, float]:
+        offered = PROMPT_CHUNKS * len(self.prompts)
+        fitting = min(offered, self.far.capacity_bytes / self.stack.far_cost(CHUNK_BYTES))
+        resumable = sum(self.far.leading(keys) for keys in self.prompts)
+        counts = self.stack.take_counts()
+        dropped = sum(number for result, number in counts.cascades.items() if str(result).startswith("dropped"))
+        stored_bytes = counts.cascaded_bytes
+        moved_bytes = self.far.take_disk_counts().moved_bytes
+        return {
+            "offered over what fits": offered / fitting,
+            "resumable over what fits": resumable / fitting,
+            "resumable over offered": resumable / offered,
+            "dropped chunks": dropped,
+            "write amplification": (stored_bytes + moved_bytes) / stored_bytes,
+            "gigabytes per second": stored_bytes / seconds / 1e9,
+        }
+
+    def close(self) -> None:
+        self._mover.close(60.0)
+        self.stack.close()
+        self._arena.close()
+
+
+def measure(path: Path, capacity_bytes: int, offered_bytes: int, is_paced: bool) -> dict[str, float]:
+    burst = Burst(path, capacity_bytes, offered_bytes)
+    try:
+        started_s = time.monotonic()
+        for _ in range(max(offered_bytes // (PROMPT_CHUNKS * CHUNK_BYTES), 1)):
+            burst.offer()
+            if is_paced:
+                burst.settle()
+        burst.settle()
+        return burst.result(time.monotonic() - started_s)
+    finally:
+        burst.close()
+
+
+def bursts(root: Path, capacities: tuple[int, ...], largest_offer_bytes: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Twice what each capacity is, at most `largest_offer_bytes`, at once and prompt by prompt."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for capacity_bytes in capacities:
+        offered_bytes = min(2 * capacity_bytes, largest_offer_bytes)
+        rows = found[f"{capacity_bytes >> 20} MiB"] = {}
+        for name, is_paced in (("burst", False), ("paced", True)):
+            row = rows[name] = measure(root / f"{name}-{capacity_bytes}", capacity_bytes, offered_bytes, is_paced)
+            print(
+                f"{capacity_bytes >> 20:7,d} MiB  {name}  offered {row['offered over what fits']:4.2f} of what fits, "
+                f"resumable {row['resumable over what fits']:.3f} of what fits; "
+                f"write amplification {row['write amplification']:.2f}, {row['gigabytes per second']:.2f} GB/s",
+                flush=True,
+            )
+    return found

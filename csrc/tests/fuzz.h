@@ -1,0 +1,44 @@
+// Inputs for a program that is tried with any bytes: what libFuzzer wants, and a driver for where there is none.
+//
+// A target defines `LLVMFuzzerTestOneInput`, and reads what it does from `Choices`. `fuzz_main.cc` gives it bytes of its
+// own; linked with clang's -fsanitize=fuzzer instead, the target is libFuzzer's.
+#ifndef HYBRIDKV_TESTS_FUZZ_H_
+#define HYBRIDKV_TESTS_FUZZ_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hybridkv::testing {
+
+// What an input says, one choice after the other. When it is used up, every choice is the first one.
+class Choices {
+ public:
+  Choices(const std::uint8_t* data, std::size_t size) : data_(data), left_(size) {}
+
+  bool is_used_up() const { return left_ == 0; }
+  // Below `bound`, which is at least 1.
+  std::uint64_t below(std::uint64_t bound) {
+    std::uint64_t value = 0;
+    for (std::uint64_t limit = bound - 1; limit != 0; limit >>= 8) value = value << 8 | byte();
+    return value % bound;
+  }
+  std::uint64_t between(std::uint64_t first, std::uint64_t last) { return first + below(last - first + 1); }
+  // Once in so many.
+  bool one_in(std::uint64_t count) { return below(count) == count - 1; }
+
+ private:
+  std::uint8_t byte() {
+    if (left_ == 0) return 0;
+    --left_;
+    return *data_++;
+  }
+
+  const std::uint8_t* data_;
+  std::size_t left_;
+};
+
+}  // namespace hybridkv::testing
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
+
+#endif  // HYBRIDKV_TESTS_FUZZ_H_

@@ -1,0 +1,67 @@
+// Tries a target with inputs of chance. FUZZ_SEED: the first seed. FUZZ_INPUTS: how many. FUZZ_S: for how many seconds
+// instead. An input that fails is said by its seed: FUZZ_SEED=that FUZZ_INPUTS=1 tries it again.
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <unistd.h>
+
+#include "csrc/tests/expect.h"
+#include "csrc/tests/fuzz.h"
+
+namespace {
+
+constexpr std::uint64_t kInputs = 150;
+constexpr std::size_t kLargestInputBytes = 4000;
+
+std::uint64_t seed = 0;
+
+std::uint64_t number_of(const char* name, std::uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+void say_seed() { std::fprintf(stderr, "the input of FUZZ_SEED=%llu\n", static_cast<unsigned long long>(seed)); }
+
+void say_seed_of_a_signal(int number) {
+  say_seed();
+  std::signal(number, SIG_DFL);
+  raise(number);
+}
+
+std::vector<std::uint8_t> input() {
+  hybridkv::testing::Noise noise(seed);
+  for (int skipped = 0; skipped < 4; ++skipped) noise.next();  // the first ones of neighbours are alike
+  std::vector<std::uint8_t> bytes(noise.below(kLargestInputBytes));
+  for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>(noise.next() >> 32);
+  return bytes;
+}
+
+}  // namespace
+
+int main() {
+  std::atexit([] {
+    if (seed != ~std::uint64_t{0}) say_seed();
+  });
+  for (const int number : {SIGABRT, SIGALRM, SIGSEGV}) std::signal(number, say_seed_of_a_signal);
+  const std::uint64_t first = number_of("FUZZ_SEED", 1);
+  const std::uint64_t duration_s = number_of("FUZZ_S", 0);
+  const std::uint64_t count = duration_s != 0 ? ~std::uint64_t{0} : number_of("FUZZ_INPUTS", kInputs);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(duration_s);
+  std::uint64_t tried = 0;
+  for (seed = first; tried < count; ++seed, ++tried) {
+    if (duration_s != 0 && std::chrono::steady_clock::now() >= end) break;
+    alarm(60);  // an input that stands still is one that fails
+    const std::vector<std::uint8_t> bytes = input();
+    LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
+  }
+  std::printf("%llu inputs from FUZZ_SEED=%llu on\n", static_cast<unsigned long long>(tried),
+              static_cast<unsigned long long>(first));
+  seed = ~std::uint64_t{0};
+  return 0;
+}

@@ -1,0 +1,35 @@
+"""The end of an engine whose halves are in one process: what was to go to the slow tier goes there, while there is time.
+
+vLLM ends its workers before its scheduler, and with several processes neither half can reach the other then; there the
+scheduler keeps the engine stepping instead (`has_work_in_flight`), which is how vLLM's own end waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hybridkv.connectors.vllm.scheduler import OffloadScheduler
+from hybridkv.connectors.vllm.worker import OffloadWorker
+
+PAUSE_S = 0.0005
+
+
+def flush(
+    scheduler: OffloadScheduler, worker: OffloadWorker, timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> float:
+    """Carry on as steps without requests would, until nothing is left to do or the time is over.
+
+    Returns:
+        Seconds that are left of `timeout_s`.
+    """
+    ends_s = clock() + timeout_s
+    while scheduler.has_stores_in_flight() and clock() < ends_s:
+        worker.start_moves(scheduler.plan_moves())
+        worker.results()
+        outcome = worker.outcome()
+        if outcome is None:
+            time.sleep(PAUSE_S)
+        else:
+            scheduler.on_outcome(outcome)
+    return max(ends_s - clock(), 0.0)

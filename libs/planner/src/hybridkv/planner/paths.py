@@ -1,0 +1,53 @@
+"""In which order the chunks of one path are worth something: which others each of them needs, and which may go first.
+
+A path is a request's chunks from its first token on. What is copied elsewhere in `path_order` can be resumed at every
+moment; what is given up in the reverse of it can be resumed as far as nothing is missing. Where a chunk lies, and
+whether it is there, others know.
+"""
+
+from collections.abc import Iterable
+
+from hybridkv.planner.groups import CacheSpec, GroupKind
+
+Part = tuple[int, int]
+"""A group's part of a chunk, or of a tail: the group's index, and the token at which it ends."""
+
+
+def path_order(spec: CacheSpec, parts: Iterable[Part]) -> list[Part]:
+    """Parts of one path from its beginning on, each behind everything that it needs; its reverse is how they may go.
+
+    By position over all groups: without its beginning an end is worth nothing, whatever its group. At one position the
+    full prefix comes first, because a state or a window is of use only with it.
+    """
+    groups = spec.groups
+    return sorted(parts, key=lambda part: (part[1], groups[part[0]].kind is not GroupKind.FULL, part[0]))
+
+
+def needed_before(spec: CacheSpec, group_index: int, end_token: int) -> tuple[Part, ...]:
+    """The parts without which this one is worth nothing, as far as they do not follow from each other.
+
+    Of every FULL group one: for a FULL group's part the chunk before it, for any other the chunk that ends where it
+    does. Parts whose content is final only later, because a drafter computes them from the next token, are left out in
+    favour of the ones before them. Empty at the beginning of a path, and where there is no FULL group.
+
+    Raises:
+        ValueError: there is no such group, or it is never stored, or no part ends there.
+    """
+    if group_index not in spec.stored_groups:
+        raise ValueError(f"group_index must be one of the stored groups {spec.stored_groups}, got {group_index}")
+    if end_token <= 0 or end_token % spec.boundary_tokens:
+        raise ValueError(f"end_token must be a positive multiple of {spec.boundary_tokens}, got {end_token}")
+    group, chunk = spec.groups[group_index], spec.chunk_tokens
+    before = (end_token - 1) // chunk * chunk
+    final_tokens = end_token + group.lookahead_tokens
+    needed = []
+    for index in spec.stored_groups:
+        other = spec.groups[index]
+        if other.kind is not GroupKind.FULL:
+            continue
+        end = before if group.kind is GroupKind.FULL or other.lookahead_tokens > group.lookahead_tokens else end_token
+        while end > 0 and end + other.lookahead_tokens > final_tokens:
+            end -= chunk
+        if end > 0:
+            needed.append((index, end))
+    return tuple(needed)

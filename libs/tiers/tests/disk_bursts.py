@@ -1,0 +1,124 @@
+"""Prompts that go to a disk tier under host memory, at once or one by one, and what can be resumed of them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import TracebackType
+
+import disk_store
+
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, longest_hit, needed_before, path_order
+from hybridkv.tiers import Slot, Ticket
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Janitor
+from hybridkv.tiers.ram import RamArena, RamIndex
+from hybridkv.tiers.stack import MoveOutcome, MoveResult, PathPlace, StackOptions, TierMover, TierStack
+
+CHUNK_TOKENS = 64
+HYBRID = CacheSpec((GroupSpec(GroupKind.FULL, 64), GroupSpec(GroupKind.RECURRENT, 64)), CHUNK_TOKENS)
+NEVER_S = 1e6
+GRANULE_BYTES = 4096
+
+
+class Burst:
+    """An engine's half and a worker's half of two tiers, and the prompts that went through them.
+
+    Args:
+        path: of the store.
+        options: of the disk.
+        near_bytes: of host memory.
+        sizes: bytes of a chunk of each group.
+        janitor: of the disk; None: a thread.
+    """
+
+    def __init__(
+        self, path: Path, options: DiskOptions, near_bytes: int, sizes: tuple[int, int], janitor: Janitor | None = None
+    ) -> None:
+        self.far = DiskIndex(str(path), disk_store.FINGERPRINT, options, janitor)
+        self.near = RamIndex(near_bytes, GRANULE_BYTES)
+        arena = RamArena(near_bytes, GRANULE_BYTES)
+        self._clock = disk_store.Clock()
+        self.stack = TierStack(self.near, self.far, 1, self._clock, StackOptions(load_timeout_s=NEVER_S))
+        self._mover = TierMover(arena, DiskMedium(str(path), self.far.namespace, 0, options), self._clock)
+        self._arena = arena
+        self._sizes = sizes
+        self._pool = bytes(range(256)) * (max(sizes) // 256 + 2)
+        self._tickets = itertools.count(1)
+        self._paths: dict[bytes, list[tuple[int, int]]] = {}
+        self._path_bytes: dict[bytes, int] = {}
+
+    def __enter__(self) -> Burst:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mover.close(disk_store.TIMEOUT_S)
+        self.stack.close()
+        self._arena.close()
+
+    @staticmethod
+    def key(name: bytes, part: tuple[int, int]) -> bytes:
+        return name + b"-%d-%d" % part
+
+    def offer(self, name: bytes, first_chunk: int, num_chunks: int, state_every: int = 1) -> None:
+        """Store so many more chunks of a prompt, with a state at every so many of them, as one store of an engine."""
+        self._touch(name)
+        parts = []
+        for number in range(first_chunk + 1, first_chunk + num_chunks + 1):
+            parts.append((0, number * CHUNK_TOKENS))
+            if number % state_every == 0:
+                parts.append((1, number * CHUNK_TOKENS))
+        before = [self.key(name, part) for part in self._paths.get(name, ()) if part[0] == 0]
+        for part in path_order(HYBRID, parts):
+            size, key = self._sizes[part[0]], self.key(name, part)
+            slot = self.stack.reserve(key, size)
+            assert isinstance(slot, Slot), slot
+            start = next(self._tickets) % 256
+            self._arena.store(Ticket(start), key, slot, [memoryview(self._pool)[start : start + size]])
+            assert self._arena.poll()[0].failure is None
+            path_bytes = self._path_bytes[name] = self._path_bytes.get(name, 0) + self.stack.far_cost(size)
+            needs = before or [self.key(name, need) for need in needed_before(HYBRID, *part)]
+            assert self.stack.commit(key, PathPlace(tuple(needs), path_bytes))
+            before = []
+        self._paths.setdefault(name, []).extend(parts)
+        self._touch(name)
+
+    def _touch(self, name: bytes) -> None:
+        """Its end may go first."""
+        path = self._paths.get(name, [])
+        self.stack.touch([self.key(name, part) for part in reversed(path_order(HYBRID, path))])
+
+    def settle(self) -> None:
+        """Step as an engine does until nothing moves any more."""
+        while self.stack.has_moves_alive():
+            self.stack.tick()
+            self._mover.start(self.stack.take_moves())
+            for move, failure, _ in self._mover.poll():
+                self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+
+    def resumable(self, name: bytes) -> int:
+        """Tokens of a prompt that an engine could resume from the disk alone."""
+
+        def lookup(group_index: int, end_token: int) -> LookupResult:
+            return self.far.lookup(self.key(name, (group_index, end_token)))
+
+        num_tokens = max(end for _, end in self._paths[name])
+        answer = longest_hit(HYBRID, num_tokens + 1, 0, lookup)
+        return answer.num_tokens if isinstance(answer, Hit) else 0
+
+    @property
+    def offered_tokens(self) -> int:
+        return sum(max(end for _, end in path) for path in self._paths.values())
+
+    @property
+    def resumable_tokens(self) -> int:
+        return sum(self.resumable(name) for name in self._paths)
+
+    @property
+    def fitting_tokens(self) -> float:
+        """Of what was offered, as much as the disk has room for."""
+        return self.offered_tokens * min(1.0, self.far.capacity_bytes / sum(self._path_bytes.values()))
+
+    def cascades(self) -> dict[MoveResult, int]:
+        return self.stack.take_counts().cascades

@@ -1,0 +1,202 @@
+"""The way down: beginnings first, nothing that is worth nothing without what is missing, and every wait has an end."""
+
+from __future__ import annotations
+
+import pytest
+from test_stack import CHUNK, A, B, C, Stack
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Failure, FailureReason, Key, Refusal, Slot
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import BreakerOptions, Direction, PathPlace
+
+D = b"d"
+
+
+def store_path(it: Stack, *keys: bytes, before: bytes | None = None) -> None:
+    """Chunks of one path, each of which needs the one before it."""
+    for key in keys:
+        assert isinstance(it.stack.reserve(key, CHUNK), Slot)
+        assert it.stack.commit(key, PathPlace((before,) if before is not None else ()))
+        before = key
+
+
+def test_what_needs_a_chunk_that_is_not_there_is_not_copied() -> None:
+    it = Stack()
+    store_path(it, B, C, before=A)
+    store_path(it, D)
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [D]
+    assert it.stack.take_counts().cascades == {"dropped_orphan": 2}
+
+
+def test_what_needs_a_chunk_on_its_way_goes_with_it() -> None:
+    it = Stack()
+    store_path(it, A, B, C)
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B, C]
+
+
+def test_a_chunk_that_failed_takes_those_with_it_that_wait_behind_it() -> None:
+    it = Stack(max_cascading=1)
+    store_path(it, A, B, C)
+    it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO))
+    assert it.stack.take_moves() == []
+    assert it.stack.take_counts().cascades == {"failed": 1, "dropped_orphan": 2}
+
+
+def test_what_leaves_the_fast_tier_before_its_turn_is_dropped_with_what_needs_it() -> None:
+    it = Stack(max_cascading=1)
+    store_path(it, A, B, C)
+    it.near.invalidate(B)
+    it.end(it.moves(Direction.CASCADE))
+    assert it.stack.take_moves() == [] and not it.stack.has_moves_alive()
+    assert it.stack.take_counts().cascades == {"done": 1, "dropped_evicted": 1, "dropped_orphan": 1}
+
+
+def test_what_waits_leaves_room_for_stores() -> None:
+    it = Stack(near_chunks=3, max_cascading=1)
+    store_path(it, A, B, C)
+    assert isinstance(it.stack.reserve(D, CHUNK), Slot), "only what moves is pinned"
+
+
+def test_a_full_queue_drops_what_comes_then_and_keeps_the_beginnings() -> None:
+    it = Stack(max_cascading=1, max_waiting=2)
+    store_path(it, A, B, C, D, b"e")
+    assert it.stack.num_waiting == 2 and it.stack.take_counts().cascades == {"dropped_busy": 2}
+    for _ in range(3):
+        it.end(it.moves(Direction.CASCADE))
+    assert it.far.leading([A, B, C, D]) == 3
+
+
+class Slow(RamIndex):
+    """A tier that makes room only later."""
+
+    answer: Refusal | None = Refusal.BUSY
+
+    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+        return super().reserve(key, num_bytes) if self.answer is None else self.answer
+
+
+def slow(answer: Refusal, **options: object) -> tuple[Stack, Slow]:
+    it = Stack(far_type=Slow, **options)
+    assert isinstance(it.far, Slow)
+    it.far.answer = answer
+    return it, it.far
+
+
+def test_a_tier_that_is_busy_is_asked_again_and_loses_nothing() -> None:
+    it, far = slow(Refusal.BUSY)
+    store_path(it, A, B)
+    it.stack.tick()
+    assert it.stack.take_moves() == [] and it.stack.has_moves_alive() and it.stack.num_waiting == 2
+    far.answer = None
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B]
+    assert it.stack.take_counts().cascades == {}
+
+
+def test_what_can_never_fit_is_dropped_at_once() -> None:
+    it, _ = slow(Refusal.NO_ROOM)
+    store_path(it, A, B)
+    assert not it.stack.has_moves_alive()
+    assert it.stack.take_counts().cascades == {"dropped_no_room": 1, "dropped_orphan": 1}
+
+
+def test_room_that_what_is_on_its_way_holds_is_waited_for() -> None:
+    it = Stack(far_chunks=1)
+    it.store(A, B)
+    first = it.moves(Direction.CASCADE)
+    assert [move.key for move in first] == [A] and it.stack.num_waiting == 1
+    it.end(first)
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [B]
+
+
+@pytest.mark.parametrize("ticks", [True, False])
+def test_a_wait_ends_where_nothing_comes_to_its_end(ticks: bool) -> None:
+    it, _ = slow(Refusal.BUSY, load_timeout_s=30.0)
+    store_path(it, A, B)
+    for _ in range(3):
+        it.clock.now_s += 30
+        if ticks:
+            it.stack.tick()
+        it.stack.has_moves_alive()
+    assert not it.stack.has_moves_alive()
+    assert it.stack.take_counts().cascades == {"dropped_late": 2}
+
+
+def test_a_queue_that_moves_may_take_longer_than_one_move() -> None:
+    it = Stack(max_cascading=1, load_timeout_s=30.0)
+    store_path(it, A, B, C)
+    for _ in range(3):
+        it.clock.now_s += 20
+        it.stack.tick()
+        it.end(it.moves(Direction.CASCADE))
+    assert it.stack.take_counts().cascades == {"done": 3}
+
+
+def test_a_medium_without_room_is_asked_again_before_what_needs_the_chunk() -> None:
+    it = Stack(max_cascading=2)
+    store_path(it, A, B, C)
+    first, second = it.moves(Direction.CASCADE)
+    it.end([first], Failure(FailureReason.BUSY))
+    assert it.stack.take_moves() == [], "not before it has rested"
+    it.end([second])
+    it.clock.now_s += 1
+    it.stack.tick()
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [A, C]
+
+
+def test_an_open_breaker_drops_what_waits() -> None:
+    it = Stack(max_cascading=1, breaker=BreakerOptions(failures=1))
+    it.store(A, B, C)
+    it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO))
+    assert not it.stack.has_moves_alive()
+    assert it.stack.take_counts().cascades == {"failed": 1, "dropped_open": 2}
+
+
+def test_a_path_longer_than_the_tier_is_cut_at_its_end() -> None:
+    it = Stack(far_chunks=2)
+    before: tuple[bytes, ...] = ()
+    for number, key in enumerate((A, B, C, D), 1):
+        assert isinstance(it.stack.reserve(key, CHUNK), Slot)
+        assert it.stack.commit(key, PathPlace(before, number * it.stack.far_cost(CHUNK)))
+        it.end(it.moves(Direction.CASCADE))
+        before = (key,)
+    assert it.far.leading([A, B, C, D]) == 2
+    assert it.stack.take_counts().cascades == {"done": 2, "dropped_no_room": 1, "dropped_orphan": 1}
+
+
+@pytest.mark.parametrize("is_touched", [True, False])
+def test_what_is_touched_while_it_cascades_has_that_order_when_it_is_there(is_touched: bool) -> None:
+    it = Stack(far_chunks=3, max_cascading=1)
+    store_path(it, A, B, C)
+    if is_touched:
+        it.stack.touch([C, B, A])
+    for _ in range(3):
+        it.end(it.moves(Direction.CASCADE))
+    it.put_far(D)
+    # Without it the beginning goes first, which is what came first.
+    assert it.far.lookup(A) is (LookupResult.HIT if is_touched else LookupResult.MISS)
+    assert it.far.lookup(C) is (LookupResult.MISS if is_touched else LookupResult.HIT)
+
+
+def test_a_touch_waits_for_no_move_that_is_late() -> None:
+    it = Stack(far_chunks=3, load_timeout_s=30.0)
+    it.put_far(A, B)
+    it.store(C)
+    it.moves(Direction.CASCADE)
+    it.stack.touch([B, A])
+    it.clock.now_s += 30
+    it.stack.tick()
+    it.stack.tick()
+    it.stack.touch([A, B])
+    it.put_far(D)
+    assert it.far.lookup(A) is LookupResult.MISS and it.far.lookup(B) is LookupResult.HIT
+
+
+def test_a_reset_forgets_what_waits() -> None:
+    it = Stack(max_cascading=1)
+    store_path(it, A, B)
+    moves = it.moves(Direction.CASCADE)
+    it.stack.clear()
+    it.end(moves)
+    assert not it.stack.has_moves_alive() and it.stack.take_moves() == []
+    assert it.near.used_bytes == 0 and it.far.used_bytes == 0

@@ -1,0 +1,114 @@
+"""What comes in a burst comes back: of all that was offered the disk keeps what can be resumed, as far as it has room.
+
+The measure is tokens that can be resumed from the disk alone over tokens that were offered and fit. Chunks, hits of
+single keys and bytes say nothing of it: an end without its beginning counts for all three.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import disk_store
+import msgspec
+import pytest
+from disk_bursts import CHUNK_TOKENS, Burst
+
+from hybridkv.tiers import Refusal, Slot
+from hybridkv.tiers.disk import DiskIndex, DiskOptions, Fsync, InlineJanitor, plan_sizes
+from hybridkv.tiers.disk.janitor import Job
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (128 * KIB, 40 * KIB)
+"""Of a chunk of attention, and of a state."""
+OPTIONS = DiskOptions(capacity_bytes=64 * MIB, fsync=Fsync.NONE, max_in_flight=2)
+NUM_FITTING = 288
+"""Chunks, with a state each, that the disk has room for."""
+
+
+def share(burst: Burst) -> float:
+    return burst.resumable_tokens / burst.fitting_tokens
+
+
+@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
+@pytest.mark.parametrize(("num_prompts", "has_thread"), [(1, True), (3, False), (12, True)])
+def test_what_fits_can_be_resumed_whether_it_comes_at_once_or_not(
+    tmp_path: Path, num_prompts: int, has_thread: bool, is_paced: bool
+) -> None:
+    janitor = None if has_thread else InlineJanitor()
+    with Burst(tmp_path / "store", OPTIONS, 256 * MIB, SIZES, janitor) as burst:
+        for number in range(num_prompts):
+            burst.offer(b"%d" % number, 0, NUM_FITTING // num_prompts)
+            if is_paced:
+                burst.settle()
+        burst.settle()
+        assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
+
+
+@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
+@pytest.mark.parametrize(("num_prompts", "num_steps"), [(1, 1), (1, 6), (6, 1), (6, 4)])
+def test_of_more_than_fits_the_disk_loses_ends_and_not_beginnings(
+    tmp_path: Path, num_prompts: int, num_steps: int, is_paced: bool
+) -> None:
+    """Twice as much as there is room for, also where one prompt alone is that long, and comes in steps."""
+    with Burst(tmp_path / "store", OPTIONS, 256 * MIB, SIZES, InlineJanitor()) as burst:
+        chunks = 2 * NUM_FITTING // num_prompts // num_steps
+        for number in range(num_prompts):
+            for step in range(num_steps):
+                burst.offer(b"%d" % number, step * chunks, chunks)
+                if is_paced:
+                    burst.settle()
+        burst.settle()
+        assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
+
+
+def test_an_end_without_its_beginning_counts_for_nothing(tmp_path: Path) -> None:
+    """The negative control of the measure."""
+    with Burst(tmp_path / "store", OPTIONS, 64 * MIB, SIZES, InlineJanitor()) as burst:
+        burst.offer(b"a", 0, 20)
+        burst.settle()
+        assert burst.resumable(b"a") == 20 * CHUNK_TOKENS
+        burst.far.invalidate(burst.key(b"a", (0, CHUNK_TOKENS)))
+        assert burst.resumable(b"a") == 0 and burst.far.num_keys == 39
+
+
+class HeldJanitor(InlineJanitor):
+    """Runs a job when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: list[Job] = []
+
+    def submit(self, job: Job) -> bool:
+        self.jobs.append(job)
+        return True
+
+    def run(self) -> None:
+        while self.jobs:
+            self.jobs.pop(0)()
+
+
+def test_a_segment_that_is_being_made_is_a_reason_to_ask_again(tmp_path: Path) -> None:
+    janitor = HeldJanitor()
+    index = DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, OPTIONS, janitor)
+    answers: list[Slot | Refusal] = []
+    while not answers or isinstance(answers[-1], Slot):
+        answers.append(index.reserve(b"%d" % len(answers), SIZES[0]))
+    assert answers[-1] is Refusal.BUSY and len(answers) < NUM_FITTING
+    for _ in range(3):  # a snapshot was before it
+        janitor.run()
+        index.take_disk_counts()
+    assert isinstance(index.reserve(b"later", SIZES[0]), Slot)
+    janitor.run()
+    index.close()
+
+
+@pytest.mark.parametrize(
+    ("burst_bytes", "ready_segments", "expected"), [(0, None, 2), (4 * MIB, None, 5), (1 << 40, None, 7), (0, 3, 3)]
+)
+def test_as_many_segments_are_ready_as_a_burst_fills_within_a_part_of_the_capacity(
+    tmp_path: Path, burst_bytes: int, ready_segments: int | None, expected: int
+) -> None:
+    options = msgspec.structs.replace(OPTIONS, burst_bytes=burst_bytes, ready_segments=ready_segments)
+    index = disk_store.make_index(tmp_path / "store", options)
+    assert index.disk_bytes == expected * plan_sizes(options, 1).segment_bytes
+    index.close()

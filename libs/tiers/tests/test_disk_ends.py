@@ -1,0 +1,336 @@
+"""What the end of a disk tier costs: the caller, its memory, and who waits for the janitor.
+
+Costs are counted in steps and bytes, never in seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import shutil
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import disk_faults
+import disk_store
+import pytest
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Slot, TierIndex
+from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, InlineJanitor
+from hybridkv.tiers.disk.directory import Directory
+from hybridkv.tiers.leftovers import ENTRIES_AT_A_TIME, Leftovers
+from hybridkv.tiers.ram import RamIndex
+
+RECORD_BYTES = 8192
+FEW, MANY = 64, 6000
+LARGEST_TABLE_BYTES = 40_000
+"""More than an end makes for a few records, less than a copy of any table of many."""
+
+
+class SparseIO(FileIO):
+    """Segments take up no space, since nothing is written to them. Says what is written to the snapshot."""
+
+    def __init__(self) -> None:
+        self.snapshot_fd = -1
+        self.written: list[int] = []
+        self.on_snapshot: Callable[[], None] = lambda: None
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        self.truncate(fd, num_bytes)
+
+    def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
+        fd = super().open(name, flags, mode, dir_fd)
+        if name == "snapshot.new":
+            self.snapshot_fd = fd
+        return fd
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        if fd == self.snapshot_fd:
+            self.snapshot_fd = -1
+
+    def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        if fd == self.snapshot_fd:
+            self.written.append(sum(map(len, buffers)))
+            self.on_snapshot()
+        return super().pwritev(fd, buffers, offset)
+
+
+class LateJanitor(InlineJanitor):
+    """Does nothing before it is told to: what the caller costs is what it does itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: list[Callable[[], None]] = []
+        self.is_late = False
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        if not self.is_late:
+            return super().submit(job)
+        self.jobs.append(job)
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        return super().close(timeout_s) and not self.jobs
+
+    def work(self) -> None:
+        while self.jobs:
+            self.jobs.pop(0)()
+
+
+def options(count: int = MANY) -> DiskOptions:
+    return disk_store.options_for(count * RECORD_BYTES, max_records=8 * count, close_timeout_s=0.0)
+
+
+def opened(path: Path, io: FileIO, janitor: InlineJanitor | None = None) -> DiskIndex:
+    clock = disk_store.Clock()
+    return DiskIndex(str(path), disk_store.FINGERPRINT, options(), janitor or InlineJanitor(), io, clock)
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def fill(index: TierIndex, count: int, num_bytes: int = RECORD_BYTES // 2) -> list[bytes]:
+    """The keys of so many committed chunks. One more is pinned, and one reserved."""
+    keys = [key_of(number) for number in range(count)]
+    for key in [*keys, b"pinned"]:
+        assert isinstance(index.reserve(key, num_bytes), Slot)
+        assert index.commit(key)
+    assert index.pin(b"pinned") is not None
+    assert isinstance(index.reserve(b"reserved", num_bytes), Slot)
+    return keys
+
+
+def steps_and_bytes(call: Callable[[], object]) -> tuple[int, int]:
+    """Calls, of Python or of C, that a call makes in this thread, and the most memory that it takes."""
+    steps = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal steps
+        steps += event in ("call", "c_call")
+
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return steps, peak - before
+
+
+@pytest.mark.parametrize("end", [DiskIndex.clear, DiskIndex.close])
+def test_an_end_takes_no_step_of_the_caller_for_each_record(tmp_path: Path, end: Callable[[DiskIndex], object]) -> None:
+    steps = []
+    for turn, count in enumerate((FEW, FEW, MANY - 2)):
+        janitor = LateJanitor()
+        index = opened(tmp_path / str(turn), SparseIO(), janitor)
+        keys = fill(index, count)
+        index.take_counts()
+        janitor.is_late = True
+        num_steps, num_bytes = steps_and_bytes(lambda index=index: end(index))  # type: ignore[misc]
+        steps.append(num_steps)
+        assert num_bytes < LARGEST_TABLE_BYTES
+        assert {index.lookup(key) for key in keys} == {LookupResult.MISS}
+        assert (index.used_bytes, index.num_keys) == (2 * RECORD_BYTES, 0)
+        assert index.take_counts().invalidations == count + 2
+        janitor.work()
+        index.close()
+    # The first time some of Python's own tables are filled.
+    assert steps[1] == steps[2]
+
+
+@pytest.mark.parametrize("end", [RamIndex.clear, RamIndex.close])
+def test_an_end_of_host_memory_takes_no_step_for_each_chunk(end: Callable[[RamIndex], object]) -> None:
+    steps = []
+    for count in (FEW, FEW, MANY):
+        index = RamIndex((count + 2) * 4096, 4096)
+        keys = fill(index, count, 4096)
+        num_steps, num_bytes = steps_and_bytes(lambda index=index: end(index))  # type: ignore[misc]
+        steps.append(num_steps)
+        assert num_bytes < LARGEST_TABLE_BYTES
+        assert {index.lookup(key) for key in keys} == {LookupResult.MISS}
+        assert (index.used_bytes, index.num_keys) == (2 * 4096, 0)
+        assert index.take_counts().invalidations == count + 2
+        index.unpin(b"pinned")
+        assert not index.commit(b"reserved")
+        assert index.used_bytes == 0
+    # The first time some of Python's own tables are filled.
+    assert steps[1] == steps[2]
+
+
+def test_what_host_memory_forgot_is_freed_by_what_is_stored_next() -> None:
+    index = RamIndex(MANY * 4096, 4096)
+    for number in range(MANY):
+        index.reserve(key_of(number), 4096)
+        index.commit(key_of(number))
+    index.clear()
+    assert len(index._leftovers) > MANY
+    left = []
+    for number in range(MANY):
+        index.reserve(key_of(number), 4096)
+        left.append(len(index._leftovers))
+    assert left[0] > MANY and left[-1] == 0
+
+
+def test_a_closed_index_leaves_to_the_janitor_what_it_wrote_down_and_what_it_forgot(tmp_path: Path) -> None:
+    """The snapshot is read from the tables of then, whatever happens to the new ones meanwhile."""
+    janitor = LateJanitor()
+    index = opened(tmp_path / "store", SparseIO(), janitor)
+    keys = fill(index, FEW)
+    by_key = index._records.by_key
+    janitor.is_late = True
+    index.close()
+    index.unpin(b"pinned")
+    assert not index.commit(b"reserved")
+    assert len(by_key) == FEW + 2
+    janitor.work()
+    index._namespace.close()
+    assert not by_key, "nobody frees it in one step any more"
+    again = opened(tmp_path / "store", SparseIO())
+    assert list(again._records.by_key) == [*keys, b"pinned"]
+    again.close()
+
+
+def test_a_snapshot_is_written_in_pieces_that_are_not_all_in_memory(tmp_path: Path) -> None:
+    count = 60_000
+    io = SparseIO()
+    chosen = disk_store.options_for(count * RECORD_BYTES, max_records=count)
+    index = disk_store.make_index(tmp_path / "store", chosen, io)
+    for number in range(count - 2):
+        assert isinstance(index.reserve(key_of(number), 1), Slot)
+        index.commit(key_of(number))
+    assert index.drain(disk_store.TIMEOUT_S)
+    io.written.clear()
+    gc.collect()
+    _, peak_bytes = steps_and_bytes(index._upkeep.finish)
+    snapshot_bytes = sum(io.written)
+    assert snapshot_bytes > (32 + 18) * (count - 2)
+    assert max(io.written) < snapshot_bytes // 4
+    # Four columns, their order, a mask, and the pieces.
+    assert peak_bytes < snapshot_bytes + (2 << 20)
+    index.close()
+
+
+def test_a_clear_does_not_wait_for_the_snapshot_that_is_being_written(tmp_path: Path) -> None:
+    io, janitor = SparseIO(), LateJanitor()
+    index = opened(tmp_path / "store", io, janitor)
+    fill(index, MANY - 2)
+    index.take_disk_counts()
+    path = tmp_path / "store" / index.namespace.hex() / "snapshot"
+    before = path.read_bytes()
+
+    def clear() -> None:
+        """In the middle of it, which the janitor goes on with first."""
+        io.on_snapshot = lambda: None
+        janitor.is_late = True
+        index.clear()
+
+    io.on_snapshot = clear
+    io.written.clear()
+    index._upkeep.state.is_snapshot_owed = True
+    assert index.take_disk_counts().snapshots == 0
+    assert len(io.written) == 1 and io.written[0] < (32 + 18) * (MANY - 2), "there would have been more"
+    assert path.read_bytes() == before
+    janitor.work()
+    janitor.is_late = False
+    assert index.take_disk_counts().snapshots == 1, "there is one of the new epoch soon"
+    assert path.read_bytes() != before
+    index.close()
+
+
+def test_without_a_last_snapshot_the_changes_say_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    io = disk_faults.FaultyIO()
+    index = opened(tmp_path / "store", io)
+    keys = fill(index, FEW)
+    index.touch(keys[:2])
+    io.failing_names["snapshot.new"] = errno.ENOSPC
+    index.close()
+    assert "save: ENOSPC" in caplog.text
+    with caplog.at_level(logging.INFO):
+        again = opened(tmp_path / "store", FileIO())
+    assert list(again._records.by_key) == [*keys[2:], b"pinned", *keys[:2]]
+    assert "(1 of " in caplog.text, "the place of what was reserved is looked at, and nothing else"
+    again.close()
+
+
+def test_a_close_gives_up_a_snapshot_that_takes_too_long(tmp_path: Path) -> None:
+    """Here its first write takes longer than there is time. What it leaves is all there without it."""
+    io = SparseIO()
+    index = opened(tmp_path / "store", io)
+    keys = fill(index, MANY - 2)
+    io.on_snapshot = index._upkeep.give_up_snapshot
+    io.written.clear()
+    index.close()
+    assert len(io.written) == 1
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    again = opened(tmp_path / "copy", SparseIO())
+    assert set(again._records.by_key) == {*keys, b"pinned"}
+    again.close()
+
+
+def test_readers_and_writers_keep_their_bytes_while_everything_else_goes(tmp_path: Path) -> None:
+    chosen = disk_store.options_for(4 * RECORD_BYTES, close_timeout_s=0.0)
+    index = disk_store.make_index(tmp_path / "store", chosen)
+    medium = disk_store.make_medium(tmp_path / "store", chosen)
+    chunks = {number.to_bytes(1, "little"): bytes([number]) * 4096 for number in range(4)}
+    for key, chunk in chunks.items():
+        assert disk_store.store(index, medium, key, chunk)
+    slot = index.pin(b"\1")
+    assert slot is not None
+    assert index.clear() == 4
+    assert disk_store.segment_path(tmp_path / "store", slot).exists()
+    loaded = bytearray(4096)
+    medium.load(disk_store.Ticket(7), b"\1", slot, [loaded])
+    [completion] = disk_store.finish(medium)
+    assert completion.failure is None and bytes(loaded) == chunks[b"\1"]
+    index.unpin(b"\1")
+    index.take_counts()
+    assert not disk_store.segment_path(tmp_path / "store", slot).exists()
+    assert disk_store.store(index, medium, b"\1", chunks[b"\2"])
+    medium.close()
+    index.close()
+
+
+def test_a_record_is_none_of_the_garbage_collectors_business(tmp_path: Path) -> None:
+    disk, ram = opened(tmp_path / "store", SparseIO()), RamIndex(2 * MANY * 4096, 4096)
+    for index in (disk, ram):
+        fill(index, FEW)
+    entries = [*disk._records.by_key.values(), *ram._entries.values()]
+    slots = [entry.slot for entry in ram._entries.values()]
+    assert not any(map(gc.is_tracked, [*entries, *slots, disk._records.by_key, ram._entries]))
+    assert gc.is_tracked(disk)
+    disk.close()
+
+
+def test_leftovers_are_freed_in_pieces_of_every_kind() -> None:
+    count = 3 * ENTRIES_AT_A_TIME + 5
+    tables = dict.fromkeys(range(count)), set(range(count)), list(range(count))
+    leftovers = Leftovers(*tables)
+    for left in range(3 * count, 0, -ENTRIES_AT_A_TIME):
+        assert len(leftovers) == left
+        assert leftovers.free_some(ENTRIES_AT_A_TIME) == (left > ENTRIES_AT_A_TIME)
+    assert not any(tables)
+    leftovers.free()
+    leftovers.add(more := list(range(count)))
+    leftovers.free()
+    assert not more
+
+
+def test_a_file_whose_pieces_fail_is_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir(mode=0o700)
+    directory = Directory.root(FileIO(), str(tmp_path / "root"), create=False)
+    pieces = [bytes([number]) * (1 << 17) for number in range(5)]
+    directory.write_pieces("file", pieces, sync=True)
+    assert directory.read_file("file") == b"".join(pieces)
+    with pytest.raises(ZeroDivisionError):
+        directory.write_pieces("file", (bytes(1 << 17) + bytes([1 // (3 - turn)]) for turn in range(5)), sync=True)
+    assert directory.read_file("file") == b"".join(pieces)
+    directory.close()
