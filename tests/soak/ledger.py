@@ -64,8 +64,12 @@ class Ledger:
             self._on_committed(key_hex, segment)
 
     def _on_gone(self, key_hex: str) -> None:
-        """Evicted, withdrawn, cleared."""
+        """Evicted or withdrawn."""
         self.must.pop(bytes.fromhex(key_hex), None)
+
+    def _on_withdrawn(self) -> None:
+        """All of them; not yet for certain."""
+        self.must.clear()
 
     def _on_cleared(self) -> None:
         self.banned |= self.begun

@@ -62,6 +62,10 @@ class WatchedIndex(DiskIndex):
         self.segments.pop(key)
         super().abort(key)
 
+    def clear(self) -> int:
+        self.log.say("withdrawn")
+        return super().clear()
+
     def close(self) -> None:
         # It forgets all of them, and the next one is to know them.
         self.log.is_silent = True
