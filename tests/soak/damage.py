@@ -1,0 +1,81 @@
+"""What somebody, or a bad disk, does to the files of a store behind its engine's back. The ledger is told before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from random import Random
+
+from soak.ledger import Log
+
+METADATA = ("snapshot", "changes", "quarantine", "epoch", "namespace.json", "LOCK")
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("*/rank-*/segment-" + "[0-9]" * 10))
+
+
+def flip_in_segment(root: Path, log: Log, random: Random) -> None:
+    found = segments(root)
+    if not found:
+        return
+    path = random.choice(found)
+    log.say(f"excused {int(path.name.split('-')[1])}")
+    _flip(path, random)
+
+
+def flip_in_metadata(root: Path, log: Log, random: Random) -> None:
+    """Costs reading, and at the worst what was withdrawn is back."""
+    found = [path for path in root.glob("*/*") if path.name in METADATA]
+    if not found:
+        return
+    log.say("damaged")
+    path = random.choice(sorted(found))
+    # The epoch stands there twice; without either nothing is kept, on purpose.
+    _flip(path, random, 72 if path.name == "epoch" else None)
+
+
+def _flip(path: Path, random: Random, within: int | None = None) -> None:
+    """One bit, or up to a page of them, of the first bytes or of all."""
+    try:
+        with path.open("r+b", buffering=0) as file:
+            num_bytes = min(os.fstat(file.fileno()).st_size, within or 1 << 40)
+            if not num_bytes:
+                return
+            offset = random.randrange(num_bytes)
+            file.seek(offset)
+            if random.random() < 0.5:
+                before = file.read(1)
+                file.seek(offset)
+                file.write(bytes([before[0] ^ 1 << random.randrange(8)]))
+            else:
+                file.write(random.randbytes(min(4096, num_bytes - offset)))
+    except OSError:
+        return  # it was deleted meanwhile, or may not be written to
+
+
+def scatter_strays(root: Path, log: Log, random: Random) -> None:
+    """Files that nobody asked for, under names of ours and of others."""
+    places = [root, *root.glob("*"), *root.glob("*/rank-*")]
+    names = ["notes.txt", "core.1234", ".nfs0001", "segment-1", "segment-00000000001", "snapshot.old", "rank-x"]
+    names += ["lost+found", "segment-0000000001.new", "snapshot.new", "changes.new", *HOSTILE]
+    for _ in range(random.randint(1, 4)):
+        place = random.choice(sorted(path for path in places if path.is_dir()))
+        path = place / random.choice(names)
+        if path.exists() or path.is_symlink():
+            continue
+        kind = random.choice(["file", "empty", "directory", "fifo"])
+        try:
+            if kind == "directory":
+                path.mkdir(mode=0o700)
+            elif kind == "fifo":
+                os.mkfifo(path, 0o600)
+            else:
+                path.write_bytes(random.randbytes(5000) if kind == "file" else b"")
+                path.chmod(0o600)
+        except OSError:
+            continue
+
+
+HOSTILE = ("segment-2147483650", "segment-9999999999")
+"""Numbers that no segment may have."""

@@ -1,0 +1,72 @@
+"""Descriptors, threads and memory of this process: bounded while an engine works, and given back when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from hybridkv.tiers.disk import DiskOptions
+from soak.findings import SoakError
+from soak.tally import Tally
+
+OTHER_FDS = 40
+"""Of directories and the few files that an index has open, and of this process itself."""
+
+
+class Resources:
+    """Knows how many there were when it was made."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._fds_before, self._names_before = _num("fd"), _fd_names()
+        self._threads_before = _num("task")
+        self._most_fds = self._most_threads = 1 << 30
+        self._countdown = 0
+
+    def note_open(self, options: DiskOptions, num_ranks: int) -> None:
+        """An engine with these options may use so much from now on."""
+        media = 2 * num_ranks
+        self._most_fds = self._fds_before + media * (options.max_open_files + OTHER_FDS)
+        self._most_threads = self._threads_before + media * (options.max_in_flight + 4) + 4
+
+    def sample(self) -> None:
+        """Now and then: reading it takes time."""
+        self._countdown -= 1
+        if self._countdown > 0:
+            return
+        self._countdown = 20
+        fds, threads, rss_kb = _num("fd"), _num("task"), _rss_kb()
+        self._tally.most("most descriptors", fds)
+        self._tally.most("most threads", threads)
+        self._tally.most("most memory, MiB", rss_kb // 1024)
+        if fds > self._most_fds:
+            raise SoakError("leaked", f"{fds} descriptors, at most {self._most_fds} expected")
+        if threads > self._most_threads:
+            raise SoakError("leaked", f"{threads} threads, at most {self._most_threads} expected")
+
+    def require_given_back(self) -> None:
+        """The engine was closed, and nothing stood still."""
+        fds, threads = _num("fd"), _num("task")
+        if fds > self._fds_before:
+            detail = ", ".join(sorted(_fd_names() - self._names_before))
+            raise SoakError("leaked", f"{fds - self._fds_before} descriptors after the end, among them {detail}")
+        # The watchdog is a thread too.
+        if threads > self._threads_before + 1:
+            raise SoakError("leaked", f"{threads - self._threads_before} threads after the end")
+
+
+def _num(what: str) -> int:
+    return len(os.listdir(f"/proc/self/{what}"))
+
+
+def _fd_names() -> set[str]:
+    names = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the list itself is gone
+            names.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return names
+
+
+def _rss_kb() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024

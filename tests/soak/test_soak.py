@@ -1,0 +1,63 @@
+"""The tiers come through whatever a soak does to them, and a soak that is sabotaged says what was done.
+
+`SOAK_MINUTES` says how long, together; the second seed is another one in every run, and printed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from random import SystemRandom
+
+import pytest
+
+from soak.main import Run, report, run
+from soak.plans import Mode
+from soak.sabotage import EXPECTED, Sabotage
+from soak.tally import Tally
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", "1.5"))
+MODES = {Sabotage.UNSYNCED: Mode.LOSSES, Sabotage.FORGET: Mode.KILLS}
+"""Where a control needs lives of one kind."""
+
+
+def require_nothing_found(what: Run, directory: Path) -> Tally:
+    tally = Tally()
+    found = run(what, directory, tally)
+    words = report(what, tally, found, directory)
+    print(words)
+    assert found is None, words
+    return tally
+
+
+def test_nothing_is_lost_or_wrong_or_stands_still(tmp_path: Path) -> None:
+    tally = require_nothing_found(Run(seed=1, minutes=MINUTES / 2), tmp_path)
+    assert {"chunks served", "chunks audited", "promote done", "cascade done"} <= tally.all().keys()
+
+
+def test_nothing_is_lost_or_wrong_or_stands_still_with_another_seed(tmp_path: Path) -> None:
+    require_nothing_found(Run(seed=SystemRandom().getrandbits(32), minutes=MINUTES / 4), tmp_path)
+
+
+@pytest.mark.parametrize("mode", [Mode.KILLS, Mode.LOSSES])
+def test_kills_and_losses_of_power_take_nothing(mode: Mode, tmp_path: Path) -> None:
+    tally = require_nothing_found(Run(seed=2, minutes=MINUTES / 8, mode=mode), tmp_path)
+    assert tally.get("chunks found at openings")
+
+
+@pytest.mark.parametrize("sabotage", EXPECTED)
+def test_sabotage_is_noticed(sabotage: Sabotage, tmp_path: Path) -> None:
+    mode = MODES.get(sabotage, Mode.SOAK)
+    watchdog_s = 3.0 if sabotage is Sabotage.HANG else 60.0
+    what = Run(seed=3, minutes=2.0, mode=mode, sabotage=sabotage, watchdog_s=watchdog_s)
+    found = run(what, tmp_path, Tally())
+    assert found is not None, "nobody noticed"
+    assert found.kind == EXPECTED[sabotage], found
+
+
+def test_a_finding_says_how_to_find_it_again(tmp_path: Path) -> None:
+    what = Run(seed=3, sabotage=Sabotage.CRASH)
+    tally = Tally()
+    found = run(what, tmp_path, tally)
+    assert found is not None
+    assert "--seed 3 --world 0" in report(what, tally, found, tmp_path)
