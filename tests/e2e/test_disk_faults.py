@@ -138,4 +138,4 @@ def test_a_full_file_system_costs_hits(mounted: dict[str, Any]) -> None:
     require_equal_answers(full)
     assert full["disk_bytes"] <= 2 << 20
     assert full["before"]["file_errors"].keys() == {"create: ENOSPC"}
-    assert full["cascades"].keys() == {"dropped_no_room"}
+    assert full["cascades"].keys() == {"dropped_no_room", "dropped_orphan"}

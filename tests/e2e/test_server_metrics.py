@@ -31,7 +31,7 @@ DEPLOY = next(folder / "deploy" for folder in Path(__file__).resolve().parents i
 DASHBOARD = DEPLOY / "grafana/hybridkv.json"
 QUERIES = panel_queries(DASHBOARD, WINDOW)
 # This server has one tier, and one store, and none of its loads and moves fail.
-NOT_HERE = {"vllm:hybridkv_breaker_open", "vllm:hybridkv_move_seconds"}
+NOT_HERE = {f"vllm:hybridkv_{name}" for name in ("breaker_open", "cascades_waiting", "move_seconds")}
 PREFIX = "vllm:hybridkv_"
 
 
