@@ -262,10 +262,10 @@ class DiskIndex:
                 "the last clear of %s could not be written; the next start may offer what was stored before it",
                 self._namespace.root.path,
             )
-        if is_done:
+        if is_done or not self._janitor.leave(self._namespace.close):
             self._namespace.close()
         else:
-            logger.warning("%s is still locked: file work did not end in time", self._namespace.root.path)
+            logger.warning("%s is still locked until file work ends, which it did not in time", self._namespace.path)
 
     def _end_work(self) -> bool:
         """Whether the janitor ended in time. A snapshot that takes most of it is given up: the changes say the same."""
