@@ -104,6 +104,48 @@ def test_a_store_looks_at_as_many_segments_however_many_there_are(
     assert 0 < many <= 1.5 * few, (few, many)
 
 
+def full_segment(index: DiskIndex) -> tuple[bytes, Segment]:
+    """A key whose record lies in one that takes no more, and that segment."""
+    segments, records = index._segments, index._records.by_key
+    return next((key, found) for key in records if (found := segments.of(records[key].address)) is not segments.open)
+
+
+def test_a_read_of_a_full_segment_is_no_reason_to_look_for_work(tmp_path: Path) -> None:
+    subject = Subject(tmp_path / "store", FEW)
+    subject.store(3 * RECORDS_IN_SEGMENT)
+    index, segments = subject.index, subject.index._segments
+    key, segment = full_segment(index)
+    index.take_disk_counts()
+    before = segments.revision
+    assert index.pin(key) is not None
+    assert not segment.is_candidate
+    index.unpin(key)
+    assert segment.is_candidate and segments.revision == before
+    assert index.pin(key) is not None
+    for in_it in list(segment.keys):
+        index.invalidate(in_it)
+    before = segments.revision
+    index.unpin(key)
+    assert segments.revision > before, "what goes with its last reader is one"
+    subject.close()
+
+
+def test_a_read_that_ends_is_a_reason_to_look_for_work_where_all_segments_were_held(tmp_path: Path) -> None:
+    subject = Subject(tmp_path / "store", FEW)
+    subject.store(3 * RECORDS_IN_SEGMENT)
+    index, segments = subject.index, subject.index._segments
+    keys = list(index._records.by_key)
+    for key in keys:
+        assert index.pin(key) is not None
+    assert index._upkeep._compaction.cheapest() is None
+    before = segments.revision
+    for key in keys:
+        index.unpin(key)
+    assert segments.revision > before
+    assert index._upkeep._compaction.cheapest() is not None
+    subject.close()
+
+
 def test_a_search_through_all_segments_is_counted(tmp_path: Path, looks: Looks) -> None:
     """What the other test would see."""
     subject = Subject(tmp_path / "store", MANY)

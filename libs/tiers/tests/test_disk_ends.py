@@ -10,6 +10,7 @@ import gc
 import logging
 import shutil
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +20,8 @@ import disk_store
 import pytest
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Slot, TierIndex
-from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, InlineJanitor
+from hybridkv.tiers import Slot, TierConfigurationError, TierIndex
+from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, InlineJanitor, ThreadJanitor
 from hybridkv.tiers.disk.directory import Directory
 from hybridkv.tiers.leftovers import ENTRIES_AT_A_TIME, Leftovers
 from hybridkv.tiers.ram import RamIndex
@@ -76,6 +77,10 @@ class LateJanitor(InlineJanitor):
 
     def close(self, timeout_s: float) -> bool:
         return super().close(timeout_s) and not self.jobs
+
+    def leave(self, last: Callable[[], None]) -> bool:
+        self.jobs.append(last)
+        return True
 
     def work(self) -> None:
         while self.jobs:
@@ -274,6 +279,34 @@ def test_a_close_gives_up_a_snapshot_that_takes_too_long(tmp_path: Path) -> None
     again = opened(tmp_path / "copy", SparseIO())
     assert set(again._records.by_key) == {*keys, b"pinned"}
     again.close()
+
+
+@pytest.mark.parametrize("max_queued", [1, 64])
+def test_a_close_without_time_gives_up_the_lock_when_file_work_has_ended(tmp_path: Path, max_queued: int) -> None:
+    io, path, clock = disk_faults.FaultyIO(), str(tmp_path / "store"), disk_store.Clock()
+    janitor = ThreadJanitor(max_queued)
+    index = DiskIndex(path, disk_store.FINGERPRINT, options(FEW), janitor, io, clock)
+    assert index.drain(disk_store.TIMEOUT_S)
+    held = io.stalled["open"] = threading.Event()
+    io.has_stalled.clear()
+    assert isinstance(index.reserve(b"a", RECORD_BYTES // 2), Slot) and index.commit(b"a")
+    clock.now_s += 1000  # a snapshot is due
+    index.take_counts()
+    assert io.has_stalled.wait(disk_store.TIMEOUT_S)
+    index.close()
+    with pytest.raises(TierConfigurationError, match="no other engine has open"):
+        opened(tmp_path / "store", FileIO())
+    held.set()
+    janitor._thread.join(disk_store.TIMEOUT_S)
+    opened(tmp_path / "store", FileIO()).close()
+
+
+def test_a_janitor_that_ended_is_not_left_behind() -> None:
+    janitor = ThreadJanitor()
+    done: list[int] = []
+    assert janitor.close(disk_store.TIMEOUT_S)
+    assert not janitor.leave(lambda: done.append(1))
+    assert not done
 
 
 def test_readers_and_writers_keep_their_bytes_while_everything_else_goes(tmp_path: Path) -> None:

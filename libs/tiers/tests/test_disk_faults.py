@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import disk_faults
@@ -229,6 +230,83 @@ def test_a_clear_that_cannot_be_written_is_written_later(store: Store, caplog: p
     index = disk_store.make_index(store.path, OPTIONS)
     assert (index.lookup(b"a"), index.lookup(b"b")) == (LookupResult.MISS, LookupResult.HIT)
     index.close()
+
+
+def _close(store: Store) -> Path:
+    store.index.close()
+    return store.path
+
+
+def _crash(store: Store) -> Path:
+    return Path(shutil.copytree(store.path, store.path.with_name("as it was")))
+
+
+def _answers(path: Path, *keys: bytes) -> tuple[LookupResult, ...]:
+    index = disk_store.make_index(path, OPTIONS)
+    answers = tuple(index.lookup(key) for key in keys)
+    index.close()
+    return answers
+
+
+@pytest.mark.parametrize("end", [_close, _crash])
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["unused", "pinned"])
+def test_nothing_is_stored_in_an_epoch_that_is_not_on_disk(
+    store: Store, end: Callable[[Store], Path], is_pinned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store.store(b"a")
+    assert not is_pinned or store.index.pin(b"a")
+    store.io.failing_names["epoch.new"] = errno.ENOSPC
+    store.index.clear()
+    assert "clear is not on disk yet" in caplog.text
+    store.io.failing_names.clear()
+    is_stored = store.store(b"b")
+    a, b = _answers(end(store), b"a", b"b")
+    assert b is (LookupResult.HIT if is_stored else LookupResult.MISS)
+    # Only a crash may undo it, and only where nothing was stored behind it; that is what the log says.
+    assert a is LookupResult.MISS or (end is _crash and not is_stored)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["unused", "pinned"])
+def test_a_clear_that_is_on_disk_warns_of_nothing(
+    store: Store, is_pinned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store.store(b"a")
+    assert not is_pinned or store.index.pin(b"a")
+    store.index.clear()
+    assert store.store(b"b")
+    assert _answers(_close(store), b"a", b"b") == (LookupResult.MISS, LookupResult.HIT)
+    assert "clear" not in caplog.text
+
+
+def test_a_close_that_cannot_write_the_clear_names_nothing_of_its_epoch(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert store.store(b"a")
+    assert store.index.pin(b"a")
+    store.index._upkeep.finish()  # a snapshot
+    cache = store.path / disk_store.FINGERPRINT.digest().hex()
+    before = {name: (cache / name).read_bytes() for name in ("epoch", "snapshot")}
+    store.io.failing_names["epoch.new"] = errno.ENOSPC
+    store.index.clear()
+    store.index.close()
+    assert "the last clear of" in caplog.text
+    assert {name: (cache / name).read_bytes() for name in before} == before
+
+
+def test_a_directory_that_was_made_anew_takes_nothing_before_it_has_an_epoch(store: Store) -> None:
+    assert store.store(b"a")
+    shutil.rmtree(store.path)
+    store.io.failing_names["epoch.new"] = errno.EIO
+    for number in range(30):
+        store.clock.now_s += OPTIONS.retry_interval_s / 2
+        store.store(b"early %d" % number)
+    assert not list(store.path.glob("*/rank*/*"))
+    store.io.failing_names.clear()
+    store.clock.now_s += OPTIONS.retry_interval_s
+    stored = [key for key in (b"%d" % number for number in range(30)) if store.store(key)]
+    assert stored
+    assert set(_answers(_crash(store), *stored[-3:])) == {LookupResult.HIT}
+    store.close()
 
 
 def test_a_record_that_compaction_finds_damaged_is_quarantined(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import disk_faults
 import disk_store
 import pytest
 
@@ -384,7 +386,9 @@ def test_what_a_neighbour_holds_stops_nobody(path: Path, name: str, kind: str) -
     within_time(start)
 
 
-def full_beside(path: Path, name: str = "") -> int:
+def full_beside(
+    path: Path, name: str = "", before: Callable[[], object] = lambda: None, io: disk_faults.FaultyIO | None = None
+) -> int:
     """How many chunks a cache takes beside a closed one, in a directory that is too small for two."""
     options = disk_store.options_for(8 * 8192, num_spare=3, direct=False)
     index = disk_store.make_index(path, options, model="neighbour")
@@ -396,7 +400,8 @@ def full_beside(path: Path, name: str = "") -> int:
         stray = path / disk_store.fingerprint(model="neighbour").digest().hex() / name
         stray.parent.mkdir(exist_ok=True)
         stray.write_text("kept")
-    index = disk_store.make_index(path, options)
+    before()
+    index = disk_store.make_index(path, options, io)
     medium = disk_store.make_medium(path, options)
     taken = sum(disk_store.store(index, medium, b"%d" % number, CHUNK) for number in range(60))
     medium.close()
@@ -429,6 +434,61 @@ def test_a_directory_that_only_looks_like_a_cache_is_not_emptied(tmp_path: Path)
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     assert index.reserve(b"key", 100) is Refusal.NO_ROOM
     assert (theirs / "layer.tar").exists()
+    index.close()
+
+
+def _file(path: Path) -> None:
+    path.write_bytes(b"mine")
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _link(path: Path) -> None:
+    path.symlink_to(path.parent.parent)
+
+
+@pytest.mark.parametrize("make", [_file, _loop, _link])
+def test_what_only_has_the_name_of_a_cache_stops_no_storing(
+    tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store" / ("a" * 64)
+    assert full_beside(tmp_path / "store", before=lambda: make(path)) == 60
+    assert os.path.lexists(path)
+    [line] = warnings(caplog)
+    assert line.endswith(f"left alone: {path.name!a}")
+
+
+class ClosedNeighbourIO(disk_faults.FaultyIO):
+    """A directory of another user, who lets nobody in."""
+
+    def stat_name(self, name: str, dir_fd: int) -> os.stat_result:
+        if name.startswith("a" * 64 + "/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return super().stat_name(name, dir_fd)
+
+
+def test_another_users_directory_with_the_name_of_a_cache_stops_no_storing(tmp_path: Path) -> None:
+    path = tmp_path / "store" / ("a" * 64)
+    io = ClosedNeighbourIO()
+    io.failing_names[path.name] = errno.EACCES
+    assert full_beside(tmp_path / "store", before=lambda: path.mkdir(mode=0o700), io=io) == 60
+    assert path.is_dir()
+
+
+def test_where_no_cache_can_go_the_log_names_what_may_lie_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store"
+    disk_store.make_index(path, OPTIONS).close()
+    (path / ("0" * 64)).mkdir(mode=0o700)
+    (path / ("0" * 64) / "theirs").write_bytes(b"x" * OPTIONS.capacity_bytes)
+    (path / ("a" * 64)).write_bytes(b"mine")
+    index = disk_store.make_index(path, OPTIONS)
+    assert index.reserve(b"key", 100) is Refusal.NO_ROOM
+    assert index.take_disk_counts().failures.keys() == {"create: EDQUOT"}
+    assert "or files that are not the tier's" in caplog.text
     index.close()
 
 

@@ -51,7 +51,9 @@ class Compaction:
 
     def cheapest(self) -> Segment | None:
         """The segment with the fewest live bytes that nothing holds."""
-        return self._segments.candidates.cheapest()
+        found = self._segments.candidates.cheapest()
+        self._segments.lacks_candidate = found is None
+        return found
 
     def _is_worth_copying(self, segment: Segment) -> bool:
         return segment.live_bytes <= self._share * (segment.segment_bytes - SEGMENT_HEAD_BYTES)

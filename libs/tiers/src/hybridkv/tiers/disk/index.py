@@ -209,8 +209,14 @@ class DiskIndex:
         forgotten = self._records.forget()
         if not self._is_closed:
             written = threading.Event()
-            if not self._upkeep.start_epoch(written.set) or not written.wait(self._options.close_timeout_s):
-                logger.warning("clear is not on disk yet in %s; a crash now would undo it", self._namespace.root.path)
+            if self._upkeep.start_epoch(written.set):
+                written.wait(self._options.close_timeout_s)
+            self._upkeep.collect()
+            if self._upkeep.owes_epoch:
+                logger.warning(
+                    "clear is not on disk yet in %s; a crash now would undo it, and nothing is stored before it is",
+                    self._namespace.root.path,
+                )
         self._upkeep.free(forgotten.leftovers)
         self._upkeep.run()
         return forgotten.num_withdrawn
@@ -251,10 +257,15 @@ class DiskIndex:
         is_done = self._end_work() or is_written.is_set()
         self._upkeep.janitor = None
         self._upkeep.collect()
-        if is_done:
+        if self._upkeep.owes_epoch:
+            logger.warning(
+                "the last clear of %s could not be written; the next start may offer what was stored before it",
+                self._namespace.root.path,
+            )
+        if is_done or not self._janitor.leave(self._namespace.close):
             self._namespace.close()
         else:
-            logger.warning("%s is still locked: file work did not end in time", self._namespace.root.path)
+            logger.warning("%s is still locked until file work ends, which it did not in time", self._namespace.path)
 
     def _end_work(self) -> bool:
         """Whether the janitor ended in time. A snapshot that takes most of it is given up: the changes say the same."""

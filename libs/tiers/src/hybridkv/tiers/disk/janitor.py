@@ -43,6 +43,11 @@ class Janitor(Protocol):
         may be called again."""
         ...
 
+    def leave(self, last: Job) -> bool:
+        """Behind a `close` that was False: the caller waits no more, and `last` runs when all has ended. False when it
+        has, and then it does not."""
+        ...
+
 
 class InlineJanitor:
     """Runs a job before `submit` returns: nothing happens behind the caller's back."""
@@ -65,6 +70,9 @@ class InlineJanitor:
         self._is_closed = True
         return True
 
+    def leave(self, last: Job) -> bool:
+        return False
+
 
 class ThreadJanitor:
     """Runs jobs on one daemon thread, so that a device that stands still stops nobody else."""
@@ -77,6 +85,9 @@ class ThreadJanitor:
         """The thread's own."""
         self._is_closed = False
         self._has_end = False
+        self._end_lock = threading.Lock()
+        self._has_ended = False
+        self._last: Job | None = None
         self._thread = threading.Thread(target=self._run, name="hybridkv-disk-janitor", daemon=True)
         self._thread.start()
 
@@ -105,8 +116,22 @@ class ThreadJanitor:
         self._thread.join(max(deadline_s - time.monotonic(), 0.0))
         return not self._thread.is_alive()
 
+    def leave(self, last: Job) -> bool:
+        with self._end_lock:
+            if not self._has_ended:
+                self._last = last
+            return not self._has_ended
+
     def _run(self) -> None:
-        while True:
+        self._run_jobs()
+        with self._end_lock:
+            self._has_ended = True
+        if self._last is not None:
+            self._last()
+
+    def _run_jobs(self) -> None:
+        # Where too many waited, nobody could say behind them that they were the last.
+        while not (self._is_closed and self._jobs.empty()):
             wait_s = self._run_delayed()
             try:
                 item = self._jobs.get(timeout=wait_s)

@@ -201,16 +201,19 @@ class Namespace:
         elif not _is_same(here, mine):
             self._is_taken = True
             raise TakenError(self.path)
-        elif not self._leads_to(mine):
+        elif not self._leads_to(self.io.stat(opened.directory.fd)):
             raise FileNotFoundError(errno.ENOENT, "was moved away", self.path)
 
-    def _leads_to(self, lock: os.stat_result) -> bool:
-        """Whether the path does. True also where nobody can tell: the parent cannot be read, say."""
+    def _leads_to(self, directory: os.stat_result) -> bool:
+        """Whether the path does. True also where nobody can tell: the parent cannot be read, say.
+
+        `LOCK` alone says less: a copy by hard links has the same one.
+        """
         try:
-            there = self._find(f"{self.path}/{LOCK_NAME}", self.root.fd)
+            there = self._find(f"{self.path}/.", self.root.fd)
         except OSError:
             return True
-        return there is not None and _is_same(there, lock)
+        return there is not None and _is_same(there, directory)
 
     def _find(self, name: str, dir_fd: int) -> os.stat_result | None:
         try:
@@ -274,8 +277,11 @@ class Namespace:
 
     def _is_anothers(self, opened: _Opened) -> bool:
         """Whether somebody stored something in what stands at the path now."""
-        if self._opened is not None and opened.lock_fd == self._opened.lock_fd:
-            return False
+        former = self._opened
+        if former is not None and opened.lock_fd == former.lock_fd:
+            # A copy by hard links has the same LOCK in another directory.
+            if _is_same(self.io.stat(opened.directory.fd), self.io.stat(former.directory.fd)):
+                return False
         return any(segment_number(name) is not None for rank in opened.ranks for name in rank.list())
 
     def is_there(self) -> bool:

@@ -86,7 +86,10 @@ def other_bytes(namespace: Namespace) -> int:
 
 
 def delete_stalest(namespace: Namespace) -> bool:
-    """Delete the namespace that was opened longest ago, among those that nobody has open. False when there is none."""
+    """Delete the namespace that was opened longest ago, among those that nobody has open. False when there is none.
+
+    What only has such a name, a file or another user's directory, is none.
+    """
     root = namespace.root
     stale: list[tuple[int, str]] = []
     for name in root.list():
@@ -96,6 +99,10 @@ def delete_stalest(namespace: Namespace) -> bool:
             stale.append((root.io.stat_name(f"{name}/{LOCK_NAME}", root.fd).st_mtime_ns, name))
         except FileNotFoundError:
             stale.append((0, name))
+        except OSError as error:
+            if is_shortage(error):
+                raise
+            logger.debug("%s is no cache that could be deleted: %s", name[:12], error)
     return any(_delete(root, name) for _, name in sorted(stale))
 
 

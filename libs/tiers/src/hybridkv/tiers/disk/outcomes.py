@@ -109,8 +109,8 @@ class Outcomes:
             self.is_epoch_written = self.is_epoch_written or (is_done and job.epoch == self.epoch)
         elif isinstance(job, (Save, Log)):
             self._end_save_or_log(job, outcome)
-        elif isinstance(job, Restore) and is_done:
-            self._end_restore(outcome.value)
+        elif isinstance(job, Restore):
+            self._end_restore(job, outcome)
 
     def _note(self, kind: type[Job], error: Exception | None) -> None:
         if error is None:
@@ -161,6 +161,7 @@ class Outcomes:
                 self.tally.add("segments_dropped")
         if len(left) < len(job.numbers):
             self.rests.end(Create)
+            self.rests.end(WriteEpoch)
 
     def end_copy(self, job: Copy, value: object) -> None:
         """`value`: what the copy gave back, None when it broke off."""
@@ -207,10 +208,16 @@ class Outcomes:
         # One of an epoch that is over speaks for nothing.
         self.is_snapshot_owed = not is_written or job.epoch != self.epoch
 
-    def _end_restore(self, value: object) -> None:
+    def _end_restore(self, job: Restore, outcome: Outcome) -> None:
+        value = outcome.value
+        if outcome.error is not None:
+            # Directories without an epoch: what is made in them now would be of an unknown one.
+            self.is_epoch_written = self.is_epoch_written and not self._files.namespace.is_anew
+            return
         self.is_lost = False
         if not isinstance(value, set):
             return
+        self.is_epoch_written = self.is_epoch_written or job.epoch == self.epoch
         self.withdrawn.lost()
         self._records.log.give_up()
         self.is_snapshot_owed = True

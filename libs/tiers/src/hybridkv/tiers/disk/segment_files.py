@@ -83,7 +83,8 @@ class SegmentFiles:
         """Delete stale namespaces until this one fits beside the others. ENOSPC when it does not."""
         while other_bytes(self._namespace) + own_bytes > self._capacity_bytes:
             if not delete_stalest(self._namespace):
-                raise OSError(errno.EDQUOT, "caches that are open take up the rest of the capacity")
+                words = "caches that are open, or files that are not the tier's, take up the rest of the capacity"
+                raise OSError(errno.EDQUOT, words)
             self.num_deleted_namespaces += 1
 
     def seal(self, number: int, epoch: int, end_offset: int) -> None:

@@ -103,6 +103,8 @@ class SegmentTable:
         self.written: dict[int, Segment] = {}
         """Those that somebody may still be writing to."""
         self.candidates = Candidates(self.by_number)
+        self.lacks_candidate = False
+        """Somebody looked for one that may give up its place, and all were held."""
 
     def add(self, segment: Segment) -> None:
         """A segment that is on disk."""
@@ -216,9 +218,13 @@ class SegmentTable:
             segment.num_written -= 1
             if not segment.num_written:
                 del self.written[segment.number]
-        is_settled = not segment.num_used or (is_writing and not segment.num_written)
-        if is_settled and segment is not self.open:
+        if segment is self.open:
+            return
+        if (is_writing and not segment.num_written) or not (segment.num_used or segment.live_bytes):
             self.refile(segment)
+        elif not segment.num_used:  # a reader went, and nothing but this may have changed
+            self.candidates.changed(segment.number)
+            self.revision += self.lacks_candidate
 
     def close_open(self) -> None:
         """Append nothing more to the open segment."""

@@ -1,13 +1,14 @@
 """What lies in a store's directories and is none of its files: said once by an opening, and left alone.
 
-Files that an end left half written are the store's own, and removed. Judges names only; a file of the store that is of
-another kind, or another user's, is refused by whoever opens it.
+Files that an end left half written are the store's own, and removed. Judges names, and beside the namespace what is no
+directory; a file of the store that is of another kind, or another user's, is refused by whoever opens it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterable
 
 from hybridkv.tiers.disk.directory import Directory, stops_an_opening
@@ -32,10 +33,19 @@ _OF_FILE_SYSTEMS = ("lost+found",)
 def say_strangers(namespace: Namespace) -> None:
     """One line in the log for each directory that holds something unknown. `OSError` when one cannot be read."""
     ranks = {rank_name(rank) for rank in range(namespace.num_ranks)}
-    _say(namespace.root, lambda name: is_namespace(name) or name in _OF_FILE_SYSTEMS)
+    root = namespace.root
+    _say(root, lambda name: name in _OF_FILE_SYSTEMS or (is_namespace(name) and _may_be_directory(root, name)))
     _say(namespace.directory, lambda name: is_namespace_file(name) or name in ranks)
     for directory in namespace.ranks:
         _say(directory, lambda name: segment_number(name) is not None)
+
+
+def _may_be_directory(directory: Directory, name: str) -> bool:
+    """True also where nobody can tell: it went meanwhile, say."""
+    try:
+        return stat.S_ISDIR(directory.io.stat_name(name, directory.fd).st_mode)
+    except OSError:
+        return True
 
 
 def _say(directory: Directory, is_known: Callable[[str], bool]) -> None:

@@ -104,6 +104,11 @@ class Upkeep:
         """Whether file work is on its way, after which there may be more to do, and more room."""
         return self._num_running > 0
 
+    @property
+    def owes_epoch(self) -> bool:
+        """Whether the last `start_epoch` is not on disk and this engine may still write it there."""
+        return not self.state.is_epoch_written and not self.state.is_taken
+
     def run_if_needed(self) -> None:
         """As `run`, but cheap where nothing happened that calls for work."""
         self.write_changes()
@@ -162,21 +167,26 @@ class Upkeep:
         """Write down what happened since the last snapshot, and then a new one.
 
         The next opening then reads one file. Without the new one, for which there may be no time, the changes say the
-        same.
+        same. An epoch that could not be written yet is tried once more, resting or not; nothing was stored in it.
         """
         self.give_up_snapshot()
         if self.state.is_taken:
             return
         self._segments.close_open()
         self.collect()
+        self._start(self._choose_epoch())
         self._start(self.state.withdrawn.job())
+        if self.state.is_epoch_written:
+            self._write_last()
+        self._records.log.close()
+
+    def _write_last(self) -> None:
         self._start(self._choose_log())
         for segment in list(self._segments.sealable.values()):
             if segment.epoch == self.state.epoch:
                 self._start(self._seal(segment))
         if self._may_save():
             self._start(self._save(is_last=True))
-        self._records.log.close()
 
     def give_up_snapshot(self) -> None:
         """Do not wait for the one that is being written, if there is one."""
@@ -199,20 +209,20 @@ class Upkeep:
         is_resting = self.state.rests.is_resting
         if not is_resting(Create):
             self._segments.limit_bytes = self._sizes.data_bytes
-        for choose in (
-            self._choose_restore,
-            self._choose_epoch,
-            self.state.withdrawn.job,
-            self._choose_drop,
-            self._choose_create,
-            self._choose_copy,
-            self._choose_seal,
-            self._choose_save,
-        ):
+        for choose in (*self._clearing(), *self._storing()):
             job = choose()
             if job is not None and not is_resting(type(job)):
                 return job
         return None
+
+    def _clearing(self) -> tuple[Callable[[], Job | None], ...]:
+        return self._choose_restore, self._choose_epoch, self.state.withdrawn.job, self._choose_drop
+
+    def _storing(self) -> tuple[Callable[[], Job | None], ...]:
+        """What names the epoch. Not before that is on disk: the next start would delete what is of an unknown one."""
+        if not self.state.is_epoch_written:
+            return ()
+        return self._choose_create, self._choose_copy, self._choose_seal, self._choose_save
 
     def _choose_restore(self) -> Job | None:
         return Restore(self.state.epoch) if self.state.is_lost else None
