@@ -61,6 +61,11 @@ class Breaker:
         return self._state is not BreakerState.OPEN
 
     @property
+    def is_untroubled(self) -> bool:
+        """Whether a success says nothing new."""
+        return self._state is BreakerState.CLOSED and not self._failures
+
+    @property
     def pause_s(self) -> float:
         """How long it stays open, or the next time will."""
         return self._pause_s

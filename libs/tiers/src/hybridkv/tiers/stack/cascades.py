@@ -5,8 +5,11 @@ needs others before it goes only when those are in the slow tier or on their way
 slow tier has beginnings. What waits is not protected in the fast tier: a store that needs the room is worth more than a
 copy, and what is evicted meanwhile is dropped here, with all that needs it.
 
-The order of use follows: beginnings are copied first, so each would be evicted before its end. `touch` waits until
-what was asked for before it has come, and then says how it should be.
+What failed takes with it what needs it: that is dropped while it waits, and withdrawn from the slow tier where it is on
+its way, or was faster.
+
+The order of use follows, in both tiers: beginnings are copied first, and pinned for it, so each would be evicted before
+its end. `touch` waits until what was asked for before it has come, and then says how it should be.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import enum
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,10 +37,12 @@ class PathPlace(NamedTuple):
         path_bytes: what its path takes up there from its beginning on, the chunk included, as `TierIndex.cost` says; 0
             if nobody knows. What is beyond the whole of the slow tier is not copied: it would only push out its own
             beginning.
+        prefix: more that it needs, which nothing says is there: looked up once, when its turn comes.
     """
 
     needs: tuple[Key, ...] = ()
     path_bytes: int = 0
+    prefix: tuple[Key, ...] = ()
 
 
 ALONE = PathPlace()
@@ -47,6 +52,7 @@ class Gate(enum.Enum):
     """Whether the slow tier may be written to."""
 
     OPEN = "write"
+    PROBE = "write once, and see what comes of it"
     BUSY = "wait: it is being tried, or nothing can be for a moment"
     SHUT = "keep away: what waits is dropped"
 
@@ -54,15 +60,32 @@ class Gate(enum.Enum):
 class _Next(enum.Enum):
     """What to do with the chunk whose turn it is, where it is not dropped."""
 
+    SENT = "it is on its way now"
     GONE = "it is there, or on its way"
     LATER = "wait"
+    PARKED = "wait apart, for what it needs"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """What was sent between two touches."""
+
+    num_left: int = 0
+    """Of those, what is on its way in time, or waits to be sent again."""
+
+
+@dataclass(slots=True, eq=False)
 class _Waiting:
     number: int
+    """What needs others has a greater one."""
     key: Key
     place: PathPlace
+    num_bytes: int = 0
+    """Known when it was first tried."""
+    batch: _Batch | None = None
+    """While that counts it."""
+    is_late: bool = False
+    is_forgotten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +121,24 @@ class Cascades:
             options.cascading_share * near.capacity_bytes, options.arriving_share * far.capacity_bytes
         )
         self._numbers = itertools.count()
-        self._queue: list[tuple[int, _Waiting | _Touch]] = []
-        """A heap: what is tried again has its old number."""
+        self._again: list[tuple[int, _Waiting]] = []
+        """A heap of what is sent again, before all else: it was there first."""
+        self._queue: deque[_Waiting | _Touch] = deque()
+        self._parked: dict[Key, list[_Waiting]] = {}
+        """By what they need, which the fast tier is about to hold."""
+        self._parked_keys: set[Key] = set()
         self._keys: set[Key] = set()
-        """Of the chunks in it."""
-        self._num_touched = 0
-        """Keys of the touches in it and behind it."""
+        """Of all chunks in these."""
+        self._is_blocked = False
+        """The first of them was tried, and nothing has changed since."""
         self._moving: dict[Key, _Waiting] = {}
-        self._touches: deque[tuple[int, _Touch]] = deque()
-        """Whose turn it is, each with the last move that was planned before it."""
+        self._landed: dict[Key, _Waiting] = {}
+        """What came before something that it needs."""
+        self._batch = _Batch()
+        self._touches: deque[tuple[_Batch, _Touch]] = deque()
+        """Whose turn it is, each with what was sent before it and after the one before."""
+        self._num_touched = 0
+        """Keys of all touches that wait."""
         self.since_s = 0.0
         """When something came to its end well, or began to wait where nothing did."""
 
@@ -123,123 +155,245 @@ class Cascades:
             return MoveResult.DROPPED_BUSY
         if not self._keys:
             self.since_s = now_s
-        self._push(_Waiting(next(self._numbers), key, place))
+            self._is_blocked = False
+        self._keys.add(key)
+        self._queue.append(_Waiting(next(self._numbers), key, place))
         return None
 
-    def _push(self, waiting: _Waiting) -> None:
-        heapq.heappush(self._queue, (waiting.number, waiting))
-        self._keys.add(waiting.key)
+    def on_near(self, key: Key) -> None:
+        """The fast tier holds a chunk now, or never will: what waited for it goes behind it."""
+        ended = deque([key] if self._parked else ())
+        while ended:
+            for waiting in self._parked.pop(ended.popleft(), ()):
+                self._parked_keys.discard(waiting.key)
+                waiting.number = next(self._numbers)
+                self._queue.append(waiting)
+                ended.append(waiting.key)
+                self._is_blocked = False
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used in the slow tier, the last one most, when what was added before is there.
+        """Make keys the most recently used in the slow tier, the last one most, when what was added before is there;
+        then in the fast tier too, where what moves is pinned meanwhile.
 
         At once where more wait for that than chunks may.
         """
-        is_idle = not self._queue and not self._touches and self._traffic.oldest_cascade() is None
+        is_idle = not (self._queue or self._again or self._touches or self._batch.num_left)
         if is_idle or self._num_touched + len(keys) > self._options.max_waiting:
             self._far.touch(keys)
             return
         self._num_touched += len(keys)
-        heapq.heappush(self._queue, (next(self._numbers), _Touch(tuple(keys))))
+        self._queue.append(_Touch(tuple(keys)))
 
     # What goes.
 
-    def pump(self, gate: Callable[[], Gate]) -> list[MoveResult]:
-        """Send what may go now. Why others are dropped, one for each."""
-        dropped = []
-        while self._queue:
-            item = self._queue[0][1]
-            if isinstance(item, _Waiting):
-                then = self._try(item, gate())
-                if then is _Next.LATER:
-                    break
-                if isinstance(then, MoveResult):
-                    dropped.append(then)
-                self._keys.discard(item.key)
-            else:
+    def pump(self, gate: Callable[[], Gate], has_changed: bool = True) -> list[MoveResult]:
+        """Send what may go now. Why others are dropped, one for each.
+
+        Args:
+            gate: whether the slow tier may be written to.
+            has_changed: whether what had to wait may go by now, for all that the caller knows.
+        """
+        dropped: list[MoveResult] = []
+        if self._is_blocked and not has_changed:
+            return dropped
+        is_open = gate() if self._keys else Gate.OPEN
+        while self._again or self._queue:
+            item = self._again[0][1] if self._again else self._queue[0]
+            if isinstance(item, _Touch):
                 self._reach(item)
-            heapq.heappop(self._queue)
+                self._queue.popleft()
+                continue
+            then = self._try(item, is_open)
+            self._is_blocked = then is _Next.LATER
+            if then is _Next.LATER:
+                break
+            if self._again:
+                heapq.heappop(self._again)
+            else:
+                self._queue.popleft()
+            if then is _Next.PARKED:
+                continue
+            self._keys.discard(item.key)
+            if then is _Next.SENT:
+                is_open = gate() if is_open is Gate.PROBE else is_open
+            elif isinstance(then, MoveResult):
+                dropped.append(then)
+                self._lose(item)
         self._touch_what_came()
         return dropped
 
     def _reach(self, touch: _Touch) -> None:
         """At once, so that what comes next pushes out others first; and again when what is on its way has come."""
-        self._far.touch(touch.keys)
-        if self._traffic.oldest_cascade() is None:
-            self._num_touched -= len(touch.keys)
-        else:
-            self._touches.append((self._traffic.last_move_id, touch))
+        if self._touches or self._batch.num_left:
+            self._far.touch(touch.keys)
+        self._touches.append((self._batch, touch))
+        self._batch = _Batch()
 
     def _try(self, waiting: _Waiting, gate: Gate) -> _Next | MoveResult:
         key, place = waiting.key, waiting.place
         if gate is Gate.SHUT:
             return MoveResult.DROPPED_OPEN
+        if gate is Gate.BUSY:
+            return _Next.LATER
+        if len(self._moving) >= self._options.max_cascading or not self._has_room(waiting.num_bytes):
+            return self._wait_or(MoveResult.DROPPED_BUSY)
+        if key in self._moving:  # withdrawn on its way
+            return MoveResult.DROPPED_BUSY if self._moving[key].is_late else _Next.LATER
         if self._far.lookup(key) is not LookupResult.MISS:
             return _Next.GONE
-        if any(self._far.lookup(need) is LookupResult.MISS for need in place.needs):
-            return MoveResult.DROPPED_ORPHAN
+        for need in place.needs:
+            if self._far.lookup(need) is LookupResult.MISS:
+                return self._miss(waiting, need)
+        if place.prefix:
+            if self._far.leading(place.prefix) < len(place.prefix):
+                return MoveResult.DROPPED_ORPHAN
+            waiting.place = place._replace(prefix=())
         if place.path_bytes > self._far.capacity_bytes:
             return MoveResult.DROPPED_NO_ROOM
-        if gate is Gate.BUSY or len(self._moving) >= self._options.max_cascading:
-            return _Next.LATER
         near = self._near.pin(key)
         if near is None:
             return MoveResult.DROPPED_EVICTED
-        then = self._plan(waiting, near)
-        if then is not _Next.GONE or key not in self._moving:
+        waiting.num_bytes = near.num_bytes
+        then = self._send(waiting, near)
+        if then is not _Next.SENT:
             self._near.unpin(key)
         return then
 
-    def _plan(self, waiting: _Waiting, near: Slot) -> _Next | MoveResult:
+    def _has_room(self, num_bytes: int) -> bool:
         moving = self._traffic.bytes_moving[Direction.CASCADE]
-        if moving and moving + near.num_bytes > self._max_bytes:
-            return _Next.LATER
-        far = self._far.reserve(waiting.key, near.num_bytes)
+        return not moving or moving + num_bytes <= self._max_bytes
+
+    def _wait_or(self, otherwise: MoveResult) -> _Next | MoveResult:
+        """Wait for what is on its way, unless all of that is late: who knows when it ends."""
+        return _Next.LATER if self._traffic.num_in_time[Direction.CASCADE] else otherwise
+
+    def _miss(self, waiting: _Waiting, need: Key) -> _Next | MoveResult:
+        """What another store is about to bring is waited for, apart: it comes behind in the queue."""
+        if need not in self._parked_keys and self._near.lookup(need) is not LookupResult.PENDING:
+            return MoveResult.DROPPED_ORPHAN
+        self._parked.setdefault(need, []).append(waiting)
+        self._parked_keys.add(waiting.key)
+        return _Next.PARKED
+
+    def _send(self, waiting: _Waiting, near: Slot) -> _Next | MoveResult:
+        if not self._has_room(waiting.num_bytes):
+            return self._wait_or(MoveResult.DROPPED_BUSY)
+        far = self._far.reserve(waiting.key, waiting.num_bytes)
         if isinstance(far, Slot):
             self._plan_move(waiting.key, near, far)
             self._moving[waiting.key] = waiting
-            return _Next.GONE
+            if waiting.batch is None:
+                waiting.batch = self._batch
+                self._batch.num_left += 1
+            return _Next.SENT
         if far is Refusal.PRESENT:
             return _Next.GONE
+        if far is Refusal.BUSY:
+            return _Next.LATER
         # What is on its way holds its place, but may be evicted when it is there.
-        may_change = far is Refusal.BUSY or (far is Refusal.NO_ROOM and moving)
-        return _Next.LATER if may_change else MoveResult.DROPPED_NO_ROOM
+        return self._wait_or(MoveResult.DROPPED_NO_ROOM) if far is Refusal.NO_ROOM else MoveResult.DROPPED_NO_ROOM
 
     def _touch_what_came(self) -> None:
-        while self._touches:
-            oldest = self._traffic.oldest_cascade()
-            if oldest is not None and oldest <= self._touches[0][0]:
-                return
+        while self._touches and not self._touches[0][0].num_left:
             keys = self._touches.popleft()[1].keys
             self._num_touched -= len(keys)
             self._far.touch(keys)
+            self._near.touch(keys)
 
     # What came of it.
 
-    def on_ended(self, key: Key, failure: Failure | None, is_late: bool, now_s: float) -> None:
-        """A move has ended. One that the medium had no room for is made again, before what needs it."""
+    def on_late(self, key: Key) -> None:
+        """A move is late: no touch waits for it any more."""
+        waiting = self._moving[key]
+        waiting.is_late = True
+        self._count_off(waiting)
+
+    def on_ended(self, key: Key, failure: Failure | None, now_s: float) -> bool:
+        """A move has ended. Whether it is made again, before what needs it, because the medium had no room for it."""
         waiting = self._moving.pop(key)
+        self._is_blocked = False
         if failure is None:
             self.since_s = now_s
-        elif failure.reason is FailureReason.BUSY and not is_late:
-            self._push(waiting)
+            self._land(waiting)
+        elif failure.reason is FailureReason.BUSY and not (waiting.is_late or waiting.is_forgotten):
+            heapq.heappush(self._again, (waiting.number, waiting))
+            self._keys.add(key)
+            return True
+        else:
+            self._lose(waiting)
+        self._count_off(waiting)
+        return False
+
+    def _count_off(self, waiting: _Waiting) -> None:
+        if waiting.batch is not None:
+            waiting.batch.num_left -= 1
+            waiting.batch = None
+            if self._touches:
+                self._touch_what_came()
+
+    def _land(self, waiting: _Waiting) -> None:
+        if self._is_on_its_way(waiting, self._landed):
+            self._landed[waiting.key] = waiting
+            if len(self._landed) > self._options.max_cascading:
+                self._forget_landed()
+        elif self._landed and not self._moving and not self._again:
+            self._landed.clear()
+
+    def _is_on_its_way(self, waiting: _Waiting, landed: Mapping[Key, _Waiting]) -> bool:
+        """Whether something that it needs may still fail."""
+        for need in waiting.place.needs:
+            if need in self._moving or need in landed or need in self._keys:
+                return True
+        return False
+
+    def _forget_landed(self) -> None:
+        """What needs nothing any more that may fail; and the oldest, where that is not enough."""
+        kept: dict[Key, _Waiting] = {}
+        for waiting in sorted(self._landed.values(), key=lambda each: each.number):
+            if self._is_on_its_way(waiting, kept):
+                kept[waiting.key] = waiting
+        self._landed = dict(list(kept.items())[-(self._options.max_cascading // 2 + 1) :])
+
+    def _lose(self, waiting: _Waiting) -> None:
+        """It was on its way, and will not come: what needs it and went behind it is worth nothing without it."""
+        if waiting.batch is None and not waiting.is_late:
+            return
+        self._count_off(waiting)
+        lost = {waiting.key}
+        behind = (each for each in (*self._landed.values(), *self._moving.values()) if each.number > waiting.number)
+        for each in sorted(behind, key=lambda each: each.number):
+            if not lost.isdisjoint(each.place.needs):
+                lost.add(each.key)
+                self._landed.pop(each.key, None)
+                self._far.invalidate(each.key)
 
     def give_up(self, before_s: float) -> list[MoveResult]:
         """Drop what waits where nothing has come to its end well since `before_s`."""
         if not self._keys or self.since_s > before_s:
             return []
         dropped = [MoveResult.DROPPED_LATE] * len(self._keys)
-        self._keys.clear()
-        touches = [item for _, item in sorted(self._queue, key=lambda each: each[0]) if isinstance(item, _Touch)]
-        self._queue.clear()
-        for touch in touches:
-            self._reach(touch)
+        again, queue = self._again, self._queue
+        self._drop_all()
+        for _, waiting in again:
+            self._lose(waiting)
+        for item in queue:
+            if isinstance(item, _Touch):
+                self._reach(item)
         self._touch_what_came()
         return dropped
 
-    def clear(self) -> None:
-        """Forget what waits. What moves comes to its end."""
+    def _drop_all(self) -> None:
+        self._again, self._queue, self._is_blocked = [], deque(), False
+        self._parked.clear()
+        self._parked_keys.clear()
         self._keys.clear()
-        self._queue.clear()
+
+    def clear(self) -> None:
+        """Forget what waits. What moves comes to its end, and is not made again."""
+        self._drop_all()
+        for waiting in self._moving.values():
+            waiting.is_forgotten = True
+        self._landed.clear()
         self._touches.clear()
+        self._batch = _Batch()
         self._num_touched = 0

@@ -257,16 +257,20 @@ class TierStack:
         self._on_near(key, is_stored)
         if is_stored:
             self.cascade(key, place)
+        if self._cascades is not None:
+            self._cascades.on_near(key)
         return is_stored
 
     def abort(self, key: Key) -> None:
         self.near.abort(key)
         self._on_near(key, False)
+        if self._cascades is not None:
+            self._cascades.on_near(key)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Make keys the most recently used in both tiers, the last one most.
 
-        In the slow one only when what is to cascade by now has come there, so that it can be among them.
+        Where something is to cascade by now, once more in both when that has come, so that it can be among them.
         """
         self.near.touch(keys)
         if self._cascades is not None:
@@ -295,8 +299,11 @@ class TierStack:
         """
         if self._cascades is not None:
             self._look_at_clock()
-            self._drop(self._cascades.add(key, place, self._clock()))
-            self._pump()
+            now_s = self._clock()
+            dropped = self._cascades.add(key, place, now_s)
+            if dropped is not None:
+                self._drop(dropped)
+            self._pump(has_changed=False)
 
     def far_cost(self, num_bytes: int) -> int:
         """What a chunk of so many bytes takes up of the slow tier, for `PathPlace.path_bytes`."""
@@ -312,19 +319,23 @@ class TierStack:
         """Chunks that wait for their way down."""
         return 0 if self._cascades is None else self._cascades.num_waiting
 
-    def _pump(self) -> None:
+    def _pump(self, has_changed: bool = True) -> None:
         if self._cascades is not None:
-            for dropped in self._cascades.pump(self._gate):
+            for dropped in self._cascades.pump(self._gate, has_changed):
                 self._drop(dropped)
             if self._cascades.num_waiting:
                 self._due_s = min(self._due_s, self._cascades.since_s + self._options.load_timeout_s)
 
     def _gate(self) -> Gate:
         """Whether one more chunk may be written to the slow tier now."""
-        if not self._ways.allows(Direction.CASCADE, 0):
+        state = self._ways.state(Direction.CASCADE)
+        if state is BreakerState.OPEN:
             return Gate.SHUT
-        is_open = self._may_move(Direction.CASCADE) and not self._ways.rests(Direction.CASCADE)
-        return Gate.OPEN if is_open else Gate.BUSY
+        if self._ways.rests(Direction.CASCADE):
+            return Gate.BUSY
+        if state is BreakerState.PROBING:
+            return Gate.BUSY if self._traffic.num_in_time[Direction.CASCADE] else Gate.PROBE
+        return Gate.OPEN
 
     def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
         self._plan(Direction.CASCADE, key, near, far)
@@ -351,17 +362,19 @@ class TierStack:
         if moving is None:
             return
         move, failure = moving.move, moving.failure
-        self._late_changes += moving.is_late_promotion
         if not moving.is_late:  # else it was counted as a failure when it became late
             self._ways.ended(move.direction, failure, self._clock())
-            self._due_s = min(self._due_s, self._ways.next_end_s)
+            if failure is not None:
+                self._due_s = min(self._due_s, self._ways.next_end_s)
+        if move.direction is Direction.PROMOTE:
+            self._late_changes += moving.is_late
+            self._end_promotion(move.key, failure)
+        elif self._end_cascade(move.key, failure):
+            return
         result = MoveResult.DONE if failure is None else MoveResult.FAILED
         self._counts.moved(move.direction, result, moving.num_bytes, failure)
-        if move.direction is Direction.PROMOTE:
-            self._end_promotion(move.key, failure)
-        else:
-            self._end_cascade(move.key, failure, moving.is_late)
-        self._pump()
+        if failure is not None:
+            self._pump()
 
     def _end_promotion(self, key: Key, failure: Failure | None) -> None:
         assert self.far is not None
@@ -374,7 +387,8 @@ class TierStack:
             self.far.invalidate(key, failure.reason)
         self._on_near(key, False)
 
-    def _end_cascade(self, key: Key, failure: Failure | None, is_late: bool) -> None:
+    def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
+        """Whether it is made again."""
         assert self.far is not None and self._cascades is not None
         if failure is None:
             self.far.commit(key)
@@ -384,7 +398,7 @@ class TierStack:
                 # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
                 self.near.invalidate(key, failure.reason)
         self.near.unpin(key)
-        self._cascades.on_ended(key, failure, is_late, self._clock())
+        return self._cascades.on_ended(key, failure, self._clock())
 
     def _on_near(self, key: Key, is_held: bool) -> None:
         """A key that was on its way into the fast tier has come, or never will."""
@@ -445,6 +459,8 @@ class TierStack:
         for moving in self._traffic.give_up(heard_s - self._options.load_timeout_s):
             self._late_changes += moving.is_late_promotion
             self._ways.late(moving.move.direction, now_s)
+            if self._cascades is not None and moving.move.direction is Direction.CASCADE:
+                self._cascades.on_late(moving.move.key)
         if self._cascades is not None:
             for dropped in self._cascades.give_up(heard_s - self._options.load_timeout_s):
                 self._drop(dropped)

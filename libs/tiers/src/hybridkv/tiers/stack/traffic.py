@@ -56,8 +56,9 @@ class Traffic:
         """A move that `take_planned` will hand out."""
         self._last_move_id += 1
         move = TierMove(self._last_move_id, direction, key, near, far)
-        self._moves[move.move_id] = Moving(move, near.num_bytes, self._num_ranks, now_s)
-        self.bytes_moving[direction] += near.num_bytes
+        num_bytes = near.num_bytes
+        self._moves[move.move_id] = Moving(move, num_bytes, self._num_ranks, now_s)
+        self.bytes_moving[direction] += num_bytes
         self.num_in_time[direction] += 1
         self._planned.append(move)
 
@@ -94,18 +95,6 @@ class Traffic:
                 self.late_bytes += moving.num_bytes
                 self.late_keys.add(moving.move.key)
         return late
-
-    @property
-    def last_move_id(self) -> int:
-        """Of the move that was planned last, 0 before the first one."""
-        return self._last_move_id
-
-    def oldest_cascade(self) -> int | None:
-        """The first of the moves on their way down that are not late, None if there is none."""
-        for move_id, moving in self._moves.items():
-            if moving.move.direction is Direction.CASCADE and not moving.is_late:
-                return move_id
-        return None
 
     def has_some_in_time(self) -> bool:
         """Whether a move is on its way that is not late."""

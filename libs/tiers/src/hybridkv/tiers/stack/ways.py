@@ -77,6 +77,8 @@ class Ways:
     def ended(self, direction: Direction, failure: Failure | None, now_s: float) -> None:
         """A move that was not late has ended."""
         way = self._ways[direction]
+        if failure is None and way.breaker.is_untroubled and way.rest.is_untroubled:
+            return
         before = way.look
         if failure is not None and failure.reason is FailureReason.BUSY:
             way.rest.fail(now_s)

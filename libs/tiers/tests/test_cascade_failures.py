@@ -1,0 +1,206 @@
+"""The way down where something goes wrong on it: nothing is left without its beginning, pinned, or waited for."""
+
+from __future__ import annotations
+
+import pytest
+from test_cascades import D, store_path
+from test_stack import CHUNK, A, B, C, Stack
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, PathPlace
+
+IO, BUSY = Failure(FailureReason.IO), Failure(FailureReason.BUSY)
+
+
+def held(index: RamIndex, *keys: bytes) -> list[bytes]:
+    return [key for key in keys if index.lookup(key) is LookupResult.HIT]
+
+
+@pytest.mark.parametrize("is_touched", [True, False])
+def test_what_has_cascaded_leaves_the_fast_tier_from_its_end(is_touched: bool) -> None:
+    it = Stack(near_chunks=3)
+    store_path(it, A, B, C)
+    if is_touched:
+        it.stack.touch([C, B, A])
+    it.end(it.moves(Direction.CASCADE))
+    it.put_near(D)
+    # Without it the beginning goes first: it was the first one that was pinned no more.
+    assert held(it.near, A, B, C) == ([A, B] if is_touched else [B, C])
+
+
+def test_an_end_that_is_made_again_does_not_outlive_its_beginning() -> None:
+    it = Stack(far_chunks=3)
+    store_path(it, A, B, C)
+    it.stack.touch([C, B, A])
+    first, second, third = it.moves(Direction.CASCADE)
+    it.end([third], BUSY)
+    it.end([first, second])
+    it.clock.now_s += 1
+    it.stack.tick()
+    it.end(it.moves(Direction.CASCADE))
+    assert held(it.far, A, B, C) == [A, B, C]
+    it.put_far(D)
+    assert held(it.far, A, B, C) == [A, B]
+
+
+def test_a_chunk_that_is_asked_for_again_on_its_way_stays_pinned_once() -> None:
+    it = Stack()
+    it.store(A)
+    moves = it.moves(Direction.CASCADE)
+    it.far.invalidate(A)
+    it.stack.cascade(A)
+    it.end(moves, IO)
+    it.end(it.moves(Direction.CASCADE))
+    assert held(it.far, A) == [A]
+    it.near.invalidate(A)
+    assert it.near.used_bytes == 0, "nobody has it pinned"
+
+
+@pytest.mark.parametrize("lands_first", [True, False])
+def test_what_is_on_its_way_behind_a_failure_carries_nothing(lands_first: bool) -> None:
+    it = Stack(max_cascading=3)
+    store_path(it, A, B, C, D, b"e")
+    store_path(it, b"x")
+    first, *behind = it.moves(Direction.CASCADE)
+    if lands_first:
+        it.end(behind)
+        it.end([first], IO)
+    else:
+        it.end([first], IO)
+        it.end(behind)
+    it.end(it.moves(Direction.CASCADE))
+    it.end(it.moves(Direction.CASCADE))
+    assert held(it.far, A, B, C, D, b"e", b"x") == [b"x"]
+
+
+def test_what_is_made_again_is_no_failure_and_keeps_what_needs_it() -> None:
+    it = Stack()
+    store_path(it, A, B, C)
+    first, *behind = it.moves(Direction.CASCADE)
+    it.end([first], BUSY)
+    it.end(behind)
+    it.clock.now_s += 1
+    it.stack.tick()
+    it.end(it.moves(Direction.CASCADE))
+    assert held(it.far, A, B, C) == [A, B, C]
+    assert it.stack.take_counts().cascades == {"done": 3}
+
+
+def test_what_was_to_be_made_again_and_is_dropped_takes_what_needs_it() -> None:
+    it = Stack()
+    store_path(it, A, B, C)
+    first, *behind = it.moves(Direction.CASCADE)
+    it.end([first], BUSY)
+    it.end(behind)
+    it.near.invalidate(A)
+    it.clock.now_s += 1
+    it.stack.tick()
+    assert it.stack.take_moves() == []
+    assert held(it.far, A, B, C) == []
+    assert it.stack.take_counts().cascades == {"done": 2, "dropped_evicted": 1}
+
+
+def test_a_reset_makes_nothing_again() -> None:
+    it = Stack()
+    it.store(A)
+    moves = it.moves(Direction.CASCADE)
+    it.stack.clear()
+    it.end(moves, BUSY)
+    assert it.stack.num_waiting == 0 and not it.stack.has_moves_alive()
+
+
+def test_a_disk_that_hangs_keeps_nobody_waiting_for_it() -> None:
+    it = Stack(max_cascading=2, load_timeout_s=30.0, breaker=BreakerOptions(failures=1))
+    it.store(A, B)
+    hung = it.moves(Direction.CASCADE)
+    it.clock.now_s += 31
+    it.stack.tick()
+    it.stack.tick()
+    it.clock.now_s += 60
+    it.stack.tick()
+    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.PROBING
+    it.store(C)
+    assert not it.stack.has_moves_alive() and it.stack.take_moves() == []
+    assert it.stack.take_counts().cascades == {"dropped_busy": 1}
+    it.end(hung)
+    it.store(D)
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [D], "the first that ends makes room for a probe"
+
+
+def test_a_shortage_empties_no_queue() -> None:
+    it = Stack(max_cascading=1)
+    it.store(A, B, C)
+    for _ in range(40):
+        it.end(it.moves(Direction.CASCADE), BUSY)
+        it.clock.now_s += 0.25
+        it.stack.tick()
+    it.clock.now_s += 5
+    it.stack.tick()
+    for _ in range(3):
+        it.end(it.moves(Direction.CASCADE))
+    assert it.stack.take_counts().cascades == {"done": 3}
+
+
+def test_what_needs_a_chunk_that_another_store_brings_waits_for_it() -> None:
+    it = Stack()
+    assert isinstance(it.stack.reserve(A, CHUNK), Slot)
+    store_path(it, B, C, before=A)
+    it.store(D)
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [D], "nobody else waits"
+    assert it.stack.has_moves_alive()
+    it.stack.commit(A)
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B, C]
+
+
+def test_what_waits_for_a_store_that_comes_to_nothing_is_dropped() -> None:
+    it = Stack()
+    assert isinstance(it.stack.reserve(A, CHUNK), Slot)
+    store_path(it, B, C, before=A)
+    it.stack.take_moves()
+    it.stack.abort(A)
+    assert it.stack.take_moves() == [] and not it.stack.has_moves_alive()
+    assert it.stack.take_counts().cascades == {"dropped_orphan": 2}
+
+
+class Asked(RamIndex):
+    """Counts what it is asked for, and takes nothing."""
+
+    num_asked = 0
+    is_busy = False
+
+    def lookup(self, key: bytes) -> LookupResult:
+        self.num_asked += 1
+        return super().lookup(key)
+
+    def leading(self, keys: object) -> int:
+        self.num_asked += len(keys)  # type: ignore[arg-type]
+        return super().leading(keys)  # type: ignore[arg-type]
+
+    def reserve(self, key: bytes, num_bytes: int) -> Slot | Refusal:
+        return Refusal.BUSY if self.is_busy else super().reserve(key, num_bytes)
+
+
+def test_a_prefix_is_looked_up_once_however_long_its_chunk_waits() -> None:
+    it = Stack(near_chunks=64, far_chunks=256, far_type=Asked)
+    assert isinstance(it.far, Asked)
+    prefix = tuple(b"%d" % number for number in range(200))
+    it.put_far(*prefix)
+    it.far.is_busy = True
+    assert isinstance(it.stack.reserve(A, CHUNK), Slot)
+    it.stack.commit(A, PathPlace((), 0, prefix))
+    it.far.num_asked = 0
+    for number in range(50):
+        it.store(b"n%d" % number)
+        it.stack.take_moves()
+    assert it.far.num_asked < 50 * 5
+
+
+def test_a_chunk_whose_prefix_has_a_hole_is_not_copied() -> None:
+    it = Stack()
+    it.put_far(B)
+    assert isinstance(it.stack.reserve(C, CHUNK), Slot)
+    it.stack.commit(C, PathPlace((B,), 0, (A, B)))
+    assert it.stack.take_moves() == []
+    assert it.stack.take_counts().cascades == {"dropped_orphan": 1}
