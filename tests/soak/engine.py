@@ -282,8 +282,8 @@ class Engine:
             self.step()
             if not (self.storing or self.waiting or self.stack.has_moves_alive() or self.stack.num_waiting):
                 return
-            # What was lost on the way is given up at its deadline.
-            self._clock.skew_s += 0.5
+            # What cannot be moved for now is tried again after a while, and given up at its deadline.
+            self._clock.skew_s += 0.05 if self.stack.has_moves_alive() else 0.5
 
     def audit(self, keys: list[bytes], media: list[DiskMedium]) -> dict[bytes, FailureReason]:
         """Read these from the disk, and check them. Those that could not be read, and why."""
