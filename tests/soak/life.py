@@ -110,7 +110,8 @@ class Life:
         self.checks.require_counts()
         engine.near.clear()
         if engine.near.used_bytes:
-            raise SoakError("leaked", f"{engine.near.used_bytes} bytes of host memory are nobody's")
+            num_bytes, why_not = engine.near.used_bytes, engine.why_not()
+            raise SoakError("leaked", f"{num_bytes} bytes of host memory are nobody's: {why_not}")
         with self.stopwatch.timed("close"):
             for mover in engine.movers:
                 mover.close(self.plan.options.close_timeout_s)

@@ -19,7 +19,7 @@ from soak.tally import Tally
 MINUTES = float(os.environ.get("SOAK_MINUTES", "1.5"))
 NUM_ENDS = 12
 """Kills, and losses of power, for each minute."""
-MODES = {Sabotage.UNSYNCED: Mode.LOSSES, Sabotage.FORGET: Mode.KILLS}
+MODES = {Sabotage.UNSYNCED: Mode.LOSSES, Sabotage.FORGET: Mode.KILLS, Sabotage.MISCOUNT: Mode.KILLS}
 """Where a control needs lives of one kind."""
 
 
