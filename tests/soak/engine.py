@@ -6,7 +6,7 @@ One thread, which is the scheduler's and every rank's worker. Checks each byte t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -15,7 +15,16 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import BreakerOptions, Direction, Hold, MoveOutcome, StackOptions, TierMover, TierStack
+from hybridkv.tiers.stack import (
+    BreakerOptions,
+    Direction,
+    Hold,
+    MoveOutcome,
+    PathPlace,
+    StackOptions,
+    TierMover,
+    TierStack,
+)
 from soak.content import Group, Kind, Prompt, key_of, keys_needed, payload
 from soak.findings import SoakError
 from soak.tally import Tally
@@ -47,6 +56,14 @@ class Parts(NamedTuple):
     clock: Clock
 
 
+class Chunk(NamedTuple):
+    """One group's part of a prompt."""
+
+    key: bytes
+    group: Group
+    place: PathPlace
+
+
 @dataclass(slots=True)
 class Waiting:
     """A request whose chunks are on their way from the disk."""
@@ -61,7 +78,7 @@ class Waiting:
 class Storing:
     """Chunks that the workers are writing into the fast tier."""
 
-    keys: list[bytes]
+    chunks: list[Chunk]
     steps_left: int
 
 
@@ -162,25 +179,33 @@ class Engine:
 
     def store(self, prompt: Prompt) -> None:
         """What a request that was computed leaves behind."""
-        begun: list[tuple[bytes, Group]] = []
-        present: list[bytes] = []
-        for group in self.groups:
-            states = {len(prompt) - 1} if group.kind is Kind.RECURRENT else range(len(prompt))
-            for place in states:
-                key = key_of(prompt[place], group)
-                answer = self.near.lookup(key)
-                if answer is LookupResult.HIT:
-                    present.append(key)
-                elif answer is LookupResult.MISS and self._begin(key, group):
-                    begun.append((key, group))
-        self.stack.touch(present[::-1])
-        for key in present:
-            self.stack.cascade(key)
+        begun: list[Chunk] = []
+        present: list[Chunk] = []
+        for chunk in self._chunks(prompt):
+            answer = self.near.lookup(chunk.key)
+            if answer is LookupResult.HIT:
+                present.append(chunk)
+            elif answer is LookupResult.MISS and self._begin(chunk.key, chunk.group):
+                begun.append(chunk)
+        for chunk in present:
+            self.stack.cascade(chunk.key, chunk.place)
+        self.stack.touch([chunk.key for chunk in reversed(present)])
         if begun:
-            # States and windows before the full prefix, ends before beginnings.
-            begun.reverse()
-            order = sorted(begun, key=lambda chunk: chunk[1].kind is Kind.FULL)
-            self.storing.append(Storing([key for key, _ in order], self._random.choice([0, 0, 1, 4])))
+            self.storing.append(Storing(begun, self._random.choice([0, 0, 1, 4])))
+
+    def _chunks(self, prompt: Prompt) -> Iterator[Chunk]:
+        """From the beginning on, each with what it needs to be worth anything."""
+        full = next((group for group in self.groups if group.kind is Kind.FULL), None)
+        for place, prefix in enumerate(prompt):
+            for group in self.groups:
+                if group.kind is Kind.RECURRENT and place < len(prompt) - 1:
+                    continue
+                needs: tuple[bytes, ...] = ()
+                if full is not None and group is not full:
+                    needs = (key_of(prefix, full),)
+                elif full is not None and place:
+                    needs = (key_of(prompt[place - 1], full),)
+                yield Chunk(key_of(prefix, group), group, PathPlace(needs))
 
     def _begin(self, key: bytes, group: Group) -> bool:
         slot = self.stack.reserve(key, group.chunk_bytes)
@@ -220,11 +245,11 @@ class Engine:
 
     def _end_store(self, storing: Storing) -> None:
         is_failed = self._random.random() < 0.03
-        for key in storing.keys:
+        for chunk in storing.chunks:
             if is_failed:
-                self.stack.abort(key)
+                self.stack.abort(chunk.key)
             else:
-                self.stack.commit(key)
+                self.stack.commit(chunk.key, chunk.place)
 
     def _move(self) -> None:
         moves = self.stack.take_moves()
@@ -255,10 +280,10 @@ class Engine:
             for medium in self.media:
                 medium.drain(1.0)
             self.step()
-            if not (self.storing or self.waiting or self.stack.has_moves_alive()):
+            if not (self.storing or self.waiting or self.stack.has_moves_alive() or self.stack.num_waiting):
                 return
-            # What was lost on the way is given up at its deadline.
-            self._clock.skew_s += 0.5
+            # What cannot be moved for now is tried again after a while, and given up at its deadline.
+            self._clock.skew_s += 0.05 if self.stack.has_moves_alive() else 0.5
 
     def audit(self, keys: list[bytes], media: list[DiskMedium]) -> dict[bytes, FailureReason]:
         """Read these from the disk, and check them. Those that could not be read, and why."""

@@ -35,7 +35,10 @@ class Resources:
         if self._countdown > 0:
             return
         self._countdown = 20
-        fds, threads, rss_kb = _num("fd"), _num("task"), _rss_kb()
+        try:
+            fds, threads, rss_kb = _num("fd"), _num("task"), _rss_kb()
+        except OSError:
+            return  # no descriptor is left for that, on purpose
         self._tally.most("most descriptors", fds)
         self._tally.most("most threads", threads)
         self._tally.most("most memory, MiB", rss_kb // 1024)

@@ -17,7 +17,9 @@ from soak.sabotage import EXPECTED, Sabotage
 from soak.tally import Tally
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "1.5"))
-MODES = {Sabotage.UNSYNCED: Mode.LOSSES, Sabotage.FORGET: Mode.KILLS}
+NUM_ENDS = 12
+"""Kills, and losses of power, for each minute."""
+MODES = {Sabotage.UNSYNCED: Mode.LOSSES, Sabotage.FORGET: Mode.KILLS, Sabotage.MISCOUNT: Mode.KILLS}
 """Where a control needs lives of one kind."""
 
 
@@ -41,7 +43,7 @@ def test_nothing_is_lost_or_wrong_or_stands_still_with_another_seed(tmp_path: Pa
 
 @pytest.mark.parametrize("mode", [Mode.KILLS, Mode.LOSSES])
 def test_kills_and_losses_of_power_take_nothing(mode: Mode, tmp_path: Path) -> None:
-    tally = require_nothing_found(Run(seed=2, minutes=MINUTES / 8, mode=mode), tmp_path)
+    tally = require_nothing_found(Run(seed=2, minutes=60, mode=mode, most_ends=int(NUM_ENDS * MINUTES)), tmp_path)
     assert tally.get("chunks found at openings")
 
 

@@ -14,7 +14,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.contract import UNSPECIFIED
 from hybridkv.tiers.disk import DiskIndex
-from hybridkv.tiers.disk.records import RecordTable
+from hybridkv.tiers.disk.records import Record, RecordTable
 from soak.ledger import Log
 
 SEGMENT_BITS = 32
@@ -88,20 +88,24 @@ def watched_records(log: Log) -> Iterator[None]:
         if key in log.ledger.must and not log.is_silent:
             log.say(f"gone {key.hex()}")
 
-    def evicts(table: Any, record: Any) -> None:
+    def evicts(table: RecordTable, record: Record) -> None:
         say_gone(record.key)
         evict(table, record)
 
-    def invalidates(table: Any, key: bytes) -> Any:
+    def invalidates(table: RecordTable, key: bytes) -> Record | None:
         say_gone(key)
         return invalidate(table, key)
 
-    def moves(table: Any, record: Any, address: int) -> None:
+    def moves(table: RecordTable, record: Record, address: int) -> None:
         move(table, record, address)
         log.say(f"moved {record.key.hex()} {address >> SEGMENT_BITS}")
 
-    RecordTable.evict, RecordTable.invalidate, RecordTable.move = evicts, invalidates, moves  # type: ignore[method-assign]
+    watched = {"evict": evicts, "invalidate": invalidates, "move": moves}
+    former = {name: getattr(RecordTable, name) for name in watched}
+    for name, method in watched.items():
+        setattr(RecordTable, name, method)
     try:
         yield
     finally:
-        RecordTable.evict, RecordTable.invalidate, RecordTable.move = evict, invalidate, move  # type: ignore[method-assign]
+        for name, method in former.items():
+            setattr(RecordTable, name, method)

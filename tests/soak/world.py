@@ -19,7 +19,8 @@ import msgspec
 from hybridkv.tiers.disk import Fsync
 from soak.findings import SoakError
 from soak.ledger import Ledger, Log, Script, read_script
-from soak.life import Life, Place
+from soak.life import Life
+from soak.place import Place
 from soak.plans import End, LifePlan, Mode, WorldPlan, draw_life, draw_world
 from soak.sabotage import Sabotage
 from soak.small_disk import SmallDisk
@@ -155,7 +156,7 @@ class World:
             if verb == "life":
                 last = int(rest)
             elif verb == "found":
-                found = tuple(msgspec.json.decode(rest, type=tuple[str, str]))
+                found = msgspec.json.decode(rest, type=tuple[str, str])
         return last, found
 
     def _stacks(self) -> str:

@@ -1,0 +1,181 @@
+"""What has to be true of an engine: after a restart, while something goes wrong, and when it is over."""
+
+from __future__ import annotations
+
+import errno
+import os
+from random import Random
+from typing import NamedTuple
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import FailureReason
+from hybridkv.tiers.disk import DiskMedium, plan_sizes
+from soak.content import key_of
+from soak.engine import LOAD_TIMEOUT_S, LONGEST_PAUSE_S, Clock, Engine
+from soak.findings import SoakError
+from soak.place import Place
+from soak.plans import LifePlan, WorldPlan
+from soak.stopwatch import Stopwatch
+from soak.troubles import Blame
+from soak.watching import segment_of
+from soak.weather import Weather
+
+RECOVERY_ATTEMPTS = 40
+MOST_AUDITED = 60
+"""At an opening; all of them after a loss of power."""
+
+
+class Subject(NamedTuple):
+    """What is looked at, and by what.
+
+    Args:
+        auditors: media that read from the same files as the engine's, of each rank.
+    """
+
+    world: WorldPlan
+    plan: LifePlan
+    place: Place
+    engine: Engine
+    auditors: list[DiskMedium]
+    clock: Clock
+
+
+class Checks:
+    """`SoakError` where something does not hold."""
+
+    def __init__(self, subject: Subject, weather: Weather, stopwatch: Stopwatch, random: Random) -> None:
+        self._world, self._plan, self._place, self._engine, self._auditors, self._clock = subject
+        self._log, self._tally = subject.place.log, subject.place.tally
+        self._weather = weather
+        self._stopwatch = stopwatch
+        self._random = random
+
+    def require_what_was_there(self) -> None:
+        """After a restart: nothing is lost, nothing that was cleared is back, and all bytes are right."""
+        ledger, far = self._log.ledger, self._engine.far
+        max_records = plan_sizes(self._plan.options, self._world.num_ranks).max_records
+        if max_records < ledger.most_records and len(ledger.begun) > max_records:
+            # An index that can hold fewer passes over the rest, and evicts nothing for that.
+            for key in [key for key in ledger.must if far.lookup(key) is not LookupResult.HIT]:
+                self._log.say(f"gone {key.hex()}")
+        self._log.say(f"held {max_records}")
+        lost = [key for key in ledger.must if far.lookup(key) is not LookupResult.HIT]
+        if lost:
+            self._tally.add("chunks lost", len(lost))
+            raise SoakError("lost", f"{len(lost)} of {len(ledger.must)} chunks, the first {lost[0].hex()}")
+        back = [key for key in ledger.banned if far.lookup(key) is not LookupResult.MISS]
+        if back:
+            self._find("undead", f"{len(back)} chunks that were cleared are offered, the first {back[0].hex()}")
+        self._tally.add("chunks found at openings", len(ledger.must))
+        keys = list(ledger.must)
+        self.audit(keys if ledger.is_torn or len(keys) <= 60 else self._random.sample(keys, 60))
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """What was written whole before the end, and not committed, may be offered too. Then it has to stay.
+
+        After a loss of power it may be torn as well, which a load finds.
+        """
+        log, far = self._log, self._engine.far
+        beside = [key for key in sorted(log.ledger.begun.difference(log.ledger.must)) if far.pin(key) is not None]
+        for key in beside:
+            far.unpin(key)
+        if log.ledger.is_torn:
+            for key, reason in self._engine.audit(beside, self._auditors).items():
+                self._tally.add(f"torn by a loss of power, {reason}")
+                self._engine.stack.invalidate(key)
+        for key in beside:
+            slot = far.pin(key)
+            if slot is not None:
+                far.unpin(key)
+                log.say(f"committed {key.hex()} {segment_of(slot)}")
+                self._tally.add("chunks found beside")
+        if log.ledger.is_torn:
+            log.say("whole")
+
+    def audit(self, keys: list[bytes]) -> None:
+        """Nothing that has to be there is unreadable, while nothing stands against reading it."""
+        must = self._log.ledger.must
+        with self._stopwatch.timed("audit"):
+            failures = self._engine.audit(keys, self._auditors)
+        if self._weather.blames - {Blame.STORES}:
+            return
+        bad = {key: reason for key, reason in failures.items() if key in must}
+        if bad:
+            self._tally.add("chunks lost", len(bad))
+            key, reason = next(iter(bad.items()))
+            raise SoakError("lost", f"{len(bad)} chunks cannot be read, the first {key.hex()}: {reason}")
+
+    def on_withdrawal(self, reason: str) -> None:
+        """Somebody says that a chunk on disk is bad."""
+        self._tally.add(f"withdrawn, {reason}")
+        is_ours = reason not in list(FailureReason)
+        if not is_ours and Blame.READS not in self._weather.blames and not self._log.ledger.is_damaged:
+            after = f"after nothing but {self._weather}: {self._engine.failure}"
+            self._find("destroyed", f"a chunk was withdrawn as {reason}, {after}")
+
+    def _find(self, kind: str, detail: str) -> None:
+        """Raise it, unless it is known."""
+        if kind not in self._place.known:
+            raise SoakError(kind, detail)
+        self._tally.add(f"KNOWN: {kind}")
+
+    def require_counts(self) -> None:
+        """Everything has settled: the index offers what the ledger says, and the disk takes no more than it may."""
+        far, ledger = self._engine.far, self._log.ledger
+        missing = [key for key in ledger.must if far.lookup(key) is not LookupResult.HIT]
+        if missing:
+            raise SoakError("lost", f"{len(missing)} chunks are not offered any more, and nobody said so")
+        if not ledger.is_damaged and far.num_keys != len(ledger.must):
+            raise SoakError("miscounted", f"{far.num_keys} keys, {len(ledger.must)} of them committed")
+
+    def _count_file_work(self) -> None:
+        """What became of the index's file work. The system may refuse it; nothing else may go wrong with it."""
+        counts = self._engine.far.take_disk_counts()
+        for name in ("moved_records", "segments_created", "segments_dropped", "snapshots"):
+            self._tally.add(name.replace("_", " "), getattr(counts, name))
+        for name, count in counts.failures.items():
+            self._tally.add(f"file work failed, {name}", count)
+            if name.split(": ")[1] not in errno.errorcode.values():
+                raise SoakError("went wrong", f"{name}, {count} times")
+
+    def require_visible(self) -> None:
+        """A disk that takes nothing still gives what it has."""
+        if self._weather.blames != {Blame.STORES}:
+            return
+        hidden = [key for key in self._log.ledger.must if self._engine.stack.lookup(key) is LookupResult.MISS]
+        if hidden:
+            self._find("hidden", f"{len(hidden)} chunks, after nothing but {self._weather}: {self._engine.why_not()}")
+
+    def require_recovery(self) -> None:
+        """Nothing stands against it any more: soon chunks are stored on disk again, and found there."""
+        engine, group = self._engine, self._world.groups[0]
+        with self._stopwatch.timed("recover"):
+            for attempt in range(RECOVERY_ATTEMPTS):
+                self._stopwatch.watch()
+                self._clock.skew_s += LONGEST_PAUSE_S if attempt == 0 else 5.0
+                engine.settle()
+                engine.far.drain(LOAD_TIMEOUT_S)
+                key = key_of(b"recovery %d %d" % (self._plan.number, self._random.getrandbits(64)), group)
+                engine.store((key[:-1],))
+                engine.settle()
+                engine.settle()
+                if engine.far.lookup(key) is LookupResult.HIT and not engine.audit([key], self._auditors):
+                    break
+            else:
+                self._require_full()
+        if self._log.ledger.is_unsettled:
+            self._log.say("settled")
+        self._weather.clear_up()
+        self.require_counts()
+        self._count_file_work()
+
+    def _require_full(self) -> None:
+        """Nothing is stored any more: only where a file system is full, which then keeps what it has."""
+        found = os.statvfs(self._place.root)
+        needed_bytes = 4 * self._world.num_ranks * (self._plan.options.segment_bytes or 0)
+        if self._place.small_disk is not None and found.f_bavail * found.f_frsize < needed_bytes:
+            self._tally.add("times that a small file system stayed full")
+            return
+        detail = f"after {self._weather} nothing is stored any more: {self._engine.why_not()}"
+        self._find("useless", detail)

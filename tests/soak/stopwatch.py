@@ -1,0 +1,33 @@
+"""How long things take, and an end to what takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import time
+from collections.abc import Iterator
+
+from soak.place import Place
+
+
+class Stopwatch:
+    """Of one process."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._armed_s = -1.0
+
+    def watch(self) -> None:
+        """From now on, a process that stands still for too long is dumped and ended."""
+        now_s = time.monotonic()
+        if now_s - self._armed_s > min(1.0, self._place.watchdog_s / 4):
+            faulthandler.dump_traceback_later(self._place.watchdog_s, exit=True, file=self._place.stacks)
+            self._armed_s = now_s
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """What is watched anew, and whose longest time is kept."""
+        self.watch()
+        started_s = time.monotonic()
+        yield
+        self._place.tally.most(f"longest {name}, ms", int(1000 * (time.monotonic() - started_s)))
