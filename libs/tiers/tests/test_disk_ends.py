@@ -366,4 +366,5 @@ def test_a_file_whose_pieces_fail_is_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         directory.write_pieces("file", (bytes(1 << 17) + bytes([1 // (3 - turn)]) for turn in range(5)), sync=True)
     assert directory.read_file("file") == b"".join(pieces)
+    assert directory.list() == ["file"], "what was half written takes up no room"
     directory.close()

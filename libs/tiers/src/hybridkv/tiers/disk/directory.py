@@ -124,6 +124,10 @@ class Directory:
                 offset += len(data)
             if sync:
                 self.io.fdatasync(fd)
+        except Exception:
+            with contextlib.suppress(OSError):
+                self.remove_file(temporary)  # it would take up room, on a full disk too
+            raise
         finally:
             self.io.close(fd)
         self.io.rename(temporary, name, self.fd)

@@ -277,11 +277,11 @@ class Namespace:
 
     def _is_anothers(self, opened: _Opened) -> bool:
         """Whether somebody stored something in what stands at the path now."""
-        former = self._opened
-        if former is not None and opened.lock_fd == former.lock_fd:
-            # A copy by hard links has the same LOCK in another directory.
-            if _is_same(self.io.stat(opened.directory.fd), self.io.stat(former.directory.fd)):
-                return False
+        stat, former = self.io.stat, self._opened
+        # A copy by hard links has the same LOCK in another directory.
+        has_lock = former is not None and opened.lock_fd == former.lock_fd
+        if former is not None and has_lock and _is_same(stat(opened.directory.fd), stat(former.directory.fd)):
+            return False
         return any(segment_number(name) is not None for rank in opened.ranks for name in rank.list())
 
     def is_there(self) -> bool:
