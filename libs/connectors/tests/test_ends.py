@@ -1,4 +1,4 @@
-"""Which setting of the engine kills it before it can end."""
+"""Which setting of the engine kills it before it can end, and how a worker ends with a scheduler beside it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, cast
 import pytest
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.flushing import CLOSE_S, flush_and_close
+from hybridkv.connectors.vllm.worker import DRAIN_S
 
 
 def configuration(**fields: Any) -> Any:
@@ -35,3 +37,52 @@ def test_a_platform_that_takes_its_time_anyway_kills_nothing(monkeypatch: pytest
 
 def test_an_engine_that_knows_no_such_setting_is_not_spoken_of() -> None:
     assert not compat.is_killed_at_its_end(configuration())
+
+
+class Ending:
+    """Both halves of an engine whose slow tier stands still, and a clock that goes on when it is looked at."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.now_s = 0.0
+        self.closed_within_s: list[float] = []
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+    def has_stores_in_flight(self) -> bool:
+        return True
+
+    def plan_moves(self) -> None:
+        if self.fails:
+            raise OSError("the plan cannot be made")
+
+    def start_moves(self, plan: None) -> None: ...
+
+    def results(self) -> None: ...
+
+    def outcome(self) -> None: ...
+
+    def close(self, drain_s: float) -> None:
+        self.closed_within_s.append(drain_s)
+
+
+def test_a_flush_leaves_time_to_close_in() -> None:
+    end = Ending()
+    flush_and_close(cast(Any, end), cast(Any, end), end)
+    assert end.closed_within_s == [CLOSE_S]
+    assert end.now_s <= DRAIN_S - CLOSE_S + 3.0, "each look takes a second, and the last is after the end"
+
+
+def test_a_flush_that_fails_closes_the_worker_all_the_same() -> None:
+    end = Ending(fails=True)
+    with pytest.raises(OSError, match="cannot be made"):
+        flush_and_close(cast(Any, end), cast(Any, end), end)
+    assert end.closed_within_s == [CLOSE_S]
+
+
+def test_a_worker_without_a_scheduler_beside_it_has_all_the_time() -> None:
+    end = Ending()
+    flush_and_close(None, cast(Any, end), end)
+    assert end.closed_within_s == [DRAIN_S]

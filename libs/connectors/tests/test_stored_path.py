@@ -57,6 +57,7 @@ def test_a_path_is_overdue_when_others_have_used_a_part_of_the_tier_since() -> N
     assert not path.is_overdue(10_000, 1000), "nothing of it is older than what comes now"
     path.take_renewal(SPEC, 500)
     assert not path.is_overdue(624, 1000) and path.is_overdue(625, 1000)
+    assert not path.is_overdue(500, 0), "there is no slow tier"
 
 
 def test_the_prefix_before_a_part_is_that_of_full_groups() -> None:

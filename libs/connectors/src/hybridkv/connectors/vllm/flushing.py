@@ -10,9 +10,31 @@ import time
 from collections.abc import Callable
 
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
-from hybridkv.connectors.vllm.worker import OffloadWorker
+from hybridkv.connectors.vllm.worker import DRAIN_S, OffloadWorker
 
 PAUSE_S = 0.0005
+CLOSE_S = 2.0
+"""Of `DRAIN_S`, what is kept for chunks that are on their way when the time for those that wait is over."""
+
+
+def flush_and_close(
+    scheduler: OffloadScheduler | None, worker: OffloadWorker, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """The worker's end, within `DRAIN_S`. It gives up its memory and its threads whatever the flush meets.
+
+    Args:
+        scheduler: the other half, None where it is out of reach.
+        worker: this half.
+        clock: seconds.
+    """
+    if scheduler is None:
+        worker.close(DRAIN_S)
+        return
+    left_s = 0.0
+    try:
+        left_s = flush(scheduler, worker, DRAIN_S - CLOSE_S, clock)
+    finally:
+        worker.close(CLOSE_S + left_s)
 
 
 def flush(

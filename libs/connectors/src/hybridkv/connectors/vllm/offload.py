@@ -28,7 +28,7 @@ from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices, tiers
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.duties import duties_of
-from hybridkv.connectors.vllm.flushing import flush
+from hybridkv.connectors.vllm.flushing import flush_and_close
 from hybridkv.connectors.vllm.identity.worker_facts import worker_facts
 from hybridkv.connectors.vllm.layout import resolve_layout
 from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan, WorkerFacts
@@ -38,7 +38,7 @@ from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.siblings import current_place
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder
 from hybridkv.connectors.vllm.waiting import WaitingScheduler
-from hybridkv.connectors.vllm.worker import DRAIN_S, CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers.ram import RamArena
 
 if TYPE_CHECKING:
@@ -243,17 +243,17 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         _live.discard(self)
         if self._worker is not None:
-            self._worker.close(self._flush(self._worker))
+            flush_and_close(self._other_half(), self._worker)
         if self._scheduler is not None:
             self._scheduler.close()
 
-    def _flush(self, worker: OffloadWorker) -> float:
-        """Seconds that are left to close the worker in, once the scheduler's half has nothing more to store."""
+    def _other_half(self) -> OffloadScheduler | None:
+        """The scheduler's, where it is in this process and this worker is its only one."""
         for other in _live:
             is_other_half = (other._engine_id, other._place) == (self._engine_id, self._place)
             if is_other_half and isinstance(other._scheduler, OffloadScheduler) and self._layout.world_size == 1:
-                return flush(other._scheduler, worker, DRAIN_S)
-        return DRAIN_S
+                return other._scheduler
+        return None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler is not None:

@@ -55,7 +55,9 @@ class StoredPath:
     def is_overdue(self, used_bytes: int, capacity_bytes: int) -> bool:
         """Whether it is far from recent by now, given what all paths have used of the slow tier, each time that they
         did."""
-        return self._num_renewed > 0 and (used_bytes - self._renewed_at_bytes) * CHURN >= capacity_bytes
+        if not self._num_renewed or not capacity_bytes:
+            return False
+        return (used_bytes - self._renewed_at_bytes) * CHURN >= capacity_bytes
 
     def prefix(self, spec: CacheSpec, end_token: int) -> tuple[bytes, ...]:
         """The full prefix before a part that ends there, of every FULL group."""

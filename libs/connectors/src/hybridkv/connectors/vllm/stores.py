@@ -173,11 +173,25 @@ class StorePlanner:
             self._stack.touch(renewed)
 
     def _checked(self, path: StoredPath, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
-        """Chunks that follow a path of long ago: it is made recent first, and must be whole, not only at its end."""
-        spec, (first, *others) = self._layout.spec, chunks
+        """Chunks that follow a path of long ago: it is made recent first, and must be whole, not only at its end.
+
+        Whatever the slow tier lacks asks for the whole prefix, unless it needs another such chunk, which does.
+        """
+        spec, far = self._layout.spec, self._stack.far
         self._stack.touch(path.order(spec))
-        needs = (*first.place.needs, *path.prefix(spec, first.part[1]))
-        return [first._replace(place=first.place._replace(needs=needs)), *others]
+        missing: set[bytes] = set()
+        checked = []
+        for chunk in chunks:
+            if far is not None and far.lookup(chunk.key) is LookupResult.MISS:
+                if missing.isdisjoint(chunk.place.needs):
+                    place = chunk.place._replace(prefix=path.prefix(spec, chunk.part[1]))
+                    checked.append(chunk._replace(place=place))
+                else:
+                    checked.append(chunk)
+                missing.add(chunk.key)
+            else:
+                checked.append(chunk)
+        return checked
 
     def on_gone(self, state: RequestState) -> None:
         """The request has ended: what it leaves is made recent as a whole, now or when its last store has ended."""

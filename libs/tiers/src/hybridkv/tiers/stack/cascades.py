@@ -341,10 +341,10 @@ class Cascades:
 
     def _is_on_its_way(self, waiting: _Waiting, landed: Mapping[Key, _Waiting]) -> bool:
         """Whether something that it needs may still fail."""
-        for need in waiting.place.needs:
-            if need in self._moving or need in landed or need in self._keys:
-                return True
-        return False
+        needs = waiting.place.needs
+        return not (
+            self._moving.keys().isdisjoint(needs) and landed.keys().isdisjoint(needs) and self._keys.isdisjoint(needs)
+        )
 
     def _forget_landed(self) -> None:
         """What needs nothing any more that may fail; and the oldest, where that is not enough."""

@@ -1,0 +1,189 @@
+"""What an engine's stores leave in both tiers can be resumed, whether they come at once or one by one.
+
+The planner of stores is the connector's own, over the real tiers; only the engine and its copies are stood in for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any, cast
+
+import pytest
+from test_lookups import FULL, STATE, chain, make_layout
+
+from hybridkv.canonical import LayerLayout
+from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.lookups import RequestKeys
+from hybridkv.connectors.vllm.messages import StoreOutcome
+from hybridkv.connectors.vllm.requests import RequestState
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.stored_path import StoredChunk
+from hybridkv.connectors.vllm.stores import StorePlanner
+from hybridkv.planner import Hit, LookupResult, State, longest_hit
+from hybridkv.tiers import Refusal, Ticket
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
+from hybridkv.tiers.ram import RamArena, RamIndex
+from hybridkv.tiers.stack import MoveOutcome, PathPlace, StackOptions, TierMover, TierStack
+
+KIB, MIB = 1 << 10, 1 << 20
+GRANULE_BYTES = 4096
+CHUNK_TOKENS = 8
+NEVER_S = 1e6
+OPTIONS = DiskOptions(capacity_bytes=64 * MIB, fsync=Fsync.NONE, max_in_flight=2)
+NUM_FITTING = 288
+"""Chunks, with a state each, that the disk has room for."""
+
+
+class Pool:
+    """Blocks that nobody counts."""
+
+    blocks = tuple(SimpleNamespace(ref_cnt=2) for _ in range(4096))
+
+    def touch(self, blocks: object) -> None: ...
+
+    def free_blocks(self, blocks: object) -> None: ...
+
+
+class Engine:
+    """Requests whose every chunk is stored, with a state each, through both tiers."""
+
+    def __init__(self, path: Path, near_bytes: int) -> None:
+        made = make_layout([FULL, STATE])
+        layers = tuple((LayerLayout(f"layer{index}", size),) for index, size in enumerate((64 * KIB, 40 * KIB)))
+        layout = dataclasses.replace(made.layout, layers=layers)
+        self.spec, self._keys = made.spec, made.keys
+        self.far = DiskIndex(str(path), layout.fingerprint({"model": "m"}), OPTIONS, InlineJanitor())
+        self.near = RamIndex(near_bytes, GRANULE_BYTES)
+        self._arena = RamArena(near_bytes, GRANULE_BYTES)
+        self.stack = TierStack(self.near, self.far, 1, lambda: 0.0, StackOptions(load_timeout_s=NEVER_S))
+        self._mover = TierMover(self._arena, DiskMedium(str(path), self.far.namespace, 0, OPTIONS), lambda: 0.0)
+        later_ns = time.time_ns()
+        adapters = Adapters(made.keys, later_ns, lambda: later_ns)
+        self.planner = StorePlanner(layout, self.stack, adapters, Recorder())
+        self.planner.bind_block_pool(cast(Any, Pool()))
+        self._pool = bytes(range(256)) * 1024
+        self._tickets = itertools.count(1)
+        self.states: dict[str, RequestState] = {}
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mover.close(30.0)
+        self.stack.close()
+        self._arena.close()
+
+    def compute(self, name: str, num_chunks: int) -> None:
+        """So many more chunks of a request, in one step, whose store ends at once."""
+        state = self.states.get(name) or self._begin(name)
+        request = cast(Any, state.request)
+        first = request.num_computed_tokens // CHUNK_TOKENS
+        ends = range((first + 1) * CHUNK_TOKENS, (first + num_chunks) * CHUNK_TOKENS + 1, CHUNK_TOKENS)
+        blocks = list(range(1, 2 * (first + num_chunks) + 1))
+        states = [State(1, end // CHUNK_TOKENS, end) for end in ends]
+        store = self.planner.plan(state, num_chunks * CHUNK_TOKENS, states, lambda _: (blocks, []))
+        request.num_computed_tokens = ends[-1]
+        assert store is not None
+        for move in store.moves:
+            start = next(self._tickets) % 256
+            data = memoryview(self._pool)[start : start + move.slot.num_bytes]
+            self._arena.store(Ticket(start), move.key, move.slot, [data])
+            assert self._arena.poll()[0].failure is None
+        self.planner.on_ended({store.job_id: StoreOutcome(1)})
+
+    def _begin(self, name: str) -> RequestState:
+        hashes = chain(2 * 1024, name.encode())
+        request = SimpleNamespace(
+            request_id=name, num_tokens=1024 * CHUNK_TOKENS, num_computed_tokens=0, block_hashes=hashes
+        )
+        self.states[name] = RequestState(cast(Any, request), None, RequestKeys(self.spec, self._keys))
+        return self.states[name]
+
+    def settle(self) -> None:
+        """Step as an engine does until nothing moves any more."""
+        while self.stack.has_moves_alive():
+            self.stack.tick()
+            self._mover.start(self.stack.take_moves())
+            for move, failure, _ in self._mover.poll():
+                self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+
+    def end(self, name: str) -> None:
+        self.planner.on_gone(self.states[name])
+
+    def num_computed(self, name: str) -> int:
+        return int(self.states[name].request.num_computed_tokens)
+
+    def resumable(self, name: str, index: RamIndex | DiskIndex) -> int:
+        """Tokens of a request that could be resumed from one tier alone."""
+        keys = self.states[name].keys()
+
+        def lookup(group_index: int, end_token: int) -> LookupResult:
+            return index.lookup(keys.key(group_index, end_token))
+
+        answer = longest_hit(self.spec, self.num_computed(name) + 1, 0, lookup)
+        return answer.num_tokens if isinstance(answer, Hit) else 0
+
+    def share(self, num_offered_chunks: int) -> float:
+        """Of what was offered and fits the disk, what can be resumed from there."""
+        resumable = sum(self.resumable(name, self.far) for name in self.states)
+        return resumable / (min(num_offered_chunks, NUM_FITTING) * CHUNK_TOKENS)
+
+
+@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
+@pytest.mark.parametrize(("num_requests", "num_steps", "over"), [(6, 1, 1), (1, 6, 2), (6, 1, 2), (3, 6, 1)])
+def test_of_what_fits_the_disk_all_can_be_resumed(
+    tmp_path: Path, num_requests: int, num_steps: int, over: int, is_paced: bool
+) -> None:
+    with Engine(tmp_path / "store", 256 * MIB) as engine:
+        chunks = over * NUM_FITTING // num_requests // num_steps
+        for number in range(num_requests):
+            for _ in range(num_steps):
+                engine.compute(str(number), chunks)
+                if is_paced:
+                    engine.settle()
+            engine.end(str(number))
+        engine.settle()
+        assert engine.share(over * NUM_FITTING) >= 0.98, engine.stack.take_counts().cascades
+
+
+@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
+def test_host_memory_loses_ends_and_not_beginnings(tmp_path: Path, is_paced: bool) -> None:
+    with Engine(tmp_path / "store", 32 * MIB) as engine:
+        for _ in range(8):
+            engine.compute("first", 20)
+            if is_paced:
+                engine.settle()
+        engine.end("first")
+        engine.settle()
+        assert engine.resumable("first", engine.near) == engine.num_computed("first")
+        engine.compute("second", 100)
+        assert engine.resumable("second", engine.near) == 100 * CHUNK_TOKENS
+        assert engine.resumable("first", engine.near) >= 80 * CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("is_met_again", [False, True])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_follows_a_path_of_long_ago_goes_down_only_where_that_is_whole(
+    tmp_path: Path, is_whole: bool, is_met_again: bool
+) -> None:
+    """Also where the first chunk of the store is there, and only one before it is gone."""
+    with Engine(tmp_path / "store", 16 * MIB) as engine:
+        engine.compute("r", 2)
+        engine.settle()
+        state = engine.states["r"]
+        keys = [state.keys().key(0, CHUNK_TOKENS * number) for number in (1, 2, 3)]
+        if not is_whole:
+            engine.far.invalidate(keys[0])
+            engine.near.invalidate(keys[0])
+        met = [StoredChunk((0, 2 * CHUNK_TOKENS), keys[1], PathPlace((keys[0],)), False)] if is_met_again else []
+        assert not isinstance(engine.stack.reserve(keys[2], 128 * KIB), Refusal)
+        engine.planner._used_bytes += engine.far.capacity_bytes
+        new = StoredChunk((0, 3 * CHUNK_TOKENS), keys[2], PathPlace((keys[1],)), True)
+        engine.planner._settle(state.path, [*met, new])
+        assert [move.key for move in engine.stack.take_moves()] == ([keys[2]] if is_whole else [])
