@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason
-from hybridkv.tiers.disk import DiskMedium, plan_sizes
+from hybridkv.tiers.disk import DiskMedium
 from soak.content import key_of
-from soak.engine import LOAD_TIMEOUT_S, LONGEST_PAUSE_S, Clock, Engine
+from soak.engine import LOAD_TIMEOUT_S, LONGEST_PAUSE_S, PROMOTED, Clock, Engine
 from soak.findings import SoakError
 from soak.place import Place
 from soak.plans import LifePlan, WorldPlan
@@ -53,12 +53,10 @@ class Checks:
     def require_what_was_there(self) -> None:
         """After a restart: nothing is lost, nothing that was cleared is back, and all bytes are right."""
         ledger, far = self._log.ledger, self._engine.far
-        max_records = plan_sizes(self._plan.options, self._world.num_ranks).max_records
-        if max_records < ledger.most_records and len(ledger.begun) > max_records:
-            # An index that can hold fewer passes over the rest, and evicts nothing for that.
+        if ledger.is_short:
             for key in [key for key in ledger.must if far.lookup(key) is not LookupResult.HIT]:
                 self._log.say(f"gone {key.hex()}")
-        self._log.say(f"held {max_records}")
+        self._log.say("opened")
         lost = [key for key in ledger.must if far.lookup(key) is not LookupResult.HIT]
         if lost:
             self._tally.add("chunks lost", len(lost))
@@ -149,18 +147,12 @@ class Checks:
 
     def require_recovery(self) -> None:
         """Nothing stands against it any more: soon chunks are stored on disk again, and found there."""
-        engine, group = self._engine, self._world.groups[0]
         with self._stopwatch.timed("recover"):
             for attempt in range(RECOVERY_ATTEMPTS):
                 self._stopwatch.watch()
+                self._engine.settle()  # so that nothing is late for no reason of its own
                 self._clock.skew_s += LONGEST_PAUSE_S if attempt == 0 else 5.0
-                engine.settle()
-                engine.far.drain(LOAD_TIMEOUT_S)
-                key = key_of(b"recovery %d %d" % (self._plan.number, self._random.getrandbits(64)), group)
-                engine.store((key[:-1],))
-                engine.settle()
-                engine.settle()
-                if engine.far.lookup(key) is LookupResult.HIT and not engine.audit([key], self._auditors):
+                if self._is_well():
                     break
             else:
                 self._require_full()
@@ -169,6 +161,25 @@ class Checks:
         self._weather.clear_up()
         self.require_counts()
         self._count_file_work()
+
+    def _is_well(self) -> bool:
+        """Whether new chunks go to the disk, and come back from there."""
+        engine = self._engine
+        engine.settle()
+        engine.far.drain(LOAD_TIMEOUT_S)
+        prompt = (b"recovery %d %d" % (self._plan.number, self._random.getrandbits(64)),)
+        keys = [key_of(prompt[0], group) for group in self._world.groups]
+        engine.store(prompt)
+        engine.settle()
+        engine.settle()
+        if any(engine.far.lookup(key) is not LookupResult.HIT for key in keys):
+            return False
+        for key in keys:
+            engine.near.invalidate(key)
+        num_promoted = self._tally.get(PROMOTED)
+        engine.request(prompt)
+        engine.settle()
+        return self._tally.get(PROMOTED) >= num_promoted + len(keys) and not engine.audit(keys, self._auditors)
 
     def _require_full(self) -> None:
         """Nothing is stored any more: only where a file system is full, which then keeps what it has."""

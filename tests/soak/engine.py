@@ -32,6 +32,8 @@ from soak.watching import WatchedIndex
 
 LOAD_TIMEOUT_S = 30.0
 LONGEST_PAUSE_S = 120.0
+PROMOTED = "promote done"
+"""What is counted when a rank brought a chunk up."""
 
 
 class Clock:

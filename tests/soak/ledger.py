@@ -27,6 +27,7 @@ class Ledger:
         banned: cleared, durably, and not begun again: they may not be offered.
         excused: segments that were damaged from outside.
         most_records: that an index could hold so far.
+        is_short: an index was opened that can hold fewer, and nobody looked yet at what it passed over.
         is_torn: power was lost, and nobody looked yet at what was not promised.
         is_unsettled: the directory was taken away, and nobody said yet that it was made anew.
         is_damaged: something in the directory was damaged from outside.
@@ -37,6 +38,7 @@ class Ledger:
     banned: set[bytes] = field(default_factory=set)
     excused: set[int] = field(default_factory=set)
     most_records: int = 0
+    is_short: bool = False
     is_torn: bool = False
     is_unsettled: bool = False
     is_damaged: bool = False
@@ -75,8 +77,13 @@ class Ledger:
         self.banned |= self.begun
         self.begun.clear()
 
-    def _on_held(self, num_records: str) -> None:
-        self.most_records = max(self.most_records, int(num_records))
+    def _on_opening(self, max_records: str) -> None:
+        """An index that can hold fewer passes over the rest, and evicts nothing for that."""
+        self.is_short = self.is_short or int(max_records) < min(self.most_records, len(self.begun))
+        self.most_records = max(self.most_records, int(max_records))
+
+    def _on_opened(self) -> None:
+        self.is_short = False
 
     def _on_whole(self) -> None:
         self.is_torn = False

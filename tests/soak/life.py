@@ -7,7 +7,7 @@ import os
 import threading
 from random import Random
 
-from hybridkv.tiers.disk import DiskMedium, InlineJanitor, ThreadJanitor
+from hybridkv.tiers.disk import DiskMedium, InlineJanitor, ThreadJanitor, plan_sizes
 from hybridkv.tiers.disk.names import rank_name, segment_name
 from hybridkv.tiers.errors import TierConfigurationError
 from soak.checks import Checks, Subject
@@ -76,6 +76,7 @@ class Life:
         plan, digest = self.plan, self.world.fingerprint.digest()
         janitor = ThreadJanitor() if plan.is_threaded else InlineJanitor()
         root = str(self.place.root)
+        self.place.log.say(f"opening {plan_sizes(plan.options, self.world.num_ranks).max_records}")
         with self.stopwatch.timed("open"):
             try:
                 far = WatchedIndex(root, self.world.fingerprint, plan.options, janitor, self.io, self.clock)
@@ -111,6 +112,12 @@ class Life:
         engine.near.clear()
         if engine.near.used_bytes:
             num_bytes, why_not = engine.near.used_bytes, engine.why_not()
+            import sys
+
+            sys.stderr.write(
+                f"DEBUG {engine.near._entries} {engine.near._in_use} {engine.stack._traffic._moves} {engine.stack._holds}\n"
+            )
+            sys.stderr.flush()
             raise SoakError("leaked", f"{num_bytes} bytes of host memory are nobody's: {why_not}")
         with self.stopwatch.timed("close"):
             for mover in engine.movers:

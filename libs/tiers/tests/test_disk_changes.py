@@ -447,6 +447,32 @@ def test_changes_that_could_not_be_written_are_written_when_nothing_new_happens(
     kill(index, medium)
 
 
+def test_changes_do_not_wait_for_a_snapshot_that_could_not_even_be_begun(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    io, clock = FaultyIO(), disk_store.Clock()
+    index = disk_store.make_index(path, OPTIONS, io, clock)
+    medium = disk_store.make_medium(path, OPTIONS)
+    assert disk_store.store(index, medium, b"a", chunk(b"a"))
+    (path / NAMESPACE / "LOCK").unlink()  # which is to be made anew before anything is written
+    io.failing["open"] = errno.EMFILE
+    clock.now_s += OPTIONS.snapshot_interval_s - 3
+    index.touch([b"a"])
+    assert index.take_disk_counts().failures.keys() == {"log: EMFILE"}
+    clock.now_s += 3
+    assert index.take_disk_counts().failures == {"save: EMFILE": 1}
+    io.failing.clear()
+    clock.now_s += OPTIONS.retry_interval_s - 2  # the changes may be tried again, the snapshot not yet
+    index.touch([b"a"])
+    assert names_on_disk(path) == [b"a", b"a"]
+    index.touch([b"a"])
+    draining = threading.Thread(target=index.drain, args=(TIMEOUT_S,), daemon=True)
+    draining.start()
+    draining.join(TIMEOUT_S)
+    assert not draining.is_alive()
+    assert names_on_disk(path) == [b"a", b"a", b"a"]
+    kill(index, medium)
+
+
 def test_changes_that_somebody_removed_are_behind_a_new_snapshot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

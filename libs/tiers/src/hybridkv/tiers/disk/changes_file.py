@@ -63,6 +63,10 @@ class ChangesFile:
             self._write(directory)
         return self._end_offset > self._max_bytes // 2
 
+    def miss(self) -> None:
+        """What was to be written now was not."""
+        self._log.is_scheduled = False
+
     def _write(self, directory: Directory) -> None:
         try:
             self._write_at_end(directory)

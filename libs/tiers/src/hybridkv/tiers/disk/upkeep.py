@@ -133,7 +133,8 @@ class Upkeep:
             self.run()
             if not self._num_running and not self._start(self._choose_log()):
                 return True
-            if not self._has_ended.wait(max(deadline_s - time.monotonic(), 0.0)):
+            left_s = deadline_s - time.monotonic()
+            if not self._has_ended.wait(max(left_s, 0.0)) or left_s < 0:
                 return False
 
     def withdraw(self, record: Record) -> None:

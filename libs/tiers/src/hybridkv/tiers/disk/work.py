@@ -146,10 +146,11 @@ class Save(NamedTuple):
             self._write(files)
         except GivenUpError:
             return False
-        except Exception:
-            self.cut.is_cancelled = True
-            raise
         return True
+
+    def fail(self, files: Files) -> None:
+        """It was not written, perhaps not even begun: nothing waits for it any more."""
+        self.cut.is_cancelled = True
 
     def _write(self, files: Files) -> None:
         directory, digest = files.namespace.directory, files.namespace.digest
@@ -183,6 +184,10 @@ class Log(NamedTuple):
     def run(self, files: Files) -> bool:
         """Whether a snapshot is wanted instead."""
         return files.changes.append(files.namespace.directory)
+
+    def fail(self, files: Files) -> None:
+        """It was not written, perhaps not even begun: another one may be."""
+        files.changes.miss()
 
 
 class Restore(NamedTuple):
@@ -220,8 +225,9 @@ def run(job: Job, files: Files) -> Outcome:
         if not isinstance(job, Restore):
             files.namespace.require_own()
         return Outcome(job, job.run(files), None)
-    except OSError as error:
-        return Outcome(job, None, error)
     except Exception as error:  # a janitor that dies would take nothing more
-        logger.exception("file work of the disk tier went wrong")
+        if isinstance(job, (Save, Log)):
+            job.fail(files)
+        if not isinstance(error, OSError):
+            logger.exception("file work of the disk tier went wrong")
         return Outcome(job, None, error)
