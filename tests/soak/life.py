@@ -112,12 +112,6 @@ class Life:
         engine.near.clear()
         if engine.near.used_bytes:
             num_bytes, why_not = engine.near.used_bytes, engine.why_not()
-            import sys
-
-            sys.stderr.write(
-                f"DEBUG {engine.near._entries} {engine.near._in_use} {engine.stack._traffic._moves} {engine.stack._holds}\n"
-            )
-            sys.stderr.flush()
             raise SoakError("leaked", f"{num_bytes} bytes of host memory are nobody's: {why_not}")
         with self.stopwatch.timed("close"):
             for mover in engine.movers:
