@@ -104,6 +104,22 @@ def test_a_rank_that_is_removed_alone_is_made_anew_under_the_same_lock(store: St
     require_that_it_works_again(store)
 
 
+@pytest.mark.parametrize("how", ["removed", "moved away"])
+def test_a_rank_that_is_gone_is_noticed_by_whatever_is_written_next(store: Store, how: str) -> None:
+    """Not only when the segments that were ready are used up, which may take long while every store fails."""
+    rank = store.path / disk_store.FINGERPRINT.digest().hex() / "rank-0"
+    if how == "removed":
+        shutil.rmtree(rank)
+    else:
+        rank.rename(store.path.parent / "away")
+    store.clock.now_s += OPTIONS.changes_interval_s
+    store.index.touch([b"old 0"])
+    assert store.index.drain(disk_store.TIMEOUT_S)
+    assert all(store.index.lookup(b"old %d" % number) is LookupResult.MISS for number in range(NUM_OLD))
+    assert store.store(b"next")
+    store.close()
+
+
 def test_files_of_a_namespace_that_is_not_open_are_neither_made_nor_deleted(tmp_path: Path) -> None:
     namespace = Namespace(FileIO(), str(tmp_path / "store"), disk_store.FINGERPRINT)
     namespace.close()

@@ -203,6 +203,11 @@ class Namespace:
             raise TakenError(self.path)
         elif not self._leads_to(self.io.stat(opened.directory.fd)):
             raise FileNotFoundError(errno.ENOENT, "was moved away", self.path)
+        # A rank's own may go alone, and whoever only stores in segments that are there never hears of it.
+        for rank, directory in enumerate(opened.ranks):
+            there = self._find(rank_name(rank), opened.directory.fd)
+            if there is None or not _is_same(there, self.io.stat(directory.fd)):
+                raise FileNotFoundError(errno.ENOENT, "was removed", directory.path)
 
     def _leads_to(self, directory: os.stat_result) -> bool:
         """Whether the path does. True also where nobody can tell: the parent cannot be read, say.
