@@ -329,16 +329,21 @@ def test_who_has_it_only_open_is_no_holder(tmp_path: Path) -> None:
 
 def test_a_child_that_is_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(writing, b"x")
         signal.pause()
         os._exit(0)
     try:
+        assert os.read(reading, 1) == b"x"  # before it runs it has given up nothing
         index.close()
         disk_store.make_index(tmp_path / "store", OPTIONS).close()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_child_that_is_forked_does_not_give_up_its_parents_lock(tmp_path: Path) -> None:
