@@ -88,8 +88,6 @@ class Checks:
                 far.unpin(key)
                 log.say(f"committed {key.hex()} {segment_of(slot)}")
                 self._tally.add("chunks found beside")
-        if log.ledger.is_torn:
-            log.say("whole")
 
     def audit(self, keys: list[bytes]) -> None:
         """Nothing that has to be there is unreadable, while nothing stands against reading it."""

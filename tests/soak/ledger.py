@@ -28,7 +28,7 @@ class Ledger:
         excused: segments that were damaged from outside.
         most_records: that an index could hold so far.
         is_short: an index was opened that can hold fewer, and nobody looked yet at what it passed over.
-        is_torn: power was lost, and nobody looked yet at what was not promised.
+        is_torn: power was lost: what is offered beside may be torn, from then on, since what was evicted may come back.
         is_unsettled: the directory was taken away, and nobody said yet that it was made anew.
         is_damaged: something in the directory was damaged from outside.
     """
@@ -84,9 +84,6 @@ class Ledger:
 
     def _on_opened(self) -> None:
         self.is_short = False
-
-    def _on_whole(self) -> None:
-        self.is_torn = False
 
     # What was done to the files.
 
