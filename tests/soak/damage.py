@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from random import Random
 
@@ -58,7 +59,7 @@ def scatter_strays(root: Path, log: Log, random: Random) -> None:
     """Files that nobody asked for, under names of ours and of others."""
     places = [root, *root.glob("*"), *root.glob("*/rank-*")]
     names = ["notes.txt", "core.1234", ".nfs0001", "segment-1", "segment-00000000001", "snapshot.old", "rank-x"]
-    names += ["lost+found", "segment-0000000001.new", "snapshot.new", "changes.new", *HOSTILE]
+    names += ["lost+found", "segment-0000000001.new", *WRITTEN, *HOSTILE]
     for _ in range(random.randint(1, 4)):
         place = random.choice(sorted(path for path in places if path.is_dir()))
         path = place / random.choice(names)
@@ -79,3 +80,17 @@ def scatter_strays(root: Path, log: Log, random: Random) -> None:
 
 HOSTILE = ("segment-2147483650", "segment-9999999999")
 """Numbers that no segment may have."""
+WRITTEN = ("snapshot.new", "changes.new")
+"""What an engine writes under before it renames it. Where something else than a file has such a name in a namespace,
+no engine starts."""
+
+
+def remove_in_the_way(root: Path) -> bool:
+    """What a person would do who reads why an engine does not start. Whether there was something."""
+    found = [path for path in root.glob("*/*") if path.name in WRITTEN and not path.is_file()]
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return bool(found)

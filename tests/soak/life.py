@@ -12,6 +12,7 @@ from hybridkv.tiers.disk.names import rank_name, segment_name
 from hybridkv.tiers.errors import TierConfigurationError
 from soak.checks import Checks, Subject
 from soak.content import draw_prompt
+from soak.damage import remove_in_the_way
 from soak.engine import LOAD_TIMEOUT_S, Clock, Engine, Parts
 from soak.findings import SoakError
 from soak.place import Place
@@ -74,18 +75,20 @@ class Life:
     def open(self) -> bool:
         """False where it may be refused."""
         plan, digest = self.plan, self.world.fingerprint.digest()
-        janitor = ThreadJanitor() if plan.is_threaded else InlineJanitor()
-        root = str(self.place.root)
         self.place.log.say(f"opening {plan_sizes(plan.options, self.world.num_ranks).max_records}")
-        with self.stopwatch.timed("open"):
+        try:
             try:
-                far = WatchedIndex(root, self.world.fingerprint, plan.options, janitor, self.io, self.clock)
-            except TierConfigurationError as error:
-                janitor.close(10.0)
-                if not plan.is_read_only_at_first:
-                    raise SoakError("refused", str(error)) from error
-                self.place.tally.add("openings refused")
-                return False
+                far = self._open_index()
+            except TierConfigurationError:
+                if plan.is_read_only_at_first or not remove_in_the_way(self.place.root):
+                    raise
+                self.place.tally.add("openings refused, something was in the way")
+                far = self._open_index()
+        except TierConfigurationError as error:
+            if not plan.is_read_only_at_first:
+                raise SoakError("refused", str(error)) from error
+            self.place.tally.add("openings refused")
+            return False
         self.media = [self._medium(digest, rank, plan.is_native) for rank in range(self.world.num_ranks)]
         self.auditors = [self._medium(digest, rank, False) for rank in range(self.world.num_ranks)]
         parts = Parts(self.world.groups, far, self.media, plan.near_bytes, GRANULE_BYTES, self.clock)
@@ -95,6 +98,16 @@ class Life:
         self.checks = Checks(subject, self.weather, self.stopwatch, self.random)
         far.tell(self.place.log, self.has_files, self.checks.on_withdrawal)
         return True
+
+    def _open_index(self) -> WatchedIndex:
+        plan, root = self.plan, str(self.place.root)
+        janitor = ThreadJanitor() if plan.is_threaded else InlineJanitor()
+        try:
+            with self.stopwatch.timed("open"):
+                return WatchedIndex(root, self.world.fingerprint, plan.options, janitor, self.io, self.clock)
+        except TierConfigurationError:
+            janitor.close(10.0)
+            raise
 
     def _medium(self, digest: bytes, rank: int, is_native: bool) -> DiskMedium:
         io = None if is_native else self.io
