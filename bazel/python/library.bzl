@@ -1,0 +1,73 @@
+"""A library of this tree: its code, its tests, its wheel, and what the lint tests read of it."""
+
+load("@rules_python//python:defs.bzl", "py_library")
+load("//bazel/python:pytest_test.bzl", "pytest_test")
+load("//bazel/python:wheel.bzl", "wheel")
+load("//tools/lint:sources.bzl", "lint_sources")
+
+def hybridkv_library(
+        name,
+        deps,
+        test_data = [],
+        test_deps = [],
+        test_env = {},
+        test_exclude = [],
+        test_size = "medium",
+        **kwargs):
+    """The targets that every package in libs/ has: `<name>`, `<name>_test`, `wheel` and `lint_sources`.
+
+    The code is `src/hybridkv/<name>`, the tests are all of `tests/`, which finds the package's pages and golden files
+    beside it. Who may see the library is the package's `default_visibility`, its layer.
+
+    Args:
+        name: the package's last name: `planner` for hybridkv.planner.
+        deps: what the code imports.
+        test_data: further files that the tests read.
+        test_deps: what the tests import besides.
+        test_env: variables that the tests are given.
+        test_exclude: patterns of files in `tests/` that are no part of `<name>_test`.
+        test_size: of `<name>_test`.
+        **kwargs: forwarded to py_library.
+    """
+    typed = "src/hybridkv/%s/py.typed" % name
+    py_library(
+        name = name,
+        srcs = native.glob(["src/**/*.py"]),
+        data = [typed],
+        imports = ["src"],
+        deps = deps,
+        **kwargs
+    )
+    pytest_test(
+        name = name + "_test",
+        size = test_size,
+        srcs = native.glob(
+            ["tests/**/*.py"],
+            allow_empty = True,
+            exclude = test_exclude,
+        ),
+        data = native.glob(
+            [
+                "**/*.md",
+                "tests/golden/*",
+            ],
+            allow_empty = True,
+        ) + test_data,
+        env = test_env,
+        imports = ["tests"],
+        deps = [":" + name] + test_deps,
+    )
+    wheel(
+        name = "wheel",
+        srcs = [
+            "README.md",
+            typed,
+            ":" + name,
+        ],
+        pyproject = "pyproject.toml",
+    )
+    native.exports_files(
+        ["pyproject.toml"],
+        visibility = ["//tools/lint:__pkg__"],
+    )
+    lint_sources(name = "lint_sources")
