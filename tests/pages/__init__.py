@@ -1,0 +1,1 @@
+"""What the Markdown pages name, compared with what the tree has."""

@@ -1,0 +1,51 @@
+"""Names in the pages that no file of this tree has: those of other projects, and those of tools.
+
+Short on purpose. A name that our code uses needs no entry, whoever defined it; an entry that no page needs any more is
+an error.
+"""
+
+from __future__ import annotations
+
+_BY_OWNER: dict[str, tuple[str, ...]] = {
+    "vLLM": (
+        "--max-num-batched-tokens",
+        "--prefix-cache-retention-interval",
+        "--prefix-caching-hash-algo",
+        "VLLM_KV_CACHE_LAYOUT",
+        "VLLM_SSM_CONV_STATE_LAYOUT",
+        "_handle_invalid_blocks",
+        "additional_config",
+        "mamba_mixer2.py",
+        "mamba_ssm_cache_dtype",
+        "model_loader_extra_config",
+        "preprocess_mamba",
+        "reset_external",
+        "vllm:prompt_tokens_total",
+    ),
+    "Bazel and rules_python": (
+        "--nobuild",
+        "--only",
+        "--run_under",
+        "SKIPPED",
+        "output_base",
+        "pip_parse",
+        "py_wheel",
+    ),
+    "Linux": (
+        "cp -al",
+        "df",
+        "systemd-tmpfiles",
+        "vm.mmap_rnd_bits",
+    ),
+    "pytest's expressions": ('-k "not too_much"',),
+    "systemd, Docker and Kubernetes": (
+        "--time",
+        "KillMode",
+        "TimeoutStopSec",
+        "preStop",
+        "stop_grace_period",
+        "terminationGracePeriodSeconds",
+    ),
+}
+
+FOREIGN = frozenset(name for names in _BY_OWNER.values() for name in names)
