@@ -54,7 +54,7 @@ class Judge:
 
     def complaints(self, span: str) -> list[str]:
         """What of a code span does not exist, in words; empty if all of it does."""
-        if span in FOREIGN or span in self._tree.texts:
+        if span in FOREIGN or (re.search("[ -]", span) and span in self._tree.texts):
             return []
         if (pair := re.fullmatch(r'(\w+)="(\w+)"', span)) and pair[1] in self._labels:
             return list(self._label_complaints(pair[1], pair[2], self._labels[pair[1]]))
@@ -68,7 +68,7 @@ class Judge:
 
     def _of_atom(self, atom: re.Match[str], prose: bool) -> Iterator[str]:
         kind, text = str(atom.lastgroup), atom[0]
-        if text in FOREIGN or text in self._tree.texts:
+        if text in FOREIGN:
             return
         if kind == "metric":
             yield from self._of_metric(text)
@@ -76,7 +76,7 @@ class Judge:
             if not self._has_label(text):
                 yield f"no target {text}"
         elif kind == "path":
-            if not self._has_path(text):
+            if text not in self._tree.texts and not self._has_path(text):
                 yield f"no file {text}"
         elif kind == "flag":
             if not self._has_flag(text):
@@ -94,7 +94,7 @@ class Judge:
             if not found:
                 yield f"no {text}"
             return
-        if rest and "*." + ".".join(rest) in self._tree.templates:
+        if text in self._tree.texts or (rest and "*." + ".".join(rest) in self._tree.templates):
             return
         for part in (head, *rest):
             if not self._has_word(part):

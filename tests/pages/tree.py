@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 _SYNTAX = {".py", ".pyi", ".bzl", ".bazel"}
 _C_PLUS_PLUS = {".cc", ".cu", ".h", ".inc"}
 _NOT_READ = {".bin", ".md", ".pyc", ".svg", ".typed"}
-_NO_EVIDENCE = re.compile(r"(^|/)(tests/pages|bench/results)/|lock\.(txt|json)$|^LICENSE$")
+_NO_EVIDENCE = re.compile(r"(^|/)(tests/pages/\w+\.py|bench/results/)|lock\.(txt|json)$|^LICENSE$")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _C_STRING = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 _WORD = re.compile(r"[A-Za-z_]\w*")
