@@ -47,6 +47,9 @@ class PathPlace(NamedTuple):
 
 ALONE = PathPlace()
 
+PATIENCE_S = 1.0
+"""Nobody stays awake longer for what waits where nothing moves: what takes nothing for so long may do so for ever."""
+
 
 class Gate(enum.Enum):
     """Whether the slow tier may be written to."""
@@ -141,11 +144,19 @@ class Cascades:
         """Keys of all touches that wait."""
         self.since_s = 0.0
         """When something came to its end well, or began to wait where nothing did."""
+        self._patient_s = 0.0
+        """The same, but that what begins to wait is no news where nothing was sent since the last that did."""
+        self._has_sent = True
 
     @property
     def num_waiting(self) -> int:
         """Chunks that may still go."""
         return len(self._keys)
+
+    def keeps_awake(self, now_s: float) -> bool:
+        """Whether to come again soon for what waits, though nothing moves. What is not worth that waits for whoever
+        comes next."""
+        return bool(self._keys) and now_s - self._patient_s < PATIENCE_S
 
     def add(self, key: Key, place: PathPlace, now_s: float) -> MoveResult | None:
         """A chunk that the slow tier should have, behind all that was added before. Why not, where it is dropped."""
@@ -156,6 +167,8 @@ class Cascades:
         if not self._keys:
             self.since_s = now_s
             self._is_blocked = False
+            if self._has_sent:
+                self._patient_s, self._has_sent = now_s, False
         self._keys.add(key)
         self._queue.append(_Waiting(next(self._numbers), key, place))
         return None
@@ -280,6 +293,7 @@ class Cascades:
             return self._wait_or(MoveResult.DROPPED_BUSY)
         far = self._far.reserve(waiting.key, waiting.num_bytes)
         if isinstance(far, Slot):
+            self._has_sent = True
             self._plan_move(waiting.key, near, far)
             self._moving[waiting.key] = waiting
             if waiting.batch is None:
@@ -313,7 +327,7 @@ class Cascades:
         waiting = self._moving.pop(key)
         self._is_blocked = False
         if failure is None:
-            self.since_s = now_s
+            self.since_s = self._patient_s = now_s
             self._land(waiting)
         elif failure.reason is FailureReason.BUSY and not (waiting.is_late or waiting.is_forgotten):
             heapq.heappush(self._again, (waiting.number, waiting))

@@ -466,9 +466,12 @@ class TierStack:
                 self._drop(dropped)
 
     def has_moves_alive(self) -> bool:
-        """Whether a move may still end in time, or is to be made. One that is late is not worth staying awake for."""
+        """Whether a move may still end in time, or is to be made soon. One that is late is not worth staying awake for,
+        nor is what a slow tier lets wait that takes nothing."""
         self._look_at_clock()
-        return self._traffic.has_some_in_time() or self.num_waiting > 0
+        if self._traffic.has_some_in_time():
+            return True
+        return self._cascades is not None and self._cascades.keeps_awake(self._clock())
 
     # Ends.
 
