@@ -36,7 +36,7 @@ NEVER_S = 1e6
 OPTIONS = DiskOptions(capacity_bytes=64 * MIB, fsync=Fsync.NONE, max_in_flight=2)
 NUM_FITTING = 288
 """Chunks, with a state each, that the disk has room for."""
-PAIR_BYTES = (64 + 40) * KIB
+PAIR_BYTES = (2 * 64 + 40) * KIB
 """Of such a chunk with its state, in host memory."""
 TURNS = [(4, 3), (4, 6), (4, 24), (2, 6), (12, 6)]
 """Prompts, and turns in which each of them grows."""

@@ -19,7 +19,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.planner import LookupResult
@@ -71,10 +71,14 @@ class _Next(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """What was sent between two touches."""
+    """What was sent and touched in a row, whose order of use is put right when all of it has come."""
 
     num_left: int = 0
-    """Of those, what is on its way in time, or waits to be sent again."""
+    """Of what was sent, what is on its way in time, or waits to be sent again."""
+    order: list[Key] = field(default_factory=list)
+    """What was sent, and what was touched behind it."""
+    num_touched: int = 0
+    """Keys of touches among them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,9 +141,10 @@ class Cascades:
         self._moving: dict[Key, _Waiting] = {}
         self._landed: dict[Key, _Waiting] = {}
         """What came before something that it needs."""
+        self._closed: _Batch | None = None
+        """Its order is put right when the last of it has come."""
         self._batch = _Batch()
-        self._touches: deque[tuple[_Batch, _Touch]] = deque()
-        """Whose turn it is, each with what was sent before it and after the one before."""
+        """What was sent and touched since that was closed."""
         self._num_touched = 0
         """Keys of all touches that wait."""
         self.since_s = 0.0
@@ -147,6 +152,11 @@ class Cascades:
         self._patient_s = 0.0
         """The same, but that what begins to wait is no news where nothing was sent since the last that did."""
         self._has_sent = True
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether what waits was tried, and nothing has changed since."""
+        return self._is_blocked
 
     @property
     def num_waiting(self) -> int:
@@ -175,7 +185,9 @@ class Cascades:
 
     def on_near(self, key: Key) -> None:
         """The fast tier holds a chunk now, or never will: what waited for it goes behind it."""
-        ended = deque([key] if self._parked else ())
+        if not self._parked:
+            return
+        ended = deque([key])
         while ended:
             for waiting in self._parked.pop(ended.popleft(), ()):
                 self._parked_keys.discard(waiting.key)
@@ -190,7 +202,7 @@ class Cascades:
 
         At once where more wait for that than chunks may.
         """
-        is_idle = not (self._queue or self._again or self._touches or self._batch.num_left)
+        is_idle = not (self._queue or self._again or self._is_ordering)
         if is_idle or self._num_touched + len(keys) > self._options.max_waiting:
             self._far.touch(keys)
             return
@@ -199,16 +211,13 @@ class Cascades:
 
     # What goes.
 
-    def pump(self, gate: Callable[[], Gate], has_changed: bool = True) -> list[MoveResult]:
+    def pump(self, gate: Callable[[], Gate]) -> list[MoveResult]:
         """Send what may go now. Why others are dropped, one for each.
 
         Args:
             gate: whether the slow tier may be written to.
-            has_changed: whether what had to wait may go by now, for all that the caller knows.
         """
         dropped: list[MoveResult] = []
-        if self._is_blocked and not has_changed:
-            return dropped
         is_open = gate() if self._keys else Gate.OPEN
         while self._again or self._queue:
             item = self._again[0][1] if self._again else self._queue[0]
@@ -232,15 +241,25 @@ class Cascades:
             elif isinstance(then, MoveResult):
                 dropped.append(then)
                 self._lose(item)
-        self._touch_what_came()
         return dropped
+
+    @property
+    def _is_ordering(self) -> bool:
+        """Whether something is on its way behind which a touch has to wait."""
+        return self._closed is not None or self._batch.num_left > 0
 
     def _reach(self, touch: _Touch) -> None:
         """At once, so that what comes next pushes out others first; and again when what is on its way has come."""
-        if self._touches or self._batch.num_left:
-            self._far.touch(touch.keys)
-        self._touches.append((self._batch, touch))
-        self._batch = _Batch()
+        self._far.touch(touch.keys)
+        if not self._is_ordering:
+            self._num_touched -= len(touch.keys)
+            self._near.touch(touch.keys)
+            self._batch.order.clear()
+            return
+        self._batch.order += touch.keys
+        self._batch.num_touched += len(touch.keys)
+        if self._closed is None:
+            self._closed, self._batch = self._batch, _Batch()
 
     def _try(self, waiting: _Waiting, gate: Gate) -> _Next | MoveResult:
         key, place = waiting.key, waiting.place
@@ -252,8 +271,6 @@ class Cascades:
             return self._wait_or(MoveResult.DROPPED_BUSY)
         if key in self._moving:  # withdrawn on its way
             return MoveResult.DROPPED_BUSY if self._moving[key].is_late else _Next.LATER
-        if self._far.lookup(key) is not LookupResult.MISS:
-            return _Next.GONE
         for need in place.needs:
             if self._far.lookup(need) is LookupResult.MISS:
                 return self._miss(waiting, need)
@@ -297,8 +314,11 @@ class Cascades:
             self._plan_move(waiting.key, near, far)
             self._moving[waiting.key] = waiting
             if waiting.batch is None:
+                if not self._is_ordering:
+                    self._batch.order.clear()
                 waiting.batch = self._batch
                 self._batch.num_left += 1
+                self._batch.order.append(waiting.key)
             return _Next.SENT
         if far is Refusal.PRESENT:
             return _Next.GONE
@@ -308,11 +328,19 @@ class Cascades:
         return self._wait_or(MoveResult.DROPPED_NO_ROOM) if far is Refusal.NO_ROOM else MoveResult.DROPPED_NO_ROOM
 
     def _touch_what_came(self) -> None:
-        while self._touches and not self._touches[0][0].num_left:
-            keys = self._touches.popleft()[1].keys
-            self._num_touched -= len(keys)
-            self._far.touch(keys)
-            self._near.touch(keys)
+        """Each batch in its order, and above it what was sent and touched since, as far as that has come: chunks overtake
+        each other on their way, and what follows must push out neither of them before what is older than both."""
+        while self._closed is not None and not self._closed.num_left:
+            self._num_touched -= self._closed.num_touched
+            self._far.touch(self._closed.order)
+            self._near.touch(self._closed.order)
+            self._closed = None
+            if self._batch.num_touched:
+                self._closed, self._batch = self._batch, _Batch()
+                if self._closed.num_left:
+                    self._far.touch(self._closed.order)
+            elif self._batch.num_left:
+                self._far.touch(self._batch.order)
 
     # What came of it.
 
@@ -342,8 +370,7 @@ class Cascades:
         if waiting.batch is not None:
             waiting.batch.num_left -= 1
             waiting.batch = None
-            if self._touches:
-                self._touch_what_came()
+            self._touch_what_came()
 
     def _land(self, waiting: _Waiting) -> None:
         if self._is_on_its_way(waiting, self._landed):
@@ -355,10 +382,11 @@ class Cascades:
 
     def _is_on_its_way(self, waiting: _Waiting, landed: Mapping[Key, _Waiting]) -> bool:
         """Whether something that it needs may still fail."""
-        needs = waiting.place.needs
-        return not (
-            self._moving.keys().isdisjoint(needs) and landed.keys().isdisjoint(needs) and self._keys.isdisjoint(needs)
-        )
+        moving, keys = self._moving, self._keys
+        for need in waiting.place.needs:  # there are one or two, and this is asked at every end of a move
+            if need in moving or need in landed or need in keys:
+                return True
+        return False
 
     def _forget_landed(self) -> None:
         """What needs nothing any more that may fail; and the oldest, where that is not enough."""
@@ -393,7 +421,6 @@ class Cascades:
         for item in queue:
             if isinstance(item, _Touch):
                 self._reach(item)
-        self._touch_what_came()
         return dropped
 
     def _drop_all(self) -> None:
@@ -408,6 +435,5 @@ class Cascades:
         for waiting in self._moving.values():
             waiting.is_forgotten = True
         self._landed.clear()
-        self._touches.clear()
-        self._batch = _Batch()
+        self._closed, self._batch = None, _Batch()
         self._num_touched = 0

@@ -299,11 +299,11 @@ class TierStack:
         """
         if self._cascades is not None:
             self._look_at_clock()
-            now_s = self._clock()
-            dropped = self._cascades.add(key, place, now_s)
+            dropped = self._cascades.add(key, place, self._clock())
             if dropped is not None:
                 self._drop(dropped)
-            self._pump(has_changed=False)
+            if not self._cascades.is_blocked:
+                self._pump()
 
     def far_cost(self, num_bytes: int) -> int:
         """What a chunk of so many bytes takes up of the slow tier, for `PathPlace.path_bytes`."""
@@ -319,9 +319,9 @@ class TierStack:
         """Chunks that wait for their way down."""
         return 0 if self._cascades is None else self._cascades.num_waiting
 
-    def _pump(self, has_changed: bool = True) -> None:
+    def _pump(self) -> None:
         if self._cascades is not None:
-            for dropped in self._cascades.pump(self._gate, has_changed):
+            for dropped in self._cascades.pump(self._gate):
                 self._drop(dropped)
             if self._cascades.num_waiting:
                 self._due_s = min(self._due_s, self._cascades.since_s + self._options.load_timeout_s)
@@ -340,9 +340,8 @@ class TierStack:
     def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
         self._plan(Direction.CASCADE, key, near, far)
 
-    def _drop(self, dropped: MoveResult | None) -> None:
-        if dropped is not None:
-            self._counts.moved(Direction.CASCADE, dropped)
+    def _drop(self, dropped: MoveResult) -> None:
+        self._counts.moved(Direction.CASCADE, dropped)
 
     # Moves.
 
