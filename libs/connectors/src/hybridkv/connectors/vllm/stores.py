@@ -156,6 +156,10 @@ class StorePlanner:
         """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right."""
         spec = self._layout.spec
         is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.far_bytes)
+        met = [chunk.key for chunk in reversed(chunks) if not chunk.is_new]
+        if met and not is_overdue:
+            # What was there already must not make room for what follows it.
+            self._stack.touch(met)
         for chunk in self._checked(path, chunks) if is_overdue else chunks:
             if not chunk.is_new:
                 # What another store still brings, that one lets cascade.
