@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -267,31 +268,36 @@ class Cascades:
             return MoveResult.DROPPED_OPEN
         if gate is Gate.BUSY:
             return _Next.LATER
-        if len(self._moving) >= self._options.max_cascading or not self._has_room(waiting.num_bytes):
+        moving, far = self._moving, self._far
+        room_bytes = self._room_bytes
+        if waiting.num_bytes > room_bytes or room_bytes <= 0 or len(moving) >= self._options.max_cascading:
             return self._wait_or(MoveResult.DROPPED_BUSY)
-        if key in self._moving:  # withdrawn on its way
-            return MoveResult.DROPPED_BUSY if self._moving[key].is_late else _Next.LATER
+        if key in moving:  # withdrawn on its way
+            return MoveResult.DROPPED_BUSY if moving[key].is_late else _Next.LATER
         for need in place.needs:
-            if self._far.lookup(need) is LookupResult.MISS:
+            if far.lookup(need) is LookupResult.MISS:
                 return self._miss(waiting, need)
         if place.prefix:
-            if self._far.leading(place.prefix) < len(place.prefix):
+            if far.leading(place.prefix) < len(place.prefix):
                 return MoveResult.DROPPED_ORPHAN
             waiting.place = place._replace(prefix=())
-        if place.path_bytes > self._far.capacity_bytes:
+        if place.path_bytes > far.capacity_bytes:
             return MoveResult.DROPPED_NO_ROOM
         near = self._near.pin(key)
         if near is None:
             return MoveResult.DROPPED_EVICTED
-        waiting.num_bytes = near.num_bytes
-        then = self._send(waiting, near)
+        num_bytes = waiting.num_bytes = near.num_bytes
+        fits = num_bytes <= room_bytes
+        then = self._send(waiting, near) if fits else self._wait_or(MoveResult.DROPPED_BUSY)
         if then is not _Next.SENT:
             self._near.unpin(key)
         return then
 
-    def _has_room(self, num_bytes: int) -> bool:
-        moving = self._traffic.bytes_moving[Direction.CASCADE]
-        return not moving or moving + num_bytes <= self._max_bytes
+    @property
+    def _room_bytes(self) -> float:
+        """Of what may be on its way at one time; a chunk alone may be larger than that."""
+        moving_bytes = self._traffic.bytes_moving[Direction.CASCADE]
+        return self._max_bytes - moving_bytes if moving_bytes else math.inf
 
     def _wait_or(self, otherwise: MoveResult) -> _Next | MoveResult:
         """Wait for what is on its way, unless all of that is late: who knows when it ends."""
@@ -306,19 +312,17 @@ class Cascades:
         return _Next.PARKED
 
     def _send(self, waiting: _Waiting, near: Slot) -> _Next | MoveResult:
-        if not self._has_room(waiting.num_bytes):
-            return self._wait_or(MoveResult.DROPPED_BUSY)
         far = self._far.reserve(waiting.key, waiting.num_bytes)
         if isinstance(far, Slot):
             self._has_sent = True
             self._plan_move(waiting.key, near, far)
             self._moving[waiting.key] = waiting
             if waiting.batch is None:
-                if not self._is_ordering:
-                    self._batch.order.clear()
-                waiting.batch = self._batch
-                self._batch.num_left += 1
-                self._batch.order.append(waiting.key)
+                batch = waiting.batch = self._batch
+                if not batch.num_left and self._closed is None:
+                    batch.order.clear()
+                batch.num_left += 1
+                batch.order.append(waiting.key)
             return _Next.SENT
         if far is Refusal.PRESENT:
             return _Next.GONE
@@ -332,8 +336,9 @@ class Cascades:
         each other on their way, and what follows must push out neither of them before what is older than both."""
         while self._closed is not None and not self._closed.num_left:
             self._num_touched -= self._closed.num_touched
-            self._far.touch(self._closed.order)
-            self._near.touch(self._closed.order)
+            order = [*dict.fromkeys(reversed(self._closed.order))][::-1]  # each where it was named last
+            self._far.touch(order)
+            self._near.touch(order)
             self._closed = None
             if self._batch.num_touched:
                 self._closed, self._batch = self._batch, _Batch()
