@@ -20,7 +20,16 @@ from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stored_path import StoredChunk, StoredPath
-from hybridkv.planner import GroupKind, LookupResult, State, Transfer, chunk_blocks, needed_before, path_order, plan_store
+from hybridkv.planner import (
+    GroupKind,
+    LookupResult,
+    State,
+    Transfer,
+    chunk_blocks,
+    needed_before,
+    path_order,
+    plan_store,
+)
 from hybridkv.planner.paths import Part
 from hybridkv.tiers import Refusal
 from hybridkv.tiers.stack import PathPlace, TierStack

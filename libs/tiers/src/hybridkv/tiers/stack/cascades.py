@@ -139,6 +139,7 @@ class Cascades:
         """Of all chunks in these."""
         self._is_blocked = False
         """The first of them was tried, and nothing has changed since."""
+        self._has_news = False
         self._moving: dict[Key, _Waiting] = {}
         self._landed: dict[Key, _Waiting] = {}
         """What came before something that it needs."""
@@ -155,9 +156,14 @@ class Cascades:
         self._has_sent = True
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether what waits was tried, and nothing has changed since."""
-        return self._is_blocked
+    def has_news(self) -> bool:
+        """Whether something was added since `pump`, and may go."""
+        return self._has_news and not self._is_blocked
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may wait."""
+        return len(self._keys) >= self._options.max_waiting
 
     @property
     def num_waiting(self) -> int:
@@ -173,13 +179,14 @@ class Cascades:
         """A chunk that the slow tier should have, behind all that was added before. Why not, where it is dropped."""
         if key in self._keys or self._far.lookup(key) is not LookupResult.MISS:
             return None
-        if len(self._keys) >= self._options.max_waiting:
+        if self.is_full:
             return MoveResult.DROPPED_BUSY
         if not self._keys:
             self.since_s = now_s
             self._is_blocked = False
             if self._has_sent:
                 self._patient_s, self._has_sent = now_s, False
+        self._has_news = True
         self._keys.add(key)
         self._queue.append(_Waiting(next(self._numbers), key, place))
         return None
@@ -219,6 +226,7 @@ class Cascades:
             gate: whether the slow tier may be written to.
         """
         dropped: list[MoveResult] = []
+        self._has_news = False
         is_open = gate() if self._keys else Gate.OPEN
         while self._again or self._queue:
             item = self._again[0][1] if self._again else self._queue[0]
@@ -375,7 +383,8 @@ class Cascades:
         if waiting.batch is not None:
             waiting.batch.num_left -= 1
             waiting.batch = None
-            self._touch_what_came()
+            if self._closed is not None and not self._closed.num_left:
+                self._touch_what_came()
 
     def _land(self, waiting: _Waiting) -> None:
         if self._is_on_its_way(waiting, self._landed):
