@@ -340,8 +340,10 @@ class Cascades:
         return self._wait_or(MoveResult.DROPPED_NO_ROOM) if far is Refusal.NO_ROOM else MoveResult.DROPPED_NO_ROOM
 
     def _touch_what_came(self) -> None:
-        """Each batch in its order, and above it what was sent and touched since, as far as that has come: chunks overtake
-        each other on their way, and what follows must push out neither of them before what is older than both."""
+        """Each batch in its order, and above it what was sent and touched since, as far as that has come.
+
+        Chunks overtake each other on their way, and what follows must push out neither before what is older than both.
+        """
         while self._closed is not None and not self._closed.num_left:
             self._num_touched -= self._closed.num_touched
             order = [*dict.fromkeys(reversed(self._closed.order))][::-1]  # each where it was named last
@@ -397,10 +399,7 @@ class Cascades:
     def _is_on_its_way(self, waiting: _Waiting, landed: Mapping[Key, _Waiting]) -> bool:
         """Whether something that it needs may still fail."""
         moving, keys = self._moving, self._keys
-        for need in waiting.place.needs:  # there are one or two, and this is asked at every end of a move
-            if need in moving or need in landed or need in keys:
-                return True
-        return False
+        return any(need in moving or need in landed or need in keys for need in waiting.place.needs)
 
     def _forget_landed(self) -> None:
         """What needs nothing any more that may fail; and the oldest, where that is not enough."""
