@@ -145,14 +145,20 @@ def test_work_that_makes_no_room_is_no_reason_to_ask_again(tmp_path: Path) -> No
 def test_what_rests_after_it_failed_is_no_reason_to_ask_again(tmp_path: Path) -> None:
     """Also while a snapshot is written. What was given up for it may be deleted, and then there is nothing more."""
     clock, io, janitor = disk_store.Clock(), disk_faults.FaultyIO(), HeldJanitor()
-    options = disk_store.options_for(4 * 8192, num_spare=3)
+    options = disk_store.options_for(4 * 8192, num_spare=3, close_timeout_s=0.0)
     index = DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, options, janitor, io, clock)
     settle(index, janitor)
     io.failing["allocate"] = errno.EIO
-    while isinstance(answer := index.reserve(b"%d" % index.num_keys, 4000), Slot):
+    for number in range(8):
+        assert isinstance(index.reserve(b"%d" % number, 4000), Slot) and index.commit(b"%d" % number)
         settle(index, janitor)
-    assert answer is Refusal.NO_ROOM
-    index.clear()  # which owes a snapshot
+    clock.now_s += options.snapshot_interval_s
+    assert index.reserve(b"more", 4000) is Refusal.BUSY and janitor.jobs, "a segment is tried again"
+    settle(index, janitor)
+    clock.now_s += options.retry_interval_s / 2
+    index.touch([b"7"])
+    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM
+    index.clear()
     clock.now_s += options.retry_interval_s
     assert index.reserve(b"more", 4000) is Refusal.BUSY, "an epoch is written, and then a segment is made"
     settle(index, janitor)

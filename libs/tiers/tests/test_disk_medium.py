@@ -264,7 +264,8 @@ def test_a_sync_that_fails_is_one_of_every_store_that_was_begun_before_its_end(
 
 
 def test_those_who_wait_for_a_sync_share_the_next_one() -> None:
-    syncs, calls = SharedSync(), []
+    syncs = SharedSync()
+    calls: list[str] = []
     is_running, may_end = threading.Event(), threading.Event()
 
     def first() -> None:
