@@ -134,32 +134,38 @@ def _encode(change: Change) -> bytes:
 def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
     """None when it holds what this version does not know, or what no store can have: places, sizes, keys.
 
-    There may be millions, so it asks for little beside: a kind at a time, the most frequent ones first.
+    There may be millions of them, hence a branch for each kind, the most frequent ones first.
     """
     changes: list[Change] = []
     add = changes.append
     try:
         while at < stop:
             kind = data[at]
-            if kind == _USED or kind == _GONE:
+            if kind == _COMMITTED_KIND:
+                _, address, payload_bytes, key_bytes = _COMMITTED.unpack_from(data, at)
+                at += _COMMITTED.size + key_bytes
+                is_possible = is_place_of(address, payload_bytes) and 0 < key_bytes <= LARGEST_KEY_BYTES
+                add(Committed(address, payload_bytes, data[at - key_bytes : at]))
+            elif kind == _RESERVED:
+                _, address, payload_bytes = _TWO_NUMBERS.unpack_from(data, at)
+                at += _TWO_NUMBERS.size
+                is_possible = is_place_of(address, payload_bytes)
+                add(Reserved(address, payload_bytes))
+            elif kind == _USED:
                 _, address = _PLACE.unpack_from(data, at)
                 at += _PLACE.size
                 is_possible = is_place(address)
-                add(Used(address) if kind == _USED else Gone(address))
-            elif kind == _COMMITTED_KIND:
-                _, address, number, key_bytes = _COMMITTED.unpack_from(data, at)
-                at += _COMMITTED.size + key_bytes
-                is_possible = is_place_of(address, number) and 0 < key_bytes <= LARGEST_KEY_BYTES
-                add(Committed(address, number, data[at - key_bytes : at]))
-            elif kind == _RESERVED or kind == _MOVED:
-                _, address, number = _TWO_NUMBERS.unpack_from(data, at)
+                add(Used(address))
+            elif kind == _GONE:
+                _, address = _PLACE.unpack_from(data, at)
+                at += _PLACE.size
+                is_possible = is_place(address)
+                add(Gone(address))
+            elif kind == _MOVED:
+                _, address, new_address = _TWO_NUMBERS.unpack_from(data, at)
                 at += _TWO_NUMBERS.size
-                if kind == _RESERVED:
-                    is_possible = is_place_of(address, number)
-                    add(Reserved(address, number))
-                else:
-                    is_possible = is_place(address) and is_place(number)
-                    add(Moved(address, number))
+                is_possible = is_place(address) and is_place(new_address)
+                add(Moved(address, new_address))
             else:
                 return None
             if not is_possible:

@@ -95,7 +95,7 @@ class Directory:
         try:
             num_bytes = self.io.stat(fd).st_size
             if num_bytes > max_bytes:
-                words = "%s/%s has %d bytes, and no more than %d are read with these options: it is as if it were missing"
+                words = "%s/%s has %d bytes, and no more than %d are read with these options: it is left out"
                 logger.warning(words, self.path, name, num_bytes, max_bytes)
                 return None
             data = bytearray(num_bytes)
