@@ -330,7 +330,7 @@ class TierStack:
 
     def _pump(self) -> None:
         if self._cascades is not None:
-            for dropped in self._cascades.pump(self._gate):
+            for dropped in self._cascades.pump(self._gate, self._clock()):
                 self._drop(dropped)
             if self._cascades.num_waiting:
                 self._due_s = min(self._due_s, self._cascades.since_s + self._options.load_timeout_s)
