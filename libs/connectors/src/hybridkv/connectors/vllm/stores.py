@@ -210,7 +210,8 @@ class StorePlanner:
 
     def _offer_again(self, path: StoredPath) -> None:
         """What the slow tier lacks of a path by now, up to the first chunk without which the rest is worth nothing and
-        which the fast tier has not either. What waits already is not asked for twice."""
+        which the fast tier has not either, or for which there can be no room. What waits already is not asked for
+        twice."""
         spec, far = self._layout.spec, self._stack.far
         if far is None or far.leading(list(path.keys.values())) == len(path.keys):
             return
@@ -218,6 +219,8 @@ class StorePlanner:
         for part in path_order(spec, path.keys):
             key = path.keys[part]
             path_bytes += self._stack.far_cost(self._layout.chunk_bytes(*part))
+            if path_bytes > far.capacity_bytes:
+                return
             if far.lookup(key) is not LookupResult.MISS:
                 continue
             needs = needed_before(spec, *part)
