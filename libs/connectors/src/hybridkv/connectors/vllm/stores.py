@@ -165,7 +165,7 @@ class StorePlanner:
         """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right."""
         spec = self._layout.spec
         is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.far_bytes)
-        met = [chunk.key for chunk in reversed(chunks) if not chunk.is_new]
+        met = [chunk.key for chunk in reversed(chunks) if not chunk.is_new or self._is_far(chunk.key)]
         if met and not is_overdue:
             # What was there already must not make room for what follows it.
             self._stack.touch(met)
@@ -207,6 +207,10 @@ class StorePlanner:
             else:
                 checked.append(chunk)
         return checked
+
+    def _is_far(self, key: bytes) -> bool:
+        far = self._stack.far
+        return far is not None and far.lookup(key) is not LookupResult.MISS
 
     def _offer_again(self, path: StoredPath) -> None:
         """What the slow tier lacks of a path by now, up to the first chunk without which the rest is worth nothing and
