@@ -24,7 +24,7 @@ from hybridkv.canonical.chunk_format import (
     header_for,
 )
 from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
-from hybridkv.canonical.strides import LayoutError, Strides, page_regions
+from hybridkv.canonical.strides import LayoutError, Strides, TokenRange, page_regions, token_regions
 
 if TYPE_CHECKING:
     from hybridkv.canonical.torch_view import (
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         CanonicalKVCaches,
         CanonicalKVCacheTensor,
         canonical_kv_caches,
+        token_pages,
     )
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "NotAChunkError",
     "PageRegion",
     "Strides",
+    "TokenRange",
     "TruncatedChunkError",
     "UnknownVersionError",
     "WrongChunkError",
@@ -60,10 +62,12 @@ __all__ = [
     "encode_header",
     "header_for",
     "page_regions",
+    "token_pages",
+    "token_regions",
     "undump",
 ]
 
-_VIEWS = {"CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "canonical_kv_caches"}
+_VIEWS = {"CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "canonical_kv_caches", "token_pages"}
 
 
 def __getattr__(name: str) -> Any:

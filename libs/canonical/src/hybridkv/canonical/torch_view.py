@@ -14,10 +14,12 @@ from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
 from hybridkv.canonical.strides import (
     LayoutError,
     Strides,
+    TokenRange,
     first_overlap,
     merge_adjacent,
     page_regions,
     region_end,
+    token_regions,
 )
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "KVCache",
     "LayoutError",
     "canonical_kv_caches",
+    "token_pages",
 ]
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -112,6 +115,38 @@ def canonical_kv_caches(
             for group in used
         ),
     )
+
+
+def token_pages(
+    kv_caches: Mapping[str, KVCache], layers: Sequence[LayerLayout], num_blocks: int, tokens: TokenRange
+) -> GroupPages:
+    """Where some tokens of every block of a group lie: its pages, as if blocks held nothing else.
+
+    Args:
+        kv_caches: as for `canonical_kv_caches`, which has found nothing wrong with them.
+        layers: of the group, each with the dimension that counts tokens.
+        num_blocks: blocks in the engine's pool.
+        tokens: which of them.
+
+    Raises:
+        LayoutError: the tokens of a block cannot be told apart, or do not take equal parts of its page.
+    """
+    found: dict[_Place, PageRegion] = {}
+    for layer in layers:
+        tensors = _tensors(layer, kv_caches[layer.name])
+        regions = [
+            (tensor.device, region)
+            for tensor in tensors
+            for region in token_regions(layer, _strides(tensor), num_blocks, tokens)
+        ]
+        size = sum(region.page_bytes for _, region in regions)
+        if layer.page_bytes % tokens.block_tokens or size != tokens.share_of(layer.page_bytes):
+            raise LayoutError(
+                f"{layer.name}: tokens {tokens.start} to {tokens.end} of {tokens.block_tokens} take {size} bytes of a "
+                f"page of {layer.page_bytes}"
+            )
+        found |= {(device, region.address, region.stride_bytes): region for device, region in regions}
+    return GroupPages(list(found.values()), num_blocks)
 
 
 _Place = tuple[torch.device, int, int]
@@ -200,9 +235,8 @@ def _by_storage(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStor
 
 
 def _tensor_pages(layer: LayerLayout, tensor: torch.Tensor, num_blocks: int) -> list[PageRegion]:
-    storage, width = tensor.untyped_storage(), tensor.element_size()
-    address = storage.data_ptr() + tensor.storage_offset() * width
-    pages = page_regions(layer, Strides(address, width, tuple(tensor.shape), tuple(tensor.stride())), num_blocks)
+    storage = tensor.untyped_storage()
+    pages = page_regions(layer, _strides(tensor), num_blocks)
     for page in pages:
         if region_end(page, num_blocks) > storage.data_ptr() + storage.nbytes():
             raise LayoutError(
@@ -210,3 +244,9 @@ def _tensor_pages(layer: LayerLayout, tensor: torch.Tensor, num_blocks: int) -> 
                 f"leave its {storage.nbytes()} bytes"
             )
     return pages
+
+
+def _strides(tensor: torch.Tensor) -> Strides:
+    width = tensor.element_size()
+    address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * width
+    return Strides(address, width, tuple(tensor.shape), tuple(tensor.stride()))

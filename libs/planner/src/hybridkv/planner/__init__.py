@@ -19,9 +19,16 @@ from hybridkv.planner.choice import (
     is_weight,
 )
 from hybridkv.planner.clipping import ClippedBlocks, clip_blocks, read_blocks, window_blocks
-from hybridkv.planner.coverage import chunk_blocks, chunk_span, coverage, needed_ends, resume_start
+from hybridkv.planner.coverage import (
+    chunk_blocks,
+    chunk_span,
+    coverage,
+    largest_span_tokens,
+    needed_ends,
+    resume_start,
+)
 from hybridkv.planner.diagnosis import Finding, Problem, diagnose
-from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit
+from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit, whole_chunk_unit
 from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.loss import Loss, measure_loss
@@ -72,6 +79,7 @@ __all__ = [
     "coverage",
     "diagnose",
     "is_weight",
+    "largest_span_tokens",
     "last_boundary",
     "longest_hit",
     "measure_loss",
@@ -86,5 +94,6 @@ __all__ = [
     "resume_start",
     "seconds_per_token",
     "slice_group_blocks",
+    "whole_chunk_unit",
     "window_blocks",
 ]

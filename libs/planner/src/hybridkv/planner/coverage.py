@@ -3,6 +3,7 @@
 `resume_start` is the one place that knows what the kinds mean; everything else here follows from it.
 """
 
+import math
 from collections.abc import Sequence
 
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan
@@ -54,20 +55,21 @@ def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenS
 def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
     """The part of the chunk, or of the tail, that ends at `end_token` which is stored for a group; empty if none.
 
-    It begins with a block, and ends with one unless it is a tail. A FULL chunk is stored whole. Of a WINDOW or CHUNKED
-    one only the blocks that a boundary at `end_token` or later reads; of a RECURRENT one the last block, which holds
-    the state.
+    It begins with a block unless the chunk begins inside one, and ends with one unless it is a tail or the chunk ends
+    inside one. A FULL chunk is stored whole. Of a WINDOW or CHUNKED one only the blocks that a boundary at `end_token`
+    or later reads; of a RECURRENT one the last block, which holds the state.
     """
     group = spec.groups[group_index]
     chunk_start = (end_token - 1) // spec.chunk_tokens * spec.chunk_tokens
-    start = max(chunk_start, resume_start(group, end_token))
+    start = resume_start(group, end_token)
     if start >= end_token:
         return TokenSpan(end_token, end_token)
-    return TokenSpan(start // group.block_tokens * group.block_tokens, end_token)
+    return TokenSpan(max(chunk_start, start // group.block_tokens * group.block_tokens), end_token)
 
 
 def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
-    """The same part as indices into the group's block table. The last block of a tail may be filled in part."""
+    """The same part as indices into the group's block table. The last block of a tail may be filled in part, and of a
+    chunk that cuts blocks the first and the last one belong to its neighbours too."""
     span = chunk_span(spec, group_index, end_token)
     block_tokens = spec.groups[group_index].block_tokens
     if span.num_tokens == 0:
@@ -78,12 +80,27 @@ def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
 def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
     """The first token that a group must load to resume at `num_tokens`; `num_tokens` where there is none.
 
+    It begins a block: what of a block an engine could not read, it would still take for read when it keeps the block.
     An engine that holds `computed_tokens` of attention needs no more of them, but it holds no state of a later token.
     """
     start = resume_start(group, num_tokens)
+    if start >= num_tokens:
+        return num_tokens
     if group.kind is _RECURRENT or start >= computed_tokens:
-        return start
+        return start // group.block_tokens * group.block_tokens
     return min(num_tokens, computed_tokens)
+
+
+def largest_span_tokens(spec: CacheSpec, group_index: int) -> int:
+    """The most tokens of a chunk that are stored for a group, wherever the chunk lies; a state counts as its block."""
+    group, chunk = spec.groups[group_index], spec.chunk_tokens
+    if group.kind is _WINDOW and group_index in spec.cut_groups:
+        assert group.window_tokens is not None
+        # Back to where the window begins, and to the beginning of the block that it begins in.
+        unit = math.gcd(group.block_tokens, chunk)
+        return min(chunk, (group.window_tokens + group.block_tokens - 2) // unit * unit)
+    # How much of an attention chunk is needed depends on where it lies; all of it is the bound.
+    return chunk if group.kind is _CHUNKED else chunk_span(spec, group_index, chunk).num_tokens
 
 
 def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int) -> Sequence[int]:

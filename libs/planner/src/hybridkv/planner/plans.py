@@ -15,6 +15,8 @@ class PlanError(ValueError):
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of one group that hold (a part of) one chunk, or of the tail of one.
 
+    Of the first and the last block only what belongs to the chunk is meant (`chunk_span`).
+
     Args:
         group_index: the group.
         end_token: the chunk's end, or the tail's.
@@ -73,22 +75,26 @@ def plan_load(
     if computed_tokens < 0:
         raise PlanError(f"computed_tokens must not be negative, got {computed_tokens}")
     transfers: list[Transfer] = []
+    cut = spec.cut_groups
     for group_index in spec.stored_groups:
         group, table = spec.groups[group_index], _table(spec, block_ids, group_index)
         first_needed = load_start(group, num_tokens, computed_tokens) // group.block_tokens
         ends = needed_ends(spec, group_index, num_tokens, computed_tokens)
         if ends:
-            # What is stored of successive chunks is contiguous from the first needed block on.
+            # What is stored of successive chunks is contiguous from the first needed token on.
             stop = -(-num_tokens // group.block_tokens)
             ids = tuple(table[first_needed:stop])
             if len(ids) != stop - first_needed or null_block in ids:
                 raise _missing_block(spec, group_index, num_tokens, computed_tokens, table, null_block)
-            first = chunk_blocks(spec, group_index, ends[0])
-            size = first.stop - first_needed
-            transfers.append(Transfer(group_index, ends[0], first_needed - first.start, ids[:size]))
-            step = spec.chunk_tokens // group.block_tokens
-            rest = zip(ends[1:], range(size, len(ids), step), strict=True)
-            transfers += [Transfer(group_index, end_token, 0, ids[i : i + step]) for end_token, i in rest]
+            if group_index in cut:
+                transfers += _cut_transfers(spec, group_index, ends, first_needed, ids)
+            else:
+                first = chunk_blocks(spec, group_index, ends[0])
+                size = first.stop - first_needed
+                transfers.append(Transfer(group_index, ends[0], first_needed - first.start, ids[:size]))
+                step = spec.chunk_tokens // group.block_tokens
+                rest = zip(ends[1:], range(size, len(ids), step), strict=True)
+                transfers += [Transfer(group_index, end_token, 0, ids[i : i + step]) for end_token, i in rest]
         unwritten = table[computed_tokens // group.block_tokens : first_needed]
         if unwritten.count(null_block) != len(unwritten):
             raise PlanError(
@@ -96,6 +102,19 @@ def plan_load(
                 f"would leave unwritten: {list(unwritten)}"
             )
     return tuple(transfers)
+
+
+def _cut_transfers(
+    spec: CacheSpec, group_index: int, ends: Sequence[int], first_needed: int, ids: tuple[int, ...]
+) -> list[Transfer]:
+    """Where chunks end inside blocks: the block that two of them share is in both transfers, each with its part."""
+    transfers = []
+    for end_token in ends:
+        stored = chunk_blocks(spec, group_index, end_token)
+        first = max(stored.start, first_needed)
+        own = ids[first - first_needed : stored.stop - first_needed]
+        transfers.append(Transfer(group_index, end_token, first - stored.start, own))
+    return transfers
 
 
 def _table(spec: CacheSpec, block_ids: Sequence[Sequence[int]], group_index: int) -> Sequence[int]:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from hybridkv.canonical import GroupPages
-from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches
+from hybridkv.canonical import GroupPages, TokenRange
+from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches, token_pages
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import devices, page_order
+from hybridkv.connectors.vllm import cuts, devices, page_order
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lowering import runs_of
+from hybridkv.connectors.vllm.lowering import GroupBlocks, cut_runs_of, runs_of
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers import Failure, FailureReason, is_shortage
@@ -90,6 +91,8 @@ class OffloadWorker:
         self._make_mover: Callable[[bytes], TierMover] | None = None
         self._recorder = recorder
         self._pages: dict[int, GroupPages] = {}
+        self._cut: dict[int, GroupBlocks] = {}
+        """Groups whose blocks chunks cut."""
         self._jobs: dict[JobId, _Job] = {}
         self._job_ids = itertools.count(1)
         self._outcome = StepOutcome()
@@ -133,6 +136,9 @@ class OffloadWorker:
             raise ConfigurationError(
                 "kv_caches", "tensors as the engine describes them", str(error), "report the model and vLLM's version"
             ) from error
+        for group_index in self._layout.spec.cut_groups:
+            part = partial(token_pages, kv_caches, layers[group_index], num_blocks)
+            self._cut[group_index] = self._blocks(group_index, part)
         for engine in self._engines:
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
             seen = set()
@@ -141,6 +147,19 @@ class OffloadWorker:
                 if storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     engine.register(storage.data_ptr(), storage.nbytes(), "kv cache")
+
+    def _blocks(self, group_index: int, part: Callable[[TokenRange], GroupPages]) -> GroupBlocks:
+        """Of a group that chunks cut, once it is certain that they can."""
+        spec = self._layout.spec
+        block_tokens = spec.groups[group_index].block_tokens
+        blocks = GroupBlocks(self._pages[group_index], block_tokens, part)
+        try:
+            unit = math.gcd(block_tokens, spec.chunk_tokens)
+            for start in range(0, block_tokens, unit):
+                blocks.of(start, start + unit)
+        except LayoutError as error:
+            raise cuts.not_divisible(self._layout, group_index, str(error)) from error
+        return blocks
 
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads, and its moves between the tiers."""
@@ -200,7 +219,10 @@ class OffloadWorker:
             self._end(job_id, refused)
 
     def _runs(self, move: Move, to_engine: bool) -> CopyRuns:
-        return runs_of(move, self._pages[move.group_index], self._arena.addresses(move.slot), to_engine)
+        extents = self._arena.addresses(move.slot)
+        if blocks := self._cut.get(move.group_index):
+            return cut_runs_of(move, blocks, extents, to_engine)
+        return runs_of(move, self._pages[move.group_index], extents, to_engine)
 
     def _check(self, load: Load, job: _Job, since_s: float) -> str | None:
         if self._paths.clock() - since_s >= self._paths.load_timeout_s:
