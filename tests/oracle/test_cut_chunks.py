@@ -15,18 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, cuts, lowering, moves, register
-from hybridkv.planner import coverage
-from oracle.engine import OracleEngine
+from hybridkv.connectors.vllm import CONNECTOR, cuts, lowering, register
 from oracle.mixes import GEMMA3, GPT_OSS, Group, Kind, Layers, Mix
 from oracle.profile import profile
-from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
-from oracle.settings import Connector, EngineSettings
+from oracle.settings import Connector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hybridkv.canonical import GroupPages
     from hybridkv.connectors.vllm.messages import Move
 

@@ -25,7 +25,7 @@ from hybridkv.canonical import (
     encode_header,
     header_for,
 )
-from hybridkv.canonical.chunk_format import MAGIC, MAX_ALIGN_BYTES, MAX_KEY_BYTES, MAX_SECTIONS
+from hybridkv.canonical.chunk.format import MAGIC, MAX_ALIGN_BYTES, MAX_KEY_BYTES, MAX_SECTIONS
 
 HERE = Path(__file__).resolve().parent
 DATA = encode(IDENTITY, SMALL)

@@ -78,8 +78,6 @@ def test_max_model_len_must_be_positive() -> None:
         diagnose(HybridOffloadPlanner(16, (16,), 16), 0)
 
 
-
-
 @st.composite
 def whole_planners(draw: st.DrawFn) -> HybridOffloadPlanner:
     """It is known which blocks cannot be split."""

@@ -6,8 +6,7 @@ names is first asked for, which `from hybridkv.canonical import *` does.
 
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.canonical.chunk_dump import dump, undump
-from hybridkv.canonical.chunk_format import (
+from hybridkv.canonical.chunk import (
     Chunk,
     ChunkError,
     ChunkHeader,
@@ -19,9 +18,11 @@ from hybridkv.canonical.chunk_format import (
     WrongChunkError,
     decode,
     decode_header,
+    dump,
     encode,
     encode_header,
     header_for,
+    undump,
 )
 from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
 from hybridkv.canonical.strides import LayoutError, Strides, TokenRange, page_regions, token_regions
