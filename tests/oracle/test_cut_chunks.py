@@ -7,6 +7,7 @@ laid out as a GPU's, so the connector is told that this is one: of that and of t
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, cuts, lowering, register
-from oracle.mixes import GEMMA3, GPT_OSS, Group, Kind, Layers, Mix
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import CONNECTOR, cuts, lowering, register, worker
+from hybridkv.planner import GroupKind, Transfer, plan_load, resume_start
+from oracle.engine import OracleEngine
+from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, HEADS_BEFORE_LAYERS, Group, Kind, Layers, Mix
 from oracle.profile import profile
+from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
-from oracle.settings import Connector
+from oracle.settings import Connector, EngineSettings
 
 if TYPE_CHECKING:
-    from hybridkv.canonical import GroupPages
+    from collections.abc import Callable
+
+    from hybridkv.canonical import GroupPages, TokenRange
     from hybridkv.connectors.vllm.messages import Move
+    from hybridkv.planner import CacheSpec
 
 CAPACITY = "64MiB"
 THREE_SIZES = Mix(
@@ -82,7 +90,7 @@ def test_states_stay_whole_beside_blocks_that_are_cut() -> None:
     tally = Tally()
 
     @profile(200)
-    @given(scenarios(THREE_SIZES), cut_chunks(THREE_SIZES, 12))
+    @given(scenarios(THREE_SIZES), st.sampled_from((12, 24, 36, 60)))
     def check(scenario: Scenario, chunk_tokens: int) -> None:
         tally.add(run(THREE_SIZES, with_connector(scenario, offload(chunk_tokens))))
 
@@ -116,29 +124,163 @@ def test_cut_chunks_of_random_mixes_never_corrupt() -> None:
 # Connectors that are wrong about a cut on purpose. The oracle must see each of them, or it proves nothing.
 
 
-def begin_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a chunk has of its blocks is taken to lie one unit further on, where it is loaded."""
-    pieces = lowering.cut_runs_of
+def load_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a chunk has of its first block is written to tokens before its own."""
+    right = worker.cut_runs_of
 
-    def shifted(move: Move, blocks: Any, extents: Any, to_engine: bool) -> Any:
-        if to_engine and move.lead_tokens and not move.trail_tokens:
-            unit = move.lead_tokens // 2
-            wrong = msgspec.structs.replace(move, lead_tokens=move.lead_tokens - unit, trail_tokens=unit)
-            return pieces(wrong, blocks, extents, to_engine)
-        return pieces(move, blocks, extents, to_engine)
+    def wrong(move: Move, blocks: Any, extents: Any, to_engine: bool) -> Any:
+        if to_engine and move.lead_tokens:
+            move = msgspec.structs.replace(move, lead_tokens=move.lead_tokens - 4, trail_tokens=move.trail_tokens + 4)
+        return right(move, blocks, extents, to_engine)
 
-    monkeypatch.setattr("hybridkv.connectors.vllm.worker.cut_runs_of", shifted)
+    monkeypatch.setattr(worker, "cut_runs_of", wrong)
 
 
-def forget_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a chunk has of its last block is taken for what the next one has of it."""
-    part = lowering.GroupBlocks.of
+def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a chunk has of a block is counted from the block's end, where it is stored."""
+    right = worker.cut_runs_of
 
-    def other(blocks: lowering.GroupBlocks, start: int, end: int) -> GroupPages:
-        size = blocks._block_tokens
-        return part(blocks, size - end, size - start)
+    def wrong(move: Move, blocks: lowering.GroupBlocks, extents: Any, to_engine: bool) -> Any:
+        def other_end(tokens: TokenRange) -> GroupPages:
+            size = tokens.block_tokens
+            return blocks.of(size - tokens.end, size - tokens.start)
 
-    monkeypatch.setattr(lowering.GroupBlocks, "of", other)
+        if not to_engine:
+            blocks = lowering.GroupBlocks(blocks.pages, blocks.block_tokens, other_end)
+        return right(move, blocks, extents, to_engine)
+
+    monkeypatch.setattr(worker, "cut_runs_of", wrong)
 
 
-WRONG = {f.__name__: f for f in (begin_a_token_late, forget_the_cut)}
+def take_the_state_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recurrent state of the boundary before the right one."""
+
+    def wrong(spec: CacheSpec, *arguments: Any) -> tuple[Transfer, ...]:
+        return tuple(
+            Transfer(each.group_index, each.end_token - spec.chunk_tokens, each.first_block, each.block_ids)
+            if spec.groups[each.group_index].kind is GroupKind.RECURRENT
+            else each
+            for each in plan_load(spec, *arguments)
+        )
+
+    monkeypatch.setattr("hybridkv.connectors.vllm.loads.plan_load", wrong)
+
+
+@pytest.mark.parametrize(
+    ("mix", "chunk_tokens", "hash_tokens", "make_wrong"),
+    [
+        (GEMMA3, 12, 4, load_a_token_early),
+        (GPT_OSS, 20, 4, load_a_token_early),
+        (GEMMA3, 4, 4, store_the_other_end_of_a_block),
+        (GPT_OSS, 12, 4, store_the_other_end_of_a_block),
+        (THREE_SIZES, 12, None, take_the_state_before),
+        (THREE_SIZES, 36, None, store_the_other_end_of_a_block),
+    ],
+    ids=lambda value: getattr(value, "name", None) or getattr(value, "__name__", str(value)),
+)
+@pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
+def test_a_wrong_cut_is_caught(
+    mix: Mix,
+    chunk_tokens: int,
+    hash_tokens: int | None,
+    make_wrong: Callable[[pytest.MonkeyPatch], None],
+    is_wrong: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_wrong:
+        make_wrong(monkeypatch)
+    # Every state is kept, so that the one before the right one is stored as well.
+    settings = EngineSettings(
+        num_blocks=200,
+        max_step_tokens=16,
+        retention_tokens=None,
+        hash_tokens=hash_tokens,
+        connector=offload(chunk_tokens),
+    )
+    with OracleEngine(mix, settings) as engine:
+        engine.submit("cold", list(range(100)), 2)
+        engine.drain()
+        engine.reset_prefix_cache()
+        engine.submit("warm", list(range(100)), 2)
+        if is_wrong:
+            with pytest.raises(CorruptionError):
+                engine.drain()
+        else:
+            engine.drain()
+            # The engine hands over states of 36 and 96 tokens, and none of 72.
+            expected = 36 if chunk_tokens == 36 else 99 // chunk_tokens * chunk_tokens
+            assert engine.restored_tokens == expected
+
+
+SHORT_WINDOW = Mix("short_window", (Group(Kind.WINDOW, 8, reach_tokens=9), Group(Kind.FULL, 8)))
+
+
+@pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
+def test_a_block_that_a_load_fills_only_as_far_as_its_window_reads_is_caught(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine keeps the block under its hash, and reads the rest of it for the next request that ends before."""
+    if is_wrong:
+        coverage = import_module("hybridkv.planner.coverage")
+        monkeypatch.setattr(coverage, "load_start", lambda group, end, held: max(resume_start(group, end), held))
+    settings = EngineSettings(num_blocks=200, max_step_tokens=16, hash_tokens=1, connector=offload(11))
+    with OracleEngine(SHORT_WINDOW, settings) as engine:
+        engine.submit("cold", list(range(100)), 2)
+        engine.drain()
+        engine.reset_prefix_cache()
+        # At 44 the window begins at 36, in the block of 32 to 40, of which the last chunk has all but the first token.
+        engine.submit("warm", list(range(45)), 2)
+        engine.drain()
+        assert engine.restored_tokens == 44
+        engine.submit("local", [*range(43), 99, 99], 2)
+        if is_wrong:
+            with pytest.raises(CorruptionError, match=r"group 0 .* cell 32 "):
+                engine.drain()
+        else:
+            engine.drain()
+            assert engine.local_hit_tokens == 44 + 40 and engine.restored_tokens == 44
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("mix", "chunk_tokens", "hash_tokens", "unit", "hint"),
+    [
+        (THREE_SIZES, 16, None, 12, 'use 12, or "auto"'),
+        (THREE_SIZES, 48 * 200 + 1, None, 12, 'use 4092, or "auto"'),
+        (GEMMA3, 6, 4, 4, 'use 4, or "auto"'),
+        (GEMMA3, 12, None, 8, 'use 8, or "auto"'),
+        (HEADS_BEFORE_LAYERS, 8, None, 16, 'use 16, or "auto"'),
+        (DEEPSEEK_V4, 64, None, 128, 'use 128, or "auto"'),
+    ],
+)
+def test_a_chunk_that_gains_nothing_is_refused_with_one_that_works(
+    mix: Mix, chunk_tokens: int, hash_tokens: int | None, unit: int, hint: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        start(mix, chunk_tokens, hash_tokens)
+    assert caught.value.path == "kv_connector_extra_config.chunk_tokens" and caught.value.got == chunk_tokens
+    assert f"a multiple of {unit} tokens" in caught.value.expected and caught.value.hint == hint
+
+
+def test_on_a_cpu_no_block_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    register()
+    with pytest.raises(ConfigurationError, match="a multiple of 8 tokens"):
+        start(GEMMA3, 12, 4)
+
+
+def test_a_backend_that_nobody_has_looked_at_is_not_trusted_with_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "DIVISIBLE_BACKENDS", frozenset({"FLASH_ATTN"}))
+    start(GEMMA3, 16, 4)
+    with pytest.raises(ConfigurationError) as caught:
+        start(GEMMA3, 12, 4)
+    assert "an unknown backend (model.layers.0.0.0)" in str(caught.value.got)
+    assert caught.value.hint == "use a multiple of 8, which cuts no block"
+
+
+def start(mix: Mix, chunk_tokens: int, hash_tokens: int | None) -> None:
+    settings = EngineSettings(num_blocks=64, hash_tokens=hash_tokens, connector=offload(chunk_tokens))
+    with OracleEngine(mix, settings):
+        pass

@@ -62,20 +62,20 @@ class GroupBlocks:
 
     def __init__(self, pages: GroupPages, block_tokens: int, part: Callable[[TokenRange], GroupPages]) -> None:
         self.pages = pages
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._part = part
         self._parts: dict[TokenRange, GroupPages] = {}
 
     def of(self, start: int, end: int) -> GroupPages:
         """The pages of tokens [start, end) of every block."""
-        tokens = TokenRange(start, end, self._block_tokens)
+        tokens = TokenRange(start, end, self.block_tokens)
         if tokens not in self._parts:
-            self._parts[tokens] = self.pages if end - start == self._block_tokens else self._part(tokens)
+            self._parts[tokens] = self.pages if end - start == self.block_tokens else self._part(tokens)
         return self._parts[tokens]
 
     def pieces(self, move: Move) -> Iterator[tuple[GroupPages, int, int]]:
         """The pieces of the move's chunk: their pages, the first stored block of each, and how many it has."""
-        size, blocks, lead = self._block_tokens, move.stored_blocks, move.lead_tokens
+        size, blocks, lead = self.block_tokens, move.stored_blocks, move.lead_tokens
         end = size - move.trail_tokens
         if blocks == 1:
             yield self.of(lead, end), 0, 1
