@@ -140,14 +140,14 @@ def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chunk has of a block is counted from the block's end, where it is stored."""
     right = worker.cut_runs_of
 
-    def wrong(move: Move, blocks: lowering.GroupBlocks, extents: Any, to_engine: bool) -> Any:
+    def mirrored(blocks: lowering.GroupBlocks) -> lowering.GroupBlocks:
         def other_end(tokens: TokenRange) -> GroupPages:
-            size = tokens.block_tokens
-            return blocks.of(size - tokens.end, size - tokens.start)
+            return blocks.of(tokens.block_tokens - tokens.end, tokens.block_tokens - tokens.start)
 
-        if not to_engine:
-            blocks = lowering.GroupBlocks(blocks.pages, blocks.block_tokens, other_end)
-        return right(move, blocks, extents, to_engine)
+        return lowering.GroupBlocks(blocks.pages, blocks.block_tokens, other_end)
+
+    def wrong(move: Move, blocks: lowering.GroupBlocks, extents: Any, to_engine: bool) -> Any:
+        return right(move, blocks if to_engine else mirrored(blocks), extents, to_engine)
 
     monkeypatch.setattr(worker, "cut_runs_of", wrong)
 
