@@ -23,7 +23,7 @@ from hybridkv.canonical.chunk_format import (
     encode_header,
     header_for,
 )
-from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
+from hybridkv.canonical.pages import PAGE_ALIGN_BYTES, GroupPages, LayerLayout, PageRegion, aligned_page_bytes
 from hybridkv.canonical.strides import LayoutError, Strides, page_regions
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "PAGE_ALIGN_BYTES",
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
@@ -52,6 +53,7 @@ __all__ = [
     "TruncatedChunkError",
     "UnknownVersionError",
     "WrongChunkError",
+    "aligned_page_bytes",
     "canonical_kv_caches",
     "decode",
     "decode_header",

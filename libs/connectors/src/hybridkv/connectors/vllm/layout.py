@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from hybridkv.canonical import LayerLayout
+from hybridkv.canonical import LayerLayout, aligned_page_bytes
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
@@ -63,8 +63,11 @@ class CacheLayout:
         )
 
     def block_bytes(self, group_index: int) -> int:
-        """Bytes to set aside for one block on one rank; on a worker exactly those that it has without padding."""
-        return sum(layer.page_bytes for layer in self.layers[group_index])
+        """Bytes to set aside for one block on one rank, with the zeros that align its pages in a chunk.
+
+        On a worker no fewer than it stores: the engine's padding is not stored, and layers may share a page.
+        """
+        return sum(aligned_page_bytes(layer.page_bytes) for layer in self.layers[group_index])
 
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
         """Bytes of a group's part of a chunk on one rank; 0 where nothing of it is ever needed."""
