@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, cuts, lowering, register, worker
+from hybridkv.connectors.vllm import CONNECTOR, cuts, register, worker
+from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
 from hybridkv.planner import GroupKind, Transfer, plan_load, resume_start
 from oracle.engine import OracleEngine
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, HEADS_BEFORE_LAYERS, Group, Kind, Layers, Mix
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from hybridkv.canonical import GroupPages, TokenRange
     from hybridkv.connectors.vllm.messages import Move
     from hybridkv.planner import CacheSpec
+    from hybridkv.transfer import CopyRuns
 
 CAPACITY = "64MiB"
 THREE_SIZES = Mix(
@@ -126,30 +128,27 @@ def test_cut_chunks_of_random_mixes_never_corrupt() -> None:
 
 def load_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chunk has of its first block is written to tokens before its own."""
-    right = worker.cut_runs_of
+    right = worker.cut_load_runs
 
-    def wrong(move: Move, blocks: Any, extents: Any, to_engine: bool) -> Any:
-        if to_engine and move.lead_tokens:
+    def wrong(move: Move, blocks: GroupBlocks, extents: Any) -> CopyRuns:
+        if move.lead_tokens:
             move = msgspec.structs.replace(move, lead_tokens=move.lead_tokens - 4, trail_tokens=move.trail_tokens + 4)
-        return right(move, blocks, extents, to_engine)
+        return right(move, blocks, extents)
 
-    monkeypatch.setattr(worker, "cut_runs_of", wrong)
+    monkeypatch.setattr(worker, "cut_load_runs", wrong)
 
 
 def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chunk has of a block is counted from the block's end, where it is stored."""
-    right = worker.cut_runs_of
+    right = worker.cut_store_runs
 
-    def mirrored(blocks: lowering.GroupBlocks) -> lowering.GroupBlocks:
+    def wrong(move: Move, blocks: GroupBlocks, extents: Any, zeros: Any) -> CopyRuns:
         def other_end(tokens: TokenRange) -> GroupPages:
             return blocks.of(tokens.block_tokens - tokens.end, tokens.block_tokens - tokens.start)
 
-        return lowering.GroupBlocks(blocks.pages, blocks.block_tokens, other_end)
+        return right(move, GroupBlocks(blocks.pages, blocks.block_tokens, other_end), extents, zeros)
 
-    def wrong(move: Move, blocks: lowering.GroupBlocks, extents: Any, to_engine: bool) -> Any:
-        return right(move, blocks if to_engine else mirrored(blocks), extents, to_engine)
-
-    monkeypatch.setattr(worker, "cut_runs_of", wrong)
+    monkeypatch.setattr(worker, "cut_store_runs", wrong)
 
 
 def take_the_state_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from hybridkv.planner import (
     chunk_span,
     chunk_unit,
     coverage,
-    largest_span_tokens,
     needed_ends,
     plan_load,
     plan_store,
@@ -133,9 +132,3 @@ def test_every_block_is_filled_up_to_the_boundary_and_no_token_twice(spec: Cache
         blocks = [i for i, block in enumerate(tables[index]) if block]
         filled = [t for i in blocks for t in range(i * group.block_tokens, (i + 1) * group.block_tokens)]
         assert loaded[index] == [token for token in filled if token < boundary]
-
-
-@given(caches(cuts=True), st.integers(1, 3 * CHUNKS))
-def test_no_chunk_is_larger_than_the_largest(spec: CacheSpec, chunk: int) -> None:
-    sizes = [chunk_span(spec, index, chunk * spec.chunk_tokens).num_tokens for index in range(len(spec.groups))]
-    assert all(size <= largest_span_tokens(spec, index) for index, size in enumerate(sizes))

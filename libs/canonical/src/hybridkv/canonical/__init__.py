@@ -24,7 +24,7 @@ from hybridkv.canonical.chunk import (
     header_for,
     undump,
 )
-from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
+from hybridkv.canonical.pages import PAGE_ALIGN_BYTES, GroupPages, LayerLayout, PageRegion, aligned_page_bytes
 from hybridkv.canonical.strides import LayoutError, Strides, TokenRange, page_regions, token_regions
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "PAGE_ALIGN_BYTES",
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
@@ -55,6 +56,7 @@ __all__ = [
     "TruncatedChunkError",
     "UnknownVersionError",
     "WrongChunkError",
+    "aligned_page_bytes",
     "canonical_kv_caches",
     "decode",
     "decode_header",

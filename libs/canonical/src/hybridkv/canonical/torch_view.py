@@ -4,6 +4,7 @@ Engines hand over KV caches in many shapes; all that a store needs to know is wh
 the only module of the library that imports torch; `strides` does its arithmetic.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -50,10 +51,18 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """A group's use of a region: which one, and how many of a page's bytes are content."""
+    """A group's use of a region.
+
+    Args:
+        tensor_idx: which one.
+        page_size_bytes: how many of a page's bytes are content.
+        layer_idx: the layer of the group whose page it belongs to, the first of those that share it. Uses by one layer
+            follow each other.
+    """
 
     tensor_idx: int
     page_size_bytes: int
+    layer_idx: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +81,18 @@ class CanonicalKVCaches:
         Raises:
             LayoutError: the group has no layers, and so no pages.
         """
-        if not self.group_data_refs[group_index]:
+        refs = self.group_data_refs[group_index]
+        if not refs:
             raise LayoutError(f"group {group_index} has no layers, and so no pages")
-        regions = []
-        for ref in self.group_data_refs[group_index]:
-            tensor = self.tensors[ref.tensor_idx].tensor
-            regions.append(PageRegion(tensor.data_ptr(), tensor.stride(0), ref.page_size_bytes))
-        return GroupPages(regions, self.tensors[self.group_data_refs[group_index][0].tensor_idx].tensor.shape[0])
+        pages = [
+            [self._region(ref) for ref in of_layer]
+            for _, of_layer in itertools.groupby(refs, key=lambda ref: ref.layer_idx)
+        ]
+        return GroupPages(pages, self.tensors[refs[0].tensor_idx].tensor.shape[0])
+
+    def _region(self, ref: CanonicalKVCacheRef) -> PageRegion:
+        tensor = self.tensors[ref.tensor_idx].tensor
+        return PageRegion(tensor.data_ptr(), tensor.stride(0), ref.page_size_bytes)
 
 
 def canonical_kv_caches(
@@ -102,7 +116,7 @@ def canonical_kv_caches(
         raise LayoutError(f"num_blocks must be positive, got {num_blocks}")
     used = [_group_regions(kv_caches, group, num_blocks) for group in groups]
     widest: dict[_Place, _Region] = {}
-    for region in (region for group in used for region in group.values()):
+    for region in (use.region for group in used for use in group.values()):
         if region.place not in widest or region.pages.page_bytes > widest[region.place].pages.page_bytes:
             widest[region.place] = region
     index = {place: i for i, place in enumerate(widest)}
@@ -111,7 +125,10 @@ def canonical_kv_caches(
             CanonicalKVCacheTensor(region.view(num_blocks), region.pages.page_bytes) for region in widest.values()
         ),
         group_data_refs=tuple(
-            tuple(CanonicalKVCacheRef(index[place], region.pages.page_bytes) for place, region in group.items())
+            tuple(
+                CanonicalKVCacheRef(index[place], use.region.pages.page_bytes, use.layer_idx)
+                for place, use in group.items()
+            )
             for group in used
         ),
     )
@@ -131,22 +148,23 @@ def token_pages(
     Raises:
         LayoutError: the tokens of a block cannot be told apart, or do not take equal parts of its page.
     """
-    found: dict[_Place, PageRegion] = {}
+    pages: list[list[PageRegion]] = []
+    found: set[_Place] = set()
     for layer in layers:
         tensors = _tensors(layer, kv_caches[layer.name])
-        regions = [
-            (tensor.device, region)
-            for tensor in tensors
-            for region in token_regions(layer, _strides(tensor), num_blocks, tokens)
-        ]
+        regions = [(t.device, each) for t in tensors for each in token_regions(layer, _strides(t), num_blocks, tokens)]
         size = sum(region.page_bytes for _, region in regions)
         if layer.page_bytes % tokens.block_tokens or size != tokens.share_of(layer.page_bytes):
             raise LayoutError(
                 f"{layer.name}: tokens {tokens.start} to {tokens.end} of {tokens.block_tokens} take {size} bytes of a "
                 f"page of {layer.page_bytes}"
             )
-        found |= {(device, region.address, region.stride_bytes): region for device, region in regions}
-    return GroupPages(list(found.values()), num_blocks)
+        places = [(device, region.address, region.stride_bytes) for device, region in regions]
+        page = [region for place, (_, region) in zip(places, regions, strict=True) if place not in found]
+        found.update(places)
+        if page:
+            pages.append(page)
+    return GroupPages(pages, num_blocks)
 
 
 _Place = tuple[torch.device, int, int]
@@ -170,16 +188,24 @@ class _Region:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Use:
+    region: _Region
+    layer_idx: int
+
+
 def _group_regions(
     kv_caches: Mapping[str, KVCache], layers: Sequence[LayerLayout], num_blocks: int
-) -> dict[_Place, _Region]:
-    found: dict[_Place, _Region] = {}
-    for layer in layers:
+) -> dict[_Place, _Use]:
+    found: dict[_Place, _Use] = {}
+    for layer_idx, layer in enumerate(layers):
         for region in _layer_regions(kv_caches, layer, num_blocks):
             same = found.get(region.place)
-            if same is None or region.pages.page_bytes > same.pages.page_bytes:
-                found[region.place] = region
-    regions = list(found.values())
+            if same is None:
+                found[region.place] = _Use(region, layer_idx)
+            elif region.pages.page_bytes > same.region.pages.page_bytes:
+                found[region.place] = _Use(region, same.layer_idx)
+    regions = [use.region for use in found.values()]
     if pair := first_overlap([region.pages for region in regions], num_blocks):
         names = sorted({regions[i].layer_name for i in pair})
         raise LayoutError(f"{' and '.join(names)}: a block of one group would hold the same bytes twice")

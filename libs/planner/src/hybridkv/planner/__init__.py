@@ -22,7 +22,6 @@ from hybridkv.planner.coverage import (
     chunk_blocks,
     chunk_span,
     coverage,
-    largest_span_tokens,
     needed_ends,
     resume_start,
 )
@@ -87,7 +86,6 @@ __all__ = [
     "coverage",
     "diagnose",
     "is_weight",
-    "largest_span_tokens",
     "last_boundary",
     "longest_hit",
     "measure_loss",

@@ -3,7 +3,6 @@
 `resume_start` is the one place that knows what the kinds mean; everything else here follows from it.
 """
 
-import math
 from collections.abc import Sequence
 
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan
@@ -89,18 +88,6 @@ def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
     if group.kind is _RECURRENT or start >= computed_tokens:
         return start // group.block_tokens * group.block_tokens
     return min(num_tokens, computed_tokens)
-
-
-def largest_span_tokens(spec: CacheSpec, group_index: int) -> int:
-    """The most tokens of a chunk that are stored for a group, wherever the chunk lies; a state counts as its block."""
-    group, chunk = spec.groups[group_index], spec.chunk_tokens
-    if group.kind is _WINDOW and group_index in spec.cut_groups:
-        assert group.window_tokens is not None
-        # Back to where the window begins, and to the beginning of the block that it begins in.
-        unit = math.gcd(group.block_tokens, chunk)
-        return min(chunk, (group.window_tokens + group.block_tokens - 2) // unit * unit)
-    # How much of an attention chunk is needed depends on where it lies; all of it is the bound.
-    return chunk if group.kind is _CHUNKED else chunk_span(spec, group_index, chunk).num_tokens
 
 
 def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int) -> Sequence[int]:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from hybridkv.canonical import LayerLayout, TokenRange
+from hybridkv.canonical import LayerLayout, TokenRange, aligned_page_bytes
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, cuts
 from hybridkv.connectors.vllm.chunk_choice import choose_chunk
 from hybridkv.connectors.vllm.identity import spec_facts
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
-from hybridkv.planner import (
-    CacheSpec,
-    GroupKind,
-    GroupSpec,
-    chunk_blocks,
-    chunk_span,
-    largest_span_tokens,
-)
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_blocks, chunk_span
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,26 +63,45 @@ class CacheLayout:
         )
 
     def block_bytes(self, group_index: int) -> int:
-        """Bytes to set aside for one block on one rank; on a worker exactly those that it has without padding."""
-        return sum(layer.page_bytes for layer in self.layers[group_index])
+        """Bytes to set aside for one block on one rank, with the zeros that align its pages in a chunk.
 
-    def span_bytes(self, group_index: int, num_tokens: int) -> int:
-        """Bytes of so many tokens of a group on one rank, where chunks may cut its blocks."""
+        On a worker no fewer than it stores: the engine's padding is not stored, and layers may share a page.
+        """
+        return sum(aligned_page_bytes(layer.page_bytes) for layer in self.layers[group_index])
+
+    def span_bytes(self, group_index: int, span: TokenSpan) -> int:
+        """Bytes that some tokens of a group take in a chunk on one rank, where chunks may cut its blocks."""
+        size = self.spec.groups[group_index].block_tokens
+        first, last = -(-span.start // size), span.end // size
+        if first > last:
+            return self._part_bytes(group_index, span.num_tokens)
+        whole = (last - first) * self.block_bytes(group_index)
+        parts = (first * size - span.start, span.end - last * size)
+        return whole + sum(self._part_bytes(group_index, num_tokens) for num_tokens in parts if num_tokens)
+
+    def _part_bytes(self, group_index: int, num_tokens: int) -> int:
         tokens = TokenRange(0, num_tokens, self.spec.groups[group_index].block_tokens)
-        return sum(tokens.share_of(layer.page_bytes) for layer in self.layers[group_index])
+        return sum(aligned_page_bytes(tokens.share_of(layer.page_bytes)) for layer in self.layers[group_index])
 
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
         """Bytes of a group's part of a chunk on one rank; 0 where nothing of it is ever needed."""
         if group_index in self.spec.cut_groups:
-            return self.span_bytes(group_index, chunk_span(self.spec, group_index, end_token).num_tokens)
+            return self.span_bytes(group_index, chunk_span(self.spec, group_index, end_token))
         return len(chunk_blocks(self.spec, group_index, end_token)) * self.block_bytes(group_index)
 
     def largest_chunk_bytes(self, group_index: int) -> int:
         """The most bytes that a group's part of any chunk takes on one rank."""
-        num_tokens = largest_span_tokens(self.spec, group_index)
+        chunk, group = self.spec.chunk_tokens, self.spec.groups[group_index]
         if group_index in self.spec.cut_groups:
-            return self.span_bytes(group_index, num_tokens)
-        return num_tokens // self.spec.groups[group_index].block_tokens * self.block_bytes(group_index)
+            # Behind the first window, chunks repeat where they begin in a block.
+            num_chunks = -(-(group.window_tokens or 0) // chunk) + group.block_tokens // math.gcd(
+                group.block_tokens, chunk
+            )
+            return max(self.chunk_bytes(group_index, chunk * (i + 1)) for i in range(num_chunks))
+        if group.kind is GroupKind.CHUNKED:
+            # How much of a chunk is needed depends on where it lies; all of it is the bound.
+            return chunk // group.block_tokens * self.block_bytes(group_index)
+        return self.chunk_bytes(group_index, chunk)
 
 
 def resolve_layout(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Move
-from hybridkv.planner import CacheSpec, Transfer, chunk_blocks, chunk_span
+from hybridkv.planner import CacheSpec, TokenSpan, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot
 
 
@@ -24,5 +24,6 @@ def move_bytes(layout: CacheLayout, move: Move) -> int:
     if move.group_index not in layout.spec.cut_groups:
         return len(move.block_ids) * layout.block_bytes(move.group_index)
     # What is moved reaches to the end of the chunk.
-    num_tokens = len(move.block_ids) * layout.spec.groups[move.group_index].block_tokens - move.trail_tokens
-    return layout.span_bytes(move.group_index, num_tokens - (0 if move.first_block else move.lead_tokens))
+    size = layout.spec.groups[move.group_index].block_tokens
+    start = move.first_block * size if move.first_block else move.lead_tokens
+    return layout.span_bytes(move.group_index, TokenSpan(start, move.stored_blocks * size - move.trail_tokens))
