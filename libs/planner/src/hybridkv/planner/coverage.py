@@ -83,10 +83,8 @@ def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
     An engine that holds `computed_tokens` of attention needs no more of them, but it holds no state of a later token.
     """
     start = resume_start(group, num_tokens)
-    if start >= num_tokens:
-        return num_tokens
     if group.kind is _RECURRENT or start >= computed_tokens:
-        return start // group.block_tokens * group.block_tokens
+        return start // group.block_tokens * group.block_tokens if start < num_tokens else num_tokens
     return min(num_tokens, computed_tokens)
 
 
