@@ -57,8 +57,11 @@ def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding
     """
     if max_model_len <= 0:
         raise ValueError(f"max_model_len must be positive, got {max_model_len}")
-    split = _unsplit_groups if planner.unsplittable is None else _gainless_chunk
-    findings = [*split(planner, max_model_len), *_unhashable_units(planner)]
+    if planner.unsplittable is None:
+        findings = [*_unsplit_groups(planner, max_model_len), *_unhashable_units(planner)]
+    else:
+        # What is stored of a group ends where its chunk does, so chunks are all that hashes must name.
+        findings = [*_gainless_chunk(planner, max_model_len)]
     needed = tokens_for_first_hit(planner)
     if needed > max_model_len:
         step = planner.boundary_unit

@@ -5,6 +5,7 @@ The laws are the planner's, and so is the diagnosis; here they become words of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -38,11 +39,11 @@ def choose_chunk(
     Raises:
         ConfigurationError: the chunk gains nothing, or no prompt can hit; the hint says what would work.
     """
-    chunk = _auto_chunk(specs, max_model_len) if wanted == "auto" else wanted
+    chunk = _auto_chunk(specs, max_model_len, hash_tokens) if wanted == "auto" else wanted
     findings = diagnose(HybridOffloadPlanner.of_groups(specs, hash_tokens, chunk), max_model_len)
     if not findings:
         return chunk
-    unit, path, found = chunk_unit(specs), f"{ROOT}.chunk_tokens", findings[0]
+    unit, path, found = math.lcm(chunk_unit(specs), hash_tokens), f"{ROOT}.chunk_tokens", findings[0]
     nearest = found.nearest_chunk_tokens
     if found.problem is Problem.NO_GAIN:
         whole = sorted(
@@ -55,20 +56,18 @@ def choose_chunk(
             chunk,
             f'use {nearest}, or "auto"' if nearest else _longer(unit),
         )
-    if found.problem is Problem.OFFLOAD_DISABLED:
-        raise ConfigurationError(
-            path,
-            f"less than max_model_len, so that some prompt can hit (the groups need multiples of {unit})",
-            f"{chunk} with max_model_len {max_model_len}",
-            f"use {nearest}, or {_longer(chunk)}" if nearest else _longer(chunk),
-        )
-    raise ConfigurationError(path, f"whole hash blocks of {hash_tokens} tokens", chunk, found.message)
+    raise ConfigurationError(
+        path,
+        f"less than max_model_len, so that some prompt can hit (the groups need multiples of {unit})",
+        f"{chunk} with max_model_len {max_model_len}",
+        f"use {nearest}, or {_longer(chunk)}" if nearest else _longer(chunk),
+    )
 
 
-def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int) -> int:
+def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int, hash_tokens: int) -> int:
     """Whole blocks of every group; where no prompt reaches that, of those groups that cannot be cut."""
     is_recurrent = any(spec.kind is GroupKind.RECURRENT for spec in specs)
-    units = (whole_chunk_unit(specs), chunk_unit(specs))
+    units = [math.lcm(unit, hash_tokens) for unit in (whole_chunk_unit(specs), chunk_unit(specs))]
     chunks = [unit if is_recurrent else -(-AUTO_CHUNK_TOKENS // unit) * unit for unit in units]
     return next((chunk for chunk in chunks if chunk < max_model_len), chunks[0])
 
