@@ -14,6 +14,8 @@ of each page; `hybridkv, then checksum` takes those of the records by reading wh
 reference that `hybridkv.transfer` uses without the extension. `torch int64` sees pages as int64, its faster way;
 `index_select` and `numpy take` only gather, `index_copy_` only scatters.
 
+`chunks` is whole chunks, in both orders that their bytes had; see `chunk_order.py`.
+
 What is not: more than one thread, memory of another NUMA node, pages that are in a cache.
 """
 
@@ -27,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import chunk_order
 import numpy as np
 import torch
 
@@ -140,6 +143,8 @@ def main() -> None:
             for name, row in rows.items():
                 cost = f"   checksum costs {row['checksum_cost']:.0%}" if "checksum_cost" in row else ""
                 print(f"  {name:28} {row['gb_per_s']:7.2f} GB/s {row['ratio_to_memcpy']:7.2f} of memcpy{cost}")
+    chunks = chunk_order.measure(pool, buffer, options.rounds)
+    chunk_order.show(chunks)
     if options.json:
         about = {
             "cpu": cpu_name(),
@@ -151,7 +156,7 @@ def main() -> None:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        options.json.write_text(json.dumps({"about": about, "pages": results}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"about": about, "pages": results, "chunks": chunks}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "csrc/bindings/file_queue_binding.h"
 #include "csrc/bindings/record_queue_binding.h"
 #include "csrc/bindings/unlocked.h"
 #include "csrc/cpu/level.h"
@@ -28,7 +27,6 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 using Integers = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Table = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 cpu::Level level_of(const std::string& name) {
   if (name == "best") return cpu::best_level();
@@ -120,55 +118,6 @@ nb::bytes digest(Mover& mover, const Integers& addresses, const Integers& num_by
   return bytes_of(digests);
 }
 
-// `page_sets` are rows of sizeof(PageSet) bytes. A digest for each set when `with_digests`, else none.
-nb::bytes move_pages(Mover& mover, const Table& page_sets, const Integers& block_ids, std::uint64_t buffer,
-                     std::uint64_t buffer_bytes, bool is_scatter, bool with_digests) {
-  require(page_sets.shape(1) == sizeof(PageSet), "page_sets: expected rows of 40 bytes");
-  std::vector<PageSet> sets(page_sets.shape(0));
-  if (!sets.empty()) std::memcpy(sets.data(), page_sets.data(), sets.size() * sizeof(PageSet));
-  std::vector<std::int64_t> ends;
-  std::int64_t end = 0;
-  for (const PageSet& set : sets) {
-    require(set.first_id <= block_ids.size() && set.num_pages <= block_ids.size() - set.first_id,
-            "page_sets: expected block ids that are in the table");
-    require(set.buffer_offset <= buffer_bytes &&
-                (set.num_pages == 0 || set.page_bytes <= (buffer_bytes - set.buffer_offset) / set.num_pages),
-            "page_sets: expected pages that lie in the buffer");
-    ends.push_back(end += set.num_pages);
-  }
-  for (std::size_t id = 0; id < block_ids.size(); ++id) {
-    require(block_ids.data()[id] >= 0, "block_ids: expected numbers >= 0");
-  }
-  std::vector<Digest128> digests(with_digests ? sets.size() : 0);
-  {
-    const Unlocked unlocked;
-    const Direction direction = is_scatter ? Direction::kScatter : Direction::kGather;
-    const cpu::PageRuns runs(sets.data(), sets.size(), block_ids.data(), buffer, direction);
-    if (with_digests) {
-      cpu::copy_and_digest(runs, ends.data(), ends.size(), digests.data(), mover.options);
-    } else {
-      cpu::copy(runs, mover.options);
-    }
-  }
-  return bytes_of(digests);
-}
-
-void permute_pages(Mover& mover, std::uint64_t unit_bytes, const std::vector<std::uint64_t>& extents,
-                   const std::vector<std::uint64_t>& strides, const Integers& pages, std::uint64_t buffer,
-                   bool is_scatter) {
-  require(extents.size() == strides.size() && extents.size() <= kMaxPageDimensions,
-          "extents, strides: expected at most 6, as many of one as of the other");
-  PagePermutation permutation{unit_bytes, extents.size(), {}, {}};
-  for (std::size_t dimension = 0; dimension < extents.size(); ++dimension) {
-    require(extents[dimension] > 0, "extents: expected numbers > 0");
-    permutation.extents[dimension] = extents[dimension];
-    permutation.strides[dimension] = strides[dimension];
-  }
-  const Unlocked unlocked;
-  const Direction direction = is_scatter ? Direction::kScatter : Direction::kGather;
-  cpu::copy(cpu::UnitRuns(permutation, pages.data(), pages.size(), buffer, direction), mover.options);
-}
-
 // The C library's copy, for benchmarks: without ctypes in the way.
 void copy_with_memcpy(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes) {
   const Unlocked unlocked;
@@ -194,12 +143,7 @@ NB_MODULE(_cpu, module) {
       .def("copy", &copy, "sources"_a.noconvert(), "destinations"_a.noconvert(), "num_bytes"_a.noconvert())
       .def("copy_and_digest", &copy_and_digest, "sources"_a.noconvert(), "destinations"_a.noconvert(),
            "num_bytes"_a.noconvert(), "record_ends"_a.noconvert())
-      .def("digest", &digest, "addresses"_a.noconvert(), "num_bytes"_a.noconvert(), "record_ends"_a.noconvert())
-      .def("move_pages", &move_pages, "page_sets"_a.noconvert(), "block_ids"_a.noconvert(), "buffer"_a,
-           "buffer_bytes"_a, "is_scatter"_a, "with_digests"_a)
-      .def("permute_pages", &permute_pages, "unit_bytes"_a, "extents"_a, "strides"_a, "pages"_a.noconvert(), "buffer"_a,
-           "is_scatter"_a);
-  bind_file_queue(module);
+      .def("digest", &digest, "addresses"_a.noconvert(), "num_bytes"_a.noconvert(), "record_ends"_a.noconvert());
   bind_record_queue(module);
 }
 

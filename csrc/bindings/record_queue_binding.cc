@@ -159,6 +159,7 @@ class Records {
 }  // namespace
 
 void bind_record_queue(nb::module_& module) {
+  module.def("has_uring", &cpu::has_uring);
   nb::class_<Records>(module, "RecordQueue")
       .def(nb::init<std::size_t, std::size_t, std::size_t, const std::string&>(), "max_in_flight"_a, "batch_bytes"_a,
            "digest_at"_a, "backend"_a = "best")

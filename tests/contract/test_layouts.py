@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import LayoutError, canonical_kv_caches
 from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.page_order import with_token_dims
 from oracle.memory import KVMemory
-from oracle.mixes import HEADS_BEFORE_LAYERS
+from oracle.mixes import HEADS_BEFORE_LAYERS, NAMED, QWEN3_NEXT, Mix
 from oracle.settings import Connector, EngineSettings, make_configs
 
 BLOCKS = 7
@@ -23,12 +25,12 @@ BLOCKS = 7
 class Engine:
     """KV memory as vLLM lays it out, and the layout that each half makes of it."""
 
-    def __init__(self, order: str) -> None:
-        mix = replace(HEADS_BEFORE_LAYERS, layout=order)
+    def __init__(self, order: str, mix: Mix = HEADS_BEFORE_LAYERS) -> None:
+        mix = replace(mix, layout=order)
         connector = Connector(CONNECTOR, {"tiers": [{"type": "ram", "capacity": "1MiB"}]})
         configs = make_configs(mix, EngineSettings(num_blocks=BLOCKS, connector=connector))
         self.memory = KVMemory(configs.vllm, configs.worker, mix, 0)
-        self.layouts = [resolve_layout(configs.vllm, each, 16) for each in (configs.worker, configs.scheduler)]
+        self.layouts = [resolve_layout(configs.vllm, each, "auto") for each in (configs.worker, configs.scheduler)]
 
     def number(self, group: int) -> None:
         """Every word of a group is another one, in the order [kernel block, cell, layer, head, word]."""
@@ -49,6 +51,19 @@ class Engine:
         ]
         data = b"".join(pages)
         return [data[at : at + 8] for at in range(0, len(data), 8)]
+
+    def pages(self, group: int) -> GroupPages:
+        layers = [with_token_dims(self.memory.tensors, each) for each in self.layouts[0].layers]
+        return canonical_kv_caches(self.memory.tensors, layers, BLOCKS).pages(group)
+
+    def chunk(self, group: int, blocks: list[int]) -> bytes:
+        """What a chunk of these blocks is, its padding 0xEE."""
+        pages = self.pages(group)
+        data = bytearray(b"\xee" * (pages.block_bytes * len(blocks)))
+        offsets = pages.chunk_offsets(0, len(blocks), len(blocks))
+        for address, size, offset in zip(*pages.addresses(blocks), offsets, strict=True):
+            data[offset : offset + size] = ctypes.string_at(int(address), int(size))
+        return bytes(data)
 
 
 @pytest.mark.parametrize("order", [layout.name for layout in KVCacheLayout])
@@ -78,3 +93,33 @@ def test_heads_and_layers_in_blocks_are_stored_in_the_order_of_heads_outside_of_
         engine.number(0)
         words[order] = [engine.stored(engine.layouts[0], 0, block) for block in range(BLOCKS)]
     assert words["LBHNC"] == words["BLHNC"] == words["BHLNC"]
+
+
+def test_a_chunk_is_the_same_bytes_wherever_heads_and_layers_lie() -> None:
+    """And the blocks one after the other, each in the bytes that it has alone."""
+    for group in range(len(HEADS_BEFORE_LAYERS.groups)):
+        chunks = {}
+        for order in ("LHBNC", "LBHNC", "BLHNC", "BHLNC"):
+            engine = Engine(order)
+            engine.number(group)
+            chunks[order] = engine.chunk(group, [5, 2, 3])
+            assert chunks[order] == b"".join(engine.chunk(group, [block]) for block in (5, 2, 3))
+        assert len(set(chunks.values())) == 1, "an order of its own"
+        assert engine.chunk(group, [2, 5, 3]) != chunks["BHLNC"]
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_what_is_set_aside_for_a_block_holds_its_pages_and_their_padding(mix: Mix) -> None:
+    engine = Engine(mix.layout, mix)
+    worker, scheduler = engine.layouts
+    for group in worker.spec.stored_groups:
+        pages = engine.pages(group)
+        zeros = int(pages.padding(0, 1, 1)[1].sum())
+        assert pages.block_bytes == sum(region.page_bytes for region in pages.regions) + zeros
+        assert scheduler.block_bytes(group) >= worker.block_bytes(group) == pages.block_bytes
+
+
+def test_a_state_that_is_no_multiple_of_16_bytes_is_padded() -> None:
+    engine = Engine(QWEN3_NEXT.layout, QWEN3_NEXT)
+    assert [layer.page_bytes for layer in engine.layouts[0].layers[0]] == [392, 392]
+    assert engine.layouts[0].block_bytes(0) == 800

@@ -1,12 +1,19 @@
-"""What hashing names, canonical stores: the two know nothing of each other, and a chunk holds any real key."""
+"""What hashing names, canonical stores: the two know nothing of each other, and a chunk holds any real key.
+
+Nor do canonical and the tiers; what each writes begins with bytes of its own.
+"""
 
 import hashlib
+import importlib
+import pkgutil
 
 import msgspec
 import pytest
 
+from hybridkv import canonical
 from hybridkv.canonical import ChunkIdentity, WrongChunkError, decode, dump, encode, undump
 from hybridkv.hashing import ChunkKeys, Fingerprint, GroupFingerprint, LayerFingerprint, group_digest
+from hybridkv.tiers import disk
 
 LAYER = LayerFingerprint(name="layers.0.attn", page_bytes=4096, facts={"dtype": "bfloat16"})
 FULL = GroupFingerprint(kind="full", block_tokens=64, layers=(LAYER,))
@@ -20,7 +27,25 @@ CACHE = Fingerprint(
 )
 KEYS = ChunkKeys(CACHE, 128)
 PROMPT = list(range(256))
-SECTIONS = [b"pages" * 10, b"state"]
+SECTIONS = [b"pages" * 16, b"state".ljust(16, b"\0")]
+
+
+def magics() -> set[tuple[str, bytes]]:
+    """What files begin with, by the name in the code, whichever module defines it or only uses it."""
+    found: set[tuple[str, bytes]] = set()
+    for library in (canonical, disk):
+        for module in pkgutil.walk_packages(library.__path__, f"{library.__name__}."):
+            if not module.name.endswith(".torch_view"):
+                values = vars(importlib.import_module(module.name))
+                found |= {(name, value) for name, value in values.items() if name.endswith("MAGIC")}
+    return found
+
+
+def test_no_two_kinds_of_files_begin_with_the_same_bytes() -> None:
+    found = magics()
+    assert len(found) >= 8, "every file of the disk tier has one, and a chunk"
+    assert len({value for _, value in found}) == len(found), found
+
 
 PREFIXES = {
     "the engine's sha256": [hashlib.sha256(bytes([i])).digest() for i in range(2)],

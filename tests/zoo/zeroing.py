@@ -30,7 +30,7 @@ def zeroed(engine: Engine, audit: Audit, group_index: int, part: str) -> Iterato
     for key in audit.keys_of(group_index):
         pages = audit.stored[key][1]
         before = b"".join(bytes(view) for view in stored_views(engine, key))
-        assert before == _joined(pages), "a chunk is not its pages, layer by layer: this does not know what it zeroes"
+        assert before == _joined(pages), "a chunk is not its pages, block by block: this does not know what it zeroes"
         kept[key] = before
         without = [
             [_without(page, _spec(group, name), part) for page in layer]
@@ -94,7 +94,9 @@ def _without(page: torch.Tensor, spec: Any, part: str) -> torch.Tensor:
 
 
 def _joined(pages: list[list[torch.Tensor]]) -> bytes:
-    return b"".join(page.numpy().tobytes() for layer in pages for page in layer)
+    """Of layers and their blocks, in the order of a stored chunk: block by block, each page up to whole words of 16."""
+    content = (page.numpy().tobytes() for block in zip(*pages, strict=True) for page in block)
+    return b"".join(page + bytes(-len(page) % 16) for page in content)
 
 
 def _overwrite(engine: Engine, key: bytes, content: bytes) -> None:

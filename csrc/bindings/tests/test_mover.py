@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 import subprocess
 import sys
 from typing import Any
@@ -79,97 +78,10 @@ def test_a_digest_is_xxhashs(mover: Mover, num_bytes: int) -> None:
     assert got == xxhash.xxh3_128_digest(data[:num_bytes].tobytes())
 
 
-def page_sets(*rows: tuple[int, int, int, int, int, int]) -> np.ndarray:
-    """(base, stride, page bytes, place in the buffer, first id, pages), as page_set.h lays them out."""
-    table = np.frombuffer(b"".join(struct.pack("<QQQQII", *row) for row in rows), dtype=np.uint8)
-    return table.reshape(len(rows), 40)
-
-
-@mover
-def test_gathered_pages_come_back_by_a_scatter(mover: Mover) -> None:
-    cache = noise(64 * 5000).reshape(64, 5000)
-    ids = integers(np.random.default_rng(1).permutation(64)[:30])
-    sets = page_sets((cache.ctypes.data, 5000, 4096, 0, 0, 20), (cache.ctypes.data + 100, 5000, 700, 20 * 4096, 20, 10))
-    buffer = np.full(20 * 4096 + 7000, POISON, dtype=np.uint8)
-    got = mover.move_pages(sets, ids, buffer.ctypes.data, buffer.nbytes, False, True)
-    wanted = [cache[ids[:20], :4096].tobytes(), cache[ids[20:], 100:800].tobytes()]
-    assert buffer.tobytes() == b"".join(wanted)
-    assert digests(got) == [xxhash.xxh3_128_digest(part) for part in wanted]
-    there = np.full_like(cache, POISON)
-    back = page_sets((there.ctypes.data, 5000, 4096, 0, 0, 20), (there.ctypes.data + 100, 5000, 700, 20 * 4096, 20, 10))
-    assert mover.move_pages(back, ids, buffer.ctypes.data, buffer.nbytes, True, False) == b""
-    restored = np.full_like(cache, POISON)
-    restored[ids[:20], :4096] = cache[ids[:20], :4096]
-    restored[ids[20:], 100:800] = cache[ids[20:], 100:800]
-    assert np.array_equal(there, restored)
-
-
-GROUPS = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 200), st.integers(0, 8)), max_size=4)
-"""(page bytes, padding behind each page, pages)"""
-
-
-@settings(max_examples=60, deadline=None)
-@given(GROUPS, st.integers(0, 63), st.data())
-def test_any_groups_are_gathered_and_scattered_as_numpy_does(
-    groups: list[tuple[int, int, int]], misalignment: int, data: st.DataObject
-) -> None:
-    """Groups gather from one memory, where they overlap, and scatter into a memory each."""
-    num_blocks = 8
-    cache = noise(num_blocks * max([size + padding for size, padding, _ in groups], default=1))
-    rows, ids, wanted, end = [], [], [], misalignment
-    for size, padding, num_pages in groups:
-        blocks = data.draw(st.permutations(range(num_blocks)))[:num_pages]
-        rows.append((size + padding, size, end, len(ids), num_pages))
-        starts = [block * (size + padding) for block in blocks]
-        wanted.append(b"".join(cache[start : start + size].tobytes() for start in starts))
-        ids += blocks
-        end += size * num_pages
-    table = integers(ids)
-    for one in MOVERS.values():
-        buffer = np.full(end + 64, POISON, dtype=np.uint8)
-        sets = page_sets(*((cache.ctypes.data, *row) for row in rows))
-        got = one.move_pages(sets, table, buffer.ctypes.data, end, False, True)
-        assert buffer.tobytes() == bytes([POISON]) * misalignment + b"".join(wanted) + bytes([POISON]) * 64
-        assert digests(got) == [xxhash.xxh3_128_digest(part) for part in wanted]
-        targets = [np.full(num_blocks * row[0], POISON, dtype=np.uint8) for row in rows]
-        sets = page_sets(*((target.ctypes.data, *row) for target, row in zip(targets, rows, strict=True)))
-        one.move_pages(sets, table, buffer.ctypes.data, end, True, False)
-        for target, (stride, size, _, first, num_pages) in zip(targets, rows, strict=True):
-            expected = np.full_like(target, POISON)
-            for block in ids[first : first + num_pages]:
-                expected[block * stride : block * stride + size] = cache[block * stride : block * stride + size]
-            assert np.array_equal(target, expected)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 5), max_size=4), st.integers(1, 70), st.data())
-def test_a_permutation_is_a_transposition(extents: list[int], unit_bytes: int, data: st.DataObject) -> None:
-    """The engine keeps the dimensions in another order than the canonical one."""
-    order = data.draw(st.permutations(range(len(extents))))
-    pages = noise(3 * int(np.prod(extents, dtype=int)) * unit_bytes)
-    engine_shape = [extents[axis] for axis in order]
-    engine = pages.reshape(3, *engine_shape, unit_bytes)
-    back = [1 + order.index(axis) for axis in range(len(extents))]
-    canonical = np.ascontiguousarray(engine.transpose(0, *back, len(extents) + 1))
-    strides = [engine.strides[1 + order.index(axis)] for axis in range(len(extents))]
-    addresses = integers([engine[page].ctypes.data for page in range(3)])
-    for one in MOVERS.values():
-        got = np.full(canonical.nbytes, POISON, dtype=np.uint8)
-        one.permute_pages(unit_bytes, extents, strides, addresses, got.ctypes.data, False)
-        assert got.tobytes() == canonical.tobytes()
-        kept = pages.copy()
-        pages[:] = POISON
-        one.permute_pages(unit_bytes, extents, strides, addresses, got.ctypes.data, True)
-        assert np.array_equal(pages, kept)
-
-
 def test_the_c_librarys_copy_copies() -> None:
     source, target = noise(1000), np.zeros(1000, dtype=np.uint8)
     copy_with_memcpy(source.ctypes.data, target.ctypes.data, 1000)
     assert np.array_equal(source, target)
-
-
-TABLE = page_sets((0, 64, 64, 0, 0, 2))
 
 
 @pytest.mark.parametrize(
@@ -182,13 +94,6 @@ TABLE = page_sets((0, 64, 64, 0, 0, 2))
         (lambda: Mover().digest(integers([1]), integers([]), integers([])), "one length"),
         (lambda: Mover().digest(integers([]), integers([]), integers([1])), "record_ends"),
         (lambda: Mover().digest(integers([]), integers([]), integers([1, 0])), "record_ends"),
-        (lambda: Mover().move_pages(TABLE[:, :39].copy(), integers([0, 1]), 0, 128, False, False), "40 bytes"),
-        (lambda: Mover().move_pages(TABLE, integers([0]), 0, 128, False, False), "in the table"),
-        (lambda: Mover().move_pages(TABLE, integers([0, 1]), 0, 127, False, False), "in the buffer"),
-        (lambda: Mover().move_pages(TABLE, integers([0, -1]), 0, 128, False, False), "block_ids"),
-        (lambda: Mover().permute_pages(1, [1], [], integers([]), 0, False), "extents"),
-        (lambda: Mover().permute_pages(1, [1] * 7, [1] * 7, integers([]), 0, False), "extents"),
-        (lambda: Mover().permute_pages(1, [0], [1], integers([]), 0, False), "extents"),
     ],
 )
 def test_what_fits_no_call_is_refused(call: Any, message: str) -> None:

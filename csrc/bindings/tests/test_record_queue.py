@@ -158,7 +158,7 @@ def test_why_there_is_no_ring_is_told() -> None:
 
 FEW_THREADS = """
 import os, resource, sys
-from hybridkv.native import FileQueue, Mover, RecordQueue
+from hybridkv.native import Mover, RecordQueue
 
 with open("/proc/self/statm") as statm:
     address_space_bytes = int(statm.read().split()[0]) * resource.getpagesize()
@@ -167,7 +167,6 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 made = []
 for make in (
     lambda: Mover(num_threads=256),
-    lambda: FileQueue(256, "threads", 256),
     lambda: RecordQueue(256, 1 << 20, 8, "threads"),
 ):
     try:
@@ -179,9 +178,7 @@ print(*made)
 """
 
 
-@pytest.mark.parametrize(
-    ("num_mebibytes", "made"), [(2, "made refused refused"), (200, "made made made")], ids=["none", "few"]
-)
+@pytest.mark.parametrize(("num_mebibytes", "made"), [(2, "made refused"), (200, "made made")], ids=["none", "few"])
 def test_what_gets_few_threads_does_with_them_and_what_gets_none_says_so(num_mebibytes: int, made: str) -> None:
     finished = subprocess.run(
         ["bash", "-c", 'ulimit -s 8192 && exec "$@"', "-", sys.executable, "-c", FEW_THREADS, str(num_mebibytes)],

@@ -5,12 +5,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from chunks import GOLDEN, IDENTITY, ODD, OLD, SMALL
+from chunks import ALIGNMENTS, BLOCKS, GOLDEN, IDENTITY, ODD, OLD, SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128
 
 from hybridkv.canonical import (
+    PAGE_ALIGN_BYTES,
     ChunkError,
     ChunkIdentity,
     DamagedChunkError,
@@ -25,10 +26,11 @@ from hybridkv.canonical import (
     encode_header,
     header_for,
 )
-from hybridkv.canonical.chunk_format import MAGIC, MAX_ALIGN_BYTES, MAX_KEY_BYTES, MAX_SECTIONS
+from hybridkv.canonical.chunk.format import MAGIC, MAX_ALIGN_BYTES, MAX_KEY_BYTES, MAX_SECTIONS
 
 HERE = Path(__file__).resolve().parent
 DATA = encode(IDENTITY, SMALL)
+AFTER = b"after".ljust(16, b"\0")
 every_golden = pytest.mark.parametrize("name", GOLDEN)
 
 DIGESTS = st.binary(min_size=32, max_size=32)
@@ -69,7 +71,7 @@ def test_every_field_lies_where_the_format_says(name: str) -> None:
     numbers = {field: int.from_bytes(value, "little") for field, value in fields.items()}
     offset, count = numbers["payload_offset"], len(sections)
     assert fields["magic"].hex(" ") in (HERE.parent / "FORMAT.md").read_text()
-    assert (numbers["version"], numbers["key_bytes"], numbers["section_count"]) == (2, len(identity.key), count)
+    assert (numbers["version"], numbers["key_bytes"], numbers["section_count"]) == (3, len(identity.key), count)
     assert (numbers["start_token"], numbers["end_token"]) == (identity.start_token, identity.end_token)
     assert (fields["fingerprint"], fields["group"]) == (identity.fingerprint, identity.group)
     lengths = lengths_at(data)
@@ -82,7 +84,7 @@ def test_every_field_lies_where_the_format_says(name: str) -> None:
     assert data[offset:] == b"".join(sections)
 
 
-@given(IDENTITIES, st.lists(st.binary(max_size=50), max_size=5), st.integers(1, 5000))
+@given(IDENTITIES, st.lists(BLOCKS, max_size=5), ALIGNMENTS)
 def test_a_chunk_is_read_back_as_it_was_written(
     identity: ChunkIdentity, sections: list[bytes], align_bytes: int
 ) -> None:
@@ -96,7 +98,7 @@ def test_a_chunk_is_read_back_as_it_was_written(
 
 
 def test_a_chunk_is_written_and_read_without_a_copy() -> None:
-    pages = [np.arange(12, dtype=np.float32).reshape(3, 4), np.arange(7, dtype=np.uint8)]
+    pages = [np.arange(12, dtype=np.float32).reshape(3, 4), np.arange(16, dtype=np.uint8)]
     header = header_for(IDENTITY, [memoryview(page) for page in pages])
     data = bytearray(encode_header(header) + b"".join(pages))
     chunk = decode(data)
@@ -106,19 +108,31 @@ def test_a_chunk_is_written_and_read_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_a_chunk_of_an_older_version_is_refused_by_its_version(name: str) -> None:
+def test_a_chunk_of_an_older_version_is_refused_by_its_magic(name: str) -> None:
     data = (HERE / "golden" / f"{name}.bin").read_bytes()
     for read in (decode, decode_header, dump):
-        with pytest.raises(UnknownVersionError, match=f"version: expected 2, got {OLD[name]}"):
+        with pytest.raises(NotAChunkError, match="magic: expected 89484b56500d0a0a, got 89484b56430d0a0a"):
             read(data)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), ()])
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (16,), (2, 4, 4)])
 def test_sections_of_any_shape_are_written(shape: tuple[int, ...]) -> None:
     page = np.zeros(shape, np.int8)
-    data = encode(IDENTITY, [page, b"after"])  # type: ignore[list-item]
-    assert [bytes(section) for section in decode(data).sections] == [bytes(page.size), b"after"]
-    assert decode_header(data) == header_for(IDENTITY, [page, b"after"])  # type: ignore[list-item]
+    data = encode(IDENTITY, [page, AFTER])  # type: ignore[list-item]
+    assert [bytes(section) for section in decode(data).sections] == [bytes(page.size), AFTER]
+    assert decode_header(data) == header_for(IDENTITY, [page, AFTER])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("size", [1, 15, 17, 50])
+def test_a_block_whose_pages_are_not_aligned_is_not_written(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"sections\[1\] has {size} bytes, which is no multiple of 16"):
+        encode(IDENTITY, [AFTER, bytes(size)])
+
+
+def test_every_section_begins_at_a_multiple_of_16() -> None:
+    header = decode_header(encode(ODD, [bytes(16), b"", bytes(48)], PAGE_ALIGN_BYTES))
+    assert header.payload_offset % PAGE_ALIGN_BYTES == 0
+    assert not any(num_bytes % PAGE_ALIGN_BYTES for num_bytes in header.section_bytes)
 
 
 def test_no_bytes_in_any_shape_are_a_truncated_chunk() -> None:
@@ -152,7 +166,7 @@ def test_every_truncation_of_a_chunk_is_noticed() -> None:
 
 @given(st.binary(max_size=400))
 def test_bytes_of_any_other_kind_are_an_error_and_not_a_crash(data: bytes) -> None:
-    for bytes_ in (data, MAGIC + data, MAGIC + b"\2\0\x30\0" + data):
+    for bytes_ in (data, MAGIC + data, MAGIC + b"\3\0\x30\0" + data):
         with pytest.raises(ChunkError):
             decode(bytes_)
 
@@ -168,9 +182,9 @@ def test_a_chunk_with_other_bytes_written_over_it_is_noticed(at: int, other: byt
 @pytest.mark.parametrize(
     ("data", "kind", "words"),
     [
-        (b"PK\3\4" + DATA, NotAChunkError, "magic: expected 89484b56430d0a0a, got 504b"),
+        (b"PK\3\4" + DATA, NotAChunkError, "magic: expected 89484b56500d0a0a, got 504b"),
         (DATA.replace(b"\r\n", b"\n"), NotAChunkError, "magic"),
-        (DATA[:8] + b"\3\0" + DATA[10:], UnknownVersionError, "version: expected 2, got 3"),
+        (DATA[:8] + b"\2\0" + DATA[10:], UnknownVersionError, "version: expected 3, got 2"),
         (DATA[:-1], TruncatedChunkError, f"size_bytes: expected at least {len(DATA)}, got {len(DATA) - 1}"),
         (DATA + b"\0", DamagedChunkError, f"size_bytes: expected {len(DATA)}, got {len(DATA) + 1}"),
         (DATA[:12] + b"\xff\xff\xff\xff" + DATA[16:], DamagedChunkError, "section_count: expected at most 65536"),
@@ -182,7 +196,9 @@ def test_a_chunk_with_other_bytes_written_over_it_is_noticed(at: int, other: byt
         (resealed(DATA, 16, bytes(8)), DamagedChunkError, "payload_offset 0"),
         (resealed(DATA, 16, struct.pack("<Q", 1 << 40)), DamagedChunkError, "payload_offset"),
         (resealed(DATA, 24, struct.pack("<Q", 256)), DamagedChunkError, "256 to 256"),
-        (resealed(DATA, lengths_at(DATA), b"\xff" * 8), DamagedChunkError, "fit no file"),
+        (resealed(DATA, lengths_at(DATA), b"\xf0" + b"\xff" * 7), DamagedChunkError, "fit no file"),
+        (resealed(DATA, lengths_at(DATA), struct.pack("<Q", 15)), DamagedChunkError, "no multiple of 16"),
+        (resealed(DATA, 16, struct.pack("<Q", 257)), DamagedChunkError, "payload_offset 257 is no multiple of 16"),
     ],
 )
 def test_damage_is_called_by_its_name(data: bytes, kind: type[ChunkError], words: str) -> None:
@@ -230,7 +246,7 @@ def test_an_identity_out_of_range_is_not_written(changes: dict[str, object], wor
 
 
 def test_alignment_and_sections_have_bounds() -> None:
-    for align_bytes in (0, -1, MAX_ALIGN_BYTES + 1):
+    for align_bytes in (0, -1, -16, 8, 24, MAX_ALIGN_BYTES + 16):
         with pytest.raises(ValueError, match="align_bytes"):
             encode(IDENTITY, SMALL, align_bytes)
     assert decode(encode(IDENTITY, [b""] * MAX_SECTIONS, MAX_ALIGN_BYTES)).header.section_bytes == (0,) * MAX_SECTIONS

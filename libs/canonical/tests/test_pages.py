@@ -5,70 +5,114 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.canonical import GroupPages, PageRegion
+from hybridkv.canonical import PAGE_ALIGN_BYTES, GroupPages, PageRegion, aligned_page_bytes
+
+ONE = [[PageRegion(0, 10, 10)]]
+TWO_LAYERS = [[PageRegion(1000, 100, 60)], [PageRegion(5000, 100, 40)]]
 
 
-def test_pages_come_region_by_region() -> None:
-    pages = GroupPages([PageRegion(1000, 100, 60), PageRegion(5000, 100, 40)], 8)
+def test_all_pages_of_a_block_come_before_those_of_the_next() -> None:
+    pages = GroupPages(TWO_LAYERS, 8)
     addresses, sizes = pages.addresses([2, 0])
-    assert addresses.tolist() == [1200, 1000, 5200, 5000]
-    assert sizes.tolist() == [60, 60, 40, 40]
-    assert pages.block_bytes == 100
+    assert addresses.tolist() == [1200, 5200, 1000, 5000]
+    assert sizes.tolist() == [60, 40, 60, 40]
 
 
-def test_a_part_of_a_chunk_lies_where_the_whole_chunk_put_it() -> None:
-    pages = GroupPages([PageRegion(0, 100, 60), PageRegion(1000, 100, 40)], 8)
-    assert pages.chunk_offsets(0, 3, 3).tolist() == [0, 60, 120, 180, 220, 260]
-    assert pages.chunk_offsets(1, 2, 3).tolist() == [60, 120, 220, 260]
+def test_every_page_begins_at_a_multiple_of_16_and_zeros_fill_what_is_between() -> None:
+    pages = GroupPages(TWO_LAYERS, 8)
+    assert pages.block_bytes == 64 + 48
+    assert pages.chunk_offsets(0, 3, 3).tolist() == [0, 64, 112, 176, 224, 288]
+    offsets, sizes = pages.padding(0, 3, 3)
+    assert (offsets.tolist(), sizes.tolist()) == ([60, 104, 172, 216, 284, 328], [4, 8] * 3)
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 6), st.data())
-def test_the_pages_of_a_chunk_fill_it_without_gap_or_overlap(
-    sizes: list[int], stored: int, data: st.DataObject
+def test_pages_of_whole_words_have_nothing_between_them() -> None:
+    pages = GroupPages([[PageRegion(0, 64, 64)], [PageRegion(64, 64, 48)]], 8)
+    assert pages.block_bytes == 112
+    assert [array.tolist() for array in pages.padding(0, 3, 3)] == [[], []]
+
+
+def test_a_page_in_several_regions_is_the_bytes_of_a_page_in_one() -> None:
+    """What is stored does not hang on whether K and V, or heads, lie apart."""
+    apart = GroupPages([[PageRegion(1000, 100, 37), PageRegion(3000, 100, 23)], [PageRegion(5000, 100, 40)]], 8)
+    assert apart.block_bytes == GroupPages(TWO_LAYERS, 8).block_bytes
+    assert apart.chunk_offsets(0, 2, 2).tolist() == [0, 37, 64, 112, 149, 176]
+    for mine, theirs in zip(apart.padding(0, 2, 2), GroupPages(TWO_LAYERS, 8).padding(0, 2, 2), strict=True):
+        assert mine.tolist() == theirs.tolist()
+
+
+def test_a_part_of_a_chunk_is_one_stretch_of_it() -> None:
+    pages = GroupPages(TWO_LAYERS, 8)
+    assert pages.chunk_offsets(1, 2, 3).tolist() == pages.chunk_offsets(0, 3, 3).tolist()[2:]
+    assert pages.padding(1, 2, 3)[0].tolist() == pages.padding(0, 3, 3)[0].tolist()[2:]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=3), min_size=1, max_size=5), st.integers(1, 6), st.data()
+)
+def test_pages_and_zeros_fill_a_chunk_without_gap_or_overlap(
+    sizes: list[list[int]], stored: int, data: st.DataObject
 ) -> None:
-    pages = GroupPages([PageRegion(i * 10_000, 100, size) for i, size in enumerate(sizes)], 10)
+    layers = [
+        [PageRegion(1000 * i + 100 * j, 100, size) for j, size in enumerate(page)] for i, page in enumerate(sizes)
+    ]
+    pages = GroupPages(layers, 10)
+    assert pages.block_bytes == sum(aligned_page_bytes(sum(page)) for page in sizes)
     offsets = pages.chunk_offsets(0, stored, stored)
     _, page_sizes = pages.addresses(range(stored))
     filled = np.zeros(stored * pages.block_bytes, dtype=int)
-    for offset, size in zip(offsets, page_sizes, strict=True):
-        filled[offset : offset + size] += 1
+    zero_offsets, zero_sizes = pages.padding(0, stored, stored)
+    assert (zero_sizes < PAGE_ALIGN_BYTES).all()
+    for some in ((offsets, page_sizes), (zero_offsets, zero_sizes)):
+        assert (np.diff(some[0]) > 0).all()
+        for offset, size in zip(*some, strict=True):
+            filled[offset : offset + size] += 1
     assert (filled == 1).all()
+    of_layers = offsets.reshape(stored, -1)[:, np.cumsum([0, *map(len, sizes[:-1])])]
+    assert not (of_layers % PAGE_ALIGN_BYTES).any()
     first = data.draw(st.integers(0, stored))
     part = pages.chunk_offsets(first, stored - first, stored)
-    assert set(part.tolist()) <= set(offsets.tolist())
+    assert part.tolist() == offsets.tolist()[first * len(pages.regions) :]
+
+
+@pytest.mark.parametrize(("page_bytes", "taken"), [(1, 16), (15, 16), (16, 16), (17, 32), (32768, 32768)])
+def test_a_page_takes_up_whole_words(page_bytes: int, taken: int) -> None:
+    assert aligned_page_bytes(page_bytes) == taken
 
 
 @pytest.mark.parametrize("block_ids", [[-1], [8], [0, 9]])
 def test_a_block_outside_the_pool_is_refused(block_ids: list[int]) -> None:
     with pytest.raises(ValueError, match="block ids"):
-        GroupPages([PageRegion(0, 10, 10)], 8).addresses(block_ids)
+        GroupPages(ONE, 8).addresses(block_ids)
 
 
 @pytest.mark.parametrize("block_ids", [[1.5], [1.0], [0, 1.5], [True], ["1"], [None], [[0, 1]], 3, [2**64]])
 def test_a_block_id_that_is_no_integer_is_refused(block_ids: Any) -> None:
     with pytest.raises(ValueError, match="block ids"):
-        GroupPages([PageRegion(0, 10, 10)], 8).addresses(block_ids)
+        GroupPages(ONE, 8).addresses(block_ids)
 
 
 @pytest.mark.parametrize("block_ids", [(), [], range(0), np.zeros(0, np.int32)])
 def test_no_blocks_have_no_pages(block_ids: Any) -> None:
-    addresses, sizes = GroupPages([PageRegion(0, 10, 10)], 8).addresses(block_ids)
+    addresses, sizes = GroupPages(ONE, 8).addresses(block_ids)
     assert (addresses.tolist(), sizes.tolist()) == ([], [])
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int32, np.uint64])
 def test_block_ids_come_in_any_kind_of_integer(kind: type) -> None:
-    pages = GroupPages([PageRegion(2**40, 2**32, 10)], 8)
+    pages = GroupPages([[PageRegion(2**40, 2**32, 10)]], 8)
     assert pages.addresses(np.array([7], dtype=kind))[0].tolist() == [2**40 + 7 * 2**32]
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, 4), (3, 1)])
 def test_blocks_outside_a_chunk_are_refused(first: int, count: int) -> None:
     with pytest.raises(ValueError, match="chunk"):
-        GroupPages([PageRegion(0, 10, 10)], 8).chunk_offsets(first, count, 3)
+        GroupPages(ONE, 8).chunk_offsets(first, count, 3)
+    with pytest.raises(ValueError, match="chunk"):
+        GroupPages(ONE, 8).padding(first, count, 3)
 
 
-@pytest.mark.parametrize("regions", [[], [PageRegion(0, 10, 11)], [PageRegion(0, 10, 0)]])
-def test_pages_that_do_not_fit_are_refused(regions: list[PageRegion]) -> None:
+@pytest.mark.parametrize("pages", [[], [[]], [*ONE, []], [[PageRegion(0, 10, 11)]], [[PageRegion(0, 10, 0)]]])
+def test_pages_that_do_not_fit_are_refused(pages: list[list[PageRegion]]) -> None:
     with pytest.raises(ValueError, match=r"page_bytes|regions"):
-        GroupPages(regions, 8)
+        GroupPages(pages, 8)

@@ -83,6 +83,27 @@ def test_heads_outside_of_blocks_have_a_region_each() -> None:
     assert torch.equal(block_bytes(caches, 0, 3), cache[3].contiguous().view(torch.int8).flatten())
 
 
+def test_regions_of_one_layer_are_one_page_of_a_chunk() -> None:
+    heads = torch.zeros(2, BLOCKS, 5, 7, dtype=torch.int8).permute(1, 0, 2, 3)
+    caches = build({"a": heads, "b": torch.zeros(BLOCKS, 40, dtype=torch.int8)}, [("a", 70), ("b", 40)])
+    assert [ref.layer_idx for ref in caches.group_data_refs[0]] == [0, 0, 1]
+    assert caches.pages(0).chunk_offsets(0, 1, 1).tolist() == [0, 35, 80]
+    assert caches.pages(0).block_bytes == 80 + 48
+
+
+@pytest.mark.parametrize("widest", [0, 1])
+def test_layers_that_share_a_tensor_have_one_page_where_the_first_of_them_is(widest: int) -> None:
+    storage = torch.zeros(BLOCKS * 128, dtype=torch.int8)
+    sizes = (70, 50) if widest == 0 else (50, 70)
+    first, second = (storage.as_strided((BLOCKS, size), (128, 1)) for size in sizes)
+    other = torch.zeros(BLOCKS, 40, dtype=torch.int8)
+    layers = [("first", sizes[0]), ("other", 40), ("second", sizes[1])]
+    pages = build({"first": first, "other": other, "second": second}, layers).pages(0)
+    assert [region.address for region in pages.regions] == [storage.data_ptr(), other.data_ptr()]
+    assert pages.chunk_offsets(0, 1, 1).tolist() == [0, 80]
+    assert pages.block_bytes == 80 + 48
+
+
 def test_a_permuted_dense_page_is_its_bytes_in_memory_order() -> None:
     cache = torch.zeros(BLOCKS, 16, 2, 8, dtype=torch.float16).permute(0, 2, 1, 3)
     fill(cache)

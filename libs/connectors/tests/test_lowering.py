@@ -4,36 +4,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.canonical import GroupPages, PageRegion
-from hybridkv.connectors.vllm.lowering import runs_of
+from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
 from hybridkv.connectors.vllm.messages import Move
 from hybridkv.tiers import Slot
 from hybridkv.transfer import InlineCopyEngine
 
 BLOCKS = 8
+ZEROS = np.zeros(24, dtype=np.uint8)
+"""Fewer than a long slot leaves behind a chunk."""
 
 
 class Memory:
-    """An engine's KV memory with padded pages, and a tier's, both poisoned."""
+    """An engine's KV memory with padded pages, and a tier's, both poisoned. Each page has a layer of its own."""
 
     def __init__(self, page_bytes: list[int], slot_bytes: int) -> None:
-        self.engine = np.random.default_rng(1).integers(0, 255, len(page_bytes) * BLOCKS * 64, dtype=np.uint8)
-        self.tier = np.random.default_rng(2).integers(0, 255, 4 * slot_bytes + 64, dtype=np.uint8)
+        self.engine = np.random.default_rng(1).integers(1, 255, len(page_bytes) * BLOCKS * 64, dtype=np.uint8)
+        self.tier = np.random.default_rng(2).integers(1, 255, 4 * slot_bytes + 64, dtype=np.uint8)
         self.page_bytes = page_bytes
         base = self.engine.ctypes.data
-        self.pages = GroupPages([PageRegion(base + i * BLOCKS * 64, 64, n) for i, n in enumerate(page_bytes)], BLOCKS)
+        regions = [PageRegion(base + i * BLOCKS * 64, 64, n) for i, n in enumerate(page_bytes)]
+        self.pages = GroupPages([[region] for region in regions], BLOCKS)
 
     def page(self, region: int, block: int) -> np.ndarray:
         start = (region * BLOCKS + block) * 64
         return self.engine[start : start + self.page_bytes[region]]
 
+    def stored(self, extents: list[tuple[int, int]]) -> bytes:
+        return b"".join(self.tier[offset : offset + size].tobytes() for offset, size in extents)
+
     def copy(self, move: Move, extents: list[tuple[int, int]], to_engine: bool) -> None:
         base = self.tier.ctypes.data
-        runs = runs_of(move, self.pages, [(base + offset, size) for offset, size in extents], to_engine)
+        slot = [(base + offset, size) for offset, size in extents]
+        if to_engine:
+            runs = load_runs(move, self.pages, slot)
+        else:
+            runs = store_runs(move, self.pages, slot, Zeros(ZEROS.ctypes.data, ZEROS.nbytes))
         engine = InlineCopyEngine()
         engine.register(self.engine.ctypes.data, self.engine.nbytes, "engine")
+        engine.register(ZEROS.ctypes.data, ZEROS.nbytes, "zeros")
         engine.register(base, self.tier.nbytes, "tier")
         assert engine.submit(1, runs)
         assert [result.failure for result in engine.poll()] == [None]
+
+
+def chunk_of(memory: Memory, blocks: list[int]) -> bytes:
+    """The bytes of a chunk, said plainly: block after block, layer after layer, each page up to whole words of 16."""
+    pages = [memory.page(layer, block).tobytes() for block in blocks for layer in range(len(memory.page_bytes))]
+    return b"".join(page + bytes(-len(page) % 16) for page in pages)
 
 
 @st.composite
@@ -49,11 +66,32 @@ def cut(draw: st.DrawFn, total: int) -> list[tuple[int, int]]:
     return list(zip(offsets, sizes, strict=True))
 
 
-@given(st.lists(st.integers(1, 64), min_size=1, max_size=4), st.integers(1, 5), st.data())
-def test_a_chunk_comes_back_into_other_blocks_as_it_left(sizes: list[int], stored: int, data: st.DataObject) -> None:
-    total = sum(sizes) * stored
-    memory = Memory(sizes, total)
+SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=4)
+
+
+@given(SIZES, st.integers(1, 5), st.integers(0, 60), st.data())
+def test_every_byte_of_a_slot_is_written_and_is_the_chunk_or_zero(
+    sizes: list[int], stored: int, spare_bytes: int, data: st.DataObject
+) -> None:
+    """Whatever was in the slot: the tier's memory is poisoned, and none of its bytes may reach a disk."""
+    memory = Memory(sizes, (sum(sizes) + 64) * 5 + spare_bytes)
+    total = stored * memory.pages.block_bytes + spare_bytes
     extents = data.draw(cut(total))
+    blocks = data.draw(st.permutations(range(BLOCKS)))[:stored]
+    outside = memory.tier.copy()
+    memory.copy(Move(0, b"key", Slot(tuple(extents)), 0, stored, tuple(blocks)), extents, to_engine=False)
+    assert memory.stored(extents) == chunk_of(memory, blocks) + bytes(spare_bytes)
+    for offset, size in extents:
+        outside[offset : offset + size] = memory.tier[offset : offset + size]
+    assert (memory.tier == outside).all(), "bytes outside of the slot were written"
+
+
+@given(SIZES, st.integers(1, 5), st.integers(0, 60), st.data())
+def test_a_chunk_comes_back_into_other_blocks_as_it_left(
+    sizes: list[int], stored: int, spare_bytes: int, data: st.DataObject
+) -> None:
+    memory = Memory(sizes, (sum(sizes) + 64) * 5 + spare_bytes)
+    extents = data.draw(cut(stored * memory.pages.block_bytes + spare_bytes))
     sources = data.draw(st.permutations(range(BLOCKS)))[:stored]
     before = [[memory.page(r, b).copy() for b in sources] for r in range(len(sizes))]
     slot = Slot(tuple(extents))
@@ -71,13 +109,44 @@ def test_a_chunk_comes_back_into_other_blocks_as_it_left(sizes: list[int], store
     assert (memory.engine == untouched).all(), "bytes outside of the pages were written"
 
 
-def test_a_slot_that_is_too_small_is_refused() -> None:
-    memory = Memory([10, 20], 100)
-    with pytest.raises(ValueError, match="a chunk of 90 bytes does not fit a slot of 89"):
-        memory.copy(Move(0, b"key", Slot(((0, 89),)), 0, 3, (1, 2, 3)), [(0, 89)], to_engine=False)
+def test_the_runs_of_a_store_are_in_the_order_of_the_slot() -> None:
+    """So that a checksum can be taken on the way."""
+    memory = Memory([10, 20], 400)
+    zeros = Zeros(ZEROS.ctypes.data, ZEROS.nbytes)
+    runs = store_runs(Move(0, b"key", Slot(((0, 120),)), 0, 2, (3, 1)), memory.pages, [(1000, 50), (5000, 70)], zeros)
+    places = [
+        place for _, destination, num_bytes in runs.triples() for place in range(destination, destination + num_bytes)
+    ]
+    assert places == [*range(1000, 1050), *range(5000, 5070)]
 
 
-def test_a_block_outside_of_the_pool_is_refused() -> None:
+def test_pages_of_whole_words_are_stored_without_a_run_of_zeros() -> None:
+    memory = Memory([32, 48], 400)
+    zeros = Zeros(ZEROS.ctypes.data, ZEROS.nbytes)
+    move = Move(0, b"key", Slot(((0, 160),)), 0, 2, (3, 1))
+    runs = store_runs(move, memory.pages, [(1000, 160)], zeros)
+    assert runs.num_bytes.tolist() == [32, 48, 32, 48]
+    assert runs.triples() == load_runs(move, memory.pages, [(1000, 160)]).reversed().triples()
+
+
+@pytest.mark.parametrize(("first", "blocks"), [(1, (1, 2)), (0, (1, 2)), (2, (1,))])
+def test_a_chunk_that_is_not_stored_as_a_whole_is_refused(first: int, blocks: tuple[int, ...]) -> None:
+    memory = Memory([16], 100)
+    move = Move(0, b"key", Slot(((0, 48),)), first, 3, blocks)
+    with pytest.raises(ValueError, match="a chunk of 3 blocks is stored as a whole"):
+        memory.copy(move, [(0, 48)], to_engine=False)
+    memory.copy(move, [(0, 48)], to_engine=True)
+
+
+@pytest.mark.parametrize("to_engine", [False, True])
+def test_a_slot_that_is_too_small_is_refused(to_engine: bool) -> None:
+    memory = Memory([10, 20], 200)
+    with pytest.raises(ValueError, match="a chunk of 144 bytes does not fit a slot of 143"):
+        memory.copy(Move(0, b"key", Slot(((0, 143),)), 0, 3, (1, 2, 3)), [(0, 143)], to_engine)
+
+
+@pytest.mark.parametrize("to_engine", [False, True])
+def test_a_block_outside_of_the_pool_is_refused(to_engine: bool) -> None:
     memory = Memory([10], 100)
     with pytest.raises(ValueError, match="block ids"):
-        memory.copy(Move(0, b"key", Slot(((0, 10),)), 0, 1, (BLOCKS,)), [(0, 10)], to_engine=True)
+        memory.copy(Move(0, b"key", Slot(((0, 16),)), 0, 1, (BLOCKS,)), [(0, 16)], to_engine)

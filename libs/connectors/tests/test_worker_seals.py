@@ -13,6 +13,7 @@ import pytest
 import xxhash
 
 from hybridkv.canonical import GroupPages, PageRegion
+from hybridkv.connectors.vllm import devices
 from hybridkv.connectors.vllm.messages import Load, Move, StepPlan, Store
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
@@ -24,8 +25,9 @@ from hybridkv.transfer.native import Copier, copy_one_by_one, runs_copier
 BLOCKS = 16
 STRIDE = 4096
 PAGES = (3000, 1024, 500)
-"""Bytes of a block's page in each region; the rest of the stride is padding."""
-CHUNK_BYTES = 4 * sum(PAGES)
+"""Bytes of a block's page in each layer; the rest of the stride is padding."""
+CHUNK_BYTES = 4 * (3008 + 1024 + 512)
+"""Of four blocks, each page up to whole words of 16 bytes."""
 SLOTS = (Slot(((40_000, CHUNK_BYTES),)), Slot(((80_000, 5000), (0, CHUNK_BYTES - 5000))))
 
 
@@ -40,8 +42,11 @@ class Rig:
         self.worker = OffloadWorker(cast(Any, None), self.arena, paths, Recorder())
         base = self.memory.ctypes.data
         regions = [PageRegion(base + i * BLOCKS * STRIDE, STRIDE, num_bytes) for i, num_bytes in enumerate(PAGES)]
-        self.worker._pages = {0: GroupPages(regions, BLOCKS)}
+        self.worker._pages = {0: GroupPages([[region] for region in regions], BLOCKS)}
+        self.worker._zero_memory = devices.zero_memory("cpu")
+        self.arena.views(Slot(((0, self.arena.capacity_bytes),)))[0][:] = b"\xee" * self.arena.capacity_bytes
         engine.register(base, self.memory.nbytes, "kv cache")
+        engine.register(self.worker._zero_memory.data_ptr(), self.worker._zero_memory.nbytes, "zeros")
         engine.register(self.arena.base_address, self.arena.capacity_bytes, "arena")
 
     def store(self, *slots: Slot) -> list[Move]:
@@ -65,10 +70,11 @@ class Rig:
         return outcome.load_failures["r"][0].reason if failed and outcome is not None else None
 
     def content(self, move: Move) -> bytes:
-        """What the slot must hold, read from the blocks: region after region."""
-        regions = self.memory.reshape(len(PAGES), BLOCKS, STRIDE)
-        pages = [regions[i, block, :num_bytes] for i, num_bytes in enumerate(PAGES) for block in move.block_ids]
-        return b"".join(page.tobytes() for page in pages)
+        """What the slot must hold, read from the blocks: block after block, zeros behind each page and the chunk."""
+        layers = self.memory.reshape(len(PAGES), BLOCKS, STRIDE)
+        pages = [layers[i, block, :num_bytes] for block in move.block_ids for i, num_bytes in enumerate(PAGES)]
+        content = b"".join(page.tobytes() + bytes(-len(page) % 16) for page in pages)
+        return content.ljust(move.slot.num_bytes, b"\0")
 
 
 def native() -> Copier:
@@ -89,11 +95,22 @@ def test_a_store_is_sealed_with_the_checksum_of_its_content(rig: Rig) -> None:
         assert rig.load(move) is None
 
 
-def test_a_slot_that_is_not_all_written_is_sealed_as_it_is(rig: Rig) -> None:
-    larger = Slot(((40_000, CHUNK_BYTES + 100),))
+@pytest.mark.parametrize("spare_bytes", [1, 100, 70_000])
+def test_what_a_chunk_leaves_of_its_slot_is_zero_and_sealed_so(rig: Rig, spare_bytes: int) -> None:
+    """The arena held other bytes, which a disk tier would have been given with the slot."""
+    larger = Slot(((20_480, CHUNK_BYTES + spare_bytes),))
     [move] = rig.store(larger)
-    assert rig.arena.sealed_checksum(move.key, larger) == xxhash.xxh3_128_digest(rig.arena.views(larger)[0])
+    assert rig.arena.views(larger)[0] == rig.content(move)
+    assert rig.arena.sealed_checksum(move.key, larger) == xxhash.xxh3_128_digest(rig.content(move))
     assert rig.load(move) is None
+
+
+def test_a_flipped_bit_of_the_padding_is_found_by_the_load(rig: Rig) -> None:
+    [move] = rig.store(SLOTS[0])
+    view = rig.arena.views(move.slot)[0]
+    assert view[3007] == 0, "the zeros behind the first page"
+    view[3007] ^= 1
+    assert rig.load(move) == str(FailureReason.CHECKSUM)
 
 
 def test_a_flipped_bit_is_found_by_the_load(rig: Rig) -> None:

@@ -23,7 +23,7 @@ CACHE = Fingerprint(
 
 
 def test_the_digest_is_the_same_in_every_process_and_release() -> None:
-    assert CACHE.digest().hex() == "688b5bbcdd401520bfd0ecff4e7b8ca926f24a87b4cac5d33b00844d7fbc381b"
+    assert CACHE.digest().hex() == "9f164f21197a9f43fa9ed526777c128e7bc1f94212341f1844a5893b435b65cc"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_digest_is_the_same_in_every_process_and_release() -> None:
         ("hash_algorithm", "xxhash", "hash_algorithm (the block hash algorithm): 'sha256' is not 'xxhash'"),
         ("tensor_parallel_size", 2, "tensor_parallel_size (the number of tensor-parallel ranks): 1 is not 2"),
         ("tensor_parallel_rank", 1, "tensor_parallel_rank (the tensor-parallel rank): None is not 1"),
-        ("format_version", 99, "format_version (the version of keys and chunks): 5 is not 99"),
+        ("format_version", 99, "format_version (the version of keys and chunks): 6 is not 99"),
         ("groups", (OTHER_GROUP,), "groups[0].block_tokens (tokens in a block): 128 is not 64"),
         (
             "groups",

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LookupResult, chunk_unit
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LookupResult, chunk_unit, whole_chunk_unit
 
 CHUNKS = 8
 """Prompts are at most this many chunks long, so that exhaustive search is cheap."""
@@ -11,23 +11,36 @@ Store = dict[tuple[int, int], LookupResult]
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> GroupSpec:
+def groups(draw: st.DrawFn, cuts: bool = False) -> GroupSpec:
     kind = draw(st.sampled_from([GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT]))
+    block_tokens = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    parts = [part for part in (1, 2, 3, 4, None) if part is None or block_tokens % part == 0]
     return GroupSpec(
         kind=kind,
-        block_tokens=draw(st.sampled_from([1, 2, 3, 4, 8])),
+        block_tokens=block_tokens,
         window_tokens=draw(st.integers(1, 40)) if kind is GroupKind.WINDOW else None,
         align_tokens=draw(st.integers(1, 40)) if kind is GroupKind.CHUNKED else None,
         lookahead_tokens=draw(st.sampled_from([0, 0, 0, 1, 4])) if kind is not GroupKind.RECURRENT else 0,
+        part_tokens=draw(st.sampled_from(parts)) if cuts and kind in (GroupKind.FULL, GroupKind.WINDOW) else None,
     )
 
 
 @st.composite
-def caches(draw: st.DrawFn, tails: bool = False) -> CacheSpec:
-    chosen = tuple(draw(st.lists(groups(), min_size=1, max_size=5)))
-    chunk = chunk_unit(chosen) * draw(st.integers(1, 2))
+def caches(draw: st.DrawFn, tails: bool = False, cuts: bool = False) -> CacheSpec:
+    """With `tails`, with boundaries inside chunks; with `cuts`, with chunks that mostly end inside blocks."""
+    chosen = tuple(draw(st.lists(groups(cuts), min_size=1, max_size=5)))
+    chunk = chunk_unit(chosen) * draw(st.integers(1, 5 if cuts else 2))
     divisors = [d for d in range(1, chunk + 1) if chunk % d == 0][-4:]
     return CacheSpec(chosen, chunk, draw(st.sampled_from(divisors)) if tails else None)
+
+
+any_caches = st.one_of(caches(), caches(tails=True), caches(cuts=True))
+
+
+def computed_tokens(spec: CacheSpec, most: int) -> st.SearchStrategy[int]:
+    """What an engine may hold: whole blocks, which makes a difference only where chunks cut some."""
+    unit = whole_chunk_unit(spec.groups) if spec.cut_groups else 1
+    return st.integers(0, max(0, most) // unit).map(lambda count: count * unit)
 
 
 def boundaries(spec: CacheSpec) -> range:

@@ -63,16 +63,40 @@ def test_units_that_block_hashes_do_not_name_are_found() -> None:
     assert problems(HybridOffloadPlanner(16, (24,), 64), 4096)[Problem.UNHASHABLE_UNIT].group_index == 0
 
 
+def test_a_chunk_that_ends_inside_a_state_gains_nothing_and_the_nearest_that_does_not_is_named() -> None:
+    planner = HybridOffloadPlanner(16, (65536, 65536, 1056), 16384, unsplittable=(0, 1))
+    finding = problems(planner, 98304)[Problem.NO_GAIN]
+    assert finding.needed_tokens == 65537 and finding.nearest_chunk_tokens == 65536
+    assert "multiples of 65536" in finding.message and "use a chunk of 65536 tokens" in finding.message
+    assert diagnose(planner.with_chunk(65536), 98304) == ()
+    [finding, *_] = diagnose(planner, 65536)
+    assert finding.nearest_chunk_tokens is None and "no chunk works" in finding.message
+
+
 def test_max_model_len_must_be_positive() -> None:
     with pytest.raises(ValueError, match="max_model_len"):
         diagnose(HybridOffloadPlanner(16, (16,), 16), 0)
 
 
-planners = st.builds(
-    HybridOffloadPlanner,
-    st.integers(1, 8),
-    st.lists(st.integers(1, 100), min_size=1, max_size=4).map(tuple),
-    st.integers(8, 120),
+@st.composite
+def whole_planners(draw: st.DrawFn) -> HybridOffloadPlanner:
+    """It is known which blocks cannot be split."""
+    hash_block = draw(st.integers(1, 8))
+    blocks = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=1, max_size=4))
+    whole = draw(st.sets(st.sampled_from(range(len(blocks)))))
+    return HybridOffloadPlanner(
+        hash_block, tuple(hash_block * n for n in blocks), draw(st.integers(1, 120)), tuple(whole)
+    )
+
+
+planners = st.one_of(
+    whole_planners(),
+    st.builds(
+        HybridOffloadPlanner,
+        st.integers(1, 8),
+        st.lists(st.integers(1, 100), min_size=1, max_size=4).map(tuple),
+        st.integers(8, 120),
+    ),
 )
 
 
@@ -107,9 +131,8 @@ def test_no_chunk_that_works_is_nearer_than_the_suggested_one(
     before = places(planner, max_model_len)
     chunks = range(planner.hash_block_size, max_model_len + 1, planner.hash_block_size)
     after = {chunk: places(planner.with_chunk(chunk), max_model_len) for chunk in chunks}
-    works = [
-        chunk for chunk in chunks if after[chunk] <= before and (Problem.OFFLOAD_DISABLED, None) not in after[chunk]
-    ]
+    never = {(Problem.OFFLOAD_DISABLED, None), (Problem.NO_GAIN, None)}
+    works = [chunk for chunk in chunks if after[chunk] <= before and not after[chunk] & never]
     for finding in diagnose(planner, max_model_len):
         splits = works
         if finding.problem is Problem.UNSPLIT_GROUP:

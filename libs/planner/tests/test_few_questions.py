@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import CHUNKS, Ranges, caches, stores
+from strategies import CHUNKS, Ranges, any_caches, stores
 
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, Miss, longest_hit
 
@@ -80,7 +80,7 @@ def test_a_full_prefix_is_walked_only_as_far_as_the_states_reach() -> None:
     assert tier.asked == {0: 11, 1: LONG - 10}
 
 
-@given(st.booleans().flatmap(lambda tails: caches(tails=tails)), st.data())
+@given(any_caches, st.data())
 def test_no_search_asks_for_more_keys_than_there_are_boundaries(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     asked: Counter[int] = Counter()

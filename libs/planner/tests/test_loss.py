@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import CHUNKS, Ranges, Store, caches, stores
+from strategies import CHUNKS, Ranges, Store, any_caches, computed_tokens, stores
 
 from hybridkv.planner import (
     CacheSpec,
@@ -42,14 +42,11 @@ def holds(spec: CacheSpec, group: int, boundary: int, computed: int, store: Stor
     return all(store.get((group, end), LookupResult.MISS) is not LookupResult.MISS for end in ends)
 
 
-either = st.booleans().flatmap(lambda tails: caches(tails=tails))
-
-
-@given(either, st.data())
+@given(any_caches, st.data())
 def test_a_loss_is_what_the_definition_says(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     num_tokens = data.draw(st.integers(0, CHUNKS * spec.chunk_tokens))
-    computed = data.draw(st.integers(0, max(0, num_tokens - 1)))
+    computed = data.draw(computed_tokens(spec, num_tokens - 1))
     found = longest_hit(spec, num_tokens, computed, answering(store))
     resumed = found.num_tokens if isinstance(found, Hit | Pending) else computed
     loss = measure_loss(spec, num_tokens, computed, resumed, answering(store))

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import CHUNKS, Ranges, caches, stores
+from strategies import CHUNKS, Ranges, any_caches, computed_tokens, stores
 
 from hybridkv.planner import (
     CacheSpec,
@@ -42,11 +42,11 @@ def test_a_miss_for_want_of_the_full_prefix_is_blamed_on_it_however_far_the_othe
     )
 
 
-@given(st.booleans().flatmap(lambda tails: caches(tails=tails)), st.data())
+@given(any_caches, st.data())
 def test_the_group_that_is_blamed_lacks_what_the_first_boundary_needs(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     num_tokens = CHUNKS * spec.chunk_tokens
-    computed = data.draw(st.integers(0, num_tokens - 1))
+    computed = data.draw(computed_tokens(spec, num_tokens - 1))
     ranges = Ranges(spec, store) if data.draw(st.booleans()) else None
     with mock.patch("hybridkv.planner.hit._PATIENCE", data.draw(st.sampled_from([1, 2, 16]))):
         found = longest_hit(spec, num_tokens, computed, lambda *key: store[key], ranges)
@@ -67,7 +67,7 @@ def test_an_answer_that_is_none_of_the_three_is_a_miss(
     assert isinstance(longest_hit(spec, 50 * 64 + 1, 0, lambda group, end: doubtful), Miss)
 
 
-@given(st.booleans().flatmap(lambda tails: caches(tails=tails)), st.data())
+@given(any_caches, st.data())
 def test_a_doubtful_answer_is_treated_like_a_miss_wherever_it_comes(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     doubtful = data.draw(st.sampled_from(DOUBTFUL))

@@ -1,8 +1,11 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import caches
 
-from hybridkv.planner import HybridOffloadPlanner
+from hybridkv.planner import CacheSpec, HybridOffloadPlanner, Problem, diagnose
 
 PLANNER = HybridOffloadPlanner(16, (65536, 65536, 65536, 1056), 16384)
 WHOLE = HybridOffloadPlanner(hash_block_size=16, gpu_block_sizes=(65536, 50000, 1056), fixed_chunk_size=16384)
@@ -12,7 +15,8 @@ WHOLE = HybridOffloadPlanner(hash_block_size=16, gpu_block_sizes=(65536, 50000, 
 def planners(draw: st.DrawFn) -> HybridOffloadPlanner:
     hash_block = draw(st.integers(1, 12))
     blocks = draw(st.lists(st.integers(1, 200), min_size=1, max_size=6))
-    return HybridOffloadPlanner(hash_block, tuple(blocks), draw(st.integers(hash_block, 120)))
+    whole = draw(st.none() | st.sets(st.sampled_from(range(len(blocks))), max_size=2).map(tuple))
+    return HybridOffloadPlanner(hash_block, tuple(blocks), draw(st.integers(hash_block, 120)), whole)
 
 
 def test_large_blocks_are_split_and_small_ones_kept() -> None:
@@ -102,6 +106,54 @@ def test_a_planner_is_a_frozen_value() -> None:
     assert len({PLANNER, PLANNER.with_chunk(16384), WHOLE}) == 2
     with pytest.raises(AttributeError):
         PLANNER.hash_block_size = 1
+
+
+STATES = HybridOffloadPlanner(16, (65536, 65536, 1056), 65536, unsplittable=(1, 0))
+
+
+def test_a_block_that_cannot_be_split_is_its_unit_and_all_others_follow_the_chunk() -> None:
+    assert STATES.offload_unit_sizes == (65536, 65536, 32)
+    assert STATES.requires_partial_group_offload == (False, False, True)
+    assert STATES.unsplittable == (0, 1)
+    assert PLANNER.offload_unit_sizes[0] == 16384  # nobody said that it is a state
+    small = STATES.with_chunk(16384)
+    assert small.offload_unit_sizes == (65536, 65536, 32) and small.first_hashable_chunk_idx == 3
+
+
+def test_boundaries_are_multiples_of_every_block_that_cannot_be_split() -> None:
+    assert STATES.boundary_unit == 65536
+    assert [STATES.chunk_prefix_tokens(n) for n in (0, 1, 2)] == [0, 65536, 131072]
+    assert STATES.storable_prefix_tokens(131071) == 65536
+    planner = HybridOffloadPlanner(8, (48, 32, 40), 96, unsplittable=(0, 1))
+    assert planner.boundary_unit == 96 and planner.offload_unit_sizes == (48, 32, 8)
+    assert planner.loadable_prefix_tokens((144, 128, 120)) == 96
+
+
+@pytest.mark.parametrize("unsplittable", [(2,), (-1,), (0, 5)])
+def test_a_group_that_is_not_there_cannot_be_unsplittable(unsplittable: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="unsplittable must name some of 2 groups"):
+        HybridOffloadPlanner(16, (64, 64), 64, unsplittable)
+
+
+@given(caches(cuts=True), st.integers(1, 60), st.sampled_from([1, 2, 4]), st.integers(0, 300))
+def test_a_planner_of_groups_is_right_about_their_cache(
+    spec: CacheSpec, chunk: int, hash_block: int, tokens: int
+) -> None:
+    planner = HybridOffloadPlanner.of_groups(spec.groups, hash_block, chunk)
+    is_gainless = Problem.NO_GAIN in {finding.problem for finding in diagnose(planner, 1 << 20)}
+    try:
+        cache = CacheSpec(spec.groups, chunk)
+    except ValueError:
+        assert is_gainless
+        return
+    assert is_gainless == (chunk % hash_block != 0)
+    if not is_gainless:
+        units = [math.gcd(group.block_tokens, chunk) for group in spec.groups]
+        assert planner.offload_unit_sizes == tuple(units)
+        cut = tuple(i for i, partial in enumerate(planner.requires_partial_group_offload) if partial)
+        assert cache.cut_groups == cut
+        assert planner.chunk_prefix_tokens(3) == planner.chunk_end_tokens(3) == 3 * cache.boundary_tokens
+        assert planner.storable_prefix_tokens(tokens) >= tokens // chunk * chunk
 
 
 @given(planners(), st.integers(0, 2000))

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import CHUNKS, boundaries, caches
+from strategies import CHUNKS, any_caches, boundaries, caches
 
 from hybridkv.planner import (
     CacheSpec,
@@ -42,7 +42,7 @@ def resumable(spec: CacheSpec, parts: set[tuple[int, int]]) -> int:
     return answer.num_tokens if isinstance(answer, Hit) else 0
 
 
-@given(caches(tails=True), st.data())
+@given(any_caches, st.data())
 def test_every_part_stands_behind_what_it_needs(spec: CacheSpec, data: st.DataObject) -> None:
     ends = data.draw(st.lists(st.sampled_from(list(boundaries(spec))), min_size=1, max_size=6))
     parts = {(group, end) for end in ends for group in spec.stored_groups}
@@ -54,7 +54,7 @@ def test_every_part_stands_behind_what_it_needs(spec: CacheSpec, data: st.DataOb
         assert all(place[need] < place[part] for need in needed_before(spec, *part))
 
 
-@given(caches(), st.data())
+@given(st.one_of(caches(), caches(cuts=True)), st.data())
 def test_the_beginning_of_the_order_can_be_resumed_as_far_as_it_goes(spec: CacheSpec, data: st.DataObject) -> None:
     """Read backwards, this is eviction: whatever number of chunks goes, what is left is not in vain."""
     order = path_order(spec, whole_path(spec))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import disk_store
 import msgspec
 import pytest
 
+from hybridkv.hashing import FORMAT_VERSION
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, TierConfigurationError
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, InlineJanitor, open_disk_tier
@@ -17,6 +19,8 @@ from hybridkv.tiers.disk.directory import Directory
 
 OPTIONS = disk_store.options_for(8 * 8192, num_spare=3)
 OTHER_USER = 12345
+OLDER = FORMAT_VERSION - 1
+"""Of keys and chunks: what a build of before wrote, whose chunks have another order of bytes."""
 
 
 def opened(path: Path, options: DiskOptions = OPTIONS, io: FileIO | None = None, **changes: object) -> DiskIndex:
@@ -46,6 +50,40 @@ def test_what_another_cache_stored_is_a_miss(tmp_path: Path) -> None:
     index = opened(tmp_path / "store", options)
     assert index.lookup(b"39") is LookupResult.HIT
     index.close()
+
+
+def test_what_an_older_format_stored_is_a_miss_and_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "store"
+    filled(path, format_version=OLDER)
+    with caplog.at_level("INFO", "hybridkv.tiers.disk"):
+        index = opened(path)
+    [line] = [record.getMessage() for record in caplog.records if "nearest" in record.getMessage()]
+    assert line.endswith(f"format_version (the version of keys and chunks): {FORMAT_VERSION} is not {OLDER}")
+    assert [record for record in caplog.records if record.levelname != "INFO"] == []
+    assert all(index.lookup(b"%d" % number) is LookupResult.MISS for number in range(40))
+    medium = disk_store.make_medium(path, OPTIONS)
+    for number in range(40):
+        assert disk_store.store(index, medium, b"%d" % number, b"y" * 4000)
+        assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes
+    assert not namespace_of(path, format_version=OLDER).exists()
+    counts = index.take_disk_counts()
+    assert (counts.namespaces_deleted, dict(counts.failures)) == (1, {})
+    loaded = disk_store.load(index, medium, b"39")
+    assert loaded is not None and loaded[1] == b"y" * 4000
+    medium.close()
+    index.close()
+
+
+def test_each_record_of_an_older_format_says_that_it_is_one(tmp_path: Path) -> None:
+    """So the name of a directory is not all that keeps formats apart."""
+    path = tmp_path / "store"
+    options = msgspec.structs.replace(OPTIONS, capacity_bytes=4 * OPTIONS.capacity_bytes)
+    filled(path, options, format_version=OLDER)
+    shutil.copytree(namespace_of(path, format_version=OLDER), namespace_of(path))
+    for version, expected in ((FORMAT_VERSION, LookupResult.MISS), (OLDER, LookupResult.HIT)):
+        index = opened(path, options, format_version=version)
+        assert index.lookup(b"39") is expected
+        index.close()
 
 
 def test_a_cache_is_found_again_by_an_engine_that_numbers_its_groups_otherwise(tmp_path: Path) -> None:

@@ -62,6 +62,17 @@ def test_what_staging_would_not_make_longer_is_copied_by_the_kernel_alone() -> N
     assert (len(made.direct), made.staged) == (64, ())
 
 
+@pytest.mark.parametrize("zeros", [DEVICE + (1 << 29), HOST + (1 << 29)], ids=["on the GPU", "in host memory"])
+def test_zeros_between_pages_keep_one_stretch_whole_where_they_come_from_the_gpu(zeros: int) -> None:
+    """Pages of 500 bytes, each at a multiple of 16 of a chunk in host memory."""
+    made = plan([*stores(500, 64, host_step=512), *((zeros, HOST + 512 * i + 500, 12) for i in range(64))])
+    if zeros > DEVICE:
+        assert [len(batch.moved) for batch in made.batches()] == [1] * len(list(made.batches()))
+        assert (len(made.direct), len(made.within_host)) == (0, 0)
+    else:
+        assert (len(made.direct), len(made.within_host), made.staged) == (64, 64, ())
+
+
 def test_copies_within_the_gpu_need_no_staging() -> None:
     made = plan([(DEVICE, DEVICE + 4096, 64), (DEVICE + 65536, DEVICE + 131072, 8192)])
     assert (len(made.direct), len(made.batched), made.staged) == (1, 1, ())

@@ -2,9 +2,9 @@
 
 Optional: `hybridkv.transfer` and `hybridkv.tiers` use it where it can be imported, and say once when they do without.
 The plugin's wheel carries it. Addresses are integers and nothing here checks them: the caller made sure that they are
-readable, or writable, and stay so until a call returns (for a `FileQueue`: until the completion was reaped).
+readable, or writable, and stay so until a call returns.
 """
 
-from hybridkv.native._cpu import FileQueue, Mover, RecordQueue, copy_with_memcpy, has_uring, levels
+from hybridkv.native._cpu import Mover, RecordQueue, copy_with_memcpy, has_uring, levels
 
-__all__ = ["FileQueue", "Mover", "RecordQueue", "copy_with_memcpy", "has_uring", "levels"]
+__all__ = ["Mover", "RecordQueue", "copy_with_memcpy", "has_uring", "levels"]

@@ -6,8 +6,7 @@ names is first asked for, which `from hybridkv.canonical import *` does.
 
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.canonical.chunk_dump import dump, undump
-from hybridkv.canonical.chunk_format import (
+from hybridkv.canonical.chunk import (
     Chunk,
     ChunkError,
     ChunkHeader,
@@ -19,12 +18,14 @@ from hybridkv.canonical.chunk_format import (
     WrongChunkError,
     decode,
     decode_header,
+    dump,
     encode,
     encode_header,
     header_for,
+    undump,
 )
-from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
-from hybridkv.canonical.strides import LayoutError, Strides, page_regions
+from hybridkv.canonical.pages import PAGE_ALIGN_BYTES, GroupPages, LayerLayout, PageRegion, aligned_page_bytes
+from hybridkv.canonical.strides import LayoutError, Strides, TokenRange, page_regions, token_regions
 
 if TYPE_CHECKING:
     from hybridkv.canonical.torch_view import (
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
         CanonicalKVCaches,
         CanonicalKVCacheTensor,
         canonical_kv_caches,
+        token_pages,
     )
 
 __all__ = [
+    "PAGE_ALIGN_BYTES",
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
@@ -49,9 +52,11 @@ __all__ = [
     "NotAChunkError",
     "PageRegion",
     "Strides",
+    "TokenRange",
     "TruncatedChunkError",
     "UnknownVersionError",
     "WrongChunkError",
+    "aligned_page_bytes",
     "canonical_kv_caches",
     "decode",
     "decode_header",
@@ -60,10 +65,12 @@ __all__ = [
     "encode_header",
     "header_for",
     "page_regions",
+    "token_pages",
+    "token_regions",
     "undump",
 ]
 
-_VIEWS = {"CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "canonical_kv_caches"}
+_VIEWS = {"CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "canonical_kv_caches", "token_pages"}
 
 
 def __getattr__(name: str) -> Any:

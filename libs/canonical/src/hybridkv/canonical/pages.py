@@ -1,7 +1,10 @@
-"""Where the pages of a group lie in memory, as plain numbers: no tensors, so no torch.
+"""Where the pages of a group lie, in memory and in a stored chunk, as plain numbers: no tensors, so no torch.
 
-A group's block is one page in each of its regions, and a region's pages lie a fixed stride apart. A stored chunk is
-the pages of its blocks, region after region, without the engine's padding.
+A layer's page is one region, or several where its bytes do not lie together; a region's pages lie a fixed stride apart.
+A stored chunk is block-major: all pages of its first block, layer after layer, then those of the next. So a part of its
+blocks is one stretch of it, and of an engine that keeps all layers of a block together a block is one run. Each page
+begins at a multiple of `PAGE_ALIGN_BYTES`; what lies between it and the next is zeros, which `GroupPages.padding` names
+and whoever writes a chunk writes. The engine's own padding is not stored.
 """
 
 from collections.abc import Sequence
@@ -11,6 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
+
+PAGE_ALIGN_BYTES = 16
+"""Where pages of a stored chunk begin: the widest word that a lane of a GPU moves."""
+
+
+def aligned_page_bytes(page_bytes: int) -> int:
+    """What a layer's page takes up in a stored chunk, the zeros behind it included."""
+    return -(-page_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
 
 
 class LayerLayout(NamedTuple):
@@ -48,29 +59,37 @@ class PageRegion(NamedTuple):
 
 
 class GroupPages:
-    """All regions of one group.
+    """All pages of one group.
 
     Args:
-        regions: in layer order.
+        pages: for each layer, in order, the regions that make up its page.
         num_blocks: blocks in the engine's pool.
 
     Raises:
-        ValueError: there is no region, or a page does not fit its stride.
+        ValueError: there is no page, or none of a layer, or one does not fit its stride.
     """
 
-    def __init__(self, regions: Sequence[PageRegion], num_blocks: int) -> None:
-        if not regions or num_blocks <= 0:
-            raise ValueError(f"a group needs regions and blocks, got {len(regions)} regions and {num_blocks} blocks")
-        for region in regions:
+    def __init__(self, pages: Sequence[Sequence[PageRegion]], num_blocks: int) -> None:
+        if not pages or not all(pages) or num_blocks <= 0:
+            raise ValueError(f"a group needs regions for each page and blocks, got {pages} and {num_blocks} blocks")
+        self.num_blocks = num_blocks
+        self.regions = tuple(region for page in pages for region in page)
+        for region in self.regions:
             if not 0 < region.page_bytes <= region.stride_bytes:
                 raise ValueError(f"page_bytes must be positive and fit the stride, got {region}")
-        self.num_blocks = num_blocks
-        self.regions = tuple(regions)
-        self.block_bytes = sum(region.page_bytes for region in regions)
-        """Bytes that one block of this group adds to a stored chunk."""
-        self._addresses = np.array([region.address for region in regions], dtype=np.int64)
-        self._strides = np.array([region.stride_bytes for region in regions], dtype=np.int64)
-        self._sizes = np.array([region.page_bytes for region in regions], dtype=np.int64)
+        content = np.array([sum(region.page_bytes for region in page) for page in pages], dtype=np.int64)
+        taken = np.array([aligned_page_bytes(int(num_bytes)) for num_bytes in content], dtype=np.int64)
+        self.block_bytes = int(taken.sum())
+        """Bytes that one block of this group adds to a stored chunk, padding included."""
+        self._addresses = np.array([region.address for region in self.regions], dtype=np.int64)
+        self._strides = np.array([region.stride_bytes for region in self.regions], dtype=np.int64)
+        self._sizes = np.array([region.page_bytes for region in self.regions], dtype=np.int64)
+        # The regions of a page follow each other; each page begins where the zeros behind the one before it end.
+        zeros_before = np.repeat(np.cumsum(taken - content) - (taken - content), [len(page) for page in pages])
+        self._offsets = np.cumsum(self._sizes) - self._sizes + zeros_before
+        is_padded = taken > content
+        self._padding_offsets = (np.cumsum(taken) - taken + content)[is_padded]
+        self._padding_sizes = (taken - content)[is_padded]
 
     def addresses(self, block_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
         """Addresses and sizes of the blocks' pages, in the order in which a chunk stores them.
@@ -79,7 +98,7 @@ class GroupPages:
             block_ids: n blocks of this group.
 
         Returns:
-            Two arrays of length n times the number of regions, region-major.
+            Two arrays of length n times the number of regions, block-major.
 
         Raises:
             ValueError: a block id is no integer, or outside the pool.
@@ -91,11 +110,11 @@ class GroupPages:
         if given.size and (given.min() < 0 or given.max() >= self.num_blocks):
             raise ValueError(f"block ids must lie in [0, {self.num_blocks}), got {list(block_ids)}")
         ids: Int64Array = given.astype(np.int64, copy=False)
-        addresses = self._addresses[:, None] + ids[None, :] * self._strides[:, None]
-        return addresses.reshape(-1), np.repeat(self._sizes, ids.size)
+        addresses = self._addresses[None, :] + ids[:, None] * self._strides[None, :]
+        return addresses.reshape(-1), np.tile(self._sizes, ids.size)
 
     def chunk_offsets(self, first_block: int, num_blocks: int, stored_blocks: int) -> Int64Array:
-        """Where those pages lie within a stored chunk, in the order of `addresses`.
+        """Where those pages lie within a stored chunk, in the order of `addresses`: ascending.
 
         Args:
             first_block: the first wanted block, counted within the chunk's stored blocks.
@@ -105,11 +124,21 @@ class GroupPages:
         Raises:
             ValueError: the wanted blocks are not all in the chunk.
         """
+        return self._of_blocks(self._offsets, first_block, num_blocks, stored_blocks)
+
+    def padding(self, first_block: int, num_blocks: int, stored_blocks: int) -> tuple[Int64Array, Int64Array]:
+        """Where zeros lie within a stored chunk, behind pages of those blocks, and how many: ascending.
+
+        They are none where pages are multiples of `PAGE_ALIGN_BYTES`. Arguments and errors as of `chunk_offsets`.
+        """
+        offsets = self._of_blocks(self._padding_offsets, first_block, num_blocks, stored_blocks)
+        return offsets, np.tile(self._padding_sizes, num_blocks)
+
+    def _of_blocks(self, within: Int64Array, first_block: int, num_blocks: int, stored_blocks: int) -> Int64Array:
         if not 0 <= first_block <= first_block + num_blocks <= stored_blocks:
             raise ValueError(
                 f"blocks {first_block} to {first_block + num_blocks} are not within a chunk of {stored_blocks}"
             )
-        starts = np.concatenate(([0], np.cumsum(self._sizes)[:-1])) * stored_blocks
-        within = np.arange(first_block, first_block + num_blocks, dtype=np.int64)
-        offsets: Int64Array = (starts[:, None] + within[None, :] * self._sizes[:, None]).reshape(-1)
+        starts = np.arange(first_block, first_block + num_blocks, dtype=np.int64) * self.block_bytes
+        offsets: Int64Array = (starts[:, None] + within[None, :]).reshape(-1)
         return offsets

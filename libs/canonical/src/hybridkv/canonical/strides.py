@@ -6,7 +6,7 @@ tokens, the order is that of a block which is not split, and what that takes apa
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -60,15 +60,91 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
     run, rest = _dense_end(_as_if_not_split(layer, tensor, num_blocks, inner))
     if np.prod([size for size, _ in rest], dtype=object) > MAX_REGIONS:
         raise LayoutError(f"{layer.name}: a page falls apart into more than {MAX_REGIONS} regions: {tensor}")
-    steps = [range(0, size * stride, stride) if stride else [0] * size for size, stride in rest]
     regions = [
         PageRegion(
-            tensor.address + sum(offsets) * tensor.item_bytes, block_stride * tensor.item_bytes, run * tensor.item_bytes
+            tensor.address + offset * tensor.item_bytes, block_stride * tensor.item_bytes, run * tensor.item_bytes
         )
-        for offsets in itertools.product(*steps)
+        for offset in _offsets(rest)
     ]
     _check_apart(layer, regions, num_blocks)
     return regions
+
+
+class TokenRange(NamedTuple):
+    """Tokens [start, end) of every block of `block_tokens`."""
+
+    start: int
+    end: int
+    block_tokens: int
+
+    def share_of(self, page_bytes: int) -> int:
+        """Bytes of a page of so many that hold these tokens.
+
+        Raises:
+            ValueError: tokens do not take whole bytes of it, each as many as the next.
+        """
+        if page_bytes % self.block_tokens:
+            raise ValueError(f"{page_bytes} bytes are no whole number for each of {self.block_tokens} tokens")
+        return page_bytes // self.block_tokens * (self.end - self.start)
+
+
+def token_regions(layer: LayerLayout, tensor: Strides, num_blocks: int, tokens: TokenRange) -> list[PageRegion]:
+    """The regions in which some tokens of every block lie, in the order in which `page_regions` has their bytes.
+
+    Args:
+        layer: with the dimension that counts tokens.
+        tensor: as for `page_regions`, which has found nothing wrong with it.
+        num_blocks: blocks in the engine's pool.
+        tokens: which of them.
+
+    Raises:
+        LayoutError: it is not known which dimension counts tokens, a block has another number of them, or they fall
+            apart into too many regions.
+    """
+    inner, block_stride = _inside_of_a_block(layer, tensor, num_blocks)
+    kernel_blocks = tensor.shape[layer.block_dim] // num_blocks
+    dim = layer.token_dim
+    if dim is None or tensor.shape[dim] * kernel_blocks != tokens.block_tokens:
+        raise LayoutError(
+            f"{layer.name}: expected a dimension that counts the {tokens.block_tokens} tokens of a block, "
+            f"got {tensor.shape} with token_dim {dim}"
+        )
+    of_kernel, of_token = tensor.strides[layer.block_dim], tensor.strides[dim]
+    if kernel_blocks > 1:
+        inner = [each for each in inner if each != (kernel_blocks, of_kernel)]
+    outer = [each for each in inner if each[1] > of_token]
+    inside = [each for each in inner if each[1] < of_token]
+    regions = []
+    for outer_offset in _offsets(outer):
+        for offset, count in _token_runs(tokens, tensor.shape[dim], of_kernel, of_token):
+            run, rest = _dense_end([(count, of_token), *inside])
+            regions += [
+                PageRegion(
+                    tensor.address + (outer_offset + offset + inner_offset) * tensor.item_bytes,
+                    block_stride * tensor.item_bytes,
+                    run * tensor.item_bytes,
+                )
+                for inner_offset in _offsets(rest)
+            ]
+    if len(regions) > MAX_REGIONS:
+        raise LayoutError(f"{layer.name}: tokens fall apart into more than {MAX_REGIONS} regions: {tensor}")
+    return regions
+
+
+def _token_runs(tokens: TokenRange, kernel_tokens: int, of_kernel: int, of_token: int) -> Iterator[tuple[int, int]]:
+    """(elements from the block's first, tokens) for each kernel block that holds some of them."""
+    start = tokens.start
+    while start < tokens.end:
+        kernel_block, first = divmod(start, kernel_tokens)
+        count = min(tokens.end - start, kernel_tokens - first)
+        yield kernel_block * of_kernel + first * of_token, count
+        start += count
+
+
+def _offsets(dims: Sequence[tuple[int, int]]) -> list[int]:
+    """Elements from the first entry of some dimensions to each, the outermost first."""
+    steps = [range(0, size * stride, stride) if stride else [0] * size for size, stride in dims]
+    return [sum(offsets) for offsets in itertools.product(*steps)]
 
 
 def _dense_end(inner: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:

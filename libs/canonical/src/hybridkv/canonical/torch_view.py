@@ -4,6 +4,7 @@ Engines hand over KV caches in many shapes; all that a store needs to know is wh
 the only module of the library that imports torch; `strides` does its arithmetic.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,10 +15,12 @@ from hybridkv.canonical.pages import GroupPages, LayerLayout, PageRegion
 from hybridkv.canonical.strides import (
     LayoutError,
     Strides,
+    TokenRange,
     first_overlap,
     merge_adjacent,
     page_regions,
     region_end,
+    token_regions,
 )
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "KVCache",
     "LayoutError",
     "canonical_kv_caches",
+    "token_pages",
 ]
 
 KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -47,10 +51,18 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """A group's use of a region: which one, and how many of a page's bytes are content."""
+    """A group's use of a region.
+
+    Args:
+        tensor_idx: which one.
+        page_size_bytes: how many of a page's bytes are content.
+        layer_idx: the layer of the group whose page it belongs to, the first of those that share it. Uses by one layer
+            follow each other.
+    """
 
     tensor_idx: int
     page_size_bytes: int
+    layer_idx: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +81,18 @@ class CanonicalKVCaches:
         Raises:
             LayoutError: the group has no layers, and so no pages.
         """
-        if not self.group_data_refs[group_index]:
+        refs = self.group_data_refs[group_index]
+        if not refs:
             raise LayoutError(f"group {group_index} has no layers, and so no pages")
-        regions = []
-        for ref in self.group_data_refs[group_index]:
-            tensor = self.tensors[ref.tensor_idx].tensor
-            regions.append(PageRegion(tensor.data_ptr(), tensor.stride(0), ref.page_size_bytes))
-        return GroupPages(regions, self.tensors[self.group_data_refs[group_index][0].tensor_idx].tensor.shape[0])
+        pages = [
+            [self._region(ref) for ref in of_layer]
+            for _, of_layer in itertools.groupby(refs, key=lambda ref: ref.layer_idx)
+        ]
+        return GroupPages(pages, self.tensors[refs[0].tensor_idx].tensor.shape[0])
+
+    def _region(self, ref: CanonicalKVCacheRef) -> PageRegion:
+        tensor = self.tensors[ref.tensor_idx].tensor
+        return PageRegion(tensor.data_ptr(), tensor.stride(0), ref.page_size_bytes)
 
 
 def canonical_kv_caches(
@@ -99,7 +116,7 @@ def canonical_kv_caches(
         raise LayoutError(f"num_blocks must be positive, got {num_blocks}")
     used = [_group_regions(kv_caches, group, num_blocks) for group in groups]
     widest: dict[_Place, _Region] = {}
-    for region in (region for group in used for region in group.values()):
+    for region in (use.region for group in used for use in group.values()):
         if region.place not in widest or region.pages.page_bytes > widest[region.place].pages.page_bytes:
             widest[region.place] = region
     index = {place: i for i, place in enumerate(widest)}
@@ -108,10 +125,46 @@ def canonical_kv_caches(
             CanonicalKVCacheTensor(region.view(num_blocks), region.pages.page_bytes) for region in widest.values()
         ),
         group_data_refs=tuple(
-            tuple(CanonicalKVCacheRef(index[place], region.pages.page_bytes) for place, region in group.items())
+            tuple(
+                CanonicalKVCacheRef(index[place], use.region.pages.page_bytes, use.layer_idx)
+                for place, use in group.items()
+            )
             for group in used
         ),
     )
+
+
+def token_pages(
+    kv_caches: Mapping[str, KVCache], layers: Sequence[LayerLayout], num_blocks: int, tokens: TokenRange
+) -> GroupPages:
+    """Where some tokens of every block of a group lie: its pages, as if blocks held nothing else.
+
+    Args:
+        kv_caches: as for `canonical_kv_caches`, which has found nothing wrong with them.
+        layers: of the group, each with the dimension that counts tokens.
+        num_blocks: blocks in the engine's pool.
+        tokens: which of them.
+
+    Raises:
+        LayoutError: the tokens of a block cannot be told apart, or do not take equal parts of its page.
+    """
+    pages: list[list[PageRegion]] = []
+    found: set[_Place] = set()
+    for layer in layers:
+        tensors = _tensors(layer, kv_caches[layer.name])
+        regions = [(t.device, each) for t in tensors for each in token_regions(layer, _strides(t), num_blocks, tokens)]
+        size = sum(region.page_bytes for _, region in regions)
+        if layer.page_bytes % tokens.block_tokens or size != tokens.share_of(layer.page_bytes):
+            raise LayoutError(
+                f"{layer.name}: tokens {tokens.start} to {tokens.end} of {tokens.block_tokens} take {size} bytes of a "
+                f"page of {layer.page_bytes}"
+            )
+        places = [(device, region.address, region.stride_bytes) for device, region in regions]
+        page = [region for place, (_, region) in zip(places, regions, strict=True) if place not in found]
+        found.update(places)
+        if page:
+            pages.append(page)
+    return GroupPages(pages, num_blocks)
 
 
 _Place = tuple[torch.device, int, int]
@@ -135,16 +188,24 @@ class _Region:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Use:
+    region: _Region
+    layer_idx: int
+
+
 def _group_regions(
     kv_caches: Mapping[str, KVCache], layers: Sequence[LayerLayout], num_blocks: int
-) -> dict[_Place, _Region]:
-    found: dict[_Place, _Region] = {}
-    for layer in layers:
+) -> dict[_Place, _Use]:
+    found: dict[_Place, _Use] = {}
+    for layer_idx, layer in enumerate(layers):
         for region in _layer_regions(kv_caches, layer, num_blocks):
             same = found.get(region.place)
-            if same is None or region.pages.page_bytes > same.pages.page_bytes:
-                found[region.place] = region
-    regions = list(found.values())
+            if same is None:
+                found[region.place] = _Use(region, layer_idx)
+            elif region.pages.page_bytes > same.region.pages.page_bytes:
+                found[region.place] = _Use(region, same.layer_idx)
+    regions = [use.region for use in found.values()]
     if pair := first_overlap([region.pages for region in regions], num_blocks):
         names = sorted({regions[i].layer_name for i in pair})
         raise LayoutError(f"{' and '.join(names)}: a block of one group would hold the same bytes twice")
@@ -200,9 +261,8 @@ def _by_storage(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStor
 
 
 def _tensor_pages(layer: LayerLayout, tensor: torch.Tensor, num_blocks: int) -> list[PageRegion]:
-    storage, width = tensor.untyped_storage(), tensor.element_size()
-    address = storage.data_ptr() + tensor.storage_offset() * width
-    pages = page_regions(layer, Strides(address, width, tuple(tensor.shape), tuple(tensor.stride())), num_blocks)
+    storage = tensor.untyped_storage()
+    pages = page_regions(layer, _strides(tensor), num_blocks)
     for page in pages:
         if region_end(page, num_blocks) > storage.data_ptr() + storage.nbytes():
             raise LayoutError(
@@ -210,3 +270,9 @@ def _tensor_pages(layer: LayerLayout, tensor: torch.Tensor, num_blocks: int) -> 
                 f"leave its {storage.nbytes()} bytes"
             )
     return pages
+
+
+def _strides(tensor: torch.Tensor) -> Strides:
+    width = tensor.element_size()
+    address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * width
+    return Strides(address, width, tuple(tensor.shape), tuple(tensor.stride()))

@@ -7,7 +7,7 @@ A fingerprint is written out canonically and digested; two engines share chunks 
 import msgspec
 from blake3 import blake3
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Changes whenever the meaning of a key or the order of bytes in a chunk changes."""
 
 _CONTEXT = "hybridkv 2026 cache fingerprint v3"

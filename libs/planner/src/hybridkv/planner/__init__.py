@@ -18,18 +18,32 @@ from hybridkv.planner.choice import (
     choose,
     is_weight,
 )
-from hybridkv.planner.clipping import ClippedBlocks, clip_blocks, read_blocks, window_blocks
-from hybridkv.planner.coverage import chunk_blocks, chunk_span, coverage, needed_ends, resume_start
+from hybridkv.planner.coverage import (
+    chunk_blocks,
+    chunk_span,
+    coverage,
+    needed_ends,
+    resume_start,
+)
 from hybridkv.planner.diagnosis import Finding, Problem, diagnose
-from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit
+from hybridkv.planner.foreign import (
+    ClippedBlocks,
+    clip_blocks,
+    common_block_count,
+    read_blocks,
+    slice_group_blocks,
+    window_blocks,
+)
+from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit, whole_chunk_unit
 from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.loss import Loss, measure_loss
 from hybridkv.planner.offload_units import HybridOffloadPlanner
 from hybridkv.planner.paths import needed_before, path_order
-from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store, plan_tail
+from hybridkv.planner.plans import plan_load, plan_store
 from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
-from hybridkv.planner.slices import common_block_count, slice_group_blocks
+from hybridkv.planner.tails import plan_tail
+from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer
 
 __all__ = [
     "AUTO",
@@ -86,5 +100,6 @@ __all__ = [
     "resume_start",
     "seconds_per_token",
     "slice_group_blocks",
+    "whole_chunk_unit",
     "window_blocks",
 ]

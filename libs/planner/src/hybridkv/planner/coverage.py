@@ -54,20 +54,21 @@ def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenS
 def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
     """The part of the chunk, or of the tail, that ends at `end_token` which is stored for a group; empty if none.
 
-    It begins with a block, and ends with one unless it is a tail. A FULL chunk is stored whole. Of a WINDOW or CHUNKED
-    one only the blocks that a boundary at `end_token` or later reads; of a RECURRENT one the last block, which holds
-    the state.
+    It begins with a block unless the chunk begins inside one, and ends with one unless it is a tail or the chunk ends
+    inside one. A FULL chunk is stored whole. Of a WINDOW or CHUNKED one only the blocks that a boundary at `end_token`
+    or later reads; of a RECURRENT one the last block, which holds the state.
     """
     group = spec.groups[group_index]
     chunk_start = (end_token - 1) // spec.chunk_tokens * spec.chunk_tokens
-    start = max(chunk_start, resume_start(group, end_token))
+    start = resume_start(group, end_token)
     if start >= end_token:
         return TokenSpan(end_token, end_token)
-    return TokenSpan(start // group.block_tokens * group.block_tokens, end_token)
+    return TokenSpan(max(chunk_start, start // group.block_tokens * group.block_tokens), end_token)
 
 
 def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
-    """The same part as indices into the group's block table. The last block of a tail may be filled in part."""
+    """The same part as indices into the group's block table. The last block of a tail may be filled in part, and of a
+    chunk that cuts blocks the first and the last one belong to its neighbours too."""
     span = chunk_span(spec, group_index, end_token)
     block_tokens = spec.groups[group_index].block_tokens
     if span.num_tokens == 0:
@@ -78,11 +79,12 @@ def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
 def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
     """The first token that a group must load to resume at `num_tokens`; `num_tokens` where there is none.
 
+    It begins a block: what of a block an engine could not read, it would still take for read when it keeps the block.
     An engine that holds `computed_tokens` of attention needs no more of them, but it holds no state of a later token.
     """
     start = resume_start(group, num_tokens)
     if group.kind is _RECURRENT or start >= computed_tokens:
-        return start
+        return start // group.block_tokens * group.block_tokens if start < num_tokens else num_tokens
     return min(num_tokens, computed_tokens)
 
 

@@ -16,6 +16,8 @@ class Problem(enum.StrEnum):
     """A group's block is larger than the chunk and not divisible by it, so it is stored in whole blocks only."""
     UNHASHABLE_UNIT = "unhashable_unit"
     """A group's unit is not whole hash blocks, so the engine's block hashes do not name it."""
+    NO_GAIN = "no_gain"
+    """Chunks end where no boundary can be: inside of a block that cannot be split, or of a hash block."""
     OFFLOAD_DISABLED = "offload_disabled"
     """No prompt within max_model_len is long enough for a hit."""
 
@@ -31,7 +33,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         nearest_max_model_len: the smallest max_model_len that would work with this chunk.
         nearest_chunk_tokens: the chunk closest to this one that would work with this max_model_len, None if none
             would: whole hash blocks, at most max_model_len, offload not disabled, every group split that is split now
-            (or no larger than the chunk), and for an UNSPLIT_GROUP that group split as well.
+            (or no larger than the chunk), and for an UNSPLIT_GROUP that group split as well. Where it is known which
+            groups cannot be split: a multiple of all their blocks.
     """
 
     problem: Problem
@@ -54,15 +57,18 @@ def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding
     """
     if max_model_len <= 0:
         raise ValueError(f"max_model_len must be positive, got {max_model_len}")
-    findings = [*_unsplit_groups(planner, max_model_len), *_unhashable_units(planner)]
+    if planner.unsplittable is None:
+        findings = [*_unsplit_groups(planner, max_model_len), *_unhashable_units(planner)]
+    else:
+        # What is stored of a group ends where its chunk does, so chunks are all that hashes must name.
+        findings = [*_gainless_chunk(planner, max_model_len)]
     needed = tokens_for_first_hit(planner)
     if needed > max_model_len:
-        chunk = next((c for c in _nearest_chunks(planner, max_model_len) if _works(planner, c, max_model_len)), None)
-        other = (
-            f"or use a chunk of {chunk} tokens"
-            if chunk
-            else "no chunk works with this one without leaving a group whole that is split now"
-        )
+        step = planner.boundary_unit
+        nearest = _nearest_chunks(planner, max_model_len, step)
+        chunk = next((c for c in nearest if _works(planner, c, max_model_len)), None)
+        without = " without leaving a group whole that is split now" if planner.unsplittable is None else ""
+        other = f"or use a chunk of {chunk} tokens" if chunk else f"no chunk works with this one{without}"
         findings.append(
             Finding(
                 problem=Problem.OFFLOAD_DISABLED,
@@ -110,6 +116,27 @@ def _unsplit_groups(planner: HybridOffloadPlanner, max_model_len: int) -> Iterat
         )
 
 
+def _gainless_chunk(planner: HybridOffloadPlanner, max_model_len: int) -> Iterator[Finding]:
+    chunk, unit = planner.fixed_chunk_size, planner.boundary_unit
+    if chunk % unit == 0:
+        return
+    nearest = next(
+        (c for c in _nearest_chunks(planner, max_model_len, unit) if _works(planner, c, max_model_len)), None
+    )
+    whole = sorted({planner.gpu_block_sizes[i] for i in planner.unsplittable or ()})
+    because = f"where blocks of {whole} tokens end, which cannot be split" if whole else "where hash blocks end"
+    hint = f"use a chunk of {nearest} tokens" if nearest else f"no chunk works with max_model_len {max_model_len}"
+    yield Finding(
+        problem=Problem.NO_GAIN,
+        needed_tokens=unit + 1,
+        message=(
+            f"a chunk of {chunk} tokens gains nothing: prefixes can be resumed only at multiples of {unit}, "
+            f"{because}; {hint}"
+        ),
+        nearest_chunk_tokens=nearest,
+    )
+
+
 def _unhashable_units(planner: HybridOffloadPlanner) -> Iterator[Finding]:
     for index, (unit, factor) in enumerate(zip(planner.offload_unit_sizes, planner.group_hash_factors, strict=True)):
         if factor is None:
@@ -126,8 +153,10 @@ def _unhashable_units(planner: HybridOffloadPlanner) -> Iterator[Finding]:
 
 def _works(planner: HybridOffloadPlanner, chunk: int, max_model_len: int) -> bool:
     """Whether a hit is possible with this chunk, and no group stays whole that does not now."""
-    if chunk % planner.hash_block_size or chunk > max_model_len:
+    if chunk % planner.boundary_unit or chunk > max_model_len:
         return False
+    if planner.unsplittable is not None:
+        return tokens_for_first_hit(planner.with_chunk(chunk)) <= max_model_len
     blocks = set(planner.gpu_block_sizes)
     largest_unit = max(offload_unit(block, chunk) for block in blocks)
     if -(-largest_unit // chunk) * chunk > max_model_len:
@@ -142,9 +171,9 @@ def _stays_whole(block_tokens: int, chunk_tokens: int) -> bool:
     return block_tokens > chunk_tokens and block_tokens % chunk_tokens != 0
 
 
-def _nearest_chunks(planner: HybridOffloadPlanner, max_model_len: int) -> Iterator[int]:
-    """Whole hash blocks up to `max_model_len`, by their distance from the present chunk, shorter ones first."""
-    chunk, step = planner.fixed_chunk_size, planner.hash_block_size
+def _nearest_chunks(planner: HybridOffloadPlanner, max_model_len: int, step: int) -> Iterator[int]:
+    """Multiples of `step` up to `max_model_len`, by their distance from the present chunk, shorter ones first."""
+    chunk = planner.fixed_chunk_size
     below, above = (chunk - 1) // step * step, (chunk // step + 1) * step
     if below > max_model_len:
         below = max_model_len // step * step

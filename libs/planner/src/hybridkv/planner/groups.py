@@ -28,6 +28,10 @@ class GroupKind(enum.StrEnum):
     """Nothing: it is rebuilt by the engine and never stored."""
 
 
+_DIVISIBLE = (GroupKind.FULL, GroupKind.WINDOW)
+"""Kinds whose block is one token after another. A state exists only as a whole; of an attention chunk nobody asked."""
+
+
 class TokenSpan(NamedTuple):
     """The half-open run of tokens [start, end)."""
 
@@ -50,6 +54,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
         align_tokens: CHUNKED only: attention never reaches back over a multiple of this.
         lookahead_tokens: how many tokens past a chunk its bytes depend on: 0, but for the layers of a drafter
             (EAGLE, MTP), whose last position is computed from the token that follows it.
+        part_tokens: FULL and WINDOW only: tokens in the smallest part of a block that can be moved by itself; it
+            divides the block. None where a block moves only as a whole, as a state always does.
 
     Raises:
         ValueError: there is no such kind, or a size is not a positive whole number or does not belong to the kind.
@@ -60,6 +66,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     window_tokens: int | None = None
     align_tokens: int | None = None
     lookahead_tokens: int = 0
+    part_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.kind) is not GroupKind:
@@ -76,6 +83,20 @@ class GroupSpec(msgspec.Struct, frozen=True):
                 _require_size(field, value)
             elif value is not None:
                 raise ValueError(f"{field} belongs to {kind.name} groups, got {value} for a {self.kind.name} group")
+        if self.part_tokens is not None:
+            _require_size("part_tokens", self.part_tokens)
+            if self.kind not in _DIVISIBLE:
+                raise ValueError(
+                    f"part_tokens belongs to groups whose blocks can be cut (FULL, WINDOW), got {self.part_tokens} for "
+                    f"a {self.kind.name} group"
+                )
+            if self.block_tokens % self.part_tokens:
+                raise ValueError(f"part_tokens must divide the block of {self.block_tokens}, got {self.part_tokens}")
+
+    @property
+    def unit_tokens(self) -> int:
+        """Chunks end where this many tokens end: the block, or the smallest part of it that can be moved."""
+        return self.part_tokens or self.block_tokens
 
 
 class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what is computed once
@@ -83,10 +104,11 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
 
     Args:
         groups: in the engine's order; a group's index is its position here.
-        chunk_tokens: a multiple of every stored group's block, so that a chunk is whole blocks in each of them.
+        chunk_tokens: a multiple of every stored group's unit. Where that is the block, a chunk is whole blocks, so
+            boundaries are multiples of every block that cannot be cut. Where it is a part, a chunk may cut blocks.
         tail_tokens: None, or the grid of partial tails: a request may then also be resumed at a multiple of this that
             lies inside a chunk, if every group stored its part of the tail that ends there. The engine's hash unit is
-            the natural choice. It divides the chunk.
+            the natural choice. It divides the chunk. None where chunks cut blocks.
 
     Raises:
         ValueError: the chunk does not fit the groups, the tails do not fit the chunk, or nothing would be stored.
@@ -103,13 +125,15 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
         unit = chunk_unit(self.groups)
         if self.chunk_tokens % unit:
             raise ValueError(
-                f"chunk_tokens must be a multiple of {unit} tokens, the least common multiple of the groups' blocks "
-                f"{[self.groups[i].block_tokens for i in self.stored_groups]}, got {self.chunk_tokens}"
+                f"chunk_tokens must be a multiple of {unit} tokens, the least common multiple of the groups' units "
+                f"{[self.groups[i].unit_tokens for i in self.stored_groups]}, got {self.chunk_tokens}"
             )
         if self.tail_tokens is not None:
             _require_size("tail_tokens", self.tail_tokens)
             if self.chunk_tokens % self.tail_tokens:
                 raise ValueError(f"tail_tokens must divide the chunk of {self.chunk_tokens}, got {self.tail_tokens}")
+            if self.cut_groups:
+                raise ValueError(f"tail_tokens needs chunks of whole blocks, and groups {self.cut_groups} are cut")
 
     @property
     def boundary_tokens(self) -> int:
@@ -120,6 +144,11 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
     def stored_groups(self) -> tuple[int, ...]:
         """Indices of the groups that are offloaded."""
         return tuple(i for i, group in enumerate(self.groups) if group.kind is not GroupKind.SCRATCH)
+
+    @functools.cached_property
+    def cut_groups(self) -> tuple[int, ...]:
+        """Indices of the stored groups in which chunks end inside a block."""
+        return tuple(i for i in self.stored_groups if self.chunk_tokens % self.groups[i].block_tokens)
 
     @functools.cached_property
     def scarce_first(self) -> tuple[int, ...]:
@@ -139,7 +168,12 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
 
 
 def chunk_unit(groups: Sequence[GroupSpec]) -> int:
-    """The smallest chunk that is whole blocks in every stored group, in tokens."""
+    """The smallest chunk that is whole units in every stored group, in tokens: whole blocks, if none can be cut."""
+    return math.lcm(*(group.unit_tokens for group in groups if group.kind is not GroupKind.SCRATCH))
+
+
+def whole_chunk_unit(groups: Sequence[GroupSpec]) -> int:
+    """The smallest chunk that is whole blocks in every stored group, in tokens, whether they can be cut or not."""
     return math.lcm(*(group.block_tokens for group in groups if group.kind is not GroupKind.SCRATCH))
 
 

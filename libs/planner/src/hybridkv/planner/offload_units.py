@@ -1,21 +1,30 @@
 """Offload units of one fixed size for groups of very different block sizes, without their least common multiple.
 
-`CacheSpec` wants a chunk that is whole blocks of every group. Where blocks of 65,536 tokens stand beside blocks of
-1,056 that is out of reach, so here the chunk is given, and each group follows it as closely as its blocks allow. The
-price: a group's units do not end where chunks end, and a prefix is as long as the group that covers least of it.
+Where blocks of 65,536 tokens stand beside blocks of 1,056, a chunk that is whole blocks of both is out of reach, so
+here the chunk is given, and each group follows it as its blocks allow. Two cases:
+
+- It is known which blocks cannot be split (`unsplittable`). The laws are those of `CacheSpec`, whose chunk may cut all
+  other blocks: a state or an unsplit block is stored as a whole, boundaries are multiples of every one of them, and a
+  chunk that is no such multiple gains nothing, which `diagnose` says.
+- It is not. Then nothing is cut but whole chunks out of larger blocks. A group's units do not end where chunks end,
+  and a prefix is as long as the group that covers least of it.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from hybridkv.planner.groups import GroupKind, GroupSpec
 
 
 @dataclass(frozen=True, slots=True)
 class HybridOffloadPlanner:
     """Plans the units in which groups are offloaded, and which prefixes they make.
 
-    A group whose block is larger than the chunk and divisible by it is split into units of a chunk. One that is larger
-    and not divisible stays whole. A smaller one keeps its block as its unit.
+    The unit of an unsplittable group is its block, that of any other the largest part of a block of which both its
+    blocks and the chunks are made. Where it is not known which are which, a group whose block is larger than the chunk
+    and divisible by it is split into units of a chunk, and every other one keeps its block as its unit.
 
     Chunks are counted from the first one under which every group has a whole unit: a count of 1 stands for chunk
     `first_hashable_chunk_idx` (from 0) with all before it.
@@ -24,14 +33,18 @@ class HybridOffloadPlanner:
         hash_block_size: tokens in a block of the prefix hashes; prefixes are cut to a multiple of it.
         gpu_block_sizes: tokens in a block of each group.
         fixed_chunk_size: tokens in a chunk; at least a hash block.
+        unsplittable: indices of the groups whose blocks can be moved only as a whole; all others' can be cut wherever
+            a hash block ends. None: nobody knows.
 
     Raises:
-        ValueError: a size is not a positive whole number, there is no group, or the chunk is below the hash block.
+        ValueError: a size is not a positive whole number, there is no group, one that is named is not there, or the
+            chunk is below the hash block (where `unsplittable` is given, `diagnose` says so instead).
     """
 
     hash_block_size: int
     gpu_block_sizes: tuple[int, ...]
     fixed_chunk_size: int
+    unsplittable: tuple[int, ...] | None = None
     offload_unit_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Tokens in a unit of each group."""
     requires_partial_group_offload: tuple[bool, ...] = field(init=False, repr=False, compare=False)
@@ -41,12 +54,14 @@ class HybridOffloadPlanner:
     """The first chunk, from 0, under whose end every group has a whole unit; before it a prefix has no identity."""
     group_hash_factors: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     """Hash blocks in a unit of each group, None where a unit is not whole hash blocks."""
+    boundary_unit: int = field(init=False, repr=False, compare=False)
+    """Prefixes are multiples of this: of the hash block, and of every block that cannot be split."""
     _distinct_units: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _require_size("hash_block_size", self.hash_block_size)
         _require_size("fixed_chunk_size", self.fixed_chunk_size)
-        if self.fixed_chunk_size < self.hash_block_size:
+        if self.fixed_chunk_size < self.hash_block_size and self.unsplittable is None:
             raise ValueError(
                 f"fixed_chunk_size must be greater than or equal to hash_block_size ({self.hash_block_size}), "
                 f"got {self.fixed_chunk_size}"
@@ -57,19 +72,55 @@ class HybridOffloadPlanner:
         for index, block in enumerate(blocks):
             _require_size(f"gpu_block_sizes[{index}]", block)
         chunk, hash_block = self.fixed_chunk_size, self.hash_block_size
-        units = tuple(offload_unit(block, chunk) for block in blocks)
+        whole = self._whole_groups(len(blocks))
+        if whole is None:
+            units, boundary_unit = tuple(offload_unit(block, chunk) for block in blocks), hash_block
+        else:
+            units = tuple(block if i in whole else math.gcd(block, chunk) for i, block in enumerate(blocks))
+            boundary_unit = math.lcm(hash_block, *(blocks[i] for i in whole))
         partial = tuple(unit < block for unit, block in zip(units, blocks, strict=True))
+        first_whole = max(units) if whole is None else max(*units, boundary_unit)
         derived = {
             "gpu_block_sizes": blocks,
+            "unsplittable": whole,
+            "boundary_unit": boundary_unit,
             "offload_unit_sizes": units,
             "requires_partial_group_offload": partial,
             "requires_partial_group_offload_any": any(partial),
-            "first_hashable_chunk_idx": -(-max(units) // chunk) - 1,
+            "first_hashable_chunk_idx": -(-first_whole // chunk) - 1,
             "group_hash_factors": tuple(None if unit % hash_block else unit // hash_block for unit in units),
             "_distinct_units": tuple(sorted(set(units))),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)  # the way to fill a frozen dataclass
+
+    def _whole_groups(self, num_groups: int) -> tuple[int, ...] | None:
+        if self.unsplittable is None:
+            return None
+        whole = tuple(sorted(set(self.unsplittable)))
+        if whole and not 0 <= whole[0] <= whole[-1] < num_groups:
+            raise ValueError(f"unsplittable must name some of {num_groups} groups, from 0, got {self.unsplittable}")
+        return whole
+
+    @classmethod
+    def of_groups(
+        cls, groups: Sequence[GroupSpec], hash_block_size: int, fixed_chunk_size: int
+    ) -> "HybridOffloadPlanner":
+        """The planner of a cache: its units are those in which a `CacheSpec` of these groups and this chunk stores.
+
+        SCRATCH groups, of which nothing is stored, are left out and not counted.
+
+        Raises:
+            ValueError: as the planner does.
+        """
+        stored = [group for group in groups if group.kind is not GroupKind.SCRATCH]
+        parts = [group.part_tokens for group in stored if group.part_tokens is not None]
+        return cls(
+            math.lcm(hash_block_size, *parts),
+            tuple(group.block_tokens for group in stored),
+            fixed_chunk_size,
+            tuple(i for i, group in enumerate(stored) if group.part_tokens is None),
+        )
 
     def group_covered_tokens_for_chunk_count(self, chunk_count: int) -> tuple[int, ...]:
         """For each group, the tokens in its whole units under the end of `chunk_count` chunks.
@@ -90,7 +141,7 @@ class HybridOffloadPlanner:
         return (chunk_count + self.first_hashable_chunk_idx) * self.fixed_chunk_size if chunk_count else 0
 
     def chunk_prefix_tokens(self, chunk_count: int) -> int:
-        """The prefix that every group covers under `chunk_count` chunks, in whole hash blocks.
+        """The prefix that every group covers under `chunk_count` chunks, in whole hash blocks and unsplit ones.
 
         It never falls as the count grows, and may stay where it is: a unit larger than the chunk ends under few.
 
@@ -108,8 +159,8 @@ class HybridOffloadPlanner:
             ValueError: `tokens` is negative.
         """
         _require_tokens("tokens", tokens)
-        # No prefix falls short of its chunks' end by a whole unit and a whole hash block.
-        beyond = tokens + self._distinct_units[-1] + self.hash_block_size
+        # No prefix falls short of its chunks' end by a whole unit and by what is cut to one boundary.
+        beyond = tokens + self._distinct_units[-1] + self.boundary_unit
         low, high = 0, max(1, beyond // self.fixed_chunk_size + 1 - self.first_hashable_chunk_idx)
         while high - low > 1:
             middle = (low + high) // 2
@@ -120,7 +171,7 @@ class HybridOffloadPlanner:
         return low
 
     def storable_prefix_tokens(self, tokens: int) -> int:
-        """The prefix that every group can store of a request with `tokens` computed, in whole hash blocks.
+        """The prefix that every group can store of a request with `tokens` computed, up to a boundary.
 
         Raises:
             ValueError: `tokens` is negative.
@@ -129,7 +180,7 @@ class HybridOffloadPlanner:
         return self._common_prefix(tokens)
 
     def loadable_prefix_tokens(self, per_group: Sequence[int]) -> int:
-        """The prefix that can be loaded when each group is covered for so many tokens, in whole hash blocks.
+        """The prefix that can be loaded when each group is covered for so many tokens, up to a boundary.
 
         Raises:
             ValueError: `per_group` is not one number of tokens for each group, or one is negative.
@@ -140,7 +191,7 @@ class HybridOffloadPlanner:
             )
         for index, tokens in enumerate(per_group):
             _require_tokens(f"per_group[{index}]", tokens)
-        return min(per_group) // self.hash_block_size * self.hash_block_size
+        return min(per_group) // self.boundary_unit * self.boundary_unit
 
     def with_chunk(self, fixed_chunk_size: int) -> "HybridOffloadPlanner":
         """The same groups under another chunk."""
@@ -148,11 +199,11 @@ class HybridOffloadPlanner:
 
     def _common_prefix(self, tokens: int) -> int:
         common = min(tokens // unit * unit for unit in self._distinct_units)
-        return common // self.hash_block_size * self.hash_block_size
+        return common // self.boundary_unit * self.boundary_unit
 
 
 def offload_unit(block_tokens: int, chunk_tokens: int) -> int:
-    """Tokens in the unit in which a group with blocks of `block_tokens` follows a chunk."""
+    """Tokens in the unit in which a group with blocks of `block_tokens` follows a chunk, where nobody knows more."""
     return chunk_tokens if block_tokens > chunk_tokens and block_tokens % chunk_tokens == 0 else block_tokens
 
 

@@ -1,55 +1,11 @@
-"""Which blocks of which groups move: frozen values that can be printed, compared and replayed."""
+"""Which blocks of which groups move, to load a prefix and to store what became complete."""
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from hybridkv.planner.coverage import chunk_blocks, load_start, needed_ends
 from hybridkv.planner.groups import CacheSpec, GroupKind
-
-
-class PlanError(ValueError):
-    """What was given does not fit the cache, or the engine's blocks what the plan needs; nothing may be moved."""
-
-
-class Transfer(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one group that hold (a part of) one chunk, or of the tail of one.
-
-    Args:
-        group_index: the group.
-        end_token: the chunk's end, or the tail's.
-        first_block: where `block_ids` begin within the chunk's stored blocks (`chunk_blocks`).
-        block_ids: engine blocks, in token order.
-    """
-
-    group_index: int
-    end_token: int
-    first_block: int
-    block_ids: tuple[int, ...]
-
-
-class State(msgspec.Struct, frozen=True, array_like=True):
-    """A recurrent state that the engine hands over: the block that holds it, and the tokens that it stands for."""
-
-    group_index: int
-    block_id: int
-    num_tokens: int
-
-
-class StorePlan(msgspec.Struct, frozen=True):
-    """What becomes storable.
-
-    Args:
-        transfers: what to store.
-        unaligned_states: states that lie on no boundary and are left out.
-        early_states: states whose content is not final yet, left out too.
-        incomplete_tails: tails that are left out because some group cannot give its part: no hit could use them.
-    """
-
-    transfers: tuple[Transfer, ...]
-    unaligned_states: int = 0
-    incomplete_tails: int = 0
-    early_states: int = 0
+from hybridkv.planner.tails import plan_tail
+from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, table_of
 
 
 def plan_load(
@@ -73,22 +29,26 @@ def plan_load(
     if computed_tokens < 0:
         raise PlanError(f"computed_tokens must not be negative, got {computed_tokens}")
     transfers: list[Transfer] = []
+    cut = spec.cut_groups
     for group_index in spec.stored_groups:
-        group, table = spec.groups[group_index], _table(spec, block_ids, group_index)
+        group, table = spec.groups[group_index], table_of(spec, block_ids, group_index)
         first_needed = load_start(group, num_tokens, computed_tokens) // group.block_tokens
         ends = needed_ends(spec, group_index, num_tokens, computed_tokens)
         if ends:
-            # What is stored of successive chunks is contiguous from the first needed block on.
+            # What is stored of successive chunks is contiguous from the first needed token on.
             stop = -(-num_tokens // group.block_tokens)
             ids = tuple(table[first_needed:stop])
             if len(ids) != stop - first_needed or null_block in ids:
                 raise _missing_block(spec, group_index, num_tokens, computed_tokens, table, null_block)
-            first = chunk_blocks(spec, group_index, ends[0])
-            size = first.stop - first_needed
-            transfers.append(Transfer(group_index, ends[0], first_needed - first.start, ids[:size]))
-            step = spec.chunk_tokens // group.block_tokens
-            rest = zip(ends[1:], range(size, len(ids), step), strict=True)
-            transfers += [Transfer(group_index, end_token, 0, ids[i : i + step]) for end_token, i in rest]
+            if group_index in cut:
+                transfers += _cut_transfers(spec, group_index, ends, first_needed, ids)
+            else:
+                first = chunk_blocks(spec, group_index, ends[0])
+                size = first.stop - first_needed
+                transfers.append(Transfer(group_index, ends[0], first_needed - first.start, ids[:size]))
+                step = spec.chunk_tokens // group.block_tokens
+                rest = zip(ends[1:], range(size, len(ids), step), strict=True)
+                transfers += [Transfer(group_index, end_token, 0, ids[i : i + step]) for end_token, i in rest]
         unwritten = table[computed_tokens // group.block_tokens : first_needed]
         if unwritten.count(null_block) != len(unwritten):
             raise PlanError(
@@ -98,10 +58,17 @@ def plan_load(
     return tuple(transfers)
 
 
-def _table(spec: CacheSpec, block_ids: Sequence[Sequence[int]], group_index: int) -> Sequence[int]:
-    if group_index >= len(block_ids):
-        raise PlanError(f"block_ids must have a table for each of {len(spec.groups)} groups, got {len(block_ids)}")
-    return block_ids[group_index]
+def _cut_transfers(
+    spec: CacheSpec, group_index: int, ends: Sequence[int], first_needed: int, ids: tuple[int, ...]
+) -> list[Transfer]:
+    """Where chunks end inside blocks: the block that two of them share is in both transfers, each with its part."""
+    transfers = []
+    for end_token in ends:
+        stored = chunk_blocks(spec, group_index, end_token)
+        first = max(stored.start, first_needed)
+        own = ids[first - first_needed : stored.stop - first_needed]
+        transfers.append(Transfer(group_index, end_token, first - stored.start, own))
+    return transfers
 
 
 def _missing_block(
@@ -161,7 +128,7 @@ def plan_store(
             continue
         last = num_tokens - group.lookahead_tokens
         ends = range(first_token + spec.chunk_tokens, last + 1, spec.chunk_tokens)
-        table = _table(spec, block_ids, group_index) if ends else ()
+        table = table_of(spec, block_ids, group_index) if ends else ()
         for end_token in ends:
             stored = chunk_blocks(spec, group_index, end_token)
             ids = tuple(table[stored.start : stored.stop])
@@ -197,54 +164,3 @@ def _require_state(spec: CacheSpec, index: int, state: State) -> None:
         )
     if state.num_tokens <= 0:
         raise PlanError(f"states[{index}].num_tokens must be positive, got {state.num_tokens}")
-
-
-def plan_tail(
-    spec: CacheSpec,
-    end_token: int,
-    num_tokens: int,
-    block_ids: Sequence[Sequence[int]],
-    states: Sequence[State],
-    wanted: Callable[[int, int], bool],
-    null_block: int = 0,
-) -> StorePlan:
-    """The tail that ends at `end_token`, inside a chunk: every group's part, or nothing where one group has none.
-
-    `plan_store` does this for every state that it is given inside a chunk. For a cache without RECURRENT groups the
-    caller says where a tail is worth its bytes: at the end of a prompt, say.
-
-    Args:
-        spec: a cache with `tail_tokens`.
-        end_token: a multiple of `spec.tail_tokens`, not of the chunk.
-        num_tokens: tokens whose content is final.
-        block_ids: for every group of `spec`, the request's block table.
-        states: of every RECURRENT group the state at `end_token`.
-        wanted: `wanted(group_index, end_token)`: False for parts that are stored already.
-        null_block: the id that stands for "no block" in a table.
-
-    Raises:
-        ValueError: `end_token` is no tail of this cache.
-        PlanError: a group that has a part of it has no table.
-    """
-    if spec.tail_tokens is None or end_token <= 0 or end_token % spec.tail_tokens or end_token % spec.chunk_tokens == 0:
-        raise ValueError(
-            f"end_token must be a multiple of tail_tokens ({spec.tail_tokens}) inside a chunk of {spec.chunk_tokens}, "
-            f"got {end_token}"
-        )
-    handed_over = {state.group_index: state.block_id for state in states if state.num_tokens == end_token}
-    transfers: list[Transfer] = []
-    for group_index in spec.stored_groups:
-        group = spec.groups[group_index]
-        stored = chunk_blocks(spec, group_index, end_token)
-        ids: tuple[int, ...] = ()
-        if end_token + group.lookahead_tokens > num_tokens:
-            pass  # not final yet
-        elif group.kind is GroupKind.RECURRENT:
-            ids = (handed_over.get(group_index, null_block),)
-        elif stored:
-            ids = tuple(_table(spec, block_ids, group_index)[stored.start : stored.stop])
-        if len(ids) != len(stored) or null_block in ids:
-            return StorePlan((), incomplete_tails=1)
-        if stored:
-            transfers.append(Transfer(group_index, end_token, 0, ids))
-    return StorePlan(tuple(t for t in transfers if wanted(t.group_index, t.end_token)))

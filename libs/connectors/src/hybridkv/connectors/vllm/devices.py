@@ -16,6 +16,8 @@ from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.transfer import CopyEngine, CpuCopyEngine, InlineCopyEngine
 
 DEVICE_TYPES = ("cpu", "cuda")
+ZERO_BYTES = 64 * 1024
+"""Of memory that is zero, on each worker's device."""
 _HINT = "run vLLM on a CPU or on NVIDIA GPUs"
 
 
@@ -73,6 +75,16 @@ def arena_memory(device_type: str, num_bytes: int) -> npt.NDArray[np.uint8] | No
     except CudaError as error:
         hint = "lower the capacity of the ram tier, or raise the limit on locked memory"
         raise ConfigurationError("capacity", "memory that can be pinned", str(error), hint) from error
+
+
+def zero_memory(device: Any) -> Any:
+    """A tensor of `ZERO_BYTES` bytes that are zero by now, beside the KV caches on their device."""
+    import torch
+
+    memory = torch.zeros(ZERO_BYTES, dtype=torch.uint8, device=device)
+    if memory.is_cuda:
+        torch.cuda.synchronize(device)
+    return memory
 
 
 def require_same_device(kv_caches: Mapping[str, Any], device_type: str) -> None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.config import ROOT
+import msgspec
+
+from hybridkv.canonical import LayerLayout, TokenRange, aligned_page_bytes
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm import compat, cuts
+from hybridkv.connectors.vllm.chunk_choice import choose_chunk
 from hybridkv.connectors.vllm.identity import spec_facts
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, chunk_blocks, chunk_unit
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_blocks, chunk_span
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
-
-AUTO_CHUNK_TOKENS = 128
-"""An automatic chunk is the smallest one that fits all groups and has this many tokens, unless a state limits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,41 @@ class CacheLayout:
         )
 
     def block_bytes(self, group_index: int) -> int:
-        """Bytes to set aside for one block on one rank; on a worker exactly those that it has without padding."""
-        return sum(layer.page_bytes for layer in self.layers[group_index])
+        """Bytes to set aside for one block on one rank, with the zeros that align its pages in a chunk.
+
+        On a worker no fewer than it stores: the engine's padding is not stored, and layers may share a page.
+        """
+        return sum(aligned_page_bytes(layer.page_bytes) for layer in self.layers[group_index])
+
+    def span_bytes(self, group_index: int, span: TokenSpan) -> int:
+        """Bytes that some tokens of a group take in a chunk on one rank, where chunks may cut its blocks."""
+        size = self.spec.groups[group_index].block_tokens
+        first, last = -(-span.start // size), span.end // size
+        if first > last:
+            return self._part_bytes(group_index, span.num_tokens)
+        whole = (last - first) * self.block_bytes(group_index)
+        parts = (first * size - span.start, span.end - last * size)
+        return whole + sum(self._part_bytes(group_index, num_tokens) for num_tokens in parts if num_tokens)
+
+    def _part_bytes(self, group_index: int, num_tokens: int) -> int:
+        tokens = TokenRange(0, num_tokens, self.spec.groups[group_index].block_tokens)
+        return sum(aligned_page_bytes(tokens.share_of(layer.page_bytes)) for layer in self.layers[group_index])
 
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
         """Bytes of a group's part of a chunk on one rank; 0 where nothing of it is ever needed."""
+        if group_index in self.spec.cut_groups:
+            return self.span_bytes(group_index, chunk_span(self.spec, group_index, end_token))
         return len(chunk_blocks(self.spec, group_index, end_token)) * self.block_bytes(group_index)
 
     def largest_chunk_bytes(self, group_index: int) -> int:
         """The most bytes that a group's part of any chunk takes on one rank."""
         chunk, group = self.spec.chunk_tokens, self.spec.groups[group_index]
+        if group_index in self.spec.cut_groups:
+            # Behind the first window, chunks repeat where they begin in a block.
+            num_chunks = -(-(group.window_tokens or 0) // chunk) + group.block_tokens // math.gcd(
+                group.block_tokens, chunk
+            )
+            return max(self.chunk_bytes(group_index, chunk * (i + 1)) for i in range(num_chunks))
         if group.kind is GroupKind.CHUNKED:
             # How much of a chunk is needed depends on where it lies; all of it is the bound.
             return chunk // group.block_tokens * self.block_bytes(group_index)
@@ -92,6 +117,7 @@ def resolve_layout(
     stored = compat.cacheable_group_ids(kv_cache_config)
     placements = {name: tensor for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     in_pieces = compat.heads_before_layers(kv_cache_config)
+    hash_tokens = compat.hash_block_tokens(vllm_config, kv_cache_config)
     specs: list[GroupSpec] = []
     layers: list[tuple[LayerLayout, ...]] = []
     fingerprints: list[GroupFingerprint] = []
@@ -101,11 +127,15 @@ def resolve_layout(
             specs.append(GroupSpec(kind=GroupKind.SCRATCH, block_tokens=group.kv_cache_spec.block_size))
             layers.append(())
             continue
-        spec = _group_spec(path, group, compat.hash_block_tokens(vllm_config, kv_cache_config))
+        spec = _group_spec(path, group, hash_tokens)
         prints = tuple(
             _layer_fingerprint(name, _layer_spec(group, name), None if in_pieces else placements.get(name))
             for name in group.layer_names
         )
+        if spec.kind in (GroupKind.FULL, GroupKind.WINDOW) and not in_pieces:
+            sizes = {layer.name: layer.page_bytes for layer in prints}
+            part = cuts.part_tokens(vllm_config, group, sizes, hash_tokens)
+            spec = msgspec.structs.replace(spec, part_tokens=part)
         specs.append(spec)
         layers.append(tuple(LayerLayout(layer.name, layer.page_bytes, interleaved=in_pieces) for layer in prints))
         fingerprints.append(
@@ -120,12 +150,13 @@ def resolve_layout(
         )
     if not fingerprints:
         raise no_stored_group()
-    cache = CacheSpec(tuple(specs), _chunk(specs, chunk_tokens, vllm_config.model_config.max_model_len))
+    max_model_len = vllm_config.model_config.max_model_len
+    cache = CacheSpec(tuple(specs), choose_chunk(specs, chunk_tokens, max_model_len, hash_tokens))
     return CacheLayout(
         spec=cache,
         layers=tuple(layers),
         groups=tuple(fingerprints),
-        hash_block_tokens=compat.hash_block_tokens(vllm_config, kv_cache_config),
+        hash_block_tokens=hash_tokens,
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
         world_size=vllm_config.parallel_config.world_size,
     )
@@ -144,33 +175,6 @@ def _require_plain_parallelism(vllm_config: VllmConfig) -> None:
         size = getattr(parallel, field, 1)
         if size != 1:
             raise ConfigurationError(field, "1", size, "use tensor parallelism; this version stores no other layout")
-
-
-def _chunk(specs: Sequence[GroupSpec], wanted: int | Literal["auto"], max_model_len: int) -> int:
-    unit = chunk_unit(specs)
-    path = f"{ROOT}.chunk_tokens"
-    if wanted == "auto":
-        recurrent = any(spec.kind is GroupKind.RECURRENT for spec in specs)
-        chunk = unit if recurrent else -(-AUTO_CHUNK_TOKENS // unit) * unit
-    else:
-        chunk = wanted
-        if chunk % unit:
-            nearest = max(unit, round(chunk / unit) * unit)
-            blocks = sorted({spec.block_tokens for spec in specs if spec.kind is not GroupKind.SCRATCH})
-            raise ConfigurationError(
-                path,
-                f"a multiple of {unit} tokens, so that a chunk is whole blocks of every group (blocks of {blocks})",
-                chunk,
-                f'use {nearest}, or "auto"',
-            )
-    if chunk >= max_model_len:
-        raise ConfigurationError(
-            path,
-            f"less than max_model_len, so that some prompt can hit (the groups need multiples of {unit})",
-            f"{chunk} with max_model_len {max_model_len}",
-            f"raise --max-model-len above {chunk}, or lower --block-size",
-        )
-    return chunk
 
 
 def _group_spec(path: str, group: KVCacheGroupSpec, hash_tokens: int) -> GroupSpec:

@@ -17,6 +17,7 @@ from hybridkv.connectors.vllm.explain import Admission, explain, log
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import TierLookup
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move
+from hybridkv.connectors.vllm.moves import move_bytes, move_of
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import DISK, RAM, Recorder
 from hybridkv.planner import (
@@ -26,7 +27,6 @@ from hybridkv.planner import (
     Pending,
     PlanError,
     Transfer,
-    chunk_blocks,
     longest_hit,
     measure_loss,
     needed_ends,
@@ -321,10 +321,9 @@ class LoadPlanner:
                 raise PlanError(
                     f"the chunk of group {transfer.group_index} that ends at {transfer.end_token} is not stored"
                 )
-            stored = len(chunk_blocks(self._layout.spec, transfer.group_index, transfer.end_token))
             job.keys.append(key)
-            job.num_bytes += len(transfer.block_ids) * self._layout.block_bytes(transfer.group_index)
-            moves.append(Move(transfer.group_index, key, slot, transfer.first_block, stored, transfer.block_ids))
+            moves.append(move_of(self._layout.spec, transfer, key, slot))
+            job.num_bytes += move_bytes(self._layout, moves[-1])
         return tuple(moves)
 
     def is_loading(self, request_id: str) -> bool:

@@ -25,6 +25,8 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
         first_block: where `block_ids` begin within the chunk's stored blocks.
         stored_blocks: how many blocks the chunk holds.
         block_ids: the engine's blocks, in token order.
+        lead_tokens: of the first stored block, those at its beginning that the chunk does not have.
+        trail_tokens: of the last stored block, those at its end that the chunk does not have.
     """
 
     group_index: int
@@ -33,6 +35,8 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
     first_block: int
     stored_blocks: int
     block_ids: tuple[int, ...]
+    lead_tokens: int = 0
+    trail_tokens: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.config import decode_config
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import compat, devices, tiers
+from hybridkv.connectors.vllm import compat, cuts, devices, tiers
 from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.flushing import flush_and_close
@@ -123,6 +123,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         # Once more: whatever was switched off in this process since the connector was built.
         self._require_resumable()
+        cuts.require_divisible(self._vllm_config, self._layout)
         worker = self._of_worker()
         worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
         if worker.has_slow_tier:
@@ -194,6 +195,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
         # A load always ends in get_transfer_results, also one that is copied at once: only there can it fail safely.
         return num_tokens, bool(num_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        # Where a chunk ends inside a block a load fills it in part only, so the engine must zero the rest.
+        spec = self._layout.spec
+        return tuple(index for index in spec.stored_groups if index not in spec.cut_groups)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._of_scheduler().on_allocated(request, blocks, num_external_tokens)

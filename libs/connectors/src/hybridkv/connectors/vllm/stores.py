@@ -17,19 +17,11 @@ from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
+from hybridkv.connectors.vllm.moves import move_of
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stored_path import StoredChunk, StoredPath
-from hybridkv.planner import (
-    GroupKind,
-    LookupResult,
-    State,
-    Transfer,
-    chunk_blocks,
-    needed_before,
-    path_order,
-    plan_store,
-)
+from hybridkv.planner import GroupKind, LookupResult, State, Transfer, needed_before, path_order, plan_store
 from hybridkv.planner.paths import Part
 from hybridkv.tiers import Refusal
 from hybridkv.tiers.stack import PathPlace, TierStack
@@ -141,8 +133,7 @@ class StorePlanner:
             if isinstance(slot, Refusal):
                 self._recorder.store(kind, _OUTCOMES.get(slot, "dropped_no_room"))
                 continue
-            stored = len(chunk_blocks(self._layout.spec, *part))
-            moves.append(Move(part[0], keys[part], slot, transfer.first_block, stored, transfer.block_ids))
+            moves.append(move_of(self._layout.spec, transfer, keys[part], slot))
             parts.append(part)
             job.num_bytes += num_bytes
             job.blocks += self._pin_blocks(transfer.block_ids)

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from hybridkv.canonical import GroupPages
-from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches
+from hybridkv.canonical import PAGE_ALIGN_BYTES, GroupPages, TokenRange
+from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches, token_pages
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import devices, page_order
+from hybridkv.connectors.vllm import cuts, devices, page_order
+from hybridkv.connectors.vllm.cut_lowering import GroupBlocks, cut_load_runs, cut_store_runs
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lowering import runs_of
+from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers import Failure, FailureReason, is_shortage
@@ -90,6 +93,9 @@ class OffloadWorker:
         self._make_mover: Callable[[bytes], TierMover] | None = None
         self._recorder = recorder
         self._pages: dict[int, GroupPages] = {}
+        self._cut: dict[int, GroupBlocks] = {}
+        """Groups whose blocks chunks cut."""
+        self._zero_memory: Any = None
         self._jobs: dict[JobId, _Job] = {}
         self._job_ids = itertools.count(1)
         self._outcome = StepOutcome()
@@ -133,7 +139,12 @@ class OffloadWorker:
             raise ConfigurationError(
                 "kv_caches", "tensors as the engine describes them", str(error), "report the model and vLLM's version"
             ) from error
+        for group_index in self._layout.spec.cut_groups:
+            part = partial(token_pages, kv_caches, layers[group_index], num_blocks)
+            self._cut[group_index] = self._blocks(group_index, part)
+        self._zero_memory = devices.zero_memory(caches.tensors[0].tensor.device)
         for engine in self._engines:
+            engine.register(self._zero_memory.data_ptr(), self._zero_memory.nbytes, "zeros")
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
             seen = set()
             for cache in caches.tensors:
@@ -141,6 +152,19 @@ class OffloadWorker:
                 if storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     engine.register(storage.data_ptr(), storage.nbytes(), "kv cache")
+
+    def _blocks(self, group_index: int, part: Callable[[TokenRange], GroupPages]) -> GroupBlocks:
+        """Of a group that chunks cut, once it is certain that they can."""
+        spec = self._layout.spec
+        block_tokens = spec.groups[group_index].block_tokens
+        blocks = GroupBlocks(self._pages[group_index], block_tokens, part)
+        try:
+            unit = math.gcd(block_tokens, spec.chunk_tokens)
+            for start in range(0, block_tokens, unit):
+                blocks.of(start, start + unit)
+        except LayoutError as error:
+            raise cuts.not_divisible(self._layout, group_index, str(error)) from error
+        return blocks
 
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads, and its moves between the tiers."""
@@ -186,7 +210,8 @@ class OffloadWorker:
             if refused is None:
                 parts = [self._runs(move, isinstance(work, Load)).coalesce() for move in work.moves]
                 if isinstance(work, Store):
-                    job.records = _records_of(work.moves, parts)
+                    # Each writes the whole of its slot, which is what is sealed.
+                    job.records = RecordDigests(np.cumsum([len(part) for part in parts], dtype=np.int64))
                 runs = CopyRuns.concatenate(parts)
                 # What joins runs of two chunks would join two records.
                 runs = runs if job.records is not None else runs.coalesce()
@@ -200,7 +225,15 @@ class OffloadWorker:
             self._end(job_id, refused)
 
     def _runs(self, move: Move, to_engine: bool) -> CopyRuns:
-        return runs_of(move, self._pages[move.group_index], self._arena.addresses(move.slot), to_engine)
+        extents, cut = self._arena.addresses(move.slot), self._cut.get(move.group_index)
+        if cut is not None:
+            return cut_load_runs(move, cut, extents) if to_engine else cut_store_runs(move, cut, extents, self._zeros())
+        pages = self._pages[move.group_index]
+        return load_runs(move, pages, extents) if to_engine else store_runs(move, pages, extents, self._zeros())
+
+    def _zeros(self) -> Zeros:
+        # Its ends are not used: beside other memory a run might be joined to one there, and lie in two registrations.
+        return Zeros(self._zero_memory.data_ptr() + PAGE_ALIGN_BYTES, self._zero_memory.nbytes - 2 * PAGE_ALIGN_BYTES)
 
     def _check(self, load: Load, job: _Job, since_s: float) -> str | None:
         if self._paths.clock() - since_s >= self._paths.load_timeout_s:
@@ -262,10 +295,3 @@ class OffloadWorker:
             message = "chunks are still on their way to the slow tier after %.0f s; the next start finds what is whole"
             logger.warning(message, drain_s)
         self._arena.close()
-
-
-def _records_of(moves: Sequence[Move], parts: Sequence[CopyRuns]) -> RecordDigests | None:
-    """The runs of each move as a record. None unless each writes the whole of its slot, which is what is sealed."""
-    if any(part.total_bytes != move.slot.num_bytes for move, part in zip(moves, parts, strict=True)):
-        return None
-    return RecordDigests(np.cumsum([len(part) for part in parts], dtype=np.int64))

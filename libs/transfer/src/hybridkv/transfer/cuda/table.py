@@ -29,8 +29,8 @@ class FragmentTable:
 def fragment_table(runs: CopyRuns, tile_bytes: int) -> FragmentTable:
     """The same copies as a table.
 
-    Runs of one size whose sources and destinations each go on in equal steps become one row: the layers of a block, or
-    the blocks of a layer that lie in a row.
+    Runs of one size whose sources and destinations each go on in equal steps become one row: the layers of a block,
+    which lie equally apart in the engine's memory and follow each other in a chunk.
 
     Raises:
         ValueError: the runs hold more tiles than the kernel can count.

@@ -4,7 +4,7 @@ import base64
 
 import msgspec
 
-from hybridkv.canonical.chunk_format import (
+from hybridkv.canonical.chunk.format import (
     CHECKSUM_BYTES,
     DIGEST_BYTES,
     MAX_KEY_BYTES,

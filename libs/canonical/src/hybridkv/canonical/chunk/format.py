@@ -1,7 +1,8 @@
 """The bytes of a stored chunk: what it is, of which cache, and whether it is whole. FORMAT.md has every field.
 
 Encoding copies nothing: the header is made apart from the sections. Decoding gives views of what it is given. What
-cannot be read back is an error that says why; a caller takes each of them for a miss.
+cannot be read back is an error that says why; a caller takes each of them for a miss. The zeros behind pages are part
+of the sections: whoever lays pages out writes them (`GroupPages.padding`), and nobody here knows where they are.
 """
 
 import struct
@@ -10,9 +11,11 @@ from collections.abc import Sequence
 import msgspec
 from xxhash import xxh3_128
 
-MAGIC = b"\x89HKVC\r\n\n"
-"""Not text, and changed by whatever changes line ends."""
-VERSION = 2
+from hybridkv.canonical.pages import PAGE_ALIGN_BYTES
+
+MAGIC = b"\x89HKVP\r\n\n"
+"""Not text, and changed by whatever changes line ends. Versions 1 and 2 had the one of the disk tier's epochs."""
+VERSION = 3
 DIGEST_BYTES = 32
 CHECKSUM_BYTES = 16
 MAX_KEY_BYTES = 256
@@ -84,7 +87,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Args:
         identity: what the chunk is.
-        section_bytes: length of each section; a section is one region's pages of all the chunk's blocks.
+        section_bytes: length of each section, a multiple of `PAGE_ALIGN_BYTES`; a section is one block of the group.
         payload_offset: where the first section begins; the others follow without gaps.
         payload_checksum: XXH3-128 of the sections, 16 bytes.
     """
@@ -112,15 +115,17 @@ def header_for(identity: ChunkIdentity, sections: Sequence[Buffer], align_bytes:
 
     Args:
         identity: what the chunk is.
-        sections: its content; read once, for the checksum.
-        align_bytes: the payload begins at a multiple of it, for instance 4096 for direct I/O.
+        sections: its content, block after block, each page aligned within; read once, for the checksum.
+        align_bytes: the payload begins at a multiple of it, for instance 4096 for direct I/O. A multiple of
+            `PAGE_ALIGN_BYTES` itself.
 
     Raises:
-        ValueError: a field of the identity, the alignment or the number of sections is out of its range, or a section
-            is not contiguous.
+        ValueError: a field of the identity, the alignment, the number of sections or the length of one is out of its
+            range, or a section is not contiguous.
     """
-    if not 0 < align_bytes <= MAX_ALIGN_BYTES:
-        raise ValueError(f"align_bytes must be from 1 to {MAX_ALIGN_BYTES}, got {align_bytes}")
+    if not 0 < align_bytes <= MAX_ALIGN_BYTES or align_bytes % PAGE_ALIGN_BYTES:
+        limits = f"a multiple of {PAGE_ALIGN_BYTES} up to {MAX_ALIGN_BYTES}"
+        raise ValueError(f"align_bytes must be {limits}, got {align_bytes}")
     checksum = xxh3_128()
     views = [_bytes_of(f"sections[{i}]", section) for i, section in enumerate(sections)]
     for view in views:
@@ -285,5 +290,10 @@ def _check_header(header: ChunkHeader) -> None:
         raise ValueError(f"a chunk has at most {MAX_SECTIONS} sections, got {len(header.section_bytes)}")
     if not 0 <= header.payload_offset - _header_bytes(len(identity.key), len(header.section_bytes)) < MAX_ALIGN_BYTES:
         raise ValueError(f"payload_offset {header.payload_offset} is within the header or far behind it")
+    if header.payload_offset % PAGE_ALIGN_BYTES:
+        raise ValueError(f"payload_offset {header.payload_offset} is no multiple of {PAGE_ALIGN_BYTES}")
+    for number, num_bytes in enumerate(header.section_bytes):
+        if num_bytes % PAGE_ALIGN_BYTES:
+            raise ValueError(f"sections[{number}] has {num_bytes} bytes, which is no multiple of {PAGE_ALIGN_BYTES}")
     if header.total_bytes >= _TOKENS_LIMIT or min(header.section_bytes, default=0) < 0:
         raise ValueError(f"sections of {header.section_bytes} bytes fit no file")

@@ -1,0 +1,97 @@
+"""From moves to runs of bytes where chunks end inside blocks.
+
+A chunk that cuts blocks is up to three pieces, one behind the other: what it has of its first block, its whole blocks,
+and what it has of its last one. Each piece is laid out as a chunk of its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from hybridkv.canonical import GroupPages, TokenRange
+from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
+from hybridkv.connectors.vllm.messages import Move
+from hybridkv.transfer import CopyRuns, Extent
+
+
+class GroupBlocks:
+    """A group's blocks, whole or in part.
+
+    Args:
+        pages: of whole blocks.
+        block_tokens: tokens in one.
+        part: pages of some tokens of every block; each range is asked for once.
+    """
+
+    def __init__(self, pages: GroupPages, block_tokens: int, part: Callable[[TokenRange], GroupPages]) -> None:
+        self.pages = pages
+        self.block_tokens = block_tokens
+        self._part = part
+        self._parts: dict[TokenRange, GroupPages] = {}
+
+    def of(self, start: int, end: int) -> GroupPages:
+        """The pages of tokens [start, end) of every block."""
+        tokens = TokenRange(start, end, self.block_tokens)
+        if tokens not in self._parts:
+            self._parts[tokens] = self.pages if end - start == self.block_tokens else self._part(tokens)
+        return self._parts[tokens]
+
+    def pieces(self, move: Move) -> Iterator[tuple[GroupPages, int, int]]:
+        """The pieces of the move's chunk: their pages, the first stored block of each, and how many it has."""
+        size, blocks, lead = self.block_tokens, move.stored_blocks, move.lead_tokens
+        end = size - move.trail_tokens
+        if blocks == 1:
+            yield self.of(lead, end), 0, 1
+            return
+        first, last = int(lead > 0), blocks - int(end < size)
+        if first:
+            yield self.of(lead, size), 0, 1
+        if last > first:
+            yield self.pages, first, last - first
+        if last < blocks:
+            yield self.of(0, end), last, 1
+
+
+def cut_load_runs(move: Move, blocks: GroupBlocks, extents: Sequence[Extent]) -> CopyRuns:
+    """As `load_runs`, for a chunk that may cut blocks.
+
+    Raises:
+        ValueError: as `load_runs` does.
+    """
+    return CopyRuns.concatenate([load_runs(*piece) for piece in _pieces(move, blocks, extents)])
+
+
+def cut_store_runs(move: Move, blocks: GroupBlocks, extents: Sequence[Extent], zeros: Zeros) -> CopyRuns:
+    """As `store_runs`, for a chunk that may cut blocks.
+
+    Raises:
+        ValueError: as `store_runs` does.
+    """
+    return CopyRuns.concatenate([store_runs(*piece, zeros) for piece in _pieces(move, blocks, extents)])
+
+
+def _pieces(
+    move: Move, blocks: GroupBlocks, extents: Sequence[Extent]
+) -> Iterator[tuple[Move, GroupPages, list[Extent]]]:
+    """What is moved of each piece, as a move of its own. The last one has the rest of the slot."""
+    begin, moved = 0, range(move.first_block, move.first_block + len(move.block_ids))
+    for pages, first, count in blocks.pieces(move):
+        is_last = first + count == move.stored_blocks
+        end = sum(num_bytes for _, num_bytes in extents) if is_last else begin + count * pages.block_bytes
+        own = range(max(first, moved.start), min(first + count, moved.stop))
+        if own:
+            ids = move.block_ids[own.start - moved.start : own.stop - moved.start]
+            piece = msgspec.structs.replace(move, first_block=own.start - first, stored_blocks=count, block_ids=ids)
+            yield piece, pages, _between(extents, begin, end)
+        begin = end
+
+
+def _between(extents: Sequence[Extent], begin: int, end: int) -> list[Extent]:
+    """Bytes [begin, end) of a slot."""
+    found, at = [], 0
+    for address, num_bytes in extents:
+        low, high = max(begin, at), min(end, at + num_bytes)
+        if low < high:
+            found.append((address + low - at, high - low))
+        at += num_bytes
+    return found

@@ -1,0 +1,112 @@
+"""How many copies the chunks of a prompt take, in every memory order that vLLM has: the price of the order of a chunk.
+
+800 blocks of 32 layers whose pages are 32 KiB, 8 blocks to a chunk. Each count is the least that the order of a chunk
+allows; a change of that order is meant to show here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hybridkv.canonical import GroupPages, LayerLayout
+from hybridkv.canonical.torch_view import canonical_kv_caches
+from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
+from hybridkv.connectors.vllm.messages import Move
+from hybridkv.tiers import Slot
+from hybridkv.transfer import CopyRuns
+from hybridkv.transfer.cuda import fragment_table
+
+torch = pytest.importorskip("torch", reason="it makes the tensors of these tests")
+interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="vLLM makes the layouts of these tests")
+kv_cache_utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+KVCacheLayout = pytest.importorskip("vllm.v1.kv_cache_layout").KVCacheLayout
+
+BLOCKS, LAYERS, HEADS, PAGE_BYTES = 800, 32, 8, 32 * 1024
+CHUNK_BLOCKS = 8
+SLOT_STRIDE_BYTES = 2 * CHUNK_BLOCKS * LAYERS * PAGE_BYTES
+"""Slots that do not touch: what runs of two chunks would join says nothing of the order of either."""
+SCATTERED = np.random.default_rng(7).permutation(BLOCKS).tolist()
+"""The blocks of an engine that has been running: none beside the one before it, no three of them equally apart."""
+IN_A_ROW = list(range(BLOCKS))
+"""The blocks of an engine that has just started."""
+TILE_BYTES = 16 * 1024
+
+
+def group_pages(order: str) -> GroupPages:
+    """Of one group of full attention, as vLLM's model runner lays it out. The memory is never touched."""
+    layout = KVCacheLayout[order]
+    spec = interface.FullAttentionSpec(block_size=16, num_kv_heads=HEADS, head_size=64, dtype=torch.bfloat16)
+    cache_config = SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: layout,
+        prefix_cache_retention_interval=None,
+        num_gpu_blocks_override=BLOCKS,
+    )
+    config = SimpleNamespace(cache_config=cache_config, attention_config=SimpleNamespace(hisparse_config=None))
+    names = [f"layers.{i}" for i in range(LAYERS)]
+    placed = kv_cache_utils.get_kv_cache_config_from_groups(config, [interface.KVCacheGroupSpec(names, spec)], 1 << 40)
+    memory = torch.empty(placed.kv_cache_tensors[0].size, dtype=torch.int8)
+    views = {}
+    for tensor in placed.kv_cache_tensors:
+        made = interface.create_kv_cache_views(memory, spec, BLOCKS, layout, tensor, None)
+        views.update(zip(tensor.layers, made, strict=True))
+    layers = [LayerLayout(name, PAGE_BYTES, interleaved=order == "BHLNC") for name in names]
+    return canonical_kv_caches(views, [layers], BLOCKS).pages(0)
+
+
+def runs_of(pages: GroupPages, block_ids: Sequence[int], to_engine: bool) -> CopyRuns:
+    """What a worker submits for a whole prompt."""
+    slot_bytes = CHUNK_BLOCKS * pages.block_bytes
+    zeros = Zeros(0, 64)
+    parts = []
+    for number, first in enumerate(range(0, len(block_ids), CHUNK_BLOCKS)):
+        slot = Slot(((number * SLOT_STRIDE_BYTES, slot_bytes),))
+        move = Move(0, b"key", slot, 0, CHUNK_BLOCKS, tuple(block_ids[first : first + CHUNK_BLOCKS]))
+        runs = load_runs(move, pages, slot.extents) if to_engine else store_runs(move, pages, slot.extents, zeros)
+        parts.append(runs.coalesce())
+    return CopyRuns.concatenate(parts).coalesce()
+
+
+def test_scattered_blocks_are_what_they_are_called() -> None:
+    steps = np.diff(SCATTERED)
+    assert not (steps == 1).any() and not (np.diff(steps) == 0).any()
+
+
+@pytest.mark.parametrize("to_engine", [False, True], ids=["store", "load"])
+@pytest.mark.parametrize(
+    ("order", "scattered", "in_a_row", "rows"),
+    [
+        # All layers of a block lie together, in the order of a chunk: a block is a run, and so are neighbours.
+        ("BLHNC", 800, 100, 800),
+        ("BLNHC", 800, 100, 800),
+        # Layers lie apart, and so a page is a run, neighbours or not. A block is a row of the kernel's table.
+        ("LBHNC", 25_600, 25_600, 800),
+        ("LBNHC", 25_600, 25_600, 800),
+        # Heads lie apart: each is a run. Here all heads of all layers are equally apart ...
+        ("LHBNC", 204_800, 204_800, 800),
+        # ... and here those of one layer are; the end of a block touches the next one of its chunk.
+        ("BHLNC", 204_800, 204_100, 25_600),
+    ],
+)
+def test_a_prompt_takes_as_many_runs_as_its_layout_leaves(
+    order: str, scattered: int, in_a_row: int, rows: int, to_engine: bool
+) -> None:
+    pages = group_pages(order)
+    runs = runs_of(pages, SCATTERED, to_engine)
+    assert runs.total_bytes == BLOCKS * LAYERS * PAGE_BYTES
+    assert len(runs) == scattered
+    assert len(fragment_table(runs, TILE_BYTES).rows) == rows
+    assert len(runs_of(pages, IN_A_ROW, to_engine)) == in_a_row
+
+
+def test_every_run_begins_at_whole_words_on_both_sides() -> None:
+    """So that a GPU moves words of 16 bytes, whichever order the engine has."""
+    for order in KVCacheLayout.__members__:
+        pages = group_pages(order)
+        base = min(region.address for region in pages.regions)
+        runs = runs_of(pages, SCATTERED, to_engine=True)
+        for column in (runs.sources, runs.destinations - base, runs.num_bytes):
+            assert not np.any(column % 16), order

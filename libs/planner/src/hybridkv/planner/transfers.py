@@ -1,0 +1,64 @@
+"""What plans are made of: frozen values that can be printed, compared and replayed."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from hybridkv.planner.groups import CacheSpec
+
+
+class PlanError(ValueError):
+    """What was given does not fit the cache, or the engine's blocks what the plan needs; nothing may be moved."""
+
+
+class Transfer(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one group that hold (a part of) one chunk, or of the tail of one.
+
+    Of the first and the last block only what belongs to the chunk is meant (`chunk_span`).
+
+    Args:
+        group_index: the group.
+        end_token: the chunk's end, or the tail's.
+        first_block: where `block_ids` begin within the chunk's stored blocks (`chunk_blocks`).
+        block_ids: engine blocks, in token order.
+    """
+
+    group_index: int
+    end_token: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+class State(msgspec.Struct, frozen=True, array_like=True):
+    """A recurrent state that the engine hands over: the block that holds it, and the tokens that it stands for."""
+
+    group_index: int
+    block_id: int
+    num_tokens: int
+
+
+class StorePlan(msgspec.Struct, frozen=True):
+    """What becomes storable.
+
+    Args:
+        transfers: what to store.
+        unaligned_states: states that lie on no boundary and are left out.
+        early_states: states whose content is not final yet, left out too.
+        incomplete_tails: tails that are left out because some group cannot give its part: no hit could use them.
+    """
+
+    transfers: tuple[Transfer, ...]
+    unaligned_states: int = 0
+    incomplete_tails: int = 0
+    early_states: int = 0
+
+
+def table_of(spec: CacheSpec, block_ids: Sequence[Sequence[int]], group_index: int) -> Sequence[int]:
+    """A group's block table.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if group_index >= len(block_ids):
+        raise PlanError(f"block_ids must have a table for each of {len(spec.groups)} groups, got {len(block_ids)}")
+    return block_ids[group_index]
