@@ -125,35 +125,8 @@ class Selector:
         state = self._requests.get(request_id)
         if state is None:
             state = self._requests[request_id] = _RequestState()
-        room = None if self._admission.is_idle else self._room(request)
-        if room is not None:
-            verdict, state.room = gate_lookup(room, state.room, self._clock(), _BOUNDS)
-            if verdict is not Verdict.ADMIT:
-                return None if verdict is Verdict.WAIT else 0, False
-        in_background = self._ask(request, state, computed_tokens)
-        may_wait = self._may_wait(state)
-        rates = self._learning.rates() if self._learning is not None else UNKNOWN_RATES
-        choice = choose(state.answers or (), self._weights, rates, may_wait=may_wait)
-        state.is_late = state.waits_since_s is not None and not may_wait
-        state.chosen = None
-        if isinstance(choice, Take):
-            is_async = in_background[choice.child]
-            if is_async and room is not None and self._pool is not None:
-                verdict, state.room = gate_load(room, state.room, self._clock(), _BOUNDS)
-                if verdict is not Verdict.ADMIT:
-                    return None if verdict is Verdict.WAIT else 0, False
-            state.chosen = choice.child
-            return choice.tokens, is_async
-        if isinstance(choice, Wait):
-            if state.waits_since_s is None:
-                state.waits_since_s = self._clock()
-            for position in choice.children:
-                self._counts(position).deferrals += 1
-            return None, False
-        return 0, False
-
-    def _ask(self, request: Request, state: _RequestState, computed_tokens: int) -> list[bool]:
-        """One round: what each child can load, and whether it would in the background."""
+        if not self._admission.is_idle and (verdict := self._gate(gate_lookup, request, state)) is not Verdict.ADMIT:
+            return (None if verdict is Verdict.WAIT else 0), False
         state.computed_tokens = computed_tokens
         state.answers = answers = []
         in_background: list[bool] = []
@@ -168,7 +141,26 @@ class Selector:
                     tokens = Unusable.RAISED
             answers.append(tokens)
             in_background.append(is_async)
-        return in_background
+        may_wait = self._may_wait(state)
+        rates = self._learning.rates() if self._learning is not None else UNKNOWN_RATES
+        choice = choose(answers, self._weights, rates, may_wait=may_wait)
+        state.is_late = state.waits_since_s is not None and not may_wait
+        state.chosen = None
+        if isinstance(choice, Take):
+            is_async = in_background[choice.child]
+            if is_async and not self._admission.is_idle and self._pool is not None:
+                verdict = self._gate(gate_load, request, state)
+                if verdict is not Verdict.ADMIT:
+                    return (None if verdict is Verdict.WAIT else 0), False
+            state.chosen = choice.child
+            return choice.tokens, is_async
+        if isinstance(choice, Wait):
+            if state.waits_since_s is None:
+                state.waits_since_s = self._clock()
+            for position in choice.children:
+                self._counts(position).deferrals += 1
+            return None, False
+        return 0, False
 
     def _why_not_asked(self, position: int, state: _RequestState) -> Unusable | None:
         if self._children[position].stores_only:
@@ -180,11 +172,19 @@ class Selector:
         waited_s = 0.0 if state.waits_since_s is None else self._clock() - state.waits_since_s
         return waited_s < self._timeout_s
 
-    def _room(self, request: Request) -> Room:
+    def _gate(
+        self,
+        gate: Callable[[Room, RoomWait, float, RoomBounds], tuple[Verdict, RoomWait]],
+        request: Request,
+        state: _RequestState,
+    ) -> Verdict:
+        """What the gate says of a request beside those that load."""
         pool_blocks, free_blocks = 0, 0
         if self._pool is not None:
             pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
-        return self._admission.room(request.request_id, request.num_tokens, pool_blocks, free_blocks)
+        room = self._admission.room(request.request_id, request.num_tokens, pool_blocks, free_blocks)
+        verdict, state.room = gate(room, state.room, self._clock(), _BOUNDS)
+        return verdict
 
     def _raised(self, position: int, error: Exception) -> None:
         if position not in self._warned:
