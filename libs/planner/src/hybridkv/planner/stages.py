@@ -133,7 +133,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     Args:
         num_tokens: of the request.
         computed_tokens: the prefix that the engine holds itself.
-        generation: changes whenever the answer of a search may have changed.
+        generation: changes whenever the answer of a search may have changed. Nobody looks at it while there is a hold.
         now_s: the time, on any clock that only grows.
         has_slower: there is a tier from which chunks must come near before they can be loaded.
         hold: what the tiers hold for the request, None if nothing.

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
+# CPython 3.11 takes longer to look a member up than for most else of a question.
+_READY, _WAITING = HoldState.READY, HoldState.WAITING
 _FAILED_HOLDS = {HoldFailure.TIMEOUT: HoldState.LATE, HoldFailure.LOST: HoldState.LOST}
 
 
@@ -151,7 +153,7 @@ class LoadPlanner:
         return Facts(
             num_tokens,
             state.computed_tokens,
-            self._stack.generation,
+            self._stack.generation if hold is None else 0,
             self._clock(),
             self._has_slower,
             None if hold is None else _hold_state(hold),
@@ -317,4 +319,4 @@ class LoadPlanner:
 def _hold_state(hold: Hold) -> HoldState:
     if hold.failure is not None:
         return _FAILED_HOLDS[hold.failure]
-    return HoldState.READY if hold.is_ready else HoldState.WAITING
+    return _WAITING if hold.waiting else _READY
