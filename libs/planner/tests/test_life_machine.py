@@ -86,23 +86,8 @@ class Twin:
         if self.failed >= 3:
             return computed
         for _ in range(8):
-            limit = self.limit
-            if self.room_limit is not None and not self.near_only:
-                limit = min(limit, self.room_limit)
-            asked = (world.generation, limit, computed)
-            found = world.search(computed, limit, self.near_only, asked in self.hopeless)
-            if isinstance(found, Pending):
-                if self.stores_since is None:
-                    self.stores_since = world.now_s
-                if world.now_s - self.stores_since < LOOKUP_S:
-                    return None
-                world.counts.append("stores were waited for in vain")
-                self.hopeless.add(asked)
-                found = world.search(computed, limit, self.near_only, True)
-            if isinstance(found, Miss):
-                return computed
-            boundary = found.num_tokens
-            if self.near_only or boundary in world.near:
+            boundary = self.longest(world, computed)
+            if boundary is None or boundary == computed or self.near_only or boundary in world.near:
                 return boundary
             if self.tier_since is None:
                 self.tier_since = world.now_s
@@ -120,6 +105,22 @@ class Twin:
             world.hold = None
             return self.find(world, computed)
         return None
+
+    def longest(self, world: World, computed: int) -> int | None:
+        limit = self.limit
+        if self.room_limit is not None and not self.near_only:
+            limit = min(limit, self.room_limit)
+        asked = (world.generation, limit, computed)
+        found = world.search(computed, limit, self.near_only, asked in self.hopeless)
+        if isinstance(found, Pending):
+            if self.stores_since is None:
+                self.stores_since = world.now_s
+            if world.now_s - self.stores_since < LOOKUP_S:
+                return None
+            world.counts.append("stores were waited for in vain")
+            self.hopeless.add(asked)
+            found = world.search(computed, limit, self.near_only, True)
+        return computed if isinstance(found, Miss) else found.num_tokens
 
     def go_without(self, world: World) -> None:
         world.counts.append("the slow tier was waited for in vain")

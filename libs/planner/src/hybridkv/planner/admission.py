@@ -179,6 +179,8 @@ class LoadAdmission:
         self._held: dict[str, int] = {}
         self._failed: dict[str, int] = {}
         self._num_held = self._num_failed = 0
+        self.is_idle = True
+        """Whether nobody holds blocks and nobody's load has failed: then there is room for every load."""
         self._kept_counts = functools.lru_cache(_KEPT_COUNTS)(self._count)
 
     def blocks(self, num_tokens: int) -> int:
@@ -193,6 +195,7 @@ class LoadAdmission:
         self._drop_held(request_id)
         self._held[request_id] = blocks = self.blocks(num_tokens)
         self._num_held += blocks
+        self.is_idle = False
 
     def fail(self, request_id: str, num_tokens: int) -> None:
         """Its load failed and its blocks are free, but the engine reserves for it until it is scheduled."""
@@ -200,23 +203,20 @@ class LoadAdmission:
         self._drop_failed(request_id)
         self._failed[request_id] = blocks = self.blocks(num_tokens)
         self._num_failed += blocks
+        self.is_idle = False
 
     def give_back(self, request_id: str) -> None:
         """It was scheduled, or is gone."""
-        if self._held or self._failed:
+        if not self.is_idle:
             self._drop_held(request_id)
             self._drop_failed(request_id)
+            self.is_idle = not self._held and not self._failed
 
     def _drop_held(self, request_id: str) -> None:
         self._num_held -= self._held.pop(request_id, 0)
 
     def _drop_failed(self, request_id: str) -> None:
         self._num_failed -= self._failed.pop(request_id, 0)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nobody holds blocks and nobody's load has failed: then there is room for every load."""
-        return not self._held and not self._failed
 
     def room(self, request_id: str, num_tokens: int, pool_blocks: int, free_blocks: int) -> Room:
         """What a load of this request must fit beside, in a pool of `pool_blocks`."""

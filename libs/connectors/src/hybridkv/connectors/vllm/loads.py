@@ -50,7 +50,6 @@ from hybridkv.planner.stages import (
 )
 from hybridkv.tiers import Refusal
 from hybridkv.tiers.stack import HoldFailure, TierStack
-from hybridkv.tiers.stack.hold import Hold
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -144,21 +143,19 @@ class LoadPlanner:
     def _facts(self, state: RequestState) -> Facts:
         """What is so now."""
         num_tokens, hold = state.request.num_tokens, self._stack.hold(state.request.request_id)
-        room = None
+        generation, held, room = 0, None, None
+        if hold is None:
+            generation = self._stack.generation
+        elif hold.failure is not None:
+            held = _FAILED_HOLDS[hold.failure]
+        else:
+            held = _WAITING if hold.waiting else _READY
         if not self._admission.is_idle:
             pool_blocks, free_blocks = 0, 0
             if self._pool is not None:
                 pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
             room = self._admission.room(state.request_id, num_tokens, pool_blocks, free_blocks)
-        return Facts(
-            num_tokens,
-            state.computed_tokens,
-            self._stack.generation if hold is None else 0,
-            self._clock(),
-            self._has_slower,
-            None if hold is None else _hold_state(hold),
-            room,
-        )
+        return Facts(num_tokens, state.computed_tokens, generation, self._clock(), self._has_slower, held, room)
 
     def _run(
         self, state: RequestState, stage: Stage, facts: Facts, errand: Errand
@@ -314,9 +311,3 @@ class LoadPlanner:
         self._stack.release(request_id)
         if request_id not in self._loads:
             self._admission.give_back(request_id)
-
-
-def _hold_state(hold: Hold) -> HoldState:
-    if hold.failure is not None:
-        return _FAILED_HOLDS[hold.failure]
-    return _WAITING if hold.waiting else _READY
