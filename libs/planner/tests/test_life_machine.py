@@ -74,15 +74,14 @@ class Twin:
         return None if self.polls <= GATE_POLLS and world.now_s - self.gate_since < GATE_S else 0
 
     def find(self, world: World, computed: int) -> int | None:
-        if world.hold is not None:
-            if self.held is not None and self.held[1] == computed:
-                if world.hold is HoldState.READY:
-                    return self.held[0]
-                if world.hold is HoldState.WAITING:
-                    return None
-            if world.hold is HoldState.LATE:
-                self.go_without(world)
-            world.hold = None
+        is_of_use = self.held is not None and self.held[1] == computed
+        if is_of_use and self.held is not None and world.hold is HoldState.READY:
+            return self.held[0]
+        if is_of_use and world.hold is HoldState.WAITING:
+            return None
+        if world.hold is HoldState.LATE:
+            self.go_without(world)
+        world.hold = None
         if self.failed >= 3:
             return computed
         for _ in range(8):
