@@ -132,7 +132,7 @@ def resolve_layout(
 
 
 def group_specs(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
-    """What each of the engine's groups keeps, by the translation that `resolve_layout` goes by. What only keys depend on
+    """What each of the engine's groups keeps, by the same translation as for `resolve_layout`. What only keys depend on
     is left out (`lookahead_tokens`).
 
     Raises:
