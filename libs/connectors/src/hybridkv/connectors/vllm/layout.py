@@ -162,6 +162,22 @@ def resolve_layout(
     )
 
 
+def group_specs(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
+    """What each of the engine's groups keeps, by the same translation as for `resolve_layout`. What only keys depend on
+    is left out (`lookahead_tokens`).
+
+    Raises:
+        ConfigurationError: a group is of a kind that is not known.
+    """
+    stored = compat.cacheable_group_ids(kv_cache_config)
+    return tuple(
+        _group_spec(f"kv_cache_groups[{i}]", group, 0)
+        if i in stored
+        else GroupSpec(kind=GroupKind.SCRATCH, block_tokens=group.kv_cache_spec.block_size)
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+
+
 def no_stored_group() -> ConfigurationError:
     """The error for a model of which nothing can be stored."""
     return ConfigurationError(
