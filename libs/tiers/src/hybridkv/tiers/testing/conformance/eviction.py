@@ -7,8 +7,8 @@ none before its room is needed: a tier that frees larger pieces may pass it wher
 from __future__ import annotations
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 
 A, B, C, D = b"key a", b"key b", b"key c", b"key d"
 ROUNDS = 12

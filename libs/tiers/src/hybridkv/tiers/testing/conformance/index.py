@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, is_protocol_error, reserved
 from hybridkv.tiers.contract import Key, Refusal, TierCounts, TierIndex
+from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, is_protocol_error, reserved
 
 A, B, C = b"key a", b"key b", b"key c"
 
