@@ -8,11 +8,13 @@ load("//tools/lint:sources.bzl", "lint_sources")
 def hybridkv_library(
         name,
         deps,
+        exclude = [],
         test_data = [],
         test_deps = [],
         test_env = {},
         test_exclude = [],
         test_size = "medium",
+        wheel_srcs = [],
         **kwargs):
     """The targets that every package in libs/ has: `<name>`, `<name>_test`, `wheel` and `lint_sources`.
 
@@ -22,17 +24,22 @@ def hybridkv_library(
     Args:
         name: the package's last name: `planner` for hybridkv.planner.
         deps: what the code imports.
+        exclude: patterns of files in `src/` that are no part of `<name>`.
         test_data: further files that the tests read.
         test_deps: what the tests import besides.
         test_env: variables that the tests are given.
         test_exclude: patterns of files in `tests/` that are no part of `<name>_test`.
         test_size: of `<name>_test`.
+        wheel_srcs: what the wheel holds besides.
         **kwargs: forwarded to py_library.
     """
     typed = "src/hybridkv/%s/py.typed" % name
     py_library(
         name = name,
-        srcs = native.glob(["src/**/*.py"]),
+        srcs = native.glob(
+            ["src/**/*.py"],
+            exclude = exclude,
+        ),
         data = [typed],
         imports = ["src"],
         deps = deps,
@@ -63,7 +70,7 @@ def hybridkv_library(
             "README.md",
             typed,
             ":" + name,
-        ],
+        ] + wheel_srcs,
         pyproject = "pyproject.toml",
     )
     native.exports_files(

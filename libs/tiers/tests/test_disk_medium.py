@@ -23,6 +23,7 @@ from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsyn
 from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of
 from hybridkv.tiers.disk.shared_sync import SharedSync
 from hybridkv.tiers.ram import RamArena, RamIndex
+from hybridkv.tiers.testing.copying import CopyingMedium
 
 OPTIONS = disk_store.options_for(64 * 8192, num_spare=3, batch_bytes=8 * PAGE_BYTES)
 
@@ -96,8 +97,9 @@ def test_memory_of_an_arena_goes_to_disk_as_it_is(tmp_path: Path) -> None:
     place = near.reserve(b"key", num_bytes)
     assert isinstance(place, Slot) and len(place.extents) == 3
     chunk = random.Random(1).randbytes(num_bytes)
-    arena.store(Ticket(1), b"key", place, [chunk])
-    arena.poll()
+    copies = CopyingMedium(arena)
+    copies.store(Ticket(1), b"key", place, [chunk])
+    assert copies.poll()[0].failure is None
     index, medium = tier(tmp_path / "store")
     slot = reserve(index, b"key", num_bytes)
     medium.store(Ticket(1), b"key", slot, arena.views(place))

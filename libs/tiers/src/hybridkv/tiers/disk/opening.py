@@ -85,7 +85,7 @@ def _open_store(
         namespace.close()
         raise refused(namespace.root.path, error) from error
     segments = _segment_table(sizes, found)
-    records = RecordTable(segments, log)
+    records = RecordTable(segments, log, sizes)
     records.restore(found.records)
     _shrink(segments, records, options, sizes)
     upkeep = Upkeep(options, sizes, segments, records, files, clock)

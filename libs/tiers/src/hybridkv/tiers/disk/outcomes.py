@@ -11,7 +11,7 @@ from hybridkv.tiers.disk.layout import number_of
 from hybridkv.tiers.disk.namespace import TakenError
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes
 from hybridkv.tiers.disk.quarantine import Quarantine
-from hybridkv.tiers.disk.records import Record, RecordTable, State
+from hybridkv.tiers.disk.records import Record, RecordTable
 from hybridkv.tiers.disk.rests import Rests
 from hybridkv.tiers.disk.segment_files import Move
 from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
@@ -31,6 +31,7 @@ from hybridkv.tiers.disk.work import (
     Seal,
     WriteEpoch,
 )
+from hybridkv.tiers.ledger import State
 
 STUCK_SHARE = 16
 """Of so many segments one may be left that cannot be deleted, while others give up their place for it. No more, where
@@ -87,7 +88,7 @@ class Outcomes:
 
     def quarantine(self, key: Key, reason: str) -> bool:
         """Never offer what is stored under this key again. False when nothing is."""
-        record = self._records.invalidate(key)
+        record = self._records.withdraw(key)
         if record is None:
             return False
         self.tally.quarantine(reason)
@@ -252,5 +253,5 @@ class Outcomes:
         for key in segment.keys:
             record = self._records.by_key.get(key)
             if record is not None and number_of(record.address) == segment.number:
-                self._records.invalidate(key)
+                self._records.withdraw(key)
         self._segments.refile(segment)
