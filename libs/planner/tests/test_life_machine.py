@@ -43,15 +43,14 @@ class Twin:
     def ask(self, world: World, computed: int, loads_end: bool) -> int | None:
         room = world.room
         if room is not None and room.held_by_others and (self.failed or room.has_failed):
-            return self.gate(world, True, loads_end)
+            return self.end(world, self.gate(world, True, loads_end))
         boundary = self.find(world, computed)
         if boundary is None:
             return None
         if self.failed < 3:
             self.stores_since = self.tier_since = None
         if boundary <= computed:
-            world.hold = None
-            return 0
+            return self.end(world, 0)
         answer: int | None = boundary - computed
         if room is not None:
             lets_pass = room.reserved_blocks > 0 and not room.has_failed
@@ -60,6 +59,10 @@ class Twin:
                 answer = self.gate(world, lets_pass, loads_end)
             elif room.has_failed and room.needed_blocks + room.reserved_blocks > room.free_blocks:
                 answer = 0
+        return self.end(world, answer)
+
+    def end(self, world: World, answer: int | None) -> int | None:
+        """Who computes holds nothing."""
         if answer == 0:
             world.hold = None
         return answer

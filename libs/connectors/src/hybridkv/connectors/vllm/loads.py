@@ -136,7 +136,7 @@ class LoadPlanner:
                 return None
             if type(step) is Compute:
                 state.stage, state.told = stage, step
-                if type(stage) is Holding:
+                if facts.hold is not None or type(stage) is Holding:
                     self._stack.release(state.request_id)
                 return 0
             stage, facts, step = self._run(state, stage, facts, step)
