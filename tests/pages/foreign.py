@@ -11,6 +11,7 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "--max-num-batched-tokens",
         "--prefix-cache-retention-interval",
         "--prefix-caching-hash-algo",
+        "--prefix-match-unit",
         "VLLM_KV_CACHE_LAYOUT",
         "VLLM_SSM_CONV_STATE_LAYOUT",
         "_handle_invalid_blocks",

@@ -58,7 +58,7 @@ def test_no_foreign_name_is_listed_in_vain() -> None:
     "wrong",
     [
         "`evictt`",
-        "`RamIndex.evict`",
+        "`RamIndex.evictt`",
         "`RamIndexx.reserve`",
         "`RamIndex.reserve` and `RamIndex.no_such_verb`",
         "`planner.longest_hitt`",
