@@ -117,8 +117,9 @@ class DiskIndex:
         self._upkeep.write_changes()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        """As the contract says. BUSY while file work is on its way that may make room: the next segment is being made,
-        one is being deleted or emptied. NO_ROOM also where none is: the file system is full, its directory is gone."""
+        """As the contract says. BUSY while file work is on its way, or due behind other work, that may make room: the
+        next segment is made, one is deleted or emptied. NO_ROOM also where none is: the file system is full, say, or
+        somebody reads from every segment."""
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         if not 0 < len(key) <= LARGEST_KEY_BYTES:
@@ -129,7 +130,7 @@ class DiskIndex:
         if refusal is None and not self._segments.has_room(cost, may_take_last=False):
             self._upkeep.run()
             if not self._segments.has_room(cost, may_take_last=False):
-                refusal = Refusal.BUSY if self._upkeep.is_working else Refusal.NO_ROOM
+                refusal = Refusal.BUSY if self._upkeep.makes_room else Refusal.NO_ROOM
         if refusal is not None:
             return records.tally.refuse(refusal)
         records.make_room(cost)
