@@ -29,7 +29,7 @@ from hybridkv.tiers.disk import (
     Janitor,
     ThreadJanitor,
 )
-from hybridkv.tiers.disk import work as work_module
+from hybridkv.tiers.disk.upkeep import work as work_module
 
 NUM_RANKS = 2
 NUM_KEYS = 24

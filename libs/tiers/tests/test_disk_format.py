@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.tiers.disk import changes, epoch, format, journal, snapshot  # noqa: A004
-from hybridkv.tiers.disk.layout import (
+from hybridkv.tiers.disk.format import changes, epoch, journal, snapshot
+from hybridkv.tiers.disk.format import record as format
+from hybridkv.tiers.disk.format.layout import (
     LARGEST_EPOCH,
     LARGEST_KEY_BYTES,
     LARGEST_NUMBER,
@@ -341,7 +342,7 @@ def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[
 
 
 def test_the_description_names_every_magic_and_every_size() -> None:
-    words = (Path(__file__).parent.parent / "src/hybridkv/tiers/disk/FORMAT.md").read_text()
+    words = (Path(__file__).parent.parent / "src/hybridkv/tiers/disk/format/FORMAT.md").read_text()
     magics = [format.SEGMENT_MAGIC, format.SEAL_MAGIC, format.RECORD_MAGIC]
     magics += [journal.JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, changes.CHANGES_MAGIC, epoch.EPOCH_MAGIC]
     for magic in magics:

@@ -23,10 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.disk import FileIO, changes, epoch, format, journal, snapshot  # noqa: A004
-from hybridkv.tiers.disk.format import checksum
-from hybridkv.tiers.disk.layout import LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of
-from hybridkv.tiers.disk.names import segment_name
+from hybridkv.tiers.disk import FileIO
+from hybridkv.tiers.disk.files.names import segment_name
+from hybridkv.tiers.disk.format import changes, epoch, journal, snapshot
+from hybridkv.tiers.disk.format import record as format
+from hybridkv.tiers.disk.format.layout import LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of
+from hybridkv.tiers.disk.format.record import checksum
 
 FACTOR = float(os.environ.get("HYBRIDKV_HOSTILE_FACTOR", "1"))
 OPTIONS = disk_store.options_for(8 * 8192, direct=False)

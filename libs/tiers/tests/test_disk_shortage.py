@@ -24,7 +24,7 @@ from disk_stack import Tiers
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, Ticket, is_shortage
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor
-from hybridkv.tiers.disk.medium import native_queue
+from hybridkv.tiers.disk.medium.disk_medium import native_queue
 from hybridkv.tiers.stack import BreakerState, Direction, HoldFailure
 
 SHORTAGES = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK]

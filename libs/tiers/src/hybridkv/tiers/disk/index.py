@@ -16,13 +16,13 @@ from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
-from hybridkv.tiers.disk.file_io import FileIO
-from hybridkv.tiers.disk.janitor import InlineJanitor, Janitor, ThreadJanitor
-from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES
-from hybridkv.tiers.disk.namespace import Namespace
-from hybridkv.tiers.disk.opening import Opened, open_store
+from hybridkv.tiers.disk.files.file_io import FileIO
+from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES
+from hybridkv.tiers.disk.opening.store import Opened, open_store
 from hybridkv.tiers.disk.options import DiskOptions, Fsync, plan_sizes
 from hybridkv.tiers.disk.records import cost_of
+from hybridkv.tiers.disk.upkeep.janitor import InlineJanitor, Janitor, ThreadJanitor
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger import State
 from hybridkv.tiers.leftovers import Leftovers

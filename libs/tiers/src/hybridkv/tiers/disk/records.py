@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.disk.change_log import ChangeLog
-from hybridkv.tiers.disk.layout import number_of, record_bytes
+from hybridkv.tiers.disk.format.layout import number_of, record_bytes
 from hybridkv.tiers.disk.options import DiskSizes
-from hybridkv.tiers.disk.segments import SegmentTable
+from hybridkv.tiers.disk.tables.change_log import ChangeLog
+from hybridkv.tiers.disk.tables.segments import SegmentTable
 from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyLedger, LeastRecentlyUsed, State
 from hybridkv.tiers.leftovers import Table
 
