@@ -31,10 +31,9 @@ from hybridkv.tiers.disk import (
     Fsync,
     InlineJanitor,
     ThreadJanitor,
-    native_runner,
-    operations,
 )
 from hybridkv.tiers.disk.medium import disk_medium as medium_module
+from hybridkv.tiers.disk.medium import native_runner, operations
 from hybridkv.tiers.disk.medium.disk_medium import native_queue
 from hybridkv.tiers.disk.medium.syncer import Syncer
 

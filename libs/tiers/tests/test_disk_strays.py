@@ -19,7 +19,7 @@ from hybridkv.tiers import FailureReason, Refusal, Slot, Ticket, TierConfigurati
 from hybridkv.tiers.disk.files.names import segment_name
 from hybridkv.tiers.disk.format import changes, epoch, journal, snapshot
 from hybridkv.tiers.disk.format.layout import LARGEST_EPOCH, LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of, number_of
-from hybridkv.tiers.disk.format.record import SegmentHeader, encode_segment
+from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_segment
 from hybridkv.tiers.disk.opening.unknown_files import MAX_NAME_CHARACTERS, MAX_NAMES
 
 OPTIONS = disk_store.options_for(8 * 8192, direct=False)

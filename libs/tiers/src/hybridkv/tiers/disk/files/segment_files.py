@@ -18,14 +18,8 @@ from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.files.other_namespaces import delete_stalest, other_bytes
 from hybridkv.tiers.disk.files.record_io import Place, RecordReader, RecordWriter, Scratch, ShortReadError
 from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, PAGE_BYTES, number_of, offset_of, record_bytes, round_up
-from hybridkv.tiers.disk.format.record import (
-    RecordHeader,
-    SegmentHeader,
-    encode_record,
-    encode_seal,
-    encode_segment,
-)
-from hybridkv.tiers.disk.medium.operations import verify
+from hybridkv.tiers.disk.format.record import RecordHeader, encode_record, verify
+from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_seal, encode_segment
 
 
 class Move(NamedTuple):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import struct
 
+from hybridkv.tiers.disk.format.checksum import VERSION, checksum
 from hybridkv.tiers.disk.format.layout import LARGEST_EPOCH
-from hybridkv.tiers.disk.format.record import VERSION, checksum
 
 EPOCH_MAGIC = b"\x89HKVC\r\n\n"
 _FIELDS = struct.Struct("<8sHHIQ32s")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import xxhash
 
 from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk.format.checksum import VERSION, checksum
 from hybridkv.tiers.disk.format.layout import END_ADDRESS, is_place
-from hybridkv.tiers.disk.format.record import VERSION, checksum
 
 JOURNAL_MAGIC = b"\x89HKVQ\r\n\n"
 _HEAD = struct.Struct("<8sHHI32s16s")
@@ -65,35 +65,3 @@ def decode(data: bytes, namespace: bytes) -> list[Withdrawal] | None:
 def num_entries(data: bytes) -> int:
     """For how many there are bytes, whole or not."""
     return max(len(data) - HEAD_BYTES, 0) // ENTRY_BYTES
-
-
-class Withdrawals:
-    """Those in force, the last one of each key, at most `max_entries`: the oldest are forgotten."""
-
-    def __init__(self, max_entries: int) -> None:
-        self._max_entries = max_entries
-        self._entries: dict[bytes, Withdrawal] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, entry: Withdrawal) -> int:
-        """How many had to be forgotten for it."""
-        self._entries.pop(entry.key_digest, None)
-        self._entries[entry.key_digest] = entry
-        if len(self._entries) <= self._max_entries:
-            return 0
-        del self._entries[next(iter(self._entries))]
-        return 1
-
-    def covers(self, key: Key, address: int) -> bool:
-        entry = self._entries.get(digest_of(key)) if self._entries else None
-        return entry is not None and address < entry.bound
-
-    def keep(self, first_address: int) -> None:
-        """Forget those that can withdraw nothing that lies at `first_address` or behind it."""
-        kept = {key: entry for key, entry in self._entries.items() if entry.bound > first_address}
-        self._entries = kept
-
-    def all(self) -> list[Withdrawal]:
-        return list(self._entries.values())

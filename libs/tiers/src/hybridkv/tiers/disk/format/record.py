@@ -1,53 +1,26 @@
-"""The bytes of a segment's header and seal and of a record's header, as FORMAT.md describes them.
+"""The bytes of a record's header, as FORMAT.md describes them, and whether what was read is what was stored.
 
-Changing a byte here changes VERSION and adds golden files. Reads and writes no file.
+Reads and writes no file.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import xxhash
+from hybridkv.tiers.contract import Failure, FailureReason
+from hybridkv.tiers.disk.format.checksum import CHECKSUM_BYTES, VERSION, Bytes, checksum, checksum_of
+from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES, is_place_of
 
-from hybridkv.tiers.disk.format.layout import (
-    LARGEST_EPOCH,
-    LARGEST_KEY_BYTES,
-    LARGEST_NUMBER,
-    PAGE_BYTES,
-    SEGMENT_HEAD_BYTES,
-    is_place_of,
-    is_segment_size,
-)
-
-VERSION = 1
-
-SEGMENT_MAGIC = b"\x89HKVS\r\n\n"
-SEAL_MAGIC = b"\x89HKVE\r\n\n"
 RECORD_MAGIC = b"\x89HKVR\r\n\n"
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
-
-_SEGMENT = struct.Struct("<8sHHIQQQ32s")
-_SEAL = struct.Struct("<8sHHIQQQ32s")
 _RECORD = struct.Struct("<8sHHIQQ32s16s")
-_CHECKSUM_BYTES = 16
 
-PAYLOAD_CHECKSUM_AT = _RECORD.size - _CHECKSUM_BYTES
+PAYLOAD_CHECKSUM_AT = _RECORD.size - CHECKSUM_BYTES
 """Where it stands in a record's header."""
-RECORD_HEAD_BYTES = _RECORD.size + LARGEST_KEY_BYTES + _CHECKSUM_BYTES
+RECORD_HEAD_BYTES = _RECORD.size + LARGEST_KEY_BYTES + CHECKSUM_BYTES
 """As much of a record's first page as can mean something."""
-SEGMENT_HEAD_USED_BYTES = _SEGMENT.size + _CHECKSUM_BYTES
-
-
-class SegmentHeader(NamedTuple):
-    """Whose segment a file is."""
-
-    rank: int
-    number: int
-    epoch: int
-    segment_bytes: int
-    namespace: bytes
 
 
 class RecordHeader(NamedTuple):
@@ -64,46 +37,6 @@ class RecordHeader(NamedTuple):
     def is_of(self) -> tuple[int, int, bytes]:
         """The place that it was written for."""
         return self.rank, self.address, self.namespace
-
-
-def checksum(data: Bytes) -> bytes:
-    """XXH3-128, seed 0, in its canonical (big-endian) byte order."""
-    return xxhash.xxh3_128_digest(data)
-
-
-def encode_segment(header: SegmentHeader) -> bytes:
-    """The first page of a segment."""
-    fields = _SEGMENT.pack(
-        SEGMENT_MAGIC, VERSION, 0, header.rank, header.number, header.epoch, header.segment_bytes, header.namespace
-    )
-    return _page(fields)
-
-
-def decode_segment(page: Bytes) -> SegmentHeader | None:
-    """None when it is not whole, of another version, or says what no segment can be."""
-    fields = _unpack(_SEGMENT, SEGMENT_MAGIC, page)
-    if fields is None:
-        return None
-    rank, number, epoch, segment_bytes, namespace = fields[3:]
-    if number > LARGEST_NUMBER or epoch > LARGEST_EPOCH or not is_segment_size(segment_bytes):
-        return None
-    return SegmentHeader(rank, number, epoch, segment_bytes, namespace)
-
-
-def encode_seal(header: SegmentHeader, end_offset: int) -> bytes:
-    """The second page of a segment: every record below `end_offset` was written whole, or was withdrawn."""
-    fields = _SEAL.pack(SEAL_MAGIC, VERSION, 0, header.rank, header.number, header.epoch, end_offset, header.namespace)
-    return _page(fields)
-
-
-def decode_seal(page: Bytes, header: SegmentHeader) -> int | None:
-    """`end_offset` if this is the seal of that segment."""
-    fields = _unpack(_SEAL, SEAL_MAGIC, page)
-    if fields is None or (fields[3], fields[4], fields[5], fields[7]) != (*header[:3], header.namespace):
-        return None
-    end_offset = int(fields[6])
-    is_possible = SEGMENT_HEAD_BYTES <= end_offset <= header.segment_bytes and not end_offset % PAGE_BYTES
-    return end_offset if is_possible else None
 
 
 def encode_record(header: RecordHeader) -> bytes:
@@ -135,22 +68,34 @@ def decode_record(page: Bytes) -> RecordHeader | None:
     if magic != RECORD_MAGIC or version != VERSION or not 0 < key_bytes <= LARGEST_KEY_BYTES:
         return None
     end = _RECORD.size + key_bytes
-    if checksum(page[:end]) != bytes(page[end : end + _CHECKSUM_BYTES]):
+    if checksum(page[:end]) != bytes(page[end : end + CHECKSUM_BYTES]):
         return None
     if not is_place_of(address, payload_bytes):
         return None
     return RecordHeader(rank, address, payload_bytes, namespace, payload_checksum, bytes(page[_RECORD.size : end]))
 
 
-def _page(fields: bytes) -> bytes:
-    return (fields + checksum(fields)).ljust(PAGE_BYTES, b"\0")
+def verify(expected: RecordHeader, page: bytes, payload: Sequence[memoryview]) -> tuple[Failure | None, bytes | None]:
+    """Whether a record as it was read is the expected one (whose payload checksum is not looked at) and whole.
 
-
-def _unpack(fields: struct.Struct, magic: bytes, page: Bytes) -> tuple[Any, ...] | None:
-    end = fields.size + _CHECKSUM_BYTES
-    if len(page) < end or bytes(page[:8]) != magic:
-        return None
-    found = fields.unpack_from(page)
-    if found[1] != VERSION or checksum(page[: fields.size]) != bytes(page[fields.size : end]):
-        return None
-    return found
+    The payload's checksum if so.
+    """
+    found = decode_record(page)
+    if found is None:
+        if not any(page):
+            return Failure(FailureReason.MISSING, f"nothing was stored at {expected.address}"), None
+        detail = f"the header at {expected.address} is damaged or of another version"
+        return Failure(FailureReason.CHECKSUM, detail), None
+    if found.is_of != expected.is_of:
+        detail = f"the record at {expected.address} was written for another place: {found.rank}, {found.address}"
+        return Failure(FailureReason.WRONG_KEY, detail), None
+    if found.key != expected.key:
+        return Failure(FailureReason.WRONG_KEY, f"expected {expected.key.hex()}, got {found.key.hex()}"), None
+    if found.payload_bytes != expected.payload_bytes:
+        detail = f"expected {expected.payload_bytes} bytes of {expected.key.hex()}, got {found.payload_bytes}"
+        return Failure(FailureReason.CHECKSUM, detail), None
+    payload_checksum = checksum_of(payload)
+    if payload_checksum != found.payload_checksum:
+        detail = f"the bytes of {expected.key.hex()} are not those that were stored"
+        return Failure(FailureReason.CHECKSUM, detail), None
+    return None, payload_checksum

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk.format.checksum import VERSION, checksum
 from hybridkv.tiers.disk.format.layout import (
     END_ADDRESS,
     LARGEST_EPOCH,
@@ -26,7 +27,6 @@ from hybridkv.tiers.disk.format.layout import (
     SEGMENT_HEAD_BYTES,
     address_of,
 )
-from hybridkv.tiers.disk.format.record import VERSION, checksum
 from hybridkv.tiers.leftovers import pieces
 
 SNAPSHOT_MAGIC = b"\x89HKVI\r\n\n"

@@ -21,8 +21,8 @@ from hybridkv.tiers.contract import Completion, Failure, FailureReason
 from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.record_io import ShortReadError
 from hybridkv.tiers.disk.format.layout import number_of, offset_of
-from hybridkv.tiers.disk.format.record import PAYLOAD_CHECKSUM_AT, encode_record_body
-from hybridkv.tiers.disk.medium.operations import DirectMode, Headers, Operation, failure_of, verify
+from hybridkv.tiers.disk.format.record import PAYLOAD_CHECKSUM_AT, encode_record_body, verify
+from hybridkv.tiers.disk.medium.operations import DirectMode, Headers, Operation, failure_of
 from hybridkv.tiers.disk.medium.runner import CLOSED, NO_THREAD, busy
 from hybridkv.tiers.disk.medium.segment_cache import OpenSegment, SegmentCache
 from hybridkv.tiers.disk.medium.syncer import SyncThread

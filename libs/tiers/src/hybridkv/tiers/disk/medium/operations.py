@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import Literal, NamedTuple
-
-import xxhash
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Ticket
 from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.record_io import Place, RecordReader, RecordWriter, Scratch, ShortReadError
+from hybridkv.tiers.disk.format.checksum import checksum_of
 from hybridkv.tiers.disk.format.layout import number_of, offset_of, record_bytes
-from hybridkv.tiers.disk.format.record import RecordHeader, checksum, decode_record, encode_record
+from hybridkv.tiers.disk.format.record import RecordHeader, encode_record, verify
 from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.shortage import is_shortage
@@ -157,39 +155,3 @@ def _say_what_is_short(name: str) -> None:
         "hint: look at the limits of open files, threads and memory",
         name,
     )
-
-
-def checksum_of(views: Sequence[memoryview]) -> bytes:
-    """XXH3-128 of the concatenation."""
-    if len(views) == 1:
-        return checksum(views[0])
-    digest = xxhash.xxh3_128()
-    for view in views:
-        digest.update(view)
-    return digest.digest()
-
-
-def verify(expected: RecordHeader, page: bytes, payload: Sequence[memoryview]) -> tuple[Failure | None, bytes | None]:
-    """Whether a record as it was read is the expected one (whose payload checksum is not looked at) and whole.
-
-    The payload's checksum if so.
-    """
-    found = decode_record(page)
-    if found is None:
-        if not any(page):
-            return Failure(FailureReason.MISSING, f"nothing was stored at {expected.address}"), None
-        detail = f"the header at {expected.address} is damaged or of another version"
-        return Failure(FailureReason.CHECKSUM, detail), None
-    if found.is_of != expected.is_of:
-        detail = f"the record at {expected.address} was written for another place: {found.rank}, {found.address}"
-        return Failure(FailureReason.WRONG_KEY, detail), None
-    if found.key != expected.key:
-        return Failure(FailureReason.WRONG_KEY, f"expected {expected.key.hex()}, got {found.key.hex()}"), None
-    if found.payload_bytes != expected.payload_bytes:
-        detail = f"expected {expected.payload_bytes} bytes of {expected.key.hex()}, got {found.payload_bytes}"
-        return Failure(FailureReason.CHECKSUM, detail), None
-    payload_checksum = checksum_of(payload)
-    if payload_checksum != found.payload_checksum:
-        detail = f"the bytes of {expected.key.hex()} are not those that were stored"
-        return Failure(FailureReason.CHECKSUM, detail), None
-    return None, payload_checksum

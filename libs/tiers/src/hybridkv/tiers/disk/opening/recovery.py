@@ -34,6 +34,7 @@ from hybridkv.tiers.disk.opening.replay import FoundRecord, Frontier, frontier_o
 from hybridkv.tiers.disk.opening.scanner import Search, search_all, searches_behind
 from hybridkv.tiers.disk.opening.segment_headers import FoundSegment, NoHeader, Row, epochs_in, read_headers, sort_out
 from hybridkv.tiers.disk.options import LARGEST_CHANGES_BYTES, LARGEST_JOURNAL_BYTES
+from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ def _add_found(namespace: Namespace, searches: list[Search], records: dict[Key, 
 
 
 def _without_withdrawn(records: dict[Key, FoundRecord], withdrawals: list[journal.Withdrawal]) -> list[FoundRecord]:
-    withdrawn = journal.Withdrawals(len(withdrawals) + 1)
+    withdrawn = Withdrawals(len(withdrawals) + 1)
     for entry in withdrawals:
         withdrawn.add(entry)
     if not withdrawals:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hybridkv.tiers.disk.format.journal import Withdrawal, Withdrawals, digest_of
+from hybridkv.tiers.disk.format.journal import Withdrawal, digest_of
 from hybridkv.tiers.disk.records import Record
+from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
 from hybridkv.tiers.disk.upkeep.work import Append, Job, Rewrite
 
 
