@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.disk.format.layout import number_of, record_bytes
+from hybridkv.tiers.disk.format.layout import ADDRESS_BITS, record_bytes
 from hybridkv.tiers.disk.options import DiskSizes
 from hybridkv.tiers.disk.tables.change_log import ChangeLog
 from hybridkv.tiers.disk.tables.segments import SegmentTable
@@ -22,6 +22,7 @@ MAX_SIZES = 1024
 
 cost_of = lru_cache(MAX_SIZES)(record_bytes)
 """What a record of a payload of so many bytes takes up."""
+_RESERVED, _COMMITTED = State.RESERVED, State.COMMITTED
 
 
 class Record(Entry):
@@ -52,7 +53,7 @@ class _Places:
         segments.change_live(address, cost)
         segments.hold(address, is_writing=True)
         self._log.reserved(address, num_bytes)
-        return Record(cost, State.RESERVED, 0, key, address, num_bytes, 0)
+        return Record(cost, _RESERVED, 0, key, address, num_bytes, 0)
 
     def free(self, entry: Record) -> None:
         self._segments.change_live(entry.address, -entry.cost)
@@ -65,7 +66,7 @@ class _Places:
 
     def written(self, entry: Record) -> None:
         self._segments.release(entry.address, is_writing=True)
-        if entry.state is State.COMMITTED:
+        if entry.state is _COMMITTED:
             self.num_uses = entry.last_used = self.num_uses + 1
             self._log.committed(entry.address, entry.payload_bytes, entry.key)
 
@@ -75,15 +76,17 @@ class _Places:
 
     def released(self, entry: Record) -> None:
         self._segments.release(entry.address, is_writing=False)
-        if entry.state is State.COMMITTED:
+        if entry.state is _COMMITTED:
             self.num_uses = entry.last_used = self.num_uses + 1
             self._log.used((entry.address,))
 
     def used(self, entries: Iterable[Record]) -> None:
-        addresses = []
+        addresses, num_uses = [], self.num_uses
         for record in entries:
-            self.num_uses = record.last_used = self.num_uses + 1
+            num_uses += 1
+            record.last_used = num_uses
             addresses.append(record.address)
+        self.num_uses = num_uses
         self._log.used(addresses)
 
     def gone(self, entry: Record) -> None:
@@ -104,11 +107,15 @@ class RecordTable(KeyLedger[Record]):
     def restore(self, found: Iterable[tuple[Key, int, int]]) -> None:
         """(key, address, payload bytes) of records that an opening found, least recently used first."""
         by_number, live_bytes = self._segments.by_number, dict.fromkeys(self._segments.by_number, 0)
-        by_key, track, committed, num_uses = self.by_key, self.evictable.track, State.COMMITTED, 0
+        by_key, track, num_uses = self.by_key, self.evictable.track, 0
+        costs: dict[int, int] = {}  # asked for without a call, as `number_of` is: there are millions
         for key, address, payload_bytes in found:
-            number, cost = number_of(address), cost_of(payload_bytes)
+            cost = costs.get(payload_bytes)
+            if cost is None:
+                cost = costs[payload_bytes] = cost_of(payload_bytes)
+            number = address >> ADDRESS_BITS
             num_uses += 1
-            record = by_key[key] = Record(cost, committed, 0, key, address, payload_bytes, num_uses)
+            record = by_key[key] = Record(cost, _COMMITTED, 0, key, address, payload_bytes, num_uses)
             track(key, record)
             live_bytes[number] += cost
             by_number[number].keys.append(key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from operator import length_hint
 from typing import Generic
 
 import msgspec
@@ -21,6 +22,20 @@ from hybridkv.tiers.ledger.order import EvictionOrder
 from hybridkv.tiers.ledger.states import E, Forgotten, Space, State, Witness
 from hybridkv.tiers.leftovers import Table
 from hybridkv.tiers.tally import Tally
+
+# An enum's members are looked up by name each time; these are asked for in every call.
+_RESERVED, _COMMITTED = State.RESERVED, State.COMMITTED
+_DOOMED_WRITE, _DOOMED_READ = State.DOOMED_WRITE, State.DOOMED_READ
+_MISS = LookupResult.MISS
+
+
+def _sets_stop_early() -> bool:
+    """Whether a set that is asked for many keys looks at none behind the first that it lacks."""
+    rest = iter((0, 0))
+    return not {1}.issuperset(rest) and length_hint(rest) == 1
+
+
+_SETS_STOP_EARLY = _sets_stop_early()
 
 
 class KeyLedger(Generic[E]):
@@ -77,13 +92,14 @@ class KeyLedger(Generic[E]):
 
     def lookup(self, key: Key) -> LookupResult:
         entry = self.by_key.get(key)
-        return LookupResult.MISS if entry is None else entry.state.answer
+        return _MISS if entry is None else entry.state.answer
 
     def leading(self, keys: Iterable[Key]) -> int:
         """How many in a row, from the first one on, are HIT or PENDING."""
         held = self._held
-        if isinstance(keys, list | tuple) and held.issuperset(keys):
-            return len(keys)
+        if _SETS_STOP_EARLY and isinstance(keys, list | tuple):
+            rest = iter(keys)
+            return len(keys) if held.issuperset(rest) else len(keys) - length_hint(rest) - 1
         place = -1
         for place, key in enumerate(keys):
             if key not in held:
@@ -152,20 +168,20 @@ class KeyLedger(Generic[E]):
         if self._witness is None:
             self.evictable.touch(keys)
             return
-        keys, find, committed = list(keys), self.by_key.get, State.COMMITTED
-        self.evictable.touch(keys)
-        found = map(find, keys)
-        self._witness.used(entry for entry in found if entry and entry.state is committed and not entry.num_pins)
+        keys, find = list(keys), self.by_key.get
+        if self.evictable.touch(keys):
+            keys = [key for key in keys if (entry := find(key)) and entry.state is _COMMITTED and not entry.num_pins]
+        self._witness.used(map(self.by_key.__getitem__, keys))
 
     def commit(self, key: Key) -> bool:
         """The bytes of a reserved key are there: offer it. False, and its space is free, when it was invalidated."""
         entry = self.reserved_now.pop(key, None)
         if entry is None:
             raise self._misfit("commit", key)
-        if entry.state is State.DOOMED_WRITE:
+        if entry.state is _DOOMED_WRITE:
             self._end_doomed_write(key, entry)
             return False
-        entry.state = State.COMMITTED
+        entry.state = _COMMITTED
         self._pending.remove(key)
         self.evictable.track(key, entry)
         self.evictable_bytes += entry.cost
@@ -184,7 +200,7 @@ class KeyLedger(Generic[E]):
         entry = self.reserved_now.pop(key, None)
         if entry is None:
             raise self._misfit("abort", key)
-        if entry.state is State.DOOMED_WRITE:
+        if entry.state is _DOOMED_WRITE:
             self._end_doomed_write(key, entry)
         else:
             self._withdraw(key)
@@ -207,16 +223,16 @@ class KeyLedger(Generic[E]):
     def withdraw(self, key: Key) -> E | None:
         """As `invalidate`. The entry that is offered no more, None when none was."""
         entry = self.by_key.get(key)
-        if entry is None or entry.state.answer is LookupResult.MISS:
+        if entry is None or entry.state.answer is _MISS:
             return None
         self._withdraw(key)
         self.tally.invalidations += 1
         if self._witness is not None:
             self._witness.gone(entry)
-        if entry.state is State.RESERVED:
-            entry.state = State.DOOMED_WRITE
+        if entry.state is _RESERVED:
+            entry.state = _DOOMED_WRITE
         elif entry.num_pins:
-            entry.state = State.DOOMED_READ
+            entry.state = _DOOMED_READ
         else:
             self.evictable.forget(key)
             self.evictable_bytes -= entry.cost
@@ -226,7 +242,7 @@ class KeyLedger(Generic[E]):
     def pin(self, key: Key) -> Slot | None:
         """Protect a committed key from eviction and learn where it lies; None when it is not a HIT. Counted."""
         entry = self.by_key.get(key)
-        if entry is None or entry.state is not State.COMMITTED:
+        if entry is None or entry.state is not _COMMITTED:
             return None
         if not entry.num_pins:
             self.evictable.forget(key)
@@ -254,7 +270,7 @@ class KeyLedger(Generic[E]):
         del self.pinned_now[key]
         if self._witness is not None:
             self._witness.released(entry)
-        if entry.state is State.COMMITTED:
+        if entry.state is _COMMITTED:
             self.evictable.track(key, entry)
             self.evictable_bytes += entry.cost
         else:
@@ -325,5 +341,5 @@ class KeyLedger(Generic[E]):
 
 def _doomed(entry: E) -> E:
     """A copy that is not offered."""
-    state = State.DOOMED_READ if entry.num_pins else State.DOOMED_WRITE
+    state = _DOOMED_READ if entry.num_pins else _DOOMED_WRITE
     return msgspec.structs.replace(entry, state=state)

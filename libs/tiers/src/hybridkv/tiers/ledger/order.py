@@ -23,8 +23,8 @@ class EvictionOrder(Protocol[OrderedE]):
         """This key may be evicted from now on. It was just used, and is not tracked."""
         ...
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        """These were used, the last one last. Those that are not tracked are passed over."""
+    def touch(self, keys: Iterable[Key]) -> int:
+        """These were used, the last one last. Those that are not tracked are passed over; how many these were."""
         ...
 
     def pick(self) -> tuple[Key, OrderedE]:
@@ -57,11 +57,14 @@ class LeastRecentlyUsed(Generic[E]):
     def track(self, key: Key, entry: E) -> None:
         self._entries[key] = entry
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        entries = self._entries
+    def touch(self, keys: Iterable[Key]) -> int:
+        entries, num_others = self._entries, 0
         for key in keys:
             if key in entries:
                 entries.move_to_end(key)
+            else:
+                num_others += 1
+        return num_others
 
     def pick(self) -> tuple[Key, E]:
         return self._entries.popitem(last=False)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.ledger import Entry, State
 
+_RESERVED = State.RESERVED
+
 
 class Place(Entry):
     """A chunk's granules."""
@@ -40,12 +42,12 @@ class GranuleAllocator:
         wanted = cost // granule_bytes
         first, count = self._take_run(wanted)
         if count == wanted:
-            return Place(cost, State.RESERVED, 0, Slot(((first * granule_bytes, num_bytes),)))
+            return Place(cost, _RESERVED, 0, Slot(((first * granule_bytes, num_bytes),)))
         runs = [(first, count)]
         while wanted := wanted - count:
             first, count = self._take_run(wanted)
             runs.append((first, count))
-        return Place(cost, State.RESERVED, 0, self._slot(runs, cost - num_bytes))
+        return Place(cost, _RESERVED, 0, self._slot(runs, cost - num_bytes))
 
     def _take_run(self, wanted: int) -> tuple[int, int]:
         """Of one free run as many granules as are wanted, or all that it has."""

@@ -196,8 +196,7 @@ class TierStack:
             self._unpin(hold)
 
     def _unpin(self, hold: Hold) -> None:
-        for key in reversed(hold.pinned):
-            self.near.unpin(key)
+        self.near.unpin_all(reversed(hold.pinned))
         hold.pinned.clear()
         hold.waiting.clear()
 
@@ -209,29 +208,25 @@ class TierStack:
         """All of them or none."""
         if self.far is None or not self._asks_far():
             return Refusal.PRESENT
-        sources: list[tuple[Key, Slot]] = []
-        reserved: list[tuple[Key, Slot, Slot]] = []
-        refusal: Refusal | None = None
-        for key in keys:
-            slot = self.far.pin(key)
-            if slot is None:
-                refusal = Refusal.PRESENT
-                break
-            sources.append((key, slot))
-        refusal = refusal or self._why_not_promote(sum(slot.num_bytes for _, slot in sources))
-        for key, slot in sources if refusal is None else ():
-            near = self.near.reserve(key, slot.num_bytes)
-            if isinstance(near, Refusal):
-                refusal = near
-                break
-            reserved.append((key, near, slot))
+        sources = self.far.pin_all(keys)
+        if sources is None:
+            return Refusal.PRESENT
+        refusal = self._why_not_promote(sum(slot.num_bytes for slot in sources))
+        self._pump_news()
+        refusal = refusal or self._plan_promotions(keys, sources)
         if refusal is not None:
-            for key, _, _ in reserved:
+            self.far.unpin_all(keys)
+        return refusal
+
+    def _plan_promotions(self, keys: Sequence[Key], sources: Sequence[Slot]) -> Refusal | None:
+        """All of them, or why one has no space in the fast tier."""
+        places = self.near.reserve_all([(key, far.num_bytes) for key, far in zip(keys, sources, strict=True)])
+        reserved = [(key, place) for key, place in zip(keys, places, strict=True) if isinstance(place, Slot)]
+        if len(reserved) < len(keys):
+            for key, _ in reserved:
                 self.near.abort(key)
-            for key, _ in sources:
-                self.far.unpin(key)
-            return refusal
-        for key, near, far in reserved:
+            return next(place for place in places if isinstance(place, Refusal))
+        for (key, near), far in zip(reserved, sources, strict=True):
             self._plan(Direction.PROMOTE, key, near, far)
         return None
 
@@ -249,7 +244,13 @@ class TierStack:
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         """Space in the fast tier."""
+        self._pump_news()
         return self.near.reserve(key, num_bytes)
+
+    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+        """Space in the fast tier for each key and its number of bytes, where there is some."""
+        self._pump_news()
+        return self.near.reserve_all(chunks)
 
     def commit(self, key: Key, place: PathPlace = ALONE) -> bool:
         """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
@@ -274,6 +275,7 @@ class TierStack:
         """
         self.near.touch(keys)
         if self._cascades is not None:
+            self._pump_news()
             self._cascades.touch(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
@@ -295,15 +297,15 @@ class TierStack:
     def cascade(self, key: Key, place: PathPlace = ALONE) -> None:
         """Copy a chunk that the fast tier holds to the slow one, if that lacks it, when its turn comes.
 
-        Chunks go in the order of these calls; one that needs others is called for after them.
+        Chunks go in the order of these calls; one that needs others is called for after them. They are looked at
+        together: before anything else can come into the fast tier, at the next `touch`, or when the moves are taken.
         """
         if self._cascades is not None:
-            self._look_at_clock()
-            now_s = self._clock()
-            dropped = self._cascades.add(key, place, now_s)
+            if self._cascades.is_full and self._cascades.has_news:
+                self._pump()
+            dropped = self._cascades.add(key, place, self._clock())
             if dropped is not None:
                 self._drop(dropped)
-            self._pump(has_changed=False)
 
     def far_cost(self, num_bytes: int) -> int:
         """What a chunk of so many bytes takes up of the slow tier, for `PathPlace.path_bytes`."""
@@ -319,9 +321,15 @@ class TierStack:
         """Chunks that wait for their way down."""
         return 0 if self._cascades is None else self._cascades.num_waiting
 
-    def _pump(self, has_changed: bool = True) -> None:
+    def _pump_news(self) -> None:
+        """What was added goes, and is pinned for it, before anything can push it out of the fast tier."""
+        if self._cascades is not None and self._cascades.has_news:
+            self._look_at_clock()
+            self._pump()
+
+    def _pump(self) -> None:
         if self._cascades is not None:
-            for dropped in self._cascades.pump(self._gate, has_changed):
+            for dropped in self._cascades.pump(self._gate):
                 self._drop(dropped)
             if self._cascades.num_waiting:
                 self._due_s = min(self._due_s, self._cascades.since_s + self._options.load_timeout_s)
@@ -340,9 +348,8 @@ class TierStack:
     def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
         self._plan(Direction.CASCADE, key, near, far)
 
-    def _drop(self, dropped: MoveResult | None) -> None:
-        if dropped is not None:
-            self._counts.moved(Direction.CASCADE, dropped)
+    def _drop(self, dropped: MoveResult) -> None:
+        self._counts.moved(Direction.CASCADE, dropped)
 
     # Moves.
 
@@ -353,6 +360,7 @@ class TierStack:
 
     def take_moves(self) -> list[TierMove]:
         """What the media must do next, in order."""
+        self._look_at_clock()
         self._pump()
         return self._traffic.take_planned()
 
@@ -466,9 +474,13 @@ class TierStack:
                 self._drop(dropped)
 
     def has_moves_alive(self) -> bool:
-        """Whether a move may still end in time, or is to be made. One that is late is not worth staying awake for."""
+        """Whether a move may still end in time, or is to be made soon. One that is late is not worth staying awake for,
+        nor is what a slow tier lets wait that takes nothing."""
         self._look_at_clock()
-        return self._traffic.has_some_in_time() or self.num_waiting > 0
+        self._pump_news()
+        if self._traffic.has_some_in_time():
+            return True
+        return self._cascades is not None and self._cascades.keeps_awake(self._clock())
 
     # Ends.
 

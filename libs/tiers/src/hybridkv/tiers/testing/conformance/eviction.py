@@ -121,6 +121,24 @@ class ExactEvictionConformance(TierSuite):
         committed(index, C)
         assert hits(index) == [A, C]
 
+    def test_what_many_keys_are_given_back_in_is_their_order_of_use(self) -> None:
+        index = self.make_index(3)
+        index.reserve_all([(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, CHUNK_BYTES)])
+        index.commit_all([C, B, A])
+        committed(index, D)
+        assert hits(index) == [A, B, D]
+        index.pin_all([A, B])
+        index.unpin_all([B, A])
+        committed(index, C, b"key e")
+        assert hits(index) == [A, C]
+
+    def test_many_keys_that_were_not_pinned_are_as_recent_as_before(self) -> None:
+        index = self.make_index(2)
+        committed(index, A, B)
+        assert index.pin_all([A, D]) is None
+        committed(index, C)
+        assert hits(index) == [B, C]
+
     def test_the_pinned_key_of_a_full_tier_stays(self) -> None:
         index = self.make_index(2)
         committed(index, A, B)

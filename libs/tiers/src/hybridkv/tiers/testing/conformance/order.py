@@ -75,15 +75,15 @@ class EvictionOrderConformance:
 
     def test_touching_what_is_not_tracked_does_nothing(self) -> None:
         order = self.make_order_of(A)
-        order.touch([B, A, C])
-        order.touch(iter(()))
+        assert order.touch([B, A, C]) == 2
+        assert order.touch(iter(())) == 0
         assert picked(order) == [A]
-        order.touch([A])
+        assert order.touch([A]) == 1
         assert len(order) == 0
 
     def test_touching_takes_any_iterable_and_any_key_twice(self) -> None:
         order = self.make_order_of(A, B)
-        order.touch(iter([A, B, A]))
+        assert order.touch(iter([A, B, A])) == 0
         assert sorted(picked(order)) == [A, B]
 
     def test_what_is_used_again_and_again_outlives_the_others(self) -> None:
