@@ -1,4 +1,8 @@
-"""The disk tier: an index that owns a directory of append-only segment files, and a medium for each rank's bytes."""
+"""The disk tier: an index that owns a directory of append-only segment files, and a medium for each rank's bytes.
+
+Its folders, of which none imports one that stands above it: `opening` (what a start finds), `upkeep` (the index's file
+work) beside `medium` (a rank's bytes), `tables` (what the index knows), `files` (what lies in a store), `format`.
+"""
 
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.file_io import FileIO

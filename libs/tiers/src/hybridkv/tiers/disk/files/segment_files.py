@@ -44,7 +44,7 @@ class SegmentFiles:
         self._namespace = namespace
         self._capacity_bytes = capacity_bytes
         self._syncs = syncs
-        self.num_deleted_namespaces = 0
+        self._num_deleted_namespaces = 0
 
     def create(self, number: int, epoch: int, segment_bytes: int, own_bytes: int) -> None:
         """Make a segment on every rank, its space allocated. `own_bytes`: what this namespace will take up with it."""
@@ -79,7 +79,12 @@ class SegmentFiles:
             if not delete_stalest(self._namespace):
                 words = "caches that are open, or files that are not the tier's, take up the rest of the capacity"
                 raise OSError(errno.EDQUOT, words)
-            self.num_deleted_namespaces += 1
+            self._num_deleted_namespaces += 1
+
+    def take_deleted_namespaces(self) -> int:
+        """How many went since the last call."""
+        taken, self._num_deleted_namespaces = self._num_deleted_namespaces, 0
+        return taken
 
     def seal(self, number: int, epoch: int, end_offset: int) -> None:
         """Write down that every record of the segment is whole."""

@@ -16,27 +16,28 @@ from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.files.other_namespaces import say_what_differs
 from hybridkv.tiers.disk.files.segment_files import SegmentFiles
 from hybridkv.tiers.disk.opening.recovery import Found, recover
-from hybridkv.tiers.disk.opening.unknown_files import remove_leftovers, say_strangers
+from hybridkv.tiers.disk.opening.unknown_files import remove_leftovers, say_unknown_files
 from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes, Fsync
-from hybridkv.tiers.disk.records import RecordTable
 from hybridkv.tiers.disk.tables.change_log import ChangeLog
+from hybridkv.tiers.disk.tables.records import RecordTable
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.upkeep.agenda import Agenda
 from hybridkv.tiers.disk.upkeep.changes_file import ChangesFile
 from hybridkv.tiers.disk.upkeep.compaction import Compaction
+from hybridkv.tiers.disk.upkeep.janitor import InlineJanitor
+from hybridkv.tiers.disk.upkeep.job import Files, run
+from hybridkv.tiers.disk.upkeep.jobs.epoch import WriteEpoch
+from hybridkv.tiers.disk.upkeep.state import Epoch, StoreState, Tables
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
-from hybridkv.tiers.disk.upkeep.work import Files, WriteEpoch, run
 
 logger = logging.getLogger(__name__)
 
 
 class Opened(NamedTuple):
-    """An index's parts."""
+    """What an index goes on with."""
 
-    segments: SegmentTable
-    records: RecordTable
-    upkeep: Upkeep
-    needs_snapshot: bool
-    """What is on disk does not say all that was found there."""
+    state: StoreState
+    agenda: Agenda
 
 
 def open_store(
@@ -46,9 +47,13 @@ def open_store(
     sizes: DiskSizes,
     clock: Callable[[], float],
 ) -> Opened:
-    """`TierConfigurationError` when the directory cannot be read; the namespace is closed then."""
+    """Also does the file work that is due then. `TierConfigurationError` when the directory cannot be read; the
+    namespace is closed then."""
     with _without_collections():
-        return _open_store(namespace, fingerprint, options, sizes, clock)
+        opened = _open_store(namespace, fingerprint, options, sizes, clock)
+    opened.state.records.make_room(0, 0)
+    Upkeep(opened.state, opened.agenda, InlineJanitor()).settle()
+    return opened
 
 
 @contextlib.contextmanager
@@ -71,33 +76,18 @@ def _open_store(
     clock: Callable[[], float],
 ) -> Opened:
     started_s = time.monotonic()
-    syncs = options.fsync is not Fsync.NONE
+    found = _look_around(namespace, fingerprint, sizes)
     log = ChangeLog()
-    changes = ChangesFile(log, options, sizes.changes_bytes, clock)
-    files = Files(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), changes, syncs)
-    try:
-        found = recover(namespace, sizes.metadata_bytes, sizes.max_records)
-        if not found.segments:
-            say_what_differs(namespace, fingerprint)
-        say_strangers(namespace)
-        remove_leftovers(namespace.directory)
-    except OSError as error:
-        namespace.close()
-        raise refused(namespace.root.path, error) from error
     segments = _segment_table(sizes, found)
     records = RecordTable(segments, log, sizes)
     records.restore(found.records)
     _shrink(segments, records, options, sizes)
-    upkeep = Upkeep(options, sizes, segments, records, files, clock)
-    upkeep.state.epoch = found.epoch
-    for entry in found.withdrawals:
-        upkeep.state.withdrawn.restore(entry)
-    if found.resume_at is not None:
-        changes.resume(found.resume_at.end_offset, found.resume_at.seal)
-    _write_epoch(upkeep, files, found)
-    own_bytes = segments.allocated_bytes + sizes.metadata_bytes
+    syncs = options.fsync is not Fsync.NONE
+    changes = ChangesFile(log, options, sizes.changes_bytes, clock, found.resume_at)
+    files = Files(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), changes, syncs)
+    state = StoreState(options, sizes, Tables(segments, records), files, _write_epoch(files, found), clock)
     try:
-        files.segments.make_room(own_bytes)
+        files.segments.make_room(segments.allocated_bytes + sizes.metadata_bytes)
     except OSError as error:
         logger.warning("%s: %s", namespace.root.path, error)
     logger.info(
@@ -112,7 +102,21 @@ def _open_store(
         len(found.segments),
         found.num_changes,
     )
-    return Opened(segments, records, upkeep, found.resume_at is None)
+    return Opened(state, Agenda(state, found.withdrawals))
+
+
+def _look_around(namespace: Namespace, fingerprint: Fingerprint, sizes: DiskSizes) -> Found:
+    """What is there, and what is there beside, for the log."""
+    try:
+        found = recover(namespace, sizes.metadata_bytes, sizes.max_records)
+        if not found.segments:
+            say_what_differs(namespace, fingerprint)
+        say_unknown_files(namespace)
+        remove_leftovers(namespace.directory)
+    except OSError as error:
+        namespace.close()
+        raise refused(namespace.root.path, error) from error
+    return found
 
 
 def _segment_table(sizes: DiskSizes, found: Found) -> SegmentTable:
@@ -145,7 +149,7 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
     what holds the least for the space that it takes up.
     """
     compaction = Compaction(segments, records, options.compaction_share)
-    left_bytes = segments.allocated_bytes - sum(s.segment_bytes for s in compaction.dead()) * sizes.num_ranks
+    left_bytes = segments.allocated_bytes - sum(s.segment_bytes for s in segments.dead.values()) * sizes.num_ranks
     largest_bytes = sizes.data_bytes // (FEWEST_SEGMENTS * sizes.num_ranks)
     living = [segment for segment in segments.by_number.values() if segment.live_bytes]
     best_first = sorted(
@@ -159,11 +163,10 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
     segments.largest_bytes = max([sizes.segment_bytes, *(segment.segment_bytes for segment in best_first)])
 
 
-def _write_epoch(upkeep: Upkeep, files: Files, found: Found) -> None:
-    if not found.is_new_epoch:
-        return
-    upkeep.state.is_epoch_written = run(WriteEpoch(found.epoch), files).error is None
-    if found.is_begun_anew and upkeep.state.is_epoch_written:
+def _write_epoch(files: Files, found: Found) -> Epoch:
+    is_written = not found.is_new_epoch or run(WriteEpoch(found.epoch), files).is_done
+    if found.is_begun_anew and is_written:
         # It speaks of addresses that are given out again.
         with contextlib.suppress(OSError):
             files.namespace.directory.remove_file(JOURNAL_NAME)
+    return Epoch(found.epoch, is_written)

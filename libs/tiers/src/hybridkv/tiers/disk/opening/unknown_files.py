@@ -30,7 +30,7 @@ MAX_NAME_CHARACTERS = 80
 _OF_FILE_SYSTEMS = ("lost+found",)
 
 
-def say_strangers(namespace: Namespace) -> None:
+def say_unknown_files(namespace: Namespace) -> None:
     """One line in the log for each directory that holds something unknown. `OSError` when one cannot be read."""
     ranks = {rank_name(rank) for rank in range(namespace.num_ranks)}
     root = namespace.root

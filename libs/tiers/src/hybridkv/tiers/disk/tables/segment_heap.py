@@ -17,7 +17,7 @@ FEWEST_BEFORE_CLEANING = 64
 """Entries, beside two for each segment, before the old ones are thrown away."""
 
 
-class Candidates:
+class SegmentHeap:
     """Of the segments of one table."""
 
     def __init__(self, by_number: Mapping[int, Segment]) -> None:

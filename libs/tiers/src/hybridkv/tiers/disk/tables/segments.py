@@ -13,7 +13,7 @@ from collections import deque
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, SEGMENT_HEAD_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import DiskSizes
-from hybridkv.tiers.disk.tables.segment_heap import Candidates
+from hybridkv.tiers.disk.tables.segment_heap import SegmentHeap
 
 
 class Stage(enum.Enum):
@@ -105,7 +105,7 @@ class SegmentTable:
         self.stuck: dict[int, Segment] = {}
         self.written: dict[int, Segment] = {}
         """Those that somebody may still be writing to."""
-        self.candidates = Candidates(self.by_number)
+        self.candidates = SegmentHeap(self.by_number)
         self.lacks_candidate = False
         """Somebody looked for one that may give up its place, and all were held."""
 

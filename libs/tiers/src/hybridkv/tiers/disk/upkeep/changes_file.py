@@ -24,26 +24,35 @@ class ChangesFile:
         options: when to sync.
         max_bytes: of the file. When half of it is written a snapshot is wanted, and behind all of it nothing is.
         clock: seconds.
+        found: a whole file that an opening found, and that goes on.
     """
 
-    def __init__(self, log: ChangeLog, options: DiskOptions, max_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        log: ChangeLog,
+        options: DiskOptions,
+        max_bytes: int,
+        clock: Callable[[], float],
+        found: changes.Decoded | None = None,
+    ) -> None:
         self._log = log
         self._fsync = options.fsync
         self._fsync_interval_s = options.fsync_interval_s
         self._max_bytes = max_bytes
         self._clock = clock
-        self._seal: bytes | None = None
+        self._seal: bytes | None = None if found is None else found.seal
         """Of the last batch, written or not; None: there is no file that may be appended to."""
-        self._end_offset = 0
+        self._end_offset = 0 if found is None else found.end_offset
         self._unwritten = b""
         """Batches that the file lacks."""
         self.has_unwritten = False
         """It could not be written to. Trying again may help, also when nothing new happens."""
         self._synced_s = clock()
 
-    def resume(self, end_offset: int, seal: bytes) -> None:
-        """Go on with a file that an opening found whole."""
-        self._end_offset, self._seal = end_offset, seal
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is a file that may be appended to."""
+        return self._seal is not None
 
     def append(self, directory: Directory) -> bool:
         """Write down what waits, up to the next cut. Whether a snapshot is wanted. `OSError`: again later."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hybridkv.tiers.disk.files.segment_files import Move
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of
-from hybridkv.tiers.disk.records import Record, RecordTable
+from hybridkv.tiers.disk.tables.records import Record, RecordTable
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable
 from hybridkv.tiers.ledger import State
 
@@ -21,10 +21,6 @@ class Compaction:
         self._segments = segments
         self._records = records
         self._share = share
-
-    def dead(self) -> list[Segment]:
-        """Segments that hold nothing any more."""
-        return list(self._segments.dead.values())
 
     def victim(self) -> Segment | None:
         """The segment to copy away, after evicting what had to be. None when every segment is held."""

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.records import Record
 from hybridkv.tiers.disk.tables.change_log import Cut
+from hybridkv.tiers.disk.tables.records import Record
 from hybridkv.tiers.ledger import State
 from hybridkv.tiers.leftovers import pieces
 
