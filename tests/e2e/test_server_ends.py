@@ -14,7 +14,7 @@ import harness
 import pytest
 import server as servers
 
-from hybridkv.tiers.disk import changes, snapshot
+from hybridkv.tiers.disk.format import changes, snapshot
 
 KIND = "qwen3-next"
 CHUNK_TOKENS = 128

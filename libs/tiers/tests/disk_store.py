@@ -10,8 +10,8 @@ import msgspec
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.tiers import Completion, Slot, Ticket, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor, plan_sizes
-from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES, number_of, offset_of
-from hybridkv.tiers.disk.names import rank_name, segment_name
+from hybridkv.tiers.disk.files.names import rank_name, segment_name
+from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of, offset_of
 
 TIMEOUT_S = 30.0
 """Only a broken tier ever waits that long."""

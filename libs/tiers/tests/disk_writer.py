@@ -29,7 +29,7 @@ from hybridkv.tiers.disk import (
     Janitor,
     ThreadJanitor,
 )
-from hybridkv.tiers.disk import work as work_module
+from hybridkv.tiers.disk.upkeep import jobs
 
 NUM_RANKS = 2
 NUM_KEYS = 24
@@ -123,7 +123,7 @@ def running_job() -> str:
     frame = sys._getframe()
     while frame is not None:
         name = type(frame.f_locals.get("self")).__name__
-        if name in JOBS and frame.f_code.co_filename == work_module.__file__:
+        if name in JOBS and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(jobs.__file__):
             return name
         frame = frame.f_back  # type: ignore[assignment]
     return "medium" if threading.current_thread() is not threading.main_thread() else "index"

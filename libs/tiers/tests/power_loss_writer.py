@@ -31,12 +31,11 @@ from hybridkv.tiers.disk import (
     Fsync,
     InlineJanitor,
     ThreadJanitor,
-    native_runner,
-    operations,
 )
-from hybridkv.tiers.disk import medium as medium_module
-from hybridkv.tiers.disk.medium import native_queue
-from hybridkv.tiers.disk.syncer import Syncer
+from hybridkv.tiers.disk.medium import disk_medium as medium_module
+from hybridkv.tiers.disk.medium import native_runner, operations
+from hybridkv.tiers.disk.medium.disk_medium import native_queue
+from hybridkv.tiers.disk.medium.syncer import Syncer
 
 if TYPE_CHECKING:
     from hybridkv.native import RecordQueue

@@ -17,7 +17,7 @@ from disk_bursts import CHUNK_TOKENS, Burst
 
 from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, Fsync, InlineJanitor, plan_sizes
-from hybridkv.tiers.disk.janitor import Job
+from hybridkv.tiers.disk.upkeep.janitor import Job
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 40 * KIB)

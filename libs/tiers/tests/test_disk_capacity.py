@@ -12,7 +12,7 @@ import pytest
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, DiskOptions, Fsync, ThreadJanitor, plan_sizes
-from hybridkv.tiers.disk.layout import record_bytes
+from hybridkv.tiers.disk.format.layout import record_bytes
 
 CAPACITY_BYTES = 16 << 20
 OPTIONS = DiskOptions(capacity_bytes=CAPACITY_BYTES, segment_bytes=1 << 20, fsync=Fsync.NONE, max_in_flight=2)

@@ -10,9 +10,11 @@ import disk_store
 import msgspec
 import pytest
 
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, opening, outcomes, plan_sizes
-from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES
-from hybridkv.tiers.disk.segments import Segment, Stage
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, plan_sizes
+from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES
+from hybridkv.tiers.disk.opening import store as opening
+from hybridkv.tiers.disk.tables.segments import Segment, Stage
+from hybridkv.tiers.disk.upkeep.jobs import create
 
 RECORDS_IN_SEGMENT = 4
 SEGMENT_BYTES = SEGMENT_HEAD_BYTES + RECORDS_IN_SEGMENT * 8192
@@ -39,7 +41,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
             return super().__getattribute__(name)
 
     monkeypatch.setattr(opening, "Segment", Counted)
-    monkeypatch.setattr(outcomes, "Segment", Counted)
+    monkeypatch.setattr(create, "Segment", Counted)
     return looks
 
 
@@ -137,12 +139,12 @@ def test_a_read_that_ends_is_a_reason_to_look_for_work_where_all_segments_were_h
     keys = list(index._records.by_key)
     for key in keys:
         assert index.pin(key) is not None
-    assert index._upkeep._compaction.cheapest() is None
+    assert index._upkeep._agenda.copier.compaction.cheapest() is None
     before = segments.revision
     for key in keys:
         index.unpin(key)
     assert segments.revision > before
-    assert index._upkeep._compaction.cheapest() is not None
+    assert index._upkeep._agenda.copier.compaction.cheapest() is not None
     subject.close()
 
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.tiers.disk import changes, epoch, format, journal, snapshot  # noqa: A004
-from hybridkv.tiers.disk.layout import (
+from hybridkv.tiers.disk.format import changes, epoch, journal, snapshot
+from hybridkv.tiers.disk.format.checksum import checksum
+from hybridkv.tiers.disk.format.layout import (
     LARGEST_EPOCH,
     LARGEST_KEY_BYTES,
     LARGEST_NUMBER,
@@ -25,13 +26,24 @@ from hybridkv.tiers.disk.layout import (
     offset_of,
     record_bytes,
 )
+from hybridkv.tiers.disk.format.record import RECORD_MAGIC, RecordHeader, decode_record, encode_record
+from hybridkv.tiers.disk.format.segment import (
+    SEAL_MAGIC,
+    SEGMENT_MAGIC,
+    SegmentHeader,
+    decode_seal,
+    decode_segment,
+    encode_seal,
+    encode_segment,
+)
+from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMESPACE = bytes(range(32))
 KEY = bytes(range(100, 132))
 PAYLOAD = b"0123456789" * 10
-SEGMENT = format.SegmentHeader(3, 17, 5, 1 << 20, NAMESPACE)
-RECORD = format.RecordHeader(3, address_of(17, 8192), len(PAYLOAD), NAMESPACE, format.checksum(PAYLOAD), KEY)
+SEGMENT = SegmentHeader(3, 17, 5, 1 << 20, NAMESPACE)
+RECORD = RecordHeader(3, address_of(17, 8192), len(PAYLOAD), NAMESPACE, checksum(PAYLOAD), KEY)
 WITHDRAWALS = [
     journal.Withdrawal(journal.digest_of(KEY), address_of(18, 0), address_of(17, 8192)),
     journal.Withdrawal(journal.digest_of(b"other"), address_of(19, 4096), address_of(2, 8192)),
@@ -63,9 +75,9 @@ places = addresses.flatmap(
 )
 
 FILES = {
-    "segment": format.encode_segment(SEGMENT),
-    "seal": format.encode_seal(SEGMENT, 65536),
-    "record": format.encode_record(RECORD).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0"),
+    "segment": encode_segment(SEGMENT),
+    "seal": encode_seal(SEGMENT, 65536),
+    "record": encode_record(RECORD).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0"),
     "journal": journal.encode_head(NAMESPACE) + b"".join(map(journal.encode_entry, WITHDRAWALS)),
     "snapshot": snapshot.encode(SNAPSHOT, NAMESPACE),
     "changes": encode_changes(BATCHES),
@@ -80,9 +92,9 @@ def test_what_is_written_is_the_golden_file(name: str) -> None:
 
 def test_the_golden_files_are_read() -> None:
     data = {name: (GOLDEN / f"disk_v1_{name}.bin").read_bytes() for name in FILES}
-    assert format.decode_segment(data["segment"]) == SEGMENT
-    assert format.decode_seal(data["seal"], SEGMENT) == 65536
-    assert format.decode_record(data["record"]) == RECORD
+    assert decode_segment(data["segment"]) == SEGMENT
+    assert decode_seal(data["seal"], SEGMENT) == 65536
+    assert decode_record(data["record"]) == RECORD
     assert journal.decode(data["journal"], NAMESPACE) == WITHDRAWALS
     assert snapshot.decode(data["snapshot"], NAMESPACE) == SNAPSHOT
     assert changes.decode(data["changes"], NAMESPACE, BASE) == decoded(BATCHES)
@@ -104,10 +116,10 @@ def test_a_segment_on_disk_is_laid_out_as_described(tmp_path: Path) -> None:
     assert slot is not None
     data = disk_store.segment_path(tmp_path / "store", slot).read_bytes()
     namespace = disk_store.FINGERPRINT.digest()
-    header = format.SegmentHeader(0, 0, 0, len(data), namespace)
+    header = SegmentHeader(0, 0, 0, len(data), namespace)
     record = RECORD._replace(rank=0, address=8192, namespace=namespace)
-    expected = format.encode_segment(header) + bytes(PAGE_BYTES)
-    expected += format.encode_record(record).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0")
+    expected = encode_segment(header) + bytes(PAGE_BYTES)
+    expected += encode_record(record).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0")
     assert data == expected.ljust(len(data), b"\0")
     index.unpin(KEY)
     medium.close()
@@ -119,9 +131,9 @@ def test_another_version_is_not_read(name: str) -> None:
     data = bytearray(FILES[name])
     data[8] ^= 2
     decoders = {
-        "segment": format.decode_segment,
-        "seal": lambda page: format.decode_seal(page, SEGMENT),
-        "record": format.decode_record,
+        "segment": decode_segment,
+        "seal": lambda page: decode_seal(page, SEGMENT),
+        "record": decode_record,
         "snapshot": lambda page: snapshot.decode(bytes(page), NAMESPACE),
         "changes": lambda page: changes.decode(bytes(page), NAMESPACE, BASE),
     }
@@ -193,7 +205,7 @@ def test_a_place_that_cannot_be_makes_everything_damaged_that_names_it(address: 
     saved = snapshot_of([], [address], fields)
     assert (snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) is not None) == is_place_of(address, 1)
     record = RECORD._replace(address=address, payload_bytes=payload_bytes)
-    assert (format.decode_record(format.encode_record(record).ljust(PAGE_BYTES, b"\0")) is not None) == is_possible
+    assert (decode_record(encode_record(record).ljust(PAGE_BYTES, b"\0")) is not None) == is_possible
     batches: list[list[changes.Change]] = [[changes.Committed(address, payload_bytes, KEY)]]
     found = changes.decode(encode_changes(batches), NAMESPACE, BASE)
     assert found is not None and found.is_whole == is_possible
@@ -230,7 +242,7 @@ def test_a_snapshot_whose_keys_are_longer_than_their_bytes_is_damaged() -> None:
     at = body.index(KEY + b"other") - 4
     assert body[at : at + 4] == bytes([32, 0, 5, 0])
     body[at + 2] = 6
-    assert snapshot.decode(bytes(body) + format.checksum(body), NAMESPACE) is None
+    assert snapshot.decode(bytes(body) + checksum(body), NAMESPACE) is None
 
 
 @pytest.mark.parametrize(
@@ -238,13 +250,13 @@ def test_a_snapshot_whose_keys_are_longer_than_their_bytes_is_damaged() -> None:
     [("number", 1 << 31), ("epoch", 1 << 63), *(("segment_bytes", size) for size in (0, 12288, 20481, 1 << 33))],
 )
 def test_a_segment_that_cannot_be_is_damaged(field: str, value: int) -> None:
-    assert format.decode_segment(format.encode_segment(SEGMENT._replace(**{field: value}))) is None
+    assert decode_segment(encode_segment(SEGMENT._replace(**{field: value}))) is None
 
 
 @pytest.mark.parametrize(("end_offset", "expected"), [(0, None), (4096, None), (65537, None), ((1 << 20) + 4096, None)])
 def test_a_seal_at_an_end_that_cannot_be_is_damaged(end_offset: int, expected: None) -> None:
-    assert format.decode_seal(format.encode_seal(SEGMENT, end_offset), SEGMENT) is expected
-    assert format.decode_seal(format.encode_seal(SEGMENT, 1 << 20), SEGMENT) == 1 << 20
+    assert decode_seal(encode_seal(SEGMENT, end_offset), SEGMENT) is expected
+    assert decode_seal(encode_seal(SEGMENT, 1 << 20), SEGMENT) == 1 << 20
 
 
 def test_an_epoch_that_cannot_be_is_damaged_and_none_comes_there() -> None:
@@ -326,7 +338,7 @@ def test_a_batch_counts_only_behind_the_one_it_was_written_behind(
 
 @given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 4))
 def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[int], max_entries: int) -> None:
-    withdrawals = journal.Withdrawals(max_entries)
+    withdrawals = Withdrawals(max_entries)
     forgotten = sum(
         withdrawals.add(journal.Withdrawal(journal.digest_of(b"%d" % number), position + 1, 0))
         for position, number in enumerate(numbers)
@@ -341,8 +353,8 @@ def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[
 
 
 def test_the_description_names_every_magic_and_every_size() -> None:
-    words = (Path(__file__).parent.parent / "src/hybridkv/tiers/disk/FORMAT.md").read_text()
-    magics = [format.SEGMENT_MAGIC, format.SEAL_MAGIC, format.RECORD_MAGIC]
+    words = (Path(__file__).parent.parent / "src/hybridkv/tiers/disk/format/FORMAT.md").read_text()
+    magics = [SEGMENT_MAGIC, SEAL_MAGIC, RECORD_MAGIC]
     magics += [journal.JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, changes.CHANGES_MAGIC, epoch.EPOCH_MAGIC]
     for magic in magics:
         assert magic.hex(" ") in words

@@ -23,10 +23,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.disk import FileIO, changes, epoch, format, journal, snapshot  # noqa: A004
-from hybridkv.tiers.disk.format import checksum
-from hybridkv.tiers.disk.layout import LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of
-from hybridkv.tiers.disk.names import segment_name
+from hybridkv.tiers.disk import FileIO
+from hybridkv.tiers.disk.files.names import segment_name
+from hybridkv.tiers.disk.format import changes, epoch, journal, snapshot
+from hybridkv.tiers.disk.format.checksum import checksum
+from hybridkv.tiers.disk.format.layout import LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of
+from hybridkv.tiers.disk.format.record import RECORD_MAGIC, RecordHeader, encode_record
+from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_seal, encode_segment
 
 FACTOR = float(os.environ.get("HYBRIDKV_HOSTILE_FACTOR", "1"))
 OPTIONS = disk_store.options_for(8 * 8192, direct=False)
@@ -71,7 +74,7 @@ def segments(draw: st.DrawFn) -> Hostile:
     number = draw(segment_numbers)
     sizes = [0, 1, 4096, 8192, 16384, SEGMENT_BYTES, SEGMENT_BYTES, 1 << 32, (1 << 32) + 4096, 1 << 33]
     num_bytes = draw(st.sampled_from(sizes))
-    header = format.SegmentHeader(
+    header = SegmentHeader(
         draw(mostly(0, small_number)),
         draw(mostly(number, any_number)),
         draw(mostly(0, any_number)),
@@ -80,17 +83,17 @@ def segments(draw: st.DrawFn) -> Hostile:
     )
     more = []
     if draw(st.booleans()):
-        more.append((4096, format.encode_seal(header, draw(mostly(num_bytes, any_number)))))
+        more.append((4096, encode_seal(header, draw(mostly(num_bytes, any_number)))))
     offsets = st.one_of(pages, st.sampled_from([8193, num_bytes // 4096 * 4096 - 8192, num_bytes // 2]))
     for offset in draw(st.lists(offsets.filter(lambda at: 8192 <= at < num_bytes), max_size=4)):
         more.append((offset, draw(records(number, offset, num_bytes))))
-    return Hostile(f"rank-0/{segment_name(number)}", format.encode_segment(header), tuple(more), num_bytes)
+    return Hostile(f"rank-0/{segment_name(number)}", encode_segment(header), tuple(more), num_bytes)
 
 
 @st.composite
 def records(draw: st.DrawFn, number: int, offset: int, end: int) -> bytes:
     payload_bytes = draw(st.one_of(payload_sizes, st.just(end - offset - 4096).filter(lambda size: size > 0)))
-    header = format.RecordHeader(
+    header = RecordHeader(
         draw(mostly(0, small_number)),
         draw(mostly(address_of(number, offset), any_place)),
         payload_bytes,
@@ -98,7 +101,7 @@ def records(draw: st.DrawFn, number: int, offset: int, end: int) -> bytes:
         checksum(CHUNK) if payload_bytes == len(CHUNK) else bytes(16),
         draw(any_key.filter(lambda key: len(key) <= 256)),
     )
-    return format.encode_record(header).ljust(4096, b"\0") + CHUNK
+    return encode_record(header).ljust(4096, b"\0") + CHUNK
 
 
 @st.composite
@@ -278,9 +281,9 @@ def test_a_store_without_hostile_files_offers_what_it_holds(template: Path, tmp_
 
 
 def segment_of(num_bytes: int, more: Sequence[tuple[int, bytes]], is_sealed: bool = False) -> Hostile:
-    header = format.SegmentHeader(0, 900, 0, num_bytes, DIGEST)
-    seal = [(4096, format.encode_seal(header, num_bytes))] if is_sealed else []
-    return Hostile(f"rank-0/{segment_name(900)}", format.encode_segment(header), (*seal, *more), num_bytes)
+    header = SegmentHeader(0, 900, 0, num_bytes, DIGEST)
+    seal = [(4096, encode_seal(header, num_bytes))] if is_sealed else []
+    return Hostile(f"rank-0/{segment_name(900)}", encode_segment(header), (*seal, *more), num_bytes)
 
 
 @pytest.mark.parametrize("num_bytes", [1 << 32, OPTIONS.capacity_bytes // 4096 * 4096])
@@ -302,8 +305,8 @@ def test_a_segment_that_is_larger_than_a_store_makes_them_costs_no_other_one(
 
 
 def record_at(offset: int, payload_bytes: int) -> bytes:
-    header = format.RecordHeader(0, address_of(900, offset), payload_bytes, DIGEST, bytes(16), b"hostile %d" % offset)
-    return format.encode_record(header)
+    header = RecordHeader(0, address_of(900, offset), payload_bytes, DIGEST, bytes(16), b"hostile %d" % offset)
+    return encode_record(header)
 
 
 @pytest.mark.parametrize(("num_bytes", "expected"), [(1 << 26, True), ((1 << 26) + 4096, False)])
@@ -313,8 +316,8 @@ def test_zeros_that_a_file_system_keeps_as_a_hole_are_whole_within_a_bound(
     options = disk_store.options_for(16384 + (1 << 26), num_spare=3, direct=False)
     disk_store.make_index(tmp_path / "store", options).close()
     (tmp_path / "store" / DIGEST.hex() / "snapshot").unlink()
-    header = format.RecordHeader(0, address_of(900, 8192), num_bytes, DIGEST, checksum(bytes(num_bytes)), b"zeros")
-    hostile = segment_of(options.segment_bytes or 0, [(8192, format.encode_record(header))])
+    header = RecordHeader(0, address_of(900, 8192), num_bytes, DIGEST, checksum(bytes(num_bytes)), b"zeros")
+    hostile = segment_of(options.segment_bytes or 0, [(8192, encode_record(header))])
     write(tmp_path / "store" / DIGEST.hex(), [hostile], None)
     io = Counting()
     index = disk_store.make_index(tmp_path / "store", options, io)
@@ -325,10 +328,9 @@ def test_zeros_that_a_file_system_keeps_as_a_hole_are_whole_within_a_bound(
 
 NUM_PAGES = 2048
 NESTED = [(8192 + 4096 * page, record_at(8192 + 4096 * page, 4096 * (NUM_PAGES - page - 3))) for page in range(2000)]
-EVERY_PAGE_LIKE_A_RECORD = [(8192 + 4096 * page, format.RECORD_MAGIC) for page in range(2000)]
+EVERY_PAGE_LIKE_A_RECORD = [(8192 + 4096 * page, RECORD_MAGIC) for page in range(2000)]
 EVERY_OTHER_PAGE_A_RECORD = [
-    (8192 + 4096 * page, record_at(8192 + 4096 * page, 1) if page % 3 == 0 else format.RECORD_MAGIC)
-    for page in range(2000)
+    (8192 + 4096 * page, record_at(8192 + 4096 * page, 1) if page % 3 == 0 else RECORD_MAGIC) for page in range(2000)
 ]
 
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot, Ticket, TierProtocolError
 from hybridkv.tiers.disk import DiskOptions, Fsync
-from hybridkv.tiers.disk.layout import record_bytes
+from hybridkv.tiers.disk.format.layout import record_bytes
 
 NUM_RANKS = 2
 NUM_KEYS = 8

@@ -12,9 +12,9 @@ from disk_faults import OPTIONS, Store
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.disk import FileIO
-from hybridkv.tiers.disk.names import segment_number
-from hybridkv.tiers.disk.namespace import Namespace
-from hybridkv.tiers.disk.segment_files import Move, SegmentFiles
+from hybridkv.tiers.disk.files.names import segment_number
+from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.files.segment_files import Move, SegmentFiles
 
 NUM_OLD = 8
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from hybridkv.tiers import FailureReason, Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
-from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of
-from hybridkv.tiers.disk.shared_sync import SharedSync
+from hybridkv.tiers.disk.format.layout import PAGE_BYTES, address_of
+from hybridkv.tiers.disk.medium.shared_sync import SharedSync
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.testing.copying import CopyingMedium
 

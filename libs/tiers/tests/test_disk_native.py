@@ -16,9 +16,10 @@ import msgspec
 import pytest
 
 from hybridkv.tiers import Completion, FailureReason, Slot, Ticket
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, native_runner
-from hybridkv.tiers.disk.layout import PAGE_BYTES
-from hybridkv.tiers.disk.medium import native_queue
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
+from hybridkv.tiers.disk.format.layout import PAGE_BYTES
+from hybridkv.tiers.disk.medium import native_runner
+from hybridkv.tiers.disk.medium.disk_medium import native_queue
 
 OPTIONS = disk_store.options_for(16 * 8192, num_spare=3, batch_bytes=8 * PAGE_BYTES)
 
@@ -160,7 +161,7 @@ def test_a_call_that_stands_still_holds_up_nobody_else_and_no_end(
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: StandsStill)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: StandsStill)
     options = msgspec.structs.replace(OPTIONS, close_timeout_s=0.05)
     index = disk_store.make_index(tmp_path / "store", options)
     medium, _ = media(tmp_path / "store", options)
@@ -256,7 +257,7 @@ def test_an_operation_that_cannot_be_begun_has_failed(tmp_path: Path, monkeypatc
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: HasNoMemory)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: HasNoMemory)
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS)
     slot = reserve(index, b"key", 100)
@@ -280,7 +281,7 @@ def test_where_there_is_no_thread_operations_are_refused_until_there_is_one(
             raise errors.pop()
         return make_queue(*arguments)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: make_when_there_is_one)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: make_when_there_is_one)
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS)
     slot = reserve(index, b"key", 100)
@@ -299,7 +300,7 @@ def test_a_medium_that_never_got_a_thread_closes(tmp_path: Path, monkeypatch: py
     def make_none(*arguments: int) -> Any:
         raise RuntimeError("Resource temporarily unavailable")
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: make_none)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: make_none)
     medium, _ = media(tmp_path, OPTIONS)
     assert medium.drain(0.0) and medium.poll() == []
     medium.close()
@@ -320,7 +321,7 @@ def test_why_threads_make_the_calls_is_said_once(
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: RefusedRing)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: RefusedRing)
     native_runner._say_why_threads.cache_clear()
     with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
         for _ in range(2):
@@ -345,7 +346,7 @@ def test_a_ring_that_is_lacking_at_the_moment_is_asked_for_at_each_opening(
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: LackingRing)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: LackingRing)
     with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
         for _ in range(3):
             media(tmp_path, OPTIONS)[0].close()
@@ -391,7 +392,7 @@ def test_calls_that_refuse_direct_io_are_made_again_through_the_page_cache(
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: RefusesDirect)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: RefusesDirect)
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS)
     for number in range(3):

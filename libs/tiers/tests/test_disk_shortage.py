@@ -24,7 +24,7 @@ from disk_stack import Tiers
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, Ticket, is_shortage
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor
-from hybridkv.tiers.disk.medium import native_queue
+from hybridkv.tiers.disk.medium.disk_medium import native_queue
 from hybridkv.tiers.stack import BreakerState, Direction, HoldFailure
 
 SHORTAGES = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK]
@@ -232,7 +232,7 @@ def test_a_medium_closes_where_there_is_no_thread(
 def test_a_copy_that_lacks_something_withdraws_no_record(tmp_path: Path, call: str, number: int) -> None:
     options = msgspec.structs.replace(disk_faults.OPTIONS, fsync=Fsync.ALWAYS)
     store = Store(tmp_path / "store", options)
-    copying = store.index._upkeep._files.segments.copy
+    copying = store.index._upkeep.state.files.segments.copy
     tried: list[int] = []
 
     def short_copy(moves: Any) -> Any:
@@ -245,7 +245,7 @@ def test_a_copy_that_lacks_something_withdraws_no_record(tmp_path: Path, call: s
         finally:
             store.io.failing.clear()
 
-    store.index._upkeep._files.segments.copy = short_copy  # type: ignore[method-assign]
+    store.index._upkeep.state.files.segments.copy = short_copy  # type: ignore[method-assign]
     for _ in range(120):
         store.clock.now_s += options.retry_interval_s
         store.store()

@@ -16,11 +16,11 @@ import pytest
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Refusal, Slot, Ticket, TierConfigurationError
-from hybridkv.tiers.disk import changes, epoch, journal, snapshot
-from hybridkv.tiers.disk.format import SegmentHeader, encode_segment
-from hybridkv.tiers.disk.layout import LARGEST_EPOCH, LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of, number_of
-from hybridkv.tiers.disk.names import segment_name
-from hybridkv.tiers.disk.strangers import MAX_NAME_CHARACTERS, MAX_NAMES
+from hybridkv.tiers.disk.files.names import segment_name
+from hybridkv.tiers.disk.format import changes, epoch, journal, snapshot
+from hybridkv.tiers.disk.format.layout import LARGEST_EPOCH, LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of, number_of
+from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_segment
+from hybridkv.tiers.disk.opening.unknown_files import MAX_NAME_CHARACTERS, MAX_NAMES
 
 OPTIONS = disk_store.options_for(8 * 8192, direct=False)
 DIGEST = disk_store.FINGERPRINT.digest()

@@ -14,7 +14,7 @@ from disk_stack import Tiers
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.disk import DiskOptions, Fsync
-from hybridkv.tiers.disk.medium import native_queue
+from hybridkv.tiers.disk.medium.disk_medium import native_queue
 from hybridkv.tiers.stack import BreakerState, Direction
 
 OPTIONS = DiskOptions(capacity_bytes=4 << 20, segment_bytes=128 << 10, fsync=Fsync.NONE, direct=False)

@@ -39,6 +39,9 @@ class DiskTally:
     """A mutable `DiskCounts`."""
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self._numbers: dict[str, int] = {}
         self._quarantined: dict[str, int] = {}
         self._failures: dict[str, int] = {}
@@ -54,5 +57,5 @@ class DiskTally:
 
     def take(self) -> DiskCounts:
         counts = DiskCounts(**self._numbers, quarantined=self._quarantined, failures=self._failures)
-        self.__init__()  # type: ignore[misc]
+        self._reset()
         return counts

@@ -16,13 +16,14 @@ from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
-from hybridkv.tiers.disk.file_io import FileIO
-from hybridkv.tiers.disk.janitor import InlineJanitor, Janitor, ThreadJanitor
-from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES
-from hybridkv.tiers.disk.namespace import Namespace
-from hybridkv.tiers.disk.opening import Opened, open_store
+from hybridkv.tiers.disk.files.file_io import FileIO
+from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES
+from hybridkv.tiers.disk.opening.store import open_store
 from hybridkv.tiers.disk.options import DiskOptions, Fsync, plan_sizes
-from hybridkv.tiers.disk.records import cost_of
+from hybridkv.tiers.disk.tables.records import cost_of
+from hybridkv.tiers.disk.upkeep.janitor import Janitor, ThreadJanitor
+from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger import State
 from hybridkv.tiers.leftovers import Leftovers
@@ -61,13 +62,11 @@ class DiskIndex:
         self._options = options
         self._sizes = plan_sizes(options, fingerprint.tensor_parallel_size)
         self._namespace = Namespace(io or FileIO(), path, fingerprint, options.fsync is not Fsync.NONE)
-        store: Opened = open_store(self._namespace, fingerprint, options, self._sizes, clock)
-        self._segments, self._records, self._upkeep = store[:3]
-        self._upkeep.janitor = InlineJanitor()
-        self._records.make_room(0, 0)
+        state, agenda = open_store(self._namespace, fingerprint, options, self._sizes, clock)
+        self._segments, self._records = state.segments, state.records
+        self._janitor = janitor or ThreadJanitor()
+        self._upkeep = Upkeep(state, agenda, self._janitor)
         self._upkeep.run()
-        self._upkeep.janitor = self._janitor = janitor or ThreadJanitor()
-        self._upkeep.begin(store.needs_snapshot)
 
     @property
     def namespace(self) -> bytes:
@@ -238,7 +237,7 @@ class DiskIndex:
         self._janitor.submit(is_written.set)
         self._upkeep.free(Leftovers(*self._records.forget_all().tables))
         is_done = self._end_work() or is_written.is_set()
-        self._upkeep.janitor = None
+        self._upkeep.stop()
         self._upkeep.collect()
         if self._upkeep.owes_epoch:
             logger.warning(

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from hybridkv.tiers.disk.layout import (
+from hybridkv.tiers.disk.format.layout import (
     LARGEST_SEGMENT_BYTES,
     PAGE_BYTES,
     SEGMENT_HEAD_BYTES,

@@ -1,0 +1,293 @@
+"""A directory that is nobody else's: opened without following links, its owner and permissions checked.
+
+Everything below a store is reached through descriptors of such directories, never through a path that somebody could
+have exchanged meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+from collections.abc import Iterable, Iterator
+
+from hybridkv.tiers.disk.files.file_io import FileIO
+from hybridkv.tiers.disk.files.names import temporary_name
+from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.shortage import is_shortage
+
+logger = logging.getLogger(__name__)
+
+LARGEST_SMALL_FILE_BYTES = 1 << 20
+MAX_LEVELS = 8
+"""Of directories below one that is measured; ours go two levels down."""
+_PIECE_BYTES = 1 << 26
+_WRITE_BYTES = 1 << 17
+
+
+class ForeignFileError(OSError):
+    """A file or directory of a store that is a link, not ours, or open to others. Never touched."""
+
+
+def stops_an_opening(error: OSError) -> bool:
+    """Whether a file that cannot be read is more than a damaged one: not ours, or this process lacks something."""
+    return isinstance(error, ForeignFileError) or is_shortage(error)
+
+
+class Directory:
+    """One open directory."""
+
+    def __init__(self, io: FileIO, path: str, fd: int) -> None:
+        self.io = io
+        self.path = path
+        self.fd = fd
+
+    @classmethod
+    def root(cls, io: FileIO, path: str, create: bool) -> Directory:
+        """The directory at an absolute path, whose parent must be there. `OSError` as the system says."""
+        if create:
+            with contextlib.suppress(FileExistsError):
+                io.make_directory(path)
+        return cls(io, path, _open_directory(io, path, path, None))
+
+    def child(self, name: str, create: bool) -> Directory:
+        """A directory in this one."""
+        path = f"{self.path}/{name}"
+        if create:
+            with _named(path), contextlib.suppress(FileExistsError):
+                self.io.make_directory(name, self.fd)
+        return Directory(self.io, path, _open_directory(self.io, name, path, self.fd))
+
+    def open_file(self, name: str, flags: int) -> int:
+        """A descriptor of a regular file of ours in this directory."""
+        path = f"{self.path}/{name}"
+        # Before it is opened: that alone may rewind a tape. And after, for it may be another one by then.
+        self._require_file(name, path)
+        try:
+            fd = self.io.open(name, flags | os.O_NOFOLLOW, 0o600, self.fd)
+        except OSError as error:
+            error.filename = path
+            self._require_file(name, path)
+            raise
+        try:
+            _require_own(self.io.stat(fd), stat.S_ISREG, path)
+        except OSError:
+            self.io.close(fd)
+            raise
+        return fd
+
+    def _require_file(self, name: str, path: str) -> None:
+        """`ForeignFileError` where there is something else."""
+        try:
+            mode = self.io.stat_name(name, self.fd).st_mode
+        except OSError:
+            return
+        if not stat.S_ISREG(mode):
+            raise ForeignFileError(0, f"is {_kind_of(mode)}, not a file", path)
+
+    def read_file(self, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
+        """All of a file, None when there is none or, which is said in the log, it is larger than `max_bytes`."""
+        try:
+            fd = self.open_file(name, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            num_bytes = self.io.stat(fd).st_size
+            if num_bytes > max_bytes:
+                words = "%s/%s has %d bytes, and no more than %d are read with these options: it is left out"
+                logger.warning(words, self.path, name, num_bytes, max_bytes)
+                return None
+            data = bytearray(num_bytes)
+            view, done = memoryview(data), 0
+            while done < num_bytes:
+                got = self.io.preadv(fd, [view[done : done + _PIECE_BYTES]], done)
+                if not got:
+                    break
+                done += got
+            return bytes(view[:done])
+        finally:
+            self.io.close(fd)
+
+    def write_file(self, name: str, data: bytes, sync: bool) -> None:
+        """Make a file hold exactly this, or leave it as it was, also if the process dies in between.
+
+        With `sync` also if the power goes.
+        """
+        self.write_pieces(name, (data,), sync)
+
+    def write_pieces(self, name: str, pieces: Iterable[bytes], sync: bool) -> None:
+        """As `write_file`, of pieces that are not all in memory at one time. If they raise, the file is as it was."""
+        temporary = temporary_name(name)
+        # Never one that a crash left: somebody may have made a hard link to it.
+        self.remove_file(temporary)
+        fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            offset = 0
+            for data in _joined(pieces):
+                write_all(self.io, fd, data, offset)
+                offset += len(data)
+            if sync:
+                self.io.fdatasync(fd)
+        except Exception:
+            with contextlib.suppress(OSError):
+                self.remove_file(temporary)  # it would take up room, on a full disk too
+            raise
+        finally:
+            self.io.close(fd)
+        self.io.rename(temporary, name, self.fd)
+        if sync:
+            self.io.fsync(self.fd)
+
+    def remove_file(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.io.remove(name, self.fd)
+
+    def list(self) -> list[str]:
+        with _named(self.path):
+            return self.io.list(self.fd)
+
+    def disk_bytes(self, num_levels: int = MAX_LEVELS) -> int:
+        """What this directory, its files and its directories' files take up on disk, so many levels down."""
+        total = self.io.stat(self.fd).st_blocks * 512
+        for name in self.list():
+            try:
+                found = self.io.stat_name(name, self.fd)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISDIR(found.st_mode):
+                total += self._child_bytes(name, num_levels - 1) if num_levels else 0
+            else:
+                total += found.st_blocks * 512
+        return total
+
+    def _child_bytes(self, name: str, num_levels: int) -> int:
+        try:
+            child = self.child(name, create=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        try:
+            return child.disk_bytes(num_levels)
+        finally:
+            child.close()
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            self.io.close(fd)
+
+
+def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in fewer pieces, where they are small."""
+    waiting: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        waiting.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= _WRITE_BYTES:
+            yield b"".join(waiting)
+            waiting.clear()
+            num_bytes = 0
+    if waiting:
+        yield b"".join(waiting)
+
+
+def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write everything, however little the system takes at a time."""
+    view = memoryview(data)
+    while view:
+        done = io.pwritev(fd, [view[:_PIECE_BYTES]], offset)
+        view, offset = view[done:], offset + done
+
+
+def root_path(path: str) -> str:
+    """The path of a store without what says nothing: behind a link, `/.` would follow it.
+
+    `TierConfigurationError` when it is no absolute path.
+    """
+    if "\0" in path or not os.path.isabs(path):
+        raise TierConfigurationError("path", "an absolute path", path)
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise TierConfigurationError("path", f"a path in {error.encoding}", path) from error
+    return "/" + os.path.normpath(path).lstrip("/")
+
+
+def open_root(io: FileIO, path: str) -> Directory:
+    """The root of a store, made if it is not there. `TierConfigurationError` when it cannot be used."""
+    path = root_path(path)
+    try:
+        return Directory.root(io, path, create=True)
+    except OSError as error:
+        raise refused(path, error) from error
+
+
+def refused(path: str, error: OSError) -> TierConfigurationError:
+    """What an operator reads when a file or directory of a store cannot be used."""
+    if isinstance(error, ForeignFileError):
+        at = error.filename
+        hint = "name a directory that this user alone can write to, and no link"
+        return TierConfigurationError("path", "files that are this user's own", f"{at}: {error.strerror}", hint)
+    hint = "its parent must exist and be writable" if isinstance(error, FileNotFoundError) else ""
+    at = os.path.join(path, error.filename) if isinstance(error.filename, str) else path
+    got = f"{at}: {error.strerror or error}"
+    return TierConfigurationError("path", "a directory that can be used", got, hint)
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """What the system refuses says of which file, with its whole path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path
+        raise
+
+
+def _open_directory(io: FileIO, name: str, path: str, dir_fd: int | None) -> int:
+    try:
+        fd = io.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except OSError as error:
+        error.filename = path
+        if os.path.islink(path) if dir_fd is None else _is_link(io, name, dir_fd):
+            raise ForeignFileError(error.errno, f"is {_kind_of(stat.S_IFLNK)}", path) from error
+        raise
+    try:
+        _require_own(io.stat(fd), stat.S_ISDIR, path)
+    except OSError:
+        io.close(fd)
+        raise
+    return fd
+
+
+def _is_link(io: FileIO, name: str, dir_fd: int) -> bool:
+    try:
+        return stat.S_ISLNK(io.stat_name(name, dir_fd).st_mode)
+    except OSError:
+        return False
+
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFREG: "a file",
+}
+
+
+def _kind_of(mode: int) -> str:
+    """In words."""
+    return _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
+
+
+def _require_own(found: os.stat_result, is_kind: object, path: str) -> None:
+    if not callable(is_kind) or not is_kind(found.st_mode):
+        raise ForeignFileError(0, f"is {_kind_of(found.st_mode)}", path)
+    if found.st_uid != os.geteuid():
+        raise ForeignFileError(0, f"belongs to user {found.st_uid}, not {os.geteuid()}", path)
+    if found.st_mode & 0o022:
+        raise ForeignFileError(0, f"others may write to it (mode {found.st_mode & 0o777:o})", path)

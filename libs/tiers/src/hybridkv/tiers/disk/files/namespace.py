@@ -1,0 +1,380 @@
+"""The directory of one namespace, locked by its index: made, opened, found again when somebody removed it.
+
+Two locks: of the directory, which nobody can delete without what is in it, and which cleaners of old files respect; and
+of LOCK in it, for file systems that cannot lock directories. `require_own` compares what is there with what is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import weakref
+from typing import NamedTuple
+
+import msgspec
+
+from hybridkv.hashing import Fingerprint
+from hybridkv.tiers.disk.files.directory import Directory, ForeignFileError, open_root, refused
+from hybridkv.tiers.disk.files.file_io import FileIO
+from hybridkv.tiers.disk.files.lock_holder import find_holder
+from hybridkv.tiers.disk.files.names import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
+from hybridkv.tiers.disk.files.path_safety import say_who_could_exchange
+from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.shortage import is_shortage
+
+logger = logging.getLogger(__name__)
+
+MAX_LOCK_ATTEMPTS = 10
+
+
+class TakenError(OSError):
+    """Another engine has the namespace, or had it meanwhile: what this one knows of it is not true any more."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            errno.EBUSY,
+            "another engine has it or had it: nothing is written or deleted here any more, and what can be loaded is; "
+            "hint: end the other engine, and start this one again",
+            path,
+        )
+
+
+class _Opened(NamedTuple):
+    """What is open of a namespace. Closing the lock gives it up."""
+
+    directory: Directory
+    lock_fd: int
+    ranks: list[Directory]
+
+
+class Namespace:
+    """An open, locked namespace directory and its ranks' directories."""
+
+    def __init__(self, io: FileIO, path: str, fingerprint: Fingerprint, syncs: bool = True) -> None:
+        """`TierConfigurationError` when the path cannot be used or another process has the namespace.
+
+        `syncs`: a loss of power shall not take directories away from under what was synced in them.
+        """
+        self.io = io
+        self._syncs = syncs
+        self.digest = fingerprint.digest()
+        self.num_ranks = fingerprint.tensor_parallel_size
+        self._fingerprint = fingerprint
+        self.is_anew = False
+        """Made anew by `restore`, and nobody has written down yet what has to be there. For its user to take back."""
+        self._is_said_lost = False
+        self._is_taken = False
+        self.root = open_root(io, path)
+        self._opened: _Opened | None = None
+        try:
+            self._opened = self._open(self.root)
+        except OSError as error:
+            self.root.close()
+            raise refused(path, error) from error
+        except TierConfigurationError:
+            self.root.close()
+            raise
+        say_who_could_exchange(self.root)
+        _with_locks.add(self)
+
+    @property
+    def name(self) -> str:
+        return self.digest.hex()
+
+    @property
+    def path(self) -> str:
+        return f"{self.root.path}/{self.name}"
+
+    @property
+    def directory(self) -> Directory:
+        """`OSError` when it is not open."""
+        return self._require().directory
+
+    @property
+    def ranks(self) -> list[Directory]:
+        """Of all ranks. `OSError` when they are not open."""
+        return self._require().ranks
+
+    def _require(self) -> _Opened:
+        if self._opened is None:
+            raise OSError(errno.ENOENT, "is not open", self.path)
+        return self._opened
+
+    def _open(self, root: Directory) -> _Opened:
+        directory, lock_fd = self._lock(root)
+        opened = _Opened(directory, lock_fd, [])
+        try:
+            self._describe(directory)
+            for rank in range(self.num_ranks):
+                opened.ranks.append(directory.child(rank_name(rank), create=True))
+        except OSError:
+            self._close(opened)
+            raise
+        if self._syncs:
+            self._sync(directory, root)
+        return opened
+
+    def _sync(self, directory: Directory, root: Directory) -> None:
+        """All between the store's parent and its segments, also what was there: nobody knows whether it was synced."""
+        try:
+            self.io.fsync(directory.fd)
+            self.io.fsync(root.fd)
+            parent = self.io.open(f"{os.path.dirname(root.path)}/.", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self.io.fsync(parent)
+            finally:
+                self.io.close(parent)
+        except OSError as error:
+            logger.warning("the directories of %s could not be synced: %s", directory.path, error)
+
+    def _lock(self, root: Directory) -> tuple[Directory, int]:
+        """The namespace's directory, and a descriptor that holds its lock: the one of before where it is the same."""
+        for _ in range(MAX_LOCK_ATTEMPTS):
+            directory = root.child(self.name, create=True)
+            fd = -1
+            try:
+                if self._opened is not None and self._is_current(root, self._opened.lock_fd):
+                    return directory, self._opened.lock_fd
+                # First of all: who is refused leaves nothing behind that the holder could take for another's lock.
+                if not self._lock_directory(directory):
+                    raise _locked(directory, directory.fd)
+                # Read-only: an open file that may be written to would keep anybody from mounting it read-only.
+                fd = directory.open_file(LOCK_NAME, os.O_RDONLY | os.O_CREAT)
+                if not self.io.lock(fd):
+                    raise _locked(directory, fd)
+                if self._is_current(root, fd):
+                    return directory, fd
+            except (OSError, TierConfigurationError):
+                self._close_lock(fd)
+                directory.close()
+                raise
+            # Whoever removes a stale namespace had it. Its directory is gone, or about to go.
+            self.io.close(fd)
+            directory.close()
+        raise TierConfigurationError("path", "a namespace that nobody removes", self.path)
+
+    def _lock_directory(self, directory: Directory) -> bool:
+        """False when another one has it. True also where directories cannot be locked, and when it is ours."""
+        if self._opened is not None and _is_same(self.io.stat(directory.fd), self.io.stat(self._opened.directory.fd)):
+            return True
+        return try_to_lock(directory)
+
+    def _is_current(self, root: Directory, fd: int) -> bool:
+        try:
+            there = self.io.stat_name(f"{self.name}/{LOCK_NAME}", root.fd)
+        except FileNotFoundError:
+            return False
+        return _is_same(there, self.io.stat(fd))
+
+    def _describe(self, directory: Directory) -> None:
+        """Say who has it, and what it is of. For people: what goes wrong with it is no reason to stop."""
+        try:
+            fd = directory.open_file(LOCK_NAME, os.O_WRONLY)
+            try:
+                self.io.truncate(fd, 0)
+                self.io.pwritev(fd, [f"{os.getpid()}\n".encode()], 0)
+            finally:
+                self.io.close(fd)
+            if directory.read_file(FINGERPRINT_NAME) is None:
+                text = msgspec.json.format(msgspec.json.encode(self._fingerprint), indent=1)
+                directory.write_file(FINGERPRINT_NAME, text, sync=False)
+        except ForeignFileError:
+            raise
+        except OSError as error:
+            logger.warning("%s is not described by its files: %s", directory.path, error)
+
+    def require_own(self) -> None:
+        """See to it that this engine may write and delete here: the path leads here, and the lock is in its place.
+
+        A lock that somebody deleted is made anew. `FileNotFoundError` when the directory was removed or moved away,
+        `TakenError`, from then on always, when another engine may have been here.
+        """
+        opened = self._require()
+        if self._is_taken:
+            raise TakenError(self.path)
+        mine = self.io.stat(opened.lock_fd)
+        here = self._find(LOCK_NAME, opened.directory.fd)
+        if here is None:
+            self._make_lock_anew(opened)
+        elif not _is_same(here, mine):
+            self._is_taken = True
+            raise TakenError(self.path)
+        elif not self._leads_to(self.io.stat(opened.directory.fd)):
+            raise FileNotFoundError(errno.ENOENT, "was moved away", self.path)
+        # A rank's own may go alone, and whoever only stores in segments that are there never hears of it.
+        for rank, directory in enumerate(opened.ranks):
+            there = self._find(rank_name(rank), opened.directory.fd)
+            if there is None or not _is_same(there, self.io.stat(directory.fd)):
+                raise FileNotFoundError(errno.ENOENT, "was removed", directory.path)
+
+    def _leads_to(self, directory: os.stat_result) -> bool:
+        """Whether the path does. True also where nobody can tell: the parent cannot be read, say.
+
+        `LOCK` alone says less: a copy by hard links has the same one.
+        """
+        try:
+            there = self._find(f"{self.path}/.", self.root.fd)
+        except OSError:
+            return True
+        return there is not None and _is_same(there, directory)
+
+    def _find(self, name: str, dir_fd: int) -> os.stat_result | None:
+        try:
+            return self.io.stat_name(name, dir_fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _make_lock_anew(self, opened: _Opened) -> None:
+        if not self.io.stat(opened.directory.fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "was removed", self.path)
+        try:
+            fd = opened.directory.open_file(LOCK_NAME, os.O_RDONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError as error:
+            self._is_taken = True
+            raise TakenError(self.path) from error
+        if not self.io.lock(fd):
+            self.io.close(fd)
+            self._is_taken = True
+            raise TakenError(self.path)
+        self._opened = opened._replace(lock_fd=fd)
+        self.io.close(opened.lock_fd)
+        self._describe(opened.directory)
+        logger.warning(
+            "%s/%s was deleted; made anew. hint: keep what cleans up old files away from it", self.path, LOCK_NAME
+        )
+
+    def restore(self) -> None:
+        """Make directories and lock anew after somebody removed them. `OSError` when that is not possible yet.
+
+        What is open stays open until that worked.
+        """
+        if not self._is_said_lost:
+            logger.warning("%s was removed; making it anew", self.path)
+            self._is_said_lost = True
+        root = Directory.root(self.io, self.root.path, create=True)
+        try:
+            opened = self._open(root)
+        except TierConfigurationError as error:
+            root.close()
+            raise OSError(errno.EBUSY, str(error)) from error
+        except OSError:
+            root.close()
+            raise
+        try:
+            self._is_taken = self._is_anothers(opened)
+        except OSError:
+            self._close(opened)
+            root.close()
+            raise
+        if self._is_taken:
+            self._close(opened)
+            root.close()
+            raise TakenError(self.path)
+        former_root, former, self.root, self._opened = self.root, self._opened, root, opened
+        self.is_anew = True
+        self._is_said_lost = False
+        if former is not None:
+            self._close(former)
+        former_root.close()
+        try_to_lock(opened.directory)  # where it is the one of before, closing that gave up the lock
+
+    def _is_anothers(self, opened: _Opened) -> bool:
+        """Whether somebody stored something in what stands at the path now."""
+        stat, former = self.io.stat, self._opened
+        # A copy by hard links has the same LOCK in another directory.
+        has_lock = former is not None and opened.lock_fd == former.lock_fd
+        if former is not None and has_lock and _is_same(stat(opened.directory.fd), stat(former.directory.fd)):
+            return False
+        return any(segment_number(name) is not None for rank in opened.ranks for name in rank.list())
+
+    def is_there(self) -> bool:
+        """Whether the path still leads to the directories that are open. `OSError` when this process cannot look."""
+        try:
+            root = Directory.root(self.io, self.root.path, create=False)
+        except OSError as error:
+            if is_shortage(error):
+                raise
+            return False
+        try:
+            names = [f"{self.name}/{rank_name(rank)}" for rank in range(self.num_ranks)]
+            is_there = all(
+                _is_same(self.io.stat_name(name, root.fd), self.io.stat(directory.fd))
+                for name, directory in zip(names, self.ranks, strict=True)
+            )
+        except OSError as error:
+            if is_shortage(error):
+                raise
+            return False
+        finally:
+            root.close()
+        self._is_said_lost = self._is_said_lost and not is_there
+        return is_there
+
+    def close(self) -> None:
+        """Give up the lock."""
+        former, self._opened = self._opened, None
+        if former is not None:
+            self._close(former)
+        self.root.close()
+
+    def _close(self, opened: _Opened) -> None:
+        """But for the lock, where what is open now holds the same."""
+        for directory in (*opened.ranks, opened.directory):
+            directory.close()
+        self._close_lock(opened.lock_fd)
+
+    def _close_lock(self, fd: int) -> None:
+        if fd >= 0 and (self._opened is None or fd != self._opened.lock_fd):
+            self.io.close(fd)
+
+    def let_go(self) -> None:
+        """In a forked child: what is open here is the parent's, and its lock must end with the parent."""
+        former, self._opened = self._opened, None
+        if former is not None:
+            self._close(former)
+
+
+_with_locks: weakref.WeakSet[Namespace] = weakref.WeakSet()
+"""Of this process. A fork copies descriptors, and a lock lasts as long as any copy of its descriptor."""
+
+
+def _let_go_in_a_forked_child() -> None:
+    for namespace in list(_with_locks):
+        with contextlib.suppress(OSError):  # the descriptor is closed all the same
+            namespace.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_a_forked_child)
+
+
+def try_to_lock(directory: Directory) -> bool:
+    """False when somebody has the directory locked. True also where directories cannot be locked."""
+    try:
+        return directory.io.lock(directory.fd)
+    except OSError:
+        return True
+
+
+def _locked(directory: Directory, fd: int) -> TierConfigurationError:
+    """`fd`: of what cannot be locked."""
+    try:
+        named = (directory.read_file(LOCK_NAME) or b"").decode(errors="replace").strip()
+    except OSError:
+        named = ""
+    holder = find_holder(directory.io.stat(fd), int(named) if named.isdecimal() else None)
+    if holder is not None:
+        words = f"process {holder.pid} ({holder.command})"
+    else:
+        words = f"process {named or 'unknown'}, which cannot be seen from here"
+    return TierConfigurationError(
+        "path",
+        "a namespace that no other engine has open",
+        f"{directory.path}, open in {words}",
+        hint="give each engine a path of its own, or end the other one",
+    )
+
+
+def _is_same(one: os.stat_result, other: os.stat_result) -> bool:
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)

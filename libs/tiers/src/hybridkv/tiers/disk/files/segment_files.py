@@ -1,0 +1,199 @@
+"""What the index does with segment files, over all ranks: make, seal, copy records between them, drop, read back.
+
+Runs on the janitor. Everything that the system refuses is an `OSError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hybridkv.tiers.contract import FailureReason, Key
+from hybridkv.tiers.disk.files.directory import Directory, write_all
+from hybridkv.tiers.disk.files.names import segment_name
+from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.files.other_namespaces import delete_stalest, other_bytes
+from hybridkv.tiers.disk.files.record_io import Place, RecordReader, RecordWriter, Scratch, ShortReadError
+from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, PAGE_BYTES, number_of, offset_of, record_bytes, round_up
+from hybridkv.tiers.disk.format.record import RecordHeader, encode_record, verify
+from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_seal, encode_segment
+
+
+class Move(NamedTuple):
+    """A record that compaction copies."""
+
+    key: Key
+    old_address: int
+    new_address: int
+    payload_bytes: int
+
+
+class SegmentFiles:
+    """The files of one namespace.
+
+    Args:
+        namespace: open.
+        capacity_bytes: of the root.
+        syncs: whether data is forced to the device before something relies on it.
+    """
+
+    def __init__(self, namespace: Namespace, capacity_bytes: int, syncs: bool) -> None:
+        self._namespace = namespace
+        self._capacity_bytes = capacity_bytes
+        self._syncs = syncs
+        self._num_deleted_namespaces = 0
+
+    def create(self, number: int, epoch: int, segment_bytes: int, own_bytes: int) -> None:
+        """Make a segment on every rank, its space allocated. `own_bytes`: what this namespace will take up with it."""
+        if number > LARGEST_NUMBER:
+            raise OSError(errno.EOVERFLOW, "the numbers of segments are used up; the next start begins anew")
+        self.make_room(own_bytes)
+        made: list[Directory] = []
+        try:
+            for rank, directory in enumerate(self._namespace.ranks):
+                made.append(directory)
+                self._create(directory, SegmentHeader(rank, number, epoch, segment_bytes, self._namespace.digest))
+        except OSError:
+            for directory in made:
+                self._discard(directory, number)
+            raise
+
+    def _create(self, directory: Directory, header: SegmentHeader) -> None:
+        io = directory.io
+        fd = directory.open_file(segment_name(header.number), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            io.allocate(fd, header.segment_bytes)
+            write_all(io, fd, encode_segment(header), 0)
+            if self._syncs:
+                io.fsync(fd)
+                io.fsync(directory.fd)
+        finally:
+            io.close(fd)
+
+    def make_room(self, own_bytes: int) -> None:
+        """Delete stale namespaces until this one fits beside the others. ENOSPC when it does not."""
+        while other_bytes(self._namespace) + own_bytes > self._capacity_bytes:
+            if not delete_stalest(self._namespace):
+                words = "caches that are open, or files that are not the tier's, take up the rest of the capacity"
+                raise OSError(errno.EDQUOT, words)
+            self._num_deleted_namespaces += 1
+
+    def take_deleted_namespaces(self) -> int:
+        """How many went since the last call."""
+        taken, self._num_deleted_namespaces = self._num_deleted_namespaces, 0
+        return taken
+
+    def seal(self, number: int, epoch: int, end_offset: int) -> None:
+        """Write down that every record of the segment is whole."""
+        for rank, directory in enumerate(self._namespace.ranks):
+            with_size = SegmentHeader(rank, number, epoch, 0, self._namespace.digest)
+            fd = directory.open_file(segment_name(number), os.O_RDWR)
+            try:
+                if self._syncs:
+                    directory.io.fdatasync(fd)
+                write_all(directory.io, fd, encode_seal(with_size, end_offset), PAGE_BYTES)
+            finally:
+                directory.io.close(fd)
+
+    def drop(self, number: int) -> None:
+        """Delete a segment on every rank. Its space is free also while a medium has the file open.
+
+        A hard link to it keeps its bytes.
+        """
+        self._namespace.require_own()
+        for directory in self._namespace.ranks:
+            self._drop(directory, number)
+
+    def _drop(self, directory: Directory, number: int) -> None:
+        try:
+            fd = directory.open_file(segment_name(number), os.O_RDWR)
+        except FileNotFoundError:
+            return
+        try:
+            directory.remove_file(segment_name(number))
+            # Another name of it is somebody's copy.
+            if not directory.io.stat(fd).st_nlink:
+                directory.io.truncate(fd, 0)
+        finally:
+            directory.io.close(fd)
+
+    def _discard(self, directory: Directory, number: int) -> None:
+        """As `drop`, of what was made only in part and nobody has open, without an error of its own and a file more."""
+        with contextlib.suppress(OSError):
+            directory.remove_file(segment_name(number))
+
+    def copy(self, moves: Iterable[Move]) -> list[tuple[Move, FailureReason | None]]:
+        """Copy records on every rank, each verified. What a record failed with, None if it was copied."""
+        failures: dict[Move, FailureReason | None] = dict.fromkeys(moves)
+        largest = max(record_bytes(move.payload_bytes) for move in failures)
+        scratch = Scratch(2 * PAGE_BYTES)
+        payload = Scratch(round_up(largest))
+        for rank, directory in enumerate(self._namespace.ranks):
+            with _Files(directory) as open_file:
+                for move, failure in failures.items():
+                    if failure is None:
+                        failures[move] = self._try_copy(move, rank, open_file, payload, scratch)
+                if self._syncs:
+                    open_file.sync()
+        return list(failures.items())
+
+    def _try_copy(
+        self, move: Move, rank: int, open_file: _Files, payload: Scratch, scratch: Scratch
+    ) -> FailureReason | None:
+        """A place that cannot be read is one record's failure; everything else stops the whole copy."""
+        try:
+            return self._copy(move, rank, open_file, payload, scratch)
+        except ShortReadError:
+            return FailureReason.MISSING
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return FailureReason.IO
+
+    def _copy(
+        self, move: Move, rank: int, open_file: _Files, payload: Scratch, scratch: Scratch
+    ) -> FailureReason | None:
+        payload.reset()
+        views = [payload.take(move.payload_bytes)[: move.payload_bytes]]
+        batch_bytes = record_bytes(move.payload_bytes)
+        io, digest = self._namespace.io, self._namespace.digest
+        source = Place(io, open_file(number_of(move.old_address)), offset_of(move.old_address), False)
+        reader = RecordReader(source, scratch, batch_bytes)
+        reader.add(views)
+        reader.flush()
+        header = RecordHeader(rank, move.old_address, move.payload_bytes, digest, b"", move.key)
+        failure, checksum = verify(header, reader.headers[0], views)
+        if failure is not None or checksum is None:
+            return failure.reason if failure else FailureReason.IO
+        target = Place(io, open_file(number_of(move.new_address)), offset_of(move.new_address), False)
+        writer = RecordWriter(target, scratch, batch_bytes)
+        writer.add(encode_record(header._replace(address=move.new_address, payload_checksum=checksum)), views)
+        writer.flush()
+        return None
+
+
+class _Files:
+    """Segment files of one rank that are open for a while."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._fds: dict[int, int] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for fd in self._fds.values():
+            self._directory.io.close(fd)
+
+    def __call__(self, number: int) -> int:
+        if number not in self._fds:
+            self._fds[number] = self._directory.open_file(segment_name(number), os.O_RDWR)
+        return self._fds[number]
+
+    def sync(self) -> None:
+        for fd in self._fds.values():
+            self._directory.io.fdatasync(fd)

@@ -1,0 +1,165 @@
+"""Keeps a rank's segment files open for its medium, a bounded number of them, and finds their directory.
+
+The index makes directories and files, perhaps after the medium was built, perhaps anew after somebody removed them.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hybridkv.tiers.disk.files.directory import Directory
+from hybridkv.tiers.disk.files.file_io import FileIO
+from hybridkv.tiers.disk.files.names import rank_name, segment_name
+from hybridkv.tiers.disk.medium.shared_sync import SharedSync
+
+logger = logging.getLogger(__name__)
+
+
+class OpenSegment:
+    """A segment file that stays open as long as somebody uses it."""
+
+    __slots__ = ("fd", "is_direct", "is_forgotten", "num_users", "syncs")
+
+    def __init__(self, fd: int, is_direct: bool) -> None:
+        self.fd = fd
+        self.is_direct = is_direct
+        self.num_users = 0
+        self.is_forgotten = False
+        self.syncs = SharedSync()
+
+
+class SegmentCache:
+    """Open segments of one rank. Several threads may use it at once."""
+
+    def __init__(self, io: FileIO, path: str, namespace: bytes, rank: int, max_open: int) -> None:
+        self._io = io
+        self._names = (path, namespace.hex(), rank_name(rank))
+        self._max_open = max_open
+        self._lock = threading.Lock()
+        self._directory_lock = threading.Lock()
+        self._directory: Directory | None = None
+        self._open: OrderedDict[int, OpenSegment] = OrderedDict()
+        self._unused: list[int] = []
+
+    @contextmanager
+    def opened(self, number: int, is_direct: bool) -> Iterator[OpenSegment]:
+        """A file to read from and write to, as long as the block lasts. `OSError` when there is none."""
+        segment = self.acquire(number, is_direct)
+        try:
+            yield segment
+        finally:
+            self.release(segment)
+
+    def acquire_open(self, number: int, is_direct: bool) -> OpenSegment | None:
+        """The segment if its file is open, to be released. Touches no file."""
+        with self._lock:
+            segment = self._open.get(number)
+            if segment is None or segment.is_direct != is_direct:
+                return None
+            self._open.move_to_end(number)
+            segment.num_users += 1
+            return segment
+
+    def acquire(self, number: int, is_direct: bool) -> OpenSegment:
+        """The segment, to be released. `OSError` when its file cannot be opened."""
+        segment = self.acquire_open(number, is_direct)
+        if segment is not None:
+            return segment
+        # Outside of the lock: a device that stands still must not stop who finds his file open.
+        segment = OpenSegment(self._open_file(number, is_direct), is_direct)
+        segment.num_users = 1
+        with self._lock:
+            self._forget(self._open.pop(number, None))
+            self._open[number] = segment
+            while len(self._open) > self._max_open:
+                self._forget(self._open.popitem(last=False)[1])
+        return segment
+
+    def release(self, segment: OpenSegment) -> None:
+        """One user fewer."""
+        with self._lock:
+            segment.num_users -= 1
+            self._close_if_idle(segment)
+
+    def forget(self, number: int) -> bool:
+        """Open this segment anew when it is wanted again. False when it was not open."""
+        with self._lock:
+            segment = self._open.pop(number, None)
+            self._forget(segment)
+        return segment is not None
+
+    def close(self) -> None:
+        """Close what nobody uses now, and open nothing again. What somebody uses stays open."""
+        with self._lock:
+            for segment in self._open.values():
+                self._forget(segment)
+            self._open.clear()
+        self.close_unused()
+        if self._directory_lock.acquire(timeout=1.0):
+            try:
+                if self._directory is not None:
+                    self._directory.close()
+                    self._directory = None
+            finally:
+                self._directory_lock.release()
+
+    def _forget(self, segment: OpenSegment | None) -> None:
+        if segment is not None:
+            segment.is_forgotten = True
+            self._close_if_idle(segment)
+
+    def _close_if_idle(self, segment: OpenSegment) -> None:
+        if segment.is_forgotten and not segment.num_users:
+            self._unused.append(segment.fd)
+
+    def close_unused(self) -> None:
+        """Close the files that nobody wants any more. May wait for a device."""
+        with self._lock:
+            unused, self._unused = self._unused, []
+        for fd in unused:
+            try:
+                self._io.close(fd)
+            except (
+                OSError
+            ) as error:  # the descriptor is gone all the same, and what was written was checked when it was
+                logger.warning("a segment could not be closed: %s", error)
+
+    def _open_file(self, number: int, is_direct: bool) -> int:
+        flags = os.O_DIRECT if is_direct else 0
+        with self._directory_lock:
+            if self._directory is not None:
+                try:
+                    return _open_segment(self._directory, number, flags)
+                except FileNotFoundError:
+                    pass  # perhaps the directory was removed and made anew
+            self._find_directory()
+            assert self._directory is not None
+            return _open_segment(self._directory, number, flags)
+
+    def _find_directory(self) -> None:
+        path, *names = self._names
+        found = Directory.root(self._io, path, create=False)
+        for name in names:
+            try:
+                child = found.child(name, create=False)
+            finally:
+                found.close()
+            found = child
+        former, self._directory = self._directory, found
+        if former is not None:
+            former.close()
+
+
+def _open_segment(directory: Directory, number: int, flags: int) -> int:
+    try:
+        return directory.open_file(segment_name(number), flags | os.O_RDWR)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        return directory.open_file(segment_name(number), flags | os.O_RDONLY)

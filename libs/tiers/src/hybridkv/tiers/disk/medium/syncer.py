@@ -1,0 +1,128 @@
+"""Forces what a medium wrote to the device, every so often. docs/guides/disk.md says what each policy loses."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from hybridkv.tiers.contract import Completion
+from hybridkv.tiers.disk.files.file_io import FileIO
+from hybridkv.tiers.disk.format.layout import number_of
+from hybridkv.tiers.disk.medium.operations import DirectMode, Operation
+from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
+from hybridkv.tiers.disk.options import DiskOptions, Fsync
+from hybridkv.tiers.shortage import is_shortage
+
+logger = logging.getLogger(__name__)
+
+
+class Syncer:
+    """Knows which segments were written to since they were last synced. Does nothing but for `Fsync.INTERVAL`."""
+
+    def __init__(
+        self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float], direct: DirectMode
+    ) -> None:
+        self._io = io
+        self._cache = cache
+        self._direct = direct
+        self._clock = clock
+        self._is_on = options.fsync is Fsync.INTERVAL
+        self._interval_s = options.fsync_interval_s
+        self._lock = threading.Lock()
+        self._dirty: set[int] = set()
+        self._due_s = 0.0
+        self._has_failed = False
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long a thread may sleep before it has to look again; None: until it is woken."""
+        return max(self._due_s - self._clock(), 0.0) if self._dirty else None
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._dirty) and self._clock() >= self._due_s
+
+    def ended(self, operation: Operation, completion: Completion) -> bool:
+        """Take note of what an operation wrote. True when it is the first since the last sync."""
+        if not self._is_on or not operation.is_store or completion.failure is not None:
+            return False
+        with self._lock:
+            is_first = not self._dirty
+            if is_first:
+                self._due_s = self._clock() + self._interval_s
+            self._dirty.add(number_of(operation.address))
+        return is_first
+
+    def sync(self) -> None:
+        """Sync every segment that was written to, in the calling thread."""
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
+        for number in sorted(dirty):
+            try:
+                with self._cache.opened(number, self._direct.is_on) as segment:
+                    self._io.fdatasync(segment.fd)
+                self._has_failed = False
+            except FileNotFoundError:
+                pass  # dropped meanwhile: nobody needs it any more
+            except OSError as error:
+                if is_shortage(error):
+                    self._again(number)
+                if not self._has_failed:
+                    logger.warning("segment %d could not be synced: %s; a loss of power may lose it", number, error)
+                self._has_failed = True
+
+    def _again(self, number: int) -> None:
+        """It could not even be tried."""
+        with self._lock:
+            self._dirty.add(number)
+            self._due_s = self._clock() + self._interval_s
+
+
+class SyncThread:
+    """A `Syncer` with a thread of its own, which there is only once something waits to be synced."""
+
+    def __init__(
+        self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float], direct: DirectMode
+    ) -> None:
+        self._syncer = Syncer(io, cache, options, clock, direct)
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_short = False
+        self._is_closed = False
+
+    def ended(self, operation: Operation, completion: Completion) -> None:
+        """Take note of what an operation wrote."""
+        is_first = self._syncer.ended(operation, completion)
+        if not is_first and (self._thread is not None or self._syncer.wait_s is None):
+            return
+        with self._condition:
+            if self._thread is None and not self._is_closed:
+                thread = threading.Thread(target=self._work, name="hybridkv-disk-sync", daemon=True)
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError) as error:
+                    if not self._is_short:
+                        logger.warning("nothing is synced before there is a thread for it, or at the end: %s", error)
+                    self._is_short = True
+                    return
+                self._thread, self._is_short = thread, False
+            self._condition.notify()
+
+    def close(self) -> None:
+        """Sync what is left, for as long as it takes."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self._syncer.sync()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._is_closed or self._syncer.is_due):
+                    self._condition.wait(self._syncer.wait_s)
+                if self._is_closed:
+                    return
+            self._syncer.sync()

@@ -1,0 +1,1 @@
+"""What an index knows of its records and segments, in memory. Touches no file."""

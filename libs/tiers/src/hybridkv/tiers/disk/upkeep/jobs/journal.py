@@ -1,0 +1,129 @@
+"""Writes down what is withdrawn, so that no restart offers it again: knows how much of it the journal on disk holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk.files.directory import write_all
+from hybridkv.tiers.disk.files.names import JOURNAL_NAME
+from hybridkv.tiers.disk.format import journal
+from hybridkv.tiers.disk.format.journal import Withdrawal, digest_of
+from hybridkv.tiers.disk.tables.records import Record
+from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
+from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
+from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
+from hybridkv.tiers.disk.upkeep.state import StoreState
+
+
+@dataclass(frozen=True, slots=True)
+class Append(Job[None]):
+    """Withdrawals behind the `num_before` that the journal holds."""
+
+    num_before: int
+    entries: tuple[Withdrawal, ...]
+
+    @property
+    def num_entries(self) -> int:
+        """Of the journal, behind it."""
+        return self.num_before + len(self.entries)
+
+    def run(self, files: Files) -> None:
+        directory = files.namespace.directory
+        fd = directory.open_file(JOURNAL_NAME, os.O_RDWR)
+        try:
+            data = b"".join(map(journal.encode_entry, self.entries))
+            write_all(directory.io, fd, data, journal.HEAD_BYTES + self.num_before * journal.ENTRY_BYTES)
+            if files.syncs:
+                directory.io.fdatasync(fd)
+        finally:
+            directory.io.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite(Job[None]):
+    """A journal of exactly these withdrawals."""
+
+    entries: tuple[Withdrawal, ...]
+
+    @property
+    def num_entries(self) -> int:
+        """Of the journal, behind it."""
+        return len(self.entries)
+
+    def run(self, files: Files) -> None:
+        data = journal.encode_head(files.namespace.digest) + b"".join(map(journal.encode_entry, self.entries))
+        files.namespace.directory.write_file(JOURNAL_NAME, data, files.syncs)
+
+
+AppendOrRewrite: TypeAlias = Append | Rewrite
+
+
+class JournalWriter(Kind[AppendOrRewrite, None]):
+    """Of one namespace, at most `DiskOptions.max_quarantined` withdrawals.
+
+    Args:
+        found: what an opening found in the journal.
+    """
+
+    def __init__(self, state: StoreState, found: Iterable[Withdrawal]) -> None:
+        super().__init__(state)
+        self._max_entries = state.options.max_quarantined
+        self._entries = Withdrawals(self._max_entries)
+        for entry in found:
+            self._entries.add(entry)
+        self._pending: list[Withdrawal] = []
+        self._num_in_file = 0
+        self._must_rewrite = True
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the journal lacks something."""
+        return bool(self._pending)
+
+    def withdraw(self, record: Record) -> None:
+        """Remember across restarts that what lies under the record's key now may not be offered."""
+        entry = Withdrawal(digest_of(record.key), self._state.segments.next_address, record.address)
+        if len(self._pending) < self._max_entries:
+            self._pending.append(entry)
+        else:
+            self._must_rewrite = True
+        self._state.tally.add("withdrawals_forgotten", self._entries.add(entry))
+
+    def quarantine(self, key: Key, reason: str) -> bool:
+        """Never offer what is stored under this key again. False when nothing is."""
+        record = self._state.records.withdraw(key)
+        if record is None:
+            return False
+        self._state.tally.quarantine(reason)
+        self.withdraw(record)
+        return True
+
+    def keep(self, first_address: int) -> None:
+        """Nothing lies before this address any more."""
+        self._entries.keep(first_address)
+
+    def lost(self) -> None:
+        """The journal is not on disk any more."""
+        self._must_rewrite = True
+
+    def plan(self) -> AnyPiece | None:
+        if not self._pending:
+            return None
+        is_long = self._num_in_file + len(self._pending) > 2 * self._max_entries
+        if self._must_rewrite or is_long:
+            return Piece(self, Rewrite(tuple(self._entries.all())))
+        return Piece(self, Append(self._num_in_file, tuple(self._pending)))
+
+    def started(self, job: AppendOrRewrite) -> None:
+        self._pending.clear()
+        self._must_rewrite = False
+        self._num_in_file = job.num_entries
+
+    def apply(self, job: AppendOrRewrite, ending: Ending[None]) -> None:
+        if not ending.is_done:  # all of it again, later
+            self._must_rewrite = True
+            self._pending.extend(job.entries[-1:])

@@ -1,0 +1,150 @@
+"""Writes down which records there are, every so often and at the end, so that an opening need not look for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridkv.tiers.disk.files.names import SNAPSHOT_NAME
+from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.format import snapshot
+from hybridkv.tiers.disk.format.layout import PAGE_BYTES, address_of, number_of
+from hybridkv.tiers.disk.options import SNAPSHOT_ENTRY_BYTES
+from hybridkv.tiers.disk.tables.change_log import Cut, GivenUpError
+from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
+from hybridkv.tiers.disk.upkeep.jobs.changes import Log
+from hybridkv.tiers.disk.upkeep.jobs.copy import SegmentCopier
+from hybridkv.tiers.disk.upkeep.jobs.journal import JournalWriter
+from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
+from hybridkv.tiers.disk.upkeep.snapshot_source import Source
+from hybridkv.tiers.disk.upkeep.state import StoreState
+
+
+@dataclass(frozen=True, slots=True)
+class Save(Job[bool]):
+    """A snapshot of at most `max_bytes`: of the most recently used records, if it cannot name all."""
+
+    epoch: int
+    scan_from: int
+    next_number: int
+    next_address: int
+    pending: tuple[int, ...]
+    source: Source
+    max_bytes: int
+    cut: Cut
+    """Where the index was when this was planned."""
+
+    def run(self, files: Files) -> bool:
+        """Whether it was written; not when it was not wanted any more."""
+        try:
+            self._write(files)
+        except GivenUpError:
+            return False
+        return True
+
+    def fail(self, files: Files) -> None:
+        """Nothing waits for it any more."""
+        self.cut.is_cancelled = True
+
+    def _write(self, files: Files) -> None:
+        directory, digest = files.namespace.directory, files.namespace.digest
+        encoding = self._encoding(digest)
+        directory.write_pieces(SNAPSHOT_NAME, self._wanted(encoding.pieces(), files.namespace), files.syncs)
+        files.changes.begin(directory, digest, encoding.checksum, self.cut)
+
+    def _encoding(self, namespace: bytes) -> snapshot.Encoding:
+        numbers = (self.epoch, self.scan_from, self.next_number, self.next_address, self.pending)
+        found = self.source.committed(self.cut)
+        while True:
+            saved = snapshot.Snapshot(*numbers, found.keys, found.addresses, found.payload_bytes)
+            encoding = snapshot.Encoding(saved, namespace)
+            if encoding.num_bytes <= self.max_bytes or not found.keys:
+                return encoding
+            found = found.last((len(found.keys) - 1) // 2)
+
+    def _wanted(self, pieces: Iterator[bytes], namespace: Namespace) -> Iterator[bytes]:
+        namespace.require_own()  # it took a while to get here, and does until the last one is written
+        for piece in pieces:
+            self.cut.require_wanted()
+            yield piece
+        namespace.require_own()
+
+
+class SnapshotWriter(Kind[Save, bool]):
+    """Names also what is being copied (`copier`), and lets `journal` forget what no segment can hold any more."""
+
+    def __init__(self, state: StoreState, copier: SegmentCopier, journal: JournalWriter) -> None:
+        super().__init__(state)
+        self._copier = copier
+        self._journal = journal
+        self._max_bytes = PAGE_BYTES + SNAPSHOT_ENTRY_BYTES * state.sizes.max_records
+        self._cut: Cut | None = None
+        """Of the last one that was planned."""
+        self._last_s = state.clock()
+        self._generation = -1
+        """Of the records, then."""
+
+    @property
+    def due_s(self) -> float:
+        """When the next one is."""
+        return self._last_s + self._state.options.snapshot_interval_s
+
+    def plan(self) -> AnyPiece | None:
+        state = self._state
+        if state.retries.is_resting(Save):
+            return None
+        is_due = state.clock() >= self.due_s
+        is_news = self._generation != state.records.generation
+        if not (state.is_snapshot_owed or (is_due and is_news)):
+            return None
+        if self._may_save():
+            return self._piece(number_of(state.segments.next_address))
+        self._last_s = state.clock() if is_due else self._last_s
+        return None
+
+    def plan_last(self) -> AnyPiece | None:
+        """When nothing will be appended any more."""
+        return self._piece(self._state.segments.next_number) if self._may_save() else None
+
+    def give_up(self) -> None:
+        """Do not wait for the one that is being written, if there is one."""
+        if self._cut is not None:
+            self._cut.is_cancelled = True
+
+    def forget_last(self) -> None:
+        """The last one speaks for nothing any more."""
+        self.give_up()
+        self._generation = -1
+
+    def _may_save(self) -> bool:
+        """Not while nobody knows what lies in a segment: what a snapshot does not name is taken for dead."""
+        epoch = self._state.epoch
+        return all(segment.epoch != epoch for segment in self._state.segments.unavailable.values())
+
+    def _piece(self, next_written: int) -> AnyPiece:
+        """The records that are offered now, and from where on there may be more when this is read.
+
+        `next_written`: the first segment that anything will be appended to.
+        """
+        state, segments, records = self._state, self._state.segments, self._state.records
+        scan_from = min([next_written, *segments.written])
+        copied = [move.new_address for move in self._copier.copying]
+        pending = [*(record.address for record in records.reserved_now.values()), *copied]
+        self._journal.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
+        self._last_s = state.clock()
+        self._generation = records.generation
+        numbers = (state.epoch, scan_from, segments.next_number, segments.next_address)
+        source = Source(records.by_key, [segment.keys for segment in segments.by_number.values()])
+        self._cut = records.log.cut()
+        return Piece(self, Save(*numbers, tuple(pending), source, self._max_bytes, self._cut))
+
+    def refused(self, job: Save) -> None:
+        job.cut.is_cancelled = True
+
+    def apply(self, job: Save, ending: Ending[bool]) -> None:
+        state, is_written = self._state, ending.value is True
+        if is_written:
+            state.retries.end(Log)
+        state.tally.add("snapshots", int(is_written))
+        # One of an epoch that is over speaks for nothing.
+        state.is_snapshot_owed = not is_written or job.epoch != state.epoch
