@@ -36,6 +36,10 @@ NEVER_S = 1e6
 OPTIONS = DiskOptions(capacity_bytes=64 * MIB, fsync=Fsync.NONE, max_in_flight=2)
 NUM_FITTING = 288
 """Chunks, with a state each, that the disk has room for."""
+PAIR_BYTES = (2 * 64 + 40) * KIB
+"""Of such a chunk with its state, in host memory."""
+TURNS = [(4, 3), (4, 24), (2, 6)]
+"""Prompts, and turns in which each of them grows."""
 
 
 class Pool:
@@ -98,7 +102,8 @@ class Engine:
         self.planner.on_ended({store.job_id: StoreOutcome(1)})
 
     def _begin(self, name: str) -> RequestState:
-        hashes = chain(2 * 1024, name.encode())
+        """A name is of a conversation, and may say its turn behind a `#`."""
+        hashes = chain(2 * 1024, name.partition("#")[0].encode())
         request = SimpleNamespace(
             request_id=name, num_tokens=1024 * CHUNK_TOKENS, num_computed_tokens=0, block_hashes=hashes
         )
@@ -165,6 +170,63 @@ def test_host_memory_loses_ends_and_not_beginnings(tmp_path: Path, is_paced: boo
         engine.compute("second", 100)
         assert engine.resumable("second", engine.near) == 100 * CHUNK_TOKENS
         assert engine.resumable("first", engine.near) >= 80 * CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
+@pytest.mark.parametrize("is_anew", [False, True], ids=["one request", "a request a turn"])
+@pytest.mark.parametrize(("num_prompts", "num_turns"), TURNS)
+def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
+    tmp_path: Path, num_prompts: int, num_turns: int, is_anew: bool, is_paced: bool
+) -> None:
+    """Four times what fits. A conversation is one request that goes on, or each turn begins with all that was said."""
+    with Engine(tmp_path / "store", 256 * MIB) as engine:
+        chunks = 4 * NUM_FITTING // num_prompts // num_turns
+        last = []
+        for turn, number in itertools.product(range(num_turns), range(num_prompts)):
+            name = f"{number}#{turn}" if is_anew else str(number)
+            engine.compute(name, (turn + 1) * chunks if is_anew else chunks)
+            if is_anew or turn == num_turns - 1:
+                engine.end(name)
+                last = [*last[1 - num_prompts :], name]
+            if is_paced:
+                engine.settle()
+        engine.settle()
+        resumable = sum(engine.resumable(name, engine.far) for name in last)
+        assert resumable / (NUM_FITTING * CHUNK_TOKENS) >= 0.98, engine.stack.take_counts().cascades
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_an_end_that_came_last_goes_first_when_its_request_is_over(tmp_path: Path, is_ended: bool) -> None:
+    """Also where it is so small a part of its path that the path was not made recent for it."""
+    with Engine(tmp_path / "store", 4 * MIB) as engine:
+        engine.compute("first", 20)
+        engine.compute("first", 1)
+        engine.settle()
+        if is_ended:
+            engine.end("first")
+        # So many that one chunk of the first has to go.
+        engine.compute("second", 4 * MIB // PAIR_BYTES - 20)
+        # Before its end, what came last is the most recent: a hole is made, behind which it is worth nothing.
+        assert engine.resumable("first", engine.near) == (20 if is_ended else 19) * CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("is_in_host_memory", [True, False])
+def test_a_request_that_ends_offers_again_what_the_disk_lacks_of_it(tmp_path: Path, is_in_host_memory: bool) -> None:
+    """As far as host memory has it from the first that is missing on."""
+    with Engine(tmp_path / "store", 32 * MIB) as engine:
+        engine.compute("r", 10)
+        engine.settle()
+        keys = engine.states["r"].keys()
+        for number in (3, 4, 8):
+            engine.far.invalidate(keys.key(0, CHUNK_TOKENS * number))
+        if not is_in_host_memory:
+            engine.near.invalidate(keys.key(0, CHUNK_TOKENS * 4))
+        assert engine.resumable("r", engine.far) == 2 * CHUNK_TOKENS
+        engine.stack.take_counts()
+        engine.end("r")
+        engine.settle()
+        assert engine.resumable("r", engine.far) == (10 if is_in_host_memory else 3) * CHUNK_TOKENS
+        assert engine.stack.take_counts().cascades == {"done": 3 if is_in_host_memory else 1}
 
 
 @pytest.mark.parametrize("is_met_again", [False, True])

@@ -190,6 +190,7 @@ def test_a_prefix_is_looked_up_once_however_long_its_chunk_waits() -> None:
     it.far.is_busy = True
     assert isinstance(it.stack.reserve(A, CHUNK), Slot)
     it.stack.commit(A, PathPlace((), 0, prefix))
+    it.stack.take_moves()
     it.far.num_asked = 0
     for number in range(50):
         it.store(b"n%d" % number)

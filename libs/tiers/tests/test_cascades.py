@@ -9,6 +9,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import BreakerOptions, Direction, PathPlace
+from hybridkv.tiers.stack.cascades import PATIENCE_S
 
 D = b"d"
 
@@ -91,6 +92,50 @@ def test_a_tier_that_is_busy_is_asked_again_and_loses_nothing() -> None:
     far.answer = None
     assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B]
     assert it.stack.take_counts().cascades == {}
+
+
+def test_a_tier_that_stays_busy_keeps_nobody_awake_however_much_is_stored() -> None:
+    it, far = slow(Refusal.BUSY, load_timeout_s=30.0)
+    it.store(A)
+    assert it.stack.has_moves_alive()
+    it.clock.now_s += PATIENCE_S
+    it.stack.tick()
+    assert it.stack.num_waiting == 1 and not it.stack.has_moves_alive()
+    it.store(B)
+    assert not it.stack.has_moves_alive(), "behind what waits"
+    for _ in range(2):
+        it.clock.now_s += 30
+        it.stack.tick()
+    assert it.stack.num_waiting == 0
+    it.store(C)
+    assert not it.stack.has_moves_alive(), "nothing was taken since"
+    far.answer = None
+    it.end(it.moves(Direction.CASCADE))
+    far.answer = Refusal.BUSY
+    it.store(D)
+    assert it.stack.has_moves_alive(), "it works again, so it is worth a moment"
+
+
+def test_what_waited_while_nobody_was_awake_goes_when_somebody_comes() -> None:
+    it, far = slow(Refusal.BUSY, load_timeout_s=30.0)
+    store_path(it, A, B)
+    it.clock.now_s += 3600
+    assert not it.stack.has_moves_alive()
+    far.answer = None
+    it.stack.tick()
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B] and it.stack.has_moves_alive()
+
+
+def test_a_medium_that_stays_busy_keeps_nobody_awake() -> None:
+    it = Stack()
+    it.store(A)
+    for _ in range(20):
+        it.end(it.moves(Direction.CASCADE), Failure(FailureReason.BUSY))
+        if not it.stack.has_moves_alive():
+            break
+        it.clock.now_s += PATIENCE_S / 10
+        it.stack.tick()
+    assert it.stack.num_waiting == 1 and not it.stack.has_moves_alive()
 
 
 def test_what_can_never_fit_is_dropped_at_once() -> None:

@@ -61,6 +61,23 @@ def test_of_more_than_fits_the_disk_loses_ends_and_not_beginnings(
         assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
 
 
+@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
+@pytest.mark.parametrize(("num_prompts", "num_turns"), [(4, 3), (4, 6), (4, 24)])
+def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
+    tmp_path: Path, num_prompts: int, num_turns: int, is_paced: bool
+) -> None:
+    """Four times as much as there is room for: each turn of a prompt comes behind turns of all others."""
+    with Burst(tmp_path / "store", OPTIONS, 256 * MIB, SIZES, InlineJanitor()) as burst:
+        chunks = 4 * NUM_FITTING // num_prompts // num_turns
+        for turn in range(num_turns):
+            for number in range(num_prompts):
+                burst.offer(b"%d" % number, turn * chunks, chunks)
+                if is_paced:
+                    burst.settle()
+        burst.settle()
+        assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
+
+
 def test_an_end_without_its_beginning_counts_for_nothing(tmp_path: Path) -> None:
     """The negative control of the measure."""
     with Burst(tmp_path / "store", OPTIONS, 64 * MIB, SIZES, InlineJanitor()) as burst:

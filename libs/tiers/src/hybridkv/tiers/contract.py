@@ -34,7 +34,8 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def num_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.extents)
+        extents = self.extents
+        return extents[0][1] if len(extents) == 1 else sum(num_bytes for _, num_bytes in extents)
 
     @property
     def first_offset(self) -> int:

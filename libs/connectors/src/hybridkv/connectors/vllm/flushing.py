@@ -42,11 +42,14 @@ def flush(
 ) -> float:
     """Carry on as steps without requests would, until nothing is left to do or the time is over.
 
+    Once in any case: what an engine without requests let wait may go by now.
+
     Returns:
         Seconds that are left of `timeout_s`.
     """
     ends_s = clock() + timeout_s
-    while scheduler.has_stores_in_flight() and clock() < ends_s:
+    is_left = True
+    while is_left and clock() < ends_s:
         worker.start_moves(scheduler.plan_moves())
         worker.results()
         outcome = worker.outcome()
@@ -54,4 +57,5 @@ def flush(
             time.sleep(PAUSE_S)
         else:
             scheduler.on_outcome(outcome)
+        is_left = scheduler.has_stores_in_flight()
     return max(ends_s - clock(), 0.0)

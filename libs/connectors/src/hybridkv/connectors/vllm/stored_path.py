@@ -45,6 +45,11 @@ class StoredPath:
     _renewed_at_bytes: int = 0
     """What all paths together had used then."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing comes any more."""
+        return self.is_over and not self.num_storing
+
     def add(self, part: Part, key: bytes, num_bytes: int) -> int:
         """One more chunk, to be given in `path_order`. What the path takes up with it."""
         if part not in self.keys:
@@ -66,9 +71,8 @@ class StoredPath:
 
     def take_renewal(self, spec: CacheSpec, used_bytes: int, is_overdue: bool = False) -> list[bytes] | None:
         """All its keys in the order in which they may go, where it is time to make them recent."""
-        is_last = self.is_over and not self.num_storing
         grown = len(self.keys) - self._num_renewed
-        if not is_overdue and (not grown or (not is_last and grown * GROWTH < self._num_renewed)):
+        if not is_overdue and (not grown or (not self.is_complete and grown * GROWTH < self._num_renewed)):
             return None
         self._num_renewed, self._renewed_at_bytes = len(self.keys), used_bytes
         return self.order(spec)

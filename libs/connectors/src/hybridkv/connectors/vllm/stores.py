@@ -20,7 +20,16 @@ from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stored_path import StoredChunk, StoredPath
-from hybridkv.planner import LookupResult, State, Transfer, chunk_blocks, needed_before, path_order, plan_store
+from hybridkv.planner import (
+    GroupKind,
+    LookupResult,
+    State,
+    Transfer,
+    chunk_blocks,
+    needed_before,
+    path_order,
+    plan_store,
+)
 from hybridkv.planner.paths import Part
 from hybridkv.tiers import Refusal
 from hybridkv.tiers.stack import PathPlace, TierStack
@@ -156,6 +165,10 @@ class StorePlanner:
         """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right."""
         spec = self._layout.spec
         is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.far_bytes)
+        met = [chunk.key for chunk in reversed(chunks) if not chunk.is_new]
+        if met and not is_overdue:
+            # What was there already must not make room for what follows it.
+            self._stack.touch(met)
         for chunk in self._checked(path, chunks) if is_overdue else chunks:
             if not chunk.is_new:
                 # What another store still brings, that one lets cascade.
@@ -166,6 +179,8 @@ class StorePlanner:
             if not is_stored:
                 self._stack.abort(chunk.key)
             self._recorder.store(spec.groups[chunk.part[0]].kind, "stored" if is_offered else "failed")
+        if path.is_complete:
+            self._offer_again(path)
         renewed = path.take_renewal(spec, self._used_bytes, is_overdue)
         if renewed is None:
             renewed = [chunk.key for chunk in reversed(chunks)]
@@ -192,6 +207,24 @@ class StorePlanner:
             else:
                 checked.append(chunk)
         return checked
+
+    def _offer_again(self, path: StoredPath) -> None:
+        """What the slow tier lacks of a path by now, up to the first chunk without which the rest is worth nothing and
+        which the fast tier has not either. What waits already is not asked for twice."""
+        spec, far = self._layout.spec, self._stack.far
+        if far is None or far.leading(list(path.keys.values())) == len(path.keys):
+            return
+        path_bytes = 0
+        for part in path_order(spec, path.keys):
+            key = path.keys[part]
+            path_bytes += self._stack.far_cost(self._layout.chunk_bytes(*part))
+            if far.lookup(key) is not LookupResult.MISS:
+                continue
+            needs = needed_before(spec, *part)
+            if self._stack.in_near(key) and path.keys.keys() >= set(needs):
+                self._stack.cascade(key, PathPlace(tuple(path.keys[need] for need in needs), path_bytes))
+            elif spec.groups[part[0]].kind is GroupKind.FULL:
+                return
 
     def on_gone(self, state: RequestState) -> None:
         """The request has ended: what it leaves is made recent as a whole, now or when its last store has ended."""

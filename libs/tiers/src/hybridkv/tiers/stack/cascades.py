@@ -17,9 +17,10 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.planner import LookupResult
@@ -47,6 +48,9 @@ class PathPlace(NamedTuple):
 
 ALONE = PathPlace()
 
+PATIENCE_S = 1.0
+"""Nobody stays awake longer for what waits where nothing moves: what takes nothing for so long may do so for ever."""
+
 
 class Gate(enum.Enum):
     """Whether the slow tier may be written to."""
@@ -68,10 +72,14 @@ class _Next(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """What was sent between two touches."""
+    """What was sent and touched in a row, whose order of use is put right when all of it has come."""
 
     num_left: int = 0
-    """Of those, what is on its way in time, or waits to be sent again."""
+    """Of what was sent, what is on its way in time, or waits to be sent again."""
+    order: list[Key] = field(default_factory=list)
+    """What was sent, and what was touched behind it."""
+    num_touched: int = 0
+    """Keys of touches among them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -131,38 +139,63 @@ class Cascades:
         """Of all chunks in these."""
         self._is_blocked = False
         """The first of them was tried, and nothing has changed since."""
+        self._has_news = False
         self._moving: dict[Key, _Waiting] = {}
         self._landed: dict[Key, _Waiting] = {}
         """What came before something that it needs."""
+        self._closed: _Batch | None = None
+        """Its order is put right when the last of it has come."""
         self._batch = _Batch()
-        self._touches: deque[tuple[_Batch, _Touch]] = deque()
-        """Whose turn it is, each with what was sent before it and after the one before."""
+        """What was sent and touched since that was closed."""
         self._num_touched = 0
         """Keys of all touches that wait."""
         self.since_s = 0.0
         """When something came to its end well, or began to wait where nothing did."""
+        self._patient_s = 0.0
+        """The same, but that what begins to wait is no news where nothing was sent since the last that did."""
+        self._has_sent = True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something was added since `pump`, and may go."""
+        return self._has_news and not self._is_blocked
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may wait."""
+        return len(self._keys) >= self._options.max_waiting
 
     @property
     def num_waiting(self) -> int:
         """Chunks that may still go."""
         return len(self._keys)
 
+    def keeps_awake(self, now_s: float) -> bool:
+        """Whether to come again soon for what waits, though nothing moves. What is not worth that waits for whoever
+        comes next."""
+        return bool(self._keys) and now_s - self._patient_s < PATIENCE_S
+
     def add(self, key: Key, place: PathPlace, now_s: float) -> MoveResult | None:
         """A chunk that the slow tier should have, behind all that was added before. Why not, where it is dropped."""
         if key in self._keys or self._far.lookup(key) is not LookupResult.MISS:
             return None
-        if len(self._keys) >= self._options.max_waiting:
+        if self.is_full:
             return MoveResult.DROPPED_BUSY
         if not self._keys:
             self.since_s = now_s
             self._is_blocked = False
+            if self._has_sent:
+                self._patient_s, self._has_sent = now_s, False
+        self._has_news = True
         self._keys.add(key)
         self._queue.append(_Waiting(next(self._numbers), key, place))
         return None
 
     def on_near(self, key: Key) -> None:
         """The fast tier holds a chunk now, or never will: what waited for it goes behind it."""
-        ended = deque([key] if self._parked else ())
+        if not self._parked:
+            return
+        ended = deque([key])
         while ended:
             for waiting in self._parked.pop(ended.popleft(), ()):
                 self._parked_keys.discard(waiting.key)
@@ -177,7 +210,7 @@ class Cascades:
 
         At once where more wait for that than chunks may.
         """
-        is_idle = not (self._queue or self._again or self._touches or self._batch.num_left)
+        is_idle = not (self._queue or self._again or self._is_ordering)
         if is_idle or self._num_touched + len(keys) > self._options.max_waiting:
             self._far.touch(keys)
             return
@@ -186,16 +219,14 @@ class Cascades:
 
     # What goes.
 
-    def pump(self, gate: Callable[[], Gate], has_changed: bool = True) -> list[MoveResult]:
+    def pump(self, gate: Callable[[], Gate]) -> list[MoveResult]:
         """Send what may go now. Why others are dropped, one for each.
 
         Args:
             gate: whether the slow tier may be written to.
-            has_changed: whether what had to wait may go by now, for all that the caller knows.
         """
         dropped: list[MoveResult] = []
-        if self._is_blocked and not has_changed:
-            return dropped
+        self._has_news = False
         is_open = gate() if self._keys else Gate.OPEN
         while self._again or self._queue:
             item = self._again[0][1] if self._again else self._queue[0]
@@ -219,15 +250,25 @@ class Cascades:
             elif isinstance(then, MoveResult):
                 dropped.append(then)
                 self._lose(item)
-        self._touch_what_came()
         return dropped
+
+    @property
+    def _is_ordering(self) -> bool:
+        """Whether something is on its way behind which a touch has to wait."""
+        return self._closed is not None or self._batch.num_left > 0
 
     def _reach(self, touch: _Touch) -> None:
         """At once, so that what comes next pushes out others first; and again when what is on its way has come."""
-        if self._touches or self._batch.num_left:
-            self._far.touch(touch.keys)
-        self._touches.append((self._batch, touch))
-        self._batch = _Batch()
+        self._far.touch(touch.keys)
+        if not self._is_ordering:
+            self._num_touched -= len(touch.keys)
+            self._near.touch(touch.keys)
+            self._batch.order.clear()
+            return
+        self._batch.order += touch.keys
+        self._batch.num_touched += len(touch.keys)
+        if self._closed is None:
+            self._closed, self._batch = self._batch, _Batch()
 
     def _try(self, waiting: _Waiting, gate: Gate) -> _Next | MoveResult:
         key, place = waiting.key, waiting.place
@@ -235,33 +276,36 @@ class Cascades:
             return MoveResult.DROPPED_OPEN
         if gate is Gate.BUSY:
             return _Next.LATER
-        if len(self._moving) >= self._options.max_cascading or not self._has_room(waiting.num_bytes):
+        moving, far = self._moving, self._far
+        room_bytes = self._room_bytes
+        if waiting.num_bytes > room_bytes or room_bytes <= 0 or len(moving) >= self._options.max_cascading:
             return self._wait_or(MoveResult.DROPPED_BUSY)
-        if key in self._moving:  # withdrawn on its way
-            return MoveResult.DROPPED_BUSY if self._moving[key].is_late else _Next.LATER
-        if self._far.lookup(key) is not LookupResult.MISS:
-            return _Next.GONE
+        if key in moving:  # withdrawn on its way
+            return MoveResult.DROPPED_BUSY if moving[key].is_late else _Next.LATER
         for need in place.needs:
-            if self._far.lookup(need) is LookupResult.MISS:
+            if far.lookup(need) is LookupResult.MISS:
                 return self._miss(waiting, need)
         if place.prefix:
-            if self._far.leading(place.prefix) < len(place.prefix):
+            if far.leading(place.prefix) < len(place.prefix):
                 return MoveResult.DROPPED_ORPHAN
             waiting.place = place._replace(prefix=())
-        if place.path_bytes > self._far.capacity_bytes:
+        if place.path_bytes > far.capacity_bytes:
             return MoveResult.DROPPED_NO_ROOM
         near = self._near.pin(key)
         if near is None:
             return MoveResult.DROPPED_EVICTED
-        waiting.num_bytes = near.num_bytes
-        then = self._send(waiting, near)
+        num_bytes = waiting.num_bytes = near.num_bytes
+        fits = num_bytes <= room_bytes
+        then = self._send(waiting, near) if fits else self._wait_or(MoveResult.DROPPED_BUSY)
         if then is not _Next.SENT:
             self._near.unpin(key)
         return then
 
-    def _has_room(self, num_bytes: int) -> bool:
-        moving = self._traffic.bytes_moving[Direction.CASCADE]
-        return not moving or moving + num_bytes <= self._max_bytes
+    @property
+    def _room_bytes(self) -> float:
+        """Of what may be on its way at one time; a chunk alone may be larger than that."""
+        moving_bytes = self._traffic.bytes_moving[Direction.CASCADE]
+        return self._max_bytes - moving_bytes if moving_bytes else math.inf
 
     def _wait_or(self, otherwise: MoveResult) -> _Next | MoveResult:
         """Wait for what is on its way, unless all of that is late: who knows when it ends."""
@@ -276,15 +320,17 @@ class Cascades:
         return _Next.PARKED
 
     def _send(self, waiting: _Waiting, near: Slot) -> _Next | MoveResult:
-        if not self._has_room(waiting.num_bytes):
-            return self._wait_or(MoveResult.DROPPED_BUSY)
         far = self._far.reserve(waiting.key, waiting.num_bytes)
         if isinstance(far, Slot):
+            self._has_sent = True
             self._plan_move(waiting.key, near, far)
             self._moving[waiting.key] = waiting
             if waiting.batch is None:
-                waiting.batch = self._batch
-                self._batch.num_left += 1
+                batch = waiting.batch = self._batch
+                if not batch.num_left and self._closed is None:
+                    batch.order.clear()
+                batch.num_left += 1
+                batch.order.append(waiting.key)
             return _Next.SENT
         if far is Refusal.PRESENT:
             return _Next.GONE
@@ -294,11 +340,22 @@ class Cascades:
         return self._wait_or(MoveResult.DROPPED_NO_ROOM) if far is Refusal.NO_ROOM else MoveResult.DROPPED_NO_ROOM
 
     def _touch_what_came(self) -> None:
-        while self._touches and not self._touches[0][0].num_left:
-            keys = self._touches.popleft()[1].keys
-            self._num_touched -= len(keys)
-            self._far.touch(keys)
-            self._near.touch(keys)
+        """Each batch in its order, and above it what was sent and touched since, as far as that has come.
+
+        Chunks overtake each other on their way, and what follows must push out neither before what is older than both.
+        """
+        while self._closed is not None and not self._closed.num_left:
+            self._num_touched -= self._closed.num_touched
+            order = [*dict.fromkeys(reversed(self._closed.order))][::-1]  # each where it was named last
+            self._far.touch(order)
+            self._near.touch(order)
+            self._closed = None
+            if self._batch.num_touched:
+                self._closed, self._batch = self._batch, _Batch()
+                if self._closed.num_left:
+                    self._far.touch(self._closed.order)
+            elif self._batch.num_left:
+                self._far.touch(self._batch.order)
 
     # What came of it.
 
@@ -313,7 +370,7 @@ class Cascades:
         waiting = self._moving.pop(key)
         self._is_blocked = False
         if failure is None:
-            self.since_s = now_s
+            self.since_s = self._patient_s = now_s
             self._land(waiting)
         elif failure.reason is FailureReason.BUSY and not (waiting.is_late or waiting.is_forgotten):
             heapq.heappush(self._again, (waiting.number, waiting))
@@ -328,7 +385,7 @@ class Cascades:
         if waiting.batch is not None:
             waiting.batch.num_left -= 1
             waiting.batch = None
-            if self._touches:
+            if self._closed is not None and not self._closed.num_left:
                 self._touch_what_came()
 
     def _land(self, waiting: _Waiting) -> None:
@@ -341,10 +398,8 @@ class Cascades:
 
     def _is_on_its_way(self, waiting: _Waiting, landed: Mapping[Key, _Waiting]) -> bool:
         """Whether something that it needs may still fail."""
-        needs = waiting.place.needs
-        return not (
-            self._moving.keys().isdisjoint(needs) and landed.keys().isdisjoint(needs) and self._keys.isdisjoint(needs)
-        )
+        moving, keys = self._moving, self._keys
+        return any(need in moving or need in landed or need in keys for need in waiting.place.needs)
 
     def _forget_landed(self) -> None:
         """What needs nothing any more that may fail; and the oldest, where that is not enough."""
@@ -379,7 +434,6 @@ class Cascades:
         for item in queue:
             if isinstance(item, _Touch):
                 self._reach(item)
-        self._touch_what_came()
         return dropped
 
     def _drop_all(self) -> None:
@@ -394,6 +448,5 @@ class Cascades:
         for waiting in self._moving.values():
             waiting.is_forgotten = True
         self._landed.clear()
-        self._touches.clear()
-        self._batch = _Batch()
+        self._closed, self._batch = None, _Batch()
         self._num_touched = 0

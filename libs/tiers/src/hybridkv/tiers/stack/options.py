@@ -27,7 +27,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     load_timeout_s: float = 30.0
     promoting_share: float = 0.5
     cascading_share: float = 0.25
-    arriving_share: float = 0.0625
+    arriving_share: float = 0.015625
     max_cascading: int = 1024
     max_waiting: int = 65_536
     breaker: BreakerOptions = BreakerOptions()

@@ -219,6 +219,7 @@ class TierStack:
                 break
             sources.append((key, slot))
         refusal = refusal or self._why_not_promote(sum(slot.num_bytes for _, slot in sources))
+        self._pump_news()
         for key, slot in sources if refusal is None else ():
             near = self.near.reserve(key, slot.num_bytes)
             if isinstance(near, Refusal):
@@ -249,6 +250,7 @@ class TierStack:
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         """Space in the fast tier."""
+        self._pump_news()
         return self.near.reserve(key, num_bytes)
 
     def commit(self, key: Key, place: PathPlace = ALONE) -> bool:
@@ -274,6 +276,7 @@ class TierStack:
         """
         self.near.touch(keys)
         if self._cascades is not None:
+            self._pump_news()
             self._cascades.touch(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
@@ -295,15 +298,15 @@ class TierStack:
     def cascade(self, key: Key, place: PathPlace = ALONE) -> None:
         """Copy a chunk that the fast tier holds to the slow one, if that lacks it, when its turn comes.
 
-        Chunks go in the order of these calls; one that needs others is called for after them.
+        Chunks go in the order of these calls; one that needs others is called for after them. They are looked at
+        together: before anything else can come into the fast tier, at the next `touch`, or when the moves are taken.
         """
         if self._cascades is not None:
-            self._look_at_clock()
-            now_s = self._clock()
-            dropped = self._cascades.add(key, place, now_s)
+            if self._cascades.is_full and self._cascades.has_news:
+                self._pump()
+            dropped = self._cascades.add(key, place, self._clock())
             if dropped is not None:
                 self._drop(dropped)
-            self._pump(has_changed=False)
 
     def far_cost(self, num_bytes: int) -> int:
         """What a chunk of so many bytes takes up of the slow tier, for `PathPlace.path_bytes`."""
@@ -319,9 +322,15 @@ class TierStack:
         """Chunks that wait for their way down."""
         return 0 if self._cascades is None else self._cascades.num_waiting
 
-    def _pump(self, has_changed: bool = True) -> None:
+    def _pump_news(self) -> None:
+        """What was added goes, and is pinned for it, before anything can push it out of the fast tier."""
+        if self._cascades is not None and self._cascades.has_news:
+            self._look_at_clock()
+            self._pump()
+
+    def _pump(self) -> None:
         if self._cascades is not None:
-            for dropped in self._cascades.pump(self._gate, has_changed):
+            for dropped in self._cascades.pump(self._gate):
                 self._drop(dropped)
             if self._cascades.num_waiting:
                 self._due_s = min(self._due_s, self._cascades.since_s + self._options.load_timeout_s)
@@ -340,9 +349,8 @@ class TierStack:
     def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
         self._plan(Direction.CASCADE, key, near, far)
 
-    def _drop(self, dropped: MoveResult | None) -> None:
-        if dropped is not None:
-            self._counts.moved(Direction.CASCADE, dropped)
+    def _drop(self, dropped: MoveResult) -> None:
+        self._counts.moved(Direction.CASCADE, dropped)
 
     # Moves.
 
@@ -353,6 +361,7 @@ class TierStack:
 
     def take_moves(self) -> list[TierMove]:
         """What the media must do next, in order."""
+        self._look_at_clock()
         self._pump()
         return self._traffic.take_planned()
 
@@ -466,9 +475,13 @@ class TierStack:
                 self._drop(dropped)
 
     def has_moves_alive(self) -> bool:
-        """Whether a move may still end in time, or is to be made. One that is late is not worth staying awake for."""
+        """Whether a move may still end in time, or is to be made soon. One that is late is not worth staying awake for,
+        nor is what a slow tier lets wait that takes nothing."""
         self._look_at_clock()
-        return self._traffic.has_some_in_time() or self.num_waiting > 0
+        self._pump_news()
+        if self._traffic.has_some_in_time():
+            return True
+        return self._cascades is not None and self._cascades.keeps_awake(self._clock())
 
     # Ends.
 
