@@ -16,6 +16,7 @@ from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import MoveOutcome, PathPlace, StackOptions, TierMover, TierStack
+from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK_BYTES = 512 << 10
 PROMPT_CHUNKS = 64
@@ -39,6 +40,7 @@ class Burst:
         self.far = DiskIndex(str(path), disk_subject.fingerprint(), options)
         near = RamIndex(near_bytes, GRANULE_BYTES)
         self._arena = RamArena(near_bytes, GRANULE_BYTES)
+        self._copies = CopyingMedium(self._arena)
         self.stack = TierStack(near, self.far, 1, time.monotonic, stack_options)
         medium = DiskMedium(str(path), self.far.namespace, 0, options)
         self._mover = TierMover(self._arena, medium, time.monotonic)
@@ -54,8 +56,8 @@ class Burst:
             slot = self.stack.reserve(key, CHUNK_BYTES)
             if not isinstance(slot, Slot):
                 raise RuntimeError(f"host memory has no room: {slot}")
-            self._arena.store(Ticket(next(self._tickets)), key, slot, [self._chunk])
-            self._arena.poll()
+            self._copies.store(Ticket(next(self._tickets)), key, slot, [self._chunk])
+            self._copies.poll()
             self.stack.commit(key, PathPlace(tuple(keys[max(number - 1, 0) : number]), (number + 1) * cost_bytes))
         self.stack.touch(keys[::-1])
         self.prompts.append(keys)

@@ -39,8 +39,12 @@ struct FileCompletion {
 
 enum class FileBackend { kUring, kThreads };
 
-// Whether this kernel lets this process use io_uring, with what the queue needs of it.
+// Whether this kernel lets this process use io_uring, with what the queue needs of it. Looked up once, unless something
+// was lacking: then it is asked again at the next call.
 bool has_uring();
+
+// Whether an errno with which io_uring was not to be had says that something is lacking now, memory or files, say.
+bool is_passing(int uring_error);
 
 // For one thread, which outlives what it has in flight: the kernel cancels what a thread asked of io_uring when that
 // thread ends. While nothing is in flight another thread may take over.

@@ -1,5 +1,6 @@
 #include "csrc/cpu/record_queue.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <iterator>
 #include <utility>
@@ -85,25 +86,47 @@ void RecordQueue::run() {
 
 void RecordQueue::start_waiting() {
   while (!free_slots_.empty()) {
-    if (!unsynced_.empty()) {
-      start(std::move(unsynced_.front()));
-      unsynced_.pop_front();
-      continue;
-    }
+    if (start_sync()) continue;
     std::unique_ptr<RecordBatch> batch = next_batch();
     if (batch == nullptr) return;
-    if (batch->is_ready()) {
-      start({std::move(batch), false});
-    } else {
+    if (!batch->is_ready()) {
       fail(*batch, ENOMEM);
+      continue;
+    }
+    const auto failed = failed_syncs_.find(batch->front().fd);
+    const std::uint64_t num_failed_syncs = failed == failed_syncs_.end() ? 0 : failed->second.count;
+    Flight flight{{}, false};
+    flight.batches.push_back({std::move(batch), num_failed_syncs});
+    start(std::move(flight));
+  }
+}
+
+// Of the first descriptor that waits for it and is not being synced: for all that was written to it. False when there
+// is none.
+bool RecordQueue::start_sync() {
+  const auto is_free = [this](const Begun& begun) { return syncing_.count(begun.batch->front().fd) == 0; };
+  const auto first = std::find_if(unsynced_.begin(), unsynced_.end(), is_free);
+  if (first == unsynced_.end()) return false;
+  const int fd = first->batch->front().fd;
+  Flight flight{{}, true};
+  std::deque<Begun> others;
+  for (Begun& begun : unsynced_) {
+    if (begun.batch->front().fd == fd) {
+      flight.batches.push_back(std::move(begun));
+    } else {
+      others.push_back(std::move(begun));
     }
   }
+  unsynced_ = std::move(others);
+  syncing_.insert(fd);
+  start(std::move(flight));
+  return true;
 }
 
 void RecordQueue::start(Flight flight) {
   const std::size_t slot = free_slots_.back();
   free_slots_.pop_back();
-  FileRequest request = flight.batch->request(static_cast<std::int64_t>(slot));
+  FileRequest request = flight.batches.front().batch->request(static_cast<std::int64_t>(slot));
   if (flight.is_syncing) {
     request.operation = FileOperation::kSyncData;
     request.extents.clear();
@@ -113,19 +136,37 @@ void RecordQueue::start(Flight flight) {
 }
 
 void RecordQueue::end(Flight flight, const FileCompletion& completion) {
-  RecordBatch& batch = *flight.batch;
-  if (completion.error != 0 && batch.size() > 1) {
-    // One bad place must not fail its neighbours.
-    const std::lock_guard lock(mutex_);
-    for (RecordRequest& record : batch.take_records()) alone_.push_back(std::move(record));
-  } else if (completion.error != 0) {
-    fail(batch, completion.error);
-  } else if (batch.front().is_store && batch.front().syncs && !flight.is_syncing) {
-    flight.is_syncing = true;
-    unsynced_.push_back(std::move(flight));
+  if (flight.is_syncing) return end_sync(std::move(flight.batches), completion.error);
+  RecordBatch& batch = *flight.batches.front().batch;
+  if (completion.error != 0) {
+    give_up(batch, completion.error);
+  } else if (batch.front().is_store && batch.front().syncs) {
+    unsynced_.push_back(std::move(flight.batches.front()));
   } else {
     complete(batch.finish());
   }
+}
+
+void RecordQueue::end_sync(std::vector<Begun> batches, int error) {
+  const int fd = batches.front().batch->front().fd;
+  syncing_.erase(fd);
+  if (error != 0) failed_syncs_[fd] = {failed_syncs_[fd].count + 1, error};
+  const auto found = failed_syncs_.find(fd);
+  const FailedSyncs failed = found == failed_syncs_.end() ? FailedSyncs{} : found->second;
+  for (Begun& begun : batches) {
+    if (begun.num_failed_syncs == failed.count) {
+      complete(begun.batch->finish());
+    } else {
+      give_up(*begun.batch, failed.error);
+    }
+  }
+}
+
+// Neighbours are tried again one by one: one bad place must not fail the others.
+void RecordQueue::give_up(RecordBatch& batch, int error) {
+  if (batch.size() == 1) return fail(batch, error);
+  const std::lock_guard lock(mutex_);
+  for (RecordRequest& record : batch.take_records()) alone_.push_back(std::move(record));
 }
 
 void RecordQueue::fail(const RecordBatch& batch, int error) {

@@ -4,6 +4,10 @@
 // keeps as many in flight as the file queue takes, and looks at what has come when the next ones are on their way.
 // Loads go before stores, since somebody waits for them; a store does not wait for ever. It opens no file, knows no
 // format but where a digest stands, and decides nothing about what is stored.
+//
+// A descriptor is synced once at a time, for all batches that were written by then. The kernel says once for each
+// descriptor that writing back went wrong, to whom it syncs then: so a sync that fails is also one of every batch that
+// was begun before it ended, whatever a later sync says.
 #ifndef HYBRIDKV_CPU_RECORD_QUEUE_H_
 #define HYBRIDKV_CPU_RECORD_QUEUE_H_
 
@@ -14,6 +18,8 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "csrc/cpu/file_queue.h"
@@ -55,15 +61,27 @@ class RecordQueue {
   std::int64_t num_transfers() const;
 
  private:
-  struct Flight {
+  // A batch, and how many syncs of its descriptor had failed when it was begun.
+  struct Begun {
     std::unique_ptr<RecordBatch> batch;
-    bool is_syncing;  // written, and being forced to the device
+    std::uint64_t num_failed_syncs;
+  };
+  struct Flight {
+    std::vector<Begun> batches;  // one, or all of those that are being forced to the device
+    bool is_syncing;
+  };
+  struct FailedSyncs {
+    std::uint64_t count = 0;
+    int error = 0;  // of the last one
   };
 
   void run();
   void start_waiting();
+  bool start_sync();
   void start(Flight flight);
   void end(Flight flight, const FileCompletion& completion);
+  void end_sync(std::vector<Begun> batches, int error);
+  void give_up(RecordBatch& batch, int error);
   void fail(const RecordBatch& batch, int error);
   void complete(std::vector<RecordCompletion> completions);
   std::unique_ptr<RecordBatch> next_batch();
@@ -79,7 +97,9 @@ class RecordQueue {
   std::unique_ptr<FileQueue> files_;
   std::vector<Flight> flights_;  // by slot, which is the file queue's tag
   std::vector<std::size_t> free_slots_;
-  std::deque<Flight> unsynced_;
+  std::deque<Begun> unsynced_;  // written, and to be forced to the device
+  std::unordered_set<int> syncing_;
+  std::unordered_map<int, FailedSyncs> failed_syncs_;
 
   mutable std::mutex mutex_;
   std::condition_variable submitted_;

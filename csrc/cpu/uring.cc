@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "csrc/cpu/wait.h"
@@ -24,6 +25,9 @@ constexpr std::uint64_t kWake = ~std::uint64_t{0};
 
 // A request that does nothing has ended when the kernel has taken it.
 constexpr double kProbeS = 1.0;
+// A kernel that has no memory for it at this moment is asked again for as long, every so often.
+constexpr std::chrono::milliseconds kLacking{100};
+constexpr std::chrono::milliseconds kAgain{1};
 
 // Both rings in one mapping is 5.4, a timeout for io_uring_enter 5.11; what is older gets threads.
 constexpr std::uint32_t kNeededFeatures = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_EXT_ARG | IORING_FEAT_NODROP;
@@ -79,8 +83,12 @@ int Uring::probe() {
   entry.opcode = IORING_OP_NOP;
   entry.user_data = kWake;
   push_entry(entry);
-  int error = EINTR;
-  while (error == EINTR) error = enter(1, kProbeS);
+  const auto end = std::chrono::steady_clock::now() + kLacking;
+  int error = enter(1, kProbeS);
+  while (error == EINTR || ((error == EAGAIN || error == EBUSY) && std::chrono::steady_clock::now() < end)) {
+    if (error != EINTR) std::this_thread::sleep_for(kAgain);
+    error = enter(1, kProbeS);
+  }
   if (error != 0) return error;
   std::vector<FileCompletion> none;
   return take_one(none) ? 0 : ETIME;

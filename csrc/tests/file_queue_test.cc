@@ -5,6 +5,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -249,9 +250,29 @@ void check_refused_enter() {
          "a ring that cannot be used is no ring, and errno says why");
 }
 
+// What is lacking now may be there at the next call: the answer is not kept. In a child, before anybody asked.
+void check_lacking_ring() {
+  const pid_t child = fork();
+  if (child == 0) {
+    rlimit files{};
+    getrlimit(RLIMIT_NOFILE, &files);
+    const rlimit none{0, files.rlim_max};
+    setrlimit(RLIMIT_NOFILE, &none);
+    const bool has_without = hybridkv::cpu::has_uring();
+    setrlimit(RLIMIT_NOFILE, &files);
+    const bool has_with = hybridkv::cpu::make_file_queue(FileBackend::kUring, 1, 1) != nullptr;
+    _exit(!has_without && hybridkv::cpu::has_uring() == has_with ? EXIT_SUCCESS : EXIT_FAILURE);
+  }
+  int status = 0;
+  expect(waitpid(child, &status, 0) == child && status == 0, "a ring that is lacking is asked for again");
+  expect(hybridkv::cpu::is_passing(EAGAIN) && hybridkv::cpu::is_passing(EMFILE), "what is lacking may come");
+  expect(!hybridkv::cpu::is_passing(EPERM) && !hybridkv::cpu::is_passing(ENOSYS), "what is refused stays so");
+}
+
 }  // namespace
 
 int main() {
+  check_lacking_ring();
   std::vector<Backend> backends = {{"threads", FileBackend::kThreads}};
   if (hybridkv::cpu::has_uring()) {
     backends.push_back({"io_uring", FileBackend::kUring});

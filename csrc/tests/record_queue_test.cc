@@ -385,6 +385,38 @@ void check_sync(FileBackend backend, int sync_error) {
   expect(script.calls_so_far().size() == 3, "a load is not");
 }
 
+// A sync that fails is one of every store that was begun before its end, and of no other file.
+void check_shared_sync(FileBackend backend, int sync_error) {
+  File file(0);
+  File other(0);
+  Scripted::Script script;
+  bool is_first = true;
+  script.error = [&](const FileRequest& request) {
+    if (request.operation != FileOperation::kSyncData || request.fd != file.fd()) return 0;
+    if (!std::exchange(is_first, false)) return 0;
+    script.is_open = false;  // with the mutex held: it stands still
+    return sync_error;
+  };
+  RecordQueue queue(std::make_unique<Scripted>(files_of(backend, 3), script), {kBatchBytes, kDigestAt});
+  Payload payload({100}, 0);
+  const auto submit = [&](std::int64_t tag, const File& target) {
+    queue.submit(record_of(tag, true, target, false, tag * 65536, payload, true));
+  };
+  submit(0, file);
+  script.wait_for_calls(2);
+  submit(1, file);
+  script.wait_for_calls(3);
+  submit(2, other);
+  script.wait_for_calls(4);
+  script.release();
+  const std::map<std::int64_t, RecordCompletion> ended = finish(queue);
+  expect(ended.at(0).error == sync_error, "who syncs is told what went wrong");
+  expect(ended.at(1).error == sync_error, "and so is who had begun to write by then");
+  expect(ended.at(2).error == 0, "but nobody who writes to another file");
+  submit(3, file);
+  expect(finish(queue).at(3).error == 0, "nor who writes afterwards");
+}
+
 void check_standstill(FileBackend backend) {
   File file(0);
   Scripted::Script script;
@@ -455,6 +487,8 @@ int main() {
     check_order(backend);
     check_sync(backend, 0);
     check_sync(backend, EIO);
+    check_shared_sync(backend, EIO);
+    check_shared_sync(backend, 0);
     check_standstill(backend);
     check_close_between_attempts(backend);
   }

@@ -28,10 +28,10 @@ from restart_process import prompts
 from hybridkv.connectors.vllm import tiers
 from hybridkv.tiers import FailureReason, TierMedium
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, FileIO
-from hybridkv.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
-from hybridkv.tiers.faults.plan import Trigger
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, StackCounts, TierStack
 from hybridkv.tiers.stack.ways import Ways
+from hybridkv.tiers.testing.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
+from hybridkv.tiers.testing.faults.plan import Trigger
 
 LOAD_TIMEOUT_S = 30.0
 HELD = Delay(num_polls=1 << 60)

@@ -15,7 +15,7 @@ from equality import require_same_output
 from harness import Engine, exact_prompt_lengths, make_prompt
 
 from hybridkv.tiers import FailureReason
-from hybridkv.tiers.faults import Fail, Operation, Rule
+from hybridkv.tiers.testing.faults import Fail, Operation, Rule
 
 
 @pytest.fixture(scope="module")

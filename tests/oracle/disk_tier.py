@@ -40,7 +40,7 @@ def forget(random: Random) -> Callable[[OracleEngine, int], None]:
         near = stack_of(engine).near
         assert isinstance(near, RamIndex)
         if random.random() < 0.2:
-            for key in list(near._evictable):
+            for key in list(near.evictable):
                 near.invalidate(key)
 
     return before_step

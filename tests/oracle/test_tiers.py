@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hybridkv.connectors.vllm import register, tiers
 from hybridkv.planner import GroupKind
 from hybridkv.tiers import FailureReason
-from hybridkv.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from hybridkv.tiers.stack import StackCounts, TierStack
+from hybridkv.tiers.testing.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from oracle.disk_tier import LARGE, SMALL, forget, stack_of, stacked
 from oracle.engine import OracleEngine
 from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix

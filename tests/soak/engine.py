@@ -25,6 +25,7 @@ from hybridkv.tiers.stack import (
     TierMover,
     TierStack,
 )
+from hybridkv.tiers.testing.copying import CopyingMedium
 from soak.content import Group, Kind, Prompt, key_of, keys_needed, payload
 from soak.findings import SoakError
 from soak.tally import Tally
@@ -100,6 +101,7 @@ class Engine:
         self.groups, self.far, self.media = parts.groups, parts.far, parts.media
         self.near = RamIndex(parts.near_bytes, parts.granule_bytes)
         self.arenas = [RamArena(parts.near_bytes, parts.granule_bytes) for _ in parts.media]
+        self.copies = [CopyingMedium(arena) for arena in self.arenas]
         self.movers = [
             TierMover(arena, medium, parts.clock) for arena, medium in zip(self.arenas, parts.media, strict=True)
         ]
@@ -160,10 +162,10 @@ class Engine:
             slot = self.near.pin(key)
             if slot is None:  # withdrawn under the claim
                 continue
-            for rank, arena in enumerate(self.arenas):
+            for rank, copies in enumerate(self.copies):
                 destination = bytearray(slot.num_bytes)
-                arena.load(Ticket(1), key, slot, [destination])
-                [completion] = arena.poll()
+                copies.load(Ticket(1), key, slot, [destination])
+                [completion] = copies.poll()
                 if completion.failure is not None:
                     raise SoakError("wrong memory", f"{key.hex()} in host memory: {completion.failure}")
                 self.check(key, rank, self._tamper(key, rank, destination))
@@ -214,9 +216,9 @@ class Engine:
         self._tally.add("chunks offered" if isinstance(slot, Slot) else f"stores refused, {slot}")
         if isinstance(slot, Refusal):
             return False
-        for rank, arena in enumerate(self.arenas):
-            arena.store(Ticket(1), key, slot, [payload(key, rank, group.chunk_bytes)])
-            [completion] = arena.poll()
+        for rank, copies in enumerate(self.copies):
+            copies.store(Ticket(1), key, slot, [payload(key, rank, group.chunk_bytes)])
+            [completion] = copies.poll()
             if completion.failure is not None:
                 raise SoakError("wrong memory", f"{key.hex()} could not be stored: {completion.failure}")
         return True

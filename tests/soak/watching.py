@@ -82,25 +82,25 @@ class WatchedIndex(DiskIndex):
 @contextmanager
 def watched_records(log: Log) -> Iterator[None]:
     """While it lasts, each record that leaves a table, or moves in it, is said to have."""
-    evict, invalidate, move = RecordTable.evict, RecordTable.invalidate, RecordTable.move
+    evict, withdraw, move = RecordTable._evicted, RecordTable.withdraw, RecordTable.move
 
     def say_gone(key: bytes) -> None:
         if key in log.ledger.must and not log.is_silent:
             log.say(f"gone {key.hex()}")
 
-    def evicts(table: RecordTable, record: Record) -> None:
-        say_gone(record.key)
-        evict(table, record)
-
-    def invalidates(table: RecordTable, key: bytes) -> Record | None:
+    def evicts(table: RecordTable, key: bytes, record: Record) -> None:
         say_gone(key)
-        return invalidate(table, key)
+        evict(table, key, record)
+
+    def withdraws(table: RecordTable, key: bytes) -> Record | None:
+        say_gone(key)
+        return withdraw(table, key)
 
     def moves(table: RecordTable, record: Record, address: int) -> None:
         move(table, record, address)
         log.say(f"moved {record.key.hex()} {address >> SEGMENT_BITS}")
 
-    watched = {"evict": evicts, "invalidate": invalidates, "move": moves}
+    watched = {"_evicted": evicts, "withdraw": withdraws, "move": moves}
     former = {name: getattr(RecordTable, name) for name in watched}
     for name, method in watched.items():
         setattr(RecordTable, name, method)

@@ -28,6 +28,7 @@ from hybridkv.tiers import Refusal, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import MoveOutcome, PathPlace, StackOptions, TierMover, TierStack
+from hybridkv.tiers.testing.copying import CopyingMedium
 
 KIB, MIB = 1 << 10, 1 << 20
 GRANULE_BYTES = 4096
@@ -63,6 +64,7 @@ class Engine:
         self.far = DiskIndex(str(path), layout.fingerprint({"model": "m"}), OPTIONS, InlineJanitor())
         self.near = RamIndex(near_bytes, GRANULE_BYTES)
         self._arena = RamArena(near_bytes, GRANULE_BYTES)
+        self._copies = CopyingMedium(self._arena)
         self.stack = TierStack(self.near, self.far, 1, lambda: 0.0, StackOptions(load_timeout_s=NEVER_S))
         self._mover = TierMover(self._arena, DiskMedium(str(path), self.far.namespace, 0, OPTIONS), lambda: 0.0)
         later_ns = time.time_ns()
@@ -97,8 +99,8 @@ class Engine:
         for move in store.moves:
             start = next(self._tickets) % 256
             data = memoryview(self._pool)[start : start + move.slot.num_bytes]
-            self._arena.store(Ticket(start), move.key, move.slot, [data])
-            assert self._arena.poll()[0].failure is None
+            self._copies.store(Ticket(start), move.key, move.slot, [data])
+            assert self._copies.poll()[0].failure is None
         self.planner.on_ended({store.job_id: StoreOutcome(1)})
 
     def _begin(self, name: str) -> RequestState:

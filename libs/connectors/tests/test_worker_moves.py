@@ -9,8 +9,8 @@ from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
-from hybridkv.tiers.reference import ReferenceMedium
 from hybridkv.tiers.stack import Direction, TierMove, TierMover
+from hybridkv.tiers.testing.reference import ReferenceMedium
 from hybridkv.transfer import InlineCopyEngine
 
 SLOT = Slot(((0, 100),))

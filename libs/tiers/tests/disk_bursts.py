@@ -13,6 +13,7 @@ from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Janitor
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import MoveOutcome, MoveResult, PathPlace, StackOptions, TierMover, TierStack
+from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK_TOKENS = 64
 HYBRID = CacheSpec((GroupSpec(GroupKind.FULL, 64), GroupSpec(GroupKind.RECURRENT, 64)), CHUNK_TOKENS)
@@ -40,7 +41,7 @@ class Burst:
         self._clock = disk_store.Clock()
         self.stack = TierStack(self.near, self.far, 1, self._clock, StackOptions(load_timeout_s=NEVER_S))
         self._mover = TierMover(arena, DiskMedium(str(path), self.far.namespace, 0, options), self._clock)
-        self._arena = arena
+        self._copies = CopyingMedium(arena)
         self._sizes = sizes
         self._pool = bytes(range(256)) * (max(sizes) // 256 + 2)
         self._tickets = itertools.count(1)
@@ -55,7 +56,7 @@ class Burst:
     ) -> None:
         self._mover.close(disk_store.TIMEOUT_S)
         self.stack.close()
-        self._arena.close()
+        self._copies.close()
 
     @staticmethod
     def key(name: bytes, part: tuple[int, int]) -> bytes:
@@ -75,8 +76,8 @@ class Burst:
             slot = self.stack.reserve(key, size)
             assert isinstance(slot, Slot), slot
             start = next(self._tickets) % 256
-            self._arena.store(Ticket(start), key, slot, [memoryview(self._pool)[start : start + size]])
-            assert self._arena.poll()[0].failure is None
+            self._copies.store(Ticket(start), key, slot, [memoryview(self._pool)[start : start + size]])
+            assert self._copies.poll()[0].failure is None
             path_bytes = self._path_bytes[name] = self._path_bytes.get(name, 0) + self.stack.far_cost(size)
             needs = before or [self.key(name, need) for need in needed_before(HYBRID, *part)]
             assert self.stack.commit(key, PathPlace(tuple(needs), path_bytes))

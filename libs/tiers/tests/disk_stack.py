@@ -12,6 +12,7 @@ from hybridkv.tiers import Failure, Key, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium, DiskOptions
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import Hold, MoveOutcome, TierMover, TierStack
+from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK = disk_faults.CHUNK
 PLACE_BYTES = 8192
@@ -34,6 +35,7 @@ class Tiers:
         """Anew, where there was one."""
         digest = disk_store.FINGERPRINT.digest()
         self.medium = DiskMedium(str(self.path), digest, 0, self.options, self.io, is_native=self.is_native)
+        self.copies = CopyingMedium(self.arena)
         self.mover = TierMover(self.arena, self.medium, self.clock)
 
     def move(self) -> list[Failure | None]:
@@ -51,8 +53,8 @@ class Tiers:
         for key in keys:
             slot = self.stack.reserve(key, len(CHUNK))
             assert isinstance(slot, Slot)
-            self.arena.store(Ticket(0), key, slot, [CHUNK])
-            assert [completion.failure for completion in self.arena.poll()] == [None]
+            self.copies.store(Ticket(0), key, slot, [CHUNK])
+            assert [completion.failure for completion in self.copies.poll()] == [None]
             assert self.stack.commit(key)
             ended += self.move()
         return ended

@@ -181,15 +181,15 @@ class Run:
     def _reopened(self, path: Path) -> tuple[DiskIndex, set[bytes]]:
         """The next index, and the keys that it evicted while it was opened."""
         evicted: set[bytes] = set()
-        evict = RecordTable.evict
+        evict = RecordTable._evicted
 
-        def watch(table: RecordTable, record: Record) -> None:
-            evicted.add(record.key)
-            evict(table, record)
+        def watch(table: RecordTable, key: bytes, record: Record) -> None:
+            evicted.add(key)
+            evict(table, key, record)
 
         path.mkdir(mode=0o700, exist_ok=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RecordTable, "evict", watch)
+            patch.setattr(RecordTable, "_evicted", watch)
             index = disk_store.make_index(path, self.job.options, **RANKS)
         assert not (evicted and self.job.is_roomy), "there is room for all"
         return index, evicted

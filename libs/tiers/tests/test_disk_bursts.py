@@ -6,8 +6,10 @@ single keys and bytes say nothing of it: an end without its beginning counts for
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
+import disk_faults
 import disk_store
 import msgspec
 import pytest
@@ -116,6 +118,73 @@ def test_a_segment_that_is_being_made_is_a_reason_to_ask_again(tmp_path: Path) -
         index.take_disk_counts()
     assert isinstance(index.reserve(b"later", SIZES[0]), Slot)
     janitor.run()
+    index.close()
+
+
+def held_index(path: Path, clock: disk_store.Clock) -> tuple[DiskIndex, HeldJanitor, list[bytes]]:
+    """Every segment but the last empty one holds a chunk that somebody reads: their keys."""
+    options, janitor = disk_store.options_for(4 * 8192, num_spare=3), HeldJanitor()
+    index = DiskIndex(str(path), disk_store.FINGERPRINT, options, janitor, None, clock)
+    pinned: list[bytes] = []
+    for number in range(12):
+        settle(index, janitor)
+        key = b"%d" % number
+        assert isinstance(index.reserve(key, 4000), Slot) and index.commit(key)
+        if number % 4 == 0:
+            assert index.pin(key) is not None
+            pinned.append(key)
+    settle(index, janitor)
+    return index, janitor, pinned
+
+
+def settle(index: DiskIndex, janitor: HeldJanitor) -> None:
+    index.take_disk_counts()
+    while janitor.jobs:
+        janitor.run()
+        index.take_disk_counts()
+
+
+def test_work_that_makes_no_room_is_no_reason_to_ask_again(tmp_path: Path) -> None:
+    clock = disk_store.Clock()
+    index, janitor, pinned = held_index(tmp_path / "store", clock)
+    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM, "nothing is on its way"
+    clock.now_s += 1000
+    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM and janitor.jobs, "a snapshot is"
+    for key in pinned:
+        index.unpin(key)
+    assert index.reserve(b"more", 4000) is Refusal.BUSY, "behind it a segment can be emptied now"
+    settle(index, janitor)
+    assert isinstance(index.reserve(b"more", 4000), Slot)
+    settle(index, janitor)
+    index.close()
+
+
+def test_what_rests_after_it_failed_is_no_reason_to_ask_again(tmp_path: Path) -> None:
+    """Also while a snapshot is written. What was given up for it may be deleted, and then there is nothing more."""
+    clock, io, janitor = disk_store.Clock(), disk_faults.FaultyIO(), HeldJanitor()
+    options = disk_store.options_for(4 * 8192, num_spare=3, close_timeout_s=0.0)
+    index = DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, options, janitor, io, clock)
+    settle(index, janitor)
+    io.failing["allocate"] = errno.EIO
+    for number in range(8):
+        assert isinstance(index.reserve(b"%d" % number, 4000), Slot) and index.commit(b"%d" % number)
+        settle(index, janitor)
+    clock.now_s += options.snapshot_interval_s
+    assert index.reserve(b"more", 4000) is Refusal.BUSY and janitor.jobs, "a segment is tried again"
+    settle(index, janitor)
+    clock.now_s += options.retry_interval_s / 2
+    index.touch([b"7"])
+    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM
+    index.clear()
+    clock.now_s += options.retry_interval_s
+    assert index.reserve(b"more", 4000) is Refusal.BUSY, "an epoch is written, and then a segment is made"
+    settle(index, janitor)
+    clock.now_s += options.snapshot_interval_s
+    io.failing.clear()
+    assert index.reserve(b"more", 4000) is Refusal.BUSY, "it is tried again"
+    settle(index, janitor)
+    assert isinstance(index.reserve(b"more", 4000), Slot)
+    settle(index, janitor)
     index.close()
 
 

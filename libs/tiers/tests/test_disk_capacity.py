@@ -88,6 +88,25 @@ def test_compaction_keeps_what_is_used_where_everything_else_dies(tmp_path: Path
     index.close()
 
 
+@pytest.mark.parametrize("ready_segments", [1, 2, 5, None])
+def test_a_store_goes_on_when_all_segments_are_in_use_however_few_are_ready(
+    tmp_path: Path, ready_segments: int | None
+) -> None:
+    """Any half of what is there is used again and again, so that hardly a segment dies by itself."""
+    options = disk_store.options_for(6 * 8192, num_spare=15)
+    options = msgspec.structs.replace(options, spare_share=0.0, ready_segments=ready_segments)
+    index = disk_store.make_index(tmp_path / "store", options)
+    medium = disk_store.make_medium(tmp_path / "store", options)
+    noise = random.Random(0)
+    for number in range(300):
+        held = sorted(index._records.by_key)
+        index.touch(noise.sample(held, len(held) // 2))
+        assert disk_store.store(index, medium, b"%d" % number, b"x" * 4000)
+    assert index.take_disk_counts().moved_records > 10
+    medium.close()
+    index.close()
+
+
 def test_every_segment_held_by_a_pin_is_a_refusal_that_ends_with_the_pins(tmp_path: Path) -> None:
     options = disk_store.options_for(4 * 8192, num_spare=3)
     index = disk_store.make_index(tmp_path / "store", options)

@@ -53,7 +53,7 @@ def kill(index: DiskIndex, medium: DiskMedium) -> None:
 
 def order_of(index: DiskIndex) -> list[tuple[bytes, int]]:
     """Keys and addresses, least recently used first."""
-    return [(key, record.address) for key, record in index._records.evictable.items()]
+    return [(key, index._records.by_key[key].address) for key in index._records.evictable]
 
 
 def offered(path: Path, options: DiskOptions = OPTIONS) -> list[bytes]:

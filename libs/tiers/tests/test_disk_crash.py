@@ -74,14 +74,14 @@ def begin_or_end_withdrawal(expected: Expected, kind: str) -> None:
 def reopened(path: Path, options: DiskOptions) -> tuple[DiskIndex, set[bytes]]:
     """The next index, and the keys that it evicted while it was opened."""
     evicted: set[bytes] = set()
-    evict = RecordTable.evict
+    evict = RecordTable._evicted
 
-    def watch(table: RecordTable, record: Record) -> None:
-        evicted.add(record.key)
-        evict(table, record)
+    def watch(table: RecordTable, key: bytes, record: Record) -> None:
+        evicted.add(key)
+        evict(table, key, record)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RecordTable, "evict", watch)
+        patch.setattr(RecordTable, "_evicted", watch)
         index = disk_store.make_index(path, options, tensor_parallel_size=disk_writer.NUM_RANKS)
     assert len(evicted) == index.take_counts().evictions
     return index, evicted

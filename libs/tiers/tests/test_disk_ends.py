@@ -336,9 +336,9 @@ def test_a_record_is_none_of_the_garbage_collectors_business(tmp_path: Path) -> 
     disk, ram = opened(tmp_path / "store", SparseIO()), RamIndex(2 * MANY * 4096, 4096)
     for index in (disk, ram):
         fill(index, FEW)
-    entries = [*disk._records.by_key.values(), *ram._entries.values()]
-    slots = [entry.slot for entry in ram._entries.values()]
-    assert not any(map(gc.is_tracked, [*entries, *slots, disk._records.by_key, ram._entries]))
+    entries = [*disk._records.by_key.values(), *ram.by_key.values()]
+    slots = [entry.slot for entry in ram.by_key.values()]
+    assert not any(map(gc.is_tracked, [*entries, *slots, disk._records.by_key, ram.by_key]))
     assert gc.is_tracked(disk)
     disk.close()
 

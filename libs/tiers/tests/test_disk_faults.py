@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -127,6 +128,55 @@ def test_a_segment_that_cannot_be_deleted_keeps_no_other_one(tmp_path: Path) -> 
     assert "drop: EIO" in store.index.take_disk_counts().failures
     assert sum(taken[-60:]) > 30
     assert disk_store.disk_bytes(store.path) <= OPTIONS.capacity_bytes
+    store.close()
+
+
+def test_compaction_goes_on_beside_a_segment_that_cannot_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any half of what is there is used again and again, so that hardly a segment dies by itself."""
+    options = msgspec.structs.replace(disk_store.options_for(6 * 12288, num_spare=15, direct=False), spare_share=0.0)
+    store = Store(tmp_path / "store", options)
+    store.fill()
+    slot = store.index.pin(b"1")
+    assert slot is not None
+    store.index.unpin(b"1")
+    stuck = disk_store.segment_path(store.path, slot)
+    store.io.failing_names[stuck.name] = errno.EIO
+    taken, noise = [], random.Random(0)
+    with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
+        for number in range(400):
+            held = sorted(store.index._records.by_key)
+            store.index.touch(noise.sample(held, len(held) // 2))
+            store.clock.now_s += number % 2 * options.retry_interval_s
+            taken.append(store.store())
+        counts = store.index.take_disk_counts()
+        assert stuck.exists() and counts.failures["drop: EIO"] > 1 and counts.moved_records > 10
+        assert all(taken[-300:])
+        assert disk_store.disk_bytes(store.path) <= options.capacity_bytes
+        assert caplog.text.count("drop: EIO") == 1 and "works again" not in caplog.text
+        store.io.failing_names.clear()
+        store.clock.now_s += options.retry_interval_s
+        assert store.store() and not stuck.exists()
+        assert caplog.text.count("works again after drop: EIO") == 1
+    store.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
+def test_where_nothing_can_be_deleted_little_of_what_is_there_is_given_up_for_it(tmp_path: Path, number: int) -> None:
+    options = msgspec.structs.replace(disk_store.options_for(6 * 12288, num_spare=15, direct=False), spare_share=0.0)
+    store = Store(tmp_path / "store", options)
+    for _ in range(90):
+        assert store.store()
+    before = store.index.num_keys
+    store.io.failing["remove"] = number
+    for _ in range(300):
+        store.clock.now_s += options.retry_interval_s
+        store.store()
+    assert store.index.num_keys > before - 4 * 6
+    store.io.failing.clear()
+    store.clock.now_s += options.retry_interval_s
+    store.fill()
     store.close()
 
 

@@ -283,6 +283,24 @@ def segment_of(num_bytes: int, more: Sequence[tuple[int, bytes]], is_sealed: boo
     return Hostile(f"rank-0/{segment_name(900)}", format.encode_segment(header), (*seal, *more), num_bytes)
 
 
+@pytest.mark.parametrize("num_bytes", [1 << 32, OPTIONS.capacity_bytes // 4096 * 4096])
+@pytest.mark.parametrize("payload_bytes", [4096, None])
+def test_a_segment_that_is_larger_than_a_store_makes_them_costs_no_other_one(
+    template: Path, tmp_path: Path, num_bytes: int, payload_bytes: int | None
+) -> None:
+    """However much it says that it holds."""
+    path = tmp_path / "store"
+    shutil.copytree(template, path)
+    record = (8192, record_at(8192, payload_bytes or num_bytes - 12288))
+    write(path / DIGEST.hex(), [segment_of(num_bytes, [record], is_sealed=True)], None)
+    index = disk_store.make_index(path, OPTIONS)
+    assert index.num_keys == 8 and index.lookup(b"old 11") is LookupResult.HIT
+    assert index.lookup(b"hostile 8192") is LookupResult.MISS
+    assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes
+    assert index._upkeep._segments.largest_bytes == SEGMENT_BYTES, "nor does compaction give up so much at a time"
+    index.close()
+
+
 def record_at(offset: int, payload_bytes: int) -> bytes:
     header = format.RecordHeader(0, address_of(900, offset), payload_bytes, DIGEST, bytes(16), b"hostile %d" % offset)
     return format.encode_record(header)

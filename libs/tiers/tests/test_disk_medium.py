@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from hypothesis import strategies as st
 from hybridkv.tiers import FailureReason, Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
 from hybridkv.tiers.disk.layout import PAGE_BYTES, address_of
+from hybridkv.tiers.disk.shared_sync import SharedSync
 from hybridkv.tiers.ram import RamArena, RamIndex
+from hybridkv.tiers.testing.copying import CopyingMedium
 
 OPTIONS = disk_store.options_for(64 * 8192, num_spare=3, batch_bytes=8 * PAGE_BYTES)
 
@@ -93,8 +97,9 @@ def test_memory_of_an_arena_goes_to_disk_as_it_is(tmp_path: Path) -> None:
     place = near.reserve(b"key", num_bytes)
     assert isinstance(place, Slot) and len(place.extents) == 3
     chunk = random.Random(1).randbytes(num_bytes)
-    arena.store(Ticket(1), b"key", place, [chunk])
-    arena.poll()
+    copies = CopyingMedium(arena)
+    copies.store(Ticket(1), b"key", place, [chunk])
+    assert copies.poll()[0].failure is None
     index, medium = tier(tmp_path / "store")
     slot = reserve(index, b"key", num_bytes)
     medium.store(Ticket(1), b"key", slot, arena.views(place))
@@ -211,6 +216,81 @@ def test_a_store_whose_sync_fails_fails(tmp_path: Path) -> None:
     assert not disk_store.store(index, medium, b"key", b"x")
     io.failing.clear()
     close(index, medium)
+
+
+class LosingIO(FileIO):
+    """Writing back goes wrong once: who syncs first is told so, when a test says so, and nobody after him."""
+
+    def __init__(self) -> None:
+        self.is_syncing = threading.Event()
+        self.may_end = threading.Event()
+        self.has_written = threading.Event()
+        self.num_syncs = 0
+        self.is_failing = True
+
+    def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
+        done = super().pwritev(fd, buffers, offset)
+        if self.is_syncing.is_set():
+            self.has_written.set()
+        return done
+
+    def fdatasync(self, fd: int) -> None:
+        self.num_syncs += 1
+        if self.num_syncs == 1:
+            self.is_syncing.set()
+            assert self.may_end.wait(disk_store.TIMEOUT_S)
+            if self.is_failing:
+                raise OSError(errno.EIO, "writing back went wrong")
+        super().fdatasync(fd)
+
+
+@pytest.mark.parametrize("is_failing", [True, False])
+def test_a_sync_that_fails_is_one_of_every_store_that_was_begun_before_its_end(
+    tmp_path: Path, is_failing: bool
+) -> None:
+    io = LosingIO()
+    io.is_failing = is_failing
+    index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, fsync=Fsync.ALWAYS, direct=False), io)
+    medium.store(Ticket(1), b"first", reserve(index, b"first", 100), [bytes(100)])
+    assert io.is_syncing.wait(disk_store.TIMEOUT_S)
+    medium.store(Ticket(2), b"second", reserve(index, b"second", 100), [bytes(100)])
+    assert io.has_written.wait(disk_store.TIMEOUT_S)
+    io.may_end.set()
+    reasons = {done.ticket: done.failure.reason if done.failure else None for done in disk_store.finish(medium)}
+    expected = FailureReason.IO if is_failing else None
+    assert reasons == {Ticket(1): expected, Ticket(2): expected}
+    assert disk_store.store(index, medium, b"third", bytes(100)), "what is written afterwards is another matter"
+    assert io.num_syncs == 3
+    medium.close()
+    index.close()
+
+
+def test_those_who_wait_for_a_sync_share_the_next_one() -> None:
+    syncs = SharedSync()
+    calls: list[str] = []
+    is_running, may_end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        is_running.set()
+        assert may_end.wait(disk_store.TIMEOUT_S)
+        calls.append("first")
+
+    threads = [threading.Thread(target=syncs.sync, args=(first, 0))]
+    threads[0].start()
+    assert is_running.wait(disk_store.TIMEOUT_S)
+    threads += [threading.Thread(target=syncs.sync, args=(lambda: calls.append("other"), 0)) for _ in range(3)]
+    for thread in threads[1:]:
+        thread.start()
+    may_end.set()
+    for thread in threads:
+        thread.join(disk_store.TIMEOUT_S)
+    assert calls[0] == "first" and 1 <= len(calls[1:]) <= 3
+    with pytest.raises(ZeroDivisionError):
+        syncs.sync(lambda: calls.append(str(1 // 0)), 0)
+    with pytest.raises(OSError, match="Input/output error"):
+        syncs.sync(lambda: calls.append("other"), 0)
+    syncs.sync(lambda: calls.append("last"), syncs.num_failed)
+    assert calls[-1] == "last"
 
 
 def test_a_medium_that_was_built_first_finds_what_the_index_makes_later(tmp_path: Path) -> None:

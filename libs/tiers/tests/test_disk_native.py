@@ -329,6 +329,31 @@ def test_why_threads_make_the_calls_is_said_once(
     native_runner._say_why_threads.cache_clear()
 
 
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.EMFILE])
+def test_a_ring_that_is_lacking_at_the_moment_is_asked_for_at_each_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    make_queue = native_queue()
+    assert make_queue is not None
+    errors = [number, 0, number]
+
+    class LackingRing:
+        def __init__(self, *arguments: int) -> None:
+            self.queue = make_queue(*arguments)
+            self.uring_error = errors.pop()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.queue, name)
+
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.native_queue", lambda: LackingRing)
+    with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
+        for _ in range(3):
+            media(tmp_path, OPTIONS)[0].close()
+    said = [record for record in caplog.records if os.strerror(number) in record.getMessage()]
+    assert [record.levelname for record in said] == ["WARNING"] * 2
+    assert "until it is opened again" in said[0].getMessage() and not errors
+
+
 def test_without_direct_io_auto_goes_through_the_page_cache(tmp_path: Path) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS, disk_faults.WithoutDirect())

@@ -220,3 +220,17 @@ def test_what_stops_an_opening_is_named(path: Path, name: str, call: str, number
         disk_store.make_index(path, OPTIONS, LockUnreadable({name}, number, call))
     assert f"/{name}: " in str(caught.value)
     assert offered(path) == KEYS - WITHDRAWN
+
+
+@pytest.mark.parametrize("name", ["snapshot", "quarantine", "changes"])
+def test_metadata_that_is_larger_than_may_be_is_named_with_its_size_and_the_bound(
+    path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = next(path.glob(f"*/{name}"))
+    assert offered(path) == KEYS - WITHDRAWN
+    assert not [record for record in caplog.records if name in record.getMessage()], "it is not too large yet"
+    os.truncate(file, 1 << 40)
+    offered(path)
+    [said] = [record for record in caplog.records if name in record.getMessage()]
+    assert said.levelname == "WARNING" and str(file) in said.getMessage()
+    assert f"{1 << 40} bytes" in said.getMessage() and "no more than" in said.getMessage()

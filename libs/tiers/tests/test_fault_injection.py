@@ -7,7 +7,9 @@ import pytest
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Refusal, Slot, Ticket, TierConfigurationError, TierMedium
-from hybridkv.tiers.faults import (
+from hybridkv.tiers.ram import RamArena
+from hybridkv.tiers.testing.copying import CopyingMedium
+from hybridkv.tiers.testing.faults import (
     Corrupt,
     Delay,
     Drop,
@@ -20,15 +22,14 @@ from hybridkv.tiers.faults import (
     Rule,
     Vanish,
 )
-from hybridkv.tiers.ram import RamArena
-from hybridkv.tiers.reference import ReferenceIndex
+from hybridkv.tiers.testing.reference import ReferenceIndex
 
 NUM_BYTES = 5000
 SLOT = Slot(((0, 4096), (8192, NUM_BYTES - 4096)))
 
 
 def make_medium(*rules: Rule) -> FaultInjectingMedium:
-    return FaultInjectingMedium(RamArena(16 * 4096, 4096), FaultPlan(rules))
+    return FaultInjectingMedium(CopyingMedium(RamArena(16 * 4096, 4096)), FaultPlan(rules))
 
 
 def make_index(*rules: Rule) -> FaultInjectingIndex:

@@ -1,16 +1,14 @@
-"""What the host memory tier promises beyond the contract: memory, addresses, seals, sizes."""
+"""What the host memory tier promises beyond the contract: memory, slots, sizes."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hybridkv.tiers import Failure, FailureReason, Slot, Ticket, TierConfigurationError, TierProtocolError
+from hybridkv.tiers import Slot, TierConfigurationError
 from hybridkv.tiers.ram import RamArena, RamIndex, choose_granule_bytes
 
 GRANULE_BYTES = 4096
@@ -39,16 +37,6 @@ def slot() -> Slot:
     return scattered_slot(RamIndex(8 * GRANULE_BYTES, GRANULE_BYTES))
 
 
-def filled(arena: RamArena, slot: Slot, key: bytes = b"key") -> None:
-    for view in arena.views(slot):
-        view[:] = bytes(range(256)) * (len(view) // 256) + bytes(len(view) % 256)
-    assert arena.seal(key, slot) is None
-
-
-def reason(failure: Failure | None) -> FailureReason | None:
-    return None if failure is None else failure.reason
-
-
 def test_a_scattered_slot_is_trimmed_in_its_last_extent(slot: Slot) -> None:
     assert slot.extents == (
         (1 * GRANULE_BYTES, GRANULE_BYTES),
@@ -64,12 +52,6 @@ def test_neighbouring_granules_are_one_extent() -> None:
     for number in (5, 3, 4):
         index.abort(bytes([number]))
     assert index.reserve(b"key", 3 * GRANULE_BYTES) == Slot(((3 * GRANULE_BYTES, 3 * GRANULE_BYTES),))
-
-
-def test_addresses_and_views_are_the_same_memory(arena: RamArena, slot: Slot) -> None:
-    filled(arena, slot)
-    by_address = [ctypes.string_at(address, num_bytes) for address, num_bytes in arena.addresses(slot)]
-    assert by_address == [bytes(view) for view in arena.views(slot)]
 
 
 def test_memory_is_page_aligned(arena: RamArena) -> None:
@@ -130,82 +112,6 @@ def test_index_and_arena_round_alike() -> None:
     capacity_bytes = 3 * GRANULE_BYTES + 17
     index = RamIndex(capacity_bytes, GRANULE_BYTES)
     assert index.capacity_bytes == RamArena(capacity_bytes, GRANULE_BYTES).capacity_bytes == 3 * GRANULE_BYTES
-
-
-def test_a_sealed_slot_passes_its_check(arena: RamArena, slot: Slot) -> None:
-    filled(arena, slot)
-    assert arena.check(b"key", slot) is None
-
-
-@pytest.mark.parametrize("position", [0, GRANULE_BYTES, 2 * GRANULE_BYTES + 99])
-def test_every_extent_is_under_the_seal(arena: RamArena, slot: Slot, position: int) -> None:
-    filled(arena, slot)
-    arena.views(slot)[position // GRANULE_BYTES][position % GRANULE_BYTES] ^= 1
-    assert reason(arena.check(b"key", slot)) is FailureReason.CHECKSUM
-
-
-def test_bytes_in_another_order_break_the_seal(arena: RamArena, slot: Slot) -> None:
-    filled(arena, slot)
-    arena.views(slot)[1][:] = b"\x07" * GRANULE_BYTES
-    arena.seal(b"key", slot)
-    first, second, third = slot.extents
-    assert reason(arena.check(b"key", Slot((first, third, second)))) is FailureReason.CHECKSUM
-
-
-def test_a_discarded_slot_is_missing(arena: RamArena, slot: Slot) -> None:
-    filled(arena, slot)
-    arena.discard(slot)
-    arena.discard(slot)
-    assert reason(arena.check(b"key", slot)) is FailureReason.MISSING
-
-
-def test_another_keys_seal_does_not_pass(arena: RamArena, slot: Slot) -> None:
-    filled(arena, slot, b"other key")
-    assert reason(arena.check(b"key", slot)) is FailureReason.WRONG_KEY
-
-
-@pytest.mark.parametrize("extent", [(-1, 10), (0, 0), (8 * GRANULE_BYTES - 5, 6), (1 << 40, 1)])
-def test_a_slot_outside_the_arena_is_never_touched(arena: RamArena, extent: tuple[int, int]) -> None:
-    outside = Slot(((0, 16), extent))
-    assert reason(arena.seal(b"key", outside)) is FailureReason.IO
-    assert reason(arena.check(b"key", outside)) is FailureReason.IO
-    for use in (arena.addresses, arena.views, arena.discard):
-        with pytest.raises(TierProtocolError):
-            use(outside)
-
-
-def test_a_closed_arena_gives_no_addresses(arena: RamArena, slot: Slot) -> None:
-    arena.close()
-    assert reason(arena.seal(b"key", slot)) is FailureReason.CLOSED
-    with pytest.raises(TierProtocolError):
-        arena.addresses(slot)
-
-
-def test_a_copy_thread_and_the_main_thread_may_use_it_at_once() -> None:
-    num_chunks = 64
-    index = RamIndex(2 * num_chunks * GRANULE_BYTES, GRANULE_BYTES)
-    arena = RamArena(2 * num_chunks * GRANULE_BYTES, GRANULE_BYTES)
-    start = threading.Barrier(2)
-    slots: dict[bytes, Slot] = {}
-    for number in range(2 * num_chunks):
-        slot = index.reserve(bytes([number]), GRANULE_BYTES)
-        assert isinstance(slot, Slot)
-        slots[bytes([number])] = slot
-
-    def store(numbers: range) -> None:
-        start.wait()
-        for number in numbers:
-            key = bytes([number])
-            arena.store(Ticket(number), key, slots[key], [key * GRANULE_BYTES])
-
-    thread = threading.Thread(target=store, args=(range(num_chunks, 2 * num_chunks),))
-    thread.start()
-    store(range(num_chunks))
-    thread.join()
-    completions = arena.poll()
-    assert sorted(completion.ticket for completion in completions) == list(range(2 * num_chunks))
-    assert all(completion.failure is None for completion in completions)
-    assert all(arena.check(key, slot) is None for key, slot in slots.items())
 
 
 @pytest.mark.parametrize(

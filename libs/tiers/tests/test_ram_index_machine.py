@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hybridkv.tiers import Slot, TierIndex, TierProtocolError
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.reference import ReferenceIndex
+from hybridkv.tiers.testing.reference import ReferenceIndex
 
 GRANULE_BYTES = 16
 CAPACITY_BYTES = 10 * GRANULE_BYTES + 5
@@ -76,6 +76,28 @@ class RamIndexMachine(RuleBasedStateMachine):
     @rule(key=keys)
     def unpin(self, key: bytes) -> None:
         self.both("unpin", key)
+
+    @rule(chunks=st.lists(st.tuples(keys, sizes.filter(bool)), max_size=4))
+    def reserve_many(self, chunks: list[tuple[bytes, int]]) -> None:
+        answers, expected = self.ram.reserve_all(chunks), self.reference.reserve_all(chunks)
+        for (key, _), answer, other in zip(chunks, answers, expected, strict=True):
+            assert isinstance(answer, Slot) == isinstance(other, Slot)
+            if isinstance(answer, Slot) and isinstance(other, Slot):
+                assert answer.num_bytes == other.num_bytes
+                self.slots[key] = answer
+            else:
+                assert answer == other
+
+    @rule(many=st.lists(keys, max_size=4))
+    def commit_or_unpin_many(self, many: list[bytes]) -> None:
+        self.both("commit_all", many)
+        self.both("unpin_all", many)
+
+    @rule(many=st.lists(keys, max_size=4))
+    def pin_many(self, many: list[bytes]) -> None:
+        slots, expected = self.ram.pin_all(many), self.reference.pin_all(many)
+        assert (slots is None) == (expected is None)
+        assert slots is None or slots == [self.slots[key] for key in many]
 
     @rule(touched=st.lists(keys, max_size=4))
     def touch(self, touched: list[bytes]) -> None:

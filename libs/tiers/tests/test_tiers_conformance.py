@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.tiers.conformance")
+pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 
 import disk_store  # noqa: E402
+import numpy as np  # noqa: E402
 
-from hybridkv.tiers import ExposesBytes, Slot, TierMedium  # noqa: E402
-from hybridkv.tiers.conformance import CHUNK_BYTES, ExactTierConformance, Tier  # noqa: E402
-from hybridkv.tiers.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
+from hybridkv.tiers import ExposesBytes, SealedMemory, Slot, TierMedium  # noqa: E402
 from hybridkv.tiers.ram import RamArena, RamIndex  # noqa: E402
-from hybridkv.tiers.reference import ReferenceIndex, ReferenceMedium  # noqa: E402
+from hybridkv.tiers.testing.conformance import CHUNK_BYTES, ExactTierConformance, SealedMemoryConformance, Tier  # noqa: E402
+from hybridkv.tiers.testing.copying import CopyingMedium  # noqa: E402
+from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
+from hybridkv.tiers.testing.reference import ReferenceIndex, ReferenceMedium  # noqa: E402
 
 GRANULE_BYTES = 1024
 
@@ -37,7 +39,7 @@ class TestReference(InMemoryTier):
 
 class TestRam(InMemoryTier):
     def make_tier(self, capacity_bytes: int) -> Tier:
-        return Tier(RamIndex(capacity_bytes, GRANULE_BYTES), RamArena(capacity_bytes, GRANULE_BYTES))
+        return Tier(RamIndex(capacity_bytes, GRANULE_BYTES), CopyingMedium(RamArena(capacity_bytes, GRANULE_BYTES)))
 
 
 class TestReferenceInAnIdleFaultInjector(TestReference):
@@ -88,3 +90,13 @@ class TestDiskThroughThePageCache(TestDisk):
 class TestDiskInAnIdleFaultInjector(TestDisk):
     def make_tier(self, capacity_bytes: int) -> Tier:
         return wrapped(super().make_tier(capacity_bytes))
+
+
+class TestRamArena(SealedMemoryConformance):
+    def make_memory(self, capacity_bytes: int) -> SealedMemory:
+        return RamArena(capacity_bytes, GRANULE_BYTES)
+
+
+class TestRamArenaOverACallersBuffer(SealedMemoryConformance):
+    def make_memory(self, capacity_bytes: int) -> SealedMemory:
+        return RamArena(capacity_bytes, GRANULE_BYTES, np.zeros(capacity_bytes + 5, dtype=np.uint8))

@@ -1,7 +1,8 @@
-"""What every tier promises: the values that its two halves exchange, and the two protocols.
+"""What every tier promises: the values that its two halves exchange, and the protocols of both.
 
-A tier has an index (in the engine's scheduler: decides what is kept) and a medium (in each worker: holds bytes). They
-may live in different processes and agree only through slots. Bytes of tensor-parallel rank r live in rank r's medium;
+A tier has an index (in the engine's scheduler: decides what is kept) and a medium (in each worker: holds bytes), which
+for the tier that engines copy to and from is memory with seals. They may live in different processes and agree only
+through slots. Bytes of tensor-parallel rank r live in rank r's medium;
 all media are laid out alike, so one index serves every rank. CONTRACT.md lists each promise with the test that pins it.
 No implementation stands here.
 """
@@ -135,6 +136,9 @@ class TierIndex(Protocol):
 
     A key is unknown, reserved, committed, or doomed: invalidated while somebody still writes (reserved) or reads
     (pinned) it. A call that does not fit the key's state raises `TierProtocolError`.
+
+    What is done to many keys at once is done to one after the other, in their order, and costs less. Where one of them
+    does not fit, those before it are done.
     """
 
     @property
@@ -186,11 +190,23 @@ class TierIndex(Protocol):
         """
         ...
 
+    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+        """`reserve` for each key and its number of bytes; what each was answered.
+
+        One that is refused keeps none behind it from being tried: sizes differ, and only the caller knows which chunks
+        are of use without which others.
+        """
+        ...
+
     def commit(self, key: Key) -> bool:
         """The bytes of a reserved key are in the medium: offer it, as most recently used.
 
         False when the key was invalidated meanwhile: its space is freed now and it is not offered.
         """
+        ...
+
+    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
+        """`commit` of each; whether it is offered."""
         ...
 
     def abort(self, key: Key) -> None:
@@ -213,8 +229,19 @@ class TierIndex(Protocol):
         """Protect a committed key from eviction and learn where it lies; None when it is not a HIT. Counted."""
         ...
 
+    def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
+        """`pin` of each, and where it lies. All or none: where one is not a HIT, None, and nothing has changed.
+
+        Whoever reads many chunks needs all of them. A key that is named twice is pinned twice.
+        """
+        ...
+
     def unpin(self, key: Key) -> None:
         """Undo one `pin`. The last one makes the key the most recently used, or frees it if it was invalidated."""
+        ...
+
+    def unpin_all(self, keys: Iterable[Key]) -> None:
+        """`unpin` of each, so that the last one is the most recently used."""
         ...
 
     def clear(self) -> int:
@@ -269,4 +296,52 @@ class ExposesBytes(Protocol):
 
     def views(self, slot: Slot) -> list[memoryview]:
         """One writable view an extent. `TierProtocolError` when the slot does not lie in this medium."""
+        ...
+
+
+@runtime_checkable
+class SealedMemory(ExposesBytes, Protocol):
+    """Memory that a copy engine moves chunks in and out of by itself: what holds the bytes of the fastest tier.
+
+    Whoever wrote a chunk seals its slot with the key and the checksum of its bytes; whoever is about to read it checks
+    both, so that a slot that was reused, torn or corrupted is a failed load and never wrong bytes. One copy thread and
+    the main thread may use it at once, on distinct slots.
+
+    A slot that does not lie in the memory, or any slot after `close`, is a `Failure` where one is returned and a
+    `TierProtocolError` elsewhere.
+    """
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    @property
+    def base_address(self) -> int:
+        """Where offset 0 lies: with `capacity_bytes`, the memory to register with a copy engine."""
+        ...
+
+    def addresses(self, slot: Slot) -> list[tuple[int, int]]:
+        """(address, num_bytes) of each extent, valid until `close`."""
+        ...
+
+    def seal(self, key: Key, slot: Slot, checksum: bytes | None = None) -> Failure | None:
+        """The slot's present bytes are those of `key`. None when that is recorded.
+
+        Reads them once, or takes the XXH3-128 that somebody else computed while writing them.
+        """
+        ...
+
+    def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
+        """XXH3-128 of what was sealed in the slot for `key`, None when nothing was. Reads no chunk."""
+        ...
+
+    def check(self, key: Key, slot: Slot) -> Failure | None:
+        """None when the slot holds exactly the bytes that were sealed for `key`. Reads them once."""
+        ...
+
+    def discard(self, slot: Slot) -> None:
+        """Forget what was sealed in the slot: a later `check` finds it MISSING. Call it before overwriting a slot."""
+        ...
+
+    def close(self) -> None:
+        """Give up the memory. Stop the copy engine first: it holds addresses."""
         ...

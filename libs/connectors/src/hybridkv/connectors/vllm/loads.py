@@ -8,7 +8,7 @@ after which the request goes without the slow tier.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from hybridkv.connectors.vllm.stats import DISK, RAM, Recorder
 from hybridkv.planner import (
     GroupKind,
     Hit,
+    LookupResult,
     Miss,
     Pending,
     PlanError,
@@ -282,8 +283,7 @@ class LoadPlanner:
             load = Load(request_id, self._pin(state, transfers, job))
         except PlanError as error:
             # The engine waits for this load, so it is told that it failed; nothing was written.
-            for key in job.keys:
-                self._stack.near.unpin(key)
+            self._stack.near.unpin_all(job.keys)
             job.keys.clear()
             logger.error("request %s cannot load %d tokens: %s", request_id, num_external_tokens, error)
             load = Load(request_id, (), str(error))
@@ -311,21 +311,24 @@ class LoadPlanner:
         self._recorder.lookup(explanation)
         log(explanation)
 
-    def _pin(self, state: RequestState, transfers: Iterable[Transfer], job: _LoadJob) -> tuple[Move, ...]:
+    def _pin(self, state: RequestState, transfers: Sequence[Transfer], job: _LoadJob) -> tuple[Move, ...]:
         moves = []
         keys = state.keys()
-        for transfer in transfers:
-            key = keys.key(transfer.group_index, transfer.end_token)
-            slot = self._stack.near.pin(key)
-            if slot is None:
-                raise PlanError(
-                    f"the chunk of group {transfer.group_index} that ends at {transfer.end_token} is not stored"
-                )
+        wanted = [keys.key(transfer.group_index, transfer.end_token) for transfer in transfers]
+        slots = self._stack.near.pin_all(wanted)
+        if slots is None:
+            raise PlanError(self._what_is_missing(transfers, wanted))
+        job.keys += wanted
+        for transfer, key, slot in zip(transfers, wanted, slots, strict=True):
             stored = len(chunk_blocks(self._layout.spec, transfer.group_index, transfer.end_token))
-            job.keys.append(key)
             job.num_bytes += len(transfer.block_ids) * self._layout.block_bytes(transfer.group_index)
             moves.append(Move(transfer.group_index, key, slot, transfer.first_block, stored, transfer.block_ids))
         return tuple(moves)
+
+    def _what_is_missing(self, transfers: Sequence[Transfer], keys: Sequence[bytes]) -> str:
+        lookup = self._stack.near.lookup
+        part = next(part for part, key in zip(transfers, keys, strict=True) if lookup(key) is not LookupResult.HIT)
+        return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"
 
     def is_loading(self, request_id: str) -> bool:
         return request_id in self._loads
@@ -350,8 +353,7 @@ class LoadPlanner:
         culprits = {failure.key for failure in job.failures if failure.key is not None}
         for key in culprits:
             self._stack.near.invalidate(key)
-        for key in reversed(job.keys):
-            self._stack.near.unpin(key)
+        self._stack.near.unpin_all(reversed(job.keys))
         self._recorder.load(job.num_tokens, job.num_bytes * self._layout.world_size, failed, job.failures)
         if failed and state is not None:
             self._admission.fail(request_id, state.request.num_tokens)

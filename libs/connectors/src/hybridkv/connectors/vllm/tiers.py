@@ -11,9 +11,9 @@ from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, form
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers import TierConfigurationError, TierMedium
+from hybridkv.tiers import SealedMemory, TierConfigurationError, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
-from hybridkv.tiers.ram import RamArena, RamIndex, choose_granule_bytes
+from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import StackOptions, TierMover, TierStack
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
             )
 
 
-def build_mover(config: DiskTierConfig, namespace: bytes, arena: RamArena, rank: int) -> TierMover:
+def build_mover(config: DiskTierConfig, namespace: bytes, arena: SealedMemory, rank: int) -> TierMover:
     """A worker's half of the slow tier."""
     return TierMover(arena, disk_medium(config, namespace, rank), clock)
 

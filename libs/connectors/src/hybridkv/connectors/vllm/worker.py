@@ -23,8 +23,7 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import runs_of
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.tiers import Failure, FailureReason, is_shortage
-from hybridkv.tiers.ram import RamArena
+from hybridkv.tiers import Failure, FailureReason, SealedMemory, is_shortage
 from hybridkv.tiers.stack import MoveOutcome, TierMover
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
 
@@ -81,7 +80,7 @@ class OffloadWorker:
         recorder: counts what happens.
     """
 
-    def __init__(self, layout: CacheLayout, arena: RamArena, paths: CopyPaths, recorder: Recorder) -> None:
+    def __init__(self, layout: CacheLayout, arena: SealedMemory, paths: CopyPaths, recorder: Recorder) -> None:
         self._layout = layout
         self._arena = arena
         self._paths = paths

@@ -8,7 +8,7 @@ written, and whoever reads it searches for what came later. Reads and writes no 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 from hybridkv.tiers.contract import Key
@@ -61,8 +61,14 @@ class Used(NamedTuple):
 
 Change: TypeAlias = Reserved | Committed | Moved | Gone | Used
 
-_KINDS: dict[type[Change], int] = {Reserved: 1, Committed: 2, Moved: 3, Gone: 4, Used: 5}
-_TYPES: dict[int, Callable[..., Change]] = {kind: change for change, kind in _KINDS.items()}
+_RESERVED, _COMMITTED_KIND, _MOVED, _GONE, _USED = range(1, 6)
+_KINDS: dict[type[Change], int] = {
+    Reserved: _RESERVED,
+    Committed: _COMMITTED_KIND,
+    Moved: _MOVED,
+    Gone: _GONE,
+    Used: _USED,
+}
 _LAYOUTS = {1: _TWO_NUMBERS, 2: _COMMITTED, 3: _TWO_NUMBERS, 4: _PLACE, 5: _PLACE}
 
 
@@ -126,29 +132,44 @@ def _encode(change: Change) -> bytes:
 
 
 def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
-    """None when it holds what this version does not know, or what no store can have."""
+    """None when it holds what this version does not know, or what no store can have: places, sizes, keys.
+
+    There may be millions of them, hence a branch for each kind, the most frequent ones first.
+    """
     changes: list[Change] = []
-    while at < stop:
-        layout = _LAYOUTS.get(data[at])
-        if layout is None or at + layout.size > stop:
-            return None
-        kind, *fields = layout.unpack_from(data, at)
-        at += layout.size
-        if kind == _KINDS[Committed]:
-            key_bytes = fields.pop()
-            fields.append(data[at : at + key_bytes])
-            at += key_bytes
-        change = _TYPES[kind](*fields)
-        if not _is_possible(change):
-            return None
-        changes.append(change)
+    add = changes.append
+    try:
+        while at < stop:
+            kind = data[at]
+            if kind == _COMMITTED_KIND:
+                _, address, payload_bytes, key_bytes = _COMMITTED.unpack_from(data, at)
+                at += _COMMITTED.size + key_bytes
+                is_possible = is_place_of(address, payload_bytes) and 0 < key_bytes <= LARGEST_KEY_BYTES
+                add(Committed(address, payload_bytes, data[at - key_bytes : at]))
+            elif kind == _RESERVED:
+                _, address, payload_bytes = _TWO_NUMBERS.unpack_from(data, at)
+                at += _TWO_NUMBERS.size
+                is_possible = is_place_of(address, payload_bytes)
+                add(Reserved(address, payload_bytes))
+            elif kind == _USED:
+                _, address = _PLACE.unpack_from(data, at)
+                at += _PLACE.size
+                is_possible = is_place(address)
+                add(Used(address))
+            elif kind == _GONE:
+                _, address = _PLACE.unpack_from(data, at)
+                at += _PLACE.size
+                is_possible = is_place(address)
+                add(Gone(address))
+            elif kind == _MOVED:
+                _, address, new_address = _TWO_NUMBERS.unpack_from(data, at)
+                at += _TWO_NUMBERS.size
+                is_possible = is_place(address) and is_place(new_address)
+                add(Moved(address, new_address))
+            else:
+                return None
+            if not is_possible:
+                return None
+    except struct.error:  # it ends in the middle of one
+        return None
     return changes if at == stop else None
-
-
-def _is_possible(change: Change) -> bool:
-    """Whether a store can have such places, sizes and keys."""
-    if isinstance(change, Committed) and not 0 < len(change.key) <= LARGEST_KEY_BYTES:
-        return False
-    if isinstance(change, (Reserved, Committed)):
-        return is_place_of(change.address, change.payload_bytes)
-    return is_place(change.address) and (not isinstance(change, Moved) or is_place(change.new_address))

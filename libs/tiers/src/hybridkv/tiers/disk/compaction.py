@@ -8,9 +8,10 @@ where it is.
 from __future__ import annotations
 
 from hybridkv.tiers.disk.layout import SEGMENT_HEAD_BYTES, number_of
-from hybridkv.tiers.disk.records import Record, RecordTable, State
+from hybridkv.tiers.disk.records import Record, RecordTable
 from hybridkv.tiers.disk.segment_files import Move
 from hybridkv.tiers.disk.segments import Segment, SegmentTable
+from hybridkv.tiers.ledger import State
 
 
 class Compaction:
@@ -47,7 +48,7 @@ class Compaction:
     def empty(self, victim: Segment) -> None:
         """Evict everything in it."""
         for record in self._live(victim):
-            self._records.evict(record)
+            self._records.evict(record.key)
 
     def cheapest(self) -> Segment | None:
         """The segment with the fewest live bytes that nothing holds."""
@@ -61,17 +62,16 @@ class Compaction:
     def _evict_until_worth_copying(self, cheapest: Segment) -> None:
         left_bytes = self._segments.largest_bytes
         while left_bytes > 0 and self._records.evictable:
-            record = self._records.oldest()
+            record = self._records.evict_next()
             segment = self._segments.of(record.address)
             left_bytes -= record.cost
-            self._records.evict(record)
             if segment.is_candidate and self._is_worth_copying(segment):
                 return
         cheapest = self.cheapest() or cheapest
         for record in self._live(cheapest):
             if self._is_worth_copying(cheapest):
                 return
-            self._records.evict(record)
+            self._records.evict(record.key)
 
     def _live(self, segment: Segment) -> list[Record]:
         """Its records that may be moved or evicted, in the order in which they lie."""

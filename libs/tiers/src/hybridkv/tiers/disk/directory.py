@@ -7,6 +7,7 @@ have exchanged meanwhile.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,8 @@ from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.names import temporary_name
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.shortage import is_shortage
+
+logger = logging.getLogger(__name__)
 
 LARGEST_SMALL_FILE_BYTES = 1 << 20
 MAX_LEVELS = 8
@@ -84,7 +87,7 @@ class Directory:
             raise ForeignFileError(0, f"is {_kind_of(mode)}, not a file", path)
 
     def read_file(self, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
-        """All of a file, None when there is none or it is larger than `max_bytes`."""
+        """All of a file, None when there is none or, which is said in the log, it is larger than `max_bytes`."""
         try:
             fd = self.open_file(name, os.O_RDONLY)
         except FileNotFoundError:
@@ -92,6 +95,8 @@ class Directory:
         try:
             num_bytes = self.io.stat(fd).st_size
             if num_bytes > max_bytes:
+                words = "%s/%s has %d bytes, and no more than %d are read with these options: it is left out"
+                logger.warning(words, self.path, name, num_bytes, max_bytes)
                 return None
             data = bytearray(num_bytes)
             view, done = memoryview(data), 0

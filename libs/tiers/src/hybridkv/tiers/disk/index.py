@@ -18,12 +18,14 @@ from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.janitor import InlineJanitor, Janitor, ThreadJanitor
-from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES, record_bytes
+from hybridkv.tiers.disk.layout import LARGEST_KEY_BYTES
 from hybridkv.tiers.disk.namespace import Namespace
 from hybridkv.tiers.disk.opening import Opened, open_store
 from hybridkv.tiers.disk.options import DiskOptions, Fsync, plan_sizes
-from hybridkv.tiers.disk.records import State
+from hybridkv.tiers.disk.records import cost_of
 from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.ledger import State
+from hybridkv.tiers.leftovers import Leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +63,8 @@ class DiskIndex:
         self._namespace = Namespace(io or FileIO(), path, fingerprint, options.fsync is not Fsync.NONE)
         store: Opened = open_store(self._namespace, fingerprint, options, self._sizes, clock)
         self._segments, self._records, self._upkeep = store[:3]
-        self._is_closed = False
         self._upkeep.janitor = InlineJanitor()
-        self._make_fit(0)
+        self._records.make_room(0, 0)
         self._upkeep.run()
         self._upkeep.janitor = self._janitor = janitor or ThreadJanitor()
         self._upkeep.begin(store.needs_snapshot)
@@ -84,7 +85,7 @@ class DiskIndex:
 
     def cost(self, num_bytes: int) -> int:
         """With the record's header, in whole pages."""
-        return record_bytes(num_bytes)
+        return cost_of(num_bytes)
 
     @property
     def disk_bytes(self) -> int:
@@ -93,96 +94,70 @@ class DiskIndex:
 
     @property
     def num_keys(self) -> int:
-        return len(self._records.by_key) - self._records.num_doomed
+        return self._records.num_keys
 
     @property
     def generation(self) -> int:
         return self._records.generation
 
     def lookup(self, key: Key) -> LookupResult:
+        # As the ledger's own, which would be one call more.
         record = self._records.by_key.get(key)
         return LookupResult.MISS if record is None else record.state.answer
 
     def leading(self, keys: Iterable[Key]) -> int:
-        """How many in a row, from the first one on, are HIT or PENDING."""
-        find, miss = self._records.by_key.get, LookupResult.MISS
-        held = 0
-        for key in keys:
-            record = find(key)
-            if record is None or record.state.answer is miss:
-                break
-            held += 1
-        return held
+        return self._records.leading(keys)
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
-        """The position of the last one that is HIT or PENDING, None when none is."""
-        find, miss = self._records.by_key.get, LookupResult.MISS
-        for position in range(len(keys) - 1, -1, -1):
-            record = find(keys[position])
-            if record is not None and record.state.answer is not miss:
-                return position
-        return None
+        return self._records.last_held(keys)
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
-        """Whether one of them is PENDING."""
-        reserved = self._records.reserved_now
-        return bool(reserved) and any(self.lookup(key) is LookupResult.PENDING for key in keys if key in reserved)
+        return self._records.any_pending(keys)
 
     def touch(self, keys: Iterable[Key]) -> None:
         self._records.touch(keys)
         self._upkeep.write_changes()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        """As the contract says. BUSY while file work is on its way that may make room: the next segment is being made,
-        one is being deleted or emptied. NO_ROOM also where none is: the file system is full, its directory is gone."""
+        """As the contract says. BUSY while file work is on its way, or due behind other work, that may make room: the
+        next segment is made, one is deleted or emptied. NO_ROOM also where none is: the file system is full, say, or
+        somebody reads from every segment."""
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         if not 0 < len(key) <= LARGEST_KEY_BYTES:
             raise TierProtocolError(f"reserve: expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")
         self._upkeep.collect()
-        cost = record_bytes(num_bytes)
-        refusal = self._why_not(key, cost)
+        cost, records = cost_of(num_bytes), self._records
+        refusal = records.why_not(key, cost)
         if refusal is None and not self._segments.has_room(cost, may_take_last=False):
             self._upkeep.run()
             if not self._segments.has_room(cost, may_take_last=False):
-                refusal = Refusal.BUSY if self._upkeep.is_working else Refusal.NO_ROOM
+                refusal = Refusal.BUSY if self._upkeep.makes_room else Refusal.NO_ROOM
         if refusal is not None:
-            return self._records.tally.refuse(refusal)
-        self._make_fit(cost)
-        record = self._records.reserve(key, self._segments.append(key, cost), num_bytes)
+            return records.tally.refuse(refusal)
+        records.make_room(cost)
+        record = records.take(key, num_bytes, cost)
         self._upkeep.run_if_needed()
         return record.slot
 
-    def _why_not(self, key: Key, cost: int) -> Refusal | None:
-        records = self._records
-        if self._is_closed:
-            return Refusal.CLOSED
-        if key in records.by_key:
-            return Refusal.PRESENT
-        if cost > min(self._sizes.room_bytes, self._sizes.usable_bytes):
-            return Refusal.TOO_LARGE
-        if records.used_bytes + cost - records.evictable_bytes > self._sizes.usable_bytes:
-            return Refusal.NO_ROOM
-        if len(records.by_key) - len(records.evictable) >= self._sizes.max_records:
-            return Refusal.NO_ROOM
-        return None
-
-    def _make_fit(self, cost: int) -> None:
-        """Evict until `cost` more bytes and one more record are within bounds."""
-        records, sizes = self._records, self._sizes
-        num_more = 1 if cost else 0
-        while records.evictable and (
-            records.used_bytes + cost > sizes.usable_bytes or len(records.by_key) + num_more > sizes.max_records
-        ):
-            records.evict(records.oldest())
+    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
 
     def commit(self, key: Key) -> bool:
         is_committed = self._records.commit(key)
         self._upkeep.run_if_needed()
         return is_committed
 
+    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
+        are_committed = self._records.commit_all(keys)
+        self._upkeep.run_if_needed()
+        return are_committed
+
     def abort(self, key: Key) -> None:
-        self._upkeep.withdraw(self._records.abort(key))
+        record = self._records.reserved_now.get(key)
+        self._records.abort(key)
+        if record is not None:
+            self._upkeep.withdraw(record)
         self._upkeep.run()
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
@@ -199,15 +174,23 @@ class DiskIndex:
         self._upkeep.collect()
         return self._records.pin(key)
 
+    def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
+        self._upkeep.collect()
+        return self._records.pin_all(keys)
+
     def unpin(self, key: Key) -> None:
         self._records.unpin(key)
+        self._upkeep.run_if_needed()
+
+    def unpin_all(self, keys: Iterable[Key]) -> None:
+        self._records.unpin_all(keys)
         self._upkeep.run_if_needed()
 
     def clear(self) -> int:
         """`invalidate` every key, durably: waits until that is written down, at most `close_timeout_s`."""
         self._upkeep.collect()
-        forgotten = self._records.forget()
-        if not self._is_closed:
+        forgotten = self._records.forget_all()
+        if not self._records.is_closed:
             written = threading.Event()
             if self._upkeep.start_epoch(written.set):
                 written.wait(self._options.close_timeout_s)
@@ -217,13 +200,13 @@ class DiskIndex:
                     "clear is not on disk yet in %s; a crash now would undo it, and nothing is stored before it is",
                     self._namespace.root.path,
                 )
-        self._upkeep.free(forgotten.leftovers)
+        self._upkeep.free(Leftovers(*forgotten.tables))
         self._upkeep.run()
         return forgotten.num_withdrawn
 
     def take_counts(self) -> TierCounts:
         self._upkeep.run()
-        return self._records.tally.take()
+        return self._records.take_counts()
 
     def take_disk_counts(self) -> DiskCounts:
         """What happened beside, since the last call."""
@@ -242,9 +225,9 @@ class DiskIndex:
 
         Waits for file work at most `close_timeout_s`. Open pins and reservations may still be given back.
         """
-        if self._is_closed:
+        if self._records.is_closed:
             return
-        self._is_closed = True
+        self._records.is_closed = True
         self._upkeep.collect()
         for record in self._records.reserved_now.values():
             # What a medium has written and nobody has heard of yet is found by the next opening, which verifies it.
@@ -253,7 +236,7 @@ class DiskIndex:
         self._upkeep.finish()
         is_written = threading.Event()
         self._janitor.submit(is_written.set)
-        self._upkeep.free(self._records.forget().leftovers)
+        self._upkeep.free(Leftovers(*self._records.forget_all().tables))
         is_done = self._end_work() or is_written.is_set()
         self._upkeep.janitor = None
         self._upkeep.collect()

@@ -27,13 +27,15 @@ from hybridkv.tiers.disk.record_io import ShortReadError
 from hybridkv.tiers.disk.runner import CLOSED, NO_THREAD, busy
 from hybridkv.tiers.disk.segment_cache import OpenSegment, SegmentCache
 from hybridkv.tiers.disk.syncer import SyncThread
-from hybridkv.tiers.shortage import is_shortage
+from hybridkv.tiers.shortage import SHORTAGES, is_shortage
 
 if TYPE_CHECKING:
     from hybridkv.native import RecordQueue
 
 logger = logging.getLogger(__name__)
 
+_PASSING = SHORTAGES | {errno.EBUSY, errno.ETIME}
+"""What the kernel says to who asks for io_uring at a bad time, and may not say at the next opening."""
 _NO_CHECKSUM = bytes(16)
 _DONE, _FAILED, _OTHER_HEADER, _OTHER_PAYLOAD, _CANCELLED = range(5)
 """Outcomes of a record, as the queue numbers them."""
@@ -170,7 +172,13 @@ class NativeRunner:
                 logger.warning("the disk tier gets no thread (%s): it stores and loads nothing until it does", error)
             self._is_short = True
             return None
-        if queue.uring_error:
+        if queue.uring_error in _PASSING:
+            logger.warning(
+                "io_uring is not to be had at the moment (%s): the disk tier's calls are made by threads until it is "
+                "opened again; hint: look at the limits of memory, locked memory and open files",
+                os.strerror(queue.uring_error),
+            )
+        elif queue.uring_error:
             _say_why_threads(queue.uring_error)
         return queue
 

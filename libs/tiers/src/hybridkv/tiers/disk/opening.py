@@ -17,7 +17,7 @@ from hybridkv.tiers.disk.directory import refused
 from hybridkv.tiers.disk.names import JOURNAL_NAME
 from hybridkv.tiers.disk.namespace import Namespace
 from hybridkv.tiers.disk.neighbours import say_what_differs
-from hybridkv.tiers.disk.options import DiskOptions, DiskSizes, Fsync
+from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes, Fsync
 from hybridkv.tiers.disk.records import RecordTable
 from hybridkv.tiers.disk.recovery import Found, recover
 from hybridkv.tiers.disk.segment_files import SegmentFiles
@@ -85,7 +85,7 @@ def _open_store(
         namespace.close()
         raise refused(namespace.root.path, error) from error
     segments = _segment_table(sizes, found)
-    records = RecordTable(segments, log)
+    records = RecordTable(segments, log, sizes)
     records.restore(found.records)
     _shrink(segments, records, options, sizes)
     upkeep = Upkeep(options, sizes, segments, records, files, clock)
@@ -139,15 +139,24 @@ def _segment_table(sizes: DiskSizes, found: Found) -> SegmentTable:
 
 
 def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, sizes: DiskSizes) -> None:
-    """Give up whole segments where the capacity is smaller than it was."""
+    """Give up whole segments where the capacity is smaller than it was.
+
+    First what is larger than any segment of a store of this capacity: there are none that it could stay beside. Then
+    what holds the least for the space that it takes up.
+    """
     compaction = Compaction(segments, records, options.compaction_share)
     left_bytes = segments.allocated_bytes - sum(s.segment_bytes for s in compaction.dead()) * sizes.num_ranks
+    largest_bytes = sizes.data_bytes // (FEWEST_SEGMENTS * sizes.num_ranks)
     living = [segment for segment in segments.by_number.values() if segment.live_bytes]
-    fullest_first = sorted(living, key=lambda segment: segment.live_bytes, reverse=True)
-    while left_bytes > segments.limit_bytes and fullest_first:
-        segment = fullest_first.pop()
+    best_first = sorted(
+        living, key=lambda s: (s.segment_bytes > largest_bytes, -s.live_bytes / s.segment_bytes, s.segment_bytes)
+    )
+    while left_bytes > segments.limit_bytes and best_first:
+        segment = best_first.pop()
         compaction.empty(segment)
         left_bytes -= segment.segment_bytes * sizes.num_ranks
+    # What compaction evicts at one time is measured by it.
+    segments.largest_bytes = max([sizes.segment_bytes, *(segment.segment_bytes for segment in best_first)])
 
 
 def _write_epoch(upkeep: Upkeep, files: Files, found: Found) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import xxhash
@@ -106,8 +106,9 @@ class RecordMover:
     def _store(self, batch: list[Operation], scratch: Scratch, is_direct: bool) -> list[Completion]:
         first = batch[0]
         completions = []
-        with self._cache.opened(number_of(first.address), is_direct) as fd:
-            place = Place(self._io, fd, offset_of(first.address), is_direct)
+        with self._cache.opened(number_of(first.address), is_direct) as segment:
+            num_failed = segment.syncs.num_failed
+            place = Place(self._io, segment.fd, offset_of(first.address), is_direct)
             writer = RecordWriter(place, scratch, self._batch_bytes)
             for operation in batch:
                 payload_checksum = checksum_of(operation.views)
@@ -115,13 +116,13 @@ class RecordMover:
                 completions.append(Completion(operation.ticket, checksum=payload_checksum))
             writer.flush()
             if self._syncs:
-                self._io.fdatasync(fd)
+                segment.syncs.sync(partial(self._io.fdatasync, segment.fd), num_failed)
         return completions
 
     def _load(self, batch: list[Operation], scratch: Scratch, is_direct: bool) -> list[Completion]:
         first = batch[0]
-        with self._cache.opened(number_of(first.address), is_direct) as fd:
-            place = Place(self._io, fd, offset_of(first.address), is_direct)
+        with self._cache.opened(number_of(first.address), is_direct) as segment:
+            place = Place(self._io, segment.fd, offset_of(first.address), is_direct)
             reader = RecordReader(place, scratch, self._batch_bytes)
             for operation in batch:
                 reader.add(operation.views)

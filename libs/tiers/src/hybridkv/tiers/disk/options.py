@@ -70,7 +70,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         max_quarantined: withdrawn records that are remembered across restarts, at most 524288.
         burst_bytes: what may be on its way into the tier at one time, over all ranks.
         ready_segments: how many empty segments are prepared ahead, and kept ahead by compaction; None: as many as
-            `burst_bytes` fills, at least 2 and at most an eighth of the segments, of which compaction keeps 2.
+            `burst_bytes` fills, at least 2 and at most an eighth of the segments, of which compaction keeps 2; it never
+            keeps fewer.
         snapshot_interval_s: between two snapshots of the index.
         changes_interval_s: between two batches of what happened since the last snapshot.
         retry_interval_s: how long file work rests after it failed.
@@ -187,7 +188,8 @@ def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
         )
     num_spare = min(FEWEST_SPARE_SEGMENTS + math.ceil(options.spare_share * count - 1e-9), count - 1)
     usable_bytes = (count - num_spare) * (segment_bytes - SEGMENT_HEAD_BYTES)
-    kept = options.ready_segments or FEWEST_READY_SEGMENTS
+    # One of them is compaction's: with a single one nothing would be stored again once all segments are in use.
+    kept = max(options.ready_segments or 0, FEWEST_READY_SEGMENTS)
     ready = options.ready_segments or _ready_segments(options.burst_bytes // (num_ranks * segment_bytes), count)
     bounds = (usable_bytes, max(max_records, 1))
     return DiskSizes(num_ranks, segment_bytes, data_bytes, metadata_bytes, *bounds, ready, kept)

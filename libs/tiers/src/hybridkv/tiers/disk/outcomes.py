@@ -11,7 +11,7 @@ from hybridkv.tiers.disk.layout import number_of
 from hybridkv.tiers.disk.namespace import TakenError
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes
 from hybridkv.tiers.disk.quarantine import Quarantine
-from hybridkv.tiers.disk.records import Record, RecordTable, State
+from hybridkv.tiers.disk.records import Record, RecordTable
 from hybridkv.tiers.disk.rests import Rests
 from hybridkv.tiers.disk.segment_files import Move
 from hybridkv.tiers.disk.segments import Segment, SegmentTable, Stage
@@ -31,6 +31,12 @@ from hybridkv.tiers.disk.work import (
     Seal,
     WriteEpoch,
 )
+from hybridkv.tiers.ledger import State
+
+STUCK_SHARE = 16
+"""Of so many segments one may be left that cannot be deleted, while others give up their place for it. No more, where
+perhaps none can be deleted: each costs the chunks of another one."""
+MOST_STUCK_SEGMENTS = 8
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -67,6 +73,8 @@ class Outcomes:
         """There was no room for the last segment that should have been made."""
         self._dropped_bytes = 0
         """Since then, on all ranks."""
+        count = sizes.data_bytes // (sizes.num_ranks * sizes.segment_bytes)
+        self._most_stuck = min(max(count // STUCK_SHARE, 1), MOST_STUCK_SEGMENTS)
 
     @property
     def helps_to_drop(self) -> bool:
@@ -80,7 +88,7 @@ class Outcomes:
 
     def quarantine(self, key: Key, reason: str) -> bool:
         """Never offer what is stored under this key again. False when nothing is."""
-        record = self._records.invalidate(key)
+        record = self._records.withdraw(key)
         if record is None:
             return False
         self.tally.quarantine(reason)
@@ -90,12 +98,11 @@ class Outcomes:
     def apply(self, outcome: Outcome) -> None:
         """The tables, now that this job ended."""
         job, error = outcome.job, outcome.error
-        self._note(type(job), error)
+        stuck = self._end_drop(job, error) if isinstance(job, Drop) else ()
+        self._note(type(job), error, stuck)
         is_done = error is None
         if isinstance(job, Create):
             self._end_create(job, error)
-        elif isinstance(job, Drop):
-            self._end_drop(job, error)
         elif isinstance(job, Copy):
             self.end_copy(job, outcome.value)
         elif isinstance(job, Seal):
@@ -112,11 +119,12 @@ class Outcomes:
         elif isinstance(job, Restore):
             self._end_restore(job, outcome)
 
-    def _note(self, kind: type[Job], error: Exception | None) -> None:
+    def _note(self, kind: type[Job], error: Exception | None, stuck: tuple[int, ...]) -> None:
+        """`stuck`: what failed is these segments alone, and others may be tried."""
         if error is None:
-            self.rests.succeeded(kind)
+            self.rests.succeeded(kind, is_all_well=kind is not Drop or not self._segments.stuck)
             return
-        self.rests.failed(kind, error)
+        self.rests.failed(kind, error, stuck)
         self.is_lost = self.is_lost or getattr(error, "errno", None) in _GONE
         if isinstance(error, TakenError):
             self._end_storing()
@@ -145,23 +153,32 @@ class Outcomes:
         deleted, self._files.segments.num_deleted_namespaces = self._files.segments.num_deleted_namespaces, 0
         self.tally.add("namespaces_deleted", deleted)
 
-    def _end_drop(self, job: Drop, error: Exception | None) -> None:
+    def _end_drop(self, job: Drop, error: Exception | None) -> tuple[int, ...]:
+        """The segments that could not be deleted and rest each for itself: none where more could not than may."""
         left: tuple[int, ...] = () if error is None else job.numbers
         if isinstance(error, DropError):
             left = error.left
+        stage = Stage.STUCK if self._may_be_stuck(left, error) else Stage.FULL
         for number in job.numbers:
             segment = self._segments.by_number[number]
-            segment.stage = Stage.FULL
+            segment.stage = stage
             self._segments.num_leaving -= 1
             if number in left:
                 self._segments.refile(segment)
             else:
                 self._segments.remove(segment)
+                self.rests.forget(number)
                 self._dropped_bytes += segment.segment_bytes * self._sizes.num_ranks * self._is_full
                 self.tally.add("segments_dropped")
         if len(left) < len(job.numbers):
             self.rests.end(Create)
             self.rests.end(WriteEpoch)
+        return left if stage is Stage.STUCK else ()
+
+    def _may_be_stuck(self, left: tuple[int, ...], error: Exception | None) -> bool:
+        """Whether these may be left alone. Not where it is plain that nothing can be deleted."""
+        is_theirs = isinstance(error, DropError) and error.errno != errno.EROFS
+        return is_theirs and len(self._segments.stuck) + len(left) <= self._most_stuck
 
     def end_copy(self, job: Copy, value: object) -> None:
         """`value`: what the copy gave back, None when it broke off."""
@@ -230,11 +247,11 @@ class Outcomes:
         """Its files are gone."""
         if segment.stage is Stage.READY:
             self._segments.ready.remove(segment)
-        if segment.stage in (Stage.READY, Stage.UNAVAILABLE):
+        if segment.stage in (Stage.READY, Stage.UNAVAILABLE, Stage.STUCK):
             segment.stage = Stage.FULL
         segment.may_be_sealed = False
         for key in segment.keys:
             record = self._records.by_key.get(key)
             if record is not None and number_of(record.address) == segment.number:
-                self._records.invalidate(key)
+                self._records.withdraw(key)
         self._segments.refile(segment)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from hybridkv.tiers.disk.directory import Directory
 from hybridkv.tiers.disk.file_io import FileIO
 from hybridkv.tiers.disk.names import rank_name, segment_name
+from hybridkv.tiers.disk.shared_sync import SharedSync
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +24,14 @@ logger = logging.getLogger(__name__)
 class OpenSegment:
     """A segment file that stays open as long as somebody uses it."""
 
-    __slots__ = ("fd", "is_direct", "is_forgotten", "num_users")
+    __slots__ = ("fd", "is_direct", "is_forgotten", "num_users", "syncs")
 
     def __init__(self, fd: int, is_direct: bool) -> None:
         self.fd = fd
         self.is_direct = is_direct
         self.num_users = 0
         self.is_forgotten = False
+        self.syncs = SharedSync()
 
 
 class SegmentCache:
@@ -46,11 +48,11 @@ class SegmentCache:
         self._unused: list[int] = []
 
     @contextmanager
-    def opened(self, number: int, is_direct: bool) -> Iterator[int]:
-        """A descriptor to read from and write to, as long as the block lasts. `OSError` when there is none."""
+    def opened(self, number: int, is_direct: bool) -> Iterator[OpenSegment]:
+        """A file to read from and write to, as long as the block lasts. `OSError` when there is none."""
         segment = self.acquire(number, is_direct)
         try:
-            yield segment.fd
+            yield segment
         finally:
             self.release(segment)
 

@@ -24,6 +24,8 @@ class Stage(enum.Enum):
     FULL = "full"
     LEAVING = "leaving"
     """Being deleted."""
+    STUCK = "stuck"
+    """Holds nothing, and could not be deleted. Left alone for a while, its space taken."""
     UNAVAILABLE = "unavailable"
     """A file of it could not be opened by the opening. Left alone, its space taken, until another one can."""
 
@@ -100,6 +102,7 @@ class SegmentTable:
         """By number, those that hold nothing any more."""
         self.sealable: dict[int, Segment] = {}
         self.unavailable: dict[int, Segment] = {}
+        self.stuck: dict[int, Segment] = {}
         self.written: dict[int, Segment] = {}
         """Those that somebody may still be writing to."""
         self.candidates = Candidates(self.by_number)
@@ -117,7 +120,7 @@ class SegmentTable:
     def remove(self, segment: Segment) -> None:
         """A segment that is on disk no more."""
         del self.by_number[segment.number]
-        for kept in (self.dead, self.sealable, self.unavailable, self.written):
+        for kept in (self.dead, self.sealable, self.unavailable, self.stuck, self.written):
             kept.pop(segment.number, None)
         self.revision += 1
         self.allocated_bytes -= segment.segment_bytes * self._sizes.num_ranks
@@ -128,6 +131,7 @@ class SegmentTable:
         _keep(self.dead, segment, is_candidate and not segment.live_bytes)
         _keep(self.sealable, segment, segment.is_sealable)
         _keep(self.unavailable, segment, segment.stage is Stage.UNAVAILABLE)
+        _keep(self.stuck, segment, segment.stage is Stage.STUCK)
         if is_candidate:
             self.candidates.changed(number)
         self.revision += 1

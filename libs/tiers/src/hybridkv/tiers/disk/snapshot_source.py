@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.change_log import Cut
-from hybridkv.tiers.disk.records import Record, State
+from hybridkv.tiers.disk.records import Record
+from hybridkv.tiers.ledger import State
 from hybridkv.tiers.leftovers import pieces
 
 Numbers: TypeAlias = npt.NDArray[np.uint64]

@@ -60,8 +60,8 @@ class Syncer:
             dirty, self._dirty = self._dirty, set()
         for number in sorted(dirty):
             try:
-                with self._cache.opened(number, self._direct.is_on) as fd:
-                    self._io.fdatasync(fd)
+                with self._cache.opened(number, self._direct.is_on) as segment:
+                    self._io.fdatasync(segment.fd)
                 self._has_failed = False
             except FileNotFoundError:
                 pass  # dropped meanwhile: nobody needs it any more

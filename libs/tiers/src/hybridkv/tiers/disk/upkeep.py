@@ -45,6 +45,8 @@ from hybridkv.tiers.leftovers import Leftovers
 MAX_JOBS_IN_A_ROW = 64
 """That one call starts, where jobs end before they are given back."""
 
+_MAKES_ROOM = (Create, Drop, Copy, Restore)
+
 
 class Upkeep:
     """The file work of one index."""
@@ -68,6 +70,8 @@ class Upkeep:
         self._ended: deque[Outcome] = deque()
         self._has_ended = threading.Event()
         self._num_running = 0
+        self._num_making_room = 0
+        """Of those."""
         self._copying: tuple[Move, ...] = ()
         self._cut: Cut | None = None
         """Of the last snapshot that was started."""
@@ -100,9 +104,25 @@ class Upkeep:
                 return
 
     @property
-    def is_working(self) -> bool:
-        """Whether file work is on its way, after which there may be more to do, and more room."""
-        return self._num_running > 0
+    def makes_room(self) -> bool:
+        """Whether file work that ends with more room is on its way, or due behind other work that is."""
+        return self._num_making_room > 0 or (self._num_running > 0 and self._is_room_due())
+
+    def _is_room_due(self) -> bool:
+        """Whether `_choose` would come to such work. Changes nothing that is stored, as choosing it may."""
+        if self.state.is_taken:
+            return False
+        is_resting = self.state.rests.is_resting
+        self._raise_limit()
+        if self.state.is_lost and not is_resting(Restore):
+            return True
+        if self._choose_drop() is not None:
+            return True
+        if not self.state.is_epoch_written and is_resting(WriteEpoch):
+            return False
+        if self._choose_create() is not None and not is_resting(Create):
+            return True
+        return self._may_copy() and self._compaction.cheapest() is not None
 
     @property
     def owes_epoch(self) -> bool:
@@ -121,6 +141,7 @@ class Upkeep:
         while self._ended:
             outcome = self._ended.popleft()
             self._num_running -= not (isinstance(outcome.job, Log) and outcome.job.is_beside)
+            self._num_making_room -= isinstance(outcome.job, _MAKES_ROOM)
             if isinstance(outcome.job, Copy):
                 self._copying = ()
             self.state.apply(outcome)
@@ -208,13 +229,17 @@ class Upkeep:
         if self.state.is_taken:
             return None
         is_resting = self.state.rests.is_resting
-        if not is_resting(Create):
-            self._segments.limit_bytes = self._sizes.data_bytes
+        self._raise_limit()
         for choose in (*self._clearing(), *self._storing()):
             job = choose()
             if job is not None and not is_resting(type(job)):
                 return job
         return None
+
+    def _raise_limit(self) -> None:
+        """What the file system had no room for may be tried again, once it has rested."""
+        if not self.state.rests.is_resting(Create):
+            self._segments.limit_bytes = self._sizes.data_bytes
 
     def _clearing(self) -> tuple[Callable[[], Job | None], ...]:
         return self._choose_restore, self._choose_epoch, self.state.withdrawn.job, self._choose_drop
@@ -232,9 +257,13 @@ class Upkeep:
         return None if self.state.is_epoch_written else WriteEpoch(self.state.epoch)
 
     def _choose_drop(self) -> Job | None:
+        is_resting = self.state.rests.is_resting
         # What rests may be long, and is asked for again and again.
-        dead = [] if self.state.rests.is_resting(Drop) else self._compaction.dead()
-        return Drop(tuple(segment.number for segment in dead)) if dead else None
+        if is_resting(Drop):
+            return None
+        stuck = [number for number in self._segments.stuck if not is_resting(number)]
+        numbers = (*(segment.number for segment in self._compaction.dead()), *stuck)
+        return Drop(numbers) if numbers else None
 
     def _choose_create(self) -> Job | None:
         if len(self._segments.ready) >= self._sizes.ready_segments or not self._segments.creatable:
@@ -244,14 +273,19 @@ class Upkeep:
         own_bytes = self._segments.allocated_bytes + added_bytes + sizes.metadata_bytes
         return Create(self._segments.free_number(), self.state.epoch, sizes.segment_bytes, own_bytes)
 
-    def _choose_copy(self) -> Job | None:
+    def _may_copy(self) -> bool:
+        """Whether it is time for a segment to give up its place, if one can be found."""
         segments = self._segments
         if len(segments.ready) + segments.creatable + segments.num_leaving >= self._sizes.kept_segments:
-            return None
+            return False
         is_resting = self.state.rests.is_resting
         if is_resting(Copy) or is_resting(Drop) or (segments.creatable and is_resting(Create)):
-            return None
-        if not self.state.helps_to_drop:
+            return False
+        return self.state.helps_to_drop
+
+    def _choose_copy(self) -> Job | None:
+        segments = self._segments
+        if not self._may_copy():
             return None
         if not segments.ready and not segments.creatable:
             return self._give_up_one()
@@ -379,10 +413,13 @@ class Upkeep:
         return True
 
     def _submit(self, job: Job, then: Callable[[], None] | None = None) -> bool:
+        makes_room = isinstance(job, _MAKES_ROOM)
         self._num_running += 1
+        self._num_making_room += makes_room
         if self.janitor is not None and self.janitor.submit(partial(self._execute, job, then)):
             return True
         self._num_running -= 1
+        self._num_making_room -= makes_room
         return False
 
     def _execute(self, job: Job, then: Callable[[], None] | None) -> None:

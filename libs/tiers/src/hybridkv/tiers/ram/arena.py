@@ -1,8 +1,8 @@
 """Holds the bytes of the RAM tier: one page-aligned buffer, cut into slots by a `RamIndex` that may live elsewhere.
 
 Every slot is sealed with the key it belongs to and an XXH3-128 checksum of its bytes, so a slot that was reused, torn
-or corrupted is a failed load and never wrong bytes. Starts no thread: `store` and `load` copy at memory speed in the
-calling thread; a copy engine that moves bytes itself uses `addresses`, `seal` and `check` instead.
+or corrupted is a failed load and never wrong bytes. Starts no thread and copies nothing: a copy engine does, which
+knows the `addresses`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.tiers.buffers import byte_views, copy_views, why_not_copy
-from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
+from hybridkv.tiers.contract import Failure, FailureReason, Key, Slot
 from hybridkv.tiers.digests import view_digest
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.ram.sizes import count_granules
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 DEFAULT_GRANULE_BYTES = 64 * 1024
 
@@ -31,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class RamArena:
-    """A `TierMedium` in host memory.
+    """`SealedMemory` of the host.
 
     Without `buffer`, memory is mapped now and committed by the operating system as it is first written. With `buffer`
     (uint8, one-dimensional, contiguous, writable, at least the rounded capacity; for example pinned memory) that memory
@@ -49,7 +43,6 @@ class RamArena:
         self._is_closed = False
         self._lock = threading.Lock()
         self._seals: dict[int, tuple[Key, bytes]] = {}
-        self._completions: list[Completion] = []
 
     @property
     def capacity_bytes(self) -> int:
@@ -114,60 +107,12 @@ class RamArena:
         with self._lock:
             self._seals.pop(slot.first_offset, None)
 
-    def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
-        self._complete(ticket, self._store(key, slot, source))
-
-    def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
-        self._complete(ticket, self._load(key, slot, destination))
-
-    def poll(self) -> list[Completion]:
-        with self._lock:
-            completions, self._completions = self._completions, []
-        return completions
-
-    def drain(self, timeout_s: float) -> bool:
-        """Every operation completed before its call returned: there is nothing to wait for."""
-        return True
-
     def close(self) -> None:
         """Give up the memory. Stop the copy engine first: it holds addresses."""
         self._is_closed = True
         with self._lock:
             self._seals.clear()
         self._buffer = np.empty(0, dtype=np.uint8)
-
-    def _store(self, key: Key, slot: Slot, source: Sequence[Buffer]) -> Failure | None:
-        failure = self._why_not_use(slot)
-        if failure is not None:
-            return failure
-        try:
-            sources = byte_views(source)
-        except (TypeError, ValueError, BufferError) as error:
-            return Failure(FailureReason.IO, f"source: {error}")
-        destinations = self.views(slot)
-        failure = why_not_copy(sources, destinations)
-        if failure is not None:
-            return failure
-        copy_views(sources, destinations)
-        return self.seal(key, slot)
-
-    def _load(self, key: Key, slot: Slot, destination: Sequence[Buffer]) -> Failure | None:
-        failure = self._why_not_use(slot)
-        if failure is not None:
-            return failure
-        try:
-            destinations = byte_views(destination)
-        except (TypeError, ValueError, BufferError) as error:
-            return Failure(FailureReason.IO, f"destination: {error}")
-        sources = self.views(slot)
-        failure = why_not_copy(sources, destinations) or self.check(key, slot)
-        if failure is None:
-            copy_views(sources, destinations)
-        return failure
-
-    def _complete(self, ticket: Ticket, failure: Failure | None) -> None:
-        with self._lock:
-            self._completions.append(Completion(ticket, failure))
 
     def _checksum(self, slot: Slot) -> bytes:
         return view_digest()(self.views(slot))

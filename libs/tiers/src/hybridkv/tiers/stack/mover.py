@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hybridkv.tiers.contract import Completion, Failure, FailureReason, Ticket, TierMedium
-from hybridkv.tiers.ram import RamArena
+from hybridkv.tiers.contract import Completion, Failure, FailureReason, SealedMemory, Ticket, TierMedium
 from hybridkv.tiers.shortage import is_shortage
 from hybridkv.tiers.stack.moves import Direction, TierMove
 
@@ -23,7 +22,7 @@ class TierMover:
         clock: seconds.
     """
 
-    def __init__(self, arena: RamArena, medium: TierMedium, clock: Callable[[], float]) -> None:
+    def __init__(self, arena: SealedMemory, medium: TierMedium, clock: Callable[[], float]) -> None:
         self._arena = arena
         self._medium = medium
         self._clock = clock

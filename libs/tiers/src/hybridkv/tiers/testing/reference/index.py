@@ -99,6 +99,9 @@ class ReferenceIndex:
         self._tally.reservations += 1
         return self._slot(self._chunks[key])
 
+    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+
     def _why_not(self, key: Key, cost: int, victims: list[Key]) -> Refusal | None:
         if self._is_closed:
             return Refusal.CLOSED
@@ -132,6 +135,9 @@ class ReferenceIndex:
         self._tally.commits += 1
         return True
 
+    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
+        return [self.commit(key) for key in keys]
+
     def abort(self, key: Key) -> None:
         chunk = self._reserved_chunk("abort", key)
         del self._chunks[key]
@@ -164,6 +170,11 @@ class ReferenceIndex:
         chunk.num_pins += 1
         return self._slot(chunk)
 
+    def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
+        if any(self.lookup(key) is not LookupResult.HIT for key in keys):
+            return None
+        return [slot for key in keys if (slot := self.pin(key)) is not None]
+
     def unpin(self, key: Key) -> None:
         chunk = self._chunks.get(key)
         if chunk is None or not chunk.num_pins:
@@ -173,6 +184,10 @@ class ReferenceIndex:
             chunk.last_used = self._now()
             if chunk.is_doomed:
                 del self._chunks[key]
+
+    def unpin_all(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self.unpin(key)
 
     def clear(self) -> int:
         return sum(self.invalidate(key) for key in list(self._chunks))

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, is_protocol_error, reserved
-from hybridkv.tiers.contract import Key, Refusal, TierCounts, TierIndex
+from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts, TierIndex
+from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, is_protocol_error, reserved
 
 A, B, C = b"key a", b"key b", b"key c"
 
@@ -144,6 +144,71 @@ class IndexConformance(TierSuite):
         assert is_protocol_error(lambda: index.unpin(A))
         assert is_protocol_error(lambda: index.unpin(B))
         assert is_protocol_error(lambda: index.unpin(C))
+
+    def test_many_keys_are_reserved_one_after_the_other_each_with_its_own_answer(self) -> None:
+        index = self.make_index(3)
+        reserved(index, B)
+        sizes = [(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, self.bytes_of(3) + 1), (C, self.bytes_of(2)), (C, CHUNK_BYTES)]
+        answers = index.reserve_all(sizes)
+        slot_a, slot_c = answers[0], answers[4]
+        assert isinstance(slot_a, Slot) and isinstance(slot_c, Slot)
+        assert answers[1:4] == [Refusal.PRESENT, Refusal.TOO_LARGE, Refusal.NO_ROOM]
+        assert (slot_a.num_bytes, slot_c.num_bytes) == (CHUNK_BYTES, CHUNK_BYTES)
+        assert {index.lookup(key) for key in (A, B, C)} == {LookupResult.PENDING}
+        assert index.take_counts().refusals == {Refusal.PRESENT: 1, Refusal.TOO_LARGE: 1, Refusal.NO_ROOM: 1}
+        assert index.reserve_all([]) == []
+
+    def test_of_many_reservations_those_before_a_mistake_are_made(self) -> None:
+        index = self.make_index(2)
+        assert is_protocol_error(lambda: index.reserve_all([(A, CHUNK_BYTES), (B, 0)]))
+        assert (index.lookup(A), index.lookup(B)) == (LookupResult.PENDING, LookupResult.MISS)
+
+    def test_many_keys_are_committed_each_with_its_own_answer(self) -> None:
+        index = self.make_index(3)
+        index.reserve_all([(key, CHUNK_BYTES) for key in (A, B, C)])
+        index.invalidate(B)
+        assert index.commit_all(iter([A, B, C])) == [True, False, True]
+        assert [index.lookup(key) for key in (A, B, C)] == [LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
+        assert index.commit_all([]) == []
+
+    def test_of_many_commits_those_before_a_mistake_are_made(self) -> None:
+        index = self.make_index(3)
+        index.reserve_all([(A, CHUNK_BYTES), (C, CHUNK_BYTES)])
+        assert is_protocol_error(lambda: index.commit_all([A, B, C]))
+        assert (index.lookup(A), index.lookup(C)) == (LookupResult.HIT, LookupResult.PENDING)
+        assert is_protocol_error(lambda: index.commit_all([C, C]))
+
+    def test_many_keys_are_pinned_all_or_none(self) -> None:
+        index = self.make_index(3)
+        slots = index.reserve_all([(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, CHUNK_BYTES)])
+        index.commit_all([A, B])
+        assert index.pin_all([B, A]) == [slots[1], slots[0]]
+        for lacking in (b"unknown", C):
+            before = (index.generation, index.used_bytes)
+            assert index.pin_all([A, B, lacking]) is None
+            assert (index.generation, index.used_bytes) == before
+        index.unpin_all([A, B])
+        assert is_protocol_error(lambda: index.unpin(A)), "nothing was pinned beside"
+        assert is_protocol_error(lambda: index.unpin(B)), "nothing was pinned beside"
+        assert index.pin_all([]) == []
+
+    def test_a_key_that_is_named_twice_is_pinned_twice(self) -> None:
+        index = self.make_index(1)
+        committed(index, A)
+        assert index.pin_all([A, A]) is not None
+        index.invalidate(A)
+        index.unpin(A)
+        assert index.used_bytes == self.chunk_cost_bytes
+        index.unpin_all([A])
+        assert index.used_bytes == 0
+
+    def test_of_many_unpins_those_before_a_mistake_are_made(self) -> None:
+        index = self.make_index(2)
+        committed(index, A, B)
+        index.pin_all([A, B])
+        assert is_protocol_error(lambda: index.unpin_all([A, A, B]))
+        assert is_protocol_error(lambda: index.unpin(A))
+        index.unpin(B)
 
     def test_clear_withdraws_everything_and_respects_readers_and_writers(self) -> None:
         index = self.make_index(3)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybridkv.tiers.buffers import byte_views, copy_views, why_not_copy
+from hybridkv.tiers.buffers import byte_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.testing.copies import copy_views, why_not_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

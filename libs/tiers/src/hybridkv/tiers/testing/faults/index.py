@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts, TierIndex
-from hybridkv.tiers.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
+from hybridkv.tiers.testing.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
 class FaultInjectingIndex:
@@ -58,9 +58,15 @@ class FaultInjectingIndex:
             return action.refusal
         return self._inner.reserve(key, num_bytes)
 
+    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+
     def commit(self, key: Key) -> bool:
         self._vanish(Operation.COMMIT, key)
         return self._inner.commit(key)
+
+    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
+        return [self.commit(key) for key in keys]
 
     def abort(self, key: Key) -> None:
         self._inner.abort(key)
@@ -72,8 +78,16 @@ class FaultInjectingIndex:
         self._vanish(Operation.PIN, key)
         return self._inner.pin(key)
 
+    def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
+        for key in keys:
+            self._vanish(Operation.PIN, key)
+        return self._inner.pin_all(keys)
+
     def unpin(self, key: Key) -> None:
         self._inner.unpin(key)
+
+    def unpin_all(self, keys: Iterable[Key]) -> None:
+        self._inner.unpin_all(keys)
 
     def clear(self) -> int:
         return self._inner.clear()

@@ -7,8 +7,8 @@ none before its room is needed: a tier that frees larger pieces may pass it wher
 from __future__ import annotations
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 
 A, B, C, D = b"key a", b"key b", b"key c", b"key d"
 ROUNDS = 12
@@ -120,6 +120,24 @@ class ExactEvictionConformance(TierSuite):
         index.unpin(A)
         committed(index, C)
         assert hits(index) == [A, C]
+
+    def test_what_many_keys_are_given_back_in_is_their_order_of_use(self) -> None:
+        index = self.make_index(3)
+        index.reserve_all([(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, CHUNK_BYTES)])
+        index.commit_all([C, B, A])
+        committed(index, D)
+        assert hits(index) == [A, B, D]
+        index.pin_all([A, B])
+        index.unpin_all([B, A])
+        committed(index, C, b"key e")
+        assert hits(index) == [A, C]
+
+    def test_many_keys_that_were_not_pinned_are_as_recent_as_before(self) -> None:
+        index = self.make_index(2)
+        committed(index, A, B)
+        assert index.pin_all([A, D]) is None
+        committed(index, C)
+        assert hits(index) == [B, C]
 
     def test_the_pinned_key_of_a_full_tier_stays(self) -> None:
         index = self.make_index(2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import xxhash
 
-from hybridkv.tiers.conformance.tier import (
+from hybridkv.tiers.contract import FailureReason, Slot, Ticket, TierMedium
+from hybridkv.tiers.testing.conformance.tier import (
     CHUNK_BYTES,
     Tier,
     TierSuite,
@@ -12,7 +13,6 @@ from hybridkv.tiers.conformance.tier import (
     finish,
     reserved,
 )
-from hybridkv.tiers.contract import FailureReason, Slot, Ticket, TierMedium
 
 A, B = b"key a", b"key b"
 NUM_BYTES = CHUNK_BYTES + 7

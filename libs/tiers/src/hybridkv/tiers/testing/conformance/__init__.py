@@ -1,0 +1,36 @@
+"""What every tier must pass. A test registers a tier by deriving from the class and giving `make_tier`.
+
+So do sealed memory (`make_memory`) and the policies of eviction (`make_order`). Uses no test framework: any runner that
+collects `test_*` methods of classes will do.
+"""
+
+from hybridkv.tiers.testing.conformance.eviction import EvictionConformance, ExactEvictionConformance
+from hybridkv.tiers.testing.conformance.index import IndexConformance
+from hybridkv.tiers.testing.conformance.medium import MediumConformance
+from hybridkv.tiers.testing.conformance.memory import SealedMemoryConformance
+from hybridkv.tiers.testing.conformance.order import EvictionOrderConformance, LeastRecentlyUsedConformance
+from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, Tier, TierSuite
+
+
+class TierConformance(IndexConformance, EvictionConformance, MediumConformance):
+    """What every tier promises."""
+
+
+class ExactTierConformance(TierConformance, ExactEvictionConformance):
+    """What a tier promises beside, that evicts chunk by chunk and none too early."""
+
+
+__all__ = [
+    "CHUNK_BYTES",
+    "EvictionConformance",
+    "EvictionOrderConformance",
+    "ExactEvictionConformance",
+    "ExactTierConformance",
+    "IndexConformance",
+    "LeastRecentlyUsedConformance",
+    "MediumConformance",
+    "SealedMemoryConformance",
+    "Tier",
+    "TierConformance",
+    "TierSuite",
+]

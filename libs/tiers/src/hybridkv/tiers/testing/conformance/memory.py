@@ -1,0 +1,167 @@
+"""What any `SealedMemory` does: whoever writes by address, reads by view, and what a seal covers."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import xxhash
+
+from hybridkv.tiers.contract import ExposesBytes, Failure, FailureReason, Key, SealedMemory, Slot
+from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, is_protocol_error
+
+A, B = b"key a", b"key b"
+NUM_CHUNKS = 8
+CAPACITY_BYTES = NUM_CHUNKS * CHUNK_BYTES
+SCATTERED = Slot(((1 * CHUNK_BYTES, CHUNK_BYTES), (4 * CHUNK_BYTES, CHUNK_BYTES), (6 * CHUNK_BYTES, 100)))
+"""Three extents, the last one no whole chunk."""
+
+
+def reason(failure: Failure | None) -> FailureReason | None:
+    return None if failure is None else failure.reason
+
+
+def bytes_of(memory: SealedMemory, slot: Slot) -> bytes:
+    return b"".join(bytes(view) for view in memory.views(slot))
+
+
+class SealedMemoryConformance:
+    """Derive from it, and give `make_memory`."""
+
+    def make_memory(self, capacity_bytes: int) -> SealedMemory:
+        """New memory of exactly this capacity, a multiple of `CHUNK_BYTES`."""
+        raise NotImplementedError
+
+    def sealed(self, slot: Slot = SCATTERED, key: Key = A) -> SealedMemory:
+        """Memory whose slot is filled, no two of its chunks alike, and sealed for the key."""
+        memory = self.make_memory(CAPACITY_BYTES)
+        for number, view in enumerate(memory.views(slot)):
+            view[:] = bytes((number + position) % 251 for position in range(len(view)))
+        assert memory.seal(key, slot) is None
+        return memory
+
+    def test_memory_is_sealed_memory(self) -> None:
+        memory = self.make_memory(CAPACITY_BYTES)
+        assert isinstance(memory, SealedMemory) and isinstance(memory, ExposesBytes)
+        assert memory.capacity_bytes == CAPACITY_BYTES
+
+    def test_addresses_and_views_are_the_same_memory(self) -> None:
+        memory = self.sealed()
+        by_address = [ctypes.string_at(address, num_bytes) for address, num_bytes in memory.addresses(SCATTERED)]
+        assert by_address == [bytes(view) for view in memory.views(SCATTERED)]
+
+    def test_an_address_is_the_base_and_the_offset(self) -> None:
+        memory = self.make_memory(CAPACITY_BYTES)
+        expected = [(memory.base_address + offset, num_bytes) for offset, num_bytes in SCATTERED.extents]
+        assert memory.addresses(SCATTERED) == expected
+
+    def test_a_sealed_slot_passes_its_check(self) -> None:
+        assert self.sealed().check(A, SCATTERED) is None
+
+    def test_what_was_never_sealed_is_missing(self) -> None:
+        memory = self.make_memory(CAPACITY_BYTES)
+        assert reason(memory.check(A, SCATTERED)) is FailureReason.MISSING
+        assert memory.sealed_checksum(A, SCATTERED) is None
+
+    def test_every_extent_is_under_the_seal(self) -> None:
+        for extent, position in ((0, 0), (1, CHUNK_BYTES - 1), (2, 99)):
+            memory = self.sealed()
+            memory.views(SCATTERED)[extent][position] ^= 1
+            assert reason(memory.check(A, SCATTERED)) is FailureReason.CHECKSUM
+            memory.views(SCATTERED)[extent][position] ^= 1
+            assert memory.check(A, SCATTERED) is None
+
+    def test_bytes_in_another_order_break_the_seal(self) -> None:
+        first, second, third = SCATTERED.extents
+        assert reason(self.sealed().check(A, Slot((first, third, second)))) is FailureReason.CHECKSUM
+
+    def test_another_keys_seal_does_not_pass(self) -> None:
+        memory = self.sealed(key=B)
+        assert reason(memory.check(A, SCATTERED)) is FailureReason.WRONG_KEY
+        assert memory.sealed_checksum(A, SCATTERED) is None
+
+    def test_a_discarded_slot_is_missing(self) -> None:
+        memory = self.sealed()
+        memory.discard(SCATTERED)
+        memory.discard(SCATTERED)
+        assert reason(memory.check(A, SCATTERED)) is FailureReason.MISSING
+        assert memory.sealed_checksum(A, SCATTERED) is None
+
+    def test_a_slot_that_is_sealed_again_belongs_to_its_new_key(self) -> None:
+        memory = self.sealed()
+        assert memory.seal(B, SCATTERED) is None
+        assert memory.check(B, SCATTERED) is None
+        assert reason(memory.check(A, SCATTERED)) is FailureReason.WRONG_KEY
+
+    def test_a_sealed_checksum_is_that_of_the_bytes(self) -> None:
+        memory = self.sealed()
+        digest = xxhash.xxh3_128_digest(bytes_of(memory, SCATTERED))
+        assert memory.sealed_checksum(A, SCATTERED) == digest
+        memory.views(SCATTERED)[0][0] ^= 1
+        assert memory.sealed_checksum(A, SCATTERED) == digest, "of what was sealed"
+
+    def test_a_checksum_that_is_given_is_what_is_checked(self) -> None:
+        memory = self.sealed()
+        digest = xxhash.xxh3_128_digest(bytes_of(memory, SCATTERED))
+        assert memory.seal(A, SCATTERED, digest) is None
+        assert memory.check(A, SCATTERED) is None
+        assert memory.seal(A, SCATTERED, bytes(16)) is None
+        assert memory.sealed_checksum(A, SCATTERED) == bytes(16)
+        assert reason(memory.check(A, SCATTERED)) is FailureReason.CHECKSUM
+
+    def test_seals_do_not_disturb_each_other(self) -> None:
+        memory, other = self.sealed(), Slot(((2 * CHUNK_BYTES, CHUNK_BYTES),))
+        assert memory.seal(B, other) is None
+        memory.discard(other)
+        assert memory.check(A, SCATTERED) is None
+
+    def test_a_slot_outside_the_memory_is_never_touched(self) -> None:
+        memory = self.sealed()
+        for extent in ((-1, 10), (0, 0), (CAPACITY_BYTES - 5, 6), (1 << 40, 1)):
+            outside = Slot(((0, 16), extent))
+            assert reason(memory.seal(A, outside)) is FailureReason.IO
+            assert reason(memory.check(A, outside)) is FailureReason.IO
+            for use in (memory.addresses, memory.views, memory.discard):
+                assert is_protocol_error(lambda use=use, outside=outside: use(outside))  # type: ignore[misc]
+        assert memory.check(A, SCATTERED) is None
+
+    def test_a_slot_without_extents_is_none(self) -> None:
+        memory, empty = self.make_memory(CAPACITY_BYTES), Slot(())
+        assert reason(memory.seal(A, empty)) is FailureReason.IO
+        assert reason(memory.check(A, empty)) is FailureReason.IO
+        for use in (memory.addresses, memory.views, memory.discard):
+            assert is_protocol_error(lambda use=use: use(empty))  # type: ignore[misc]
+
+    def test_closed_memory_gives_nothing(self) -> None:
+        memory = self.sealed()
+        memory.close()
+        memory.close()
+        assert reason(memory.seal(A, SCATTERED)) is FailureReason.CLOSED
+        assert reason(memory.check(A, SCATTERED)) is FailureReason.CLOSED
+        assert memory.sealed_checksum(A, SCATTERED) is None
+        for use in (memory.addresses, memory.views, memory.discard):
+            assert is_protocol_error(lambda use=use: use(SCATTERED))  # type: ignore[misc]
+
+    def test_a_copy_thread_and_the_main_thread_may_use_it_at_once(self) -> None:
+        memory, rounds = self.make_memory(CAPACITY_BYTES), 64
+        failures: list[Failure] = []
+        start = threading.Barrier(2)
+
+        def work(numbers: range) -> None:
+            start.wait()
+            for turn in range(rounds):
+                for number in numbers:
+                    key, slot = bytes([number, turn]), Slot(((number * CHUNK_BYTES, CHUNK_BYTES),))
+                    memory.discard(slot)
+                    memory.views(slot)[0][:] = bytes([turn]) * CHUNK_BYTES
+                    found = memory.seal(key, slot) or memory.check(key, slot)
+                    failures.extend([found] if found is not None else [])
+
+        thread = threading.Thread(target=work, args=(range(NUM_CHUNKS // 2, NUM_CHUNKS),))
+        thread.start()
+        work(range(NUM_CHUNKS // 2))
+        thread.join()
+        assert not failures
+        for number in range(NUM_CHUNKS):
+            slot = Slot(((number * CHUNK_BYTES, CHUNK_BYTES),))
+            assert memory.check(bytes([number, rounds - 1]), slot) is None

@@ -1,0 +1,76 @@
+"""Every policy of eviction passes one suite; least recently used is what it is called, for any sequence of calls."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from hybridkv.tiers.ledger import Entry, EvictionOrder, LeastRecentlyUsed, State  # noqa: E402
+from hybridkv.tiers.testing.conformance import EvictionOrderConformance, LeastRecentlyUsedConformance  # noqa: E402
+
+keys = st.sampled_from([bytes([number]) for number in range(6)])
+
+
+class TestLeastRecentlyUsed(LeastRecentlyUsedConformance):
+    def make_order(self) -> EvictionOrder[Entry]:
+        return LeastRecentlyUsed()
+
+
+class FirstInFirstOut(LeastRecentlyUsed[Entry]):
+    """Takes no note of uses: what the suite must find out."""
+
+    def touch(self, keys: object) -> int:
+        return 0
+
+
+class Hoarder(LeastRecentlyUsed[Entry]):
+    """Gives up what was used last, and so keeps what was used once for ever."""
+
+    def pick(self) -> tuple[bytes, Entry]:
+        return self._entries.popitem()
+
+
+@pytest.mark.parametrize(
+    ("policy", "test"),
+    [
+        (FirstInFirstOut, "test_what_is_used_again_and_again_outlives_the_others"),
+        (FirstInFirstOut, "test_touching_what_is_not_tracked_does_nothing"),
+        (Hoarder, "test_everything_goes_at_last"),
+    ],
+)
+def test_the_suite_finds_a_policy_that_is_none(policy: type[LeastRecentlyUsed[Entry]], test: str) -> None:
+    class Suite(EvictionOrderConformance):
+        def make_order(self) -> EvictionOrder[Entry]:
+            return policy()
+
+    with pytest.raises(AssertionError):
+        getattr(Suite(), test)()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["track", "touch", "pick", "forget", "give up"]), keys, keys)))
+def test_least_recently_used_is_a_list_that_is_searched(calls: list[tuple[str, bytes, bytes]]) -> None:
+    order: LeastRecentlyUsed[Entry] = LeastRecentlyUsed()
+    expected: list[bytes] = []
+    for call, key, other in calls:
+        if call == "track" and key not in expected:
+            order.track(key, Entry(1, State.COMMITTED, 0))
+            expected.append(key)
+        elif call == "touch":
+            assert order.touch([key, other]) == sum(each not in expected for each in (key, other))
+            for each in (key, other):
+                if each in expected:
+                    expected.remove(each)
+                    expected.append(each)
+        elif call == "pick" and expected:
+            assert order.pick()[0] == expected.pop(0)
+        elif call == "forget" and key in expected:
+            order.forget(key)
+            expected.remove(key)
+        elif call == "give up":
+            assert len(order.give_up()) == len(expected)
+            expected.clear()
+        assert list(order) == expected and len(order) == len(expected)

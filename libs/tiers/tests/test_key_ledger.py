@@ -1,0 +1,224 @@
+"""What a ledger asks of its space and tells its witness, in any order of calls; and its bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Refusal, Slot, TierProtocolError
+from hybridkv.tiers.ledger import Entry, KeyLedger, LeastRecentlyUsed, State
+from hybridkv.tiers.leftovers import Table
+
+KEYS = [bytes([number]) for number in range(6)]
+CAPACITY_BYTES, LARGEST_BYTES, MAX_KEYS = 12, 7, 4
+
+keys = st.sampled_from(KEYS)
+
+
+class Place(Entry):
+    number: int
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(((self.number, 1),))
+
+
+class Recorder:
+    """A space and a witness: who writes and who reads what is taken, as far as it was told."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self.taken: dict[int, int] = {}
+        """The cost of each."""
+        self.writing: set[int] = set()
+        self.reading: set[int] = set()
+        self.offered: set[int] = set()
+        """Or about to be."""
+        self.committed: set[int] = set()
+        self.uses: list[int] = []
+
+    def take(self, key: bytes, num_bytes: int, cost: int) -> Place:
+        number = next(self._numbers)
+        self.taken[number] = cost
+        self.writing.add(number)
+        self.offered.add(number)
+        return Place(cost, State.RESERVED, 0, number)
+
+    def free(self, entry: Place) -> None:
+        number = entry.number
+        assert number not in self.writing | self.reading | self.offered, "it is of use still"
+        assert self.taken.pop(number) == entry.cost
+
+    def keep_only(self, entries: Iterable[Place]) -> tuple[Table, ...]:
+        kept = {entry.number for entry in entries}
+        assert kept == self.writing | self.reading
+        self.taken = {number: cost for number, cost in self.taken.items() if number in kept}
+        self.offered.clear()
+        return ()
+
+    def written(self, entry: Place) -> None:
+        self.writing.remove(entry.number)
+        if entry.state is State.COMMITTED:
+            assert entry.number in self.offered
+            self.committed.add(entry.number)
+
+    def held(self, entry: Place) -> None:
+        assert entry.number not in self.reading | self.writing and entry.number in self.offered
+        self.reading.add(entry.number)
+
+    def released(self, entry: Place) -> None:
+        self.reading.remove(entry.number)
+        assert (entry.state is State.COMMITTED) == (entry.number in self.offered)
+
+    def used(self, entries: Iterable[Place]) -> None:
+        self.uses = [entry.number for entry in entries]
+
+    def gone(self, entry: Place) -> None:
+        self.offered.remove(entry.number)
+
+
+class KeyLedgerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder = Recorder()
+        self.ledger: KeyLedger[Place] = KeyLedger(
+            self.recorder, LeastRecentlyUsed(), CAPACITY_BYTES, self.recorder, LARGEST_BYTES, MAX_KEYS
+        )
+
+    @rule(key=keys, cost=st.integers(min_value=1, max_value=LARGEST_BYTES + 1))
+    def reserve(self, key: bytes, cost: int) -> None:
+        before = self.ledger.used_bytes, self.ledger.generation
+        refusal = self.ledger.why_not(key, cost)
+        assert (self.ledger.used_bytes, self.ledger.generation) == before
+        assert refusal is not Refusal.TOO_LARGE or cost > LARGEST_BYTES
+        if refusal is None:
+            self.ledger.make_room(cost)
+            self.ledger.take(key, cost, cost)
+
+    @rule(key=keys)
+    def commit(self, key: bytes) -> None:
+        is_offered = self.ledger.lookup(key) is LookupResult.PENDING
+        with contextlib.suppress(TierProtocolError):
+            assert self.ledger.commit(key) == is_offered
+
+    @rule(key=keys)
+    def abort(self, key: bytes) -> None:
+        with contextlib.suppress(TierProtocolError):
+            self.ledger.abort(key)
+            assert self.ledger.lookup(key) is LookupResult.MISS
+
+    @rule(key=keys)
+    def pin(self, key: bytes) -> None:
+        is_hit = self.ledger.lookup(key) is LookupResult.HIT
+        assert (self.ledger.pin(key) is not None) == is_hit
+
+    @rule(key=keys)
+    def unpin(self, key: bytes) -> None:
+        with contextlib.suppress(TierProtocolError):
+            self.ledger.unpin(key)
+
+    @rule(key=keys)
+    def withdraw(self, key: bytes) -> None:
+        is_held = self.ledger.lookup(key) is not LookupResult.MISS
+        assert (self.ledger.withdraw(key) is not None) == is_held
+
+    @rule(key=keys)
+    def evict_out_of_turn(self, key: bytes) -> None:
+        if key in list(self.ledger.evictable):
+            self.ledger.evict(key)
+            assert self.ledger.lookup(key) is LookupResult.MISS
+
+    @rule(touched=st.lists(keys, max_size=4))
+    def touch(self, touched: list[bytes]) -> None:
+        evictable = set(self.ledger.evictable)
+        self.ledger.touch(touched)
+        assert self.recorder.uses == [self.ledger.by_key[key].number for key in touched if key in evictable]
+
+    @rule()
+    def forget_all(self) -> None:
+        num_offered, table = self.ledger.num_keys, self.ledger.by_key
+        before = dict(table)
+        forgotten = self.ledger.forget_all()
+        assert forgotten.num_withdrawn == num_offered
+        assert any(each is table for each in forgotten.tables)
+        assert table == before, "who reads it reads what was there"
+        assert not len(self.ledger.evictable)
+
+    @invariant()
+    def the_recorder_heard_of_everything(self) -> None:
+        ledger, recorder = self.ledger, self.recorder
+        entries = ledger.by_key.values()
+        assert recorder.taken == {entry.number: entry.cost for entry in entries}
+        assert recorder.writing == {entry.number for entry in ledger.reserved_now.values()}
+        assert recorder.reading == {entry.number for entry in ledger.pinned_now.values()}
+        held = {entry.number for entry in entries if entry.state.answer is not LookupResult.MISS}
+        assert recorder.offered == held and len(held) == ledger.num_keys
+        assert {entry.number for entry in entries if entry.state is State.COMMITTED} <= recorder.committed
+
+    @invariant()
+    def sums_and_bounds_hold(self) -> None:
+        ledger = self.ledger
+        assert ledger.used_bytes == sum(self.recorder.taken.values()) <= CAPACITY_BYTES
+        free = [entry for entry in ledger.by_key.values() if entry.state is State.COMMITTED and not entry.num_pins]
+        assert ledger.evictable_bytes == sum(entry.cost for entry in free)
+        assert {ledger.by_key[key].number for key in ledger.evictable} == {entry.number for entry in free}
+        assert len(ledger.by_key) <= MAX_KEYS
+
+    @invariant()
+    def many_are_answered_as_each(self) -> None:
+        ledger = self.ledger
+        for key in KEYS:
+            answer = ledger.lookup(key)
+            assert ledger.leading([key]) == (answer is not LookupResult.MISS)
+            assert ledger.any_pending([key]) == (answer is LookupResult.PENDING)
+
+
+KeyLedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestKeyLedgerMachine = KeyLedgerMachine.TestCase
+
+
+def make_ledger(max_keys: int | None = None) -> KeyLedger[Place]:
+    recorder = Recorder()
+    return KeyLedger(recorder, LeastRecentlyUsed(), CAPACITY_BYTES, recorder, max_keys=max_keys)
+
+
+def store(ledger: KeyLedger[Place], key: bytes) -> Refusal | None:
+    refusal = ledger.why_not(key, 1)
+    if refusal is None:
+        ledger.make_room(1)
+        ledger.take(key, 1, 1)
+        ledger.commit(key)
+    return refusal
+
+
+def test_no_more_keys_are_kept_than_a_ledger_may_have() -> None:
+    ledger = make_ledger(max_keys=2)
+    for key in KEYS[:3]:
+        assert store(ledger, key) is None
+    assert list(ledger.evictable) == KEYS[1:3]
+    assert ledger.pin_all(KEYS[1:3]) is not None
+    assert store(ledger, KEYS[0]) is Refusal.NO_ROOM
+    ledger.unpin(KEYS[1])
+    assert store(ledger, KEYS[0]) is None
+
+
+def test_without_such_a_bound_as_many_are_kept_as_fit() -> None:
+    ledger = make_ledger()
+    assert {store(ledger, key) for key in KEYS} == {None}
+    assert ledger.num_keys == len(KEYS)
+
+
+def test_a_first_miss_is_found_in_any_kind_of_question() -> None:
+    ledger = make_ledger()
+    for key in KEYS[:4]:
+        store(ledger, key)
+    for end in range(len(KEYS)):
+        asked = [*KEYS[:end], b"unknown", *KEYS[:2]]
+        for question in (asked, tuple(asked), iter(asked)):
+            assert ledger.leading(question) == min(end, 4)
