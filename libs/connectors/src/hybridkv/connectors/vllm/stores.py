@@ -133,12 +133,12 @@ class StorePlanner:
         self, job: _StoreJob, transfers: Sequence[Transfer], keys: Mapping[Part, bytes]
     ) -> tuple[list[Move], list[Part]]:
         moves, parts = [], []
-        for transfer in transfers:
-            part = (transfer.group_index, transfer.end_token)
-            kind = self._layout.spec.groups[transfer.group_index].kind
-            num_bytes = self._layout.chunk_bytes(*part)
-            slot = self._stack.reserve(keys[part], num_bytes)
+        wanted = [(transfer.group_index, transfer.end_token) for transfer in transfers]
+        sizes = [self._layout.chunk_bytes(*part) for part in wanted]
+        slots = self._stack.reserve_all([(keys[part], size) for part, size in zip(wanted, sizes, strict=True)])
+        for transfer, part, num_bytes, slot in zip(transfers, wanted, sizes, slots, strict=True):
             if isinstance(slot, Refusal):
+                kind = self._layout.spec.groups[part[0]].kind
                 self._recorder.store(kind, _OUTCOMES.get(slot, "dropped_no_room"))
                 continue
             stored = len(chunk_blocks(self._layout.spec, *part))

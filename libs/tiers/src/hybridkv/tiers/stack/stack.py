@@ -196,8 +196,7 @@ class TierStack:
             self._unpin(hold)
 
     def _unpin(self, hold: Hold) -> None:
-        for key in reversed(hold.pinned):
-            self.near.unpin(key)
+        self.near.unpin_all(reversed(hold.pinned))
         hold.pinned.clear()
         hold.waiting.clear()
 
@@ -209,30 +208,25 @@ class TierStack:
         """All of them or none."""
         if self.far is None or not self._asks_far():
             return Refusal.PRESENT
-        sources: list[tuple[Key, Slot]] = []
-        reserved: list[tuple[Key, Slot, Slot]] = []
-        refusal: Refusal | None = None
-        for key in keys:
-            slot = self.far.pin(key)
-            if slot is None:
-                refusal = Refusal.PRESENT
-                break
-            sources.append((key, slot))
-        refusal = refusal or self._why_not_promote(sum(slot.num_bytes for _, slot in sources))
+        sources = self.far.pin_all(keys)
+        if sources is None:
+            return Refusal.PRESENT
+        refusal = self._why_not_promote(sum(slot.num_bytes for slot in sources))
         self._pump_news()
-        for key, slot in sources if refusal is None else ():
-            near = self.near.reserve(key, slot.num_bytes)
-            if isinstance(near, Refusal):
-                refusal = near
-                break
-            reserved.append((key, near, slot))
+        refusal = refusal or self._plan_promotions(keys, sources)
         if refusal is not None:
-            for key, _, _ in reserved:
+            self.far.unpin_all(keys)
+        return refusal
+
+    def _plan_promotions(self, keys: Sequence[Key], sources: Sequence[Slot]) -> Refusal | None:
+        """All of them, or why one has no space in the fast tier."""
+        places = self.near.reserve_all([(key, far.num_bytes) for key, far in zip(keys, sources, strict=True)])
+        reserved = [(key, place) for key, place in zip(keys, places, strict=True) if isinstance(place, Slot)]
+        if len(reserved) < len(keys):
+            for key, _ in reserved:
                 self.near.abort(key)
-            for key, _ in sources:
-                self.far.unpin(key)
-            return refusal
-        for key, near, far in reserved:
+            return next(place for place in places if isinstance(place, Refusal))
+        for (key, near), far in zip(reserved, sources, strict=True):
             self._plan(Direction.PROMOTE, key, near, far)
         return None
 
@@ -252,6 +246,11 @@ class TierStack:
         """Space in the fast tier."""
         self._pump_news()
         return self.near.reserve(key, num_bytes)
+
+    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+        """Space in the fast tier for each key and its number of bytes, where there is some."""
+        self._pump_news()
+        return self.near.reserve_all(chunks)
 
     def commit(self, key: Key, place: PathPlace = ALONE) -> bool:
         """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
