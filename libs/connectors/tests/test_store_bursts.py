@@ -27,7 +27,7 @@ from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Refusal, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPlace, StackOptions, TierMover, TierStack
+from hybridkv.tiers.stack import SlowerTier, MoveOutcome, PathPlace, SlowerTierOptions, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,8 +65,8 @@ class Engine:
         self.near = RamIndex(near_bytes, GRANULE_BYTES)
         self._arena = RamArena(near_bytes, GRANULE_BYTES)
         self._copies = CopyingMedium(self._arena)
-        self.stack = TierStack(self.near, self.far, 1, lambda: 0.0, StackOptions(load_timeout_s=NEVER_S))
-        self._mover = TierMover(self._arena, DiskMedium(str(path), self.far.namespace, 0, OPTIONS), lambda: 0.0)
+        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, SlowerTierOptions(load_timeout_s=NEVER_S))], 1, lambda: 0.0)
+        self._mover = TierMover(self._arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, OPTIONS)}, lambda: 0.0)
         later_ns = time.time_ns()
         adapters = Adapters(made.keys, later_ns, lambda: later_ns)
         self.planner = StorePlanner(layout, self.stack, adapters, Recorder())
@@ -156,7 +156,7 @@ def test_of_what_fits_the_disk_all_can_be_resumed(
                     engine.settle()
             engine.end(str(number))
         engine.settle()
-        assert engine.share(over * NUM_FITTING) >= 0.98, engine.stack.take_counts().cascades
+        assert engine.share(over * NUM_FITTING) >= 0.98, engine.stack.take_counts().moves.cascades
 
 
 @pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
@@ -194,7 +194,7 @@ def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
                 engine.settle()
         engine.settle()
         resumable = sum(engine.resumable(name, engine.far) for name in last)
-        assert resumable / (NUM_FITTING * CHUNK_TOKENS) >= 0.98, engine.stack.take_counts().cascades
+        assert resumable / (NUM_FITTING * CHUNK_TOKENS) >= 0.98, engine.stack.take_counts().moves.cascades
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
@@ -228,7 +228,7 @@ def test_a_request_that_ends_offers_again_what_the_disk_lacks_of_it(tmp_path: Pa
         engine.end("r")
         engine.settle()
         assert engine.resumable("r", engine.far) == (10 if is_in_host_memory else 3) * CHUNK_TOKENS
-        assert engine.stack.take_counts().cascades == {"done": 3 if is_in_host_memory else 1}
+        assert engine.stack.take_counts().moves.cascades == {"done": 3 if is_in_host_memory else 1}
 
 
 @pytest.mark.parametrize("is_met_again", [False, True])

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Key, Slot, TierIndex
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import BreakerOptions, Direction, Hold, MoveOutcome, StackOptions, TierMove, TierStack
+from hybridkv.tiers.stack import SlowerTier, BreakerOptions, Direction, Hold, MoveOutcome, SlowerTierOptions, TierMove, TierStack
 
 CHUNK = 16
 NUM_RANKS = 2
@@ -26,14 +26,14 @@ class StackMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.near = RamIndex(4 * CHUNK, CHUNK)
         self.far = RamIndex(5 * CHUNK, CHUNK)
-        options = StackOptions(
+        options = SlowerTierOptions(
             load_timeout_s=10.0,
             promoting_share=1.0,
             cascading_share=0.5,
             arriving_share=0.5,
             breaker=BreakerOptions(failures=2, first_pause_s=5.0, longest_pause_s=20.0),
         )
-        self.stack = TierStack(self.near, self.far, NUM_RANKS, lambda: self.now_s, options)
+        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, options)], NUM_RANKS, lambda: self.now_s)
         self.near_bytes: list[dict[int, Key]] = [{} for _ in range(NUM_RANKS)]
         self.far_bytes: list[dict[int, Key]] = [{} for _ in range(NUM_RANKS)]
         self.moving: list[tuple[int, TierMove]] = []

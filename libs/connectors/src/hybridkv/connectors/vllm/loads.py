@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import TierLookup
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
-from hybridkv.connectors.vllm.stats import DISK, RAM, Recorder
+from hybridkv.connectors.vllm.stats import RAM, Recorder
 from hybridkv.planner import (
     GroupKind,
     Hit,
@@ -215,14 +215,14 @@ class LoadPlanner:
     def _longest_hit(
         self, state: RequestState, computed_tokens: int, pending_is_miss: bool = False
     ) -> Hit | Pending | Miss:
-        tiers = self._stack.near if state.near_only else self._stack
+        tiers = self._stack.only_near if state.near_only else self._stack
         lookup = TierLookup(state.keys(), tiers, pending_is_miss or state.near_only)
         return longest_hit(self._layout.spec, self._limit(state), computed_tokens, lookup, lookup)
 
     def _bring_near(self, state: RequestState, boundary: int, computed_tokens: int) -> Refusal | None:
         """None when the fast tier holds everything for the boundary, or a hold now waits for it."""
         wanted = (boundary, computed_tokens)
-        if self._stack.far is None or state.near_only or state.found_near == (self._stack.generation, *wanted):
+        if not self._stack.slower or state.near_only or state.found_near == (self._stack.generation, *wanted):
             return None
         keys = self._needed_keys(state, boundary, computed_tokens)
         if all(self._stack.in_near(key) for key in keys):
@@ -283,7 +283,7 @@ class LoadPlanner:
             load = Load(request_id, self._pin(state, transfers, job))
         except PlanError as error:
             # The engine waits for this load, so it is told that it failed; nothing was written.
-            self._stack.near.unpin_all(job.keys)
+            self._stack.unpin_all(job.keys)
             job.keys.clear()
             logger.error("request %s cannot load %d tokens: %s", request_id, num_external_tokens, error)
             load = Load(request_id, (), str(error))
@@ -295,7 +295,7 @@ class LoadPlanner:
     def _explain(self, state: RequestState, answer: Hit | Miss, num_external_tokens: int) -> None:
         """Counts and logs why the request loads so much and no more."""
         computed = state.computed_tokens
-        lookup = TierLookup(state.keys(), self._stack.near if state.near_only else self._stack)
+        lookup = TierLookup(state.keys(), self._stack.only_near if state.near_only else self._stack)
         limit = max(self._limit(state), computed)
         resumed = answer.num_tokens if isinstance(answer, Hit) else computed
         loss = measure_loss(
@@ -306,7 +306,8 @@ class LoadPlanner:
             lookup,
             lookup,
         )
-        source = RAM if self._stack.hold(state.request_id) is None else DISK
+        hold = self._stack.hold(state.request_id)
+        source = RAM if hold is None else hold.source
         explanation = explain(self._layout.spec, state, Admission(answer, limit, num_external_tokens, loss, source))
         self._recorder.lookup(explanation)
         log(explanation)
@@ -315,7 +316,7 @@ class LoadPlanner:
         moves = []
         keys = state.keys()
         wanted = [keys.key(transfer.group_index, transfer.end_token) for transfer in transfers]
-        slots = self._stack.near.pin_all(wanted)
+        slots = self._stack.pin_all(wanted)
         if slots is None:
             raise PlanError(self._what_is_missing(transfers, wanted))
         job.keys += wanted
@@ -326,7 +327,7 @@ class LoadPlanner:
         return tuple(moves)
 
     def _what_is_missing(self, transfers: Sequence[Transfer], keys: Sequence[bytes]) -> str:
-        lookup = self._stack.near.lookup
+        lookup = self._stack.lookup_near
         part = next(part for part, key in zip(transfers, keys, strict=True) if lookup(key) is not LookupResult.HIT)
         return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"
 
@@ -352,8 +353,8 @@ class LoadPlanner:
             self._admission.give_back(request_id)
         culprits = {failure.key for failure in job.failures if failure.key is not None}
         for key in culprits:
-            self._stack.near.invalidate(key)
-        self._stack.near.unpin_all(reversed(job.keys))
+            self._stack.withdraw(key)
+        self._stack.unpin_all(reversed(job.keys))
         self._recorder.load(job.num_tokens, job.num_bytes * self._layout.world_size, failed, job.failures)
         if failed and state is not None:
             self._admission.fail(request_id, state.request.num_tokens)

@@ -1,4 +1,4 @@
-"""What shall be copied to the slow tier, in order, until there is a way and a place for it.
+"""What shall be copied to one slower tier, in order, until there is a way and a place for it.
 
 A chunk waits here while as much is on its way as may be, and while the slow tier says that asking again may help. What
 needs others before it goes only when those are in the slow tier or on their way there, so whatever stops the queue, the
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.moves import Direction, MoveResult
-from hybridkv.tiers.stack.options import StackOptions
+from hybridkv.tiers.stack.options import SlowerTierOptions
 from hybridkv.tiers.stack.traffic import Traffic
 
 
@@ -35,14 +35,14 @@ class PathPlace(NamedTuple):
 
     Args:
         needs: what must be in the slow tier, or on its way there, so that the chunk is worth anything there.
-        path_bytes: what its path takes up there from its beginning on, the chunk included, as `TierIndex.cost` says; 0
-            if nobody knows. What is beyond the whole of the slow tier is not copied: it would only push out its own
-            beginning.
+        path_bytes: what its path takes up from its beginning on, the chunk included, in each slower tier as
+            `TierStack.costs` says; empty if nobody knows. What is beyond the whole of a tier is not copied there: it
+            would only push out its own beginning.
         prefix: more that it needs, which nothing says is there: looked up once, when its turn comes.
     """
 
     needs: tuple[Key, ...] = ()
-    path_bytes: int = 0
+    path_bytes: tuple[int, ...] = ()
     prefix: tuple[Key, ...] = ()
 
 
@@ -102,7 +102,7 @@ class _Touch:
 
 
 class Cascades:
-    """The way down of one stack. What moves is `traffic`'s.
+    """The way down to one slower tier. What moves is `traffic`'s.
 
     Args:
         near: index of the fast tier.
@@ -110,6 +110,7 @@ class Cascades:
         traffic: what is on its way.
         options: bounds.
         plan: makes a move of a chunk, from its place in the fast tier to that in the slow one.
+        position: of the slow tier among those of its stack.
     """
 
     def __init__(
@@ -117,14 +118,16 @@ class Cascades:
         near: TierIndex,
         far: TierIndex,
         traffic: Traffic,
-        options: StackOptions,
+        options: SlowerTierOptions,
         plan: Callable[[Key, Slot, Slot], None],
+        position: int,
     ) -> None:
         self._near = near
         self._far = far
         self._traffic = traffic
         self._options = options
         self._plan_move = plan
+        self._position = position
         self._max_bytes = min(
             options.cascading_share * near.capacity_bytes, options.arriving_share * far.capacity_bytes
         )
@@ -289,7 +292,7 @@ class Cascades:
             if far.leading(place.prefix) < len(place.prefix):
                 return MoveResult.DROPPED_ORPHAN
             waiting.place = place._replace(prefix=())
-        if place.path_bytes > far.capacity_bytes:
+        if place.path_bytes and place.path_bytes[self._position] > far.capacity_bytes:
             return MoveResult.DROPPED_NO_ROOM
         near = self._near.pin(key)
         if near is None:
