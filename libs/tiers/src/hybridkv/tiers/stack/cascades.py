@@ -52,6 +52,13 @@ PATIENCE_S = 1.0
 """Nobody stays awake longer for what waits where nothing moves: what takes nothing for so long may do so for ever."""
 
 
+def holds_all(index: TierIndex, keys: Sequence[Key]) -> bool:
+    """Whether a tier lacks none of these, whatever it was asked."""
+    if index.leading(keys) < len(keys):
+        return False
+    return not (index.answers_late and any(map(index.lacks, keys)))
+
+
 class Gate(enum.Enum):
     """Whether the slow tier may be written to."""
 
@@ -180,7 +187,7 @@ class Cascades:
 
     def add(self, key: Key, place: PathPlace, now_s: float) -> MoveResult | None:
         """A chunk that the slow tier should have, behind all that was added before. Why not, where it is dropped."""
-        if key in self._keys or self._far.lookup(key) is not LookupResult.MISS:
+        if key in self._keys or not self._far.lacks(key):
             return None
         if self.is_full:
             return MoveResult.DROPPED_BUSY
@@ -286,10 +293,10 @@ class Cascades:
         if key in moving:  # withdrawn on its way
             return MoveResult.DROPPED_BUSY if moving[key].is_late else _Next.LATER
         for need in place.needs:
-            if far.lookup(need) is LookupResult.MISS:
+            if far.lacks(need):
                 return self._miss(waiting, need)
         if place.prefix:
-            if far.leading(place.prefix) < len(place.prefix):
+            if not holds_all(far, place.prefix):
                 return MoveResult.DROPPED_ORPHAN
             waiting.place = place._replace(prefix=())
         if place.path_bytes and place.path_bytes[self._position] > far.capacity_bytes:

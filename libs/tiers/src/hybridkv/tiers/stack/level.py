@@ -93,6 +93,11 @@ class Level:
         """How long somebody waits for it."""
         return self._options.load_timeout_s
 
+    @property
+    def ask_timeout_s(self) -> float:
+        """How long it may think about what it was asked."""
+        return self._options.ask_timeout_s
+
     def is_asked(self) -> bool:
         """Whether it may be asked for anything now: one promotion at a time is its probe, and what it never answered
         takes up no more of the fast tier than may move at one time."""

@@ -27,6 +27,7 @@ class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
         cascades: what is copied there.
         load_timeout_s: how long a hold waits for this tier, how long a move counts as alive, and how long chunks wait
             for their way down while nothing comes to its end there.
+        ask_timeout_s: how long a tier that answers late has time to say what it holds.
         promoting_share: of the fast tier's capacity, that may be on its way up at one time.
         cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
         arriving_share: the same of the slower tier's capacity: it cannot be evicted there, and has no order of use yet.
@@ -39,6 +40,7 @@ class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     cascades: CascadePolicy = CascadePolicy.ALL
     load_timeout_s: float = 30.0
+    ask_timeout_s: float = 1.0
     promoting_share: float = 0.5
     cascading_share: float = 0.25
     arriving_share: float = 0.015625
@@ -48,8 +50,9 @@ class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     shortage: BreakerOptions = BreakerOptions(failures=1, first_pause_s=0.05, longest_pause_s=5.0)
 
     def __post_init__(self) -> None:
-        if not self.load_timeout_s > 0:
-            raise TierConfigurationError("load_timeout_s", "seconds above 0", self.load_timeout_s)
+        for name in ("load_timeout_s", "ask_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise TierConfigurationError(name, "seconds above 0", getattr(self, name))
         for name in ("promoting_share", "cascading_share", "arriving_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise TierConfigurationError(name, "a share above 0, at most 1", getattr(self, name))

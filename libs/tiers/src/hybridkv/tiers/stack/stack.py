@@ -24,7 +24,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.breaker import BreakerState
-from hybridkv.tiers.stack.cascades import ALONE, PathPlace
+from hybridkv.tiers.stack.cascades import ALONE, PathPlace, holds_all
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.level import Common, Level, SlowerTier
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
@@ -71,6 +71,7 @@ class TierStack:
         self._by_name = {level.name: level for level in self._levels}
         self._load_timeout_s = max((level.load_timeout_s for level in self._levels), default=SlowerTierOptions().load_timeout_s)
         """Of a hold."""
+        self._has_late = any(tier.index.answers_late for tier in slower)
         self._holds: dict[str, Hold] = {}
         self._timeouts = 0
         self._ticked_s = clock()
@@ -175,13 +176,27 @@ class TierStack:
         self._look_at_clock()
         return any(self._lookup(key) is _PENDING for key in keys)
 
+    @property
+    def answers_late(self) -> bool:
+        """Whether a tier that may be asked knows more than it says before it is asked."""
+        return self._has_late and any(level.index.answers_late and level.is_asked() for level in self._levels)
+
+    def ask(self, keys: Sequence[Key]) -> None:
+        """Let tiers that answer late find out about what no other holds. Each has its own time for that, after which
+        what it did not answer counts as missing."""
+        self._look_at_clock()
+        for level in self._levels:
+            if level.index.answers_late and level.is_asked():
+                unknown = [key for key in keys if self._lookup(key) is _MISS and key not in self._planned.late_keys]
+                level.index.ask(unknown, self._clock() + level.ask_timeout_s)
+
     def lacks_below(self, key: Key) -> bool:
         """Whether a slower tier that is given chunks lacks this one."""
-        return any(level.index.lookup(key) is _MISS for level in self._cascading)
+        return any(level.index.lacks(key) for level in self._cascading)
 
     def has_all_below(self, keys: Sequence[Key]) -> bool:
         """Whether no slower tier that is given chunks lacks one of these."""
-        return all(level.index.leading(keys) == len(keys) for level in self._cascading)
+        return all(holds_all(level.index, keys) for level in self._cascading)
 
     # What concerns the fast tier alone.
 
