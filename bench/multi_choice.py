@@ -45,14 +45,13 @@ class Offload:
     """The scheduler's half of HybridOffloadConnector over a tier that holds one whole prompt."""
 
     def __init__(self, hashes: list[bytes]) -> None:
-        from hybridkv.connectors.vllm.admission import LoadAdmission
         from hybridkv.connectors.vllm.identity.adapters import Adapters
         from hybridkv.connectors.vllm.layout import CacheLayout
         from hybridkv.connectors.vllm.loads import Deadlines
         from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
         from hybridkv.connectors.vllm.stats import Recorder
         from hybridkv.hashing import ChunkKeys, GroupFingerprint
-        from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+        from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission
         from hybridkv.tiers.ram import RamIndex
         from hybridkv.tiers.stack import TierStack
 
@@ -93,12 +92,11 @@ def upstream(children: list[Any]) -> tuple[Any, Callable[[], None]]:
 
 def ours(children: list[Any]) -> tuple[Any, Callable[[], None]]:
     """Ours, and how it forgets its requests."""
-    from hybridkv.connectors.vllm.admission import LoadAdmission
     from hybridkv.connectors.vllm.multi.children import Child
     from hybridkv.connectors.vllm.multi.config import ChildConfig
     from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
     from hybridkv.connectors.vllm.multi.selection import Selector
-    from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+    from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission
 
     named = [Child(ChildConfig(f"child-{i}", "", 1.0, {}), child, True) for i, child in enumerate(children)]
     admission = LoadAdmission(CacheSpec((GroupSpec(GroupKind.FULL, BLOCK_TOKENS),), CHUNK_TOKENS), 2048)

@@ -42,7 +42,6 @@ from typing import Any
 
 from planner_upstream import Upstream, allocated_blocks
 
-from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.layout import AUTO_CHUNK_TOKENS, CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines
@@ -50,7 +49,17 @@ from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
 from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, chunk_unit, longest_hit, plan_load
+from hybridkv.planner import (
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
+    Hit,
+    LoadAdmission,
+    LookupResult,
+    chunk_unit,
+    longest_hit,
+    plan_load,
+)
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import TierStack
 

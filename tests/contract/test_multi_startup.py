@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 from multi_engine import REQUEST, build, configure, entry, offload
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
 from oracle.mixes import GEMMA3, GPT_OSS
 from oracle.settings import Connector, EngineSettings, make_configs
+
+
+class StrangeSpec(FullAttentionSpec):
+    """One that a later version might bring."""
 
 
 def test_the_operators_configuration_is_not_changed_and_children_get_their_own() -> None:
@@ -79,6 +85,27 @@ def test_a_model_without_groups_is_refused_as_the_offload_connector_refuses_it(
     error = caught.value
     assert (error.path, error.expected, error.got) == ("kv_cache_groups", "a group that can be stored", "none")
     assert error.hint == "this model keeps no reusable KV cache"
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("child", [offload(), entry("RecordingConnector")], ids=["offload", "foreign"])
+def test_a_group_of_unknown_meaning_is_refused_whoever_would_load_it(
+    role: KVConnectorRole, is_known: bool, child: dict[str, Any]
+) -> None:
+    """How many blocks a request needs of it nobody can say, so loads might wait for each other for ever."""
+    configs = configure(child)
+    for kv_cache in (configs.scheduler, configs.worker):
+        group = kv_cache.kv_cache_groups[1]
+        spec = group.kv_cache_spec
+        values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
+        group.kv_cache_spec = (type(spec) if is_known else StrangeSpec)(**values)
+    if is_known:
+        build(configs, role).shutdown()
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        build(configs, role)
+    assert caught.value.path == "kv_cache_groups[1].kv_cache_spec" and "StrangeSpec" in str(caught.value.got)
 
 
 def test_a_child_that_is_not_registered_is_refused_with_the_nearest_name() -> None:

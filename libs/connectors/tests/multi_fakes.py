@@ -8,13 +8,12 @@ from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput
 
-from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.config import ChildConfig
 from hybridkv.connectors.vllm.multi.selection import Selector
 from hybridkv.connectors.vllm.multi.sizes import LoadSizes
 from hybridkv.metrics import ChildSelection
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Weight
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission, Weight
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 4096

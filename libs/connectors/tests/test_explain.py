@@ -11,6 +11,7 @@ from hybridkv.connectors.vllm.explain import Admission, Explanation, Reason, exp
 from hybridkv.connectors.vllm.requests import RequestState
 from hybridkv.metrics import CATALOGUE, Label
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, Loss, Miss
+from hybridkv.planner.stages import COMPUTE, Offer, Past, Unsearched
 
 RECURRENT, FULL = 0, 1
 SPEC = CacheSpec(
@@ -20,10 +21,10 @@ NUM_TOKENS = 100
 END = 96
 
 
-def request(**more: Any) -> RequestState:
+def request(offered_tokens: int = 0, computed_tokens: int = 0, **past: Any) -> RequestState:
     state = RequestState(SimpleNamespace(request_id="a", num_tokens=NUM_TOKENS), None, None)  # type: ignore[arg-type]
-    for name, value in more.items():
-        setattr(state, name, value)
+    state.stage, state.computed_tokens = Unsearched(Past(**past)), computed_tokens
+    state.told = Offer(offered_tokens) if offered_tokens else COMPUTE
     return state
 
 

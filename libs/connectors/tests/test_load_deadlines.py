@@ -8,11 +8,12 @@ from typing import Any, cast
 import pytest
 from test_lookups import FULL, HASHES, STATE, make_layout
 
-from hybridkv.connectors.vllm.admission import LoadAdmission
-from hybridkv.connectors.vllm.loads import MAX_GATE_S, MAX_GATED_POLLS, Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.requests import RequestState
 from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.planner import LoadAdmission
+from hybridkv.planner.admission import MAX_GATE_S, MAX_GATED_POLLS
 from hybridkv.tiers import Failure, FailureReason
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import SlowerTier, MoveOutcome, TierMove, TierStack

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from multi_fakes import BLOCK_BYTES, Bench, FakeStore, new_blocks, new_request, output, scheduled
 
-from hybridkv.connectors.vllm.multi.selection import MAX_GATE_S
 from hybridkv.planner import AUTO
+from hybridkv.planner.admission import MAX_GATE_S
 
 
 class _Said(logging.Handler):

@@ -16,7 +16,6 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.compat import extra_hash_bytes
 from hybridkv.connectors.vllm.duties import BOTH, Duties
 from hybridkv.connectors.vllm.identity import adapters as module
@@ -29,11 +28,13 @@ from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stores import _StoreJob as StoreJob
 from hybridkv.hashing import TokenHashes
-from hybridkv.planner import Miss
+from hybridkv.planner import Hit, LoadAdmission
+from hybridkv.planner.stages import NEW, Compute, Holding, Searched, Stage
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import TierStack
 
 BLOCK = 4
+FOUND = Searched(NEW.past, 1, 20, 0, Hit(16))
 SOON_S = 30.0
 CHANGES = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(0, 1), max_size=20), st.booleans()), min_size=1, max_size=8
@@ -97,20 +98,21 @@ def test_tokens_that_the_engine_has_hashed_alike_are_not_compared(monkeypatch: p
 
 
 @pytest.mark.parametrize("reuses_hashes", [True, False])
+@pytest.mark.parametrize("stage", [FOUND, Holding(FOUND)], ids=["searched", "holding"])
 @pytest.mark.parametrize(("kept", "is_lost"), [(20, False), (17, True), (8, True)])
 def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
-    reuses_hashes: bool, kept: int, is_lost: bool
+    reuses_hashes: bool, kept: int, is_lost: bool, stage: Stage
 ) -> None:
     request = new_request()
     state = track(request, reuses_hashes)
     state.follow()
-    state.answer, state.asked, state.claim, state.found_near = Miss(None, ""), (1, 20, 0), (16, 0), (1, 16, 0)
+    state.stage, state.told = stage, Compute()
     state.stored_tokens, state.seen = 16, (2, 2)
     change(request, kept, [0] * (20 - kept))
     assert request.num_tokens == 20
     state.follow()
-    forgotten = (state.answer, state.asked, state.claim, state.found_near, state.stored_tokens, state.seen)
-    assert (forgotten == (None, (-1, -1, -1), None, (-1, -1, -1), 0, (0, 0))) is is_lost
+    forgotten = (state.stage, state.told, state.stored_tokens, state.seen)
+    assert (forgotten == (NEW, None, 0, (0, 0))) is is_lost
 
 
 def new_scheduler(duties: Duties = BOTH) -> OffloadScheduler:
@@ -171,10 +173,10 @@ def test_an_oath_is_looked_at_again_while_the_request_waits(tmp_path: Path) -> N
     assert requests.identify(state)
     kept = state.kept_keys
     assert requests.identify(state) and state.kept_keys is kept
-    state.claim, state.found_near = (16, 0), (1, 16, 0)
+    state.stage = Holding(FOUND)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"retrain")
     assert not requests.identify(state)
-    assert (state.kept_keys, state.claim, state.found_near) == (None, None, (-1, -1, -1))
+    assert (state.kept_keys, state.stage) == (None, NEW)
 
 
 @pytest.mark.usefixtures("_patient")

@@ -1,9 +1,22 @@
 """Decisions about hybrid KV caches as total, pure functions: no clock, no I/O, no randomness, no torch, no engine.
 
 A prefix can be resumed at token N only if every KV cache group can. This library knows what each kind of group needs
-for that, finds the longest such N in a store, and says which blocks move. It holds no bytes and no keys.
+for that, finds the longest such N in a store, and says which blocks move; and it says what becomes of a request that
+wants to load: `life`, over the values of `stages`. It holds no bytes and no keys.
 """
 
+from hybridkv.planner import life, stages
+from hybridkv.planner.admission import (
+    LoadAdmission,
+    Room,
+    RoomBounds,
+    RoomWait,
+    Verdict,
+    admit,
+    blocks_to_run,
+    gate_load,
+    gate_lookup,
+)
 from hybridkv.planner.choice import (
     AUTO,
     UNKNOWN_RATES,
@@ -26,7 +39,7 @@ from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.loss import Loss, measure_loss
 from hybridkv.planner.offload_units import HybridOffloadPlanner
-from hybridkv.planner.paths import needed_before, path_order
+from hybridkv.planner.paths import needed_before, needed_parts, path_order
 from hybridkv.planner.plans import PlanError, State, StorePlan, Transfer, plan_load, plan_store, plan_tail
 from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
 from hybridkv.planner.slices import common_block_count, slice_group_blocks
@@ -44,6 +57,7 @@ __all__ = [
     "GroupSpec",
     "Hit",
     "HybridOffloadPlanner",
+    "LoadAdmission",
     "Lookup",
     "LookupResult",
     "Loss",
@@ -55,14 +69,20 @@ __all__ = [
     "RangeLookup",
     "Rate",
     "Rates",
+    "Room",
+    "RoomBounds",
+    "RoomWait",
     "State",
     "StorePlan",
     "Take",
     "TokenSpan",
     "Transfer",
     "Unusable",
+    "Verdict",
     "Wait",
     "Weight",
+    "admit",
+    "blocks_to_run",
     "choose",
     "chunk_blocks",
     "chunk_span",
@@ -71,12 +91,16 @@ __all__ = [
     "common_block_count",
     "coverage",
     "diagnose",
+    "gate_load",
+    "gate_lookup",
     "is_weight",
     "last_boundary",
+    "life",
     "longest_hit",
     "measure_loss",
     "needed_before",
     "needed_ends",
+    "needed_parts",
     "observe",
     "path_order",
     "plan_load",
@@ -86,5 +110,6 @@ __all__ = [
     "resume_start",
     "seconds_per_token",
     "slice_group_blocks",
+    "stages",
     "window_blocks",
 ]

@@ -7,6 +7,7 @@ whether it is there, others know.
 
 from collections.abc import Iterable
 
+from hybridkv.planner.coverage import needed_ends
 from hybridkv.planner.groups import CacheSpec, GroupKind
 
 Part = tuple[int, int]
@@ -21,6 +22,19 @@ def path_order(spec: CacheSpec, parts: Iterable[Part]) -> list[Part]:
     """
     groups = spec.groups
     return sorted(parts, key=lambda part: (part[1], groups[part[0]].kind is not GroupKind.FULL, part[0]))
+
+
+def needed_parts(spec: CacheSpec, num_tokens: int, computed_tokens: int) -> list[Part]:
+    """The parts that a load to a boundary reads, in the order in which they should outlive each other: full prefixes
+    first, each from its beginning, because a state or a window is of use only with them.
+
+    Args:
+        spec: the model's groups.
+        num_tokens: the boundary: a multiple of `spec.boundary_tokens`.
+        computed_tokens: the prefix that the engine holds itself.
+    """
+    groups = sorted(spec.stored_groups, key=lambda index: spec.groups[index].kind is not GroupKind.FULL)
+    return [(index, end) for index in groups for end in needed_ends(spec, index, num_tokens, computed_tokens)]
 
 
 def needed_before(spec: CacheSpec, group_index: int, end_token: int) -> tuple[Part, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hybridkv.planner import CacheSpec, GroupKind, Hit, Loss, Miss, last_boundary
+from hybridkv.planner.stages import Offer
 
 if TYPE_CHECKING:
     from hybridkv.connectors.vllm.requests import RequestState
@@ -155,22 +156,22 @@ def _limiting_group(answer: Hit | Miss, loss: Loss, ended_group: int | None) -> 
 
 
 def _reason(spec: CacheSpec, state: RequestState, admission: Admission) -> Reason:
-    answer, loss = admission.answer, admission.loss
+    answer, loss, past = admission.answer, admission.loss, state.stage.past
     if isinstance(answer, Hit):
         if not admission.taken_tokens:
-            return Reason.NOT_TAKEN if state.offered_tokens else Reason.ENGINE_ROOM
+            return Reason.NOT_TAKEN if isinstance(state.told, Offer) else Reason.ENGINE_ROOM
         if answer.num_tokens >= last_boundary(spec, state.request.num_tokens):
             return Reason.COMPLETE
-    elif answer.limiting_group is None and state.failed_loads:
+    elif answer.limiting_group is None and past.failed_loads:
         return Reason.FAILED_LOADS
     if loss.lost_tokens:
         return Reason.GROUP_LIMITS
     if loss.full_tokens >= last_boundary(spec, admission.limit_tokens):
         # All that was looked for is there, or there is nothing to look for.
-        if state.failed_loads:
+        if past.failed_loads:
             return Reason.FAILED_LOADS
-        return Reason.NO_BOUNDARY if state.room_limit is None else Reason.TIER_ROOM
-    if state.waited_in_vain or state.near_only:
+        return Reason.NO_BOUNDARY if past.room_limit is None else Reason.TIER_ROOM
+    if past.waited_in_vain or past.near_only:
         return Reason.TIMEOUT
     return Reason.PREFIX_ENDS if isinstance(answer, Hit) else Reason.NOT_STORED
 

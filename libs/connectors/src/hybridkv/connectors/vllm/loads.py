@@ -1,8 +1,7 @@
-"""What a request can load, when, and what becomes of it.
+"""What a request can load, when, and what becomes of it: the planner's answers, carried out.
 
-A boundary is settled first, at which every group can resume; then what only the slow tier has of it is promoted, and
-nothing else. The engine is told to ask again meanwhile, and holds no block for it. Every such wait has a deadline,
-after which the request goes without the slow tier.
+`hybridkv.planner.life` decides. Here the facts are gathered that it asks for, its errands run in the tiers, its answers
+told and counted, and loads followed that are on their way.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm.admission import LoadAdmission, Verdict
 from hybridkv.connectors.vllm.explain import Admission, explain, log
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import TierLookup
@@ -20,18 +18,36 @@ from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import RAM, Recorder
 from hybridkv.planner import (
-    GroupKind,
     Hit,
+    LoadAdmission,
     LookupResult,
     Miss,
     Pending,
     PlanError,
     Transfer,
     chunk_blocks,
+    life,
     longest_hit,
     measure_loss,
-    needed_ends,
+    needed_parts,
     plan_load,
+)
+from hybridkv.planner.stages import (
+    AskAgain,
+    Bounds,
+    Bring,
+    Brought,
+    Compute,
+    Errand,
+    Facts,
+    Holding,
+    HoldState,
+    Offer,
+    Release,
+    Reply,
+    Search,
+    Searched,
+    Stage,
 )
 from hybridkv.tiers import Refusal
 from hybridkv.tiers.stack import HoldFailure, TierStack
@@ -42,14 +58,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
-MAX_GATED_POLLS = 256
-"""Steps that a request waits for room beside other loads before it is computed instead."""
-MAX_GATE_S = 60.0
-"""But no longer than this, however long a step takes."""
-MAX_FAILED_LOADS = 3
-"""Loads of one request that may fail before it is no longer offered any."""
-MAX_SHRINKS = 8
-"""Times that a boundary is brought down by a quarter because the fast tier cannot take what it needs."""
+# CPython 3.11 takes longer to look a member up than for most else of a question.
+_READY, _WAITING = HoldState.READY, HoldState.WAITING
+_FAILED_HOLDS = {HoldFailure.TIMEOUT: HoldState.LATE, HoldFailure.LOST: HoldState.LOST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,6 @@ class Deadlines:
 @dataclass(slots=True)
 class _LoadJob:
     keys: list[bytes]
-    boundary: int
     num_tokens: int
     num_bytes: int
     failures: list[LoadFailure] = field(default_factory=list)
@@ -98,8 +108,10 @@ class LoadPlanner:
         self._layout = layout
         self._stack = stack
         self._admission = admission
-        self._deadlines = deadlines
+        self._clock = deadlines.clock
+        self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s)
         self._recorder = recorder
+        self._has_slower = bool(stack.slower)
         self._pool: BlockPool | None = None
         self._loads: dict[str, _LoadJob] = {}
 
@@ -112,172 +124,101 @@ class LoadPlanner:
     def matched_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
         state.follow()
-        offered = self._offered_tokens(state, computed_tokens)
-        state.offered_tokens = offered or 0
-        return offered
-
-    def _offered_tokens(self, state: RequestState, computed_tokens: int) -> int | None:
         state.computed_tokens = computed_tokens
-        has_failed = state.failed_loads or self._admission.has_failed(state.request_id)
-        if has_failed and self._admission.held_by_others(state.request_id):
-            # The engine puts a request whose load failed before all that have loaded, and looks no further when it does
-            # not fit: asked again later, it lets them pass.
-            return None
-        if state.failed_loads >= MAX_FAILED_LOADS:
-            state.answer = Miss(None, f"{state.failed_loads} loads of this request failed")
-            return 0
-        boundary = self._boundary(state, computed_tokens)
-        if boundary is None:
-            return None
-        state.waiting_since_s = state.loading_since_s = None
-        if boundary <= computed_tokens:
-            return 0
-        verdict = self._verdict(state)
-        if verdict is Verdict.ADMIT:
-            return boundary - computed_tokens
-        if verdict is Verdict.WAIT and self._may_wait_for_room(state):
-            return None
-        self._stack.release(state.request_id)
-        return 0
+        facts = self._facts(state)
+        stage, step = life.resume(state.stage, facts, self._bounds)
+        while True:
+            if type(step) is Offer:
+                state.stage, state.told = stage, step
+                return step.num_tokens
+            if type(step) is AskAgain:
+                state.stage, state.told = stage, step
+                return None
+            if type(step) is Compute:
+                state.stage, state.told = stage, step
+                if type(stage) is Holding:
+                    self._stack.release(state.request_id)
+                return 0
+            stage, facts, step = self._run(state, stage, facts, step)
 
-    def _verdict(self, state: RequestState) -> Verdict:
-        """Whether a request that has a hit may be given blocks for it now."""
-        return self._admission.verdict(
-            state.request_id, state.request.num_tokens, self._pool_blocks(), self._free_blocks()
-        )
+    def _facts(self, state: RequestState) -> Facts:
+        """What is so now."""
+        num_tokens, hold = state.request.num_tokens, self._stack.hold(state.request.request_id)
+        generation, held, room = 0, None, None
+        if hold is None:
+            generation = self._stack.generation
+        elif hold.failure is not None:
+            held = _FAILED_HOLDS[hold.failure]
+        else:
+            held = _WAITING if hold.waiting else _READY
+        if not self._admission.is_idle:
+            pool_blocks, free_blocks = 0, 0
+            if self._pool is not None:
+                pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
+            room = self._admission.room(state.request_id, num_tokens, pool_blocks, free_blocks)
+        return Facts(num_tokens, state.computed_tokens, generation, self._clock(), self._has_slower, held, room)
 
-    def _may_wait_for_room(self, state: RequestState) -> bool:
-        """Others whose loads failed are certain to be scheduled; room beside loads may never come."""
-        now_s = self._deadlines.clock()
-        if self._admission.must_let_pass(state.request_id):
-            state.gated_since_s = None
-            return state.gated_polls <= MAX_GATED_POLLS
-        if state.gated_since_s is None:
-            state.gated_since_s = now_s
-        state.gated_polls += 1
-        return state.gated_polls <= MAX_GATED_POLLS and now_s - state.gated_since_s < MAX_GATE_S
-
-    def _pool_blocks(self) -> int:
-        return self._pool.num_gpu_blocks - 1 if self._pool is not None else 0
-
-    def _free_blocks(self) -> int:
-        return self._pool.get_num_free_blocks() if self._pool is not None else 0
+    def _run(
+        self, state: RequestState, stage: Stage, facts: Facts, errand: Errand
+    ) -> tuple[Stage, Facts, Reply | Errand]:
+        """Does what must be done first, and tells of it."""
+        match errand:
+            case Search():
+                answer = self._search(state, stage, errand)
+                stage, step = life.searched(stage, facts, self._bounds, errand, answer)
+            case Bring():
+                outcome = self._bring(state, errand)
+                stage, step = life.brought(stage, facts, self._bounds, errand, outcome)
+            case Release(is_late):
+                self._stack.release(state.request_id)
+                if is_late:
+                    self._recorder.wait_timeout("load")
+                    logger.warning("request %s goes without the slow tier: it did not answer in time", state.request_id)
+                facts = self._facts(state)
+                stage, step = life.resume(stage, facts, self._bounds)
+        return stage, facts, step
 
     # Where it can resume.
 
-    def _boundary(self, state: RequestState, computed_tokens: int) -> int | None:
-        """The boundary whose chunks the fast tier holds now, `computed_tokens` if none, None to be asked again."""
-        hold = self._stack.hold(state.request_id)
-        if hold is not None:
-            if hold.failure is None and state.claim is not None and state.claim[1] == computed_tokens:
-                return state.claim[0] if hold.is_ready else None
-            if hold.failure is HoldFailure.TIMEOUT:
-                self._go_without(state)
-            self._stack.release(state.request_id)
-        for _ in range(MAX_SHRINKS):
-            answer = self._search(state, computed_tokens)
-            if isinstance(answer, Pending):
-                if self._may_wait_for_stores(state):
-                    return None
-                self._recorder.wait_timeout("lookup")
-                state.waited_in_vain = True
-                answer = state.answer = self._longest_hit(state, computed_tokens, pending_is_miss=True)
-            if not isinstance(answer, Hit):
-                return computed_tokens
-            refusal = self._bring_near(state, answer.num_tokens, computed_tokens)
-            if refusal is None:
-                hold = self._stack.hold(state.request_id)
-                return answer.num_tokens if hold is None or hold.is_ready else None
-            if refusal not in (Refusal.NO_ROOM, Refusal.TOO_LARGE):
-                break
-            state.room_limit = computed_tokens + (answer.num_tokens - computed_tokens) * 3 // 4
-        if self._has_waited_for_loads(state):
-            self._go_without(state)
-        return None
+    def _search(self, state: RequestState, stage: Stage, errand: Search) -> Hit | Pending | Miss:
+        if errand.is_last:
+            self._recorder.wait_timeout("lookup")
+        answer = self._longest_hit(state, errand)
+        if type(answer) is Pending and not (type(stage) is Searched and type(stage.answer) is Pending):
+            self._recorder.pending()
+        return answer
 
-    def _search(self, state: RequestState, computed_tokens: int) -> Hit | Pending | Miss:
-        asked = (self._stack.generation, self._limit(state), computed_tokens)
-        if state.asked != asked or state.answer is None:
-            was_pending = isinstance(state.answer, Pending)
-            state.asked, state.answer = asked, self._longest_hit(state, computed_tokens)
-            if isinstance(state.answer, Pending) and not was_pending:
-                self._recorder.pending()
-        return state.answer
+    def _longest_hit(self, state: RequestState, errand: Search) -> Hit | Pending | Miss:
+        tiers = self._stack.only_near if errand.near_only else self._stack
+        lookup = TierLookup(state.keys(), tiers, errand.is_last or errand.near_only)
+        return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
 
-    def _limit(self, state: RequestState) -> int:
-        limit = state.request.num_tokens
-        if state.boundary_limit is not None:
-            limit = min(limit, state.boundary_limit)
-        if state.room_limit is not None and not state.near_only:
-            limit = min(limit, state.room_limit)
-        return limit
-
-    def _longest_hit(
-        self, state: RequestState, computed_tokens: int, pending_is_miss: bool = False
-    ) -> Hit | Pending | Miss:
-        tiers = self._stack.only_near if state.near_only else self._stack
-        lookup = TierLookup(state.keys(), tiers, pending_is_miss or state.near_only)
-        return longest_hit(self._layout.spec, self._limit(state), computed_tokens, lookup, lookup)
-
-    def _bring_near(self, state: RequestState, boundary: int, computed_tokens: int) -> Refusal | None:
-        """None when the fast tier holds everything for the boundary, or a hold now waits for it."""
-        wanted = (boundary, computed_tokens)
-        if not self._stack.slower or state.near_only or state.found_near == (self._stack.generation, *wanted):
-            return None
-        keys = self._needed_keys(state, boundary, computed_tokens)
-        if all(self._stack.in_near(key) for key in keys):
-            state.found_near = (self._stack.generation, *wanted)
-            return None
-        if self._has_waited_for_loads(state):
-            return Refusal.BUSY
-        acquired = self._stack.acquire(state.request_id, keys, state.loading_since_s)
-        if isinstance(acquired, Refusal):
-            return acquired
-        state.claim = wanted
-        return None
-
-    def _needed_keys(self, state: RequestState, boundary: int, computed_tokens: int) -> list[bytes]:
-        """What a load to the boundary reads: full prefixes first, each from its beginning."""
-        spec, keys = self._layout.spec, state.keys()
-        groups = sorted(spec.stored_groups, key=lambda group: spec.groups[group].kind is not GroupKind.FULL)
-        return [keys.key(group, end) for group in groups for end in needed_ends(spec, group, boundary, computed_tokens)]
-
-    def _may_wait_for_stores(self, state: RequestState) -> bool:
-        """Whether a request may be told to ask again; its time begins when it is told so first."""
-        now_s = self._deadlines.clock()
-        if state.waiting_since_s is None:
-            state.waiting_since_s = now_s
-        return now_s - state.waiting_since_s < self._deadlines.lookup_s
-
-    def _has_waited_for_loads(self, state: RequestState) -> bool:
-        """Whether the time is over that a request may wait for the slow tier; it begins when this is asked first."""
-        now_s = self._deadlines.clock()
-        if state.loading_since_s is None:
-            state.loading_since_s = now_s
-        return now_s - state.loading_since_s >= self._deadlines.load_s
-
-    def _go_without(self, state: RequestState) -> None:
-        """The slow tier took too long: this request looks only at the fast one from now on."""
-        self._recorder.wait_timeout("load")
-        logger.warning("request %s goes without the slow tier, which did not answer in time", state.request_id)
-        self._stack.release(state.request_id)
-        state.near_only = True
-        state.forget_answer()
+    def _bring(self, state: RequestState, errand: Bring) -> Brought:
+        keys = state.keys()
+        needed = [keys.key(*part) for part in needed_parts(self._layout.spec, errand.boundary, state.computed_tokens)]
+        if all(self._stack.in_near(key) for key in needed):
+            return Brought.NEAR
+        if not errand.has_time:
+            return Brought.BUSY
+        hold = self._stack.acquire(state.request_id, needed, errand.since_s)
+        if isinstance(hold, Refusal):
+            return Brought.NO_ROOM if hold in (Refusal.NO_ROOM, Refusal.TOO_LARGE) else Brought.BUSY
+        return Brought.READY if hold.is_ready else Brought.HELD
 
     # Loads.
 
     def on_allocated(self, state: RequestState, blocks: KVCacheBlocks, num_external_tokens: int) -> Load | None:
         """The engine has given the request blocks; the load of its external tokens into them."""
-        request_id = state.request_id
-        if state.answer is not None and not isinstance(state.answer, Pending):
-            self._explain(state, state.answer, num_external_tokens)
-        state.forget_answer()
-        if num_external_tokens == 0:
+        request_id, answer = state.request_id, life.answer_of(state.stage)
+        if answer is not None and not isinstance(answer, Pending):
+            self._explain(state, answer, num_external_tokens)
+        boundary = state.computed_tokens + num_external_tokens if num_external_tokens else None
+        state.stage, state.told = life.allocated(state.stage, boundary), None
+        if boundary is None:
             self._stack.release(request_id)
             return None
-        boundary = state.computed_tokens + num_external_tokens
         table = [[NULL_BLOCK if b.is_null else b.block_id for b in group] for group in blocks.blocks]
-        job = _LoadJob([], boundary, num_external_tokens, 0)
+        job = _LoadJob([], num_external_tokens, 0)
         try:
             transfers = plan_load(self._layout.spec, boundary, state.computed_tokens, table, NULL_BLOCK)
             load = Load(request_id, self._pin(state, transfers, job))
@@ -295,8 +236,8 @@ class LoadPlanner:
     def _explain(self, state: RequestState, answer: Hit | Miss, num_external_tokens: int) -> None:
         """Counts and logs why the request loads so much and no more."""
         computed = state.computed_tokens
-        lookup = TierLookup(state.keys(), self._stack.only_near if state.near_only else self._stack)
-        limit = max(self._limit(state), computed)
+        lookup = TierLookup(state.keys(), self._stack.only_near if state.stage.past.near_only else self._stack)
+        limit = max(life.limit_tokens(state.stage, state.request.num_tokens), computed)
         resumed = answer.num_tokens if isinstance(answer, Hit) else computed
         loss = measure_loss(
             self._layout.spec,
@@ -356,12 +297,10 @@ class LoadPlanner:
             self._stack.withdraw(key)
         self._stack.unpin_all(reversed(job.keys))
         self._recorder.load(job.num_tokens, job.num_bytes * self._layout.world_size, failed, job.failures)
+        if state is not None:
+            state.load_ended(failed=failed, is_explained=bool(culprits))
         if failed and state is not None:
             self._admission.fail(request_id, state.request.num_tokens)
-            state.failed_loads += 1
-            if not culprits:
-                state.boundary_limit = job.boundary
-            state.forget_progress()
             reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in job.failures})) or "no reason given"
             logger.warning(
                 "request %s: loading %d tokens failed; kv_load_failure_policy says what becomes of it (%s)",

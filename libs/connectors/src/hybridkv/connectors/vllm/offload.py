@@ -25,7 +25,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hybridkv.connectors.config import decode_config
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices, tiers
-from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.flushing import flush_and_close
 from hybridkv.connectors.vllm.identity.worker_facts import worker_facts
@@ -38,6 +37,7 @@ from hybridkv.connectors.vllm.siblings import current_place
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder
 from hybridkv.connectors.vllm.waiting import WaitingScheduler
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
+from hybridkv.planner import LoadAdmission
 from hybridkv.tiers.ram import RamArena
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import OffloadConfig
 from hybridkv.connectors.vllm import tiers
-from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.announcement import announce
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.identity import EngineFacts, engine_facts, without_ignored
@@ -29,6 +28,7 @@ from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.tiers import ArenaSizes
 from hybridkv.hashing import ChunkKeys
+from hybridkv.planner import LoadAdmission
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

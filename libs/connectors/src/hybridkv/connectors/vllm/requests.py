@@ -1,4 +1,8 @@
-"""What the scheduler's half remembers of each request, from its first sight to its end."""
+"""What the scheduler's half remembers of each request, from its first sight to its end.
+
+How far a request is with its load is a value of the planner's (`stage`); what is here besides is whose content it has
+and what of it is stored.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.stored_path import StoredPath
 from hybridkv.hashing import ChunkKeys, TokenHashes
-from hybridkv.planner import Hit, Miss, Pending
+from hybridkv.planner import life
+from hybridkv.planner.stages import NEW, Reply, Stage
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -38,35 +43,14 @@ class RequestState:
     """What of it is stored."""
     is_storable: bool = True
     """False after a reset, until the request starts over: what it has computed may be what the reset was to forget."""
-    computed_tokens: int = 0
-    """What the engine said it holds when it last asked."""
-    answer: Hit | Pending | Miss | None = None
-    asked: tuple[int, int, int] = (-1, -1, -1)
-    """(generation, tokens, computed tokens) that `answer` is good for."""
-    waiting_since_s: float | None = None
-    """When the engine was first told to ask again because of what is being stored, None when it was not."""
-    loading_since_s: float | None = None
-    """When it was first told so, or would have been, because of what the slow tier has, None when it was not."""
-    gated_polls: int = 0
-    gated_since_s: float | None = None
-    """Since when, and how often, it was told to ask again because there is no room beside other loads."""
     seen: tuple[int, int] = (0, 0)
     """Chunks that were complete when stores were last planned: without a drafter's lookahead, and with it."""
-    failed_loads: int = 0
-    boundary_limit: int | None = None
-    """A load to this boundary failed and nobody knows why: only shorter ones are offered."""
-    room_limit: int | None = None
-    """What a longer load needs does not fit into the fast tier: only shorter ones are offered."""
-    claim: tuple[int, int] | None = None
-    """(boundary, computed tokens) that the stack's hold of this request is for."""
-    found_near: tuple[int, int, int] = (-1, -1, -1)
-    """(generation, boundary, computed tokens) for which the fast tier was seen to hold everything."""
-    offered_tokens: int = 0
-    """What the engine was last told that it can load."""
-    waited_in_vain: bool = False
-    """Chunks that were being stored did not come in time."""
-    near_only: bool = False
-    """The slow tier took too long: this request goes without it."""
+    computed_tokens: int = 0
+    """What the engine said it holds when it last asked."""
+    stage: Stage = NEW
+    """How far it is with its load."""
+    told: Reply | None = None
+    """What the engine was told when it last asked; None when it has acted on that, or never asked."""
     followed: tuple[int, bytes] = (0, b"")
     """How many block hashes the engine had for it, and the last of them, which stands for all before it."""
 
@@ -100,9 +84,8 @@ class RequestState:
             return num_hashes
         if self.hashes is not None:
             self.hashes.upto(())
-        self.claim, self.found_near = None, (-1, -1, -1)
         self.stored_tokens, self.seen, self.path = 0, (0, 0), StoredPath()
-        self.forget_answer()
+        self.stage, self.told = life.forget_search(self.stage), None
         return 0
 
     def keys(self) -> RequestKeys:
@@ -111,23 +94,21 @@ class RequestState:
             raise RuntimeError("the keys of a request were asked for before its adapter is known")
         return self.kept_keys.follow(self.prefix_hashes())
 
-    def forget_answer(self) -> None:
-        """The next question is searched anew."""
-        self.answer = None
-        self.asked = (-1, -1, -1)
+    def load_ended(self, *, failed: bool, is_explained: bool) -> None:
+        """Its load has ended; see `life.load_ended`. After a failure the engine starts it over."""
+        self.stage = life.load_ended(self.stage, failed=failed, is_explained=is_explained)
+        if failed:
+            self.forget_progress()
 
     def forget_progress(self) -> None:
         """The engine starts this request over."""
         self.stored_tokens, self.path = 0, StoredPath()
         self.is_storable = True
-        self.gated_polls, self.gated_since_s = 0, None
-        self.waited_in_vain = False
         self.seen = (0, 0)
-        self.claim, self.found_near = None, (-1, -1, -1)
+        self.stage, self.told = life.start_over(self.stage), None
         if self.sworn is not None:
             # The engine may read the adapter anew before it begins again.
             self.kept_keys = self.hashes = self.sworn = None
-        self.forget_answer()
 
 
 class Requests:

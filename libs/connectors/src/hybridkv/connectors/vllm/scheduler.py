@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.duties import BOTH, Duties
 from hybridkv.connectors.vllm.explain import log, unidentified
 from hybridkv.connectors.vllm.identity.adapters import Adapters
@@ -21,7 +20,8 @@ from hybridkv.connectors.vllm.requests import Requests, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stores import StorePlanner
 from hybridkv.hashing import ChunkKeys
-from hybridkv.planner import Miss, State
+from hybridkv.planner import LoadAdmission, State
+from hybridkv.planner.stages import COMPUTE
 from hybridkv.tiers.stack import TierStack
 
 if TYPE_CHECKING:
@@ -114,22 +114,22 @@ class OffloadScheduler:
             return 0
         if not is_identified:
             self._stack.release(state.request_id)
-            state.computed_tokens, state.answer = computed_tokens, Miss(None, "its adapter is in doubt")
+            state.computed_tokens, state.told = computed_tokens, COMPUTE
             return 0
         return self._loads.matched_tokens(state, computed_tokens)
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The engine has given the request blocks; plan the load of its external tokens into them."""
         state = self.track(request)
-        if state.answer is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
+        if state.told is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
             # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
             self._requests.identify(state)
         if state.kept_keys is None:
-            if state.answer is not None:
+            if state.told is not None:
                 explanation = unidentified(state)
                 self._recorder.lookup(explanation)
                 log(explanation)
-            state.forget_answer()
+            state.told = None
             return
         load = self._loads.on_allocated(state, blocks, num_external_tokens)
         if load is not None:

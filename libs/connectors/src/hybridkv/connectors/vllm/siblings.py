@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.admission import LoadAdmission
+from hybridkv.planner import LoadAdmission
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, ManagerError, did_you_mean
-from hybridkv.connectors.vllm.admission import LoadAdmission
 from hybridkv.connectors.vllm.multi.config import ChildConfig, MultiConfig, decode_multi_config
 from hybridkv.connectors.vllm.siblings import Place, at_place
+from hybridkv.planner import LoadAdmission
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

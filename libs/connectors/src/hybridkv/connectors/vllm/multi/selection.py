@@ -1,6 +1,7 @@
 """The scheduler's half of HybridMultiConnector: asks the children, takes the planner's choice, counts what came of it.
 
-It decides nothing: `hybridkv.planner.choose` does. A child that raises when it is asked is counted, warned of once and
+It decides nothing: `hybridkv.planner.choose` says who loads, and the gate of `hybridkv.planner.admission`, the same as
+for one connector alone, when there is room for it. A child that raises when it is asked is counted, warned of once and
 treated as having nothing. A child whose load failed is not asked again for that request, nor is one that only stores.
 Who is not asked is not counted.
 """
@@ -13,13 +14,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.admission import LoadAdmission, Verdict
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.learning import Learning
 from hybridkv.connectors.vllm.multi.loads import Load, Loads
 from hybridkv.connectors.vllm.multi.sizes import LoadSizes
 from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
-from hybridkv.planner import AUTO, UNKNOWN_RATES, Answer, Take, Unusable, Wait, choose
+from hybridkv.planner import (
+    AUTO,
+    UNKNOWN_RATES,
+    Answer,
+    LoadAdmission,
+    Room,
+    RoomBounds,
+    RoomWait,
+    Take,
+    Unusable,
+    Verdict,
+    Wait,
+    choose,
+    gate_load,
+    gate_lookup,
+)
+from hybridkv.planner.admission import MAX_GATE_S, NOT_WAITED
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -30,8 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hybridkv.multi")
 
-MAX_GATE_S: Final = 60.0
-"""How long a request waits for room beside other loads before it is computed instead."""
+_BOUNDS: Final = RoomBounds(polls=None, seconds=MAX_GATE_S, loads_end=False)
+"""How long a request waits for room beside other loads before it is computed instead. A child's load takes as long as
+that child allows, and nobody knows that it ends."""
 
 
 @dataclass(slots=True)
@@ -45,7 +62,7 @@ class _RequestState:
     """It waited for a child in vain."""
     barred: frozenset[int] = frozenset()
     """Children whose loads for this request failed."""
-    gated_since_s: float | None = None
+    room: RoomWait = NOT_WAITED
     is_ended: bool = False
 
 
@@ -108,10 +125,8 @@ class Selector:
         state = self._requests.get(request_id)
         if state is None:
             state = self._requests[request_id] = _RequestState()
-        elif self._admission.has_failed(request_id) and self._admission.held_by_others(request_id):
-            # The engine puts a request whose load failed before all that have loaded, and looks no further when it does
-            # not fit: asked again later, it lets them pass.
-            return self._gated(state)
+        if not self._admission.is_idle and (verdict := self._gate(gate_lookup, request, state)) is not Verdict.ADMIT:
+            return (None if verdict is Verdict.WAIT else 0), False
         state.computed_tokens = computed_tokens
         state.answers = answers = []
         in_background: list[bool] = []
@@ -133,11 +148,10 @@ class Selector:
         state.chosen = None
         if isinstance(choice, Take):
             is_async = in_background[choice.child]
-            verdict = self._verdict(request) if is_async else Verdict.ADMIT
-            if verdict is Verdict.WAIT:
-                return self._gated(state)
-            if verdict is Verdict.REFUSE:
-                return 0, False
+            if is_async and not self._admission.is_idle and self._pool is not None:
+                verdict = self._gate(gate_load, request, state)
+                if verdict is not Verdict.ADMIT:
+                    return (None if verdict is Verdict.WAIT else 0), False
             state.chosen = choice.child
             return choice.tokens, is_async
         if isinstance(choice, Wait):
@@ -158,18 +172,19 @@ class Selector:
         waited_s = 0.0 if state.waits_since_s is None else self._clock() - state.waits_since_s
         return waited_s < self._timeout_s
 
-    def _verdict(self, request: Request) -> Verdict:
-        if self._pool is None:
-            return Verdict.ADMIT
-        pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
-        return self._admission.verdict(request.request_id, request.num_tokens, pool_blocks, free_blocks)
-
-    def _gated(self, state: _RequestState) -> tuple[int | None, bool]:
-        """To be asked again until the loads of others leave room; computed when that takes too long."""
-        now_s = self._clock()
-        if state.gated_since_s is None:
-            state.gated_since_s = now_s
-        return (None if now_s - state.gated_since_s < MAX_GATE_S else 0), False
+    def _gate(
+        self,
+        gate: Callable[[Room, RoomWait, float, RoomBounds], tuple[Verdict, RoomWait]],
+        request: Request,
+        state: _RequestState,
+    ) -> Verdict:
+        """What the gate says of a request beside those that load."""
+        pool_blocks, free_blocks = 0, 0
+        if self._pool is not None:
+            pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
+        room = self._admission.room(request.request_id, request.num_tokens, pool_blocks, free_blocks)
+        verdict, state.room = gate(room, state.room, self._clock(), _BOUNDS)
+        return verdict
 
     def _raised(self, position: int, error: Exception) -> None:
         if position not in self._warned:
@@ -221,7 +236,7 @@ class Selector:
             else:
                 counts.misses += 1
         state.waits_since_s = None
-        state.gated_since_s = None
+        state.room = NOT_WAITED
 
     def chosen(self, request: Request) -> int | None:
         """The position of the child that loads, or last loaded, for a request."""

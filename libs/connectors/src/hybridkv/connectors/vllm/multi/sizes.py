@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.admission import LoadAdmission
-from hybridkv.connectors.vllm.layout import no_stored_group
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, chunk_unit
+from hybridkv.connectors.vllm.layout import group_specs, no_stored_group
+from hybridkv.planner import CacheSpec, GroupKind, LoadAdmission, chunk_unit
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,31 +50,13 @@ def _block_bytes(group: Any) -> int:
 
 
 def load_admission(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LoadAdmission:
-    """Admits the loads of all children. A group of unknown meaning counts as one that keeps all its blocks.
+    """Admits the loads of all children.
 
     Raises:
-        ConfigurationError: the model has no group of which anything could be loaded.
+        ConfigurationError: the model has no group of which anything could be loaded, or one of unknown meaning: how
+            many blocks a request needs of that nobody here can say, whoever loads it.
     """
-    cacheable = compat.cacheable_group_ids(kv_cache_config)
-    groups = tuple(
-        _group(group.kv_cache_spec, index in cacheable) for index, group in enumerate(kv_cache_config.kv_cache_groups)
-    )
+    groups = group_specs(vllm_config, kv_cache_config)
     if all(group.kind is GroupKind.SCRATCH for group in groups):
         raise no_stored_group()
     return LoadAdmission(CacheSpec(groups, chunk_unit(groups)), compat.max_in_flight_tokens(vllm_config))
-
-
-def _group(spec: Any, is_cacheable: bool) -> GroupSpec:
-    if not is_cacheable:
-        return GroupSpec(GroupKind.SCRATCH, spec.block_size)
-    spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
-    # By class: a full-attention group may name a window and keep all its blocks.
-    kind = type(spec).__name__
-    if kind == "MambaSpec":
-        return GroupSpec(GroupKind.RECURRENT, spec.block_size)
-    if kind in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
-        kept = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
-        return GroupSpec(GroupKind.WINDOW, spec.block_size, window_tokens=kept)
-    if kind == "ChunkedLocalAttentionSpec":
-        return GroupSpec(GroupKind.CHUNKED, spec.block_size, align_tokens=spec.attention_chunk_size)
-    return GroupSpec(GroupKind.FULL, spec.block_size)

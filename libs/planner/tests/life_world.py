@@ -1,0 +1,108 @@
+"""What a request's life is played in: tiers that hold boundaries, a clock, and who drives the planner as it asks to be.
+
+It has no groups and no keys: `longest_hit` has tests of its own. Here a tier holds boundaries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybridkv.planner import Hit, Miss, Pending, Room, life
+from hybridkv.planner.stages import (
+    AskAgain,
+    Bounds,
+    Bring,
+    Brought,
+    Compute,
+    Errand,
+    Facts,
+    HoldState,
+    Offer,
+    Reply,
+    Search,
+    Stage,
+)
+
+MAX_ERRANDS = 64
+"""Of one question; more would be a circle."""
+
+
+@dataclass
+class World:
+    """Everything that is not the request's own. Whoever changes what tiers hold counts `generation` up."""
+
+    now_s: float = 0.0
+    generation: int = 0
+    near: set[int] = field(default_factory=set)
+    far: set[int] = field(default_factory=set)
+    arriving: set[int] = field(default_factory=set)
+    """Being stored: not readable yet."""
+    fitting_tokens: int = 1 << 20
+    """What the fast tier can take at once."""
+    is_busy: bool = False
+    comes_at_once: bool = False
+    """What is brought near is there when it is held."""
+    hold: HoldState | None = None
+    room: Room | None = None
+    counts: list[str] = field(default_factory=list)
+
+    def search(self, computed: int, limit: int, near_only: bool, is_last: bool) -> Hit | Pending | Miss:
+        """The longest boundary within the limit, whose last token is always computed."""
+        readable = self.near if near_only else self.near | self.far
+        arriving = set() if near_only or is_last else self.arriving - readable
+        best = max((each for each in readable | arriving if computed < each < limit), default=None)
+        if best is None:
+            return Miss(0, "nothing")
+        return Pending(best) if best in arriving else Hit(best)
+
+    def acquire(self, boundary: int, computed: int) -> Brought:
+        """The tiers hold all up to a boundary, or say why not."""
+        self.hold = None
+        if self.is_busy:
+            return Brought.BUSY
+        if boundary - computed > self.fitting_tokens:
+            return Brought.NO_ROOM
+        self.hold = HoldState.READY if self.comes_at_once else HoldState.WAITING
+        return Brought.READY if self.comes_at_once else Brought.HELD
+
+
+def ask(stage: Stage, world: World, bounds: Bounds, num_tokens: int, computed: int = 0) -> tuple[Stage, Reply]:
+    """One question of the engine, with every errand run."""
+    facts = facts_of(world, num_tokens, computed)
+    stage, step = life.resume(stage, facts, bounds)
+    for _ in range(MAX_ERRANDS):
+        if isinstance(step, Offer | AskAgain | Compute):
+            if isinstance(step, Compute):
+                world.hold = None
+            return stage, step
+        stage, facts, step = run(stage, world, bounds, facts, step)
+    raise AssertionError(f"errands go round in a circle: {stage}, {step}")
+
+
+def facts_of(world: World, num_tokens: int, computed: int) -> Facts:
+    """What is so now."""
+    return Facts(num_tokens, computed, world.generation, world.now_s, True, world.hold, world.room)
+
+
+def run(
+    stage: Stage, world: World, bounds: Bounds, facts: Facts, errand: Errand
+) -> tuple[Stage, Facts, Reply | Errand]:
+    """Runs one errand."""
+    if isinstance(errand, Search):
+        if errand.is_last:
+            world.counts.append("stores were waited for in vain")
+        answer = world.search(facts.computed_tokens, errand.limit_tokens, errand.near_only, errand.is_last)
+        stage, step = life.searched(stage, facts, bounds, errand, answer)
+    elif isinstance(errand, Bring):
+        if errand.boundary in world.near:
+            outcome = Brought.NEAR
+        else:
+            outcome = world.acquire(errand.boundary, facts.computed_tokens) if errand.has_time else Brought.BUSY
+        stage, step = life.brought(stage, facts, bounds, errand, outcome)
+    else:
+        world.hold = None
+        if errand.is_late:
+            world.counts.append("the slow tier was waited for in vain")
+        facts = facts_of(world, facts.num_tokens, facts.computed_tokens)
+        stage, step = life.resume(stage, facts, bounds)
+    return stage, facts, step

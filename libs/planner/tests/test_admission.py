@@ -1,0 +1,224 @@
+"""Whoever may load can be scheduled some day, and what is counted is what a list of all that happened says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from strategies import groups
+
+from hybridkv.planner import (
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
+    LoadAdmission,
+    Room,
+    RoomBounds,
+    RoomWait,
+    Verdict,
+    admit,
+    blocks_to_run,
+    gate_load,
+    gate_lookup,
+)
+from hybridkv.planner.admission import NOT_WAITED
+
+SPEC = CacheSpec((GroupSpec(GroupKind.FULL, 4), GroupSpec(GroupKind.RECURRENT, 8)), 8)
+POOL_BLOCKS = 40
+ALONE = Room(10, 0, 0, False, POOL_BLOCKS, POOL_BLOCKS)
+NAMES = ("a", "b", "c", "d")
+
+
+class Ledger(RuleBasedStateMachine):
+    """Requests of four names, in any order; a list of what happened says who holds what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.admission = LoadAdmission(SPEC, 64)
+        self.happened: list[tuple[str, str, int]] = []
+
+    def since_given_back(self, name: str) -> list[tuple[str, int]]:
+        own = [(what, blocks) for what, who, blocks in self.happened if who == name]
+        last = max((i for i, (what, _) in enumerate(own) if what == "back"), default=-1)
+        return own[last + 1 :]
+
+    def held(self, name: str) -> int:
+        own = self.since_given_back(name)
+        return own[-1][1] if own and own[-1][0] == "take" else 0
+
+    def reserved(self, name: str) -> int:
+        return next((blocks for what, blocks in reversed(self.since_given_back(name)) if what == "fail"), 0)
+
+    @rule(name=st.sampled_from(NAMES), num_tokens=st.integers(1, 90), what=st.sampled_from(["take", "fail", "back"]))
+    def happen(self, name: str, num_tokens: int, what: str) -> None:
+        self.happened.append((what, name, self.admission.blocks(num_tokens)))
+        if what == "take":
+            self.admission.take(name, num_tokens)
+        elif what == "fail":
+            self.admission.fail(name, num_tokens)
+        else:
+            self.admission.give_back(name)
+
+    @invariant()
+    def the_counts_are_those_of_the_list(self) -> None:
+        all_held = {name: self.held(name) for name in NAMES}
+        all_reserved = {name: self.reserved(name) for name in NAMES}
+        assert self.admission.is_idle is not any([*all_held.values(), *all_reserved.values()])
+        for name in NAMES:
+            room = self.admission.room(name, 33, POOL_BLOCKS, 7)
+            others = sum(blocks for other, blocks in all_held.items() if other != name)
+            assert room == Room(
+                self.admission.blocks(33),
+                others,
+                sum(all_reserved.values()),
+                all_reserved[name] > 0,
+                POOL_BLOCKS,
+                7,
+            )
+            assert self.admission.held_by_others(name) == others
+
+
+class Engine(RuleBasedStateMachine):
+    """An engine that gives blocks to whom the gate admits, and schedules who has loaded when all it needs is free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.admission = LoadAdmission(SPEC, 64)
+        self.waiting: dict[str, int] = {}
+        self.failed: set[str] = set()
+        self.loading: dict[str, int] = {}
+        self.names = 0
+
+    def room(self, name: str) -> Room:
+        free = POOL_BLOCKS - sum(self.admission.blocks(num_tokens) for num_tokens in self.loading.values())
+        return self.admission.room(name, self.waiting[name], POOL_BLOCKS, free)
+
+    @rule(num_tokens=st.integers(1, 120))
+    def arrive(self, num_tokens: int) -> None:
+        self.names += 1
+        self.waiting[str(self.names)] = num_tokens
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.waiting)))
+        room = self.room(name)
+        verdict, _ = gate_lookup(room, NOT_WAITED, 0.0, RoomBounds())
+        if verdict is Verdict.ADMIT:
+            verdict, _ = gate_load(room, NOT_WAITED, 0.0, RoomBounds())
+        if verdict is Verdict.ADMIT:
+            self.loading[name] = self.waiting.pop(name)
+            self.admission.take(name, self.loading[name])
+        elif verdict is Verdict.REFUSE:
+            del self.waiting[name]
+            self.failed.discard(name)
+            self.admission.give_back(name)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), has_failed=st.booleans())
+    def end_load(self, data: st.DataObject, has_failed: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.loading)))
+        num_tokens = self.loading.pop(name)
+        if has_failed:
+            self.waiting[name] = num_tokens
+            self.failed.add(name)
+            self.admission.fail(name, num_tokens)
+        else:
+            self.failed.discard(name)
+            self.admission.give_back(name)
+
+    @invariant()
+    def all_who_hold_blocks_fit_or_one_is_alone(self) -> None:
+        needed = [self.admission.blocks(num_tokens) for num_tokens in self.loading.values()]
+        assert len(needed) <= 1 or sum(needed) <= POOL_BLOCKS
+
+    @invariant()
+    def somebody_can_always_go_on(self) -> None:
+        if self.loading or not self.waiting:
+            return
+        verdicts = [gate_load(self.room(name), NOT_WAITED, 0.0, RoomBounds())[0] for name in self.waiting]
+        assert any(verdict is not Verdict.WAIT for verdict in verdicts), "they wait for each other"
+
+
+TestLedger = Ledger.TestCase
+TestEngine = Engine.TestCase
+TestLedger.settings = TestEngine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(groups(), st.integers(1, 500), st.integers(0, 200))
+def test_a_group_needs_what_its_window_keeps_and_no_more_than_all(
+    group: GroupSpec, num_tokens: int, in_flight: int
+) -> None:
+    needed, everything = blocks_to_run(group, num_tokens, in_flight), -(-num_tokens // group.block_tokens) + 1
+    assert 1 <= needed <= everything
+    if group.kind is GroupKind.FULL:
+        assert needed == everything
+    if group.kind is GroupKind.WINDOW:
+        kept = min(num_tokens, (group.window_tokens or 0) + in_flight)
+        assert needed * group.block_tokens >= kept
+
+
+@pytest.mark.parametrize(
+    ("room", "verdict"),
+    [
+        (ALONE, Verdict.ADMIT),
+        (Room(99, 0, 0, False, POOL_BLOCKS, 0), Verdict.ADMIT),
+        (Room(10, 30, 0, False, POOL_BLOCKS, 10), Verdict.ADMIT),
+        (Room(11, 30, 0, False, POOL_BLOCKS, 10), Verdict.WAIT),
+        (Room(10, 0, 5, False, POOL_BLOCKS, 40), Verdict.WAIT),
+        (Room(10, 1, 5, True, POOL_BLOCKS, 40), Verdict.WAIT),
+        (Room(10, 0, 10, True, POOL_BLOCKS, 20), Verdict.ADMIT),
+        (Room(10, 0, 10, True, POOL_BLOCKS, 19), Verdict.REFUSE),
+    ],
+)
+def test_a_load_is_admitted_beside_others_where_all_fit(room: Room, verdict: Verdict) -> None:
+    assert admit(room) is verdict
+
+
+def polls_until_refused(room: Room, bounds: RoomBounds, step_s: float) -> int:
+    wait, now_s = NOT_WAITED, 0.0
+    for polls in range(10_000):
+        verdict, wait = gate_load(room, wait, now_s, bounds)
+        if verdict is not Verdict.WAIT:
+            assert verdict is Verdict.REFUSE
+            return polls
+        now_s += step_s
+    return 10_000
+
+
+FULL_POOL = Room(11, 30, 0, False, POOL_BLOCKS, 10)
+PASSING = Room(10, 0, 5, False, POOL_BLOCKS, 40)
+
+
+@pytest.mark.parametrize(
+    ("room", "bounds", "step_s", "polls"),
+    [
+        (FULL_POOL, RoomBounds(), 1e-3, 256),
+        (FULL_POOL, RoomBounds(), 10.0, 6),
+        (FULL_POOL, RoomBounds(polls=None), 0.25, 240),
+        (PASSING, RoomBounds(), 10.0, 10_000),
+        (PASSING, RoomBounds(polls=None, loads_end=False), 10.0, 6),
+    ],
+)
+def test_room_is_waited_for_in_bounds_and_a_turn_that_is_certain_without(
+    room: Room, bounds: RoomBounds, step_s: float, polls: int
+) -> None:
+    assert polls_until_refused(room, bounds, step_s) == polls
+
+
+@pytest.mark.parametrize(
+    ("has_failed", "failed_loads", "waits"), [(True, 0, True), (False, 1, True), (False, 0, False)]
+)
+def test_a_request_whose_load_failed_lets_those_pass_that_hold_blocks(
+    has_failed: bool, failed_loads: int, waits: bool
+) -> None:
+    room = Room(10, 1, 0, has_failed, POOL_BLOCKS, 40)
+    verdict, wait = gate_lookup(room, NOT_WAITED, 0.0, RoomBounds(), failed_loads)
+    assert (verdict is Verdict.WAIT) is waits and wait is NOT_WAITED
+    assert gate_lookup(ALONE, NOT_WAITED, 0.0, RoomBounds(), failed_loads)[0] is Verdict.ADMIT
+
+
+def test_a_wait_that_has_not_changed_is_the_same_value() -> None:
+    wait = RoomWait(3, None)
+    assert gate_load(PASSING, wait, 5.0, RoomBounds())[1] is wait

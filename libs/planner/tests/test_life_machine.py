@@ -1,0 +1,238 @@
+"""The life of a request against a twin that remembers everything in plain variables and looks everything up anew.
+
+The twin is what the connector did before the planner decided: written down apart, with no stage, no step and nothing
+kept but what happened.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from life_world import World, ask
+
+from hybridkv.planner import Miss, Pending, Room, RoomBounds, life
+from hybridkv.planner.stages import NEW, AskAgain, Bounds, Brought, Compute, GivenUp, HoldState, Loading, Offer, Stage
+
+NUM_TOKENS = 101
+BOUNDARIES = range(8, 100, 8)
+LOOKUP_S, LOAD_S, GATE_S, GATE_POLLS = 10.0, 30.0, 60.0, 5
+boundaries = st.sets(st.sampled_from(list(BOUNDARIES)), max_size=5)
+blocks = st.integers(0, 20)
+
+
+class Twin:
+    """One request. `ask` answers tokens, or None to be asked again."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+        self.limit = NUM_TOKENS
+        self.room_limit: int | None = None
+        self.near_only = False
+        self.stores_since: float | None = None
+        self.tier_since: float | None = None
+        self.polls = 0
+        self.gate_since: float | None = None
+        self.held: tuple[int, int] | None = None
+        self.hopeless: set[tuple[int, int, int]] = set()
+        """Questions for which stores were waited for in vain."""
+
+    def ask(self, world: World, computed: int, loads_end: bool) -> int | None:
+        room = world.room
+        if room is not None and room.held_by_others and (self.failed or room.has_failed):
+            return self.gate(world, True, loads_end)
+        boundary = self.find(world, computed)
+        if boundary is None:
+            return None
+        if self.failed < 3:
+            self.stores_since = self.tier_since = None
+        if boundary <= computed:
+            world.hold = None
+            return 0
+        answer: int | None = boundary - computed
+        if room is not None:
+            lets_pass = room.reserved_blocks > 0 and not room.has_failed
+            is_full = room.held_by_others + room.needed_blocks > room.pool_blocks
+            if lets_pass or (room.held_by_others and (room.has_failed or is_full)):
+                answer = self.gate(world, lets_pass, loads_end)
+            elif room.has_failed and room.needed_blocks + room.reserved_blocks > room.free_blocks:
+                answer = 0
+        if answer == 0:
+            world.hold = None
+        return answer
+
+    def gate(self, world: World, is_certain: bool, loads_end: bool) -> int | None:
+        if is_certain and loads_end:
+            self.gate_since = None
+            return None if self.polls <= GATE_POLLS else 0
+        if self.gate_since is None:
+            self.gate_since = world.now_s
+        self.polls += 1
+        return None if self.polls <= GATE_POLLS and world.now_s - self.gate_since < GATE_S else 0
+
+    def find(self, world: World, computed: int) -> int | None:
+        is_of_use = self.held is not None and self.held[1] == computed
+        if is_of_use and self.held is not None and world.hold is HoldState.READY:
+            return self.held[0]
+        if is_of_use and world.hold is HoldState.WAITING:
+            return None
+        if world.hold is HoldState.LATE:
+            self.go_without(world)
+        world.hold = None
+        if self.failed >= 3:
+            return computed
+        for _ in range(8):
+            boundary = self.longest(world, computed)
+            if boundary is None or boundary == computed or self.near_only or boundary in world.near:
+                return boundary
+            if self.tier_since is None:
+                self.tier_since = world.now_s
+            if world.now_s - self.tier_since >= LOAD_S:
+                break
+            outcome = world.acquire(boundary, computed)
+            if outcome in (Brought.READY, Brought.HELD):
+                self.held = (boundary, computed)
+                return boundary if outcome is Brought.READY else None
+            if outcome is Brought.BUSY:
+                break
+            self.room_limit = computed + (boundary - computed) * 3 // 4
+        if self.tier_since is not None and world.now_s - self.tier_since >= LOAD_S:
+            self.go_without(world)
+            world.hold = None
+            return self.find(world, computed)
+        return None
+
+    def longest(self, world: World, computed: int) -> int | None:
+        limit = self.limit
+        if self.room_limit is not None and not self.near_only:
+            limit = min(limit, self.room_limit)
+        asked = (world.generation, limit, computed)
+        found = world.search(computed, limit, self.near_only, asked in self.hopeless)
+        if isinstance(found, Pending):
+            if self.stores_since is None:
+                self.stores_since = world.now_s
+            if world.now_s - self.stores_since < LOOKUP_S:
+                return None
+            world.counts.append("stores were waited for in vain")
+            self.hopeless.add(asked)
+            found = world.search(computed, limit, self.near_only, True)
+        return computed if isinstance(found, Miss) else found.num_tokens
+
+    def go_without(self, world: World) -> None:
+        world.counts.append("the slow tier was waited for in vain")
+        self.near_only = True
+        self.hopeless.clear()
+
+    def start_over(self) -> None:
+        self.polls, self.gate_since, self.held = 0, None, None
+        self.hopeless.clear()
+
+
+class Life(RuleBasedStateMachine):
+    """Two copies of one world, one for each."""
+
+    loads_end = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world, self.other_world = World(), World()
+        self.stage: Stage = NEW
+        self.twin = Twin()
+        self.bounds = Bounds(LOOKUP_S, LOAD_S, RoomBounds(GATE_POLLS, GATE_S, self.loads_end))
+        self.offered: tuple[int, int] | None = None
+        """(boundary, tokens) that the engine may give blocks for now."""
+
+    def change(self, **values: Any) -> None:
+        self.offered = None
+        for world in (self.world, self.other_world):
+            for name, value in values.items():
+                setattr(world, name, copy.copy(value))
+
+    @rule(near=boundaries, far=boundaries, arriving=boundaries)
+    def store_and_evict(self, near: set[int], far: set[int], arriving: set[int]) -> None:
+        self.change(near=near, far=far, arriving=arriving, generation=self.world.generation + 1)
+
+    @rule(later_s=st.sampled_from([0.0, 0.5, 9.0, 25.0, 61.0]))
+    def pass_time(self, later_s: float) -> None:
+        self.change(now_s=self.world.now_s + later_s)
+
+    @rule(fitting=st.sampled_from([0, 8, 24, 60, 1 << 20]), is_busy=st.booleans(), comes_at_once=st.booleans())
+    def change_the_tiers(self, fitting: int, is_busy: bool, comes_at_once: bool) -> None:
+        self.change(fitting_tokens=fitting, is_busy=is_busy, comes_at_once=comes_at_once)
+
+    @rule(room=st.none() | st.builds(Room, st.integers(1, 20), blocks, blocks, st.booleans(), blocks, blocks))
+    def make_room(self, room: Room | None) -> None:
+        self.change(room=room)
+
+    @precondition(lambda self: self.world.hold is not None)
+    @rule(state=st.sampled_from(HoldState))
+    def follow_the_hold(self, state: HoldState) -> None:
+        generation = self.world.generation + (state is HoldState.LOST)
+        self.change(hold=state, generation=generation)
+
+    @precondition(lambda self: not isinstance(self.stage, Loading))
+    @rule(computed=st.sampled_from([0, 0, 0, 8, 32]), times=st.integers(1, 3))
+    def ask(self, computed: int, times: int) -> None:
+        for _ in range(times):
+            self.stage, reply = ask(self.stage, self.world, self.bounds, NUM_TOKENS, computed)
+            expected = self.twin.ask(self.other_world, computed, self.loads_end)
+            told = {Offer: getattr(reply, "num_tokens", 0), AskAgain: None, Compute: 0}[type(reply)]
+            assert told == expected
+            self.offered = (computed + told, told) if told else None
+            assert not told or computed < computed + told < NUM_TOKENS
+
+    @precondition(lambda self: self.offered is not None)
+    @rule(is_taken=st.booleans())
+    def give_blocks(self, is_taken: bool) -> None:
+        assert self.offered is not None
+        self.stage = life.allocated(self.stage, self.offered[0] if is_taken else None)
+        self.world.hold = self.other_world.hold = None
+        self.twin.hopeless.clear()
+        self.offered = None
+
+    @precondition(lambda self: isinstance(self.stage, Loading))
+    @rule(failed=st.booleans(), is_explained=st.booleans())
+    def end_load(self, failed: bool, is_explained: bool) -> None:
+        assert isinstance(self.stage, Loading)
+        boundary = self.stage.boundary
+        self.stage = life.load_ended(self.stage, failed=failed, is_explained=is_explained)
+        if failed:
+            self.twin.failed += 1
+            self.twin.limit = self.twin.limit if is_explained else boundary
+            self.twin.start_over()
+
+    @rule()
+    def start_over(self) -> None:
+        self.stage, self.offered = life.start_over(self.stage), None
+        self.twin.start_over()
+
+    @rule()
+    def take_tokens_back(self) -> None:
+        self.stage, self.offered = life.forget_search(self.stage), None
+        self.twin.held = None
+        self.twin.hopeless.clear()
+
+    @invariant()
+    def the_same_was_done_to_both_worlds(self) -> None:
+        assert self.world == self.other_world
+
+    @invariant()
+    def nothing_was_forgotten(self) -> None:
+        past = self.stage.past
+        assert (past.failed_loads, past.near_only) == (self.twin.failed, self.twin.near_only)
+        assert isinstance(self.stage, GivenUp) is (self.twin.failed >= 3) or isinstance(self.stage, Loading)
+
+
+class LifeAmongStrangers(Life):
+    """Beside loads of which nobody knows that they end."""
+
+    loads_end = False
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestLifeAmongStrangers = LifeAmongStrangers.TestCase
+TestLifeAmongStrangers.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -1,0 +1,209 @@
+"""A request's whole life, decided by hybridkv.planner alone: no engine, no tensor, no tier but two dictionaries.
+
+It asks, waits for a store, waits for the slow tier, waits for room, is offered a load, loads, fails, tries again with
+less, is given up and computed, and what it computes is planned to be stored. `python whole_life.py` prints what became
+of it and which engines were asked for on the way; `test_whole_life.py` says what must be.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+ENGINES = ("torch", "vllm")
+asked_for: list[str] = []
+"""Modules of an engine that somebody tried to import."""
+
+
+class Refusing(MetaPathFinder):
+    """Notes every attempt, also where there is no engine to be found."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] in ENGINES:
+            asked_for.append(fullname)
+        return None
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, Refusing())
+
+from hybridkv.planner import (  # noqa: E402
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
+    Hit,
+    LoadAdmission,
+    LookupResult,
+    Miss,
+    Pending,
+    State,
+    Transfer,
+    life,
+    longest_hit,
+    needed_parts,
+    plan_load,
+    plan_store,
+)
+from hybridkv.planner.stages import (  # noqa: E402
+    NEW,
+    AskAgain,
+    Bounds,
+    Bring,
+    Brought,
+    Compute,
+    Facts,
+    HoldState,
+    Offer,
+    Search,
+    Stage,
+)
+
+CHUNK, NUM_TOKENS, POOL_BLOCKS = 8, 33, 32
+BOUNDS = Bounds(lookup_s=10.0, load_s=30.0)
+SPEC = CacheSpec((GroupSpec(GroupKind.RECURRENT, CHUNK), GroupSpec(GroupKind.FULL, CHUNK // 2)), CHUNK)
+Part = tuple[int, int]
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
+
+
+class Engine:
+    """As much of one as a request needs that asks for a load."""
+
+    def __init__(self) -> None:
+        self.now_s, self.generation = 0.0, 0
+        self.near: dict[Part, LookupResult] = {}
+        self.far: dict[Part, LookupResult] = {}
+        self.held: list[Part] | None = None
+        self.is_late = False
+        self.admission = LoadAdmission(SPEC, max_in_flight_tokens=64)
+        self.stage: Stage = NEW
+        self.story: list[str] = []
+
+    def hold(self) -> HoldState | None:
+        if self.held is None:
+            return None
+        if self.is_late:
+            return HoldState.LATE
+        return HoldState.READY if all(part in self.near for part in self.held) else HoldState.WAITING
+
+    def facts(self) -> Facts:
+        room = None
+        if not self.admission.is_idle:
+            room = self.admission.room("r", NUM_TOKENS, POOL_BLOCKS, POOL_BLOCKS)
+        return Facts(NUM_TOKENS, 0, self.generation, self.now_s, True, self.hold(), room)
+
+    def search(self, errand: Search) -> Hit | Pending | Miss:
+        def lookup(group_index: int, end_token: int) -> LookupResult:
+            part = (group_index, end_token)
+            found = self.near.get(part) or (MISS if errand.near_only else self.far.get(part, MISS))
+            return MISS if found is PENDING and (errand.is_last or errand.near_only) else found
+
+        return longest_hit(SPEC, errand.limit_tokens, 0, lookup)
+
+    def bring(self, errand: Bring) -> Brought:
+        parts = needed_parts(SPEC, errand.boundary, 0)
+        if all(part in self.near for part in parts):
+            return Brought.NEAR
+        if not errand.has_time:
+            return Brought.BUSY
+        self.held = parts
+        return Brought.HELD
+
+    def ask(self) -> int | None:
+        """Tokens that are offered, None to be asked again."""
+        facts = self.facts()
+        stage, step = life.resume(self.stage, facts, BOUNDS)
+        while not isinstance(step, Offer | AskAgain | Compute):
+            match step:
+                case Search():
+                    stage, step = life.searched(stage, facts, BOUNDS, step, self.search(step))
+                case Bring():
+                    stage, step = life.brought(stage, facts, BOUNDS, step, self.bring(step))
+                case _:
+                    self.held, self.is_late = None, False
+                    facts = self.facts()
+                    stage, step = life.resume(stage, facts, BOUNDS)
+        self.stage = stage
+        answer = step.num_tokens if isinstance(step, Offer) else None if isinstance(step, AskAgain) else 0
+        self.story.append({None: "ask again", 0: "compute"}.get(answer, f"offer {answer}"))
+        return answer
+
+    def load(self, boundary: int) -> tuple[Transfer, ...]:
+        """The engine gives blocks; what must be written into which of them."""
+        table = [[*[0] * (boundary // CHUNK - 1), 7], list(range(20, 20 + boundary // 4))]
+        self.stage = life.allocated(self.stage, boundary)
+        self.admission.take("r", NUM_TOKENS)
+        self.held = None
+        transfers = plan_load(SPEC, boundary, 0, table)
+        self.story.append(f"load {len(transfers)} chunks")
+        return transfers
+
+    def fail(self, blamed: Part | None) -> None:
+        """The load has failed; with it goes the chunk that is to blame, if one is."""
+        if blamed is not None:
+            del self.near[blamed]
+            self.far.pop(blamed, None)
+            self.generation += 1
+        self.admission.fail("r", NUM_TOKENS)
+        self.stage = life.load_ended(self.stage, failed=True, is_explained=blamed is not None)
+        self.story.append("fail")
+
+    def change(self) -> None:
+        """Something was stored, or came near."""
+        self.generation += 1
+
+
+def play() -> Engine:
+    """The life."""
+    engine = Engine()
+    parts = needed_parts(SPEC, 32, 0) + [(0, end) for end in (8, 16, 24)]
+    engine.far = dict.fromkeys(parts, HIT)
+    engine.near[0, 32] = PENDING
+    del engine.far[0, 32]
+    engine.ask()  # its last state is being stored
+    engine.near[0, 32] = HIT
+    engine.change()
+    engine.ask()  # and its prefix lies in the slow tier
+    engine.near |= engine.far
+    engine.change()
+    engine.admission.take("other", 4 * NUM_TOKENS)
+    engine.ask()  # and another loads into the blocks that it needs
+    engine.admission.give_back("other")
+    for blamed in (None, (1, 24), (0, 16)):
+        offered = engine.ask()
+        assert offered
+        engine.load(offered)
+        engine.fail(blamed)
+    engine.ask()
+    engine.stage = life.allocated(engine.stage, None)
+    engine.admission.give_back("r")
+    plan = plan_store(SPEC, 0, 32, [[0, 0, 0, 7], list(range(20, 28))], [State(0, 7, 32)], lambda *part: True)
+    engine.story.append(f"store {len(plan.transfers)} chunks")
+    return engine
+
+
+def play_without_the_slow_tier() -> Engine:
+    """The life of one for which the slow tier never answers: it goes without, and loads what there is."""
+    engine = Engine()
+    engine.far = dict.fromkeys(needed_parts(SPEC, 32, 0), HIT)
+    engine.near = dict.fromkeys(needed_parts(SPEC, 8, 0), HIT)
+    engine.ask()
+    engine.now_s = 29.0
+    engine.ask()
+    engine.now_s, engine.is_late = 30.0, True
+    offered = engine.ask()
+    assert offered
+    engine.load(offered)
+    engine.stage = life.load_ended(engine.stage)
+    engine.admission.give_back("r")
+    return engine
+
+
+if __name__ == "__main__":
+    print(*play().story, sep=", ")
+    print(*play_without_the_slow_tier().story, sep=", ")
+    print(*asked_for, *(name for name in ENGINES if name in sys.modules))
