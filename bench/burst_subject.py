@@ -15,7 +15,7 @@ import disk_subject
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import SlowerTier, MoveOutcome, PathPlace, SlowerTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PathPlace, SlowerTier, SlowerTierOptions, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK_BYTES = 512 << 10

@@ -16,12 +16,12 @@ from hybridkv.tiers import Failure, FailureReason, Refusal, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import (
-    SlowerTier,
     BreakerOptions,
     Direction,
     Hold,
     MoveOutcome,
     PathPlace,
+    SlowerTier,
     SlowerTierOptions,
     TierMover,
     TierStack,
@@ -104,7 +104,8 @@ class Engine:
         self.arenas = [RamArena(parts.near_bytes, parts.granule_bytes) for _ in parts.media]
         self.copies = [CopyingMedium(arena) for arena in self.arenas]
         self.movers = [
-            TierMover(arena, {"disk": medium}, parts.clock) for arena, medium in zip(self.arenas, parts.media, strict=True)
+            TierMover(arena, {"disk": medium}, parts.clock)
+            for arena, medium in zip(self.arenas, parts.media, strict=True)
         ]
         options = SlowerTierOptions(
             load_timeout_s=LOAD_TIMEOUT_S,

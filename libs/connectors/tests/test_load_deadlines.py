@@ -16,7 +16,7 @@ from hybridkv.planner import LoadAdmission
 from hybridkv.planner.admission import MAX_GATE_S, MAX_GATED_POLLS
 from hybridkv.tiers import Failure, FailureReason
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import SlowerTier, MoveOutcome, TierMove, TierStack
+from hybridkv.tiers.stack import MoveOutcome, SlowerTier, TierMove, TierStack
 from hybridkv.tiers.stack.options import SlowerTierOptions
 
 CHUNKS = 20

@@ -13,7 +13,7 @@ from hybridkv.metrics import CATALOGUE, PrometheusSink
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, InlineJanitor
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import SlowerTier, BreakerOptions, Direction, MoveOutcome, TierStack
+from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, SlowerTier, TierStack
 
 
 def explanation(result: str, reason: Reason, num_tokens: int = 0, offered_tokens: int = 0, **more: Any) -> Explanation:

@@ -27,7 +27,7 @@ from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Refusal, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import SlowerTier, MoveOutcome, PathPlace, SlowerTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PathPlace, SlowerTier, SlowerTierOptions, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,8 +65,12 @@ class Engine:
         self.near = RamIndex(near_bytes, GRANULE_BYTES)
         self._arena = RamArena(near_bytes, GRANULE_BYTES)
         self._copies = CopyingMedium(self._arena)
-        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, SlowerTierOptions(load_timeout_s=NEVER_S))], 1, lambda: 0.0)
-        self._mover = TierMover(self._arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, OPTIONS)}, lambda: 0.0)
+        self.stack = TierStack(
+            self.near, [SlowerTier("disk", self.far, SlowerTierOptions(load_timeout_s=NEVER_S))], 1, lambda: 0.0
+        )
+        self._mover = TierMover(
+            self._arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, OPTIONS)}, lambda: 0.0
+        )
         later_ns = time.time_ns()
         adapters = Adapters(made.keys, later_ns, lambda: later_ns)
         self.planner = StorePlanner(layout, self.stack, adapters, Recorder())

@@ -12,7 +12,7 @@ from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult,
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Janitor
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import SlowerTier, MoveOutcome, MoveResult, PathPlace, SlowerTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, MoveResult, PathPlace, SlowerTier, SlowerTierOptions, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK_TOKENS = 64
@@ -39,7 +39,9 @@ class Burst:
         self.near = RamIndex(near_bytes, GRANULE_BYTES)
         arena = RamArena(near_bytes, GRANULE_BYTES)
         self._clock = disk_store.Clock()
-        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, SlowerTierOptions(load_timeout_s=NEVER_S))], 1, self._clock)
+        self.stack = TierStack(
+            self.near, [SlowerTier("disk", self.far, SlowerTierOptions(load_timeout_s=NEVER_S))], 1, self._clock
+        )
         self._mover = TierMover(arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, options)}, self._clock)
         self._copies = CopyingMedium(arena)
         self._sizes = sizes

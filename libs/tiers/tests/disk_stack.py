@@ -11,7 +11,7 @@ import disk_store
 from hybridkv.tiers import Failure, Key, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium, DiskOptions
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import SlowerTier, Hold, MoveOutcome, TierMover, TierStack
+from hybridkv.tiers.stack import Hold, MoveOutcome, SlowerTier, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK = disk_faults.CHUNK

@@ -11,13 +11,13 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot, TierConfigurationError
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import (
-    SlowerTier,
     BreakerOptions,
     BreakerState,
     Direction,
     Hold,
     HoldFailure,
     MoveOutcome,
+    SlowerTier,
     SlowerTierOptions,
     TierMove,
     TierStack,
@@ -276,7 +276,10 @@ def test_the_breaker_hides_a_dead_tier_and_lets_it_come_back() -> None:
     assert it.stack.lookup(C) is LookupResult.MISS and it.stack.leading([C]) == 0 and it.stack.last_held([C]) is None
     it.clock.now_s += 5
     it.stack.tick()
-    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.PROBING and it.stack.lookup(C) is LookupResult.HIT
+    assert (
+        it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.PROBING
+        and it.stack.lookup(C) is LookupResult.HIT
+    )
 
 
 def test_a_caller_that_stood_still_blames_no_tier_for_it() -> None:

@@ -9,7 +9,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Key, Slot, TierIndex
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import SlowerTier, BreakerOptions, Direction, Hold, MoveOutcome, SlowerTierOptions, TierMove, TierStack
+from hybridkv.tiers.stack import (
+    BreakerOptions,
+    Direction,
+    Hold,
+    MoveOutcome,
+    SlowerTier,
+    SlowerTierOptions,
+    TierMove,
+    TierStack,
+)
 
 CHUNK = 16
 NUM_RANKS = 2

@@ -179,7 +179,7 @@ def _require_stack(config: OffloadConfig) -> None:
             'one "ram" tier, and then slower ones, of each type one',
             ", ".join(f'"{name}"' for name in names),
             "what comes from a slower tier passes through host memory, so it needs some above it: "
-            '[{"type": "ram", "capacity": "4GiB"}, {"type": "disk", "path": "/var/cache/hybridkv", "capacity": "1TiB"}]',
+            '[{"type": "ram", "capacity": "4GiB"}, {"type": "disk", "path": "/var/cache/kv", "capacity": "1TiB"}]',
         )
     if config.disk is not None and not os.path.isabs(config.disk.path):
         raise ConfigurationError(

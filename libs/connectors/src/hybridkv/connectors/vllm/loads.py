@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from hybridkv.connectors.vllm.explain import Admission, explain, log
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import TierLookup
@@ -26,6 +28,7 @@ from hybridkv.planner import (
     PlanError,
     Transfer,
     chunk_blocks,
+    last_boundary,
     life,
     longest_hit,
     measure_loss,
@@ -33,6 +36,7 @@ from hybridkv.planner import (
     plan_load,
 )
 from hybridkv.planner.stages import (
+    Ask,
     AskAgain,
     Bounds,
     Bring,
@@ -156,7 +160,8 @@ class LoadPlanner:
             if self._pool is not None:
                 pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
             room = self._admission.room(state.request_id, num_tokens, pool_blocks, free_blocks)
-        return Facts(num_tokens, state.computed_tokens, generation, self._clock(), self._has_slower, held, room)
+        ask_s = self._stack.ask_s if self._stack.has_late else 0.0
+        return Facts(num_tokens, state.computed_tokens, generation, self._clock(), self._has_slower, held, room, ask_s)
 
     def _run(
         self, state: RequestState, stage: Stage, facts: Facts, errand: Errand
@@ -165,7 +170,12 @@ class LoadPlanner:
         match errand:
             case Search():
                 answer = self._search(state, stage, errand)
-                stage, step = life.searched(stage, facts, self._bounds, errand, answer)
+                settled = self._settled_tokens(state, stage, errand, answer)
+                stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
+            case Ask(limit_tokens):
+                self._ask(state, limit_tokens)
+                facts = self._facts(state)
+                stage, step = life.asked(stage, facts, self._bounds, errand)
             case Bring():
                 outcome = self._bring(state, errand)
                 stage, step = life.brought(stage, facts, self._bounds, errand, outcome)
@@ -192,6 +202,22 @@ class LoadPlanner:
         tiers = self._stack.only_near if errand.near_only else self._stack
         lookup = TierLookup(state.keys(), tiers, errand.is_last or errand.near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
+
+    def _settled_tokens(
+        self, state: RequestState, stage: Stage, errand: Search, answer: Hit | Pending | Miss
+    ) -> int | None:
+        """Where it can resume whatever becomes of what is pending; None where nobody wants to know."""
+        if stage.past.asked_until_s is None or type(answer) is not Pending:
+            return None
+        settled = self._longest_hit(state, replace(errand, is_last=True))
+        return settled.num_tokens if type(settled) is Hit else None
+
+    def _ask(self, state: RequestState, limit_tokens: int) -> None:
+        """Every chunk beyond what the engine holds, each group from its beginning."""
+        spec, keys = self._layout.spec, state.keys()
+        first, stop = state.computed_tokens // spec.chunk_tokens, last_boundary(spec, limit_tokens) // spec.chunk_tokens
+        if first < stop:
+            self._stack.ask([key for group in spec.stored_groups for key in keys.between(group, first, stop)])
 
     def _bring(self, state: RequestState, errand: Bring) -> Brought:
         keys = state.keys()

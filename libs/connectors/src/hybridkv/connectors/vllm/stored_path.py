@@ -81,7 +81,9 @@ class StoredPath:
         full = [index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.FULL]
         return tuple(key for part, key in self.keys.items() if part[0] in full and part[1] < end_token)
 
-    def take_renewal(self, spec: CacheSpec, used_bytes: tuple[int, ...], is_overdue: bool = False) -> list[bytes] | None:
+    def take_renewal(
+        self, spec: CacheSpec, used_bytes: tuple[int, ...], is_overdue: bool = False
+    ) -> list[bytes] | None:
         """All its keys in the order in which they may go, where it is time to make them recent."""
         grown = len(self.keys) - self._num_renewed
         if not is_overdue and (not grown or (not self.is_complete and grown * GROWTH < self._num_renewed)):

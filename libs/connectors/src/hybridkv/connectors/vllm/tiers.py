@@ -13,7 +13,7 @@ from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, form
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers import SealedMemory, TierConfigurationError, TierMedium
+from hybridkv.tiers import TierConfigurationError, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import CascadePolicy, SlowerTier, SlowerTierOptions, TierStack
@@ -73,9 +73,7 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
     near = RamIndex(sizes.rank_bytes, sizes.granule_bytes)
     slower = []
     for name, tier in config.slower.items():
-        options = SlowerTierOptions(
-            cascades=CascadePolicy(tier.cascade), load_timeout_s=config.load_timeout_of(tier)
-        )
+        options = SlowerTierOptions(cascades=CascadePolicy(tier.cascade), load_timeout_s=config.load_timeout_of(tier))
         burst_bytes = int(options.cascading_share * near.capacity_bytes) * layout.world_size
         try:
             index = disk_index(tier, layout, fingerprint, burst_bytes)

@@ -1,7 +1,7 @@
 """One slower tier of a stack: what is on its way to it and from it, who is asked, and what waits for its way down.
 
-It owns its breakers, its deadline, its quotas of traffic, its queue and its counts, so a tier that is slow, full or dead
-costs the others nothing. What follows for those who wait, and which tier is asked for what, is the stack's.
+It owns its breakers, its deadline, its quotas of traffic, its queue and its counts, so a tier that is slow, full or
+dead costs the others nothing. What follows for those who wait, and which tier is asked for what, is the stack's.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class Common:
 
     def wake(self, due_s: float) -> None:
         """Something changes then."""
-        if due_s < self.due_s:
-            self.due_s = due_s
+        self.due_s = min(self.due_s, due_s)
 
 
 class Level:
@@ -84,9 +83,7 @@ class Level:
         """When a deadline was looked for last without `tick`."""
         self.cascades: Cascades | None = None
         if tier.options.cascades is CascadePolicy.ALL:
-            self.cascades = Cascades(
-                common.near, tier.index, self.traffic, tier.options, self._plan_cascade, position
-            )
+            self.cascades = Cascades(common.near, tier.index, self.traffic, tier.options, self._plan_cascade, position)
 
     @property
     def load_timeout_s(self) -> float:

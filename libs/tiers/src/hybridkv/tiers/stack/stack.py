@@ -1,11 +1,11 @@
 """The deciding half of a RAM tier over slower ones, the nearest first.
 
 Nothing is read from a slower tier until a caller that knows a boundary at which every group can resume says which
-chunks it needs; then those are promoted, each from the nearest tier that holds it and may be asked, and only those. What
-is stored in the fast tier cascades behind the caller's back to each slower one that lacks it, within bounds. What came up
-from one tier goes to another by the same rule: when a caller offers what it met. A promotion alone is no such offer, since
-it says nothing of the path that a chunk is part of. Moves no byte: `take_moves` says what the media must do, `on_move`
-hears how it ended.
+chunks it needs; then those are promoted, each from the nearest tier that holds it and may be asked, and only those.
+What is stored in the fast tier cascades behind the caller's back to each slower one that lacks it, within bounds. What
+came up from one tier goes to another by the same rule: when a caller offers what it met. A promotion alone is no such
+offer, since it says nothing of the path that a chunk is part of. Moves no byte: `take_moves` says what the media must
+do, `on_move` hears how it ended.
 
 No caller waits here. A wait is a `Hold` that is not ready, and it ends: when its chunks have come, when one is lost, or
 when the deadline passes, which every answer looks at. Bytes that come later than that still find the space that was
@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-
 from typing import TypeAlias
 
 from hybridkv.planner import LookupResult
@@ -69,9 +68,12 @@ class TierStack:
         self.slower: Mapping[str, TierIndex] = {tier.name: tier.index for tier in slower}
         """The slower tiers by name, the nearest first."""
         self._by_name = {level.name: level for level in self._levels}
-        self._load_timeout_s = max((level.load_timeout_s for level in self._levels), default=SlowerTierOptions().load_timeout_s)
+        self._load_timeout_s = max(
+            (level.load_timeout_s for level in self._levels), default=SlowerTierOptions().load_timeout_s
+        )
         """Of a hold."""
-        self._has_late = any(tier.index.answers_late for tier in slower)
+        self.has_late = any(tier.index.answers_late for tier in slower)
+        """Whether one of them knows more than it says before it is asked."""
         self._holds: dict[str, Hold] = {}
         self._timeouts = 0
         self._ticked_s = clock()
@@ -177,9 +179,11 @@ class TierStack:
         return any(self._lookup(key) is _PENDING for key in keys)
 
     @property
-    def answers_late(self) -> bool:
-        """Whether a tier that may be asked knows more than it says before it is asked."""
-        return self._has_late and any(level.index.answers_late and level.is_asked() for level in self._levels)
+    def ask_s(self) -> float:
+        """How long `ask` may take until everything is answered or counts as missing; 0 where there is nothing to be
+        found out, or nobody to be asked."""
+        late = (level.ask_timeout_s for level in self._levels if level.index.answers_late and level.is_asked())
+        return max(late, default=0.0)
 
     def ask(self, keys: Sequence[Key]) -> None:
         """Let tiers that answer late find out about what no other holds. Each has its own time for that, after which
@@ -401,7 +405,7 @@ class TierStack:
             self._fail(hold, HoldFailure.LOST)
 
     def cascade(self, key: Key, place: PathPlace = ALONE) -> None:
-        """Copy a chunk that the fast tier holds to each slower one that is given chunks and lacks it, when its turn comes.
+        """Copy a chunk of the fast tier to each slower one that is given chunks and lacks it, when its turn comes.
 
         Chunks go in the order of these calls; one that needs others is called for after them. They are looked at
         together: before anything else can come into the fast tier, at the next `touch`, or when the moves are taken.

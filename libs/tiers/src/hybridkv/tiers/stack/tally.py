@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridkv.tiers.contract import Failure
-from hybridkv.tiers.stack.moves import Direction, MoveResult, MoveCounts
+from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveResult
 
 
 class MoveTally:

@@ -1,4 +1,5 @@
-"""The moves that are on their way between a fast tier and a slower one: how much they carry, who still works on them, which are late.
+"""The moves that are on their way between a fast tier and a slower one: what they carry, who works on them, which are
+late.
 
 Judges no outcome and touches no tier.
 """

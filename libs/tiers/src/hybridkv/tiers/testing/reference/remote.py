@@ -1,8 +1,8 @@
 """The executable specification of a tier that answers late: a store elsewhere, which may be slow, lie and lose things.
 
 Also the worked example of a tier that is neither memory nor a disk: one store, an index for each engine that uses it,
-and a medium for each rank. `RemoteStore` is the world; a test tells it what goes wrong there. Nothing waits: time is the
-clock's, and what is on its way comes when the clock says so.
+and a medium for each rank. `RemoteStore` is the world; a test tells it what goes wrong there. Nothing waits: time is
+the clock's, and what is on its way comes when the clock says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Completion, Failure, FailureReason, Key, Refusal, Slot, Ticket, TierCounts
+from hybridkv.tiers.contract import (
+    UNSPECIFIED,
+    Completion,
+    Failure,
+    FailureReason,
+    Key,
+    Refusal,
+    Slot,
+    Ticket,
+    TierCounts,
+)
 from hybridkv.tiers.testing.reference.index import ReferenceIndex
 from hybridkv.tiers.testing.reference.medium import ReferenceMedium
 
