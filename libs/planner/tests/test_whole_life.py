@@ -1,5 +1,6 @@
 """The planner decides a request's loads and stores from its first question to its end, and loads no engine for it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,8 @@ def test_a_request_goes_without_a_slow_tier_that_does_not_answer_in_time() -> No
 
 
 def run(source: str) -> list[str]:
-    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, env=path)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()
 

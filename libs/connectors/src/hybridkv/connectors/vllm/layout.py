@@ -89,19 +89,24 @@ def resolve_layout(
             does not fit.
     """
     _require_plain_parallelism(vllm_config)
-    specs = group_specs(vllm_config, kv_cache_config)
+    stored = compat.cacheable_group_ids(kv_cache_config)
     placements = {name: tensor for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
     in_pieces = compat.heads_before_layers(kv_cache_config)
+    specs: list[GroupSpec] = []
     layers: list[tuple[LayerLayout, ...]] = []
     fingerprints: list[GroupFingerprint] = []
-    for spec, group in zip(specs, kv_cache_config.kv_cache_groups, strict=True):
-        if spec.kind is GroupKind.SCRATCH:
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        path = f"kv_cache_groups[{i}]"
+        if i not in stored:
+            specs.append(GroupSpec(kind=GroupKind.SCRATCH, block_tokens=group.kv_cache_spec.block_size))
             layers.append(())
             continue
+        spec = _group_spec(path, group, compat.hash_block_tokens(vllm_config, kv_cache_config))
         prints = tuple(
             _layer_fingerprint(name, _layer_spec(group, name), None if in_pieces else placements.get(name))
             for name in group.layer_names
         )
+        specs.append(spec)
         layers.append(tuple(LayerLayout(layer.name, layer.page_bytes, interleaved=in_pieces) for layer in prints))
         fingerprints.append(
             GroupFingerprint(
@@ -115,7 +120,7 @@ def resolve_layout(
         )
     if not fingerprints:
         raise no_stored_group()
-    cache = CacheSpec(specs, _chunk(specs, chunk_tokens, vllm_config.model_config.max_model_len))
+    cache = CacheSpec(tuple(specs), _chunk(specs, chunk_tokens, vllm_config.model_config.max_model_len))
     return CacheLayout(
         spec=cache,
         layers=tuple(layers),
@@ -126,21 +131,20 @@ def resolve_layout(
     )
 
 
-def group_specs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
-    """What each of the engine's groups needs to be resumed: the one translation of its specs.
+def group_specs(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
+    """What each of the engine's groups keeps, by the same translation as for `resolve_layout`. What only keys depend on
+    is left out (`lookahead_tokens`).
 
     Raises:
         ConfigurationError: a group is of a kind that is not known.
     """
-    cacheable = compat.cacheable_group_ids(kv_cache_config)
-    specs = []
-    for i, group in enumerate(kv_cache_config.kv_cache_groups):
-        if i in cacheable:
-            lookahead = compat.hash_block_tokens(vllm_config, kv_cache_config) if group.is_eagle_group else 0
-            specs.append(_group_spec(f"kv_cache_groups[{i}]", group, lookahead))
-        else:
-            specs.append(GroupSpec(kind=GroupKind.SCRATCH, block_tokens=group.kv_cache_spec.block_size))
-    return tuple(specs)
+    stored = compat.cacheable_group_ids(kv_cache_config)
+    return tuple(
+        _group_spec(f"kv_cache_groups[{i}]", group, 0)
+        if i in stored
+        else GroupSpec(kind=GroupKind.SCRATCH, block_tokens=group.kv_cache_spec.block_size)
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
 
 
 def no_stored_group() -> ConfigurationError:
@@ -185,7 +189,8 @@ def _chunk(specs: Sequence[GroupSpec], wanted: int | Literal["auto"], max_model_
     return chunk
 
 
-def _group_spec(path: str, group: KVCacheGroupSpec, lookahead: int) -> GroupSpec:
+def _group_spec(path: str, group: KVCacheGroupSpec, hash_tokens: int) -> GroupSpec:
+    lookahead = hash_tokens if group.is_eagle_group else 0
     translated = {_translate(path, _layer_spec(group, name), group, lookahead) for name in group.layer_names}
     if len(translated) != 1:
         raise ConfigurationError(

@@ -56,7 +56,7 @@ def load_admission(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> L
         ConfigurationError: the model has no group of which anything could be loaded, or one of unknown meaning: how
             many blocks a request needs of that nobody here can say, whoever loads it.
     """
-    groups = group_specs(vllm_config, kv_cache_config)
+    groups = group_specs(kv_cache_config)
     if all(group.kind is GroupKind.SCRATCH for group in groups):
         raise no_stored_group()
     return LoadAdmission(CacheSpec(groups, chunk_unit(groups)), compat.max_in_flight_tokens(vllm_config))
