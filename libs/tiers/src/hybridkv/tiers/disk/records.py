@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.disk.change_log import ChangeLog
-from hybridkv.tiers.disk.layout import number_of, record_bytes
+from hybridkv.tiers.disk.layout import ADDRESS_BITS, record_bytes
 from hybridkv.tiers.disk.options import DiskSizes
 from hybridkv.tiers.disk.segments import SegmentTable
 from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyLedger, LeastRecentlyUsed, State
@@ -108,8 +108,12 @@ class RecordTable(KeyLedger[Record]):
         """(key, address, payload bytes) of records that an opening found, least recently used first."""
         by_number, live_bytes = self._segments.by_number, dict.fromkeys(self._segments.by_number, 0)
         by_key, track, num_uses = self.by_key, self.evictable.track, 0
+        costs: dict[int, int] = {}  # asked for without a call, as `number_of` is: there are millions
         for key, address, payload_bytes in found:
-            number, cost = number_of(address), cost_of(payload_bytes)
+            cost = costs.get(payload_bytes)
+            if cost is None:
+                cost = costs[payload_bytes] = cost_of(payload_bytes)
+            number = address >> ADDRESS_BITS
             num_uses += 1
             record = by_key[key] = Record(cost, _COMMITTED, 0, key, address, payload_bytes, num_uses)
             track(key, record)
