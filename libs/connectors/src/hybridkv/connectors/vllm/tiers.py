@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, format_size
@@ -71,19 +70,30 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
         ConfigurationError: a tier cannot be opened.
     """
     near = RamIndex(sizes.rank_bytes, sizes.granule_bytes)
+    slower = slower_tiers(config, layout, fingerprint, near.capacity_bytes)
+    return TierStack(near, slower, layout.world_size, clock)
+
+
+def slower_tiers(
+    config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, near_bytes: int
+) -> list[SlowerTier]:
+    """The tiers under host memory, of which each rank has `near_bytes`.
+
+    Raises:
+        ConfigurationError: a tier cannot be opened.
+    """
     slower = []
     for name, tier in config.slower.items():
         options = SlowerTierOptions(cascades=CascadePolicy(tier.cascade), load_timeout_s=config.load_timeout_of(tier))
-        burst_bytes = int(options.cascading_share * near.capacity_bytes) * layout.world_size
+        burst_bytes = int(options.cascading_share * near_bytes) * layout.world_size
         try:
             index = disk_index(tier, layout, fingerprint, burst_bytes)
         except TierConfigurationError as error:
             field = _DISK_FIELDS.get(error.field, error.field)
-            raise ConfigurationError(
-                f"{config.path_of(name)}.{field}", error.expected, repr(error.got), error.hint
-            ) from error
+            path = f"{config.path_of(name)}.{field}"
+            raise ConfigurationError(path, error.expected, repr(error.got), error.hint) from error
         slower.append(SlowerTier(name, index, options))
-    return TierStack(near, slower, layout.world_size, clock)
+    return slower
 
 
 def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> None:
@@ -107,7 +117,11 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
 
 def media(config: OffloadConfig, rank: int) -> dict[str, Callable[[bytes], TierMedium]]:
     """What opens a worker's half of each slower tier, given the namespace."""
-    return {name: partial(disk_medium, tier, rank=rank) for name, tier in config.slower.items()}
+
+    def opener(tier: DiskTierConfig) -> Callable[[bytes], TierMedium]:
+        return lambda namespace: disk_medium(tier, namespace, rank)
+
+    return {name: opener(tier) for name, tier in config.slower.items()}
 
 
 def disk_index(
