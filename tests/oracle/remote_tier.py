@@ -28,7 +28,7 @@ CAPACITY_BYTES = 1 << 30
 PEER = "peer"
 
 
-@dataclass(slots=True)
+@dataclass
 class World:
     """Time, and the store elsewhere, over all engines of a test."""
 

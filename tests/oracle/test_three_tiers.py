@@ -1,5 +1,5 @@
-"""A store elsewhere under RAM and disk: whatever it says, and whenever, the engine reads no wrong byte and does not wait
-beyond its deadlines."""
+"""A store elsewhere under RAM and disk: whatever it says, and whenever, the engine reads no wrong byte and no request
+waits beyond its deadlines."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_store_that_gives_back_other_bytes_unseen_is_found_out(
 ) -> None:
     """Negative control: bytes of the store elsewhere do reach the engine, and the oracle looks at them."""
     store_and_lose(mix, world, tmp_path)
-    monkeypatch.setattr(world, "make_medium", lambda rank: Lying(world.store, rank), raising=False)
+    monkeypatch.setattr(world, "make_medium", lambda rank: Lying(world.store, rank))
     with elsewhere(mix, world, tmp_path) as engine, pytest.raises(CorruptionError):
         ask_again(engine)
 
@@ -169,6 +169,7 @@ def elsewhere(mix: Mix, world: World, directory: Path) -> OracleEngine:
 
 
 def opened(mix: Mix, world: World, directory: Path) -> OracleEngine:
+    """Its time passes by the step, and nothing goes wrong."""
     settings = EngineSettings(
         num_blocks=400, max_step_tokens=64, retention_tokens=None, connector=three(mix, directory)
     )

@@ -21,7 +21,7 @@ from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.connectors.vllm.requests import RequestState
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.stored_path import StoredChunk
+from hybridkv.connectors.vllm.stored_path import StoredChunk, add
 from hybridkv.connectors.vllm.stores import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Refusal, Ticket
@@ -251,7 +251,7 @@ def test_what_follows_a_path_of_long_ago_goes_down_only_where_that_is_whole(
             engine.near.invalidate(keys[0])
         met = [StoredChunk((0, 2 * CHUNK_TOKENS), keys[1], PathPlace((keys[0],)), False)] if is_met_again else []
         assert not isinstance(engine.stack.reserve(keys[2], 128 * KIB), Refusal)
-        engine.planner._used_bytes += engine.far.capacity_bytes
+        engine.planner._used_bytes = add(engine.planner._used_bytes, (engine.far.capacity_bytes,))
         new = StoredChunk((0, 3 * CHUNK_TOKENS), keys[2], PathPlace((keys[1],)), True)
         engine.planner._settle(state.path, [*met, new])
         assert [move.key for move in engine.stack.take_moves()] == ([keys[2]] if is_whole else [])
