@@ -58,7 +58,9 @@ def test_a_path_is_overdue_when_others_have_used_a_part_of_the_tier_since() -> N
     path.take_renewal(SPEC, (500,))
     assert not path.is_overdue((624,), (1000,)) and path.is_overdue((625,), (1000,))
     path.take_renewal(SPEC, (500, 0), is_overdue=True)
-    assert not path.is_overdue((500, 124), (10_000, 1000)) and path.is_overdue((500, 125), (10_000, 1000)), "in any tier"
+    assert not path.is_overdue((500, 124), (10_000, 1000)) and path.is_overdue((500, 125), (10_000, 1000)), (
+        "in any tier"
+    )
     assert not StoredPath().is_overdue((), ()), "there is no slower tier"
 
 

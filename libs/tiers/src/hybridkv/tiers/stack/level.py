@@ -98,11 +98,10 @@ class Level:
     def is_asked(self) -> bool:
         """Whether it may be asked for anything now: one promotion at a time is its probe, and what it never answered
         takes up no more of the fast tier than may move at one time."""
-        traffic = self.traffic
-        return (
-            self.ways.allows(Direction.PROMOTE, traffic.num_in_time[Direction.PROMOTE])
-            and traffic.late_bytes <= self._promoting_bytes
-        )
+        traffic, ways = self.traffic, self.ways
+        if traffic.late_bytes > self._promoting_bytes:
+            return False
+        return ways.is_up or ways.allows(Direction.PROMOTE, traffic.num_in_time[Direction.PROMOTE])
 
     # The way up.
 
@@ -119,9 +118,12 @@ class Level:
 
     def plan(self, direction: Direction, key: Key, near: Slot, far: Slot) -> None:
         """A move between the places that were given to it."""
-        now_s = self._common.clock()
+        common = self._common
+        now_s = common.clock()
         self.traffic.plan(direction, key, near, far, now_s)
-        self._common.wake(now_s + self._options.load_timeout_s)
+        due_s = now_s + self._options.load_timeout_s
+        if due_s < common.due_s:
+            common.due_s = due_s
 
     # The way down.
 
@@ -130,10 +132,11 @@ class Level:
 
     def cascade(self, key: Key, place: PathPlace) -> None:
         """Copy a chunk here when its turn comes, if this tier is given any and lacks it."""
-        if self.cascades is not None:
-            if self.cascades.is_full and self.cascades.has_news:
+        cascades = self.cascades
+        if cascades is not None:
+            if cascades.is_full and cascades.has_news:
                 self.pump()
-            dropped = self.cascades.add(key, place, self._common.clock())
+            dropped = cascades.add(key, place, self._common.clock())
             if dropped is not None:
                 self._drop(dropped)
 

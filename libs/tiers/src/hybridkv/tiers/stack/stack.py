@@ -143,11 +143,14 @@ class TierStack:
         if not indexes:
             return held
         indexes.append(self.near)
+        num_keys, num_indexes = len(keys), len(indexes)
         turn = idle = 0
-        while held < len(keys) and idle < len(indexes):
+        while held < num_keys and idle < num_indexes:
             more = indexes[turn].leading(keys[held:])
             idle = 0 if more else idle + 1
-            held, turn = held + more, (turn + 1) % len(indexes)
+            held, turn = held + more, turn + 1
+            if turn == num_indexes:
+                turn = 0
         return held
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
@@ -169,7 +172,11 @@ class TierStack:
 
     def _asked(self) -> list[TierIndex]:
         """The slower tiers that may be asked for anything now."""
-        return [level.index for level in self._levels if level.is_asked()] if self._levels else []
+        asked = []
+        for level in self._levels:
+            if level.is_asked():
+                asked.append(level.index)
+        return asked
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
         """Whether one of these keys is PENDING."""
@@ -358,12 +365,11 @@ class TierStack:
     def commit(self, key: Key, place: PathPlace = ALONE) -> bool:
         """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
         is_stored = self.near.commit(key)
-        if is_stored:
-            self._hand_out(key)
-            self.cascade(key, place)
-        else:
-            self._lose(key)
+        if self._holds:
+            self._hand_out(key) if is_stored else self._lose(key)
         for level in self._cascading:
+            if is_stored:
+                level.cascade(key, place)
             level.on_near(key)
         return is_stored
 
@@ -474,7 +480,9 @@ class TierStack:
         """
         now_s = self._clock()
         for level in self._levels:
-            self._on_late(level, level.blame_before(self._ticked_s, now_s))
+            late = level.blame_before(self._ticked_s, now_s)
+            if late:
+                self._on_late(level, late)
         self._ticked_s = now_s
         self._pass_time(now_s)
         for level in self._cascading:
@@ -503,7 +511,9 @@ class TierStack:
 
     def _pass_time(self, now_s: float) -> None:
         limit_s = self._load_timeout_s
-        due_s = min((level.pass_time(now_s) for level in self._levels), default=_NEVER_S)
+        due_s = _NEVER_S
+        for level in self._levels:
+            due_s = min(due_s, level.pass_time(now_s))
         for hold in self._holds.values():
             if hold.waiting and now_s - hold.since_s >= limit_s:
                 self._fail(hold, HoldFailure.TIMEOUT)

@@ -6,7 +6,6 @@ Judges no outcome and touches no tier.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -96,9 +95,13 @@ class Traffic:
 
     def give_up(self, before_s: float) -> list[Moving]:
         """The moves that became late: they began at `before_s` or earlier."""
-        until = itertools.takewhile(lambda moving: moving.since_s <= before_s, self._moves.values())
-        late = [moving for moving in until if not moving.is_late]
-        for moving in late:
+        late: list[Moving] = []
+        for moving in self._moves.values():
+            if moving.since_s > before_s:
+                break
+            if moving.is_late:
+                continue
+            late.append(moving)
             moving.is_late = True
             self.num_in_time[moving.move.direction] -= 1
             if moving.is_late_promotion:
