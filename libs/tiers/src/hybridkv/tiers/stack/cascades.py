@@ -142,7 +142,7 @@ class Cascades:
         self._again: list[tuple[int, _Waiting]] = []
         """A heap of what is sent again, before all else: it was there first."""
         self._queue: deque[_Waiting | _Touch] = deque()
-        self._parked: dict[Key, list[_Waiting]] = {}
+        self.parked: dict[Key, list[_Waiting]] = {}
         """By what they need, which the fast tier is about to hold."""
         self._parked_keys: set[Key] = set()
         self._keys: set[Key] = set()
@@ -203,11 +203,11 @@ class Cascades:
 
     def on_near(self, key: Key) -> None:
         """The fast tier holds a chunk now, or never will: what waited for it goes behind it."""
-        if not self._parked:
+        if not self.parked:
             return
         ended = deque([key])
         while ended:
-            for waiting in self._parked.pop(ended.popleft(), ()):
+            for waiting in self.parked.pop(ended.popleft(), ()):
                 self._parked_keys.discard(waiting.key)
                 waiting.number = next(self._numbers)
                 self._queue.append(waiting)
@@ -325,7 +325,7 @@ class Cascades:
         """What another store is about to bring is waited for, apart: it comes behind in the queue."""
         if need not in self._parked_keys and self._near.lookup(need) is not LookupResult.PENDING:
             return MoveResult.DROPPED_ORPHAN
-        self._parked.setdefault(need, []).append(waiting)
+        self.parked.setdefault(need, []).append(waiting)
         self._parked_keys.add(waiting.key)
         return _Next.PARKED
 
@@ -448,7 +448,7 @@ class Cascades:
 
     def _drop_all(self) -> None:
         self._again, self._queue, self._is_blocked = [], deque(), False
-        self._parked.clear()
+        self.parked.clear()
         self._parked_keys.clear()
         self._keys.clear()
 

@@ -121,9 +121,7 @@ class Level:
         common = self._common
         now_s = common.clock()
         self.traffic.plan(direction, key, near, far, now_s)
-        due_s = now_s + self._options.load_timeout_s
-        if due_s < common.due_s:
-            common.due_s = due_s
+        common.due_s = min(common.due_s, now_s + self._options.load_timeout_s)
 
     # The way down.
 
@@ -144,6 +142,11 @@ class Level:
     def num_waiting(self) -> int:
         """Chunks that wait for their way down."""
         return 0 if self.cascades is None else self.cascades.num_waiting
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether something waits for what the fast tier is about to hold."""
+        return self.cascades is not None and bool(self.cascades.parked)
 
     def on_near(self, key: Key) -> None:
         """The fast tier holds a chunk now, or never will."""

@@ -370,7 +370,8 @@ class TierStack:
         for level in self._cascading:
             if is_stored:
                 level.cascade(key, place)
-            level.on_near(key)
+            if level.has_parked:
+                level.on_near(key)
         return is_stored
 
     def abort(self, key: Key) -> None:
@@ -378,7 +379,8 @@ class TierStack:
         self.near.abort(key)
         self._lose(key)
         for level in self._cascading:
-            level.on_near(key)
+            if level.has_parked:
+                level.on_near(key)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Make keys the most recently used in every tier, the last one most.
@@ -454,7 +456,8 @@ class TierStack:
                 self.near.abort(key)
             self._lose(key)
         for level in self._cascading:
-            level.on_near(key)
+            if level.has_parked:
+                level.on_near(key)
 
     def _hand_out(self, key: Key) -> None:
         """A key that was on its way into the fast tier has come."""
