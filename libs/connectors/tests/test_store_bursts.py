@@ -235,6 +235,31 @@ def test_a_request_that_ends_offers_again_what_the_disk_lacks_of_it(tmp_path: Pa
         assert engine.stack.take_counts().moves.cascades == {"done": 3 if is_in_host_memory else 1}
 
 
+def test_what_only_the_disk_has_of_a_prompt_makes_no_room_for_what_follows_it(tmp_path: Path) -> None:
+    """It is computed again, so that for host memory it is new."""
+    with Engine(tmp_path / "store", 128 * MIB) as engine:
+        engine.compute("a", 20)
+        engine.settle()
+        for key in engine.states["a"].path.keys.values():
+            engine.near.invalidate(key)
+        engine.compute("b", NUM_FITTING - 20)
+        engine.settle()
+        engine.compute("a#1", 60)
+        engine.settle()
+        assert engine.resumable("a#1", engine.far) == 60 * CHUNK_TOKENS
+
+
+def test_a_request_that_ends_does_not_offer_again_what_the_disk_can_have_no_room_for(tmp_path: Path) -> None:
+    with Engine(tmp_path / "store", 128 * MIB) as engine:
+        engine.compute("r", NUM_FITTING + 60)
+        engine.settle()
+        counts = engine.stack.take_counts().moves.cascades
+        assert sum(counts.values()) == 2 * (NUM_FITTING + 60) > counts["done"]
+        engine.end("r")
+        engine.settle()
+        assert engine.stack.take_counts().moves.cascades == {}
+
+
 @pytest.mark.parametrize("is_met_again", [False, True])
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_what_follows_a_path_of_long_ago_goes_down_only_where_that_is_whole(

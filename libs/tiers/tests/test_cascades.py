@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from test_stack import CHUNK, A, B, C, Stack
 
@@ -126,6 +128,25 @@ def test_what_waited_while_nobody_was_awake_goes_when_somebody_comes() -> None:
     assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B] and it.stack.has_moves_alive()
 
 
+def test_what_waited_while_nobody_was_awake_is_not_given_up_while_it_goes() -> None:
+    it, far = slow(Refusal.BUSY, load_timeout_s=30.0, max_cascading=1)
+    store_path(it, A, B, C)
+    it.clock.now_s += 3600
+    far.answer = None
+    it.stack.tick()
+    moves = it.moves(Direction.CASCADE)
+    it.stack.tick()
+    assert it.stack.num_waiting("disk") == 2, "one is on its way"
+    it.end(moves)
+    it.end(it.moves(Direction.CASCADE))
+    far.answer = Refusal.BUSY
+    it.stack.tick()
+    it.clock.now_s += 60
+    for _ in range(2):
+        it.stack.tick()
+    assert it.stack.num_waiting("disk") == 0 and it.stack.take_counts().moves.cascades == {"done": 2, "dropped_late": 1}
+
+
 def test_a_medium_that_stays_busy_keeps_nobody_awake() -> None:
     it = Stack()
     it.store(A)
@@ -221,6 +242,29 @@ def test_what_is_touched_while_it_cascades_has_that_order_when_it_is_there(is_to
     # Without it the beginning goes first, which is what came first.
     assert it.far.lookup(A) is (LookupResult.HIT if is_touched else LookupResult.MISS)
     assert it.far.lookup(C) is (LookupResult.MISS if is_touched else LookupResult.HIT)
+
+
+@pytest.mark.parametrize("num_landed", [4, 5])
+def test_what_follows_pushes_out_an_older_end_in_whatever_order_chunks_come(num_landed: int) -> None:
+    """Two prompts fill the tier, and a last chunk of the younger one waits until chunks of both have come."""
+    older, younger = [b"a1", b"a2", b"a3"], [b"b1", b"b2", b"b3"]
+    for order in itertools.permutations([*older, *younger[:2]]):
+        landed = order[:num_landed]
+        if not set(older) <= set(landed):
+            continue
+        it = Stack(far_chunks=5, max_cascading=5)
+        for path in (older, younger):
+            store_path(it, *path)
+            it.stack.touch(path[::-1])
+        moving = {move.key: move for move in it.moves(Direction.CASCADE)}
+        assert it.stack.num_waiting("disk") == 1
+        it.end([moving.pop(key) for key in landed])
+        last = it.moves(Direction.CASCADE)
+        assert [move.key for move in last] == younger[2:]
+        it.end([*moving.values(), *last])
+        assert (it.far.leading(older), it.far.leading(younger)) == (2, 3), order
+        it.put_far(D)
+        assert (it.far.leading(older), it.far.leading(younger)) == (1, 3), order
 
 
 def test_a_touch_waits_for_no_move_that_is_late() -> None:

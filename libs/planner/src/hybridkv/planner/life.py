@@ -206,7 +206,7 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
     past, answer = found.past, found.answer
     if facts.ask_s and not past.near_only:
         if past.asked_until_s is None:
-            settled = facts.computed_tokens if type(answer) is Miss else answer.num_tokens
+            settled = facts.computed_tokens if isinstance(answer, Miss) else answer.num_tokens
             if is_worth_waiting(settled, found.limit_tokens, facts.ask_s, bounds.tokens_per_s):
                 past = replace(past, asked_until_s=facts.now_s + facts.ask_s)
                 return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)

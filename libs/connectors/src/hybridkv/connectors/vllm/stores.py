@@ -165,7 +165,7 @@ class StorePlanner:
         """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right."""
         spec = self._layout.spec
         is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.capacities)
-        met = [chunk.key for chunk in reversed(chunks) if not chunk.is_new]
+        met = [chunk.key for chunk in reversed(chunks) if not chunk.is_new or self._stack.is_below(chunk.key)]
         if met and not is_overdue:
             # What was there already must not make room for what follows it.
             self._stack.touch(met)
@@ -210,7 +210,8 @@ class StorePlanner:
 
     def _offer_again(self, path: StoredPath) -> None:
         """What a slower tier lacks of a path by now, up to the first chunk without which the rest is worth nothing and
-        which the fast tier has not either. What waits already is not asked for twice."""
+        which the fast tier has not either, or for which there can be no room in any. What waits already is not asked
+        for twice."""
         spec, stack = self._layout.spec, self._stack
         if stack.has_all_below(list(path.keys.values())):
             return
@@ -218,6 +219,8 @@ class StorePlanner:
         for part in path_order(spec, path.keys):
             key = path.keys[part]
             path_bytes = add(path_bytes, stack.costs(self._layout.chunk_bytes(*part)))
+            if all(num_bytes > capacity for num_bytes, capacity in zip(path_bytes, stack.capacities, strict=True)):
+                return
             if not stack.lacks_below(key):
                 continue
             needs = needed_before(spec, *part)

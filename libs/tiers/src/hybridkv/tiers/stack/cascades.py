@@ -160,9 +160,10 @@ class Cascades:
         self._num_touched = 0
         """Keys of all touches that wait."""
         self.since_s = 0.0
-        """When something came to its end well, or began to wait where nothing did."""
+        """When something came to its end well, was sent for the first time, or began to wait where nothing did."""
         self._patient_s = 0.0
-        """The same, but that what begins to wait is no news where nothing was sent since the last that did."""
+        """When something came to its end well, or began to wait where nothing did and something was sent since the last
+        that began so."""
         self._has_sent = True
 
     @property
@@ -229,11 +230,12 @@ class Cascades:
 
     # What goes.
 
-    def pump(self, gate: Callable[[], Gate]) -> list[MoveResult]:
+    def pump(self, gate: Callable[[], Gate], now_s: float) -> list[MoveResult]:
         """Send what may go now. Why others are dropped, one for each.
 
         Args:
             gate: whether the slow tier may be written to.
+            now_s: what waits behind something that is sent now for the first time waits anew.
         """
         dropped: list[MoveResult] = []
         self._has_news = False
@@ -244,6 +246,7 @@ class Cascades:
                 self._reach(item)
                 self._queue.popleft()
                 continue
+            is_first = item.batch is None
             then = self._try(item, is_open)
             self._is_blocked = then is _Next.LATER
             if then is _Next.LATER:
@@ -256,6 +259,7 @@ class Cascades:
                 continue
             self._keys.discard(item.key)
             if then is _Next.SENT:
+                self.since_s = now_s if is_first else self.since_s
                 is_open = gate() if is_open is Gate.PROBE else is_open
             elif isinstance(then, MoveResult):
                 dropped.append(then)
@@ -364,7 +368,7 @@ class Cascades:
                 self._closed, self._batch = self._batch, _Batch()
                 if self._closed.num_left:
                     self._far.touch(self._closed.order)
-            elif self._batch.num_left:
+            else:
                 self._far.touch(self._batch.order)
 
     # What came of it.

@@ -173,7 +173,7 @@ class Level:
     def pump(self) -> None:
         """Send what may go now."""
         if self.cascades is not None:
-            for dropped in self.cascades.pump(self._gate):
+            for dropped in self.cascades.pump(self._gate, self._common.clock()):
                 self._drop(dropped)
             if self.cascades.num_waiting:
                 self._common.wake(self.cascades.since_s + self._options.load_timeout_s)

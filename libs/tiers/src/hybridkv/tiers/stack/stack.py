@@ -205,6 +205,10 @@ class TierStack:
         """Whether a slower tier that is given chunks lacks this one."""
         return any(level.index.lacks(key) for level in self._cascading)
 
+    def is_below(self, key: Key) -> bool:
+        """Whether a slower tier that is given chunks has this one, or is about to."""
+        return any(not level.index.lacks(key) for level in self._cascading)
+
     def has_all_below(self, keys: Sequence[Key]) -> bool:
         """Whether no slower tier that is given chunks lacks one of these."""
         return all(holds_all(level.index, keys) for level in self._cascading)
