@@ -169,7 +169,7 @@ def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict
     """The tiers, with these prompts on a disk that works and nowhere else, and what they gave, computed."""
     stack: TierStack = engine.connector._scheduler._stack
     assert isinstance(stack.slower["disk"], DiskIndex)
-    stack._ways = Ways(BreakerOptions(), BreakerOptions())
+    stack._levels[0].ways = Ways(BreakerOptions(), BreakerOptions())
     plan()
     accept_writes()
     # What failed in the life before need not rest any longer.

@@ -118,7 +118,7 @@ def first_full_chunk(engine: Engine, plan: list[tuple[int, bytes]]) -> bytes:
 def life(engine: Engine, kind: str, loads: Loads, forgets_host_memory: bool = False) -> dict[str, Any]:
     """The prompts again, after the engine has forgotten its own blocks."""
     stack = engine.connector._scheduler._stack
-    stack._ways = Ways(BreakerOptions(), BreakerOptions())
+    stack._levels[0].ways = Ways(BreakerOptions(), BreakerOptions())
     engine.reset_prefix_cache()
     if forgets_host_memory:
         stack.near.clear()
