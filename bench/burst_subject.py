@@ -15,7 +15,7 @@ import disk_subject
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPlace, StackOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PathPlace, SlowerTier, SlowerTierOptions, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK_BYTES = 512 << 10
@@ -30,7 +30,7 @@ class Burst:
 
     def __init__(self, path: Path, capacity_bytes: int, offered_bytes: int) -> None:
         near_bytes = offered_bytes + (64 << 20)
-        stack_options = StackOptions()
+        stack_options = SlowerTierOptions()
         options = DiskOptions(
             capacity_bytes=capacity_bytes,
             fsync=Fsync.NONE,
@@ -41,9 +41,9 @@ class Burst:
         near = RamIndex(near_bytes, GRANULE_BYTES)
         self._arena = RamArena(near_bytes, GRANULE_BYTES)
         self._copies = CopyingMedium(self._arena)
-        self.stack = TierStack(near, self.far, 1, time.monotonic, stack_options)
+        self.stack = TierStack(near, [SlowerTier("disk", self.far, stack_options)], 1, time.monotonic)
         medium = DiskMedium(str(path), self.far.namespace, 0, options)
-        self._mover = TierMover(self._arena, medium, time.monotonic)
+        self._mover = TierMover(self._arena, {"disk": medium}, time.monotonic)
         self._tickets = itertools.count(1)
         self._chunk = memoryview(bytes(range(256)) * (CHUNK_BYTES // 256))
         self.prompts: list[list[bytes]] = []
@@ -51,14 +51,14 @@ class Burst:
     def offer(self) -> None:
         """One prompt, as a store of it ends."""
         keys = [b"%d-%d" % (len(self.prompts), number) for number in range(PROMPT_CHUNKS)]
-        cost_bytes = self.stack.far_cost(CHUNK_BYTES)
+        cost_bytes = self.stack.costs(CHUNK_BYTES)[0]
         for number, key in enumerate(keys):
             slot = self.stack.reserve(key, CHUNK_BYTES)
             if not isinstance(slot, Slot):
                 raise RuntimeError(f"host memory has no room: {slot}")
             self._copies.store(Ticket(next(self._tickets)), key, slot, [self._chunk])
             self._copies.poll()
-            self.stack.commit(key, PathPlace(tuple(keys[max(number - 1, 0) : number]), (number + 1) * cost_bytes))
+            self.stack.commit(key, PathPlace(tuple(keys[max(number - 1, 0) : number]), ((number + 1) * cost_bytes,)))
         self.stack.touch(keys[::-1])
         self.prompts.append(keys)
 
@@ -74,9 +74,9 @@ class Burst:
 
     def result(self, seconds: float) -> dict[str, float]:
         offered = PROMPT_CHUNKS * len(self.prompts)
-        fitting = min(offered, self.far.capacity_bytes / self.stack.far_cost(CHUNK_BYTES))
+        fitting = min(offered, self.far.capacity_bytes / self.stack.costs(CHUNK_BYTES)[0])
         resumable = sum(self.far.leading(keys) for keys in self.prompts)
-        counts = self.stack.take_counts()
+        counts = self.stack.take_counts().moves
         dropped = sum(number for result, number in counts.cascades.items() if str(result).startswith("dropped"))
         stored_bytes = counts.cascaded_bytes
         moved_bytes = self.far.take_disk_counts().moved_bytes

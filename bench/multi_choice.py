@@ -66,7 +66,7 @@ class Offload:
             key = keys.key(0, hashes, end)
             index.reserve(key, GRANULE_BYTES)
             index.commit(key)
-        stack = TierStack(index, None, 1, time.monotonic)
+        stack = TierStack(index, (), 1, time.monotonic)
         deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
         self._scheduler = OffloadScheduler(
             layout, Identity(keys, Adapters(keys, 0)), stack, LoadAdmission(spec, 2048), deadlines, Recorder()

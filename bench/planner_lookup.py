@@ -124,7 +124,7 @@ class Ours:
                 key = self.keys.key(group_index, hashes, (chunk + 1) * self.spec.chunk_tokens)
                 self.index.reserve(key, GRANULE_BYTES)
                 self.index.commit(key)
-        self.stack = TierStack(self.index, None, 1, time.monotonic)
+        self.stack = TierStack(self.index, (), 1, time.monotonic)
         deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
         self.scheduler = OffloadScheduler(
             self.layout,

@@ -98,14 +98,14 @@ def count() -> None:
 def take_counts_of(stack: TierStack) -> dict[str, Any]:
     """What was counted since the last call."""
     stack.take_counts()
-    assert isinstance(stack.far, DiskIndex)
-    stack.far.drain(restart_process.DRAIN_S)
-    stack.far.take_disk_counts()
+    assert isinstance(stack.slower["disk"], DiskIndex)
+    stack.slower["disk"].drain(restart_process.DRAIN_S)
+    stack.slower["disk"].take_disk_counts()
     promotions: Counter[str] = Counter()
     cascades: Counter[str] = Counter()
     openings: Counter[str] = Counter()
     failures: Counter[str] = Counter()
-    for counts in COUNTED:
+    for counts in (each.moves for each in COUNTED):
         promotions.update({str(result): number for result, number in counts.promotions.items()})
         cascades.update({str(result): number for result, number in counts.cascades.items()})
         openings.update({str(direction): number for direction, number in counts.breaker_openings.items()})
@@ -168,12 +168,12 @@ def injected(directory: Path) -> dict[str, Callable[[], object]]:
 def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict[str, Any]]]:
     """The tiers, with these prompts on a disk that works and nowhere else, and what they gave, computed."""
     stack: TierStack = engine.connector._scheduler._stack
-    assert isinstance(stack.far, DiskIndex)
-    stack._ways = Ways(BreakerOptions(), BreakerOptions())
+    assert isinstance(stack.slower["disk"], DiskIndex)
+    stack._levels[0].ways = Ways(BreakerOptions(), BreakerOptions())
     plan()
     accept_writes()
     # What failed in the life before need not rest any longer.
-    stack.far._upkeep.state.rests._until_s.clear()
+    stack.slower["disk"]._upkeep.state.rests._until_s.clear()
     cold = []
     for prompt in stored:
         cold += restart_process.run(engine, [prompt], drain=True)
@@ -191,7 +191,7 @@ def life(engine: Engine, kind: str, number: int, fault: Callable[[], object]) ->
     fault()
     warm = restart_process.run(engine, stored, drain=True)
     restart_process.run(engine, [make_prompt(len(stored[-1]), seed=100 * number + 99)], drain=True)
-    disk_bytes = stack.far.disk_bytes if isinstance(stack.far, DiskIndex) else None
+    disk_bytes = stack.slower["disk"].disk_bytes if isinstance(stack.slower["disk"], DiskIndex) else None
     return {"cold": cold, "warm": warm, "before": before, "disk_bytes": disk_bytes, **take_counts_of(stack)}
 
 
@@ -225,7 +225,7 @@ def stall(engine: Engine, kind: str, number: int, rule: Rule) -> dict[str, Any]:
     engine.drain()
     first = engine.result(request_id).as_json()
     second = restart_process.run(engine, stored[1:2], drain=True)
-    state, late = stack.breaker_state(Direction.PROMOTE), take_counts_of(stack)
+    state, late = stack.breaker_state(Direction.PROMOTE, "disk"), take_counts_of(stack)
     plan()
     end_held_reads()
     CLOCK.now_s += BreakerOptions().longest_pause_s
@@ -240,7 +240,7 @@ def stall(engine: Engine, kind: str, number: int, rule: Rule) -> dict[str, Any]:
         "late": late,
         "after": take_counts_of(stack),
         "was_open": state is BreakerState.OPEN,
-        "is_closed": stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED,
+        "is_closed": stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED,
     }
 
 

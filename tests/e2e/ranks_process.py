@@ -119,7 +119,7 @@ def first_full_chunk(engine: Engine, plan: list[tuple[int, bytes]]) -> bytes:
 def life(engine: Engine, kind: str, loads: Loads, forgets_host_memory: bool = False) -> dict[str, Any]:
     """The prompts again, after the engine has forgotten its own blocks."""
     stack = engine.connector._scheduler._stack
-    stack._ways = Ways(BreakerOptions(), BreakerOptions())
+    stack._levels[0].ways = Ways(BreakerOptions(), BreakerOptions())
     engine.reset_prefix_cache()
     if forgets_host_memory:
         stack.near.clear()
@@ -131,8 +131,8 @@ def life(engine: Engine, kind: str, loads: Loads, forgets_host_memory: bool = Fa
     counted = faults_process.COUNTED
     return {
         "results": results,
-        "promoted": sum(counts.promotions.get(MoveResult.DONE, 0) for counts in counted),
-        "failures": sum(sum(counts.failures.values()) for counts in counted),
+        "promoted": sum(counts.moves.promotions.get(MoveResult.DONE, 0) for counts in counted),
+        "failures": sum(sum(counts.moves.failures.values()) for counts in counted),
         "loads": [len(plans) for plans in loads.plans.values()],
         "failed_loads": len(loads.failed),
         "blamed": loads.blamed.copy(),
@@ -178,7 +178,7 @@ def main() -> None:
         damage_host_memory(engine, key, rank=1)
         lives["torn, whole on disk"] = life(engine, chosen.kind, loads)
         damage_host_memory(engine, key, rank=1)
-        stack.far.invalidate(key)
+        stack.slower["disk"].invalidate(key)
         lives["torn"] = life(engine, chosen.kind, loads)
         lives["far"] = life(engine, chosen.kind, loads, forgets_host_memory=True)
         damage(cache, rank=1)

@@ -43,7 +43,7 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], drain: bool) -> list[d
 def bring_to_disk(engine: Engine, stack: Any) -> None:
     """What a slow machine had no room for on the way to the disk at first."""
     for _ in range(MAX_CASCADES):
-        stack.far.drain(DRAIN_S)
+        stack.slower["disk"].drain(DRAIN_S)
         for key in list(stack.near.evictable):
             stack.cascade(key)
         engine.drain()

@@ -43,15 +43,16 @@ class Moved:
         take = TierStack.take_counts
 
         def counting(stack: TierStack) -> StackCounts:
-            counts = take(stack)
+            taken = take(stack)
+            counts = taken.moves
             for name, results in (("promoted", counts.promotions), ("cascaded", counts.cascades)):
                 for result, number in results.items():
                     self.add(f"{name} {result}", number)
-            self.add("timeouts", counts.timeouts)
+            self.add("timeouts", taken.timeouts)
             self.add("openings", sum(counts.breaker_openings.values()))
             for reason, number in counts.failures.items():
                 self.add(f"failed {reason}", number)
-            return counts
+            return taken
 
         monkeypatch.setattr(TierStack, "take_counts", counting)
 
@@ -204,17 +205,17 @@ def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_p
         engine.submit("warm", prompt(0), 2)
         keys = connector._requests.get("warm").keys()
         for end in range(spec.chunk_tokens, len(prompt(0)) + 1, spec.chunk_tokens):
-            stack.far.invalidate(keys.key(lacking, end))  # type: ignore[union-attr]
+            stack.slower["disk"].invalidate(keys.key(lacking, end))  # type: ignore[union-attr]
         engine.drain()
         assert engine.restored_tokens == 0
-        assert moved["promoted done"] == 0 and stack.take_counts().promoted_bytes == 0
+        assert moved["promoted done"] == 0 and stack.take_counts().moves.promoted_bytes == 0
 
 
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
 def test_only_what_the_boundary_needs_is_read_from_disk(mix: Mix, tmp_path: Path, moved: Moved) -> None:
     with storing(mix, tmp_path) as engine:
         connector = engine.scheduler_connector._scheduler  # type: ignore[union-attr]
-        num_keys = stack_of(engine).far.num_keys  # type: ignore[union-attr]
+        num_keys = stack_of(engine).slower["disk"].num_keys  # type: ignore[union-attr]
         engine.submit("warm", prompt(0), 2)
         engine.drain()
         assert engine.restored_tokens > 0

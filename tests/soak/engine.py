@@ -21,7 +21,8 @@ from hybridkv.tiers.stack import (
     Hold,
     MoveOutcome,
     PathPlace,
-    StackOptions,
+    SlowerTier,
+    SlowerTierOptions,
     TierMover,
     TierStack,
 )
@@ -103,13 +104,14 @@ class Engine:
         self.arenas = [RamArena(parts.near_bytes, parts.granule_bytes) for _ in parts.media]
         self.copies = [CopyingMedium(arena) for arena in self.arenas]
         self.movers = [
-            TierMover(arena, medium, parts.clock) for arena, medium in zip(self.arenas, parts.media, strict=True)
+            TierMover(arena, {"disk": medium}, parts.clock)
+            for arena, medium in zip(self.arenas, parts.media, strict=True)
         ]
-        options = StackOptions(
+        options = SlowerTierOptions(
             load_timeout_s=LOAD_TIMEOUT_S,
             breaker=BreakerOptions(failures=3, first_pause_s=5.0, longest_pause_s=LONGEST_PAUSE_S),
         )
-        self.stack = TierStack(self.near, self.far, len(parts.media), parts.clock, options)
+        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, options)], len(parts.media), parts.clock)
         self._clock = parts.clock
         self._random = random
         self._tally = tally
@@ -274,7 +276,7 @@ class Engine:
     def why_not(self) -> str:
         """What may keep a chunk from the disk."""
         counts = self.stack.take_counts(), self.far.take_counts()
-        breakers = [f"{direction} {self.stack.breaker_state(direction)}" for direction in Direction]
+        breakers = [f"{direction} {self.stack.breaker_state(direction, 'disk')}" for direction in Direction]
         return f"{', '.join(breakers)}; {', '.join(map(repr, counts))}"
 
     def settle(self) -> None:
@@ -284,7 +286,7 @@ class Engine:
             for medium in self.media:
                 medium.drain(1.0)
             self.step()
-            if not (self.storing or self.waiting or self.stack.has_moves_alive() or self.stack.num_waiting):
+            if not (self.storing or self.waiting or self.stack.has_moves_alive() or self.stack.num_waiting("disk")):
                 return
             # What cannot be moved for now is tried again after a while, and given up at its deadline.
             self._clock.skew_s += 0.05 if self.stack.has_moves_alive() else 0.5

@@ -54,7 +54,7 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [{"type": "ram"}]}, "tiers[0].capacity", "a value", "nothing", "capacity"),
         ({"tiers": ["ram"]}, "tiers[0]", "an object", "'ram'", '"type": "ram"'),
         ({"tiers": "ram"}, "tiers", "array", "'ram'", "configuration.md"),
-        ({"tiers": [RAM, RAM]}, "tiers", 'then a "disk" tier', '"ram", "ram"', "passes through host memory"),
+        ({"tiers": [RAM, RAM]}, "tiers", "then slower ones", '"ram", "ram"', "passes through host memory"),
         ({"tiers": [DISK]}, "tiers", 'one "ram" tier', '"disk"', "passes through host memory"),
         ({"tiers": [DISK, RAM]}, "tiers", 'one "ram" tier', '"disk", "ram"', "passes through host memory"),
         ({"tiers": [RAM, DISK | {"path": "x"}]}, "tiers[1].path", "an absolute path", "'x'", "several processes"),

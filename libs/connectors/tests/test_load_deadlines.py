@@ -16,8 +16,8 @@ from hybridkv.planner import LoadAdmission
 from hybridkv.planner.admission import MAX_GATE_S, MAX_GATED_POLLS
 from hybridkv.tiers import Failure, FailureReason
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import MoveOutcome, TierMove, TierStack
-from hybridkv.tiers.stack.options import StackOptions
+from hybridkv.tiers.stack import MoveOutcome, SlowerTier, TierMove, TierStack
+from hybridkv.tiers.stack.options import SlowerTierOptions
 
 CHUNKS = 20
 CHUNK_TOKENS = 8
@@ -32,8 +32,8 @@ class Bench:
         self.now_s = 0.0
         self.layout = make_layout([FULL, STATE])
         self.near, self.far = RamIndex(1 << 22, 4096), RamIndex(1 << 22, 4096)
-        options = StackOptions(load_timeout_s=LOAD_TIMEOUT_S)
-        self.stack = TierStack(self.near, self.far, 1, lambda: self.now_s, options)
+        options = SlowerTierOptions(load_timeout_s=LOAD_TIMEOUT_S)
+        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, options)], 1, lambda: self.now_s)
         deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
         self.admission = LoadAdmission(self.layout.spec, 64)
         self.planner = LoadPlanner(self.layout.layout, self.stack, self.admission, deadlines, Recorder())

@@ -121,7 +121,7 @@ def new_scheduler(duties: Duties = BOTH) -> OffloadScheduler:
     return OffloadScheduler(
         made.layout,
         Identity(made.keys, Adapters(made.keys, later_ns, lambda: later_ns)),
-        TierStack(RamIndex(1 << 20, 4096), None, 1, lambda: 0.0),
+        TierStack(RamIndex(1 << 20, 4096), (), 1, lambda: 0.0),
         LoadAdmission(made.spec, 64),
         Deadlines(1.0, 1.0, lambda: 0.0),
         Recorder(),

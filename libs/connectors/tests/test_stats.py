@@ -13,7 +13,7 @@ from hybridkv.metrics import CATALOGUE, PrometheusSink
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, InlineJanitor
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, TierStack
+from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, SlowerTier, TierStack
 
 
 def explanation(result: str, reason: Reason, num_tokens: int = 0, offered_tokens: int = 0, **more: Any) -> Explanation:
@@ -36,7 +36,7 @@ def used_stack() -> TierStack:
         assert not isinstance(near.reserve(key, num_bytes), Refusal)
         near.commit(key)
     near.invalidate(b"c")
-    return TierStack(near, RamIndex(1 << 22, 4096), 1, lambda: 0.0)
+    return TierStack(near, [SlowerTier("disk", RamIndex(1 << 22, 4096))], 1, lambda: 0.0)
 
 
 def everything() -> Recorder:
@@ -56,7 +56,7 @@ def everything() -> Recorder:
     recorder.copied(True, 0.01, 4096)
     recorder.copied(False, 0.02, 8192)
     recorder.tiers(used_stack(), 1)
-    recorder.moved(Direction.PROMOTE, 0.01)
+    recorder.moved(Direction.PROMOTE, "disk", 0.01)
     recorder.wait_timeout("load")
     return recorder
 
@@ -98,16 +98,16 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_stores_total{engine="0",kind="recurrent",outcome="dropped_no_room"} 1.0',
         'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="ram"} 16384.0',
         'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="disk"} 4.194304e+06',
-        'vllm:hybridkv_breaker_open{direction="promote",engine="0"} 0.0',
-        'vllm:hybridkv_breaker_open{direction="cascade",engine="0"} 0.0',
+        'vllm:hybridkv_breaker_open{direction="promote",engine="0",tier="disk"} 0.0',
+        'vllm:hybridkv_breaker_open{direction="cascade",engine="0",tier="disk"} 0.0',
         'vllm:hybridkv_wait_timeouts_total{engine="0",wait="load"} 1.0',
-        'vllm:hybridkv_move_seconds_count{direction="promote",engine="0"} 1.0',
+        'vllm:hybridkv_move_seconds_count{direction="promote",engine="0",tier="disk"} 1.0',
     ):
         assert line in text, text
 
 
 def test_a_breaker_that_opened_is_told_by_its_direction() -> None:
-    stack = TierStack(RamIndex(8192, 4096), RamIndex(8192, 4096), 1, lambda: 0.0)
+    stack = TierStack(RamIndex(8192, 4096), [SlowerTier("disk", RamIndex(8192, 4096))], 1, lambda: 0.0)
     for number in range(BreakerOptions().failures):
         assert isinstance(stack.reserve(b"%d" % number, 100), Slot) and stack.commit(b"%d" % number)
         [move] = stack.take_moves()
@@ -119,12 +119,12 @@ def test_a_breaker_that_opened_is_told_by_its_direction() -> None:
     assert stats is not None
     text = exposed(stats)
     for line in (
-        'vllm:hybridkv_breaker_openings_total{direction="cascade",engine="0"} 1.0',
-        'vllm:hybridkv_breaker_open{direction="cascade",engine="0"} 1.0',
-        'vllm:hybridkv_breaker_open{direction="promote",engine="0"} 0.0',
+        'vllm:hybridkv_breaker_openings_total{direction="cascade",engine="0",tier="disk"} 1.0',
+        'vllm:hybridkv_breaker_open{direction="cascade",engine="0",tier="disk"} 1.0',
+        'vllm:hybridkv_breaker_open{direction="promote",engine="0",tier="disk"} 0.0',
     ):
         assert line in text, text
-    assert 'vllm:hybridkv_breaker_openings_total{direction="promote",engine="0"} 0.0' in text
+    assert 'vllm:hybridkv_breaker_openings_total{direction="promote",engine="0",tier="disk"} 0.0' in text
 
 
 def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: P
         assert not isinstance(disk.reserve(key, 100), Refusal) and disk.commit(key)
         assert disk.invalidate(key, reason)
     recorder = Recorder()
-    stack = TierStack(RamIndex(4096, 4096), disk, 1, lambda: 0.0)
+    stack = TierStack(RamIndex(4096, 4096), [SlowerTier("disk", disk)], 1, lambda: 0.0)
     recorder.tiers(stack, 1)
     stats = recorder.take()
     stack.close()

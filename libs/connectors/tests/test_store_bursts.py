@@ -21,13 +21,13 @@ from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.connectors.vllm.requests import RequestState
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.stored_path import StoredChunk
+from hybridkv.connectors.vllm.stored_path import StoredChunk, add
 from hybridkv.connectors.vllm.stores import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Refusal, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPlace, StackOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PathPlace, SlowerTier, SlowerTierOptions, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,8 +65,12 @@ class Engine:
         self.near = RamIndex(near_bytes, GRANULE_BYTES)
         self._arena = RamArena(near_bytes, GRANULE_BYTES)
         self._copies = CopyingMedium(self._arena)
-        self.stack = TierStack(self.near, self.far, 1, lambda: 0.0, StackOptions(load_timeout_s=NEVER_S))
-        self._mover = TierMover(self._arena, DiskMedium(str(path), self.far.namespace, 0, OPTIONS), lambda: 0.0)
+        self.stack = TierStack(
+            self.near, [SlowerTier("disk", self.far, SlowerTierOptions(load_timeout_s=NEVER_S))], 1, lambda: 0.0
+        )
+        self._mover = TierMover(
+            self._arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, OPTIONS)}, lambda: 0.0
+        )
         later_ns = time.time_ns()
         adapters = Adapters(made.keys, later_ns, lambda: later_ns)
         self.planner = StorePlanner(layout, self.stack, adapters, Recorder())
@@ -156,7 +160,7 @@ def test_of_what_fits_the_disk_all_can_be_resumed(
                     engine.settle()
             engine.end(str(number))
         engine.settle()
-        assert engine.share(over * NUM_FITTING) >= 0.98, engine.stack.take_counts().cascades
+        assert engine.share(over * NUM_FITTING) >= 0.98, engine.stack.take_counts().moves.cascades
 
 
 @pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
@@ -194,7 +198,7 @@ def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
                 engine.settle()
         engine.settle()
         resumable = sum(engine.resumable(name, engine.far) for name in last)
-        assert resumable / (NUM_FITTING * CHUNK_TOKENS) >= 0.98, engine.stack.take_counts().cascades
+        assert resumable / (NUM_FITTING * CHUNK_TOKENS) >= 0.98, engine.stack.take_counts().moves.cascades
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
@@ -228,7 +232,7 @@ def test_a_request_that_ends_offers_again_what_the_disk_lacks_of_it(tmp_path: Pa
         engine.end("r")
         engine.settle()
         assert engine.resumable("r", engine.far) == (10 if is_in_host_memory else 3) * CHUNK_TOKENS
-        assert engine.stack.take_counts().cascades == {"done": 3 if is_in_host_memory else 1}
+        assert engine.stack.take_counts().moves.cascades == {"done": 3 if is_in_host_memory else 1}
 
 
 def test_what_only_the_disk_has_of_a_prompt_makes_no_room_for_what_follows_it(tmp_path: Path) -> None:
@@ -249,11 +253,11 @@ def test_a_request_that_ends_does_not_offer_again_what_the_disk_can_have_no_room
     with Engine(tmp_path / "store", 128 * MIB) as engine:
         engine.compute("r", NUM_FITTING + 60)
         engine.settle()
-        counts = engine.stack.take_counts().cascades
+        counts = engine.stack.take_counts().moves.cascades
         assert sum(counts.values()) == 2 * (NUM_FITTING + 60) > counts["done"]
         engine.end("r")
         engine.settle()
-        assert engine.stack.take_counts().cascades == {}
+        assert engine.stack.take_counts().moves.cascades == {}
 
 
 @pytest.mark.parametrize("is_met_again", [False, True])
@@ -272,7 +276,7 @@ def test_what_follows_a_path_of_long_ago_goes_down_only_where_that_is_whole(
             engine.near.invalidate(keys[0])
         met = [StoredChunk((0, 2 * CHUNK_TOKENS), keys[1], PathPlace((keys[0],)), False)] if is_met_again else []
         assert not isinstance(engine.stack.reserve(keys[2], 128 * KIB), Refusal)
-        engine.planner._used_bytes += engine.far.capacity_bytes
+        engine.planner._used_bytes = add(engine.planner._used_bytes, (engine.far.capacity_bytes,))
         new = StoredChunk((0, 3 * CHUNK_TOKENS), keys[2], PathPlace((keys[1],)), True)
         engine.planner._settle(state.path, [*met, new])
         assert [move.key for move in engine.stack.take_moves()] == ([keys[2]] if is_whole else [])

@@ -9,7 +9,7 @@ from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
-from hybridkv.tiers.stack import Direction, TierMove, TierMover
+from hybridkv.tiers.stack import Direction, TierMove
 from hybridkv.tiers.testing.reference import ReferenceMedium
 from hybridkv.transfer import InlineCopyEngine
 
@@ -22,22 +22,22 @@ def test_moves_fail_while_the_slow_tier_cannot_be_reached_and_succeed_when_it_ca
     worker = OffloadWorker(cast(Any, None), arena, CopyPaths(engine, engine, 30.0, lambda: 0.0), Recorder())
     num_tries = 0
 
-    def make_mover(namespace: bytes) -> TierMover:
+    def open_medium(namespace: bytes) -> ReferenceMedium:
         nonlocal num_tries
         num_tries += 1
         if num_tries == 1:
             raise RuntimeError("can't start new thread")
-        return TierMover(arena, ReferenceMedium(), lambda: 0.0)
+        return ReferenceMedium()
 
-    worker.bind_slow_tier(make_mover)
+    worker.bind_slower_tiers({"disk": open_medium})
     arena.views(SLOT)[0][:] = bytes(100)
     assert arena.seal(b"key", SLOT) is None
-    worker.start_loads(StepPlan(moves=[TierMove(1, Direction.CASCADE, b"key", SLOT, SLOT)], namespace=b"n"))
+    worker.start_loads(StepPlan(moves=[TierMove(1, Direction.CASCADE, "disk", b"key", SLOT, SLOT)], namespace=b"n"))
     outcome = worker.outcome()
     assert outcome is not None and outcome.moves[1].failure is not None
     assert outcome.moves[1].failure.reason is FailureReason.BUSY, "nothing was tried"
     assert "can't start new thread" in outcome.moves[1].failure.detail
-    worker.start_loads(StepPlan(moves=[TierMove(2, Direction.CASCADE, b"key", SLOT, SLOT)], namespace=b"n"))
+    worker.start_loads(StepPlan(moves=[TierMove(2, Direction.CASCADE, "disk", b"key", SLOT, SLOT)], namespace=b"n"))
     worker.results()
     outcome = worker.outcome()
     assert outcome is not None and outcome.moves[2].failure is None

@@ -12,7 +12,7 @@ from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult,
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Janitor
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, MoveResult, PathPlace, StackOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, MoveResult, PathPlace, SlowerTier, SlowerTierOptions, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK_TOKENS = 64
@@ -39,8 +39,10 @@ class Burst:
         self.near = RamIndex(near_bytes, GRANULE_BYTES)
         arena = RamArena(near_bytes, GRANULE_BYTES)
         self._clock = disk_store.Clock()
-        self.stack = TierStack(self.near, self.far, 1, self._clock, StackOptions(load_timeout_s=NEVER_S))
-        self._mover = TierMover(arena, DiskMedium(str(path), self.far.namespace, 0, options), self._clock)
+        self.stack = TierStack(
+            self.near, [SlowerTier("disk", self.far, SlowerTierOptions(load_timeout_s=NEVER_S))], 1, self._clock
+        )
+        self._mover = TierMover(arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, options)}, self._clock)
         self._copies = CopyingMedium(arena)
         self._sizes = sizes
         self._pool = bytes(range(256)) * (max(sizes) // 256 + 2)
@@ -78,9 +80,9 @@ class Burst:
             start = next(self._tickets) % 256
             self._copies.store(Ticket(start), key, slot, [memoryview(self._pool)[start : start + size]])
             assert self._copies.poll()[0].failure is None
-            path_bytes = self._path_bytes[name] = self._path_bytes.get(name, 0) + self.stack.far_cost(size)
+            path_bytes = self._path_bytes[name] = self._path_bytes.get(name, 0) + self.stack.costs(size)[0]
             needs = before or [self.key(name, need) for need in needed_before(HYBRID, *part)]
-            assert self.stack.commit(key, PathPlace(tuple(needs), path_bytes))
+            assert self.stack.commit(key, PathPlace(tuple(needs), (path_bytes,)))
             before = []
         self._paths.setdefault(name, []).extend(parts)
         self._touch(name)
@@ -122,4 +124,4 @@ class Burst:
         return self.offered_tokens * min(1.0, self.far.capacity_bytes / sum(self._path_bytes.values()))
 
     def cascades(self) -> dict[MoveResult, int]:
-        return self.stack.take_counts().cascades
+        return self.stack.take_counts().moves.cascades

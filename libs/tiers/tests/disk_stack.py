@@ -11,7 +11,7 @@ import disk_store
 from hybridkv.tiers import Failure, Key, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium, DiskOptions
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import Hold, MoveOutcome, TierMover, TierStack
+from hybridkv.tiers.stack import Hold, MoveOutcome, SlowerTier, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK = disk_faults.CHUNK
@@ -28,7 +28,7 @@ class Tiers:
         self.clock = disk_store.Clock()
         self.index = disk_store.make_index(path, options, clock=self.clock)
         self.near, self.arena = RamIndex(near_chunks * PLACE_BYTES, PLACE_BYTES), RamArena(near_chunks * PLACE_BYTES)
-        self.stack = TierStack(self.near, self.index, 1, self.clock)
+        self.stack = TierStack(self.near, [SlowerTier("disk", self.index)], 1, self.clock)
         self.open_medium()
 
     def open_medium(self) -> None:
@@ -36,7 +36,7 @@ class Tiers:
         digest = disk_store.FINGERPRINT.digest()
         self.medium = DiskMedium(str(self.path), digest, 0, self.options, self.io, is_native=self.is_native)
         self.copies = CopyingMedium(self.arena)
-        self.mover = TierMover(self.arena, self.medium, self.clock)
+        self.mover = TierMover(self.arena, {"disk": self.medium}, self.clock)
 
     def move(self) -> list[Failure | None]:
         """Carry out what is planned; how it ended."""

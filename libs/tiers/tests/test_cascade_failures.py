@@ -85,7 +85,7 @@ def test_what_is_made_again_is_no_failure_and_keeps_what_needs_it() -> None:
     it.stack.tick()
     it.end(it.moves(Direction.CASCADE))
     assert held(it.far, A, B, C) == [A, B, C]
-    assert it.stack.take_counts().cascades == {"done": 3}
+    assert it.stack.take_counts().moves.cascades == {"done": 3}
 
 
 def test_what_was_to_be_made_again_and_is_dropped_takes_what_needs_it() -> None:
@@ -99,7 +99,7 @@ def test_what_was_to_be_made_again_and_is_dropped_takes_what_needs_it() -> None:
     it.stack.tick()
     assert it.stack.take_moves() == []
     assert held(it.far, A, B, C) == []
-    assert it.stack.take_counts().cascades == {"done": 2, "dropped_evicted": 1}
+    assert it.stack.take_counts().moves.cascades == {"done": 2, "dropped_evicted": 1}
 
 
 def test_a_reset_makes_nothing_again() -> None:
@@ -108,7 +108,7 @@ def test_a_reset_makes_nothing_again() -> None:
     moves = it.moves(Direction.CASCADE)
     it.stack.clear()
     it.end(moves, BUSY)
-    assert it.stack.num_waiting == 0 and not it.stack.has_moves_alive()
+    assert it.stack.num_waiting("disk") == 0 and not it.stack.has_moves_alive()
 
 
 def test_a_disk_that_hangs_keeps_nobody_waiting_for_it() -> None:
@@ -120,10 +120,10 @@ def test_a_disk_that_hangs_keeps_nobody_waiting_for_it() -> None:
     it.stack.tick()
     it.clock.now_s += 60
     it.stack.tick()
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.PROBING
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.PROBING
     it.store(C)
     assert not it.stack.has_moves_alive() and it.stack.take_moves() == []
-    assert it.stack.take_counts().cascades == {"dropped_busy": 1}
+    assert it.stack.take_counts().moves.cascades == {"dropped_busy": 1}
     it.end(hung)
     it.store(D)
     assert [move.key for move in it.moves(Direction.CASCADE)] == [D], "the first that ends makes room for a probe"
@@ -140,7 +140,7 @@ def test_a_shortage_empties_no_queue() -> None:
     it.stack.tick()
     for _ in range(3):
         it.end(it.moves(Direction.CASCADE))
-    assert it.stack.take_counts().cascades == {"done": 3}
+    assert it.stack.take_counts().moves.cascades == {"done": 3}
 
 
 def test_what_needs_a_chunk_that_another_store_brings_waits_for_it() -> None:
@@ -161,7 +161,7 @@ def test_what_waits_for_a_store_that_comes_to_nothing_is_dropped() -> None:
     it.stack.take_moves()
     it.stack.abort(A)
     assert it.stack.take_moves() == [] and not it.stack.has_moves_alive()
-    assert it.stack.take_counts().cascades == {"dropped_orphan": 2}
+    assert it.stack.take_counts().moves.cascades == {"dropped_orphan": 2}
 
 
 class Asked(RamIndex):
@@ -189,7 +189,7 @@ def test_a_prefix_is_looked_up_once_however_long_its_chunk_waits() -> None:
     it.put_far(*prefix)
     it.far.is_busy = True
     assert isinstance(it.stack.reserve(A, CHUNK), Slot)
-    it.stack.commit(A, PathPlace((), 0, prefix))
+    it.stack.commit(A, PathPlace((), (), prefix))
     it.stack.take_moves()
     it.far.num_asked = 0
     for number in range(50):
@@ -202,6 +202,6 @@ def test_a_chunk_whose_prefix_has_a_hole_is_not_copied() -> None:
     it = Stack()
     it.put_far(B)
     assert isinstance(it.stack.reserve(C, CHUNK), Slot)
-    it.stack.commit(C, PathPlace((B,), 0, (A, B)))
+    it.stack.commit(C, PathPlace((B,), (), (A, B)))
     assert it.stack.take_moves() == []
-    assert it.stack.take_counts().cascades == {"dropped_orphan": 1}
+    assert it.stack.take_counts().moves.cascades == {"dropped_orphan": 1}

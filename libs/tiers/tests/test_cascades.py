@@ -29,7 +29,7 @@ def test_what_needs_a_chunk_that_is_not_there_is_not_copied() -> None:
     store_path(it, B, C, before=A)
     store_path(it, D)
     assert [move.key for move in it.moves(Direction.CASCADE)] == [D]
-    assert it.stack.take_counts().cascades == {"dropped_orphan": 2}
+    assert it.stack.take_counts().moves.cascades == {"dropped_orphan": 2}
 
 
 def test_what_needs_a_chunk_on_its_way_goes_with_it() -> None:
@@ -43,7 +43,7 @@ def test_a_chunk_that_failed_takes_those_with_it_that_wait_behind_it() -> None:
     store_path(it, A, B, C)
     it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO))
     assert it.stack.take_moves() == []
-    assert it.stack.take_counts().cascades == {"failed": 1, "dropped_orphan": 2}
+    assert it.stack.take_counts().moves.cascades == {"failed": 1, "dropped_orphan": 2}
 
 
 def test_what_leaves_the_fast_tier_before_its_turn_is_dropped_with_what_needs_it() -> None:
@@ -52,7 +52,7 @@ def test_what_leaves_the_fast_tier_before_its_turn_is_dropped_with_what_needs_it
     it.near.invalidate(B)
     it.end(it.moves(Direction.CASCADE))
     assert it.stack.take_moves() == [] and not it.stack.has_moves_alive()
-    assert it.stack.take_counts().cascades == {"done": 1, "dropped_evicted": 1, "dropped_orphan": 1}
+    assert it.stack.take_counts().moves.cascades == {"done": 1, "dropped_evicted": 1, "dropped_orphan": 1}
 
 
 def test_what_waits_leaves_room_for_stores() -> None:
@@ -64,7 +64,7 @@ def test_what_waits_leaves_room_for_stores() -> None:
 def test_a_full_queue_drops_what_comes_then_and_keeps_the_beginnings() -> None:
     it = Stack(max_cascading=1, max_waiting=2)
     store_path(it, A, B, C, D, b"e")
-    assert it.stack.num_waiting == 2 and it.stack.take_counts().cascades == {"dropped_busy": 2}
+    assert it.stack.num_waiting("disk") == 2 and it.stack.take_counts().moves.cascades == {"dropped_busy": 2}
     for _ in range(3):
         it.end(it.moves(Direction.CASCADE))
     assert it.far.leading([A, B, C, D]) == 3
@@ -90,10 +90,10 @@ def test_a_tier_that_is_busy_is_asked_again_and_loses_nothing() -> None:
     it, far = slow(Refusal.BUSY)
     store_path(it, A, B)
     it.stack.tick()
-    assert it.stack.take_moves() == [] and it.stack.has_moves_alive() and it.stack.num_waiting == 2
+    assert it.stack.take_moves() == [] and it.stack.has_moves_alive() and it.stack.num_waiting("disk") == 2
     far.answer = None
     assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B]
-    assert it.stack.take_counts().cascades == {}
+    assert it.stack.take_counts().moves.cascades == {}
 
 
 def test_a_tier_that_stays_busy_keeps_nobody_awake_however_much_is_stored() -> None:
@@ -102,13 +102,13 @@ def test_a_tier_that_stays_busy_keeps_nobody_awake_however_much_is_stored() -> N
     assert it.stack.has_moves_alive()
     it.clock.now_s += PATIENCE_S
     it.stack.tick()
-    assert it.stack.num_waiting == 1 and not it.stack.has_moves_alive()
+    assert it.stack.num_waiting("disk") == 1 and not it.stack.has_moves_alive()
     it.store(B)
     assert not it.stack.has_moves_alive(), "behind what waits"
     for _ in range(2):
         it.clock.now_s += 30
         it.stack.tick()
-    assert it.stack.num_waiting == 0
+    assert it.stack.num_waiting("disk") == 0
     it.store(C)
     assert not it.stack.has_moves_alive(), "nothing was taken since"
     far.answer = None
@@ -136,7 +136,7 @@ def test_what_waited_while_nobody_was_awake_is_not_given_up_while_it_goes() -> N
     it.stack.tick()
     moves = it.moves(Direction.CASCADE)
     it.stack.tick()
-    assert it.stack.num_waiting == 2, "one is on its way"
+    assert it.stack.num_waiting("disk") == 2, "one is on its way"
     it.end(moves)
     it.end(it.moves(Direction.CASCADE))
     far.answer = Refusal.BUSY
@@ -144,7 +144,7 @@ def test_what_waited_while_nobody_was_awake_is_not_given_up_while_it_goes() -> N
     it.clock.now_s += 60
     for _ in range(2):
         it.stack.tick()
-    assert it.stack.num_waiting == 0 and it.stack.take_counts().cascades == {"done": 2, "dropped_late": 1}
+    assert it.stack.num_waiting("disk") == 0 and it.stack.take_counts().moves.cascades == {"done": 2, "dropped_late": 1}
 
 
 def test_a_medium_that_stays_busy_keeps_nobody_awake() -> None:
@@ -156,21 +156,21 @@ def test_a_medium_that_stays_busy_keeps_nobody_awake() -> None:
             break
         it.clock.now_s += PATIENCE_S / 10
         it.stack.tick()
-    assert it.stack.num_waiting == 1 and not it.stack.has_moves_alive()
+    assert it.stack.num_waiting("disk") == 1 and not it.stack.has_moves_alive()
 
 
 def test_what_can_never_fit_is_dropped_at_once() -> None:
     it, _ = slow(Refusal.NO_ROOM)
     store_path(it, A, B)
     assert not it.stack.has_moves_alive()
-    assert it.stack.take_counts().cascades == {"dropped_no_room": 1, "dropped_orphan": 1}
+    assert it.stack.take_counts().moves.cascades == {"dropped_no_room": 1, "dropped_orphan": 1}
 
 
 def test_room_that_what_is_on_its_way_holds_is_waited_for() -> None:
     it = Stack(far_chunks=1)
     it.store(A, B)
     first = it.moves(Direction.CASCADE)
-    assert [move.key for move in first] == [A] and it.stack.num_waiting == 1
+    assert [move.key for move in first] == [A] and it.stack.num_waiting("disk") == 1
     it.end(first)
     assert [move.key for move in it.moves(Direction.CASCADE)] == [B]
 
@@ -185,7 +185,7 @@ def test_a_wait_ends_where_nothing_comes_to_its_end(ticks: bool) -> None:
             it.stack.tick()
         it.stack.has_moves_alive()
     assert not it.stack.has_moves_alive()
-    assert it.stack.take_counts().cascades == {"dropped_late": 2}
+    assert it.stack.take_counts().moves.cascades == {"dropped_late": 2}
 
 
 def test_a_queue_that_moves_may_take_longer_than_one_move() -> None:
@@ -195,7 +195,7 @@ def test_a_queue_that_moves_may_take_longer_than_one_move() -> None:
         it.clock.now_s += 20
         it.stack.tick()
         it.end(it.moves(Direction.CASCADE))
-    assert it.stack.take_counts().cascades == {"done": 3}
+    assert it.stack.take_counts().moves.cascades == {"done": 3}
 
 
 def test_a_medium_without_room_is_asked_again_before_what_needs_the_chunk() -> None:
@@ -215,7 +215,7 @@ def test_an_open_breaker_drops_what_waits() -> None:
     it.store(A, B, C)
     it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO))
     assert not it.stack.has_moves_alive()
-    assert it.stack.take_counts().cascades == {"failed": 1, "dropped_open": 2}
+    assert it.stack.take_counts().moves.cascades == {"failed": 1, "dropped_open": 2}
 
 
 def test_a_path_longer_than_the_tier_is_cut_at_its_end() -> None:
@@ -223,11 +223,11 @@ def test_a_path_longer_than_the_tier_is_cut_at_its_end() -> None:
     before: tuple[bytes, ...] = ()
     for number, key in enumerate((A, B, C, D), 1):
         assert isinstance(it.stack.reserve(key, CHUNK), Slot)
-        assert it.stack.commit(key, PathPlace(before, number * it.stack.far_cost(CHUNK)))
+        assert it.stack.commit(key, PathPlace(before, (number * it.stack.costs(CHUNK)[0],)))
         it.end(it.moves(Direction.CASCADE))
         before = (key,)
     assert it.far.leading([A, B, C, D]) == 2
-    assert it.stack.take_counts().cascades == {"done": 2, "dropped_no_room": 1, "dropped_orphan": 1}
+    assert it.stack.take_counts().moves.cascades == {"done": 2, "dropped_no_room": 1, "dropped_orphan": 1}
 
 
 @pytest.mark.parametrize("is_touched", [True, False])
@@ -257,7 +257,7 @@ def test_what_follows_pushes_out_an_older_end_in_whatever_order_chunks_come(num_
             store_path(it, *path)
             it.stack.touch(path[::-1])
         moving = {move.key: move for move in it.moves(Direction.CASCADE)}
-        assert it.stack.num_waiting == 1
+        assert it.stack.num_waiting("disk") == 1
         it.end([moving.pop(key) for key in landed])
         last = it.moves(Direction.CASCADE)
         assert [move.key for move in last] == younger[2:]

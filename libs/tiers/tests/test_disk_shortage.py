@@ -46,7 +46,7 @@ def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, is_native: boo
     assert {failure.reason for failure in failures if failure} == {FailureReason.BUSY} and len(failures) == NUM_CHUNKS
     assert hold.failure is HoldFailure.LOST
     assert tiers.index.take_disk_counts().quarantined == {}
-    assert tiers.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
+    assert tiers.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
     tiers.io.failing.clear()
     tiers.clock.now_s += 5
     hold = tiers.claim(KEYS)
@@ -65,7 +65,7 @@ def test_a_disk_that_fails_is_no_shortage(tmp_path: Path, is_native: bool, numbe
     tiers.claim(KEYS)
     assert {failure.reason for failure in tiers.move() if failure} == {FailureReason.IO}
     assert tiers.index.take_disk_counts().quarantined == {"io": NUM_CHUNKS}
-    assert tiers.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
+    assert tiers.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.OPEN
     tiers.close()
 
 
@@ -75,7 +75,7 @@ def test_a_store_without_files_leaves_the_chunk_where_it_is(tmp_path: Path, is_n
     tiers.io.failing["open"] = errno.EMFILE
     assert [failure.reason for failure in tiers.store(KEYS[:1]) if failure] == [FailureReason.BUSY]
     assert tiers.near.lookup(KEYS[0]) is LookupResult.HIT and tiers.index.lookup(KEYS[0]) is LookupResult.MISS
-    assert tiers.stack.breaker_state(Direction.CASCADE) is BreakerState.CLOSED
+    assert tiers.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.CLOSED
     tiers.io.failing.clear()
     tiers.clock.now_s += 5
     tiers.stack.cascade(KEYS[0])

@@ -17,7 +17,8 @@ from hybridkv.tiers.stack import (
     Hold,
     HoldFailure,
     MoveOutcome,
-    StackOptions,
+    SlowerTier,
+    SlowerTierOptions,
     TierMove,
     TierStack,
 )
@@ -50,8 +51,8 @@ class Stack:
         self.clock = Clock()
         self.near = RamIndex(near_chunks * CHUNK, CHUNK)
         self.far = far_type(far_chunks * CHUNK, CHUNK)
-        chosen = StackOptions(**{"promoting_share": 1.0, "cascading_share": 1.0, "arriving_share": 1.0, **options})  # type: ignore[arg-type]
-        self.stack = TierStack(self.near, self.far, ranks, self.clock, chosen)
+        chosen = SlowerTierOptions(**{"promoting_share": 1.0, "cascading_share": 1.0, "arriving_share": 1.0, **options})  # type: ignore[arg-type]
+        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, chosen)], ranks, self.clock)
 
     def put_far(self, *keys: bytes) -> None:
         for key in keys:
@@ -226,12 +227,12 @@ def test_a_full_way_down_makes_wait_and_loses_nothing() -> None:
     it = Stack(cascading_share=0.25)
     it.store(A, B, C)
     first = it.moves(Direction.CASCADE)
-    assert len(first) == 2 and it.stack.num_waiting == 1
+    assert len(first) == 2 and it.stack.num_waiting("disk") == 1
     it.end(first)
     (second,) = it.moves(Direction.CASCADE)
-    assert second.key == C and it.stack.num_waiting == 0
+    assert second.key == C and it.stack.num_waiting("disk") == 0
     it.end([second])
-    assert it.stack.take_counts().cascades == {"done": 3}
+    assert it.stack.take_counts().moves.cascades == {"done": 3}
 
 
 def test_a_failed_cascade_leaves_the_fast_tier_as_it_was() -> None:
@@ -271,11 +272,14 @@ def test_the_breaker_hides_a_dead_tier_and_lets_it_come_back() -> None:
     it.clock.now_s += 30
     it.stack.tick()
     it.stack.tick()
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN and it.stack.generation != generation
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.OPEN and it.stack.generation != generation
     assert it.stack.lookup(C) is LookupResult.MISS and it.stack.leading([C]) == 0 and it.stack.last_held([C]) is None
     it.clock.now_s += 5
     it.stack.tick()
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.PROBING and it.stack.lookup(C) is LookupResult.HIT
+    assert (
+        it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.PROBING
+        and it.stack.lookup(C) is LookupResult.HIT
+    )
 
 
 def test_a_caller_that_stood_still_blames_no_tier_for_it() -> None:
@@ -288,7 +292,7 @@ def test_a_caller_that_stood_still_blames_no_tier_for_it() -> None:
     it.end(moves)
     it.stack.tick()
     assert hold.failure is HoldFailure.TIMEOUT and it.near.lookup(A) is LookupResult.HIT
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
 
 
 def late(*keys: bytes, **options: object) -> tuple[Stack, list[TierMove]]:
@@ -300,11 +304,11 @@ def late(*keys: bytes, **options: object) -> tuple[Stack, list[TierMove]]:
     it.clock.now_s += 30
     it.stack.tick()
     it.stack.tick()
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.OPEN
     it.stack.release("request")
     it.clock.now_s += 5
     it.stack.tick()
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.PROBING
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.PROBING
     return it, moves
 
 
@@ -329,7 +333,7 @@ def test_a_read_that_never_ends_keeps_no_probe_away() -> None:
     it.put_far(B)
     it.hold(B)
     it.end(it.moves(Direction.PROMOTE))
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
 
 
 def test_while_a_probe_is_on_its_way_nobody_else_is_sent_after_it() -> None:
@@ -366,7 +370,7 @@ def test_the_slow_tier_hears_why_a_chunk_is_withdrawn(tmp_path: Path) -> None:
     far = disk_store.make_index(tmp_path / "store", disk_store.options_for(1 << 16))
     slot = far.reserve(A, CHUNK)
     assert isinstance(slot, Slot) and far.commit(A)
-    stack = TierStack(RamIndex(8 * CHUNK, CHUNK), far, 1, Clock())
+    stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [SlowerTier("disk", far)], 1, Clock())
     assert isinstance(stack.acquire("request", [A]), Hold)
     (move,) = stack.take_moves()
     stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.CHECKSUM)))
@@ -381,7 +385,7 @@ def probing() -> Stack:
     it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
     it.clock.now_s += 5
     it.stack.tick()
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.PROBING
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.PROBING
     return it
 
 
@@ -389,7 +393,7 @@ def test_a_probe_that_succeeds_closes_the_breaker() -> None:
     it = probing()
     it.hold(B)
     it.end(it.moves(Direction.PROMOTE))
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
 
 
 def test_a_probe_that_fails_opens_it_for_longer_within_a_bound() -> None:
@@ -398,13 +402,13 @@ def test_a_probe_that_fails_opens_it_for_longer_within_a_bound() -> None:
         it.put_far(B) if it.far.lookup(B) is LookupResult.MISS else None
         it.hold(B)
         it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
-        assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
+        assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.OPEN
         it.clock.now_s += pause_s - 1
         it.stack.tick()
-        assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
+        assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.OPEN
         it.clock.now_s += 1
         it.stack.tick()
-        assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.PROBING
+        assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.PROBING
 
 
 def failing_stores(*keys: bytes) -> Stack:
@@ -414,19 +418,19 @@ def failing_stores(*keys: bytes) -> Stack:
     for key in (b"x", b"y"):
         it.store(key)
         it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO, "segment 0: EROFS"))
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.OPEN
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.OPEN
     return it
 
 
 def test_stores_that_fail_keep_no_load_away() -> None:
     it = failing_stores(A, B, C)
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
     assert it.stack.leading([A, B, C]) == 3
     hold = it.hold(A, B, C)
     it.end(it.moves(Direction.PROMOTE))
     assert hold.is_ready
     it.store(b"z")
-    assert it.stack.take_moves() == [] and it.stack.take_counts().cascades == {"failed": 2, "dropped_open": 1}
+    assert it.stack.take_moves() == [] and it.stack.take_counts().moves.cascades == {"failed": 2, "dropped_open": 1}
 
 
 def test_loads_that_fail_keep_no_store_away() -> None:
@@ -435,23 +439,23 @@ def test_loads_that_fail_keep_no_store_away() -> None:
     for key in (A, B):
         it.hold(key)
         it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.OPEN
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.OPEN
     assert it.stack.lookup(C) is LookupResult.MISS
     it.store(b"d")
     it.end(it.moves(Direction.CASCADE))
     assert it.far.lookup(b"d") is LookupResult.HIT
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.CLOSED
 
 
 def test_a_load_that_succeeds_says_nothing_about_stores() -> None:
     it = failing_stores(A)
     it.hold(A)
     it.end(it.moves(Direction.PROMOTE))
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.OPEN
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.OPEN
     it.clock.now_s += 5
     it.stack.tick()
     it.hold(A)
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.PROBING
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.PROBING
 
 
 def test_stores_are_tried_again_one_at_a_time() -> None:
@@ -460,9 +464,9 @@ def test_stores_are_tried_again_one_at_a_time() -> None:
     it.stack.tick()
     it.store(A, B)
     [probe] = it.moves(Direction.CASCADE)
-    assert probe.key == A and it.stack.num_waiting == 1
+    assert probe.key == A and it.stack.num_waiting("disk") == 1
     it.end([probe])
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.CLOSED
     it.store(C)
     assert [move.key for move in it.moves(Direction.CASCADE)] == [B, C]
 
@@ -475,25 +479,25 @@ def test_stores_that_are_late_keep_no_load_away_and_never_the_next_probe() -> No
     it.clock.now_s += 30
     it.stack.tick()
     it.stack.tick()
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.OPEN
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.OPEN
     assert it.stack.lookup(A) is LookupResult.HIT and not it.stack.has_moves_alive()
     it.clock.now_s += 5
     it.stack.tick()
     it.store(C)
     it.end(it.moves(Direction.CASCADE))
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.CLOSED
     it.end([stuck])
     assert it.far.lookup(B) is LookupResult.HIT
 
 
 def test_openings_are_counted_by_direction() -> None:
     it = failing_stores(A, B)
-    assert it.stack.take_counts().breaker_openings == {"cascade": 1}
+    assert it.stack.take_counts().moves.breaker_openings == {"cascade": 1}
     for key in (A, B):
         it.hold(key)
         it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
-    assert it.stack.take_counts().breaker_openings == {"promote": 1}
-    assert it.stack.take_counts().breaker_openings == {}
+    assert it.stack.take_counts().moves.breaker_openings == {"promote": 1}
+    assert it.stack.take_counts().moves.breaker_openings == {}
 
 
 def test_a_breaker_of_stores_changes_no_answer_of_a_lookup() -> None:
@@ -502,7 +506,7 @@ def test_a_breaker_of_stores_changes_no_answer_of_a_lookup() -> None:
     [move] = it.moves(Direction.CASCADE)
     before = it.stack.generation - it.near.generation - it.far.generation
     it.end([move], Failure(FailureReason.IO))
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.OPEN
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.OPEN
     assert it.stack.generation - it.near.generation - it.far.generation == before
 
 
@@ -513,17 +517,17 @@ def test_counts_say_what_moved_since_they_were_taken() -> None:
     it.end(it.moves(Direction.PROMOTE))
     it.store(B)
     it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO))
-    counts = it.stack.take_counts()
+    counts = it.stack.take_counts().moves
     assert counts.promotions == {"done": 1} and counts.promoted_bytes == CHUNK
     assert counts.cascades == {"failed": 1} and counts.cascaded_bytes == 0 and counts.failures == {"io": 1}
-    assert it.stack.take_counts().promotions == {}
+    assert it.stack.take_counts().moves.promotions == {}
 
 
 def test_options_that_cannot_work_are_refused() -> None:
     for make in (
-        lambda: StackOptions(load_timeout_s=0),
-        lambda: StackOptions(promoting_share=0),
-        lambda: StackOptions(cascading_share=1.5),
+        lambda: SlowerTierOptions(load_timeout_s=0),
+        lambda: SlowerTierOptions(promoting_share=0),
+        lambda: SlowerTierOptions(cascading_share=1.5),
         lambda: BreakerOptions(failures=0),
         lambda: BreakerOptions(first_pause_s=9, longest_pause_s=8),
     ):

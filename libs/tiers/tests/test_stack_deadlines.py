@@ -15,7 +15,7 @@ LIMIT_S = 30.0
 
 QUESTIONS: dict[str, Callable[[Stack], object]] = {
     "generation": lambda it: it.stack.generation,
-    "breaker_state": lambda it: it.stack.breaker_state(Direction.PROMOTE),
+    "breaker_state": lambda it: it.stack.breaker_state(Direction.PROMOTE, "disk"),
     "lookup": lambda it: it.stack.lookup(C),
     "leading": lambda it: it.stack.leading([C]),
     "last_held": lambda it: it.stack.last_held([C]),
@@ -54,7 +54,7 @@ def test_a_late_move_is_held_against_the_slow_tier_whatever_is_asked(question: s
     for _ in range(3):
         it.clock.now_s += LIMIT_S
         QUESTIONS[question](it)
-    assert it.stack.take_counts().breaker_openings == {"promote": 1}
+    assert it.stack.take_counts().moves.breaker_openings == {"promote": 1}
     assert it.stack.lookup(A) is LookupResult.MISS and not it.stack.has_moves_alive()
 
 
@@ -70,7 +70,7 @@ def test_a_caller_that_stood_still_blames_no_tier_for_it_however_often_it_asks()
     assert hold.failure is HoldFailure.TIMEOUT
     it.stack.tick()
     it.end(moves)
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
     assert it.near.lookup(A) is LookupResult.HIT
 
 
@@ -87,7 +87,7 @@ def test_a_pause_of_the_breaker_ends_though_nobody_ticks() -> None:
     assert it.stack.lookup(B) is LookupResult.HIT
     it.hold(B)
     it.end(it.moves(Direction.PROMOTE))
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
 
 
 def test_stores_are_tried_again_though_nobody_ticks() -> None:

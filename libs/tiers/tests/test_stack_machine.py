@@ -9,7 +9,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Key, Slot, TierIndex
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import BreakerOptions, Direction, Hold, MoveOutcome, StackOptions, TierMove, TierStack
+from hybridkv.tiers.stack import (
+    BreakerOptions,
+    Direction,
+    Hold,
+    MoveOutcome,
+    SlowerTier,
+    SlowerTierOptions,
+    TierMove,
+    TierStack,
+)
 
 CHUNK = 16
 NUM_RANKS = 2
@@ -21,21 +30,27 @@ reasons = st.sampled_from([None, None, None, FailureReason.IO, FailureReason.CHE
 class StackMachine(RuleBasedStateMachine):
     """Two ranks, whose media end each move in their own time."""
 
+    num_slower = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
         self.near = RamIndex(4 * CHUNK, CHUNK)
         self.far = RamIndex(5 * CHUNK, CHUNK)
-        options = StackOptions(
+        options = SlowerTierOptions(
             load_timeout_s=10.0,
             promoting_share=1.0,
             cascading_share=0.5,
             arriving_share=0.5,
             breaker=BreakerOptions(failures=2, first_pause_s=5.0, longest_pause_s=20.0),
         )
-        self.stack = TierStack(self.near, self.far, NUM_RANKS, lambda: self.now_s, options)
+        self.farthest = RamIndex(6 * CHUNK, CHUNK)
+        below = [SlowerTier("disk", self.far, options), SlowerTier("peer", self.farthest, options)]
+        self.stack = TierStack(self.near, below[: self.num_slower], NUM_RANKS, lambda: self.now_s)
         self.near_bytes: list[dict[int, Key]] = [{} for _ in range(NUM_RANKS)]
-        self.far_bytes: list[dict[int, Key]] = [{} for _ in range(NUM_RANKS)]
+        self.far_bytes: dict[str, list[dict[int, Key]]] = {
+            tier: [{} for _ in range(NUM_RANKS)] for tier in ("disk", "peer")
+        }
         self.moving: list[tuple[int, TierMove]] = []
         self.stored: list[tuple[Key, Slot]] = []
         self.holds: dict[str, Hold] = {}
@@ -81,13 +96,13 @@ class StackMachine(RuleBasedStateMachine):
     def end_move(self, reason: FailureReason | None, data: st.DataObject) -> None:
         rank, move = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
         if move.direction is Direction.PROMOTE:
-            content = self.far_bytes[rank].get(move.far.first_offset)
+            content = self.far_bytes[move.tier][rank].get(move.far.first_offset)
             # A medium fails what it was not given to store, and may have written before it fails.
             self.near_bytes[rank][move.near.first_offset] = move.key if reason is None else b"torn"
             assert reason is not None or content == move.key
         else:
             content = self.near_bytes[rank].get(move.near.first_offset)
-            self.far_bytes[rank][move.far.first_offset] = move.key if reason is None else b"torn"
+            self.far_bytes[move.tier][rank][move.far.first_offset] = move.key if reason is None else b"torn"
             assert content == move.key
         self.stack.on_move(move.move_id, MoveOutcome(1, None if reason is None else Failure(reason)))
         self.collect()
@@ -115,7 +130,11 @@ class StackMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_key_that_is_offered_has_its_own_bytes_on_every_rank(self) -> None:
-        for index, places in ((self.near, self.near_bytes), (self.far, self.far_bytes)):
+        for index, places in (
+            (self.near, self.near_bytes),
+            (self.far, self.far_bytes["disk"]),
+            (self.farthest, self.far_bytes["peer"]),
+        ):
             for number in range(6):
                 key = bytes([number])
                 slot = index.pin(key)
@@ -152,11 +171,19 @@ class StackMachine(RuleBasedStateMachine):
         while self.moving:
             _, move = self.moving.pop()
             self.stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.CLOSED)))
-        assert [space.used_bytes for space in self.tiers()] == [0, 0]
+        assert [space.used_bytes for space in self.tiers()] == [0, 0, 0]
 
     def tiers(self) -> list[TierIndex]:
-        return [self.near, self.far]
+        return [self.near, self.far, self.farthest]
+
+
+class DeepStackMachine(StackMachine):
+    """Over two slower tiers."""
+
+    num_slower = 2
 
 
 TestStackMachine = StackMachine.TestCase
+TestDeepStackMachine = DeepStackMachine.TestCase
+TestDeepStackMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestStackMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -51,8 +51,8 @@ def test_a_disk_that_takes_nothing_serves_what_it_has(tmp_path: Path, number: in
     keys = stored(tiers, NUM_CHUNKS)
     tiers.io.failing["pwritev"] = number
     assert served(tiers, keys) == len(keys)
-    assert tiers.stack.breaker_state(Direction.CASCADE) is not BreakerState.CLOSED
-    counts = tiers.stack.take_counts()
+    assert tiers.stack.breaker_state(Direction.CASCADE, "disk") is not BreakerState.CLOSED
+    counts = tiers.stack.take_counts().moves
     assert counts.breaker_openings.keys() == {"cascade"} and counts.cascades["dropped_open"] > counts.cascades["failed"]
     tiers.io.failing.clear()
     tiers.clock.now_s += 1000
@@ -67,7 +67,7 @@ def test_a_disk_that_gives_nothing_is_left_alone(tmp_path: Path) -> None:
     keys = stored(tiers, NUM_CHUNKS)
     tiers.io.failing["preadv"] = errno.EIO
     assert served(tiers, keys) == 0
-    assert tiers.stack.take_counts().breaker_openings.keys() == {"promote"}
+    assert tiers.stack.take_counts().moves.breaker_openings.keys() == {"promote"}
     tiers.close()
 
 

@@ -26,8 +26,8 @@ def test_a_shortage_costs_no_chunk_however_long_it_lasts() -> None:
         short(it, A)
         it.clock.now_s += 10
     assert it.stack.leading([A, B, C]) == 3
-    assert it.stack.breaker_state(Direction.PROMOTE) is BreakerState.CLOSED
-    assert it.stack.take_counts().breaker_openings == {}
+    assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
+    assert it.stack.take_counts().moves.breaker_openings == {}
 
 
 def test_after_a_shortage_a_claim_is_asked_to_come_back_in_a_moment() -> None:
@@ -89,8 +89,8 @@ def test_a_shortage_of_stores_rests_and_keeps_no_load_away() -> None:
     it.end(it.moves(Direction.CASCADE), BUSY)
     it.store(C)
     assert it.stack.take_moves() == []
-    assert it.stack.take_counts().cascades == {}
-    assert it.stack.breaker_state(Direction.CASCADE) is BreakerState.CLOSED
+    assert it.stack.take_counts().moves.cascades == {}
+    assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.CLOSED
     it.hold(A)
     it.end(it.moves(Direction.PROMOTE))
     it.clock.now_s += 0.05

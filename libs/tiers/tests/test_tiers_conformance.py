@@ -12,12 +12,24 @@ pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 import disk_store  # noqa: E402
 import numpy as np  # noqa: E402
 
-from hybridkv.tiers import ExposesBytes, SealedMemory, Slot, TierMedium  # noqa: E402
+from hybridkv.tiers import ExposesBytes, SealedMemory, Slot, TierIndex, TierMedium  # noqa: E402
 from hybridkv.tiers.ram import RamArena, RamIndex  # noqa: E402
-from hybridkv.tiers.testing.conformance import CHUNK_BYTES, ExactTierConformance, SealedMemoryConformance, Tier  # noqa: E402
+from hybridkv.tiers.testing.conformance import (  # noqa: E402
+    CHUNK_BYTES,
+    ExactTierConformance,
+    LateConformance,
+    SealedMemoryConformance,
+    Tier,
+)
 from hybridkv.tiers.testing.copying import CopyingMedium  # noqa: E402
 from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
-from hybridkv.tiers.testing.reference import ReferenceIndex, ReferenceMedium  # noqa: E402
+from hybridkv.tiers.testing.reference import (  # noqa: E402
+    ReferenceIndex,
+    ReferenceMedium,
+    RemoteIndex,
+    RemoteMedium,
+    RemoteStore,
+)
 
 GRANULE_BYTES = 1024
 
@@ -35,6 +47,32 @@ class InMemoryTier(ExactTierConformance):
 class TestReference(InMemoryTier):
     def make_tier(self, capacity_bytes: int) -> Tier:
         return Tier(ReferenceIndex(capacity_bytes), ReferenceMedium())
+
+
+class TestRemote(InMemoryTier, LateConformance):
+    world: RemoteStore
+    time_s = 0.0
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        self.world = RemoteStore(1, self.now_s, answer_s=10.0)
+        return Tier(RemoteIndex(self.world, capacity_bytes), RemoteMedium(self.world, 0))
+
+    def make_late(self) -> TierIndex:
+        capacity_bytes = 4 * CHUNK_BYTES
+        tier = self.make_tier(capacity_bytes)
+        for key in (b"key a", b"key b"):
+            tier.index.reserve(key, CHUNK_BYTES)
+            assert tier.index.commit(key)
+        return RemoteIndex(self.world, capacity_bytes)
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def pass_time(self, seconds: float) -> None:
+        self.time_s += seconds
+
+    def answer_all(self) -> None:
+        self.pass_time(10.0)
 
 
 class TestRam(InMemoryTier):

@@ -18,6 +18,7 @@ _CHOICES = {
     "load": '"async" or "sync"',
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
+    "cascade": '"all" or "nothing"',
     "weights_digest": '"sampled", "full", or your own name for these weights',
     "identity_ignores": "a list of names of facts",
 }
@@ -34,10 +35,20 @@ class RamTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     capacity: int
 
 
-class DiskTierConfig(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="disk"
-):
-    """A directory on a local disk, under host memory.
+class SlowerTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every tier under host memory has.
+
+    Args:
+        cascade: "all" copies there what host memory is given; "nothing" only reads what somebody else put there.
+        load_timeout_seconds: how long a request waits for this tier, where that is less than for all of them.
+    """
+
+    cascade: Literal["all", "nothing"] = "all"
+    load_timeout_seconds: float | None = None
+
+
+class DiskTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="disk"):
+    """A directory on a local disk.
 
     Args:
         path: absolute; made if it is not there. What is not hybridkv's in it is left alone.
@@ -60,7 +71,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What an operator says to HybridOffloadConnector.
 
     Args:
-        tiers: media, the fastest first: one of host memory, and perhaps one of disk under it.
+        tiers: media, the fastest first: host memory, and what is under it in the order in which it is asked.
         chunk_tokens: tokens in one offloaded unit, or "auto".
         load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
@@ -90,10 +101,27 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return tier
 
     @property
+    def slower(self) -> dict[str, DiskTierConfig]:
+        """The tiers under it by name, which is their type, the nearest first."""
+        return {name_of(tier): tier for tier in self.tiers if isinstance(tier, SlowerTierConfig)}
+
+    @property
     def disk(self) -> DiskTierConfig | None:
-        """The slow tier, if there is one."""
-        tier = self.tiers[1] if len(self.tiers) > 1 else None
-        return tier if isinstance(tier, DiskTierConfig) else None
+        """The tier on disk, if there is one."""
+        return next((tier for tier in self.tiers if isinstance(tier, DiskTierConfig)), None)
+
+    def path_of(self, name: str) -> str:
+        """Where a slower tier stands in the configuration."""
+        return f"{ROOT}.tiers[{[name_of(tier) for tier in self.tiers].index(name)}]"
+
+    def load_timeout_of(self, tier: SlowerTierConfig) -> float:
+        """Seconds that a request waits for a slower tier."""
+        return self.load_timeout_seconds if tier.load_timeout_seconds is None else tier.load_timeout_seconds
+
+
+def name_of(tier: TierConfig) -> str:
+    """What a tier is called: its type, of which there is one each."""
+    return str(tier.__struct_config__.tag)
 
 
 def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
@@ -117,10 +145,10 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
         config = msgspec.convert(plain, OffloadConfig, strict=True)
     except msgspec.ValidationError as error:
         raise _as_configuration_error(error, raw) from None
-    _require_stack(config)
     for name in ("load_timeout_seconds", "lookup_timeout_seconds"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
+    _require_stack(config)
     if isinstance(config.chunk_tokens, int) and config.chunk_tokens <= 0:
         raise ConfigurationError(
             f"{ROOT}.chunk_tokens", 'a positive number of tokens, or "auto"', config.chunk_tokens, 'use "auto"'
@@ -144,20 +172,31 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
 
 
 def _require_stack(config: OffloadConfig) -> None:
-    kinds = [type(tier) for tier in config.tiers]
-    if kinds not in ([RamTierConfig], [RamTierConfig, DiskTierConfig]):
+    names = [name_of(tier) for tier in config.tiers]
+    if names[0] != "ram" or len(set(names)) < len(names):
         raise ConfigurationError(
             f"{ROOT}.tiers",
-            'one "ram" tier, or a "ram" tier and then a "disk" tier',
-            ", ".join(f'"{tier.__struct_config__.tag}"' for tier in config.tiers),
-            "what comes from disk passes through host memory, so a disk tier needs some above it",
+            'one "ram" tier, and then slower ones, of each type one',
+            ", ".join(f'"{name}"' for name in names),
+            "what comes from a slower tier passes through host memory, so it needs some above it: "
+            '[{"type": "ram", "capacity": "4GiB"}, {"type": "disk", "path": "/var/cache/kv", "capacity": "1TiB"}]',
         )
-    if config.disk is None:
-        return
-    if not os.path.isabs(config.disk.path):
+    if config.disk is not None and not os.path.isabs(config.disk.path):
         raise ConfigurationError(
-            f"{ROOT}.tiers[1].path", "an absolute path", repr(config.disk.path), "the engine has several processes"
+            f"{config.path_of('disk')}.path",
+            "an absolute path",
+            repr(config.disk.path),
+            "the engine has several processes",
         )
+    for name, tier in config.slower.items():
+        timeout_s = tier.load_timeout_seconds
+        if timeout_s is not None and not 0 < timeout_s <= config.load_timeout_seconds:
+            raise ConfigurationError(
+                f"{config.path_of(name)}.load_timeout_seconds",
+                f"seconds above 0, at most the {config.load_timeout_seconds:g} of {ROOT}.load_timeout_seconds",
+                timeout_s,
+                "leave it out to wait for this tier as long as for all",
+            )
 
 
 def _plain_tier(path: str, tier: object) -> object:

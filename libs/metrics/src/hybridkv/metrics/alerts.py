@@ -82,10 +82,10 @@ ALERTS: Final = (
         severity=Severity.WARNING,
         summary="The slow tier gave back other bytes than it was given; they were found out and not used.",
         action="Look for a failing disk, or for somebody who writes into the tier's directory.",
-        firing={'vllm:hybridkv_move_failures_total{reason="wrong_key"}': "0x50 1x40"},
+        firing={'vllm:hybridkv_move_failures_total{reason="wrong_key",tier="disk"}': "0x50 1x40"},
         quiet={
-            'vllm:hybridkv_move_failures_total{reason="wrong_key"}': "1x90",
-            'vllm:hybridkv_move_failures_total{reason="busy"}': "0x50 1x40",
+            'vllm:hybridkv_move_failures_total{reason="wrong_key",tier="disk"}': "1x90",
+            'vllm:hybridkv_move_failures_total{reason="busy",tier="disk"}': "0x50 1x40",
         },
     ),
     Alert(
@@ -153,10 +153,10 @@ ALERTS: Final = (
         severity=Severity.WARNING,
         summary="The slow tier does not answer loads and has been left alone for five minutes.",
         action="Look at the disk below it; requests are computed meanwhile.",
-        firing={'vllm:hybridkv_breaker_open{direction="promote"}': "1x90"},
+        firing={'vllm:hybridkv_breaker_open{direction="promote",tier="disk"}': "1x90"},
         quiet={
-            'vllm:hybridkv_breaker_open{direction="promote"}': "0x90",
-            'vllm:hybridkv_breaker_open{direction="cascade"}': "1x90",
+            'vllm:hybridkv_breaker_open{direction="promote",tier="disk"}': "0x90",
+            'vllm:hybridkv_breaker_open{direction="cascade",tier="disk"}': "1x90",
         },
     ),
     Alert(
@@ -167,10 +167,10 @@ ALERTS: Final = (
         severity=Severity.WARNING,
         summary="Stores to the slow tier have failed or not ended for five minutes; what it has is served meanwhile.",
         action="Look whether the file system below it is full, over a quota or read-only.",
-        firing={'vllm:hybridkv_breaker_open{direction="cascade"}': "1x90"},
+        firing={'vllm:hybridkv_breaker_open{direction="cascade",tier="disk"}': "1x90"},
         quiet={
-            'vllm:hybridkv_breaker_open{direction="cascade"}': "0x90",
-            'vllm:hybridkv_breaker_open{direction="promote"}': "1x90",
+            'vllm:hybridkv_breaker_open{direction="cascade",tier="disk"}': "0x90",
+            'vllm:hybridkv_breaker_open{direction="promote",tier="disk"}': "1x90",
         },
     ),
     Alert(

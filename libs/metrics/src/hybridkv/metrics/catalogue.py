@@ -24,6 +24,7 @@ _MOVE_RESULTS = (
 """What became of a chunk between two tiers; docs/guides/disk.md explains each."""
 _TIERS = ("ram", "disk", "peer", "object")
 _TIER = Label("tier", _TIERS)
+_SLOWER = Label("tier", _TIERS[1:])
 _REASON = Label(
     "reason",
     (
@@ -182,7 +183,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_wait_timeouts_total",
             Kind.COUNTER,
             "waits",
-            "Requests that stopped waiting: for chunks that were being stored (lookup) or for the slow tier (load).",
+            "Requests that stopped waiting: for chunks that were being stored (lookup) or for a slower tier (load).",
             (Label("wait", ("lookup", "load")),),
             panel=Panel(Section.LOADS, "Waits in vain"),
         ),
@@ -193,6 +194,7 @@ CATALOGUE = Catalogue(
             "Chunks that moved between the tiers, or were to, by direction and by what became of them.",
             (
                 _DIRECTION,
+                _SLOWER,
                 Label("result", _MOVE_RESULTS),
             ),
             panel=Panel(Section.SLOW_TIER, "Chunks moved"),
@@ -202,15 +204,15 @@ CATALOGUE = Catalogue(
             Kind.COUNTER,
             "bytes",
             "Bytes that moved between the tiers.",
-            (_DIRECTION,),
+            (_DIRECTION, _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Bytes moved"),
         ),
         Metric(
             "vllm:hybridkv_move_failures_total",
             Kind.COUNTER,
             "chunks",
-            "Failed moves between the tiers, by the reason that the slow tier gave.",
-            (Label("reason", _FAILURES),),
+            "Failed moves between the tiers, by the reason that the slower tier gave.",
+            (Label("reason", _FAILURES), _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Failed moves"),
         ),
         Metric(
@@ -218,7 +220,7 @@ CATALOGUE = Catalogue(
             Kind.HISTOGRAM,
             "seconds",
             "Time of one chunk between the tiers, with waiting in the queue.",
-            (_DIRECTION,),
+            (_DIRECTION, _SLOWER),
             buckets=(*_SECONDS, 30.0, 100.0),
             panel=Panel(Section.SLOW_TIER, "Time of a move"),
         ),
@@ -226,7 +228,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_cascades_waiting",
             Kind.GAUGE,
             "chunks",
-            "Chunks that wait for their way down to the slow tier.",
+            "Chunks that wait for their way down to a slower tier.",
+            (_SLOWER,),
             panel=Panel(Section.SLOW_TIER, "Chunks waiting"),
         ),
         Metric(
@@ -256,16 +259,16 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_breaker_openings_total",
             Kind.COUNTER,
             "openings",
-            "Times that the slow tier was left alone because moves in that direction failed or did not end.",
-            (_DIRECTION,),
+            "Times that a slower tier was left alone because moves in that direction failed or did not end.",
+            (_DIRECTION, _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Breaker openings", view=View.INCREASE),
         ),
         Metric(
             "vllm:hybridkv_breaker_open",
             Kind.GAUGE,
             "state",
-            "1 while the slow tier is left alone or only probed in that direction, else 0.",
-            (_DIRECTION,),
+            "1 while a slower tier is left alone or only probed in that direction, else 0.",
+            (_DIRECTION, _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Breaker open"),
         ),
         Metric(

@@ -10,8 +10,9 @@ asks, waits or counts: whoever drives them does.
 
 A boundary is settled first, at which every group can resume; then what only the slow tier has of it is brought near,
 and nothing else. The engine is told to ask again meanwhile, and holds no block for it. Every such wait has a deadline.
-A search gives one boundary today. Where a tier can only say later whether it has more, this is the place to weigh a
-boundary that is settled against one that is possible.
+Where a tier can only say later whether it has more, there are two boundaries: one that is settled, and one that is
+possible. A request asks, and waits for answers, only where the difference is worth more than what the engine computes
+meanwhile: a short prompt that nobody has seen pays for no round trip.
 """
 
 from msgspec.structs import replace
@@ -26,6 +27,7 @@ from hybridkv.planner.stages import (
     MAX_SHRINKS,
     RELEASE,
     UNTROUBLED,
+    Ask,
     Bounds,
     Bring,
     Brought,
@@ -80,14 +82,35 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | E
 
 
 def searched(
-    stage: Stage, facts: Facts, bounds: Bounds, errand: Search, answer: Hit | Pending | Miss
+    stage: Stage,
+    facts: Facts,
+    bounds: Bounds,
+    errand: Search,
+    answer: Hit | Pending | Miss,
+    settled_tokens: int | None = None,
 ) -> tuple[Stage, Reply | Errand]:
-    """A search that `errand` asked for has ended. `facts` are those with which it was asked for."""
+    """A search that `errand` asked for has ended. `facts` are those with which it was asked for.
+
+    `settled_tokens` is where the request can resume if nothing of what is pending comes; None where nobody looked.
+    """
     if errand.is_last and isinstance(answer, Pending):
         # What is not readable was to count as missing; whoever says otherwise is not waited for.
         answer = Miss(None, "it was being stored for too long")
-    found = Searched(stage.past, facts.generation, errand.limit_tokens, facts.computed_tokens, answer)
+    settled = facts.computed_tokens if settled_tokens is None else settled_tokens
+    found = Searched(stage.past, facts.generation, errand.limit_tokens, facts.computed_tokens, answer, False, settled)
     return _decide(found, facts, bounds, errand.num_shrinks)
+
+
+def asked(stage: Stage, facts: Facts, bounds: Bounds, errand: Ask) -> tuple[Stage, Reply | Errand]:
+    """The tiers were asked what `errand` says: what they hold for sure is to be searched again."""
+    if type(stage) is not Searched:
+        return resume(stage, facts, bounds)
+    return stage, Search(errand.limit_tokens, stage.past.near_only, num_shrinks=errand.num_shrinks)
+
+
+def is_worth_waiting(settled_tokens: int, possible_tokens: int, left_s: float, tokens_per_s: float) -> bool:
+    """Whether to wait at most `left_s` for what may be there, rather than to compute from what is settled."""
+    return possible_tokens - settled_tokens > left_s * tokens_per_s
 
 
 def brought(
@@ -181,6 +204,18 @@ def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply
 def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> tuple[Stage, Reply | Errand]:
     """What follows from an answer that holds."""
     past, answer = found.past, found.answer
+    if facts.ask_s and not past.near_only:
+        if past.asked_until_s is None:
+            settled = facts.computed_tokens if isinstance(answer, Miss) else answer.num_tokens
+            if is_worth_waiting(settled, found.limit_tokens, facts.ask_s, bounds.tokens_per_s):
+                past = replace(past, asked_until_s=facts.now_s + facts.ask_s)
+                return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
+        elif type(answer) is Pending and facts.now_s < past.asked_until_s:
+            left_s = past.asked_until_s - facts.now_s
+            if is_worth_waiting(found.settled_tokens, answer.num_tokens, left_s, bounds.tokens_per_s):
+                return found, ASK_AGAIN
+            found = replace(found, answer=_settled(found))
+            answer = found.answer
     if type(answer) is Hit and facts.has_slower and not found.is_near and not past.near_only:
         since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
         return found, Bring(answer.num_tokens, since_s, facts.now_s - since_s < bounds.load_s, num_shrinks)
@@ -193,6 +228,13 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
         past = replace(past, waited_in_vain=True)
         return replace(found, past=past), Search(found.limit_tokens, past.near_only, True, num_shrinks)
     return _settle(found, answer, facts, bounds)
+
+
+def _settled(found: Searched) -> Hit | Miss:
+    """What is left when nothing is waited for."""
+    if found.settled_tokens > found.computed_tokens:
+        return Hit(found.settled_tokens)
+    return Miss(None, "what may be elsewhere is not worth waiting for")
 
 
 def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:

@@ -30,6 +30,8 @@ class Past(msgspec.Struct, frozen=True):
         stores_since_s: when it was first told to ask again because of what is being stored; None when it was not.
         tier_since_s: when it was first told so, or would have been, because of what the slow tier has; None when it was
             not.
+        asked_until_s: tiers that answer late were asked what they hold of it, and have answered by then or not at all;
+            None when they were not. A request asks once.
         room: how long it has waited for room beside other loads.
     """
 
@@ -40,6 +42,7 @@ class Past(msgspec.Struct, frozen=True):
     waited_in_vain: bool = False
     stores_since_s: float | None = None
     tier_since_s: float | None = None
+    asked_until_s: float | None = None
     room: RoomWait = NOT_WAITED
 
 
@@ -64,6 +67,7 @@ class Searched(msgspec.Struct, frozen=True):
         computed_tokens: what the engine held.
         answer: of the search.
         is_near: the fast tier was seen to hold all that the hit needs.
+        settled_tokens: where it can resume if nothing of what is pending comes: known where tiers were asked.
     """
 
     past: Past
@@ -72,6 +76,7 @@ class Searched(msgspec.Struct, frozen=True):
     computed_tokens: int
     answer: Hit | Pending | Miss
     is_near: bool = False
+    settled_tokens: int = 0
 
 
 @final
@@ -138,6 +143,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
         has_slower: there is a tier from which chunks must come near before they can be loaded.
         hold: what the tiers hold for the request, None if nothing.
         room: what a load must fit beside, None where no other holds blocks and none has failed.
+        ask_s: how long tiers that answer late may take to say what they hold; 0 where there is none to be asked.
     """
 
     num_tokens: int
@@ -147,6 +153,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     has_slower: bool = False
     hold: HoldState | None = None
     room: Room | None = None
+    ask_s: float = 0.0
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -156,11 +163,13 @@ class Bounds(msgspec.Struct, frozen=True):
         lookup_s: for chunks that are being stored.
         load_s: for the slow tier.
         room: for room beside other loads.
+        tokens_per_s: what an engine computes while it waits for answers that may never come: a wait must be worth more.
     """
 
     lookup_s: float
     load_s: float
     room: RoomBounds = RoomBounds()
+    tokens_per_s: float = 10_000.0
 
 
 # What the engine is told.
@@ -204,6 +213,19 @@ class Search(msgspec.Struct, frozen=True):
     limit_tokens: int
     near_only: bool
     is_last: bool = False
+    num_shrinks: int = 0
+
+
+@final
+class Ask(msgspec.Struct, frozen=True):
+    """Ask tiers that answer late what they hold of the request, and tell `asked`.
+
+    Args:
+        limit_tokens: of the request are to be asked for.
+        num_shrinks: how often the boundary was brought down for this question.
+    """
+
+    limit_tokens: int
     num_shrinks: int = 0
 
 
@@ -257,5 +279,5 @@ class Brought(enum.Enum):
 
 Reply: TypeAlias = Offer | AskAgain | Compute
 """What the engine is told."""
-Errand: TypeAlias = Search | Bring | Release
+Errand: TypeAlias = Search | Ask | Bring | Release
 """What must be done before there is a reply."""

@@ -163,8 +163,29 @@ class TierIndex(Protocol):
         """Changes whenever the answer of any lookup may have changed."""
         ...
 
+    @property
+    def answers_late(self) -> bool:
+        """Whether there may be more than `lookup` says before somebody has asked: whether `ask` is of any use."""
+        ...
+
+    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+        """Find out whether these are stored, by this time of the tier's clock.
+
+        A verb of its own, because a lookup changes nothing. A key about which nothing is known is PENDING from now on,
+        until there is an answer; it is a MISS when there is none by the deadline, or when as much is asked as may be.
+        An answer that comes later still counts. Nothing is reserved for such a key: it can be reserved as if nobody had
+        asked. Where everything is known this does nothing.
+        """
+        ...
+
+    def lacks(self, key: Key) -> bool:
+        """Whether it is worth storing: it is neither committed nor reserved here, nor known to be stored, whatever was
+        asked and not answered."""
+        ...
+
     def lookup(self, key: Key) -> LookupResult:
-        """HIT when committed, PENDING when reserved, else MISS. Changes nothing, recency included."""
+        """HIT when committed, PENDING when reserved or asked and not answered yet, else MISS. Changes nothing, recency
+        included."""
         ...
 
     def leading(self, keys: Iterable[Key]) -> int:

@@ -75,7 +75,7 @@ def _say_what_is_unusual(vllm_config: VllmConfig, layout: CacheLayout) -> None:
 def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     duties = duties_of(transfer)
-    if config.disk is None and not (duties.loads and duties.stores):
+    if not config.slower and not (duties.loads and duties.stores):
         logger.warning(
             "HybridOffloadConnector: kv_role %s without a disk tier is of no use: host memory ends with the engine, so "
             "what it %s; add a disk tier, or say kv_both",

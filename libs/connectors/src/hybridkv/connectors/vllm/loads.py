@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from hybridkv.connectors.vllm.explain import Admission, explain, log
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import TierLookup
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move
 from hybridkv.connectors.vllm.moves import move_bytes, move_of
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
-from hybridkv.connectors.vllm.stats import DISK, RAM, Recorder
+from hybridkv.connectors.vllm.stats import RAM, Recorder
 from hybridkv.planner import (
     Hit,
     LoadAdmission,
@@ -26,6 +28,7 @@ from hybridkv.planner import (
     Pending,
     PlanError,
     Transfer,
+    last_boundary,
     life,
     longest_hit,
     measure_loss,
@@ -33,6 +36,7 @@ from hybridkv.planner import (
     plan_load,
 )
 from hybridkv.planner.stages import (
+    Ask,
     AskAgain,
     Bounds,
     Bring,
@@ -111,7 +115,7 @@ class LoadPlanner:
         self._clock = deadlines.clock
         self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s)
         self._recorder = recorder
-        self._has_slower = stack.far is not None
+        self._has_slower = bool(stack.slower)
         self._pool: BlockPool | None = None
         self._loads: dict[str, _LoadJob] = {}
 
@@ -156,7 +160,8 @@ class LoadPlanner:
             if self._pool is not None:
                 pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
             room = self._admission.room(state.request_id, num_tokens, pool_blocks, free_blocks)
-        return Facts(num_tokens, state.computed_tokens, generation, self._clock(), self._has_slower, held, room)
+        ask_s = self._stack.ask_s if self._stack.has_late else 0.0
+        return Facts(num_tokens, state.computed_tokens, generation, self._clock(), self._has_slower, held, room, ask_s)
 
     def _run(
         self, state: RequestState, stage: Stage, facts: Facts, errand: Errand
@@ -165,7 +170,12 @@ class LoadPlanner:
         match errand:
             case Search():
                 answer = self._search(state, stage, errand)
-                stage, step = life.searched(stage, facts, self._bounds, errand, answer)
+                settled = self._settled_tokens(state, stage, errand, answer)
+                stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
+            case Ask(limit_tokens):
+                self._ask(state, limit_tokens)
+                facts = self._facts(state)
+                stage, step = life.asked(stage, facts, self._bounds, errand)
             case Bring():
                 outcome = self._bring(state, errand)
                 stage, step = life.brought(stage, facts, self._bounds, errand, outcome)
@@ -189,9 +199,25 @@ class LoadPlanner:
         return answer
 
     def _longest_hit(self, state: RequestState, errand: Search) -> Hit | Pending | Miss:
-        tiers = self._stack.near if errand.near_only else self._stack
+        tiers = self._stack.only_near if errand.near_only else self._stack
         lookup = TierLookup(state.keys(), tiers, errand.is_last or errand.near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
+
+    def _settled_tokens(
+        self, state: RequestState, stage: Stage, errand: Search, answer: Hit | Pending | Miss
+    ) -> int | None:
+        """Where it can resume whatever becomes of what is pending; None where nobody wants to know."""
+        if stage.past.asked_until_s is None or type(answer) is not Pending:
+            return None
+        settled = self._longest_hit(state, replace(errand, is_last=True))
+        return settled.num_tokens if type(settled) is Hit else None
+
+    def _ask(self, state: RequestState, limit_tokens: int) -> None:
+        """Every chunk beyond what the engine holds, each group from its beginning."""
+        spec, keys = self._layout.spec, state.keys()
+        first, stop = state.computed_tokens // spec.chunk_tokens, last_boundary(spec, limit_tokens) // spec.chunk_tokens
+        if first < stop:
+            self._stack.ask([key for group in spec.stored_groups for key in keys.between(group, first, stop)])
 
     def _bring(self, state: RequestState, errand: Bring) -> Brought:
         keys = state.keys()
@@ -224,7 +250,7 @@ class LoadPlanner:
             load = Load(request_id, self._pin(state, transfers, job))
         except PlanError as error:
             # The engine waits for this load, so it is told that it failed; nothing was written.
-            self._stack.near.unpin_all(job.keys)
+            self._stack.unpin_all(job.keys)
             job.keys.clear()
             logger.error("request %s cannot load %d tokens: %s", request_id, num_external_tokens, error)
             load = Load(request_id, (), str(error))
@@ -236,7 +262,7 @@ class LoadPlanner:
     def _explain(self, state: RequestState, answer: Hit | Miss, num_external_tokens: int) -> None:
         """Counts and logs why the request loads so much and no more."""
         computed = state.computed_tokens
-        lookup = TierLookup(state.keys(), self._stack.near if state.stage.past.near_only else self._stack)
+        lookup = TierLookup(state.keys(), self._stack.only_near if state.stage.past.near_only else self._stack)
         limit = max(life.limit_tokens(state.stage, state.request.num_tokens), computed)
         resumed = answer.num_tokens if isinstance(answer, Hit) else computed
         loss = measure_loss(
@@ -247,7 +273,8 @@ class LoadPlanner:
             lookup,
             lookup,
         )
-        source = RAM if self._stack.hold(state.request_id) is None else DISK
+        hold = self._stack.hold(state.request_id)
+        source = RAM if hold is None else hold.source
         explanation = explain(self._layout.spec, state, Admission(answer, limit, num_external_tokens, loss, source))
         self._recorder.lookup(explanation)
         log(explanation)
@@ -256,7 +283,7 @@ class LoadPlanner:
         moves = []
         keys = state.keys()
         wanted = [keys.key(transfer.group_index, transfer.end_token) for transfer in transfers]
-        slots = self._stack.near.pin_all(wanted)
+        slots = self._stack.pin_all(wanted)
         if slots is None:
             raise PlanError(self._what_is_missing(transfers, wanted))
         job.keys += wanted
@@ -266,7 +293,7 @@ class LoadPlanner:
         return tuple(moves)
 
     def _what_is_missing(self, transfers: Sequence[Transfer], keys: Sequence[bytes]) -> str:
-        lookup = self._stack.near.lookup
+        lookup = self._stack.lookup_near
         part = next(part for part, key in zip(transfers, keys, strict=True) if lookup(key) is not LookupResult.HIT)
         return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"
 
@@ -292,8 +319,8 @@ class LoadPlanner:
             self._admission.give_back(request_id)
         culprits = {failure.key for failure in job.failures if failure.key is not None}
         for key in culprits:
-            self._stack.near.invalidate(key)
-        self._stack.near.unpin_all(reversed(job.keys))
+            self._stack.withdraw(key)
+        self._stack.unpin_all(reversed(job.keys))
         self._recorder.load(job.num_tokens, job.num_bytes * self._layout.world_size, failed, job.failures)
         if state is not None:
             state.load_ended(failed=failed, is_explained=bool(culprits))

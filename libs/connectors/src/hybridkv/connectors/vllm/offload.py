@@ -10,7 +10,6 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -99,9 +98,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             stores, loads = devices.copy_engines(self._device_type, config.load)
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
             self._worker = OffloadWorker(layout, arena, paths, self._recorder)
-            if config.disk is not None:
-                rank = compat.rank(vllm_config)
-                self._worker.bind_slow_tier(partial(tiers.build_mover, config.disk, arena=arena, rank=rank))
+            if config.slower:
+                self._worker.bind_slower_tiers(tiers.media(config, compat.rank(vllm_config)))
         _live.add(self)
 
     @property
@@ -126,7 +124,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         cuts.require_divisible(self._vllm_config, self._layout)
         worker = self._of_worker()
         worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
-        if worker.has_slow_tier:
+        if worker.has_slower_tiers:
             worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

@@ -75,7 +75,7 @@ class Opening:
     @property
     def needs_no_worker(self) -> bool:
         """Whether nothing that is stored outlives the engine."""
-        return self._plan.config.disk is None
+        return not self._plan.config.slower
 
     @property
     def num_ranks(self) -> int:

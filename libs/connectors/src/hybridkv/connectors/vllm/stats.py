@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from hybridkv.metrics import CATALOGUE, DISK_ERRORS, Counts, PrometheusSink
 from hybridkv.tiers import TierCounts, TierIndex
 from hybridkv.tiers.disk import DiskCounts, DiskIndex
-from hybridkv.tiers.stack import BreakerState, Direction, TierStack
+from hybridkv.tiers.stack import BreakerState, Direction, MoveCounts, TierStack
 
 if TYPE_CHECKING:
     from hybridkv.connectors.vllm.explain import Explanation
@@ -75,38 +75,43 @@ class Recorder:
             self._counts.observe(f"vllm:hybridkv_{job}_size_bytes", num_bytes)
 
     def wait_timeout(self, wait: str) -> None:
-        """A request waited too long: a "lookup" for chunks that were being stored, a "load" for the slow tier."""
+        """A request waited too long: a "lookup" for chunks that were being stored, a "load" for a slower tier."""
         self._counts.add("vllm:hybridkv_wait_timeouts_total", 1, wait=wait)
 
-    def moved(self, direction: Direction, seconds: float) -> None:
-        """One chunk ended its way between two tiers on this rank."""
-        self._counts.observe("vllm:hybridkv_move_seconds", seconds, direction=str(direction))
+    def moved(self, direction: Direction, tier: str, seconds: float) -> None:
+        """One chunk ended its way between the fast tier and another on this rank."""
+        self._counts.observe("vllm:hybridkv_move_seconds", seconds, direction=str(direction), tier=tier)
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
         """What the tiers hold now, over all ranks, and what they did since they were last asked."""
         self._tier(RAM, stack.near, num_ranks)
-        if stack.far is None:
+        if not stack.slower:
             return
-        self._tier(DISK, stack.far, num_ranks)
-        if isinstance(stack.far, DiskIndex):
-            self._disk(stack.far.take_disk_counts())
         counts = stack.take_counts()
+        for name, index in stack.slower.items():
+            self._tier(name, index, num_ranks)
+            if isinstance(index, DiskIndex):
+                self._disk(index.take_disk_counts())
+            self._moves(name, counts.tiers[name], num_ranks)
+            self._counts.set("vllm:hybridkv_cascades_waiting", stack.num_waiting(name), tier=name)
+            for direction in Direction:
+                is_open = stack.breaker_state(direction, name) is not BreakerState.CLOSED
+                self._counts.set("vllm:hybridkv_breaker_open", int(is_open), direction=str(direction), tier=name)
+
+    def _moves(self, tier: str, counts: MoveCounts, num_ranks: int) -> None:
         for direction, results, num_bytes in (
             (Direction.PROMOTE, counts.promotions, counts.promoted_bytes),
             (Direction.CASCADE, counts.cascades, counts.cascaded_bytes),
         ):
+            way = {"direction": str(direction), "tier": tier}
             for result, number in results.items():
-                self._counts.add("vllm:hybridkv_moves_total", number, direction=str(direction), result=str(result))
+                self._counts.add("vllm:hybridkv_moves_total", number, **way, result=str(result))
             if num_bytes:
-                self._counts.add("vllm:hybridkv_move_bytes_total", num_bytes * num_ranks, direction=str(direction))
+                self._counts.add("vllm:hybridkv_move_bytes_total", num_bytes * num_ranks, **way)
         for reason, number in counts.failures.items():
-            self._counts.add("vllm:hybridkv_move_failures_total", number, reason=reason)
-        self._counts.set("vllm:hybridkv_cascades_waiting", stack.num_waiting)
+            self._counts.add("vllm:hybridkv_move_failures_total", number, reason=reason, tier=tier)
         for direction, number in counts.breaker_openings.items():
-            self._counts.add("vllm:hybridkv_breaker_openings_total", number, direction=str(direction))
-        for direction in Direction:
-            is_open = stack.breaker_state(direction) is not BreakerState.CLOSED
-            self._counts.set("vllm:hybridkv_breaker_open", int(is_open), direction=str(direction))
+            self._counts.add("vllm:hybridkv_breaker_openings_total", number, direction=str(direction), tier=tier)
 
     def _disk(self, counts: DiskCounts) -> None:
         for failure, number in counts.failures.items():

@@ -7,6 +7,8 @@ so much came between that it might push out itself, or that its beginning may be
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +19,14 @@ from hybridkv.tiers.stack import PathPlace
 GROWTH = 8
 """A path is made recent again when it is longer by this part of its length."""
 CHURN = 8
-"""And before it grows, when others have used this part of the slow tier since."""
+"""And before it grows, when others have used this part of a slower tier since."""
+
+
+def add(mine: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of each slower tier together. `mine` may be empty: nothing yet."""
+    if len(mine) == 1:
+        return (mine[0] + more[0],)
+    return tuple(map(operator.add, mine, more)) if mine else more
 
 
 class StoredChunk(NamedTuple):
@@ -35,14 +44,14 @@ class StoredPath:
     """One request's chunks in every tier. A request that begins anew has another."""
 
     keys: dict[Part, bytes] = field(default_factory=dict)
-    num_bytes: int = 0
-    """What they take up in the slow tier."""
+    num_bytes: tuple[int, ...] = ()
+    """What they take up in each slower tier."""
     num_storing: int = 0
     """Stores that are on their way."""
     is_over: bool = False
     """The request has ended."""
     _num_renewed: int = 0
-    _renewed_at_bytes: int = 0
+    _renewed_at_bytes: tuple[int, ...] = ()
     """What all paths together had used then."""
 
     @property
@@ -50,26 +59,31 @@ class StoredPath:
         """Whether nothing comes any more."""
         return self.is_over and not self.num_storing
 
-    def add(self, part: Part, key: bytes, num_bytes: int) -> int:
+    def add(self, part: Part, key: bytes, num_bytes: tuple[int, ...]) -> tuple[int, ...]:
         """One more chunk, to be given in `path_order`. What the path takes up with it."""
         if part not in self.keys:
             self.keys[part] = key
-            self.num_bytes += num_bytes
+            self.num_bytes = add(self.num_bytes, num_bytes)
         return self.num_bytes
 
-    def is_overdue(self, used_bytes: int, capacity_bytes: int) -> bool:
-        """Whether it is far from recent by now, given what all paths have used of the slow tier, each time that they
-        did."""
-        if not self._num_renewed or not capacity_bytes:
+    def is_overdue(self, used_bytes: Sequence[int], capacities: Sequence[int]) -> bool:
+        """Whether it is far from recent by now in a slower tier, given what all paths have used of each, each time that
+        they did."""
+        if not self._num_renewed:
             return False
-        return (used_bytes - self._renewed_at_bytes) * CHURN >= capacity_bytes
+        return any(
+            (used - renewed_at) * CHURN >= capacity
+            for used, renewed_at, capacity in zip(used_bytes, self._renewed_at_bytes, capacities, strict=True)
+        )
 
     def prefix(self, spec: CacheSpec, end_token: int) -> tuple[bytes, ...]:
         """The full prefix before a part that ends there, of every FULL group."""
         full = [index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.FULL]
         return tuple(key for part, key in self.keys.items() if part[0] in full and part[1] < end_token)
 
-    def take_renewal(self, spec: CacheSpec, used_bytes: int, is_overdue: bool = False) -> list[bytes] | None:
+    def take_renewal(
+        self, spec: CacheSpec, used_bytes: tuple[int, ...], is_overdue: bool = False
+    ) -> list[bytes] | None:
         """All its keys in the order in which they may go, where it is time to make them recent."""
         grown = len(self.keys) - self._num_renewed
         if not is_overdue and (not grown or (not self.is_complete and grown * GROWTH < self._num_renewed)):

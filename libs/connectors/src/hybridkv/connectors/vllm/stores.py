@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
 from hybridkv.connectors.vllm.moves import move_of
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.stored_path import StoredChunk, StoredPath
+from hybridkv.connectors.vllm.stored_path import StoredChunk, StoredPath, add
 from hybridkv.planner import GroupKind, LookupResult, State, Transfer, needed_before, path_order, plan_store
 from hybridkv.planner.paths import Part
 from hybridkv.tiers import Refusal
@@ -67,8 +67,8 @@ class StorePlanner:
         self._pool: BlockPool | None = None
         self._stores: dict[int, _StoreJob] = {}
         self._job_ids = itertools.count(1)
-        self._used_bytes = 0
-        """Of the slow tier, by all requests, each time that they stored or met a chunk."""
+        self._used_bytes: tuple[int, ...] = ()
+        """Of each slower tier, by all requests, each time that they stored or met a chunk."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The pool whose blocks are pinned while they are read."""
@@ -96,7 +96,7 @@ class StorePlanner:
         def wanted(group_index: int, end_token: int) -> bool:
             key = keys[group_index, end_token] = derived.key(group_index, end_token)
             # A chunk that only the slow tier holds is stored again: this costs no read, and the fast tier gets it.
-            stored = self._stack.near.lookup(key)
+            stored = self._stack.lookup_near(key)
             if stored is not LookupResult.MISS:
                 present.append((group_index, end_token))
                 self._recorder.store(spec.groups[group_index].kind, "present")
@@ -109,7 +109,7 @@ class StorePlanner:
         for _ in range(plan.unaligned_states):
             self._recorder.store("recurrent", "dropped_not_aligned")
         # What is stored already has been of use, and must not make room for what follows it.
-        self._stack.near.touch([keys[part] for part in reversed(path_order(spec, present))])
+        self._stack.touch_near([keys[part] for part in reversed(path_order(spec, present))])
         job = _StoreJob(state.path, [], [], 0, self._layout.world_size, state.sworn)
         moves, stored = self._reserve(job, plan.transfers, keys)
         job.chunks = self._placed(state, [*present, *stored], set(stored))
@@ -145,9 +145,9 @@ class StorePlanner:
         chunks = []
         for part in path_order(spec, parts):
             key = keys.key(*part)
-            num_bytes = self._stack.far_cost(self._layout.chunk_bytes(*part))
-            self._used_bytes += num_bytes
-            path_bytes = path.add(part, key, num_bytes)
+            costs = self._stack.costs(self._layout.chunk_bytes(*part))
+            self._used_bytes = add(self._used_bytes, costs)
+            path_bytes = path.add(part, key, costs)
             place = PathPlace(tuple(keys.key(*need) for need in needed_before(spec, *part)), path_bytes)
             chunks.append(StoredChunk(part, key, place, part in new))
         return chunks
@@ -155,8 +155,8 @@ class StorePlanner:
     def _settle(self, path: StoredPath, chunks: Sequence[StoredChunk], is_stored: bool = True) -> None:
         """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right."""
         spec = self._layout.spec
-        is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.far_bytes)
-        met = [chunk.key for chunk in reversed(chunks) if not chunk.is_new or self._is_far(chunk.key)]
+        is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.capacities)
+        met = [chunk.key for chunk in reversed(chunks) if not chunk.is_new or self._stack.is_below(chunk.key)]
         if met and not is_overdue:
             # What was there already must not make room for what follows it.
             self._stack.touch(met)
@@ -181,14 +181,14 @@ class StorePlanner:
     def _checked(self, path: StoredPath, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
         """Chunks that follow a path of long ago: it is made recent first, and must be whole, not only at its end.
 
-        Whatever the slow tier lacks asks for the whole prefix, unless it needs another such chunk, which does.
+        Whatever a slower tier lacks asks for the whole prefix, unless it needs another such chunk, which does.
         """
-        spec, far = self._layout.spec, self._stack.far
+        spec = self._layout.spec
         self._stack.touch(path.order(spec))
         missing: set[bytes] = set()
         checked = []
         for chunk in chunks:
-            if far is not None and far.lookup(chunk.key) is LookupResult.MISS:
+            if self._stack.lacks_below(chunk.key):
                 if missing.isdisjoint(chunk.place.needs):
                     place = chunk.place._replace(prefix=path.prefix(spec, chunk.part[1]))
                     checked.append(chunk._replace(place=place))
@@ -199,28 +199,24 @@ class StorePlanner:
                 checked.append(chunk)
         return checked
 
-    def _is_far(self, key: bytes) -> bool:
-        far = self._stack.far
-        return far is not None and far.lookup(key) is not LookupResult.MISS
-
     def _offer_again(self, path: StoredPath) -> None:
-        """What the slow tier lacks of a path by now, up to the first chunk without which the rest is worth nothing and
-        which the fast tier has not either, or for which there can be no room. What waits already is not asked for
-        twice."""
-        spec, far = self._layout.spec, self._stack.far
-        if far is None or far.leading(list(path.keys.values())) == len(path.keys):
+        """What a slower tier lacks of a path by now, up to the first chunk without which the rest is worth nothing and
+        which the fast tier has not either, or for which there can be no room in any. What waits already is not asked
+        for twice."""
+        spec, stack = self._layout.spec, self._stack
+        if stack.has_all_below(list(path.keys.values())):
             return
-        path_bytes = 0
+        path_bytes: tuple[int, ...] = ()
         for part in path_order(spec, path.keys):
             key = path.keys[part]
-            path_bytes += self._stack.far_cost(self._layout.chunk_bytes(*part))
-            if path_bytes > far.capacity_bytes:
+            path_bytes = add(path_bytes, stack.costs(self._layout.chunk_bytes(*part)))
+            if all(num_bytes > capacity for num_bytes, capacity in zip(path_bytes, stack.capacities, strict=True)):
                 return
-            if far.lookup(key) is not LookupResult.MISS:
+            if not stack.lacks_below(key):
                 continue
             needs = needed_before(spec, *part)
-            if self._stack.in_near(key) and path.keys.keys() >= set(needs):
-                self._stack.cascade(key, PathPlace(tuple(path.keys[need] for need in needs), path_bytes))
+            if stack.in_near(key) and path.keys.keys() >= set(needs):
+                stack.cascade(key, PathPlace(tuple(path.keys[need] for need in needs), path_bytes))
             elif spec.groups[part[0]].kind is GroupKind.FULL:
                 return
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,14 @@ from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, form
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers import SealedMemory, TierConfigurationError, TierMedium
+from hybridkv.tiers import TierConfigurationError, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
-from hybridkv.tiers.stack import StackOptions, TierMover, TierStack
+from hybridkv.tiers.stack import CascadePolicy, SlowerTier, SlowerTierOptions, TierStack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-DISK_PATH = f"{ROOT}.tiers[1]"
 _DISK_FIELDS = {"capacity_bytes": "capacity"}
 """What an option of the tier is called in the configuration, where the names differ."""
 
@@ -67,13 +67,33 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
     """The scheduler's half of all tiers.
 
     Raises:
-        ConfigurationError: the disk tier cannot use its directory.
+        ConfigurationError: a tier cannot be opened.
     """
     near = RamIndex(sizes.rank_bytes, sizes.granule_bytes)
-    options = StackOptions(load_timeout_s=config.load_timeout_seconds)
-    burst_bytes = int(options.cascading_share * near.capacity_bytes) * layout.world_size
-    far = None if config.disk is None else disk_index(config.disk, layout, fingerprint, burst_bytes)
-    return TierStack(near, far, layout.world_size, clock, options)
+    slower = slower_tiers(config, layout, fingerprint, near.capacity_bytes)
+    return TierStack(near, slower, layout.world_size, clock)
+
+
+def slower_tiers(
+    config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, near_bytes: int
+) -> list[SlowerTier]:
+    """The tiers under host memory, of which each rank has `near_bytes`.
+
+    Raises:
+        ConfigurationError: a tier cannot be opened.
+    """
+    slower = []
+    for name, tier in config.slower.items():
+        options = SlowerTierOptions(cascades=CascadePolicy(tier.cascade), load_timeout_s=config.load_timeout_of(tier))
+        burst_bytes = int(options.cascading_share * near_bytes) * layout.world_size
+        try:
+            index = disk_index(tier, layout, fingerprint, burst_bytes)
+        except TierConfigurationError as error:
+            field = _DISK_FIELDS.get(error.field, error.field)
+            path = f"{config.path_of(name)}.{field}"
+            raise ConfigurationError(path, error.expected, repr(error.got), error.hint) from error
+        slower.append(SlowerTier(name, index, options))
+    return slower
 
 
 def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> None:
@@ -95,9 +115,13 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
             )
 
 
-def build_mover(config: DiskTierConfig, namespace: bytes, arena: SealedMemory, rank: int) -> TierMover:
-    """A worker's half of the slow tier."""
-    return TierMover(arena, disk_medium(config, namespace, rank), clock)
+def media(config: OffloadConfig, rank: int) -> dict[str, Callable[[bytes], TierMedium]]:
+    """What opens a worker's half of each slower tier, given the namespace."""
+
+    def opener(tier: DiskTierConfig) -> Callable[[bytes], TierMedium]:
+        return lambda namespace: disk_medium(tier, namespace, rank)
+
+    return {name: opener(tier) for name, tier in config.slower.items()}
 
 
 def disk_index(
@@ -106,13 +130,9 @@ def disk_index(
     """The scheduler's half of the disk tier, which prepares for so much at one time.
 
     Raises:
-        ConfigurationError: its directory or its size cannot be used.
+        TierConfigurationError: its directory or its size cannot be used.
     """
-    try:
-        return DiskIndex(config.path, fingerprint, _disk_options(config, max(_chunk_bytes(layout)), burst_bytes))
-    except TierConfigurationError as error:
-        field = _DISK_FIELDS.get(error.field, error.field)
-        raise ConfigurationError(f"{DISK_PATH}.{field}", error.expected, repr(error.got), error.hint) from error
+    return DiskIndex(config.path, fingerprint, _disk_options(config, max(_chunk_bytes(layout)), burst_bytes))
 
 
 def disk_medium(config: DiskTierConfig, namespace: bytes, rank: int) -> TierMedium:

@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.tiers import Failure, FailureReason, SealedMemory, is_shortage
+from hybridkv.tiers import Failure, FailureReason, SealedMemory, TierMedium, is_shortage
 from hybridkv.tiers.stack import MoveOutcome, TierMover
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 
 
 DRAIN_S = 10.0
-"""How long `close` waits for chunks that are on their way to the slow tier."""
+"""How long `close` waits for chunks that are on their way to a slower tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class OffloadWorker:
         self._arena = arena
         self._paths = paths
         self._engines = paths.engines()
-        self._mover: TierMover | None = None
-        self._make_mover: Callable[[bytes], TierMover] | None = None
+        self._mover = TierMover(arena, {}, paths.clock)
+        self._open_medium: Mapping[str, Callable[[bytes], TierMedium]] = {}
         self._recorder = recorder
         self._pages: dict[int, GroupPages] = {}
         self._cut: dict[int, GroupBlocks] = {}
@@ -101,17 +101,17 @@ class OffloadWorker:
         self._results = LoadResults()
         self._facts: dict[str, str] | None = None
 
-    def bind_slow_tier(self, make_mover: Callable[[bytes], TierMover]) -> None:
-        """How to reach the slow tier, whose namespace comes with the first moves."""
-        self._make_mover = make_mover
+    def bind_slower_tiers(self, open_medium: Mapping[str, Callable[[bytes], TierMedium]]) -> None:
+        """How to reach each slower tier by its name. The namespace comes with the first moves."""
+        self._open_medium = open_medium
 
     @property
-    def has_slow_tier(self) -> bool:
+    def has_slower_tiers(self) -> bool:
         """Whether some of what is stored outlives the engine."""
-        return self._make_mover is not None
+        return bool(self._open_medium)
 
     def tell(self, facts: dict[str, str]) -> None:
-        """What the scheduler must hear before it opens the slow tier."""
+        """What the scheduler must hear before it opens a slower tier."""
         self._facts = facts
 
     def take_facts(self) -> dict[str, str] | None:
@@ -132,7 +132,7 @@ class OffloadWorker:
             caches = canonical_kv_caches(kv_caches, layers, num_blocks)
             for group_index in self._layout.spec.stored_groups:
                 self._pages[group_index] = caches.pages(group_index)
-                if self._make_mover is not None:
+                if self.has_slower_tiers:
                     page_order.require_one_order(kv_caches, layers[group_index], num_blocks)
         except LayoutError as error:
             raise ConfigurationError(
@@ -175,18 +175,25 @@ class OffloadWorker:
 
     def start_moves(self, plan: StepPlan) -> None:
         """Submits moves between the tiers."""
-        if not plan.moves:
-            return
+        moves = plan.moves
+        for tier in {move.tier for move in moves} - self._mover.media.keys():
+            failure = self._open(tier, plan.namespace)
+            if failure is not None:
+                lost = [move for move in moves if move.tier == tier]
+                self._outcome.moves.update({move.move_id: MoveOutcome(1, failure) for move in lost})
+                moves = [move for move in moves if move.tier != tier]
+        if moves:
+            self._mover.start(moves)
+
+    def _open(self, tier: str, namespace: bytes) -> Failure | None:
+        """This rank's part of a slower tier, at its first move. Why it cannot be used for now."""
         try:
-            if self._mover is None and self._make_mover is not None:
-                self._mover = self._make_mover(plan.namespace)
+            self._mover.media[tier] = self._open_medium[tier](namespace)
         except Exception as error:  # threads, memory or descriptors have run out: the engine goes on without this tier
-            logger.warning("the slow tier cannot be used for now: %s: %s", type(error).__name__, error)
+            logger.warning("the %s tier cannot be used for now: %s: %s", tier, type(error).__name__, error)
             reason = FailureReason.BUSY if is_shortage(error) else FailureReason.CLOSED
-            failure = Failure(reason, f"{type(error).__name__}: {error}")
-            self._outcome.moves.update({move.move_id: MoveOutcome(1, failure) for move in plan.moves})
-        if self._mover is not None:
-            self._mover.start(plan.moves)
+            return Failure(reason, f"{type(error).__name__}: {error}")
+        return None
 
     def start_stores(self, plan: StepPlan) -> None:
         """Submits the step's stores. The forward pass that wrote their blocks is over."""
@@ -264,8 +271,8 @@ class OffloadWorker:
                 is_load = self._jobs[copied.job_id].store_id is None
                 self._recorder.copied(is_load, copied.seconds, copied.num_bytes)
                 self._end(copied.job_id, copied.failure)
-        for move, failure, seconds in self._mover.poll() if self._mover is not None else ():
-            self._recorder.moved(move.direction, seconds)
+        for move, failure, seconds in self._mover.poll():
+            self._recorder.moved(move.direction, move.tier, seconds)
             self._outcome.moves[move.move_id] = MoveOutcome(1, failure)
         results, self._results = self._results, LoadResults()
         return results
@@ -290,7 +297,7 @@ class OffloadWorker:
         """Ends copies in flight, then gives up the memory they use."""
         for engine in self._engines:
             engine.close()
-        if self._mover is not None and not self._mover.close(drain_s):
-            message = "chunks are still on their way to the slow tier after %.0f s; the next start finds what is whole"
+        if not self._mover.close(drain_s):
+            message = "chunks are still on their way to a slower tier after %.0f s; the next start finds what is whole"
             logger.warning(message, drain_s)
         self._arena.close()

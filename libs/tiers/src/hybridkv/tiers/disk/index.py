@@ -99,6 +99,17 @@ class DiskIndex:
     def generation(self) -> int:
         return self._records.generation
 
+    @property
+    def answers_late(self) -> bool:
+        """Never: everything was read when the store was opened."""
+        return False
+
+    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+        """Nothing to find out."""
+
+    def lacks(self, key: Key) -> bool:
+        return self._records.lacks(key)
+
     def lookup(self, key: Key) -> LookupResult:
         # As the ledger's own, which would be one call more.
         record = self._records.by_key.get(key)

@@ -90,6 +90,18 @@ class KeyLedger(Generic[E]):
         """Keys that are committed or reserved; doomed ones are not counted."""
         return len(self._held)
 
+    @property
+    def answers_late(self) -> bool:
+        """Never: everything is known here."""
+        return False
+
+    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+        """Nothing to find out."""
+
+    def lacks(self, key: Key) -> bool:
+        """Whether it is neither committed nor reserved."""
+        return key not in self._held
+
     def lookup(self, key: Key) -> LookupResult:
         entry = self.by_key.get(key)
         return _MISS if entry is None else entry.state.answer

@@ -1,4 +1,4 @@
-"""What shall be copied to the slow tier, in order, until there is a way and a place for it.
+"""What shall be copied to one slower tier, in order, until there is a way and a place for it.
 
 A chunk waits here while as much is on its way as may be, and while the slow tier says that asking again may help. What
 needs others before it goes only when those are in the slow tier or on their way there, so whatever stops the queue, the
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.moves import Direction, MoveResult
-from hybridkv.tiers.stack.options import StackOptions
+from hybridkv.tiers.stack.options import SlowerTierOptions
 from hybridkv.tiers.stack.traffic import Traffic
 
 
@@ -35,14 +35,14 @@ class PathPlace(NamedTuple):
 
     Args:
         needs: what must be in the slow tier, or on its way there, so that the chunk is worth anything there.
-        path_bytes: what its path takes up there from its beginning on, the chunk included, as `TierIndex.cost` says; 0
-            if nobody knows. What is beyond the whole of the slow tier is not copied: it would only push out its own
-            beginning.
+        path_bytes: what its path takes up from its beginning on, the chunk included, in each slower tier as
+            `TierStack.costs` says; empty if nobody knows. What is beyond the whole of a tier is not copied there: it
+            would only push out its own beginning.
         prefix: more that it needs, which nothing says is there: looked up once, when its turn comes.
     """
 
     needs: tuple[Key, ...] = ()
-    path_bytes: int = 0
+    path_bytes: tuple[int, ...] = ()
     prefix: tuple[Key, ...] = ()
 
 
@@ -50,6 +50,13 @@ ALONE = PathPlace()
 
 PATIENCE_S = 1.0
 """Nobody stays awake longer for what waits where nothing moves: what takes nothing for so long may do so for ever."""
+
+
+def holds_all(index: TierIndex, keys: Sequence[Key]) -> bool:
+    """Whether a tier lacks none of these, whatever it was asked."""
+    if index.leading(keys) < len(keys):
+        return False
+    return not (index.answers_late and any(map(index.lacks, keys)))
 
 
 class Gate(enum.Enum):
@@ -102,7 +109,7 @@ class _Touch:
 
 
 class Cascades:
-    """The way down of one stack. What moves is `traffic`'s.
+    """The way down to one slower tier. What moves is `traffic`'s.
 
     Args:
         near: index of the fast tier.
@@ -110,6 +117,7 @@ class Cascades:
         traffic: what is on its way.
         options: bounds.
         plan: makes a move of a chunk, from its place in the fast tier to that in the slow one.
+        position: of the slow tier among those of its stack.
     """
 
     def __init__(
@@ -117,14 +125,16 @@ class Cascades:
         near: TierIndex,
         far: TierIndex,
         traffic: Traffic,
-        options: StackOptions,
+        options: SlowerTierOptions,
         plan: Callable[[Key, Slot, Slot], None],
+        position: int,
     ) -> None:
         self._near = near
         self._far = far
         self._traffic = traffic
         self._options = options
         self._plan_move = plan
+        self._position = position
         self._max_bytes = min(
             options.cascading_share * near.capacity_bytes, options.arriving_share * far.capacity_bytes
         )
@@ -132,7 +142,7 @@ class Cascades:
         self._again: list[tuple[int, _Waiting]] = []
         """A heap of what is sent again, before all else: it was there first."""
         self._queue: deque[_Waiting | _Touch] = deque()
-        self._parked: dict[Key, list[_Waiting]] = {}
+        self.parked: dict[Key, list[_Waiting]] = {}
         """By what they need, which the fast tier is about to hold."""
         self._parked_keys: set[Key] = set()
         self._keys: set[Key] = set()
@@ -178,7 +188,7 @@ class Cascades:
 
     def add(self, key: Key, place: PathPlace, now_s: float) -> MoveResult | None:
         """A chunk that the slow tier should have, behind all that was added before. Why not, where it is dropped."""
-        if key in self._keys or self._far.lookup(key) is not LookupResult.MISS:
+        if key in self._keys or not self._far.lacks(key):
             return None
         if self.is_full:
             return MoveResult.DROPPED_BUSY
@@ -194,11 +204,11 @@ class Cascades:
 
     def on_near(self, key: Key) -> None:
         """The fast tier holds a chunk now, or never will: what waited for it goes behind it."""
-        if not self._parked:
+        if not self.parked:
             return
         ended = deque([key])
         while ended:
-            for waiting in self._parked.pop(ended.popleft(), ()):
+            for waiting in self.parked.pop(ended.popleft(), ()):
                 self._parked_keys.discard(waiting.key)
                 waiting.number = next(self._numbers)
                 self._queue.append(waiting)
@@ -287,13 +297,13 @@ class Cascades:
         if key in moving:  # withdrawn on its way
             return MoveResult.DROPPED_BUSY if moving[key].is_late else _Next.LATER
         for need in place.needs:
-            if far.lookup(need) is LookupResult.MISS:
+            if far.lacks(need):
                 return self._miss(waiting, need)
         if place.prefix:
-            if far.leading(place.prefix) < len(place.prefix):
+            if not holds_all(far, place.prefix):
                 return MoveResult.DROPPED_ORPHAN
             waiting.place = place._replace(prefix=())
-        if place.path_bytes > far.capacity_bytes:
+        if place.path_bytes and place.path_bytes[self._position] > far.capacity_bytes:
             return MoveResult.DROPPED_NO_ROOM
         near = self._near.pin(key)
         if near is None:
@@ -319,7 +329,7 @@ class Cascades:
         """What another store is about to bring is waited for, apart: it comes behind in the queue."""
         if need not in self._parked_keys and self._near.lookup(need) is not LookupResult.PENDING:
             return MoveResult.DROPPED_ORPHAN
-        self._parked.setdefault(need, []).append(waiting)
+        self.parked.setdefault(need, []).append(waiting)
         self._parked_keys.add(waiting.key)
         return _Next.PARKED
 
@@ -442,7 +452,7 @@ class Cascades:
 
     def _drop_all(self) -> None:
         self._again, self._queue, self._is_blocked = [], deque(), False
-        self._parked.clear()
+        self.parked.clear()
         self._parked_keys.clear()
         self._keys.clear()
 

@@ -27,6 +27,8 @@ class Hold:
     """In the fast tier, protected."""
     waiting: set[Key] = field(default_factory=set)
     """On their way there."""
+    source: str = ""
+    """The slowest tier that something was promoted from for it; the nearest where others had it promoted."""
     failure: HoldFailure | None = None
     """Once set, the hold protects nothing."""
 

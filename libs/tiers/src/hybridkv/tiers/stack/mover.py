@@ -1,4 +1,4 @@
-"""The moving half of a stack, one for each rank: hands a stack's moves to the slow medium and checks what comes back.
+"""The moving half of a stack, one for each rank: hands a stack's moves to the slower media and checks what comes back.
 
 A promoted chunk is verified by the slow medium and sealed with the checksum that was verified, so what the fast tier
 later checks is what was stored at first. A cascaded one must have the checksum that it was sealed with.
@@ -14,17 +14,17 @@ from hybridkv.tiers.stack.moves import Direction, TierMove
 
 
 class TierMover:
-    """Carries out moves between an arena and a slow medium. Decides nothing and raises nothing for what a medium meets.
+    """Carries out moves between an arena and slower media. Decides nothing and raises nothing for what a medium meets.
 
     Args:
         arena: this rank's part of the fast tier.
-        medium: this rank's part of the slow tier.
+        media: this rank's parts of the slower tiers, by name. One may be added before the first move that names it.
         clock: seconds.
     """
 
-    def __init__(self, arena: SealedMemory, medium: TierMedium, clock: Callable[[], float]) -> None:
+    def __init__(self, arena: SealedMemory, media: dict[str, TierMedium], clock: Callable[[], float]) -> None:
         self._arena = arena
-        self._medium = medium
+        self.media = media
         self._clock = clock
         self._moves: dict[Ticket, tuple[TierMove, float]] = {}
         self._ended: list[tuple[TierMove, Failure | None, float]] = []
@@ -43,16 +43,18 @@ class TierMover:
                 self._ended.append((move, Failure(reason, f"{type(error).__name__}: {error}"), 0.0))
                 continue
             self._moves[ticket] = (move, started_s)
+            medium = self.media[move.tier]
             if move.direction is Direction.PROMOTE:
-                self._medium.load(ticket, move.key, move.far, views)
+                medium.load(ticket, move.key, move.far, views)
             else:
-                self._medium.store(ticket, move.key, move.far, views)
+                medium.store(ticket, move.key, move.far, views)
 
     def poll(self) -> list[tuple[TierMove, Failure | None, float]]:
         """Moves that ended since the last call, each with its failure and the seconds that it took."""
-        for completion in self._medium.poll():
-            move, started_s = self._moves.pop(completion.ticket)
-            self._ended.append((move, self._verify(move, completion), self._clock() - started_s))
+        for medium in self.media.values():
+            for completion in medium.poll():
+                move, started_s = self._moves.pop(completion.ticket)
+                self._ended.append((move, self._verify(move, completion), self._clock() - started_s))
         ended, self._ended = self._ended, []
         return ended
 
@@ -69,10 +71,13 @@ class TierMover:
         return None
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for what is on its way, at most `timeout_s`, then give up the slow medium. False when it was not enough.
+        """Wait for what is on its way, at most `timeout_s`, then give up the media. False when it was not enough.
 
         The arena is closed by its owner, afterwards.
         """
-        is_drained = self._medium.drain(timeout_s)
-        self._medium.close()
+        ends_s = self._clock() + timeout_s
+        is_drained = True
+        for medium in self.media.values():
+            is_drained &= medium.drain(max(ends_s - self._clock(), 0.0))
+            medium.close()
         return is_drained

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
 from hybridkv.tiers.contract import Failure, Key, Slot
 
+_Name = TypeVar("_Name", bound=str)
+
 
 class Direction(enum.StrEnum):
     PROMOTE = "promote"
-    """From the slow tier to the fast one."""
+    """From a slower tier to the fast one."""
     CASCADE = "cascade"
-    """From the fast tier to the slow one."""
+    """From the fast tier to a slower one."""
 
 
 class TierMove(msgspec.Struct, frozen=True, array_like=True):
@@ -22,13 +27,15 @@ class TierMove(msgspec.Struct, frozen=True, array_like=True):
     Args:
         move_id: comes back in the outcome.
         direction: which way.
+        tier: the name of the slower one.
         key: of the chunk.
         near: its place in the fast tier.
-        far: its place in the slow tier.
+        far: its place in the slower tier.
     """
 
     move_id: int
     direction: Direction
+    tier: str
     key: Key
     near: Slot
     far: Slot
@@ -54,17 +61,17 @@ class MoveResult(enum.StrEnum):
     DROPPED_NO_ROOM = "dropped_no_room"
     """The destination had no space to give."""
     DROPPED_OPEN = "dropped_open"
-    """The breaker of this direction keeps away from the slow tier."""
+    """The breaker of this direction keeps away from the slower tier."""
     DROPPED_ORPHAN = "dropped_orphan"
-    """What it needs before it on its path is not in the slow tier, nor on its way there."""
+    """What it needs before it on its path is not in the slower tier, nor on its way there."""
     DROPPED_EVICTED = "dropped_evicted"
     """It left the fast tier before its turn."""
     DROPPED_LATE = "dropped_late"
     """It waited while nothing came to its end for longer than a move may take."""
 
 
-class StackCounts(msgspec.Struct, frozen=True):
-    """What a stack did since it was last asked. Bytes are those of one rank."""
+class MoveCounts(msgspec.Struct, frozen=True):
+    """What went to a slower tier and came from it since it was last asked. Bytes are those of one rank."""
 
     promotions: dict[MoveResult, int] = {}
     cascades: dict[MoveResult, int] = {}
@@ -72,7 +79,33 @@ class StackCounts(msgspec.Struct, frozen=True):
     cascaded_bytes: int = 0
     failures: dict[str, int] = {}
     """Failed moves by the reason that the tier gave."""
-    timeouts: int = 0
-    """Waits that were given up."""
     breaker_openings: dict[Direction, int] = {}
     """Only of directions whose breaker opened."""
+
+    def merge(self, other: MoveCounts) -> MoveCounts:
+        return MoveCounts(
+            promotions=_sum(self.promotions, other.promotions),
+            cascades=_sum(self.cascades, other.cascades),
+            promoted_bytes=self.promoted_bytes + other.promoted_bytes,
+            cascaded_bytes=self.cascaded_bytes + other.cascaded_bytes,
+            failures=_sum(self.failures, other.failures),
+            breaker_openings=_sum(self.breaker_openings, other.breaker_openings),
+        )
+
+
+class StackCounts(msgspec.Struct, frozen=True):
+    """What a stack did since it was last asked."""
+
+    tiers: dict[str, MoveCounts] = {}
+    """Of each slower tier, the nearest first."""
+    timeouts: int = 0
+    """Claims that were given up because their time was over."""
+
+    @property
+    def moves(self) -> MoveCounts:
+        """Of all of them together."""
+        return functools.reduce(MoveCounts.merge, self.tiers.values(), MoveCounts())
+
+
+def _sum(mine: Mapping[_Name, int], theirs: Mapping[_Name, int]) -> dict[_Name, int]:
+    return {name: mine.get(name, 0) + theirs.get(name, 0) for name in {**mine, **theirs}}

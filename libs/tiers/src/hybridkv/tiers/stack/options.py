@@ -1,6 +1,8 @@
-"""What may be chosen for a stack of tiers."""
+"""What may be chosen for each slower tier of a stack."""
 
 from __future__ import annotations
+
+import enum
 
 import msgspec
 
@@ -8,23 +10,37 @@ from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.breaker import BreakerOptions
 
 
-class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
+class CascadePolicy(enum.StrEnum):
+    """What a slower tier is given."""
+
+    ALL = "all"
+    """Whatever is stored in the fast tier, and whatever is met there and offered again: so what came up from another
+    tier comes too, when somebody has used it."""
+    NOTHING = "nothing"
+    """It is only read: somebody else fills it."""
+
+
+class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds.
 
     Args:
-        load_timeout_s: how long a hold waits for the slow tier, how long a move counts as alive, and how long chunks
-            wait for their way down while nothing comes to its end there.
+        cascades: what is copied there.
+        load_timeout_s: how long a hold waits for this tier, how long a move counts as alive, and how long chunks wait
+            for their way down while nothing comes to its end there.
+        ask_timeout_s: how long a tier that answers late has time to say what it holds.
         promoting_share: of the fast tier's capacity, that may be on its way up at one time.
         cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
-        arriving_share: the same of the slow tier's capacity: it cannot be evicted there, and has no order of use yet.
+        arriving_share: the same of the slower tier's capacity: it cannot be evicted there, and has no order of use yet.
         max_cascading: chunks that may be on their way down at one time; fewer than the slow medium takes at once.
         max_waiting: chunks that may wait for their way down. What comes when so many wait is dropped, with all that
             needs it; of a path that has begun to wait that is the end. About 300 bytes of memory each.
-        breaker: when to leave the slow tier alone, in each direction by itself.
+        breaker: when to leave the tier alone, in each direction by itself.
         shortage: the same where it could not even be asked, because this process lacks files, memory or threads.
     """
 
+    cascades: CascadePolicy = CascadePolicy.ALL
     load_timeout_s: float = 30.0
+    ask_timeout_s: float = 1.0
     promoting_share: float = 0.5
     cascading_share: float = 0.25
     arriving_share: float = 0.015625
@@ -34,8 +50,9 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     shortage: BreakerOptions = BreakerOptions(failures=1, first_pause_s=0.05, longest_pause_s=5.0)
 
     def __post_init__(self) -> None:
-        if not self.load_timeout_s > 0:
-            raise TierConfigurationError("load_timeout_s", "seconds above 0", self.load_timeout_s)
+        for name in ("load_timeout_s", "ask_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise TierConfigurationError(name, "seconds above 0", getattr(self, name))
         for name in ("promoting_share", "cascading_share", "arriving_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise TierConfigurationError(name, "a share above 0, at most 1", getattr(self, name))

@@ -1,8 +1,11 @@
-"""The deciding half of a RAM tier over a slow one.
+"""The deciding half of a RAM tier over slower ones, the nearest first.
 
-Nothing is read from the slow tier until a caller that knows a boundary at which every group can resume says which
-chunks it needs; then those are promoted, and only those. What is stored in the fast tier cascades behind the caller's
-back, within bounds. Moves no byte: `take_moves` says what the media must do, `on_move` hears how it ended.
+Nothing is read from a slower tier until a caller that knows a boundary at which every group can resume says which
+chunks it needs; then those are promoted, each from the nearest tier that holds it and may be asked, and only those.
+What is stored in the fast tier cascades behind the caller's back to each slower one that lacks it, within bounds. What
+came up from one tier goes to another by the same rule: when a caller offers what it met. A promotion alone is no such
+offer, since it says nothing of the path that a chunk is part of. Moves no byte: `take_moves` says what the media must
+do, `on_move` hears how it ended.
 
 No caller waits here. A wait is a `Hold` that is not ready, and it ends: when its chunks have come, when one is lost, or
 when the deadline passes, which every answer looks at. Bytes that come later than that still find the space that was
@@ -13,57 +16,91 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Failure, FailureReason, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.breaker import BreakerState
-from hybridkv.tiers.stack.cascades import ALONE, Cascades, Gate, PathPlace
+from hybridkv.tiers.stack.cascades import ALONE, PathPlace, holds_all
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
-from hybridkv.tiers.stack.moves import Direction, MoveOutcome, MoveResult, StackCounts, TierMove
-from hybridkv.tiers.stack.options import StackOptions
-from hybridkv.tiers.stack.tally import StackTally
-from hybridkv.tiers.stack.traffic import Traffic
-from hybridkv.tiers.stack.ways import Ways
+from hybridkv.tiers.stack.level import Common, Level, SlowerTier
+from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
+from hybridkv.tiers.stack.options import SlowerTierOptions
+from hybridkv.tiers.stack.traffic import Planned
 
-_KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
-"""Failures that say nothing about the chunk itself."""
+_NEVER_S = math.inf
+_MAX_SIZES = 1024
+"""Of chunks, whose costs are remembered."""
+_MISS, _PENDING, _HIT = LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT
+
+
+_Part: TypeAlias = tuple[Level, Sequence[Key], list[Slot]]
+"""Chunks that one tier gives, pinned there, and where they lie."""
 
 
 class TierStack:
-    """A fast tier, and perhaps a slow one under it. Used by one thread, as every `TierIndex`.
+    """A fast tier, and any number of slower ones under it. Used by one thread, as every `TierIndex`.
 
     Args:
         near: index of the fast tier.
-        far: index of the slow tier, None for a stack of one.
+        slower: the others, the nearest first.
         num_ranks: media that report every move.
         clock: seconds.
-        options: bounds.
+
+    Raises:
+        TierConfigurationError: two tiers have one name.
     """
 
     def __init__(
-        self,
-        near: TierIndex,
-        far: TierIndex | None,
-        num_ranks: int,
-        clock: Callable[[], float],
-        options: StackOptions | None = None,
+        self, near: TierIndex, slower: Sequence[SlowerTier], num_ranks: int, clock: Callable[[], float]
     ) -> None:
+        names = [tier.name for tier in slower]
+        if len(set(names)) != len(names):
+            raise TierConfigurationError("slower", "names that differ", names)
         self.near = near
-        self.far = far
         self._clock = clock
-        self._options = options or StackOptions()
-        self._ways = Ways(self._options.breaker, self._options.shortage)
-        self._late_changes = 0
-        """How often a late promotion began to hide its chunk, or gave it back."""
+        self._planned = Planned(num_ranks)
+        self._common = Common(near, clock, self._planned)
+        self._levels = tuple(Level(tier, place, len(names), self._common) for place, tier in enumerate(slower))
+        self._cascading = tuple(level for level in self._levels if level.cascades is not None)
+        self.slower: Mapping[str, TierIndex] = {tier.name: tier.index for tier in slower}
+        """The slower tiers by name, the nearest first."""
+        self._by_name = {level.name: level for level in self._levels}
+        self._load_timeout_s = max(
+            (level.load_timeout_s for level in self._levels), default=SlowerTierOptions().load_timeout_s
+        )
+        """Of a hold."""
+        self.has_late = any(tier.index.answers_late for tier in slower)
+        """Whether one of them knows more than it says before it is asked."""
         self._holds: dict[str, Hold] = {}
-        self._traffic = Traffic(num_ranks)
-        self._counts = StackTally()
-        self._ticked_s = self._noticed_s = clock()
-        """When `tick` was called last, and when a deadline was last looked for without it."""
-        self._due_s = math.inf
-        """Nothing that waits changes before."""
-        self._cascades = None if far is None else Cascades(near, far, self._traffic, self._options, self._plan_cascade)
+        self._timeouts = 0
+        self._ticked_s = clock()
+        """When `tick` was called last."""
+        self._costs: dict[int, tuple[int, ...]] = {}
+        """By the bytes of a chunk; there are few sizes."""
+
+    # What there is.
+
+    def breaker_state(self, direction: Direction, tier: str) -> BreakerState:
+        """Whether a slower tier is used in this direction, left alone, or tried."""
+        self._look_at_clock()
+        return self._by_name[tier].ways.state(direction)
+
+    def costs(self, num_bytes: int) -> tuple[int, ...]:
+        """What a chunk of so many bytes takes up of each slower tier, for `PathPlace.path_bytes`."""
+        costs = self._costs.get(num_bytes)
+        if costs is None:
+            if len(self._costs) >= _MAX_SIZES:
+                self._costs.clear()
+            costs = self._costs[num_bytes] = tuple(level.index.cost(num_bytes) for level in self._levels)
+        return costs
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """What each slower tier has room for."""
+        return tuple(level.index.capacity_bytes for level in self._levels)
 
     # What is stored.
 
@@ -71,79 +108,137 @@ class TierStack:
     def generation(self) -> int:
         """Changes whenever the answer of any lookup may have changed."""
         self._look_at_clock()
-        far = self.far.generation if self.far is not None else 0
-        return self.near.generation + far + self._late_changes + self._ways.revision
-
-    def breaker_state(self, direction: Direction) -> BreakerState:
-        """Whether the slow tier is used in this direction, left alone, or tried."""
-        self._look_at_clock()
-        return self._ways.state(direction)
-
-    def _asks_far(self) -> bool:
-        """Whether the slow tier may be asked for anything now: one promotion at a time is its probe, and what it never
-        answered takes up no more of the fast tier than may move at one time."""
-        if self.far is None or not self._may_move(Direction.PROMOTE):
-            return False
-        return self._traffic.late_bytes <= self._options.promoting_share * self.near.capacity_bytes
-
-    def _may_move(self, direction: Direction) -> bool:
-        return self._ways.allows(direction, self._traffic.num_in_time[direction])
+        generation = self.near.generation
+        for level in self._levels:
+            generation += level.index.generation + level.late_changes + level.ways.revision
+        return generation
 
     def lookup(self, key: Key) -> LookupResult:
-        """HIT when either tier holds it and may be asked for it; MISS while its promotion is late."""
+        """HIT when a tier holds it and may be asked for it; MISS while its promotion is late."""
         self._look_at_clock()
         return self._lookup(key)
 
     def _lookup(self, key: Key) -> LookupResult:
-        if key in self._traffic.late_keys:
-            return LookupResult.MISS
+        if key in self._planned.late_keys:
+            return _MISS
         answer = self.near.lookup(key)
-        if answer is LookupResult.MISS and self.far is not None and self._asks_far():
-            return self.far.lookup(key)
+        if answer is _MISS:
+            for level in self._levels:
+                if level.is_asked():
+                    found = level.index.lookup(key)
+                    if found is _HIT:
+                        return found
+                    if found is _PENDING:
+                        answer = found
         return answer
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many keys in a row, from the first, are HIT or PENDING."""
         self._look_at_clock()
-        if self._traffic.late_keys:
-            keys = list(itertools.takewhile(lambda key: key not in self._traffic.late_keys, keys))
+        late_keys = self._planned.late_keys
+        if late_keys:
+            keys = list(itertools.takewhile(lambda key: key not in late_keys, keys))
         held = self.near.leading(keys)
-        if self.far is None or not self._asks_far():
+        indexes = self._asked()
+        if not indexes:
             return held
-        indexes, turn = (self.far, self.near), 0
-        idle = 0
-        while held < len(keys) and idle < 2:
+        indexes.append(self.near)
+        num_keys, num_indexes = len(keys), len(indexes)
+        turn = idle = 0
+        while held < num_keys and idle < num_indexes:
             more = indexes[turn].leading(keys[held:])
             idle = 0 if more else idle + 1
-            held, turn = held + more, 1 - turn
+            held, turn = held + more, turn + 1
+            if turn == num_indexes:
+                turn = 0
         return held
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
         self._look_at_clock()
         place = self._last_held(keys)
-        while place is not None and keys[place] in self._traffic.late_keys:
+        while place is not None and keys[place] in self._planned.late_keys:
             place = self._last_held(keys[:place])
         return place
 
     def _last_held(self, keys: Sequence[Key]) -> int | None:
-        near = self.near.last_held(keys)
-        if self.far is None or not self._asks_far():
-            return near
-        first = 0 if near is None else near + 1
-        far = self.far.last_held(keys[first:])
-        return near if far is None else first + far
+        place = self.near.last_held(keys)
+        for index in self._asked():
+            first = 0 if place is None else place + 1
+            further = index.last_held(keys[first:])
+            if further is not None:
+                place = first + further
+        return place
+
+    def _asked(self) -> list[TierIndex]:
+        """The slower tiers that may be asked for anything now."""
+        asked = []
+        for level in self._levels:
+            if level.is_asked():
+                asked.append(level.index)
+        return asked
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
         """Whether one of these keys is PENDING."""
-        if self.far is None:
+        if not self._levels:
             return self.near.any_pending(keys)
         self._look_at_clock()
-        return any(self._lookup(key) is LookupResult.PENDING for key in keys)
+        return any(self._lookup(key) is _PENDING for key in keys)
+
+    @property
+    def ask_s(self) -> float:
+        """How long `ask` may take until everything is answered or counts as missing; 0 where there is nothing to be
+        found out, or nobody to be asked."""
+        late = (level.ask_timeout_s for level in self._levels if level.index.answers_late and level.is_asked())
+        return max(late, default=0.0)
+
+    def ask(self, keys: Sequence[Key]) -> None:
+        """Let tiers that answer late find out about what no other holds. Each has its own time for that, after which
+        what it did not answer counts as missing."""
+        self._look_at_clock()
+        for level in self._levels:
+            if level.index.answers_late and level.is_asked():
+                unknown = [key for key in keys if self._lookup(key) is _MISS and key not in self._planned.late_keys]
+                level.index.ask(unknown, self._clock() + level.ask_timeout_s)
+
+    def lacks_below(self, key: Key) -> bool:
+        """Whether a slower tier that is given chunks lacks this one."""
+        return any(level.index.lacks(key) for level in self._cascading)
+
+    def is_below(self, key: Key) -> bool:
+        """Whether a slower tier that is given chunks has this one, or is about to."""
+        return any(not level.index.lacks(key) for level in self._cascading)
+
+    def has_all_below(self, keys: Sequence[Key]) -> bool:
+        """Whether no slower tier that is given chunks lacks one of these."""
+        return all(holds_all(level.index, keys) for level in self._cascading)
+
+    # What concerns the fast tier alone.
+
+    @property
+    def only_near(self) -> TierIndex:
+        """What to ask in place of the stack when the slower tiers are not to be asked."""
+        return self.near
+
+    def lookup_near(self, key: Key) -> LookupResult:
+        """What the fast tier says."""
+        return self.near.lookup(key)
 
     def in_near(self, key: Key) -> bool:
         """Whether the fast tier holds it now."""
-        return self.near.lookup(key) is LookupResult.HIT
+        return self.near.lookup(key) is _HIT
+
+    def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
+        """Protect what the fast tier holds, all or nothing, and learn where it lies."""
+        return self.near.pin_all(keys)
+
+    def unpin_all(self, keys: Iterable[Key]) -> None:
+        """Undo one `pin_all`."""
+        self.near.unpin_all(keys)
+
+    def withdraw(self, key: Key) -> None:
+        """The fast tier's bytes are bad; what a slower one holds is verified when it is read."""
+        self.near.invalidate(key)
 
     # Holds.
 
@@ -165,23 +260,24 @@ class TierStack:
         wanted: list[Key] = []
         refusal: Refusal | None = None
         for key in keys:
-            if key in self._traffic.late_keys:
+            if key in self._planned.late_keys:
                 refusal = Refusal.PRESENT
             elif self.near.pin(key) is not None:
                 hold.pinned.append(key)
-            elif self.near.lookup(key) is LookupResult.PENDING:
+            elif self.near.lookup(key) is _PENDING:
                 hold.waiting.add(key)
             else:
                 wanted.append(key)
+        hold.source = self._levels[0].name if self._levels else ""
         if wanted and refusal is None:
-            refusal = self._promote(wanted)
+            refusal = self._promote(wanted, hold)
         if refusal is not None:
             self._unpin(hold)
             return refusal
         hold.waiting.update(wanted)
         self._holds[owner] = hold
         if hold.waiting:
-            self._due_s = min(self._due_s, hold.since_s + self._options.load_timeout_s)
+            self._common.wake(hold.since_s + self._load_timeout_s)
         return hold
 
     def hold(self, owner: str) -> Hold | None:
@@ -204,40 +300,58 @@ class TierStack:
         self._unpin(hold)
         hold.failure = failure
 
-    def _promote(self, keys: Sequence[Key]) -> Refusal | None:
-        """All of them or none."""
-        if self.far is None or not self._asks_far():
+    def _promote(self, keys: Sequence[Key], hold: Hold) -> Refusal | None:
+        """All of them or none, each from the nearest tier that holds it."""
+        parts = self._pin_below(keys)
+        if parts is None:
             return Refusal.PRESENT
-        sources = self.far.pin_all(keys)
-        if sources is None:
-            return Refusal.PRESENT
-        refusal = self._why_not_promote(sum(slot.num_bytes for slot in sources))
+        refusal = None
+        for level, _, slots in parts:
+            hold.source = level.name
+            refusal = refusal or level.why_not_promote(sum(slot.num_bytes for slot in slots))
         self._pump_news()
-        refusal = refusal or self._plan_promotions(keys, sources)
+        refusal = refusal or self._plan_promotions(parts)
         if refusal is not None:
-            self.far.unpin_all(keys)
+            _unpin_below(parts)
         return refusal
 
-    def _plan_promotions(self, keys: Sequence[Key], sources: Sequence[Slot]) -> Refusal | None:
+    def _pin_below(self, keys: Sequence[Key]) -> list[_Part] | None:
+        """Which tier gives which of them, and where they lie there; None when one is nowhere that may be asked."""
+        parts: list[_Part] = []
+        for level in self._levels:
+            if not keys:
+                break
+            if not level.is_asked():
+                continue
+            slots = level.index.pin_all(keys)
+            if slots is not None:
+                parts.append((level, keys, slots))
+                return parts
+            if len(self._levels) > 1:
+                found = [(key, slot) for key in keys if (slot := level.index.pin(key)) is not None]
+                if found:
+                    parts.append((level, [key for key, _ in found], [slot for _, slot in found]))
+                    taken = {key for key, _ in found}
+                    keys = [key for key in keys if key not in taken]
+        if keys:
+            _unpin_below(parts)
+            return None
+        return parts
+
+    def _plan_promotions(self, parts: Sequence[_Part]) -> Refusal | None:
         """All of them, or why one has no space in the fast tier."""
-        places = self.near.reserve_all([(key, far.num_bytes) for key, far in zip(keys, sources, strict=True)])
-        reserved = [(key, place) for key, place in zip(keys, places, strict=True) if isinstance(place, Slot)]
-        if len(reserved) < len(keys):
+        wanted = [(key, slot.num_bytes) for _, keys, slots in parts for key, slot in zip(keys, slots, strict=True)]
+        places = self.near.reserve_all(wanted)
+        reserved = [(key, place) for (key, _), place in zip(wanted, places, strict=True) if isinstance(place, Slot)]
+        if len(reserved) < len(wanted):
             for key, _ in reserved:
                 self.near.abort(key)
             return next(place for place in places if isinstance(place, Refusal))
-        for (key, near), far in zip(reserved, sources, strict=True):
-            self._plan(Direction.PROMOTE, key, near, far)
-        return None
-
-    def _why_not_promote(self, num_bytes: int) -> Refusal | None:
-        if num_bytes > self.near.capacity_bytes:
-            return Refusal.TOO_LARGE
-        if self._ways.rests(Direction.PROMOTE):
-            return Refusal.BUSY
-        moving = self._traffic.bytes_moving[Direction.PROMOTE]
-        if moving and moving + num_bytes > self._options.promoting_share * self.near.capacity_bytes:
-            return Refusal.BUSY
+        given = iter(reserved)
+        for level, _, slots in parts:
+            for far in slots:
+                key, near = next(given)
+                level.plan(Direction.PROMOTE, key, near, far)
         return None
 
     # What the caller does to the fast tier, with what follows for the slow one.
@@ -255,246 +369,191 @@ class TierStack:
     def commit(self, key: Key, place: PathPlace = ALONE) -> bool:
         """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
         is_stored = self.near.commit(key)
-        self._on_near(key, is_stored)
-        if is_stored:
-            self.cascade(key, place)
-        if self._cascades is not None:
-            self._cascades.on_near(key)
+        if self._holds:
+            self._hand_out(key) if is_stored else self._lose(key)
+        for level in self._cascading:
+            if is_stored:
+                level.cascade(key, place)
+            if level.has_parked:
+                level.on_near(key)
         return is_stored
 
     def abort(self, key: Key) -> None:
+        """It will not be stored."""
         self.near.abort(key)
-        self._on_near(key, False)
-        if self._cascades is not None:
-            self._cascades.on_near(key)
+        self._lose(key)
+        for level in self._cascading:
+            if level.has_parked:
+                level.on_near(key)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used in both tiers, the last one most.
+        """Make keys the most recently used in every tier, the last one most.
 
-        Where something is to cascade by now, once more in both when that has come, so that it can be among them.
+        Where something is to cascade by now, once more when that has come, so that it can be among them.
         """
         self.near.touch(keys)
-        if self._cascades is not None:
-            self._pump_news()
-            self._cascades.touch(keys)
+        self._pump_news()
+        for level in self._levels:
+            level.touch(keys)
+
+    def touch_near(self, keys: Sequence[Key]) -> None:
+        """The same in the fast tier alone."""
+        self.near.touch(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
         """Never offer what is stored under this key again, anywhere."""
         self.near.invalidate(key, reason)
-        if self.far is not None:
-            self.far.invalidate(key, reason)
+        for level in self._levels:
+            level.index.invalidate(key, reason)
 
     def clear(self) -> None:
         """`invalidate` everything, and let every hold fail. What moves comes to nothing."""
         self.near.clear()
-        if self.far is not None:
-            self.far.clear()
-        if self._cascades is not None:
-            self._cascades.clear()
+        for level in self._levels:
+            level.index.clear()
+        for level in self._cascading:
+            level.clear()
         for hold in self._holds.values():
             self._fail(hold, HoldFailure.LOST)
 
     def cascade(self, key: Key, place: PathPlace = ALONE) -> None:
-        """Copy a chunk that the fast tier holds to the slow one, if that lacks it, when its turn comes.
+        """Copy a chunk of the fast tier to each slower one that is given chunks and lacks it, when its turn comes.
 
         Chunks go in the order of these calls; one that needs others is called for after them. They are looked at
         together: before anything else can come into the fast tier, at the next `touch`, or when the moves are taken.
         """
-        if self._cascades is not None:
-            if self._cascades.is_full and self._cascades.has_news:
-                self._pump()
-            dropped = self._cascades.add(key, place, self._clock())
-            if dropped is not None:
-                self._drop(dropped)
+        for level in self._cascading:
+            level.cascade(key, place)
 
-    def far_cost(self, num_bytes: int) -> int:
-        """What a chunk of so many bytes takes up of the slow tier, for `PathPlace.path_bytes`."""
-        return 0 if self.far is None else self.far.cost(num_bytes)
-
-    @property
-    def far_bytes(self) -> int:
-        """What the slow tier has room for."""
-        return 0 if self.far is None else self.far.capacity_bytes
-
-    @property
-    def num_waiting(self) -> int:
-        """Chunks that wait for their way down."""
-        return 0 if self._cascades is None else self._cascades.num_waiting
+    def num_waiting(self, tier: str) -> int:
+        """Chunks that wait for their way down to a tier."""
+        return self._by_name[tier].num_waiting
 
     def _pump_news(self) -> None:
         """What was added goes, and is pinned for it, before anything can push it out of the fast tier."""
-        if self._cascades is not None and self._cascades.has_news:
-            self._look_at_clock()
-            self._pump()
-
-    def _pump(self) -> None:
-        if self._cascades is not None:
-            for dropped in self._cascades.pump(self._gate, self._clock()):
-                self._drop(dropped)
-            if self._cascades.num_waiting:
-                self._due_s = min(self._due_s, self._cascades.since_s + self._options.load_timeout_s)
-
-    def _gate(self) -> Gate:
-        """Whether one more chunk may be written to the slow tier now."""
-        state = self._ways.state(Direction.CASCADE)
-        if state is BreakerState.OPEN:
-            return Gate.SHUT
-        if self._ways.rests(Direction.CASCADE):
-            return Gate.BUSY
-        if state is BreakerState.PROBING:
-            return Gate.BUSY if self._traffic.num_in_time[Direction.CASCADE] else Gate.PROBE
-        return Gate.OPEN
-
-    def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
-        self._plan(Direction.CASCADE, key, near, far)
-
-    def _drop(self, dropped: MoveResult) -> None:
-        self._counts.moved(Direction.CASCADE, dropped)
+        for level in self._cascading:
+            if level.has_news:
+                self._look_at_clock()
+                level.pump()
 
     # Moves.
-
-    def _plan(self, direction: Direction, key: Key, near: Slot, far: Slot) -> None:
-        now_s = self._clock()
-        self._traffic.plan(direction, key, near, far, now_s)
-        self._due_s = min(self._due_s, now_s + self._options.load_timeout_s)
 
     def take_moves(self) -> list[TierMove]:
         """What the media must do next, in order."""
         self._look_at_clock()
-        self._pump()
-        return self._traffic.take_planned()
+        for level in self._cascading:
+            level.pump()
+        planned = self._planned
+        moves, planned.moves = planned.moves, []
+        return moves
 
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
         """Ranks are done with a move; the last of them ends it."""
-        moving = self._traffic.report(move_id, outcome)
-        if moving is None:
+        moving = self._levels[move_id % len(self._levels)].report(move_id, outcome)
+        if moving is None or moving.move.direction is not Direction.PROMOTE:
             return
-        move, failure = moving.move, moving.failure
-        if not moving.is_late:  # else it was counted as a failure when it became late
-            self._ways.ended(move.direction, failure, self._clock())
-            if failure is not None:
-                self._due_s = min(self._due_s, self._ways.next_end_s)
-        if move.direction is Direction.PROMOTE:
-            self._late_changes += moving.is_late
-            self._end_promotion(move.key, failure)
-        elif self._end_cascade(move.key, failure):
-            return
-        result = MoveResult.DONE if failure is None else MoveResult.FAILED
-        self._counts.moved(move.direction, result, moving.num_bytes, failure)
-        if failure is not None:
-            self._pump()
-
-    def _end_promotion(self, key: Key, failure: Failure | None) -> None:
-        assert self.far is not None
-        self.far.unpin(key)
-        if failure is None:
-            self._on_near(key, self.near.commit(key))
-            return
-        self.near.abort(key)
-        if failure.reason not in _KEEPS_KEY:
-            self.far.invalidate(key, failure.reason)
-        self._on_near(key, False)
-
-    def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
-        """Whether it is made again."""
-        assert self.far is not None and self._cascades is not None
-        if failure is None:
-            self.far.commit(key)
+        key = moving.move.key
+        if moving.failure is None and self.near.commit(key):
+            self._hand_out(key)
         else:
-            self.far.abort(key)
-            if failure.reason is FailureReason.CHECKSUM:
-                # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
-                self.near.invalidate(key, failure.reason)
-        self.near.unpin(key)
-        return self._cascades.on_ended(key, failure, self._clock())
+            if moving.failure is not None:
+                self.near.abort(key)
+            self._lose(key)
+        for level in self._cascading:
+            if level.has_parked:
+                level.on_near(key)
 
-    def _on_near(self, key: Key, is_held: bool) -> None:
-        """A key that was on its way into the fast tier has come, or never will."""
+    def _hand_out(self, key: Key) -> None:
+        """A key that was on its way into the fast tier has come."""
         for hold in self._holds.values():
             if key in hold.waiting:
-                if is_held and self.near.pin(key) is not None:
-                    hold.waiting.discard(key)
-                    hold.pinned.append(key)
-                else:
-                    self._fail(hold, HoldFailure.LOST)
+                hold.waiting.discard(key)
+                self.near.pin(key)
+                hold.pinned.append(key)
+
+    def _lose(self, key: Key) -> None:
+        """It never will come."""
+        for hold in self._holds.values():
+            if key in hold.waiting:
+                self._fail(hold, HoldFailure.LOST)
 
     # Time.
 
     def tick(self) -> None:
         """Let what has waited too long fail; call it once a step.
 
-        A claim fails at its time. The slow tier is blamed one call later, when the caller had the chance to hear of it:
+        A claim fails at its time. A slower tier is blamed one call later, when the caller had the chance to hear of it:
         between two calls it may have stood still itself, with the news of a move still to come.
         """
         now_s = self._clock()
-        self._blame_before(self._ticked_s, now_s)
+        for level in self._levels:
+            late = level.blame_before(self._ticked_s, now_s)
+            if late:
+                self._on_late(level, late)
         self._ticked_s = now_s
         self._pass_time(now_s)
-        self._pump()
+        for level in self._cascading:
+            level.pump()
 
     def _look_at_clock(self) -> None:
-        """Deadlines hold though nobody calls `tick`. Where nothing waits this is one comparison.
-
-        What somebody asks for says less than a step about what he could hear of meanwhile, so the slow tier is blamed a
-        whole time limit after a move was first found late.
-        """
-        if self._due_s == math.inf:
+        """Deadlines hold though nobody calls `tick`. Where nothing waits this is one comparison."""
+        due_s = self._common.due_s
+        if due_s == _NEVER_S:
             return
         now_s = self._clock()
-        if now_s < self._due_s:
+        if now_s < due_s:
             return
-        if now_s - self._noticed_s >= self._options.load_timeout_s:
-            self._blame_before(self._noticed_s, now_s)
-            self._noticed_s = now_s
+        for level in self._levels:
+            self._on_late(level, level.notice(now_s))
         self._pass_time(now_s)
 
+    def _on_late(self, level: Level, keys: Sequence[Key]) -> None:
+        """Who waits for more than one tier does not wait longer for one of them than that may take."""
+        if level.load_timeout_s < self._load_timeout_s:
+            for key in keys:
+                late = [hold for hold in self._holds.values() if key in hold.waiting]
+                for hold in late:
+                    self._fail(hold, HoldFailure.TIMEOUT)
+                self._timeouts += len(late)
+
     def _pass_time(self, now_s: float) -> None:
-        limit_s = self._options.load_timeout_s
-        self._ways.tick(now_s)
-        due_s = max(self._traffic.oldest_in_time_s(), self._noticed_s) + limit_s
-        if self._cascades is not None and self._cascades.num_waiting:
-            due_s = min(due_s, max(self._cascades.since_s, self._noticed_s) + limit_s)
+        limit_s = self._load_timeout_s
+        due_s = _NEVER_S
+        for level in self._levels:
+            due_s = min(due_s, level.pass_time(now_s))
         for hold in self._holds.values():
             if hold.waiting and now_s - hold.since_s >= limit_s:
                 self._fail(hold, HoldFailure.TIMEOUT)
-                self._counts.timeouts += 1
+                self._timeouts += 1
             elif hold.waiting:
                 due_s = min(due_s, hold.since_s + limit_s)
-        self._due_s = min(due_s, self._ways.next_end_s)
-
-    def _blame_before(self, heard_s: float, now_s: float) -> None:
-        """The slow tier is to blame for what was late at a time when the caller might have heard of its end."""
-        for moving in self._traffic.give_up(heard_s - self._options.load_timeout_s):
-            self._late_changes += moving.is_late_promotion
-            self._ways.late(moving.move.direction, now_s)
-            if self._cascades is not None and moving.move.direction is Direction.CASCADE:
-                self._cascades.on_late(moving.move.key)
-        if self._cascades is not None:
-            for dropped in self._cascades.give_up(heard_s - self._options.load_timeout_s):
-                self._drop(dropped)
+        self._common.due_s = due_s
 
     def has_moves_alive(self) -> bool:
         """Whether a move may still end in time, or is to be made soon. One that is late is not worth staying awake for,
-        nor is what a slow tier lets wait that takes nothing."""
+        nor is what a slower tier lets wait that takes nothing."""
         self._look_at_clock()
         self._pump_news()
-        if self._traffic.has_some_in_time():
-            return True
-        return self._cascades is not None and self._cascades.keeps_awake(self._clock())
+        return any(level.keeps_awake() for level in self._levels)
 
     # Ends.
 
     def take_counts(self) -> StackCounts:
         """What happened since the last call."""
-        counts, self._counts = self._counts, StackTally()
-        return counts.as_counts(self._ways.take_openings())
+        timeouts, self._timeouts = self._timeouts, 0
+        return StackCounts({level.name: level.take_counts() for level in self._levels}, timeouts)
 
     def close(self) -> None:
-        """Close both tiers. Call it after the media have ended their moves: what a slow tier holds stays there."""
+        """Close all tiers. Call it after the media have ended their moves: what a slower tier holds stays there."""
         for owner in list(self._holds):
             self.release(owner)
-        if self._cascades is not None:
-            self._cascades.clear()
+        for level in self._cascading:
+            level.clear()
         self.near.close()
-        if self.far is not None:
-            self.far.close()
+        for level in self._levels:
+            level.index.close()
+
+
+def _unpin_below(parts: Iterable[_Part]) -> None:
+    for level, keys, _ in parts:
+        level.index.unpin_all(keys)

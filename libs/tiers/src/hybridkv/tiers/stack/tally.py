@@ -1,19 +1,18 @@
-"""Counts of a stack on their way into `StackCounts`. Decides nothing."""
+"""Counts of one slower tier on their way into `MoveCounts`. Decides nothing."""
 
 from __future__ import annotations
 
 from hybridkv.tiers.contract import Failure
-from hybridkv.tiers.stack.moves import Direction, MoveResult, StackCounts
+from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveResult
 
 
-class StackTally:
-    """A mutable `StackCounts`."""
+class MoveTally:
+    """A mutable `MoveCounts`."""
 
     def __init__(self) -> None:
         self.results: dict[Direction, dict[MoveResult, int]] = {direction: {} for direction in Direction}
         self.num_bytes = dict.fromkeys(Direction, 0)
         self.failures: dict[str, int] = {}
-        self.timeouts = 0
 
     def moved(
         self, direction: Direction, result: MoveResult, num_bytes: int = 0, failure: Failure | None = None
@@ -26,14 +25,13 @@ class StackTally:
         else:
             self.num_bytes[direction] += num_bytes
 
-    def as_counts(self, breaker_openings: dict[Direction, int]) -> StackCounts:
+    def as_counts(self, breaker_openings: dict[Direction, int]) -> MoveCounts:
         """What was counted, with how often the breakers opened meanwhile."""
-        return StackCounts(
+        return MoveCounts(
             promotions=self.results[Direction.PROMOTE],
             cascades=self.results[Direction.CASCADE],
             promoted_bytes=self.num_bytes[Direction.PROMOTE],
             cascaded_bytes=self.num_bytes[Direction.CASCADE],
             failures=self.failures,
-            timeouts=self.timeouts,
             breaker_openings=breaker_openings,
         )

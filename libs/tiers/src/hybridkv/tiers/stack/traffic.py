@@ -1,13 +1,14 @@
-"""The moves that are on their way between two tiers: how much they carry, who still works on them, which are late.
+"""The moves that are on their way between a fast tier and a slower one: what they carry, who works on them, which are
+late.
 
 Judges no outcome and touches no tier.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from hybridkv.tiers.contract import Failure, Key, Slot
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, TierMove
@@ -30,42 +31,51 @@ class Moving:
         return self.is_late and self.move.direction is Direction.PROMOTE
 
 
-class Traffic:
-    """All moves of one stack.
+@dataclass(slots=True)
+class Planned:
+    """What all slower tiers of a stack have to do with each other on their way: the fast tier.
 
     Args:
         num_ranks: media that report every move.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    num_ranks: int
+    moves: list[TierMove] = field(default_factory=list)
+    """Made, and not handed out yet, in order."""
+    late_keys: set[Key] = field(default_factory=set)
+    """What late promotions bring, from wherever: its space in the fast tier is nobody else's."""
+
+
+class Traffic:
+    """All moves between a fast tier and one slower one.
+
+    Args:
+        tier: the slower one's name.
+        move_ids: those that are this tier's.
+        planned: what the traffic of all tiers shares.
+    """
+
+    def __init__(self, tier: str, move_ids: Iterator[int], planned: Planned) -> None:
+        self._tier = tier
+        self._move_ids = move_ids
+        self._planned = planned
         self._moves: dict[int, Moving] = {}
         """In the order in which they began."""
-        self._planned: list[TierMove] = []
-        self._last_move_id = 0
         self.bytes_moving = dict.fromkeys(Direction, 0)
         """Of one rank. Late promotions are not among them."""
         self.num_in_time = dict.fromkeys(Direction, 0)
         """Moves that are not late."""
-        self.late_keys: set[Key] = set()
-        """What late promotions read."""
         self.late_bytes = 0
         """What they keep reserved in the fast tier."""
 
     def plan(self, direction: Direction, key: Key, near: Slot, far: Slot, now_s: float) -> None:
-        """A move that `take_planned` will hand out."""
-        self._last_move_id += 1
-        move = TierMove(self._last_move_id, direction, key, near, far)
+        """A move, to be handed out with all that are planned."""
+        move = TierMove(next(self._move_ids), direction, self._tier, key, near, far)
         num_bytes = near.num_bytes
-        self._moves[move.move_id] = Moving(move, num_bytes, self._num_ranks, now_s)
+        self._moves[move.move_id] = Moving(move, num_bytes, self._planned.num_ranks, now_s)
         self.bytes_moving[direction] += num_bytes
         self.num_in_time[direction] += 1
-        self._planned.append(move)
-
-    def take_planned(self) -> list[TierMove]:
-        """What the media must do next, in order."""
-        planned, self._planned = self._planned, []
-        return planned
+        self._planned.moves.append(move)
 
     def report(self, move_id: int, outcome: MoveOutcome) -> Moving | None:
         """Ranks are done with a move. The move when they were the last ones."""
@@ -77,7 +87,7 @@ class Traffic:
         del self._moves[move_id]
         self.num_in_time[moving.move.direction] -= not moving.is_late
         if moving.is_late_promotion:
-            self.late_keys.discard(moving.move.key)
+            self._planned.late_keys.discard(moving.move.key)
             self.late_bytes -= moving.num_bytes
         else:
             self.bytes_moving[moving.move.direction] -= moving.num_bytes
@@ -85,15 +95,19 @@ class Traffic:
 
     def give_up(self, before_s: float) -> list[Moving]:
         """The moves that became late: they began at `before_s` or earlier."""
-        until = itertools.takewhile(lambda moving: moving.since_s <= before_s, self._moves.values())
-        late = [moving for moving in until if not moving.is_late]
-        for moving in late:
+        late: list[Moving] = []
+        for moving in self._moves.values():
+            if moving.since_s > before_s:
+                break
+            if moving.is_late:
+                continue
+            late.append(moving)
             moving.is_late = True
             self.num_in_time[moving.move.direction] -= 1
             if moving.is_late_promotion:
                 self.bytes_moving[Direction.PROMOTE] -= moving.num_bytes
                 self.late_bytes += moving.num_bytes
-                self.late_keys.add(moving.move.key)
+                self._planned.late_keys.add(moving.move.key)
         return late
 
     def has_some_in_time(self) -> bool:

@@ -46,6 +46,8 @@ class Ways:
 
     def __init__(self, breaker: BreakerOptions, shortage: BreakerOptions) -> None:
         self._ways = {direction: _Way(Breaker(breaker), Breaker(shortage)) for direction in Direction}
+        self.is_up = True
+        """Nothing speaks against asking for more: the way up is neither left alone nor tried."""
         self.revision = 0
         """Changes with what may be asked for: the way up."""
 
@@ -104,5 +106,6 @@ class Ways:
         return {direction: number for direction, number in openings.items() if number}
 
     def _note(self, direction: Direction, before: tuple[BreakerState, bool]) -> None:
-        if direction is Direction.PROMOTE and self._ways[direction].look != before:
+        if direction is Direction.PROMOTE and (look := self._ways[direction].look) != before:
             self.revision += 1
+            self.is_up = look == (BreakerState.CLOSED, True)

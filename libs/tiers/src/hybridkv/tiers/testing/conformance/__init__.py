@@ -6,13 +6,14 @@ collects `test_*` methods of classes will do.
 
 from hybridkv.tiers.testing.conformance.eviction import EvictionConformance, ExactEvictionConformance
 from hybridkv.tiers.testing.conformance.index import IndexConformance
+from hybridkv.tiers.testing.conformance.late import AskConformance, LateConformance
 from hybridkv.tiers.testing.conformance.medium import MediumConformance
 from hybridkv.tiers.testing.conformance.memory import SealedMemoryConformance
 from hybridkv.tiers.testing.conformance.order import EvictionOrderConformance, LeastRecentlyUsedConformance
 from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, Tier, TierSuite
 
 
-class TierConformance(IndexConformance, EvictionConformance, MediumConformance):
+class TierConformance(IndexConformance, AskConformance, EvictionConformance, MediumConformance):
     """What every tier promises."""
 
 
@@ -22,11 +23,13 @@ class ExactTierConformance(TierConformance, ExactEvictionConformance):
 
 __all__ = [
     "CHUNK_BYTES",
+    "AskConformance",
     "EvictionConformance",
     "EvictionOrderConformance",
     "ExactEvictionConformance",
     "ExactTierConformance",
     "IndexConformance",
+    "LateConformance",
     "LeastRecentlyUsedConformance",
     "MediumConformance",
     "SealedMemoryConformance",

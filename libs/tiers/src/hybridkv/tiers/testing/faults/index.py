@@ -36,6 +36,16 @@ class FaultInjectingIndex:
     def generation(self) -> int:
         return self._inner.generation
 
+    @property
+    def answers_late(self) -> bool:
+        return self._inner.answers_late
+
+    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+        self._inner.ask(keys, deadline_s)
+
+    def lacks(self, key: Key) -> bool:
+        return self._inner.lacks(key)
+
     def lookup(self, key: Key) -> LookupResult:
         return self._inner.lookup(key)
 

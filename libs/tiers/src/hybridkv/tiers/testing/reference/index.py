@@ -60,6 +60,16 @@ class ReferenceIndex:
     def generation(self) -> int:
         return self._generation
 
+    @property
+    def answers_late(self) -> bool:
+        return False
+
+    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+        """Everything is known."""
+
+    def lacks(self, key: Key) -> bool:
+        return not self._is_held(key)
+
     def lookup(self, key: Key) -> LookupResult:
         chunk = self._chunks.get(key)
         if chunk is None or chunk.is_doomed:
@@ -77,6 +87,11 @@ class ReferenceIndex:
 
     def _is_held(self, key: Key) -> bool:
         return self.lookup(key) is not LookupResult.MISS
+
+    def is_doomed(self, key: Key) -> bool:
+        """Whether it was invalidated while somebody still writes or reads it."""
+        chunk = self._chunks.get(key)
+        return chunk is not None and chunk.is_doomed
 
     def touch(self, keys: Iterable[Key]) -> None:
         for key in keys:

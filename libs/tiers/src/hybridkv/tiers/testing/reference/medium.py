@@ -42,6 +42,10 @@ class ReferenceMedium:
         self._is_closed = True
         self._stored.clear()
 
+    def forget(self, slot: Slot) -> None:
+        """Lose what was stored there."""
+        self._stored.pop(slot.first_offset, None)
+
     def views(self, slot: Slot) -> list[memoryview]:
         stored = self._stored.get(slot.first_offset) if slot.extents else None
         if stored is None or stored[1] != slot:

@@ -1,0 +1,97 @@
+"""What may be elsewhere is asked for, and waited for, only where that is worth what the engine computes meanwhile."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.planner import Hit, Miss, Pending, life
+from hybridkv.planner.stages import NEW, Ask, AskAgain, Bounds, Bring, Compute, Facts, Offer, Search, Searched, Stage
+
+BOUNDS = Bounds(lookup_s=10.0, load_s=30.0, tokens_per_s=1000.0)
+MISS = Miss(None, "nothing")
+ASK_S = 2.0
+
+
+def facts(now_s: float = 0.0, num_tokens: int = 10_000, ask_s: float = ASK_S) -> Facts:
+    return Facts(num_tokens, 0, int(now_s * 1000), now_s, has_slower=True, ask_s=ask_s)
+
+
+def searched(
+    stage: Stage, now: Facts, answer: Hit | Pending | Miss, settled: int | None = None
+) -> tuple[Stage, object]:
+    stage, errand = life.resume(stage, now, BOUNDS)
+    assert isinstance(errand, Search)
+    return life.searched(stage, now, BOUNDS, errand, answer, settled)
+
+
+def asked(possible: int, settled: int | None, num_tokens: int = 10_000) -> tuple[Stage, object]:
+    """A request that asked, and what it is told when so much may be there."""
+    stage, errand = searched(NEW, facts(num_tokens=num_tokens), MISS)
+    assert isinstance(errand, Ask)
+    stage, again = life.asked(stage, facts(num_tokens=num_tokens), BOUNDS, errand)
+    assert isinstance(again, Search)
+    return life.searched(stage, facts(num_tokens=num_tokens), BOUNDS, again, Pending(possible), settled)
+
+
+def test_a_short_prompt_that_nobody_has_seen_asks_nobody() -> None:
+    _, step = searched(NEW, facts(num_tokens=2000), MISS)
+    assert isinstance(step, Compute), "two seconds of computing, and up to two of waiting"
+
+
+def test_a_long_prompt_asks_once() -> None:
+    stage, step = asked(8000, None)
+    assert isinstance(step, AskAgain)
+    stage, step = searched(stage, facts(2.5), MISS)
+    assert isinstance(step, Compute)
+    _, step = searched(stage, facts(3.0), MISS)
+    assert isinstance(step, Compute), "it asked before"
+
+
+def test_a_long_hit_leaves_too_little_to_ask_for() -> None:
+    _, step = searched(NEW, facts(), Hit(9000))
+    assert isinstance(step, Bring)
+
+
+def test_where_no_tier_answers_late_nobody_is_asked() -> None:
+    _, step = searched(NEW, facts(ask_s=0.0), MISS)
+    assert isinstance(step, Compute)
+
+
+def test_what_is_settled_is_taken_when_too_little_more_is_possible() -> None:
+    _, step = asked(8000, 7000)
+    assert step == Bring(7000, 0.0, True, 0)
+    _, step = asked(1500, None)
+    assert isinstance(step, Compute)
+
+
+def test_the_last_moments_of_a_wait_are_worth_less_than_its_beginning() -> None:
+    stage, step = asked(8000, 5000)
+    assert isinstance(step, AskAgain)
+    stage, step = searched(stage, facts(1.5), Pending(5400), 5000)
+    assert step == Bring(5000, 1.5, True, 0)
+
+
+def test_after_the_deadline_what_is_pending_is_being_stored_and_waited_for_as_ever() -> None:
+    stage, _ = asked(8000, None)
+    stage, step = searched(stage, facts(2.0), Pending(8000))
+    assert isinstance(step, AskAgain)
+    assert isinstance(stage, Searched) and stage.past.stores_since_s == 2.0
+
+
+@given(
+    st.integers(3000, 20_000),
+    st.lists(st.tuples(st.floats(0.01, 0.7), st.integers(0, 20_000), st.integers(0, 20_000)), min_size=8, max_size=12),
+)
+def test_no_answer_is_waited_for_beyond_its_deadline(num_tokens: int, polls: list[tuple[float, int, int]]) -> None:
+    stage, step = asked(num_tokens, None, num_tokens)
+    now_s = 0.0
+    for seconds, possible, settled in polls:
+        if not isinstance(step, AskAgain):
+            break
+        now_s += seconds
+        pending = now_s < ASK_S
+        answer = Pending(max(possible, settled, 1)) if pending else Hit(settled) if settled else MISS
+        stage, step = searched(stage, facts(now_s, num_tokens), answer, settled)
+    assert not isinstance(step, AskAgain) or now_s < ASK_S
+    assert not isinstance(step, Offer), "a hit is brought near first"

@@ -1,0 +1,281 @@
+"""One slower tier of a stack: what is on its way to it and from it, who is asked, and what waits for its way down.
+
+It owns its breakers, its deadline, its quotas of traffic, its queue and its counts, so a tier that is slow, full or
+dead costs the others nothing. What follows for those who wait, and which tier is asked for what, is the stack's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.stack.breaker import BreakerState
+from hybridkv.tiers.stack.cascades import Cascades, Gate, PathPlace
+from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult
+from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
+from hybridkv.tiers.stack.tally import MoveTally
+from hybridkv.tiers.stack.traffic import Moving, Planned, Traffic
+from hybridkv.tiers.stack.ways import Ways
+
+_KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
+"""Failures that say nothing about the chunk itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowerTier:
+    """One tier below the fast one, as it is given to a stack.
+
+    Args:
+        name: what moves and counts call it. No other of the stack has it.
+        index: decides what it keeps.
+        options: its bounds.
+    """
+
+    name: str
+    index: TierIndex
+    options: SlowerTierOptions = field(default_factory=SlowerTierOptions)
+
+
+@dataclass(slots=True)
+class Common:
+    """What the levels of one stack share.
+
+    Args:
+        near: index of the fast tier.
+        clock: seconds.
+        planned: moves to be handed out.
+    """
+
+    near: TierIndex
+    clock: Callable[[], float]
+    planned: Planned
+    due_s: float = math.inf
+    """Nothing that waits changes before."""
+
+    def wake(self, due_s: float) -> None:
+        """Something changes then."""
+        self.due_s = min(self.due_s, due_s)
+
+
+class Level:
+    """One slower tier, at work.
+
+    Args:
+        tier: what was given to the stack.
+        position: among its slower tiers, the nearest is 0.
+        num_levels: how many there are.
+        common: what they share.
+    """
+
+    def __init__(self, tier: SlowerTier, position: int, num_levels: int, common: Common) -> None:
+        self.name, self.index, self._options = tier.name, tier.index, tier.options
+        self._common = common
+        self.ways = Ways(tier.options.breaker, tier.options.shortage)
+        self.traffic = Traffic(tier.name, itertools.count(position + num_levels, num_levels), common.planned)
+        self.late_changes = 0
+        """How often a late promotion began to hide its chunk, or gave it back."""
+        self._counts = MoveTally()
+        self._promoting_bytes = tier.options.promoting_share * common.near.capacity_bytes
+        self._noticed_s = common.clock()
+        """When a deadline was looked for last without `tick`."""
+        self.cascades: Cascades | None = None
+        if tier.options.cascades is CascadePolicy.ALL:
+            self.cascades = Cascades(common.near, tier.index, self.traffic, tier.options, self._plan_cascade, position)
+
+    @property
+    def load_timeout_s(self) -> float:
+        """How long somebody waits for it."""
+        return self._options.load_timeout_s
+
+    @property
+    def ask_timeout_s(self) -> float:
+        """How long it may think about what it was asked."""
+        return self._options.ask_timeout_s
+
+    def is_asked(self) -> bool:
+        """Whether it may be asked for anything now: one promotion at a time is its probe, and what it never answered
+        takes up no more of the fast tier than may move at one time."""
+        traffic, ways = self.traffic, self.ways
+        if traffic.late_bytes > self._promoting_bytes:
+            return False
+        return ways.is_up or ways.allows(Direction.PROMOTE, traffic.num_in_time[Direction.PROMOTE])
+
+    # The way up.
+
+    def why_not_promote(self, num_bytes: int) -> Refusal | None:
+        """Why so much cannot come from here now."""
+        if num_bytes > self._common.near.capacity_bytes:
+            return Refusal.TOO_LARGE
+        if self.ways.rests(Direction.PROMOTE):
+            return Refusal.BUSY
+        moving = self.traffic.bytes_moving[Direction.PROMOTE]
+        if moving and moving + num_bytes > self._promoting_bytes:
+            return Refusal.BUSY
+        return None
+
+    def plan(self, direction: Direction, key: Key, near: Slot, far: Slot) -> None:
+        """A move between the places that were given to it."""
+        common = self._common
+        now_s = common.clock()
+        self.traffic.plan(direction, key, near, far, now_s)
+        common.due_s = min(common.due_s, now_s + self._options.load_timeout_s)
+
+    # The way down.
+
+    def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
+        self.plan(Direction.CASCADE, key, near, far)
+
+    def cascade(self, key: Key, place: PathPlace) -> None:
+        """Copy a chunk here when its turn comes, if this tier is given any and lacks it."""
+        cascades = self.cascades
+        if cascades is not None:
+            if cascades.is_full and cascades.has_news:
+                self.pump()
+            dropped = cascades.add(key, place, self._common.clock())
+            if dropped is not None:
+                self._drop(dropped)
+
+    @property
+    def num_waiting(self) -> int:
+        """Chunks that wait for their way down."""
+        return 0 if self.cascades is None else self.cascades.num_waiting
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether something waits for what the fast tier is about to hold."""
+        return self.cascades is not None and bool(self.cascades.parked)
+
+    def on_near(self, key: Key) -> None:
+        """The fast tier holds a chunk now, or never will."""
+        if self.cascades is not None:
+            self.cascades.on_near(key)
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        if self.cascades is not None:
+            self.cascades.clear()
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Make keys the most recently used here; once more when what is to come by now has come."""
+        if self.cascades is not None:
+            self.cascades.touch(keys)
+        else:
+            self.index.touch(keys)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something was added since the last `pump`, and may go."""
+        return self.cascades is not None and self.cascades.has_news
+
+    def pump(self) -> None:
+        """Send what may go now."""
+        if self.cascades is not None:
+            for dropped in self.cascades.pump(self._gate, self._common.clock()):
+                self._drop(dropped)
+            if self.cascades.num_waiting:
+                self._common.wake(self.cascades.since_s + self._options.load_timeout_s)
+
+    def _gate(self) -> Gate:
+        """Whether one more chunk may be written here now."""
+        state = self.ways.state(Direction.CASCADE)
+        if state is BreakerState.OPEN:
+            return Gate.SHUT
+        if self.ways.rests(Direction.CASCADE):
+            return Gate.BUSY
+        if state is BreakerState.PROBING:
+            return Gate.BUSY if self.traffic.num_in_time[Direction.CASCADE] else Gate.PROBE
+        return Gate.OPEN
+
+    def _drop(self, dropped: MoveResult) -> None:
+        self._counts.moved(Direction.CASCADE, dropped)
+
+    # What came of it.
+
+    def report(self, move_id: int, outcome: MoveOutcome) -> Moving | None:
+        """Ranks are done with a move. The move when they were the last ones, and its tier has heard of it."""
+        moving = self.traffic.report(move_id, outcome)
+        if moving is None:
+            return None
+        move, failure = moving.move, moving.failure
+        if not moving.is_late:  # else it was counted as a failure when it became late
+            self.ways.ended(move.direction, failure, self._common.clock())
+            if failure is not None:
+                self._common.wake(self.ways.next_end_s)
+        if move.direction is Direction.PROMOTE:
+            self.late_changes += moving.is_late
+            self.index.unpin(move.key)
+            if failure is not None and failure.reason not in _KEEPS_KEY:
+                self.index.invalidate(move.key, failure.reason)
+        elif self._end_cascade(move.key, failure):
+            return moving
+        result = MoveResult.DONE if failure is None else MoveResult.FAILED
+        self._counts.moved(move.direction, result, moving.num_bytes, failure)
+        if failure is not None:
+            self.pump()
+        return moving
+
+    def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
+        """Whether it is made again."""
+        assert self.cascades is not None
+        near = self._common.near
+        if failure is None:
+            self.index.commit(key)
+        else:
+            self.index.abort(key)
+            if failure.reason is FailureReason.CHECKSUM:
+                # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
+                near.invalidate(key, failure.reason)
+        near.unpin(key)
+        return self.cascades.on_ended(key, failure, self._common.clock())
+
+    # Time.
+
+    def notice(self, now_s: float) -> list[Key]:
+        """Let what is late be so though nobody calls `tick`. Promotions that became late.
+
+        What somebody asks for says less than a step about what he could hear of meanwhile, so the tier is blamed a
+        whole time limit after a move was first found late.
+        """
+        if now_s - self._noticed_s < self._options.load_timeout_s:
+            return []
+        late = self.blame_before(self._noticed_s, now_s)
+        self._noticed_s = now_s
+        return late
+
+    def blame_before(self, heard_s: float, now_s: float) -> list[Key]:
+        """The tier is to blame for what was late at a time when the caller might have heard of its end. Promotions that
+        became late."""
+        late: list[Key] = []
+        for moving in self.traffic.give_up(heard_s - self._options.load_timeout_s):
+            self.ways.late(moving.move.direction, now_s)
+            if moving.is_late_promotion:
+                self.late_changes += 1
+                late.append(moving.move.key)
+            elif self.cascades is not None:
+                self.cascades.on_late(moving.move.key)
+        if self.cascades is not None:
+            for dropped in self.cascades.give_up(heard_s - self._options.load_timeout_s):
+                self._drop(dropped)
+        return late
+
+    def pass_time(self, now_s: float) -> float:
+        """Begin to probe where a pause is over. When something changes here next."""
+        self.ways.tick(now_s)
+        began_s = self.traffic.oldest_in_time_s()
+        if self.cascades is not None and self.cascades.num_waiting:
+            began_s = min(began_s, self.cascades.since_s)
+        return min(max(began_s, self._noticed_s) + self._options.load_timeout_s, self.ways.next_end_s)
+
+    def keeps_awake(self) -> bool:
+        """Whether a move may still end in time, or is to be made soon."""
+        if self.traffic.has_some_in_time():
+            return True
+        return self.cascades is not None and self.cascades.keeps_awake(self._common.clock())
+
+    def take_counts(self) -> MoveCounts:
+        """What happened since the last call."""
+        counts, self._counts = self._counts, MoveTally()
+        return counts.as_counts(self.ways.take_openings())

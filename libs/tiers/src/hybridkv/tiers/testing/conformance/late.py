@@ -1,0 +1,116 @@
+"""What a tier promises about `ask`, and more of it where answers come late."""
+
+from __future__ import annotations
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.contract import Key, Slot, TierIndex
+from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
+
+A, B, C = b"key a", b"key b", b"key c"
+DEADLINE_S = 1e9
+"""No suite lives so long."""
+
+
+class AskConformance(TierSuite):
+    """Of every tier."""
+
+    def test_asking_changes_nothing_about_what_is_known(self) -> None:
+        index = self.make_index(4)
+        committed(index, A)
+        reserved(index, B)
+        before = (index.generation, index.used_bytes, index.num_keys)
+        index.ask([A, B], DEADLINE_S)
+        assert (index.generation, index.used_bytes, index.num_keys) == before
+        assert (index.lookup(A), index.lookup(B)) == (LookupResult.HIT, LookupResult.PENDING)
+
+    def test_a_key_that_was_asked_for_is_lacking_and_can_be_reserved(self) -> None:
+        index = self.make_index(2)
+        index.ask([A], DEADLINE_S)
+        assert index.lacks(A) and index.used_bytes == 0 and index.pin(A) is None
+        assert isinstance(index.reserve(A, CHUNK_BYTES), Slot)
+        assert not index.lacks(A) and index.commit(A) and not index.lacks(A)
+        index.invalidate(A)
+        assert index.lacks(A)
+
+    def test_a_tier_that_knows_everything_answers_at_once(self) -> None:
+        index = self.make_index(1)
+        if not index.answers_late:
+            before = index.generation
+            index.ask([A], DEADLINE_S)
+            assert (index.lookup(A), index.generation) == (LookupResult.MISS, before)
+
+
+class LateConformance(TierSuite):
+    """Of a tier whose index hears late what the tier holds. Needs a world whose time the suite may move."""
+
+    def make_late(self) -> TierIndex:
+        """An index with room for four usual chunks, over a store that somebody else has filled with A and B."""
+        raise NotImplementedError
+
+    def pass_time(self, seconds: float) -> None:
+        """Of the clock by which deadlines are."""
+        raise NotImplementedError
+
+    def answer_all(self) -> None:
+        """What was asked is answered from now on."""
+        raise NotImplementedError
+
+    def now_s(self) -> float:
+        raise NotImplementedError
+
+    def asked(self, *keys: Key) -> TierIndex:
+        index = self.make_late()
+        index.ask(keys, self.now_s() + 2.0)
+        return index
+
+    def test_what_nobody_asked_for_is_a_miss(self) -> None:
+        index = self.make_late()
+        assert index.answers_late and index.lookup(A) is LookupResult.MISS
+
+    def test_an_asked_key_is_pending_until_it_is_answered(self) -> None:
+        index = self.asked(A, C)
+        assert (index.lookup(A), index.lookup(C), index.lookup(B)) == (
+            LookupResult.PENDING,
+            LookupResult.PENDING,
+            LookupResult.MISS,
+        )
+        assert index.leading([A, C, B]) == 2 and index.last_held([A, B]) == 0 and index.any_pending([B, C])
+        self.answer_all()
+        assert (index.lookup(A), index.lookup(C)) == (LookupResult.HIT, LookupResult.MISS)
+        assert index.pin(A) is not None
+
+    def test_an_asked_key_is_a_miss_after_its_deadline(self) -> None:
+        index = self.asked(A)
+        self.pass_time(1.9)
+        assert index.lookup(A) is LookupResult.PENDING
+        self.pass_time(0.2)
+        assert index.lookup(A) is LookupResult.MISS and not index.any_pending([A])
+
+    def test_an_answer_after_the_deadline_still_counts(self) -> None:
+        index = self.asked(A)
+        self.pass_time(2.1)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.HIT
+
+    def test_the_generation_changes_when_a_question_is_asked_answered_or_over(self) -> None:
+        index = self.make_late()
+        seen = [index.generation]
+        index.ask([A, B], self.now_s() + 2.0)
+        seen.append(index.generation)
+        self.pass_time(2.1)
+        seen.append(index.generation)
+        self.answer_all()
+        seen.append(index.generation)
+        assert len(set(seen)) == len(seen)
+
+    def test_an_answer_about_what_was_reserved_meanwhile_changes_nothing(self) -> None:
+        index = self.asked(A)
+        assert isinstance(index.reserve(A, CHUNK_BYTES), Slot)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.PENDING and index.commit(A)
+
+    def test_what_was_withdrawn_while_it_was_asked_for_is_not_offered_by_the_answer(self) -> None:
+        index = self.asked(A)
+        index.invalidate(A)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.MISS

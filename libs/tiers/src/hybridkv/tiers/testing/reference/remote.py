@@ -1,0 +1,315 @@
+"""The executable specification of a tier that answers late: a store elsewhere, which may be slow, lie and lose things.
+
+Also the worked example of a tier that is neither memory nor a disk: one store, an index for each engine that uses it,
+and a medium for each rank. `RemoteStore` is the world; a test tells it what goes wrong there. Nothing waits: time is
+the clock's, and what is on its way comes when the clock says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.contract import (
+    UNSPECIFIED,
+    Completion,
+    Failure,
+    FailureReason,
+    Key,
+    Refusal,
+    Slot,
+    Ticket,
+    TierCounts,
+)
+from hybridkv.tiers.testing.reference.index import ReferenceIndex
+from hybridkv.tiers.testing.reference.medium import ReferenceMedium
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_NEVER_S = math.inf
+_OVER_S = -math.inf
+"""The deadline of what was not answered in time."""
+MAX_ASKED = 4096
+"""Keys about which an index waits for answers at one time."""
+
+
+@dataclass(slots=True)
+class RemoteStore:
+    """What lies elsewhere, and how it behaves.
+
+    Args:
+        num_ranks: each has its part of every chunk.
+        clock: seconds.
+        answer_s: how long an answer takes.
+        move_s: how long a store or a load takes.
+        is_silent: nothing is answered, and nothing that begins now ends.
+    """
+
+    num_ranks: int
+    clock: Callable[[], float]
+    answer_s: float = 0.0
+    move_s: float = 0.0
+    is_silent: bool = False
+    directory: dict[Key, Slot] = field(default_factory=dict)
+    """What it says that it holds."""
+    media: list[ReferenceMedium] = field(init=False)
+    """What it does hold, for each rank."""
+    num_asked: int = 0
+    """Keys, ever."""
+    _next_place: int = 0
+
+    def __post_init__(self) -> None:
+        self.media = [ReferenceMedium() for _ in range(self.num_ranks)]
+
+    def allocate(self, num_bytes: int) -> Slot:
+        """A place that nobody else has, ever."""
+        place, self._next_place = self._next_place, self._next_place + num_bytes
+        return Slot(((place, num_bytes),))
+
+    def lie(self, key: Key, num_bytes: int) -> None:
+        """Say from now on that a chunk is there which is not."""
+        self.directory[key] = self.allocate(num_bytes)
+
+    def vanish(self, key: Key) -> None:
+        """Lose a chunk. Who has heard that it is there will still ask for it."""
+        slot = self.directory.pop(key, None)
+        if slot is not None:
+            for medium in self.media:
+                medium.forget(slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    answers_s: float
+    deadline_s: float
+
+
+class RemoteIndex:
+    """A `TierIndex` over a `RemoteStore`: what this engine stored there, and what it has heard of.
+
+    Args:
+        store: elsewhere.
+        capacity_bytes: what this engine may take up there, or know of. What makes room is forgotten here, and still
+            found there by asking.
+        granule_bytes: as `ReferenceIndex`.
+    """
+
+    def __init__(self, store: RemoteStore, capacity_bytes: int, granule_bytes: int = 1) -> None:
+        self._store = store
+        self._known = ReferenceIndex(capacity_bytes, granule_bytes)
+        self._slots: dict[Key, Slot] = {}
+        self._asked: dict[Key, _Asked] = {}
+        self._changes = 0
+
+    # What is not known yet.
+
+    @property
+    def answers_late(self) -> bool:
+        return True
+
+    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+        self._hear()
+        now_s = self._store.clock()
+        for key in keys:
+            if len(self._asked) >= MAX_ASKED:
+                return
+            if self._known.lacks(key) and not self._known.is_doomed(key):
+                self._store.num_asked += 1
+                self._changes += 1
+                answers_s = _NEVER_S if self._store.is_silent else now_s + self._store.answer_s
+                self._asked[key] = _Asked(answers_s, deadline_s)
+        self._hear()
+
+    def _hear(self) -> None:
+        """What was answered by now, and what was not in time."""
+        now_s = self._store.clock()
+        for key, asked in list(self._asked.items()):
+            if now_s >= asked.answers_s:
+                slot = self._store.directory.get(key)
+                if slot is not None and isinstance(self._known.reserve(key, slot.num_bytes), Slot):
+                    self._known.commit(key)
+                    self._slots[key] = slot
+            elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
+                continue
+            elif asked.answers_s < _NEVER_S:
+                # An answer may still come. Until then it is a MISS.
+                self._asked[key] = _Asked(asked.answers_s, _OVER_S)
+                self._changes += 1
+                continue
+            del self._asked[key]
+            self._changes += 1
+
+    def lacks(self, key: Key) -> bool:
+        self._hear()
+        return self._known.lacks(key)
+
+    # What is known.
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._known.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._known.used_bytes
+
+    def cost(self, num_bytes: int) -> int:
+        return self._known.cost(num_bytes)
+
+    @property
+    def num_keys(self) -> int:
+        return self._known.num_keys
+
+    @property
+    def generation(self) -> int:
+        self._hear()
+        return self._known.generation + self._changes
+
+    def lookup(self, key: Key) -> LookupResult:
+        self._hear()
+        answer = self._known.lookup(key)
+        if answer is LookupResult.MISS and (asked := self._asked.get(key)) and asked.deadline_s != _OVER_S:
+            return LookupResult.PENDING
+        return answer
+
+    def leading(self, keys: Iterable[Key]) -> int:
+        held = 0
+        for key in keys:
+            if self.lookup(key) is LookupResult.MISS:
+                break
+            held += 1
+        return held
+
+    def last_held(self, keys: Sequence[Key]) -> int | None:
+        held = (place for place, key in enumerate(keys) if self.lookup(key) is not LookupResult.MISS)
+        return max(held, default=None)
+
+    def any_pending(self, keys: Iterable[Key]) -> bool:
+        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        self._known.touch(keys)
+
+    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+        self._hear()
+        answer = self._known.reserve(key, num_bytes)
+        if isinstance(answer, Refusal):
+            return answer
+        if self._asked.pop(key, None) is not None:
+            self._changes += 1
+        self._slots[key] = self._store.allocate(num_bytes)
+        self._forget_slots()
+        return self._slots[key]
+
+    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+
+    def commit(self, key: Key) -> bool:
+        is_committed = self._known.commit(key)
+        if is_committed:
+            self._store.directory[key] = self._slots[key]
+        return is_committed
+
+    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
+        return [self.commit(key) for key in keys]
+
+    def abort(self, key: Key) -> None:
+        self._known.abort(key)
+
+    def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
+        if self._asked.pop(key, None) is not None:
+            self._changes += 1
+        is_withdrawn = self._known.invalidate(key, reason)
+        if is_withdrawn:
+            self._store.directory.pop(key, None)
+        return is_withdrawn
+
+    def pin(self, key: Key) -> Slot | None:
+        self._hear()
+        return None if self._known.pin(key) is None else self._slots[key]
+
+    def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
+        self._hear()
+        return None if self._known.pin_all(keys) is None else [self._slots[key] for key in keys]
+
+    def unpin(self, key: Key) -> None:
+        self._known.unpin(key)
+
+    def unpin_all(self, keys: Iterable[Key]) -> None:
+        self._known.unpin_all(keys)
+
+    def clear(self) -> int:
+        for key in self._slots:
+            self._store.directory.pop(key, None)
+        self._changes += len(self._asked)
+        self._asked.clear()
+        return self._known.clear()
+
+    def take_counts(self) -> TierCounts:
+        return self._known.take_counts()
+
+    def close(self) -> None:
+        """What was stored stays with the store."""
+        self._asked.clear()
+        self._known.close()
+
+    def _forget_slots(self) -> None:
+        """Of what made room."""
+        for key in [key for key in self._slots if self._known.lacks(key) and not self._known.is_doomed(key)]:
+            del self._slots[key]
+
+
+class RemoteMedium:
+    """One rank's `TierMedium` of a `RemoteStore`. What it is asked for ends when the clock says so."""
+
+    def __init__(self, store: RemoteStore, rank: int) -> None:
+        self._store = store
+        self._medium = store.media[rank]
+        self._moving: list[tuple[float, Callable[[], Completion]]] = []
+        self._is_closed = False
+
+    def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
+        self._begin(ticket, lambda: self._medium.store(ticket, key, slot, source))
+
+    def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
+        self._begin(ticket, lambda: self._medium.load(ticket, key, slot, destination))
+
+    def _begin(self, ticket: Ticket, carry_out: Callable[[], None]) -> None:
+        store = self._store
+        if self._is_closed:
+            closed = Completion(ticket, Failure(FailureReason.CLOSED, "the medium was closed"))
+            self._moving.append((-math.inf, lambda: closed))
+            return
+        ends_s = _NEVER_S if store.is_silent else store.clock() + store.move_s
+        self._moving.append((ends_s, lambda: self._end(carry_out)))
+
+    def _end(self, carry_out: Callable[[], None]) -> Completion:
+        carry_out()
+        [completion] = self._medium.poll()
+        return completion
+
+    def poll(self) -> list[Completion]:
+        return self._end_before(self._store.clock())
+
+    def _end_before(self, now_s: float) -> list[Completion]:
+        ended = [end for ends_s, end in self._moving if ends_s <= now_s]
+        self._moving = [(ends_s, end) for ends_s, end in self._moving if ends_s > now_s]
+        return [end() for end in ended]
+
+    def drain(self, timeout_s: float) -> bool:
+        """As if that time had passed."""
+        ready_s = self._store.clock()
+        limit_s = ready_s + timeout_s
+        self._moving = [(min(ends_s, ready_s) if ends_s <= limit_s else ends_s, end) for ends_s, end in self._moving]
+        return all(ends_s <= limit_s for ends_s, _ in self._moving)
+
+    def close(self) -> None:
+        """The store goes on without it."""
+        self._is_closed = True
+
+    def views(self, slot: Slot) -> list[memoryview]:
+        return self._medium.views(slot)

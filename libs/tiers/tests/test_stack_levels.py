@@ -1,0 +1,222 @@
+"""A stack of three tiers: each chunk comes from the nearest that holds it, and no tier's trouble is another's."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Failure, FailureReason, Key, Slot, TierConfigurationError
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import (
+    BreakerOptions,
+    BreakerState,
+    CascadePolicy,
+    Direction,
+    Hold,
+    HoldFailure,
+    MoveOutcome,
+    PathPlace,
+    SlowerTier,
+    SlowerTierOptions,
+    TierMove,
+    TierStack,
+)
+from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
+
+CHUNK = 16
+A, B, C = b"a", b"b", b"c"
+READ_ONLY = SlowerTierOptions(cascades=CascadePolicy.NOTHING)
+WIDE = SlowerTierOptions(promoting_share=1.0, cascading_share=1.0, arriving_share=1.0)
+
+
+class Three:
+    """Host memory, a disk and a peer, all of them in memory here."""
+
+    def __init__(self, disk: SlowerTierOptions = WIDE, peer: SlowerTierOptions = WIDE) -> None:
+        self.now_s = 100.0
+        self.near, self.disk, self.peer = (RamIndex(chunks * CHUNK, CHUNK) for chunks in (8, 16, 32))
+        below = [SlowerTier("disk", self.disk, disk), SlowerTier("peer", self.peer, peer)]
+        self.stack = TierStack(self.near, below, 1, lambda: self.now_s)
+
+    def hold(self, *keys: Key) -> Hold:
+        hold = self.stack.acquire("request", keys)
+        assert isinstance(hold, Hold)
+        return hold
+
+    def store(self, *keys: Key) -> None:
+        for key in keys:
+            assert isinstance(self.stack.reserve(key, CHUNK), Slot)
+            assert self.stack.commit(key)
+
+    def moves(self) -> list[TierMove]:
+        return self.stack.take_moves()
+
+    def end(self, moves: list[TierMove], failure: Failure | None = None) -> None:
+        for move in moves:
+            self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+
+    def open_breaker(self, tier: str, index: RamIndex) -> None:
+        """Promotions from there fail until it is left alone."""
+        for number in range(BreakerOptions().failures):
+            key = b"bad %d" % number
+            put(index, key)
+            self.hold(key)
+            self.end(self.moves(), Failure(FailureReason.IO))
+        assert self.stack.breaker_state(Direction.PROMOTE, tier) is BreakerState.OPEN
+
+
+def put(index: RamIndex, *keys: Key) -> None:
+    for key in keys:
+        assert isinstance(index.reserve(key, CHUNK), Slot)
+        assert index.commit(key)
+
+
+def ways(moves: list[TierMove]) -> list[tuple[Key, str]]:
+    return [(move.key, move.tier) for move in moves]
+
+
+def test_each_chunk_is_promoted_from_the_nearest_tier_that_holds_it() -> None:
+    it = Three()
+    put(it.disk, A, B)
+    put(it.peer, B, C)
+    hold = it.hold(A, B, C)
+    moves = it.moves()
+    assert ways(moves) == [(A, "disk"), (B, "disk"), (C, "peer")] and hold.source == "peer"
+    it.end(moves)
+    assert hold.is_ready and it.near.leading([A, B, C]) == 3
+
+
+def test_a_tier_that_is_left_alone_is_passed_over() -> None:
+    it = Three()
+    it.open_breaker("disk", it.disk)
+    put(it.disk, A, B)
+    put(it.peer, B)
+    assert it.stack.lookup(A) is LookupResult.MISS and it.stack.lookup(B) is LookupResult.HIT
+    it.hold(B)
+    assert ways(it.moves()) == [(B, "peer")]
+
+
+def test_a_boundary_is_found_over_all_tiers_at_once() -> None:
+    it = Three()
+    put(it.near, A)
+    put(it.peer, B)
+    put(it.disk, C)
+    assert it.stack.leading([A, B, C]) == 3 and it.stack.last_held([A, b"x", B, b"y"]) == 2
+    assert it.stack.leading([C, b"x"]) == 1 and it.stack.last_held([b"x"]) is None
+
+
+def test_a_claim_is_all_or_nothing_over_all_tiers() -> None:
+    it = Three()
+    put(it.disk, A)
+    put(it.peer, B)
+    assert it.stack.acquire("request", [A, B, C]) == "present"
+    assert it.moves() == [] and it.near.used_bytes == 0
+    for index, key in ((it.disk, A), (it.peer, B)):
+        index.invalidate(key)
+        assert index.used_bytes == 0, "nobody has it pinned"
+
+
+def test_what_is_stored_cascades_to_every_tier_that_is_given_any() -> None:
+    it = Three(peer=READ_ONLY)
+    it.store(A)
+    assert ways(it.moves()) == [(A, "disk")]
+    it = Three()
+    it.store(A)
+    moves = it.moves()
+    assert ways(moves) == [(A, "disk"), (A, "peer")]
+    it.end(moves)
+    assert it.disk.lookup(A) is it.peer.lookup(A) is LookupResult.HIT
+
+
+def test_a_promoted_chunk_goes_to_a_nearer_tier_when_somebody_offers_what_he_met() -> None:
+    it = Three()
+    put(it.peer, A)
+    it.hold(A)
+    it.end(it.moves())
+    assert it.moves() == [], "a promotion says nothing of the path that a chunk is part of"
+    it.stack.cascade(A)
+    assert ways(it.moves()) == [(A, "disk")]
+
+
+def test_what_a_tier_cannot_take_goes_to_the_others() -> None:
+    it = Three()
+    it.stack.reserve(A, CHUNK)
+    assert it.stack.commit(A, PathPlace((), (17 * CHUNK, 17 * CHUNK)))
+    assert ways(it.moves()) == [(A, "peer")]
+    counts = it.stack.take_counts().tiers
+    assert counts["disk"].cascades == {"dropped_no_room": 1} and counts["peer"].cascades == {}
+
+
+def test_a_chunk_that_one_tier_cannot_give_comes_from_another() -> None:
+    it = Three()
+    put(it.disk, A)
+    put(it.peer, A)
+    hold = it.hold(A)
+    it.end(it.moves(), Failure(FailureReason.CHECKSUM))
+    assert hold.failure is HoldFailure.LOST and it.disk.lookup(A) is LookupResult.MISS
+    hold = it.hold(A)
+    moves = it.moves()
+    assert ways(moves) == [(A, "peer")]
+    it.end(moves)
+    assert hold.is_ready
+
+
+def test_failures_of_one_tier_keep_nobody_from_the_other() -> None:
+    it = Three()
+    it.open_breaker("disk", it.disk)
+    assert it.stack.breaker_state(Direction.PROMOTE, "peer") is BreakerState.CLOSED
+    assert it.stack.take_counts().tiers["disk"].breaker_openings == {"promote": 1}
+
+
+def test_who_waits_for_two_tiers_waits_for_each_as_long_as_it_may_take() -> None:
+    it = Three(peer=SlowerTierOptions(load_timeout_s=2.0))
+    put(it.disk, A)
+    put(it.peer, B)
+    of_disk = it.stack.acquire("other", [A])
+    it.now_s += 1.0
+    hold = it.hold(A, B)
+    it.moves()
+    it.now_s += 2.5
+    it.stack.tick()
+    it.stack.tick()
+    assert hold.failure is HoldFailure.TIMEOUT
+    assert isinstance(of_disk, Hold) and of_disk.failure is None
+    it.now_s = 100.0 + SlowerTierOptions().load_timeout_s
+    assert it.stack.hold("other") is of_disk and of_disk.failure is HoldFailure.TIMEOUT
+
+
+def test_what_waits_for_a_promoted_chunk_to_cascade_goes_behind_it() -> None:
+    it = Three(peer=READ_ONLY)
+    put(it.peer, A)
+    it.hold(A)
+    promoted = it.moves()
+    it.stack.reserve(B, CHUNK)
+    assert it.stack.commit(B, PathPlace((A,)))
+    assert it.moves() == [] and it.stack.num_waiting("disk") == 1
+    it.stack.cascade(A)
+    it.end(promoted)
+    it.stack.cascade(A)
+    assert it.stack.num_waiting("disk") <= 2
+    it.moves()
+    assert it.stack.num_waiting("disk") == 0, "nothing is parked for ever"
+
+
+def test_two_tiers_of_one_name_are_refused() -> None:
+    index = RamIndex(CHUNK, CHUNK)
+    with pytest.raises(TierConfigurationError):
+        TierStack(index, [SlowerTier("disk", index), SlowerTier("disk", index)], 1, lambda: 0.0)
+
+
+def test_a_tier_that_answers_late_is_asked_for_what_no_other_holds_and_still_given_it() -> None:
+    now_s = 0.0
+    world = RemoteStore(1, lambda: now_s, answer_s=0.5)
+    near, disk, peer = RamIndex(8 * CHUNK, CHUNK), RamIndex(8 * CHUNK, CHUNK), RemoteIndex(world, 64 * CHUNK)
+    below = [SlowerTier("disk", disk, WIDE), SlowerTier("peer", peer, WIDE)]
+    stack = TierStack(near, below, 1, lambda: now_s)
+    put(disk, A)
+    stack.ask([A, B])
+    assert world.num_asked == 1 and stack.ask_s == 1.0
+    assert stack.lookup(A) is LookupResult.HIT and stack.lookup(B) is LookupResult.PENDING
+    assert stack.lacks_below(B) and not stack.has_all_below([B])
+    assert isinstance(stack.reserve(B, CHUNK), Slot) and stack.commit(B)
+    assert ways(stack.take_moves()) == [(B, "disk"), (B, "peer")], "what was asked for is uploaded all the same"

@@ -1,0 +1,188 @@
+"""A store elsewhere under RAM and disk: whatever it says, and whenever, the engine reads no wrong byte and no request
+waits beyond its deadlines."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm import register
+from hybridkv.tiers import Completion, Key
+from hybridkv.tiers.buffers import byte_views
+from hybridkv.tiers.stack import TierStack
+from hybridkv.tiers.testing.reference import RemoteIndex, RemoteMedium
+from oracle.disk_tier import LARGE, SMALL, stack_of, stacked
+from oracle.engine import OracleEngine
+from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix
+from oracle.profile import profile
+from oracle.remote_tier import ASK_S, LOAD_S, LOOKUP_S, PEER, STEP_S, World
+from oracle.runner import CorruptionError
+from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
+from oracle.settings import Connector, EngineSettings
+
+if TYPE_CHECKING:
+    pass
+
+ALL_WAITS_S = ASK_S + LOOKUP_S + LOAD_S + 0.3
+"""Of one question, with the wait for room beside other loads, which is 256 steps at most."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    register()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    built = World()
+    built.install(monkeypatch)
+    return built
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Promotions by tier, and how each ended."""
+    total: dict[str, int] = {}
+    take = TierStack.take_counts
+
+    def take_counts(stack: TierStack) -> Any:
+        counts = take(stack)
+        for tier, each in counts.tiers.items():
+            for result, number in each.promotions.items():
+                total[f"{tier} {result}"] = total.get(f"{tier} {result}", 0) + number
+        return counts
+
+    monkeypatch.setattr(TierStack, "take_counts", take_counts)
+    return total
+
+
+def three(mix: Mix, directory: str | Path, chunks: int = LARGE) -> Connector:
+    return stacked(mix, directory, chunks=chunks, load_timeout_seconds=LOAD_S, lookup_timeout_seconds=LOOKUP_S)
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_a_store_elsewhere_that_is_late_lies_and_forgets_costs_time_and_nothing_else(
+    mix: Mix, world: World, moved: dict[str, int]
+) -> None:
+    tally = Tally()
+
+    @profile(30)
+    @given(scenarios(mix), st.sampled_from((SMALL, LARGE)), st.integers(0, 1 << 32))
+    def check(scenario: Scenario, chunks: int, seed: int) -> None:
+        world.begin_anew()
+        with tempfile.TemporaryDirectory() as directory:
+            tally.add(run(mix, with_connector(scenario, three(mix, directory, chunks)), world.steps(seed)))
+        with tempfile.TemporaryDirectory() as directory:
+            # Another host: of what was stored only the store elsewhere is left.
+            tally.add(run(mix, with_connector(scenario, three(mix, directory, chunks)), world.steps(seed + 1)))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 5, tally
+    assert world.longest_wait_s <= ALL_WAITS_S
+    assert moved.get("disk done", 0) + moved.get("peer done", 0) > 0, moved
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_another_host_restores_what_only_the_store_elsewhere_holds(
+    mix: Mix, world: World, moved: dict[str, int], tmp_path: Path
+) -> None:
+    store_and_lose(mix, world, tmp_path)
+    with elsewhere(mix, world, tmp_path) as engine:
+        ask_again(engine)
+        assert engine.restored_tokens > 0
+        engine.scheduler_connector.get_kv_connector_stats()  # type: ignore[union-attr]
+    assert moved.get("peer done", 0) > 0 and moved.get("disk done", 0) == 0, moved
+
+
+def test_a_short_prompt_pays_for_no_round_trip(world: World, tmp_path: Path) -> None:
+    with elsewhere(GPT_OSS, world, tmp_path) as engine:
+        engine.submit("short", PROMPT[:30], 2)
+        engine.drain()
+        assert world.store.num_asked == 0 and world.longest_wait_s == 0.0
+        engine.submit("long", PROMPT, 2)
+        engine.drain()
+        assert world.store.num_asked > 0
+
+
+def test_a_store_that_never_answers_is_waited_for_until_its_deadline(world: World, tmp_path: Path) -> None:
+    world.store.is_silent = True
+    assert wait_for_answers(world, tmp_path) <= ASK_S + 2 * STEP_S
+
+
+def test_an_index_that_forgets_the_deadline_is_found_out(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the test above."""
+    ask = RemoteIndex.ask
+    monkeypatch.setattr(RemoteIndex, "ask", lambda index, keys, deadline_s: ask(index, keys, deadline_s + 1.0))
+    world.store.is_silent = True
+    assert wait_for_answers(world, tmp_path) > ASK_S + 2 * STEP_S
+
+
+@pytest.mark.parametrize("mix", [GEMMA3, GPT_OSS, QWEN3_NEXT], ids=lambda mix: mix.name)
+def test_a_store_that_gives_back_other_bytes_unseen_is_found_out(
+    mix: Mix, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: bytes of the store elsewhere do reach the engine, and the oracle looks at them."""
+    store_and_lose(mix, world, tmp_path)
+    monkeypatch.setattr(world, "make_medium", lambda rank: Lying(world.store, rank))
+    with elsewhere(mix, world, tmp_path) as engine, pytest.raises(CorruptionError):
+        ask_again(engine)
+
+
+class Lying(RemoteMedium):
+    """Changes a bit of every chunk that it gives, and says nothing of it."""
+
+    def load(self, ticket: Any, key: Key, slot: Any, destination: Sequence[Any]) -> None:
+        super().load(ticket, key, slot, destination)
+        self._spoilt = [*getattr(self, "_spoilt", []), destination]
+
+    def poll(self) -> list[Completion]:
+        completions = super().poll()
+        if completions:
+            for view in itertools.chain.from_iterable(map(byte_views, self._spoilt)):
+                view[0] ^= 1
+            self._spoilt = []
+        return completions
+
+
+PROMPT = [(7 * number) % 199 for number in range(300)]
+
+
+def store_and_lose(mix: Mix, world: World, directory: Path) -> None:
+    """The store elsewhere has a prompt, and an engine's own tiers are gone."""
+    with opened(mix, world, directory / "first") as engine:
+        engine.submit("cold", PROMPT, 2)
+        engine.drain()
+        assert stack_of(engine).slower[PEER].num_keys > 0
+
+
+def elsewhere(mix: Mix, world: World, directory: Path) -> OracleEngine:
+    return opened(mix, world, directory / "second")
+
+
+def opened(mix: Mix, world: World, directory: Path) -> OracleEngine:
+    """Its time passes by the step, and nothing goes wrong."""
+    settings = EngineSettings(
+        num_blocks=400, max_step_tokens=64, retention_tokens=None, connector=three(mix, directory)
+    )
+    return OracleEngine(mix, settings, world.steps(0, is_kind=True))
+
+
+def ask_again(engine: OracleEngine) -> None:
+    engine.submit("warm", PROMPT, 2)
+    engine.drain()
+
+
+def wait_for_answers(world: World, directory: Path) -> float:
+    with elsewhere(GPT_OSS, world, directory) as engine:
+        ask_again(engine)
+        assert world.store.num_asked > 0 and engine.restored_tokens == 0
+    return world.longest_wait_s
