@@ -219,14 +219,16 @@ class TierStack:
         return refusal
 
     def _plan_promotions(self, keys: Sequence[Key], sources: Sequence[Slot]) -> Refusal | None:
-        """All of them, or why one has no space in the fast tier."""
-        places = self.near.reserve_all([(key, far.num_bytes) for key, far in zip(keys, sources, strict=True)])
-        reserved = [(key, place) for key, place in zip(keys, places, strict=True) if isinstance(place, Slot)]
-        if len(reserved) < len(keys):
-            for key, _ in reserved:
-                self.near.abort(key)
-            return next(place for place in places if isinstance(place, Refusal))
-        for (key, near), far in zip(reserved, sources, strict=True):
+        """All of them, or why one has no space in the fast tier, which then gives up nothing for those behind it."""
+        reserved: list[Slot] = []
+        for key, far in zip(keys, sources, strict=True):
+            near = self.near.reserve(key, far.num_bytes)
+            if isinstance(near, Refusal):
+                for earlier in keys[: len(reserved)]:
+                    self.near.abort(earlier)
+                return near
+            reserved.append(near)
+        for key, near, far in zip(keys, reserved, sources, strict=True):
             self._plan(Direction.PROMOTE, key, near, far)
         return None
 
