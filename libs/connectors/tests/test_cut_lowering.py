@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,9 +14,10 @@ from hypothesis import strategies as st
 from hybridkv.canonical import LayerLayout, TokenRange
 from hybridkv.canonical.torch_view import canonical_kv_caches, token_pages
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks, cut_load_runs, cut_store_runs
+from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.connectors.vllm.messages import Move
-from hybridkv.connectors.vllm.moves import move_of
+from hybridkv.connectors.vllm.moves import move_bytes, move_of
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot
 from hybridkv.transfer import CopyRuns, InlineCopyEngine
@@ -22,20 +27,24 @@ ORDERS = {"heads first": (0, 1, 2, 3), "tokens first": (0, 2, 1, 3)}
 
 
 class Engine:
-    """One layer's cache of 12 blocks of 24 tokens, of which the kernels see `kernel_tokens` at a time."""
+    """Caches of 12 blocks of 24 tokens, of which the kernels see `kernel_tokens` at a time; one layer for each of
+    `contents`, bytes of a head's token."""
 
-    def __init__(self, order: str, kernel_tokens: int, seed: int) -> None:
-        shape = (BLOCKS * BLOCK_TOKENS // kernel_tokens, HEADS, kernel_tokens, CONTENT)
-        physical = [shape[dim] for dim in ORDERS[order]]
-        data = np.random.default_rng(seed).integers(-99, 99, physical, dtype=np.int8)
-        self.cache = torch.from_numpy(data).permute(*np.argsort(ORDERS[order]).tolist())
+    def __init__(self, order: str, kernel_tokens: int, seed: int, contents: Sequence[int] = (CONTENT,)) -> None:
         self.kernel_tokens = kernel_tokens
-        layers = [LayerLayout("layer", HEADS * BLOCK_TOKENS * CONTENT, token_dim=2)]
-        caches = {"layer": self.cache}
+        self.caches: dict[str, torch.Tensor] = {}
+        for number, content in enumerate(contents):
+            shape = (BLOCKS * BLOCK_TOKENS // kernel_tokens, HEADS, kernel_tokens, content)
+            physical = [shape[dim] for dim in ORDERS[order]]
+            data = np.random.default_rng(seed + number).integers(-99, 99, physical, dtype=np.int8)
+            self.caches[f"layer {number}"] = torch.from_numpy(data).permute(*np.argsort(ORDERS[order]).tolist())
+        self.cache = self.caches["layer 0"]
+        sizes = [HEADS * BLOCK_TOKENS * content for content in contents]
+        self.layers = [LayerLayout(name, size, token_dim=2) for name, size in zip(self.caches, sizes, strict=True)]
         self.blocks = GroupBlocks(
-            canonical_kv_caches(caches, [layers], BLOCKS).pages(0),
+            canonical_kv_caches(self.caches, [self.layers], BLOCKS).pages(0),
             BLOCK_TOKENS,
-            lambda tokens: token_pages(caches, layers, BLOCKS, tokens),
+            lambda tokens: token_pages(self.caches, self.layers, BLOCKS, tokens),
         )
 
     def token(self, table: list[int], token: int) -> torch.Tensor:
@@ -57,8 +66,9 @@ class Tier:
 
 def copy(engine: Engine, tier: Tier, runs: CopyRuns) -> None:
     inline = InlineCopyEngine()
-    storage = engine.cache.untyped_storage()
-    inline.register(storage.data_ptr(), storage.nbytes(), "engine")
+    for cache in engine.caches.values():
+        storage = cache.untyped_storage()
+        inline.register(storage.data_ptr(), storage.nbytes(), "engine")
     inline.register(tier.memory.ctypes.data, tier.memory.nbytes, "tier")
     inline.register(tier.zero_memory.ctypes.data, tier.zero_memory.nbytes, "zeros")
     assert inline.submit(1, runs)
@@ -99,6 +109,61 @@ def test_a_cut_chunk_is_read_by_an_engine_whose_kernels_see_other_blocks(
         own = before[slot // taker.kernel_tokens, :, slot % taker.kernel_tokens]
         expected = giver.token(table, token) if start <= token < span.end else own
         assert torch.equal(taker.token(other, token), expected), token
+
+
+OTHER_CONTENT = 5
+"""Of a second layer: no part of either has a multiple of 16 bytes."""
+
+
+def stored_plainly(engine: Engine, spec: CacheSpec, end_token: int, ids: Sequence[int]) -> bytes:
+    """A cut chunk, said plainly: block after block, layer after layer, head after head, what it has of their tokens."""
+    span = chunk_span(spec, 0, end_token)
+    table = dict(zip(chunk_blocks(spec, 0, end_token), ids, strict=True))
+    chunk = b""
+    for block, place in table.items():
+        tokens = range(max(span.start, block * BLOCK_TOKENS), min(span.end, (block + 1) * BLOCK_TOKENS))
+        for cache in engine.caches.values():
+            page = b""
+            for head in range(HEADS):
+                for token in tokens:
+                    slot = place * BLOCK_TOKENS + token % BLOCK_TOKENS
+                    page += cache[slot // engine.kernel_tokens, head, slot % engine.kernel_tokens].numpy().tobytes()
+            chunk += page + bytes(-len(page) % 16)
+    return chunk
+
+
+@settings(deadline=None)
+@given(chunks, st.sampled_from([None, 9, 40]), st.sampled_from([0, 7, 100]), st.data())
+def test_every_byte_of_a_slot_is_of_a_part_or_zero_and_both_halves_know_how_many_there_are(
+    chunk: int, window: int | None, spare_bytes: int, data: st.DataObject
+) -> None:
+    """The tier's memory is poisoned, and none of its bytes may be sealed with a chunk."""
+    kind = GroupKind.FULL if window is None else GroupKind.WINDOW
+    spec = CacheSpec((GroupSpec(kind, BLOCK_TOKENS, window_tokens=window, part_tokens=2),), chunk)
+    engine = Engine("heads first", data.draw(st.sampled_from([4, 6, 24])), seed=1, contents=(CONTENT, OTHER_CONTENT))
+    layout = CacheLayout(spec, (tuple(engine.layers),), (), 2, "sha256", 1)
+    end_token = chunk * data.draw(st.integers(1, BLOCKS * BLOCK_TOKENS // chunk))
+    stored = chunk_blocks(spec, 0, end_token)
+    ids = tuple(data.draw(st.permutations(range(BLOCKS)))[: len(stored)])
+    move = move_of(spec, Transfer(0, end_token, 0, ids), b"key", Slot(()))
+    expected = stored_plainly(engine, spec, end_token, ids)
+    sizes = (layout.chunk_bytes(0, end_token), move_bytes(layout, move), part_bytes(engine, move))
+    assert sizes == (len(expected),) * 3 and len(expected) <= layout.largest_chunk_bytes(0)
+    tier = Tier(len(expected) + spare_bytes)
+    copy(engine, tier, cut_store_runs(move, engine.blocks, tier.extents, tier.zeros))
+    assert tier.memory.tobytes() == bytes([77]) * 64 + expected + bytes(spare_bytes)
+
+
+@pytest.mark.parametrize(("first", "ids"), [(0, (1, 2)), (1, (2, 3)), (0, (1,)), (2, (3,))])
+def test_a_cut_chunk_is_not_stored_without_one_of_its_pieces(first: int, ids: tuple[int, ...]) -> None:
+    """What it lacks would keep the bytes of whatever was in its slot before."""
+    spec = CacheSpec((GroupSpec(GroupKind.FULL, BLOCK_TOKENS, part_tokens=2),), 44)
+    engine, tier = Engine("heads first", 24, seed=1), Tier(1024)
+    move = move_of(spec, Transfer(0, 88, first, ids), b"key", Slot(()))
+    with pytest.raises(ValueError, match="a chunk of 3 blocks is stored as a whole"):
+        cut_store_runs(move, engine.blocks, tier.extents, tier.zeros)
+    whole = msgspec.structs.replace(move, first_block=0, block_ids=(1, 2, 3))
+    copy(engine, tier, cut_store_runs(whole, engine.blocks, tier.extents, tier.zeros))
 
 
 def test_a_part_of_a_block_is_as_large_as_its_tokens() -> None:

@@ -12,8 +12,11 @@ from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.requests import RequestState
 from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.metrics import Counts
 from hybridkv.planner import LoadAdmission
 from hybridkv.planner.admission import MAX_GATE_S, MAX_GATED_POLLS
+from hybridkv.planner.life import allocated
+from hybridkv.planner.stages import MAX_FAILED_LOADS
 from hybridkv.tiers import Failure, FailureReason
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import MoveOutcome, SlowerTier, TierMove, TierStack
@@ -36,7 +39,8 @@ class Bench:
         self.stack = TierStack(self.near, [SlowerTier("disk", self.far, options)], 1, lambda: self.now_s)
         deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
         self.admission = LoadAdmission(self.layout.spec, 64)
-        self.planner = LoadPlanner(self.layout.layout, self.stack, self.admission, deadlines, Recorder())
+        self.recorder = Recorder()
+        self.planner = LoadPlanner(self.layout.layout, self.stack, self.admission, deadlines, self.recorder)
         self.hashes = HASHES[: CHUNKS * 2]
         for group in (0, 1):
             for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):
@@ -119,3 +123,22 @@ def test_room_beside_other_loads_is_waited_for_in_bounds_however_long_a_step_tak
     offered, waited_s = bench.ask("a", 0.0, None, step_s=step_s)
     bound_s = min(MAX_GATE_S, MAX_GATED_POLLS * step_s)
     assert offered == 0 and bound_s <= waited_s + 1e-9 and waited_s <= bound_s + 4 * step_s
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["asked", "not asked"])
+def test_only_a_request_that_was_looked_up_is_counted_as_one(is_asked: bool) -> None:
+    """The engine asks nothing where a request goes on from what it holds itself after a load that failed."""
+    bench = Bench()
+    request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
+    state = RequestState(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
+    for _ in range(MAX_FAILED_LOADS):
+        state.stage = allocated(state.stage, CHUNK_TOKENS)
+        state.load_ended(failed=True, is_explained=True)
+    if is_asked:
+        assert bench.planner.matched_tokens(state, 0) == 0
+    blocks = cast(Any, SimpleNamespace(blocks=()))
+    for _ in range(2):
+        assert bench.planner.on_allocated(state, blocks, 0) is None
+    stats = bench.recorder.take()
+    totals = {} if stats is None else Counts.from_dict(stats.data).totals()
+    assert totals.get("vllm:hybridkv_lookups_total", 0) == int(is_asked), totals

@@ -18,6 +18,7 @@ from disk_bursts import CHUNK_TOKENS, Burst
 from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, Fsync, InlineJanitor, plan_sizes
 from hybridkv.tiers.disk.upkeep.janitor import Job
+from hybridkv.tiers.disk.upkeep.upkeep import MAX_JOBS_IN_A_ROW
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 40 * KIB)
@@ -197,4 +198,20 @@ def test_as_many_segments_are_ready_as_a_burst_fills_within_a_part_of_the_capaci
     options = msgspec.structs.replace(OPTIONS, burst_bytes=burst_bytes, ready_segments=ready_segments)
     index = disk_store.make_index(tmp_path / "store", options)
     assert index.disk_bytes == expected * plan_sizes(options, 1).segment_bytes
+    index.close()
+
+
+def test_more_segments_than_an_opening_makes_in_a_row_are_all_used(tmp_path: Path) -> None:
+    """What came of the last piece of file work of an opening is heard of too: a segment that nobody knew would lie
+    there for good, its space counted."""
+    count = 2 * MAX_JOBS_IN_A_ROW
+    options = disk_store.options_for(16 << 12, num_spare=9)
+    segment_bytes = options.segment_bytes or 0
+    options = msgspec.structs.replace(
+        options, capacity_bytes=options.capacity_bytes + count * segment_bytes, ready_segments=MAX_JOBS_IN_A_ROW
+    )
+    index = disk_store.make_index(tmp_path / "store", options)
+    segments = list((tmp_path / "store").glob("*/rank-0/segment-*"))
+    assert len(segments) == MAX_JOBS_IN_A_ROW
+    assert index.disk_bytes == len(segments) * segment_bytes
     index.close()

@@ -153,6 +153,21 @@ def test_a_claim_that_does_not_fit_is_refused_and_holds_nothing() -> None:
     assert it.near.lookup(A) is LookupResult.MISS
 
 
+def test_a_claim_that_does_not_fit_pushes_out_nothing_for_what_is_behind_it() -> None:
+    it = Stack(near_chunks=4)
+    for key, num_chunks in ((A, 1), (B, 3), (C, 1)):
+        assert isinstance(it.far.reserve(key, num_chunks * CHUNK), Slot) and it.far.commit(key)
+    it.put_near(b"pinned", b"pinned too", b"oldest", b"old")
+    assert all(it.near.pin(key) is not None for key in (b"pinned", b"pinned too"))
+    assert it.stack.acquire("request", [B, A]) is Refusal.NO_ROOM
+    assert it.near.num_keys == 4, "the first of them found no room"
+    assert it.stack.acquire("request", [A, B, C]) is Refusal.TOO_LARGE, "as a whole"
+    assert it.far.invalidate(C)
+    assert it.stack.acquire("request", [A, B]) is Refusal.NO_ROOM
+    assert it.near.lookup(b"oldest") is LookupResult.MISS, "which the first of them took the place of"
+    assert it.near.lookup(b"old") is LookupResult.HIT
+
+
 def test_more_than_its_share_is_refused_while_something_moves() -> None:
     it = Stack(promoting_share=0.25)
     it.put_far(A, B, C)

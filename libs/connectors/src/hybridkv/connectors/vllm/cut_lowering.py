@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from hybridkv.canonical import GroupPages, TokenRange
-from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
+from hybridkv.connectors.vllm.lowering import Zeros, load_runs, require_whole, store_runs
 from hybridkv.connectors.vllm.messages import Move
 from hybridkv.transfer import CopyRuns, Extent
 
@@ -67,6 +67,7 @@ def cut_store_runs(move: Move, blocks: GroupBlocks, extents: Sequence[Extent], z
     Raises:
         ValueError: as `store_runs` does.
     """
+    require_whole(move)
     return CopyRuns.concatenate([store_runs(*piece, zeros) for piece in _pieces(move, blocks, extents)])
 
 

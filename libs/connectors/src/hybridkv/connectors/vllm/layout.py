@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -43,6 +43,14 @@ class CacheLayout:
     hash_block_tokens: int
     hash_algorithm: str
     world_size: int
+    _block_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _part_sizes: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
+    """Of (group, tokens), as far as they were asked for: every chunk is, and of a model there are few."""
+
+    def __post_init__(self) -> None:
+        sizes = tuple(sum(aligned_page_bytes(layer.page_bytes) for layer in layers) for layers in self.layers)
+        object.__setattr__(self, "_block_bytes", sizes)  # the way to fill a frozen dataclass
+        object.__setattr__(self, "_part_sizes", {})
 
     @property
     def reuses_hashes(self) -> bool:
@@ -67,7 +75,7 @@ class CacheLayout:
 
         On a worker no fewer than it stores: the engine's padding is not stored, and layers may share a page.
         """
-        return sum(aligned_page_bytes(layer.page_bytes) for layer in self.layers[group_index])
+        return self._block_bytes[group_index]
 
     def span_bytes(self, group_index: int, span: TokenSpan) -> int:
         """Bytes that some tokens of a group take in a chunk on one rank, where chunks may cut its blocks."""
@@ -80,8 +88,12 @@ class CacheLayout:
         return whole + sum(self._part_bytes(group_index, num_tokens) for num_tokens in parts if num_tokens)
 
     def _part_bytes(self, group_index: int, num_tokens: int) -> int:
-        tokens = TokenRange(0, num_tokens, self.spec.groups[group_index].block_tokens)
-        return sum(aligned_page_bytes(tokens.share_of(layer.page_bytes)) for layer in self.layers[group_index])
+        num_bytes = self._part_sizes.get((group_index, num_tokens))
+        if num_bytes is None:
+            tokens = TokenRange(0, num_tokens, self.spec.groups[group_index].block_tokens)
+            shares = (tokens.share_of(layer.page_bytes) for layer in self.layers[group_index])
+            num_bytes = self._part_sizes[group_index, num_tokens] = sum(map(aligned_page_bytes, shares))
+        return num_bytes
 
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
         """Bytes of a group's part of a chunk on one rank; 0 where nothing of it is ever needed."""
@@ -187,10 +199,10 @@ def no_stored_group() -> ConfigurationError:
 
 def _require_plain_parallelism(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
-    for field in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, field, 1)
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
         if size != 1:
-            raise ConfigurationError(field, "1", size, "use tensor parallelism; this version stores no other layout")
+            raise ConfigurationError(name, "1", size, "use tensor parallelism; this version stores no other layout")
 
 
 def _group_spec(path: str, group: KVCacheGroupSpec, hash_tokens: int) -> GroupSpec:

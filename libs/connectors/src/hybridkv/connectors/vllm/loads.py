@@ -235,7 +235,9 @@ class LoadPlanner:
 
     def on_allocated(self, state: RequestState, blocks: KVCacheBlocks, num_external_tokens: int) -> Load | None:
         """The engine has given the request blocks; the load of its external tokens into them."""
-        request_id, answer = state.request_id, life.answer_of(state.stage)
+        request_id = state.request_id
+        # A request that goes on where it is was not looked up again, whatever is known of it.
+        answer = None if state.told is None else life.answer_of(state.stage)
         if answer is not None and not isinstance(answer, Pending):
             self._explain(state, answer, num_external_tokens)
         boundary = state.computed_tokens + num_external_tokens if num_external_tokens else None
@@ -294,8 +296,10 @@ class LoadPlanner:
 
     def _what_is_missing(self, transfers: Sequence[Transfer], keys: Sequence[bytes]) -> str:
         lookup = self._stack.lookup_near
-        part = next(part for part, key in zip(transfers, keys, strict=True) if lookup(key) is not LookupResult.HIT)
-        return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"
+        for part, key in zip(transfers, keys, strict=True):
+            if lookup(key) is not LookupResult.HIT:
+                return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"
+        return "the fast tier pins none of its chunks"
 
     def is_loading(self, request_id: str) -> bool:
         return request_id in self._loads

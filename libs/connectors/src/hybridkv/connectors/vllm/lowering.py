@@ -78,12 +78,21 @@ def store_runs(move: Move, pages: GroupPages, extents: Sequence[Extent], zeros: 
         ValueError: the slot is smaller than the chunk, a block is outside the pool, or blocks of the chunk are missing,
             whose places would keep what was there before.
     """
-    if move.first_block or len(move.block_ids) != move.stored_blocks:
-        blocks = f"{len(move.block_ids)} from the one at {move.first_block}"
-        raise ValueError(f"a chunk of {move.stored_blocks} blocks is stored as a whole, got {blocks}")
+    require_whole(move)
     slot_bytes = _require_room(move, pages, extents)
     pieces = _with_zeros(_pages_of(move, pages), _gaps(move, pages, slot_bytes, zeros.num_bytes), zeros)
     return CopyRuns(*_paired(pieces, extents))
+
+
+def require_whole(move: Move) -> None:
+    """Refuses a store of a part of a chunk.
+
+    Raises:
+        ValueError: blocks of the chunk are missing.
+    """
+    if move.first_block or len(move.block_ids) != move.stored_blocks:
+        blocks = f"{len(move.block_ids)} from the one at {move.first_block}"
+        raise ValueError(f"a chunk of {move.stored_blocks} blocks is stored as a whole, got {blocks}")
 
 
 def _require_room(move: Move, pages: GroupPages, extents: Sequence[Extent]) -> int:

@@ -339,14 +339,16 @@ class TierStack:
         return parts
 
     def _plan_promotions(self, parts: Sequence[_Part]) -> Refusal | None:
-        """All of them, or why one has no space in the fast tier."""
-        wanted = [(key, slot.num_bytes) for _, keys, slots in parts for key, slot in zip(keys, slots, strict=True)]
-        places = self.near.reserve_all(wanted)
-        reserved = [(key, place) for (key, _), place in zip(wanted, places, strict=True) if isinstance(place, Slot)]
-        if len(reserved) < len(wanted):
-            for key, _ in reserved:
-                self.near.abort(key)
-            return next(place for place in places if isinstance(place, Refusal))
+        """All of them, or why one has no space in the fast tier, which then gives up nothing for those behind it."""
+        reserved: list[tuple[Key, Slot]] = []
+        for _, keys, slots in parts:
+            for key, far in zip(keys, slots, strict=True):
+                near = self.near.reserve(key, far.num_bytes)
+                if isinstance(near, Refusal):
+                    for earlier, _ in reserved:
+                        self.near.abort(earlier)
+                    return near
+                reserved.append((key, near))
         given = iter(reserved)
         for level, _, slots in parts:
             for far in slots:

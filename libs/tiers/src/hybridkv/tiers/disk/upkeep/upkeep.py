@@ -45,6 +45,7 @@ class Upkeep:
     def settle(self) -> None:
         """Do what is due now, but for snapshots and changes, which an index writes once it is open."""
         self._work_off(self._agenda.next_but_snapshot)
+        self.collect()  # whoever goes on with these tables does not hear of what ended here
 
     def run(self) -> None:
         """Apply what ended and start what is to be done next."""
