@@ -166,10 +166,10 @@ def with_connector(scenario: Scenario, connector: Connector) -> Scenario:
 
 
 @st.composite
-def mixes(draw: st.DrawFn) -> Mix:
+def mixes(draw: st.DrawFn, of: tuple[Kind, ...] = tuple(Kind), is_packed: bool | None = None) -> Mix:
     """Any mix of 1 to 5 groups. With RECURRENT or CHUNKED groups all block sizes agree, as vLLM makes or wants them."""
-    kinds = draw(st.lists(st.sampled_from(tuple(Kind)), min_size=1, max_size=5))
-    packed = draw(st.booleans())
+    kinds = draw(st.lists(st.sampled_from(of), min_size=1, max_size=5))
+    packed = draw(st.booleans()) if is_packed is None else is_packed
     one_size = not packed or Kind.RECURRENT in kinds or Kind.CHUNKED in kinds
     size = draw(st.sampled_from((4, 8, 16)))
     groups = []
