@@ -14,6 +14,7 @@ from hybridkv.metrics.declaration import (
     View,
 )
 from hybridkv.metrics.errors import MetricsError
+from hybridkv.metrics.peer_catalogue import PEER_FAILURES
 from hybridkv.metrics.prometheus import PrometheusSink
 from hybridkv.metrics.selection import ChildSelection, SelectionStats
 
@@ -21,6 +22,7 @@ __all__ = [
     "CATALOGUE",
     "DISK_ERRORS",
     "MAX_CHILDREN",
+    "PEER_FAILURES",
     "Catalogue",
     "ChildSelection",
     "ConfiguredLabel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybridkv.metrics.declaration import Catalogue, ConfiguredLabel, Kind, Label, Metric, Panel, Section, View
+from hybridkv.metrics.peer_catalogue import PEER_METRICS
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _BYTES = tuple(float(1 << power) for power in (12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32))
@@ -403,5 +404,6 @@ CATALOGUE = Catalogue(
             "How far below zero counts of the store were before they were taken as zero. More than 0 is a bug in it.",
             "Tokens below zero",
         ),
+        *PEER_METRICS,
     )
 )

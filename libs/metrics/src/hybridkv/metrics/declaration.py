@@ -47,6 +47,7 @@ class Section(enum.StrEnum):
     TIERS = "Tiers"
     SLOW_TIER = "Slow tier"
     CHOICE = "Choice between stores"
+    PEERS = "Peers"
 
 
 class View(enum.StrEnum):

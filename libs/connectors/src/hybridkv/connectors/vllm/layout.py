@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -116,6 +116,20 @@ class CacheLayout:
         return self.chunk_bytes(group_index, chunk)
 
 
+class ResolvedGroups(NamedTuple):
+    """The engine's groups, before a chunk is settled: what needs none, such as a peer, needs no more.
+
+    Args:
+        specs: of all groups, in the engine's order.
+        layers: for every group its layers; none for SCRATCH.
+        fingerprints: of the groups that can be stored.
+    """
+
+    specs: tuple[GroupSpec, ...]
+    layers: tuple[tuple[LayerLayout, ...], ...]
+    fingerprints: tuple[GroupFingerprint, ...]
+
+
 def resolve_layout(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int | Literal["auto"]
 ) -> CacheLayout:
@@ -124,6 +138,27 @@ def resolve_layout(
     Raises:
         ConfigurationError: a group is of a kind that is not known, the parallel layout is not supported, or the chunk
             does not fit.
+    """
+    groups = resolve_groups(vllm_config, kv_cache_config)
+    hash_tokens = compat.hash_block_tokens(vllm_config, kv_cache_config)
+    max_model_len = vllm_config.model_config.max_model_len
+    cache = CacheSpec(groups.specs, choose_chunk(groups.specs, chunk_tokens, max_model_len, hash_tokens))
+    return CacheLayout(
+        spec=cache,
+        layers=groups.layers,
+        groups=groups.fingerprints,
+        hash_block_tokens=hash_tokens,
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+        world_size=vllm_config.parallel_config.world_size,
+    )
+
+
+def resolve_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ResolvedGroups:
+    """Reads the engine's groups.
+
+    Raises:
+        ConfigurationError: a group is of a kind that is not known, the parallel layout is not supported, or nothing
+            can be stored.
     """
     _require_plain_parallelism(vllm_config)
     stored = compat.cacheable_group_ids(kv_cache_config)
@@ -162,16 +197,7 @@ def resolve_layout(
         )
     if not fingerprints:
         raise no_stored_group()
-    max_model_len = vllm_config.model_config.max_model_len
-    cache = CacheSpec(tuple(specs), choose_chunk(specs, chunk_tokens, max_model_len, hash_tokens))
-    return CacheLayout(
-        spec=cache,
-        layers=tuple(layers),
-        groups=tuple(fingerprints),
-        hash_block_tokens=hash_tokens,
-        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
-        world_size=vllm_config.parallel_config.world_size,
-    )
+    return ResolvedGroups(tuple(specs), tuple(layers), tuple(fingerprints))
 
 
 def group_specs(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:

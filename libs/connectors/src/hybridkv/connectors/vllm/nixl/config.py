@@ -1,0 +1,155 @@
+"""What an operator says to HybridNixlConnector in `kv_connector_extra_config`: decoded strictly, nothing ignored."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError, did_you_mean
+
+MAX_LEASES = 1 << 16
+MIN_SECRET_BYTES = 16
+_MAX_SECRET_BYTES = 4096
+_SECONDS = ("connect_timeout_seconds", "load_timeout_seconds", "lease_seconds")
+
+
+class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the ranks of a producer are asked.
+
+    Args:
+        host: the address that they listen on; the loopback unless it is said otherwise.
+        port: of rank 0; the others follow. 0: any port that is free, which every request is told.
+        advertise: the address that consumers are told, where it is another one than `host`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str | None = None
+
+    @property
+    def told(self) -> str:
+        """The address that consumers are told."""
+        return self.advertise or self.host
+
+
+class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator says to HybridNixlConnector.
+
+    Args:
+        secret_file: holds what both sides must know before one tells the other anything.
+        listen: where consumers ask.
+        transport: "nixl", "tcp", or "auto": nixl where it is installed.
+        verify: compare digests of both sides' pages after each read.
+        lease_seconds: how long blocks are held for a consumer that says nothing.
+        max_leases: requests whose blocks are held at the same time; one more is not handed over.
+        connect_timeout_seconds: how long a peer has to answer.
+        load_timeout_seconds: how long a request waits for its load before it is computed instead.
+        without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
+        weights_digest: how weights are told apart, as for HybridOffloadConnector.
+        identity_ignores: names of facts that the operator knows to change nothing in what is handed over.
+    """
+
+    secret_file: str
+    listen: ListenConfig = ListenConfig()
+    transport: Literal["auto", "nixl", "tcp"] = "auto"
+    verify: bool = True
+    lease_seconds: float = 30.0
+    max_leases: int = 1024
+    connect_timeout_seconds: float = 5.0
+    load_timeout_seconds: float = 30.0
+    without_prefix_caching: bool = False
+    weights_digest: str = "sampled"
+    identity_ignores: tuple[str, ...] = ()
+
+
+_EXPECTED = {
+    "transport": '"auto", "nixl" or "tcp"',
+    "secret_file": "the path of a file",
+    "listen": "an object such as {\"host\": \"127.0.0.1\", \"port\": 14579}",
+}
+
+
+def decode_config(raw: Mapping[str, Any]) -> NixlConfig:
+    """Decodes `kv_connector_extra_config`.
+
+    Raises:
+        ConfigurationError: a key or value is not understood, or a value cannot work.
+    """
+    _refuse_unknown_keys(ROOT, raw, NixlConfig)
+    if isinstance(raw.get("listen"), Mapping):
+        _refuse_unknown_keys(f"{ROOT}.listen", raw["listen"], ListenConfig)
+    if not raw.get("secret_file"):
+        raise ConfigurationError(
+            f"{ROOT}.secret_file",
+            "the path of a file with a secret that producers and consumers share",
+            repr(raw.get("secret_file", "nothing")),
+            "make one with: head -c 32 /dev/urandom > /etc/hybridkv.secret; chmod 600 /etc/hybridkv.secret",
+        )
+    try:
+        config = msgspec.convert(dict(raw), NixlConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise _as_configuration_error(error, raw) from None
+    _require_sense(config)
+    return config
+
+
+def read_secret(path: str) -> bytes:
+    """The secret in a file.
+
+    Raises:
+        ConfigurationError: it cannot be read, is too short to be one, or others than its owner may read it.
+    """
+    where = f"{ROOT}.secret_file"
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            secret = file.read(_MAX_SECRET_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(where, "a file that can be read", f"{path}: {error.strerror}", "make it") from None
+    if not MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
+        expected = f"{MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes"
+        raise ConfigurationError(where, expected, f"{len(secret)} in {path}", "head -c 32 /dev/urandom makes one")
+    if mode & 0o077:
+        found = f"{path} with mode {mode & 0o777:o}"
+        raise ConfigurationError(where, "a file that its owner alone may read", found, f"chmod 600 {path}")
+    return secret
+
+
+def _require_sense(config: NixlConfig) -> None:
+    for name in _SECONDS:
+        if not 0 < getattr(config, name) < math.inf:
+            raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
+    if not 0 < config.max_leases <= MAX_LEASES:
+        raise ConfigurationError(f"{ROOT}.max_leases", f"1 to {MAX_LEASES}", config.max_leases, "1024 is usual")
+    if not 0 <= config.listen.port < 1 << 16:
+        raise ConfigurationError(f"{ROOT}.listen.port", "a port, or 0", config.listen.port, "14579 is as good as any")
+    if not config.listen.host.strip():
+        raise ConfigurationError(f"{ROOT}.listen.host", "an address", "nothing", '"127.0.0.1" for this machine alone')
+    if not config.weights_digest.strip():
+        hint = "two models of one name would be taken for each other"
+        raise ConfigurationError(
+            f"{ROOT}.weights_digest", '"sampled", "full", or your own name for these weights', "nothing", hint
+        )
+
+
+def _refuse_unknown_keys(path: str, raw: Mapping[str, Any], struct: type[msgspec.Struct]) -> None:
+    known = [field.encode_name for field in msgspec.structs.fields(struct)]
+    for key in raw:
+        if key not in known:
+            raise ConfigurationError(f"{path}.{key}", "a known key", "an unknown one", did_you_mean(str(key), known))
+
+
+def _as_configuration_error(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> ConfigurationError:
+    message, _, where = str(error).partition(" - at `$")
+    found: Any = raw
+    for name in where.rstrip("`").split(".")[1:]:
+        found = found.get(name) if isinstance(found, Mapping) else found
+    path = ROOT + where.rstrip("`")
+    expected = message.removeprefix("Expected ").partition(", got")[0].replace("`", "")
+    expected = _EXPECTED.get(path.rpartition(".")[2], expected)
+    return ConfigurationError(path, expected, repr(found), "see docs/guides/peers.md")

@@ -1,0 +1,151 @@
+"""The scheduler's half of a consumer: which requests begin with a producer's blocks, and into which of its own.
+
+Each request reads once at most. Whatever became of that, it is not tried again: the producer was told that it may have
+its blocks back, and the engine asks anew after every failure and preemption.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.nixl.messages import Held, Load, StepPlan
+from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, asks_to_consume, parse
+from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens
+from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.planner import GroupSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.hybridkv.nixl")
+
+_NULL = 0
+
+
+class Stage(enum.Enum):
+    """How far a request is with what its producer holds."""
+
+    WAITING = "the engine has not admitted it"
+    LOADING = "its blocks are being read into"
+    OVER = "it needs nothing of its producer any more"
+
+
+@dataclass(slots=True)
+class _Read:
+    request: Request
+    prompt: RemotePrompt
+    usable_tokens: int
+    stage: Stage = Stage.WAITING
+    computed_tokens: int = 0
+    """What the engine said it holds when it last asked."""
+
+
+class Consumer:
+    """Reads by request.
+
+    Args:
+        groups: of the model.
+        withheld_tokens: at the end of a prompt, computed here in any case.
+        recorder: counts what happens.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], withheld_tokens: int, recorder: PeerRecorder) -> None:
+        self._groups = tuple(groups)
+        self._withheld_tokens = withheld_tokens
+        self._recorder = recorder
+        self._reads: dict[str, _Read] = {}
+
+    def begin(self, request: Request, plan: StepPlan) -> None:
+        """A new request. If a producer holds its prompt, that is told to go on doing so."""
+        if not asks_to_consume(request.kv_transfer_params):
+            return
+        try:
+            prompt = parse(request.kv_transfer_params or {})
+        except ParamsError as error:
+            self._refuse(request, error)
+            return
+        read = self._reads[request.request_id] = _Read(request, prompt, 0)
+        plan.held.append(Held(request.request_id, prompt))
+        try:
+            read.usable_tokens = self._usable_tokens(request, prompt)
+        except ParamsError as error:
+            self._refuse(request, error)
+
+    def _usable_tokens(self, request: Request, prompt: RemotePrompt) -> int:
+        if compat.reads_no_cache(request):
+            return 0
+        num_tokens = usable_tokens(self._groups, prompt, request.num_prompt_tokens, self._withheld_tokens)
+        if prompt.prefix_tokens < num_tokens or prompt.prefix_tokens > request.num_prompt_tokens:
+            raise ParamsError("hybridkv.prefix_tokens", "another number of tokens than the prompt's")
+        if prefix_digest(request, prompt.prefix_tokens) != prompt.prefix:
+            raise ParamsError("hybridkv.prefix", "the producer computed another prompt")
+        return num_tokens
+
+    def _refuse(self, request: Request, error: ParamsError) -> None:
+        self._recorder.prompt("refused")
+        logger.warning("request %s is computed here: %s", request.request_id, error)
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
+        """Tokens beyond `computed_tokens` that the producer's blocks hold."""
+        read = self._read_of(request)
+        if read is None or read.stage is not Stage.WAITING:
+            return 0
+        read.computed_tokens = computed_tokens
+        return max(0, read.usable_tokens - computed_tokens)
+
+    def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: StepPlan) -> None:
+        """The engine has given the request blocks, to load `num_external_tokens` into or to compute."""
+        read = self._read_of(request)
+        if read is None or read.stage is not Stage.WAITING:
+            return
+        if num_external_tokens == 0:
+            self._end(read, plan)
+            if read.usable_tokens:
+                self._recorder.prompt("held_already")
+            return
+        read.stage = Stage.LOADING
+        num_tokens = read.computed_tokens + num_external_tokens
+        refused = None
+        if num_tokens != read.usable_tokens:
+            refused = f"the engine loads up to token {num_tokens}, and was offered {read.usable_tokens}"
+        tables = tuple(tuple(_NULL if b.is_null else b.block_id for b in group) for group in blocks.blocks)
+        plan.loads.append(
+            Load(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
+        )
+
+    def on_loaded(self, finished: set[str], failed: set[str]) -> None:
+        """All ranks have ended these loads."""
+        for name in finished:
+            read = self._reads.get(name)
+            if read is None or read.stage is not Stage.LOADING:
+                continue
+            read.stage = Stage.OVER
+            self._recorder.prompt("failed" if name in failed else "loaded")
+            if read.request.is_finished():
+                del self._reads[name]
+
+    def finish(self, request: Request, plan: StepPlan) -> None:
+        """The request has ended, in whatever way. A load that is under way ends before its blocks are free."""
+        read = self._read_of(request)
+        if read is None:
+            return
+        if read.stage is Stage.LOADING:
+            plan.ended.append(request.request_id)
+            return
+        if read.stage is Stage.WAITING:
+            self._end(read, plan)
+        del self._reads[request.request_id]
+
+    def _end(self, read: _Read, plan: StepPlan) -> None:
+        read.stage = Stage.OVER
+        plan.ended.append(read.request.request_id)
+
+    def _read_of(self, request: Request) -> _Read | None:
+        read = self._reads.get(request.request_id)
+        return read if read is not None and read.request is request else None

@@ -1,0 +1,198 @@
+"""`kv_transfer_params`: what a producer says of a finished prompt, and a proxy carries to a consumer.
+
+The keys are those of vLLM's own connector, so that its proxies need no change; what only hybridkv says lies below
+`hybridkv`. Keys that are not known are ignored: proxies add some. What is there but wrong is refused, with a reason,
+and the prompt is computed instead: a proxy is not trusted with the shape of a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+VERSION = 1
+OURS = "hybridkv"
+MAX_RANKS = 1024
+MAX_GROUPS = 256
+MAX_BLOCKS = 1 << 22
+MAX_NAME = 512
+
+
+class LeaseName(msgspec.Struct, frozen=True, array_like=True):
+    """Which lease holds a producer's blocks, the same on each of its ranks.
+
+    Args:
+        slot: the lease's place in the producer's table.
+        nonce: what stands there as long as the lease holds. Never 0, and never used again.
+    """
+
+    slot: int
+    nonce: int
+
+
+class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that a producer has computed and holds.
+
+    Args:
+        engine_id: of the producer.
+        request_id: as the producer calls it.
+        host: of its ranks.
+        ports: of each of its ranks.
+        num_tokens: that its blocks hold.
+        block_ids: for every group, blocks in token order; 0 where there is none.
+        first_blocks: for every group, the place in its table at which `block_ids` begins.
+        block_tokens: of the producer's groups.
+        lease: of its blocks.
+        lease_seconds: how long it holds without a word.
+        prefix_tokens: at the beginning of the prompt, those that `prefix` is of.
+        prefix: digest of these tokens.
+    """
+
+    engine_id: str
+    request_id: str
+    host: str
+    ports: tuple[int, ...]
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    first_blocks: tuple[int, ...]
+    block_tokens: tuple[int, ...]
+    lease: LeaseName
+    lease_seconds: float
+    prefix_tokens: int
+    prefix: str
+
+
+class ParamsError(ValueError):
+    """Parameters that say a prompt can be loaded, and not how.
+
+    Args:
+        key: the one that is wrong.
+        found: what is wrong with it.
+    """
+
+    def __init__(self, key: str, found: str) -> None:
+        super().__init__(f"kv_transfer_params.{key}: {found}")
+        self.key = key
+
+
+def asks_to_produce(params: Mapping[str, Any] | None) -> bool:
+    """Whether what a request leaves behind is to be handed to a consumer."""
+    return bool(params) and params.get("do_remote_decode") is True
+
+
+def asks_to_consume(params: Mapping[str, Any] | None) -> bool:
+    """Whether a request is to begin with what a producer has computed."""
+    return bool(params) and params.get("do_remote_prefill") is True
+
+
+def compose(prompt: RemotePrompt) -> dict[str, Any]:
+    """What a producer answers with. Plain values, as they go through JSON."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": prompt.engine_id,
+        "remote_request_id": prompt.request_id,
+        "remote_host": prompt.host,
+        "remote_port": prompt.ports[0],
+        "remote_block_ids": [list(ids) for ids in prompt.block_ids],
+        "remote_num_tokens": prompt.num_tokens,
+        "tp_size": len(prompt.ports),
+        OURS: {
+            "version": VERSION,
+            "ports": list(prompt.ports),
+            "first_blocks": list(prompt.first_blocks),
+            "block_tokens": list(prompt.block_tokens),
+            # A whole number of 63 bits does not survive a proxy that reads numbers as JavaScript does.
+            "lease": [prompt.lease.slot, f"{prompt.lease.nonce:x}"],
+            "lease_seconds": prompt.lease_seconds,
+            "prefix_tokens": prompt.prefix_tokens,
+            "prefix": prompt.prefix,
+        },
+    }
+
+
+def parse(params: Mapping[str, Any]) -> RemotePrompt:
+    """What `compose` wrote, whatever else a proxy put beside it.
+
+    Raises:
+        ParamsError: something is missing, or not what it should be.
+    """
+    ours = params.get(OURS)
+    if not isinstance(ours, Mapping):
+        raise ParamsError(OURS, "not there: the producer runs another connector, or the proxy dropped it")
+    if ours.get("version") != VERSION:
+        raise ParamsError(f"{OURS}.version", f"{ours.get('version')!r}, and this engine speaks {VERSION}")
+    ports = _numbers(f"{OURS}.ports", ours.get("ports"), 1, (1 << 16) - 1, MAX_RANKS)
+    if not ports:
+        raise ParamsError(f"{OURS}.ports", "none")
+    block_ids = _block_ids(params.get("remote_block_ids"))
+    num_tokens = _number("remote_num_tokens", params.get("remote_num_tokens"), 0, 1 << 40)
+    return RemotePrompt(
+        engine_id=_name("remote_engine_id", params.get("remote_engine_id")),
+        request_id=_name("remote_request_id", params.get("remote_request_id")),
+        host=_name("remote_host", params.get("remote_host")),
+        ports=ports,
+        num_tokens=num_tokens,
+        block_ids=block_ids,
+        first_blocks=_of_groups("first_blocks", ours, len(block_ids), 0),
+        block_tokens=_of_groups("block_tokens", ours, len(block_ids), 1),
+        lease=_lease(ours.get("lease")),
+        lease_seconds=_seconds(ours.get("lease_seconds")),
+        prefix_tokens=_number(f"{OURS}.prefix_tokens", ours.get("prefix_tokens"), 0, num_tokens),
+        prefix=_name(f"{OURS}.prefix", ours.get("prefix")),
+    )
+
+
+def _block_ids(found: Any) -> tuple[tuple[int, ...], ...]:
+    if not _is_list(found) or not 0 < len(found) <= MAX_GROUPS:
+        raise ParamsError("remote_block_ids", "no list of one list for each group")
+    return tuple(_numbers(f"remote_block_ids[{i}]", ids, 0, 1 << 40, MAX_BLOCKS) for i, ids in enumerate(found))
+
+
+def _of_groups(name: str, ours: Mapping[str, Any], num_groups: int, low: int) -> tuple[int, ...]:
+    found = _numbers(f"{OURS}.{name}", ours.get(name), low, 1 << 40, MAX_GROUPS)
+    if len(found) != num_groups:
+        raise ParamsError(f"{OURS}.{name}", f"{len(found)} numbers for {num_groups} groups")
+    return found
+
+
+def _lease(found: Any) -> LeaseName:
+    if not _is_list(found) or len(found) != 2 or not isinstance(found[1], str) or len(found[1]) > 16:
+        raise ParamsError(f"{OURS}.lease", "no slot and nonce")
+    try:
+        nonce = int(found[1], 16)
+    except ValueError:
+        raise ParamsError(f"{OURS}.lease", "a nonce that is no number") from None
+    if not 0 < nonce < 1 << 63:
+        raise ParamsError(f"{OURS}.lease", "a nonce out of range")
+    return LeaseName(_number(f"{OURS}.lease", found[0], 0, 1 << 32), nonce)
+
+
+def _numbers(key: str, found: Any, low: int, high: int, most: int) -> tuple[int, ...]:
+    if not _is_list(found) or len(found) > most:
+        raise ParamsError(key, "no list of numbers, or too long a one")
+    return tuple(_number(key, each, low, high) for each in found)
+
+
+def _number(key: str, found: Any, low: int, high: int) -> int:
+    if type(found) is not int or not low <= found <= high:
+        raise ParamsError(key, f"{str(found)[:40]!r} is no whole number from {low} to {high}")
+    return found
+
+
+def _seconds(found: Any) -> float:
+    if type(found) not in (int, float) or not 0 < found < 1e9:
+        raise ParamsError(f"{OURS}.lease_seconds", f"{str(found)[:40]!r} is no number of seconds")
+    return float(found)
+
+
+def _name(key: str, found: Any) -> str:
+    if not isinstance(found, str) or not 0 < len(found) <= MAX_NAME:
+        raise ParamsError(key, "no name" if found is None else f"{str(found)[:40]!r} is no name")
+    return found
+
+
+def _is_list(found: Any) -> bool:
+    return isinstance(found, Sequence) and not isinstance(found, str | bytes)

@@ -1,0 +1,165 @@
+"""The scheduler's half of a producer: which finished requests are handed over, and how long their blocks are held.
+
+A request that is to be handed over has a lease from its first step on, so that each rank has written it before the
+request can finish. Its clock starts when the request finishes; when it ends the ranks say so by `finished_sending`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
+from hybridkv.connectors.vllm.nixl.params import LeaseName, RemotePrompt, asks_to_produce, compose
+from hybridkv.connectors.vllm.nixl.prompts import prefix_digest
+from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.planner import GroupSpec
+from hybridkv.planner.foreign import clip_blocks
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.hybridkv.nixl")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which prompts are handed over.
+
+    Args:
+        engine_id: of this engine.
+        host: that consumers are told.
+        lease_seconds: how long blocks are held without a word.
+        max_leases: at the same time.
+        withheld_tokens: at the end of a prompt, left to its consumer.
+        hash_block_tokens: that each of the engine's block hashes adds.
+        new_nonce: a whole number of 63 bits that nobody can guess.
+    """
+
+    engine_id: str
+    host: str
+    lease_seconds: float
+    max_leases: int
+    withheld_tokens: int
+    hash_block_tokens: int
+    new_nonce: Callable[[], int]
+
+
+class Producer:
+    """Leases by request.
+
+    Args:
+        groups: of the model.
+        terms: of handing over.
+        recorder: counts what happens.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], terms: Terms, recorder: PeerRecorder) -> None:
+        self._groups = tuple(groups)
+        self._terms = terms
+        self._recorder = recorder
+        self._free_slots = list(range(terms.max_leases))[::-1]
+        self._opened: dict[str, LeaseName] = {}
+        self._offered: dict[str, LeaseName] = {}
+        self._shortened: set[str] = set()
+        self.ports: tuple[int, ...] = ()
+        """Of the ranks, once they have said them."""
+
+    @property
+    def num_offered(self) -> int:
+        """Requests whose blocks are held."""
+        return len(self._offered)
+
+    def begin(self, request: Request) -> None:
+        """A new request. One that is to be handed over is computed up to the tokens that its consumer computes."""
+        withheld = self._terms.withheld_tokens
+        if not withheld or not asks_to_produce(request.kv_transfer_params) or request.request_id in self._shortened:
+            return
+        # One that reads no cache at its consumer, for the log-probabilities of its prompt, is computed there anyway.
+        if request.num_prompt_tokens > withheld and not compat.reads_no_cache(request):
+            self._shortened.add(request.request_id)
+            _shorten(request, withheld, self._terms.hash_block_tokens)
+
+    def on_allocated(self, request: Request, plan: StepPlan) -> None:
+        """The engine runs the request, once more perhaps."""
+        name = request.request_id
+        if not asks_to_produce(request.kv_transfer_params) or name in self._opened:
+            return
+        if not self._free_slots:
+            self._recorder.lease("no_room")
+            return
+        lease = LeaseName(self._free_slots.pop(), self._terms.new_nonce())
+        self._opened[name] = lease
+        plan.opened.append(Opened(name, lease))
+
+    def finish(
+        self, request: Request, block_ids: Sequence[Sequence[int]], plan: StepPlan
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended.
+
+        Returns:
+            Whether its blocks stay with it until its id is among `finished_sending`, and what its consumer must know.
+        """
+        name = request.request_id
+        self._shortened.discard(name)
+        lease = self._opened.pop(name, None)
+        if lease is None:
+            return False, None
+        num_tokens = request.num_computed_tokens
+        if not _has_ended_well(request) or not num_tokens or not self.ports:
+            self._free_slots.append(lease.slot)
+            plan.dropped.append(name)
+            self._recorder.lease("dropped")
+            return False, None
+        self._offered[name] = lease
+        plan.offered.append(Offered(name, lease))
+        return True, compose(self._prompt(request, block_ids, lease))
+
+    def _prompt(self, request: Request, block_ids: Sequence[Sequence[int]], lease: LeaseName) -> RemotePrompt:
+        num_tokens, terms = request.num_computed_tokens, self._terms
+        clipped = clip_blocks(self._groups, block_ids, num_tokens)
+        return RemotePrompt(
+            engine_id=terms.engine_id,
+            request_id=request.request_id,
+            host=terms.host,
+            ports=self.ports,
+            num_tokens=num_tokens,
+            block_ids=clipped.block_ids,
+            first_blocks=clipped.first_blocks,
+            block_tokens=tuple(group.block_tokens for group in self._groups),
+            lease=lease,
+            lease_seconds=terms.lease_seconds,
+            prefix_tokens=min(num_tokens, request.num_prompt_tokens),
+            prefix=prefix_digest(request, min(num_tokens, request.num_prompt_tokens)),
+        )
+
+    def on_released(self, request_ids: set[str]) -> None:
+        """All ranks have ended these leases, and the table no longer names them."""
+        for name in request_ids:
+            lease = self._offered.pop(name, None)
+            if lease is not None:
+                self._free_slots.append(lease.slot)
+
+
+def _has_ended_well(request: Request) -> bool:
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def _shorten(request: Request, num_tokens: int, hash_block_tokens: int) -> None:
+    """Takes tokens from the end of a prompt that has not begun. What is sampled behind it nobody reads."""
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-num_tokens:]
+    elif request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-num_tokens]
+    else:
+        return
+    del request._all_token_ids[-num_tokens:]
+    request.num_prompt_tokens -= num_tokens
+    request.max_tokens = 1
+    # A hash over the last tokens is one of tokens that the request no longer has.
+    del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]

@@ -1,0 +1,100 @@
+"""The scheduler's half of HybridNixlConnector: what the engine asks and tells, handed to consumer and producer.
+
+It moves no bytes, asks no peer, and never waits: what it decides travels with the step's plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridkv.connectors.vllm.duties import Duties
+from hybridkv.connectors.vllm.nixl.consuming import Consumer
+from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan
+from hybridkv.connectors.vllm.nixl.producing import Producer, Terms
+from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.planner import GroupSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class NixlScheduler:
+    """Decides what is handed over and what is read.
+
+    Args:
+        groups: of the model.
+        terms: of handing over.
+        duties: whether it produces, consumes, or does both.
+        num_ranks: of this engine.
+        recorder: counts what happens.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupSpec], terms: Terms, duties: Duties, num_ranks: int, recorder: PeerRecorder
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._recorder = recorder
+        self._ports: dict[int, int] = {}
+        self._producer = Producer(groups, terms, recorder) if duties.stores else None
+        self._consumer = Consumer(groups, terms.withheld_tokens, recorder) if duties.loads else None
+        self._plan = StepPlan()
+
+    def bind_ports(self, ports: Mapping[int, int]) -> None:
+        """Where ranks listen. Nothing is handed over before all have said so."""
+        self._ports |= ports
+        if self._producer is not None and len(self._ports) >= self._num_ranks:
+            self._producer.ports = tuple(self._ports[rank] for rank in sorted(self._ports))
+
+    def track(self, request: Request) -> None:
+        """A new request."""
+        if self._producer is not None:
+            self._producer.begin(request)
+        if self._consumer is not None:
+            self._consumer.begin(request, self._plan)
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
+        """Tokens beyond `computed_tokens` that a producer holds."""
+        return self._consumer.matched_tokens(request, computed_tokens) if self._consumer is not None else 0
+
+    def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The engine has given the request blocks."""
+        if self._producer is not None:
+            self._producer.on_allocated(request, self._plan)
+        if self._consumer is not None:
+            self._consumer.on_allocated(request, blocks, num_external_tokens, self._plan)
+
+    def finish(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended; see `Producer.finish`."""
+        if self._consumer is not None:
+            self._consumer.finish(request, self._plan)
+        return self._producer.finish(request, block_ids, self._plan) if self._producer is not None else (False, None)
+
+    def take_plan(self) -> StepPlan:
+        """The step's plan."""
+        plan, self._plan = self._plan, StepPlan()
+        return plan
+
+    def has_plan(self) -> bool:
+        """Whether the workers are still to hear something, so that the engine must step."""
+        return not self._plan.is_empty
+
+    def on_output(self, output: KVConnectorOutput) -> None:
+        """What the workers say after a step."""
+        outcome = output.kv_connector_worker_meta
+        if isinstance(outcome, StepOutcome) and outcome.ports:
+            self.bind_ports(outcome.ports)
+        if self._producer is not None:
+            self._producer.on_released(output.finished_sending or set())
+        if self._consumer is not None:
+            failed = set(getattr(output, "failed_recving", None) or ())
+            self._consumer.on_loaded(output.finished_recving or set(), failed)
+
+    def record_leases(self) -> None:
+        """How many requests' blocks are held now."""
+        if self._producer is not None:
+            self._recorder.held(self._producer.num_offered)
