@@ -1,0 +1,1 @@
+"""Whether two sides fit."""

@@ -1,0 +1,1 @@
+"""What one side says of itself."""

@@ -1,0 +1,1 @@
+"""How long blocks may be read."""
