@@ -2,9 +2,11 @@
 
 CONNECTOR = "HybridOffloadConnector"
 MULTI_CONNECTOR = "HybridMultiConnector"
+PEER_CONNECTOR = "HybridNixlConnector"
 MODULES = {
     CONNECTOR: "hybridkv.connectors.vllm.offload",
     MULTI_CONNECTOR: "hybridkv.connectors.vllm.multi.connector",
+    PEER_CONNECTOR: "hybridkv.connectors.vllm.nixl.connector",
 }
 
 

@@ -84,6 +84,11 @@ def max_in_flight_tokens(vllm_config: VllmConfig) -> int:
     return int(resolved if resolved is not None else vllm_config.scheduler_config.max_num_batched_tokens)
 
 
+def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens behind a prompt that a drafter of several modules reads while the prompt is computed; 1 for others."""
+    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
+
+
 def is_killed_at_its_end(vllm_config: VllmConfig) -> bool:
     """Whether a server kills the engine's processes as soon as it has asked them to end."""
     timeout_s = getattr(vllm_config, "shutdown_timeout", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,8 +12,6 @@ from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 
 MAX_LEASES = 1 << 16
-MIN_SECRET_BYTES = 16
-_MAX_SECRET_BYTES = 4096
 _SECONDS = ("connect_timeout_seconds", "load_timeout_seconds", "lease_seconds")
 
 
@@ -41,7 +38,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What an operator says to HybridNixlConnector.
 
     Args:
-        secret_file: holds what both sides must know before one tells the other anything.
+        secret_file: holds what both sides must know before one tells the other anything. Without one only the loopback
+            is listened on and connected to.
         listen: where consumers ask.
         transport: "nixl", "tcp", or "auto": nixl where it is installed.
         verify: compare digests of both sides' pages after each read.
@@ -54,7 +52,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         identity_ignores: names of facts that the operator knows to change nothing in what is handed over.
     """
 
-    secret_file: str
+    secret_file: str | None = None
     listen: ListenConfig = ListenConfig()
     transport: Literal["auto", "nixl", "tcp"] = "auto"
     verify: bool = True
@@ -83,41 +81,12 @@ def decode_config(raw: Mapping[str, Any]) -> NixlConfig:
     _refuse_unknown_keys(ROOT, raw, NixlConfig)
     if isinstance(raw.get("listen"), Mapping):
         _refuse_unknown_keys(f"{ROOT}.listen", raw["listen"], ListenConfig)
-    if not raw.get("secret_file"):
-        raise ConfigurationError(
-            f"{ROOT}.secret_file",
-            "the path of a file with a secret that producers and consumers share",
-            repr(raw.get("secret_file", "nothing")),
-            "make one with: head -c 32 /dev/urandom > /etc/hybridkv.secret; chmod 600 /etc/hybridkv.secret",
-        )
     try:
         config = msgspec.convert(dict(raw), NixlConfig, strict=True)
     except msgspec.ValidationError as error:
         raise _as_configuration_error(error, raw) from None
     _require_sense(config)
     return config
-
-
-def read_secret(path: str) -> bytes:
-    """The secret in a file.
-
-    Raises:
-        ConfigurationError: it cannot be read, is too short to be one, or others than its owner may read it.
-    """
-    where = f"{ROOT}.secret_file"
-    try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            secret = file.read(_MAX_SECRET_BYTES + 1)
-    except OSError as error:
-        raise ConfigurationError(where, "a file that can be read", f"{path}: {error.strerror}", "make it") from None
-    if not MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
-        expected = f"{MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes"
-        raise ConfigurationError(where, expected, f"{len(secret)} in {path}", "head -c 32 /dev/urandom makes one")
-    if mode & 0o077:
-        found = f"{path} with mode {mode & 0o777:o}"
-        raise ConfigurationError(where, "a file that its owner alone may read", found, f"chmod 600 {path}")
-    return secret
 
 
 def _require_sense(config: NixlConfig) -> None:

@@ -75,9 +75,15 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerAddress(KVConnectorHandshakeMetadata):
-    """One rank to the scheduler, once, before the engine serves: the port at which consumers find it; 0 for none."""
+    """One rank to the scheduler, once, before the engine serves: how consumers find it.
+
+    Args:
+        port: at which it listens.
+        name: of this start of it, with which it must answer.
+    """
 
     port: int
+    name: str
 
 
 class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -92,12 +98,12 @@ class StepOutcome(KVConnectorWorkerMetadata):
     """Workers to scheduler: what ended since the last step. Merging over ranks loses nothing."""
 
     load_failures: dict[str, tuple[LoadFailure, ...]] = field(default_factory=dict)
-    ports: dict[int, int] = field(default_factory=dict)
+    addresses: dict[int, WorkerAddress] = field(default_factory=dict)
     """Of each rank, with its first outcome, where `WorkerAddress` has no way."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.load_failures or self.ports)
+        return not (self.load_failures or self.addresses)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcome:
         if not isinstance(other, StepOutcome):
@@ -105,4 +111,4 @@ class StepOutcome(KVConnectorWorkerMetadata):
         failures = dict(self.load_failures)
         for request_id, theirs in other.load_failures.items():
             failures[request_id] = failures.get(request_id, ()) + theirs
-        return StepOutcome(failures, self.ports | other.ports)
+        return StepOutcome(failures, self.addresses | other.addresses)

@@ -32,6 +32,18 @@ class LeaseName(msgspec.Struct, frozen=True, array_like=True):
     nonce: int
 
 
+class RankAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where one rank of a producer is asked.
+
+    Args:
+        port: at the producer's host.
+        name: of this start of it. Whoever else answers there is not asked.
+    """
+
+    port: int
+    name: str
+
+
 class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
     """A prompt that a producer has computed and holds.
 
@@ -39,7 +51,7 @@ class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
         engine_id: of the producer.
         request_id: as the producer calls it.
         host: of its ranks.
-        ports: of each of its ranks.
+        ranks: of the producer, in order.
         num_tokens: that its blocks hold.
         block_ids: for every group, blocks in token order; 0 where there is none.
         first_blocks: for every group, the place in its table at which `block_ids` begins.
@@ -53,7 +65,7 @@ class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
     engine_id: str
     request_id: str
     host: str
-    ports: tuple[int, ...]
+    ranks: tuple[RankAddress, ...]
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
     first_blocks: tuple[int, ...]
@@ -95,13 +107,13 @@ def compose(prompt: RemotePrompt) -> dict[str, Any]:
         "remote_engine_id": prompt.engine_id,
         "remote_request_id": prompt.request_id,
         "remote_host": prompt.host,
-        "remote_port": prompt.ports[0],
+        "remote_port": prompt.ranks[0].port,
         "remote_block_ids": [list(ids) for ids in prompt.block_ids],
         "remote_num_tokens": prompt.num_tokens,
-        "tp_size": len(prompt.ports),
+        "tp_size": len(prompt.ranks),
         OURS: {
             "version": VERSION,
-            "ports": list(prompt.ports),
+            "ranks": [[rank.port, rank.name] for rank in prompt.ranks],
             "first_blocks": list(prompt.first_blocks),
             "block_tokens": list(prompt.block_tokens),
             # A whole number of 63 bits does not survive a proxy that reads numbers as JavaScript does.
@@ -124,16 +136,13 @@ def parse(params: Mapping[str, Any]) -> RemotePrompt:
         raise ParamsError(OURS, "not there: the producer runs another connector, or the proxy dropped it")
     if ours.get("version") != VERSION:
         raise ParamsError(f"{OURS}.version", f"{ours.get('version')!r}, and this engine speaks {VERSION}")
-    ports = _numbers(f"{OURS}.ports", ours.get("ports"), 1, (1 << 16) - 1, MAX_RANKS)
-    if not ports:
-        raise ParamsError(f"{OURS}.ports", "none")
     block_ids = _block_ids(params.get("remote_block_ids"))
     num_tokens = _number("remote_num_tokens", params.get("remote_num_tokens"), 0, 1 << 40)
     return RemotePrompt(
         engine_id=_name("remote_engine_id", params.get("remote_engine_id")),
         request_id=_name("remote_request_id", params.get("remote_request_id")),
         host=_name("remote_host", params.get("remote_host")),
-        ports=ports,
+        ranks=_ranks(ours.get("ranks")),
         num_tokens=num_tokens,
         block_ids=block_ids,
         first_blocks=_of_groups("first_blocks", ours, len(block_ids), 0),
@@ -143,6 +152,16 @@ def parse(params: Mapping[str, Any]) -> RemotePrompt:
         prefix_tokens=_number(f"{OURS}.prefix_tokens", ours.get("prefix_tokens"), 0, num_tokens),
         prefix=_name(f"{OURS}.prefix", ours.get("prefix")),
     )
+
+
+def _ranks(found: Any) -> tuple[RankAddress, ...]:
+    key = f"{OURS}.ranks"
+    if not _is_list(found) or not 0 < len(found) <= MAX_RANKS:
+        raise ParamsError(key, "no list of one port and name for each rank")
+    for each in found:
+        if not _is_list(each) or len(each) != 2:
+            raise ParamsError(key, "a rank without port and name")
+    return tuple(RankAddress(_number(key, port, 1, (1 << 16) - 1), _name(key, name)) for port, name in found)
 
 
 def _block_ids(found: Any) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
-from hybridkv.connectors.vllm.nixl.params import LeaseName, RemotePrompt, asks_to_produce, compose
+from hybridkv.connectors.vllm.nixl.params import LeaseName, RankAddress, RemotePrompt, asks_to_produce, compose
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.planner import GroupSpec
@@ -65,8 +65,8 @@ class Producer:
         self._opened: dict[str, LeaseName] = {}
         self._offered: dict[str, LeaseName] = {}
         self._shortened: set[str] = set()
-        self.ports: tuple[int, ...] = ()
-        """Of the ranks, once they have said them."""
+        self.ranks: tuple[RankAddress, ...] = ()
+        """Of this engine, once they have said where they are."""
 
     @property
     def num_offered(self) -> int:
@@ -109,7 +109,7 @@ class Producer:
         if lease is None:
             return False, None
         num_tokens = request.num_computed_tokens
-        if not _has_ended_well(request) or not num_tokens or not self.ports:
+        if not _has_ended_well(request) or not num_tokens or not self.ranks:
             self._free_slots.append(lease.slot)
             plan.dropped.append(name)
             self._recorder.lease("dropped")
@@ -125,7 +125,7 @@ class Producer:
             engine_id=terms.engine_id,
             request_id=request.request_id,
             host=terms.host,
-            ports=self.ports,
+            ranks=self.ranks,
             num_tokens=num_tokens,
             block_ids=clipped.block_ids,
             first_blocks=clipped.first_blocks,

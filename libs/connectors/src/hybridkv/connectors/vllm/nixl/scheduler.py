@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.duties import Duties
 from hybridkv.connectors.vllm.nixl.consuming import Consumer
-from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan
+from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
+from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.connectors.vllm.nixl.producing import Producer, Terms
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.planner import GroupSpec
@@ -37,16 +38,17 @@ class NixlScheduler:
     ) -> None:
         self._num_ranks = num_ranks
         self._recorder = recorder
-        self._ports: dict[int, int] = {}
+        self._addresses: dict[int, WorkerAddress] = {}
         self._producer = Producer(groups, terms, recorder) if duties.stores else None
         self._consumer = Consumer(groups, terms.withheld_tokens, recorder) if duties.loads else None
         self._plan = StepPlan()
 
-    def bind_ports(self, ports: Mapping[int, int]) -> None:
+    def bind_addresses(self, addresses: Mapping[int, WorkerAddress]) -> None:
         """Where ranks listen. Nothing is handed over before all have said so."""
-        self._ports |= ports
-        if self._producer is not None and len(self._ports) >= self._num_ranks:
-            self._producer.ports = tuple(self._ports[rank] for rank in sorted(self._ports))
+        self._addresses |= addresses
+        if self._producer is not None and len(self._addresses) >= self._num_ranks:
+            ranks = [self._addresses[rank] for rank in sorted(self._addresses)]
+            self._producer.ranks = tuple(RankAddress(each.port, each.name) for each in ranks)
 
     def track(self, request: Request) -> None:
         """A new request."""
@@ -86,8 +88,8 @@ class NixlScheduler:
     def on_output(self, output: KVConnectorOutput) -> None:
         """What the workers say after a step."""
         outcome = output.kv_connector_worker_meta
-        if isinstance(outcome, StepOutcome) and outcome.ports:
-            self.bind_ports(outcome.ports)
+        if isinstance(outcome, StepOutcome) and outcome.addresses:
+            self.bind_addresses(outcome.addresses)
         if self._producer is not None:
             self._producer.on_released(output.finished_sending or set())
         if self._consumer is not None:

@@ -1,0 +1,262 @@
+"""HybridNixlConnector: vLLM's connector interface, forwarded to the half that this process needs.
+
+It only translates. What is handed over and what is read is decided in `scheduler.py`; bytes move in `worker.py`. Every
+method that vLLM calls and that is not here has the base class's default.
+
+`supports_divergent_local_hybrid_hits` stays False: with it the engine would show the attention groups' deeper hit and
+take the recurrent groups' state from the peer. That state is at the end of the prompt and is read anyway, and what the
+attention groups hold below the common boundary is a few blocks; but an answer of 0 would then cost the deeper hit, and
+the boundary at which the window groups are whole is one that only the common hit guarantees.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.duties import duties_of
+from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups
+from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config
+from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
+from hybridkv.connectors.vllm.nixl.producing import Terms
+from hybridkv.connectors.vllm.nixl.prompts import withheld_tokens
+from hybridkv.connectors.vllm.nixl.scheduler import NixlScheduler
+from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.worker import NixlWorker, WorkerSettings
+from hybridkv.connectors.vllm.resume_facts import require_resumable
+from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats
+from hybridkv.planner import CacheSpec
+from hybridkv.planner.groups import whole_chunk_unit
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.hybridkv.nixl")
+
+
+class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
+    """Hands the KV cache of a prompt from the engine that computed it to the one that goes on with it.
+
+    Raises:
+        ConfigurationError: the configuration or the model cannot work; the engine does not start.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        compat.require_supported_engine()
+        compat.share_log()
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._config = decode_config(transfer.kv_connector_extra_config)
+        self._duties = duties_of(transfer)
+        self._require_resumable()
+        _require_host_memory(vllm_config)
+        self._layout = _layout(vllm_config, kv_cache_config)
+        self._recorder = PeerRecorder()
+        self._scheduler: NixlScheduler | None = None
+        self._worker: NixlWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            terms = _terms(vllm_config, self._config, self._layout, str(transfer.engine_id))
+            self._scheduler = NixlScheduler(
+                self._layout.spec.groups, terms, self._duties, self._layout.world_size, self._recorder
+            )
+            _announce(vllm_config, self._config, self._layout)
+        else:
+            settings = WorkerSettings(
+                self._config, str(transfer.engine_id), compat.rank(vllm_config), self._layout.world_size, self._duties
+            )
+            self._worker = NixlWorker(settings, self._layout, self._recorder)
+
+    def _require_resumable(self) -> None:
+        is_excepted = self._config.without_prefix_caching
+        require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        # Once more: whatever was switched off in this process since the connector was built.
+        self._require_resumable()
+        self._of_worker().register(self._vllm_config, kv_caches, self._kv_cache_config.num_blocks, os.environ)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        address = self._of_worker().take_address() if compat.carries_handshakes() else None
+        return address
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._of_worker().start(self._step_plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: no request runs before its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: blocks are read where they lie, when their request has finished."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._of_worker().results()
+        return KVConnectorTransferResults(
+            finished_sending=results.released, finished_recving=results.finished, failed_recving=results.failed
+        )
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        worker = self._of_worker()
+        outcome = StepOutcome(worker.take_failures())
+        if (address := worker.take_address()) is not None:
+            outcome.addresses[compat.rank(self._vllm_config)] = address
+        return None if outcome.is_empty else outcome
+
+    # Scheduler side.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Where the ranks listen. What is not ours, another connector's worker has said."""
+        found = {rank: each for rank, each in metadata.items() if isinstance(each, WorkerAddress)}
+        self._of_scheduler().bind_addresses(found)
+
+    def on_new_request(self, request: Request) -> None:
+        self._of_scheduler().track(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
+        # Asynchronous always: only so can a load fail without taking other requests with it.
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._of_scheduler().on_allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._of_scheduler().take_plan()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._of_scheduler().on_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._of_scheduler().finish(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        # A request that was never admitted leaves words for its producer, and no step would carry them.
+        return self._of_scheduler().has_plan()
+
+    # Both sides.
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._scheduler is not None:
+            self._scheduler.record_leases()
+        return self._recorder.take()
+
+    # In the API process.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return OffloadStats(data=data) if data is not None else OffloadStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _step_plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        if not isinstance(plan, StepPlan):
+            raise TypeError(f"expected StepPlan, got {type(plan).__name__}")
+        return plan
+
+    def _of_scheduler(self) -> NixlScheduler:
+        if self._scheduler is None:
+            raise RuntimeError("a scheduler's method was called on the worker's half of HybridNixlConnector")
+        return self._scheduler
+
+    def _of_worker(self) -> NixlWorker:
+        if self._worker is None:
+            raise RuntimeError("a worker's method was called on the scheduler's half of HybridNixlConnector")
+        return self._worker
+
+
+def _layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheLayout:
+    groups = resolve_groups(vllm_config, kv_cache_config)
+    return CacheLayout(
+        # Whole prompts move, so any chunk that fits does.
+        spec=CacheSpec(groups.specs, whole_chunk_unit(groups.specs)),
+        layers=groups.layers,
+        groups=groups.fingerprints,
+        hash_block_tokens=compat.hash_block_tokens(vllm_config, kv_cache_config),
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+        world_size=vllm_config.parallel_config.world_size,
+    )
+
+
+def _terms(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout, engine_id: str) -> Terms:
+    return Terms(
+        engine_id=engine_id,
+        host=config.listen.told,
+        lease_seconds=config.lease_seconds,
+        max_leases=config.max_leases,
+        withheld_tokens=withheld_tokens(layout.spec.groups, compat.prefill_lookahead_tokens(vllm_config)),
+        hash_block_tokens=layout.hash_block_tokens,
+        new_nonce=_new_nonce,
+    )
+
+
+def _new_nonce() -> int:
+    return secrets.randbits(62) + 1
+
+
+def _require_host_memory(vllm_config: VllmConfig) -> None:
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        raise ConfigurationError(
+            "device", "KV caches in host memory", device, "this version reads no device memory; run vLLM on a CPU"
+        )
+
+
+def _announce(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout) -> None:
+    transfer = vllm_config.kv_transfer_config
+    duties = duties_of(transfer)
+    logger.info(
+        "HybridNixlConnector: groups %s; kv_role %s, so it %s; listens at %s; transport %s; reads are %s; blocks are "
+        "held %.3g s for a consumer that says nothing, of %d requests at most; kv_load_failure_policy %s",
+        ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(layout.spec.groups)),
+        transfer.kv_role,
+        " and ".join(word for word, does in (("hands over", duties.stores), ("reads", duties.loads)) if does),
+        f"{config.listen.host}, port {config.listen.port or 'any'}" if duties.stores else "nothing",
+        config.transport,
+        "verified" if config.verify else "not verified",
+        config.lease_seconds,
+        config.max_leases,
+        getattr(transfer, "kv_load_failure_policy", "unknown"),
+    )
