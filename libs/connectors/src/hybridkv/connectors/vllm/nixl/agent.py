@@ -1,0 +1,197 @@
+"""The thread of a rank that speaks with peers: everything that they and the engine say comes to it in turn.
+
+So neither reads nor leases need a lock, and nothing that a peer does, or leaves undone, holds up the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hybridkv.connectors.vllm.nixl.holding import Holding
+from hybridkv.connectors.vllm.nixl.links import Control, Peers
+from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan
+from hybridkv.connectors.vllm.nixl.reading import Reading, ReadOptions
+from hybridkv.connectors.vllm.nixl.serving import Offer, Serving
+from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.peers.control import ControlLoop, Handlers, LinkId
+from hybridkv.peers.transport import Transport
+from hybridkv.peers.wire import CloseReason, Digests, Message
+
+logger = logging.getLogger("vllm.hybridkv.nixl")
+
+MAX_WAITING = 1 << 16
+"""Words that may wait for the thread; a peer that says more is not listened to any longer."""
+BUSY_S, IDLE_S = 0.001, 0.05
+"""How long the thread looks away while something is under way, and while nothing is."""
+CLOSE_S = 2.0
+
+
+@dataclass(slots=True)
+class Results:
+    """What ended since the engine last looked."""
+
+    finished: set[str] = field(default_factory=set)
+    failures: dict[str, LoadFailure] = field(default_factory=dict)
+    released: set[str] = field(default_factory=set)
+
+
+class Agent:
+    """Runs a rank's dealings with its peers.
+
+    Args:
+        loop: control connections. The agent closes it.
+        transport: moves bytes; everything is registered. The agent closes it.
+        memory: what was registered.
+        offer: what consumers are told.
+        options: how reads are made.
+        recorder: counts what happens.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        transport: Transport,
+        memory: RankMemory,
+        offer: Offer,
+        options: ReadOptions,
+        recorder: PeerRecorder,
+    ) -> None:
+        self._loop = loop
+        self._transport = transport
+        control = Control(
+            lambda host, port, name: loop.connect(host, port, name, self._handlers(self._of_producer)),
+            loop.send,
+            loop.end,
+        )
+        self._serving = Serving(offer, memory, control, recorder)
+        self._peers = Peers(offer.description, transport, control)
+        self._reading = Reading(memory, self._peers, transport, control, recorder, options)
+        self._holding = Holding(self._peers, control, options.rank, options.tp_size, options.clock)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._results = Results()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="hybridkv-peer-agent", daemon=True)
+        self._thread.start()
+
+    def listen(self, host: str, port: int) -> int:
+        """Lets consumers in; at which port. `OSError` where it cannot be bound."""
+        return self._loop.listen(host, port, self._handlers(self._of_consumer))[1]
+
+    def submit(self, plan: StepPlan) -> None:
+        """What the scheduler says. Called by the engine's thread."""
+        self._inbox.put(lambda: self._carry_out(plan))
+
+    def take_results(self) -> Results:
+        """What ended since the last call. Called by the engine's thread."""
+        with self._lock:
+            results, self._results = self._results, Results()
+        return results
+
+    def close(self) -> bool:
+        """Ends everything. False where something could not be ended in time, and memory must stay mapped."""
+        self._inbox.put(self._begin_closing)
+        self._thread.join(CLOSE_S)
+        is_over = self._loop.close(CLOSE_S) and not self._thread.is_alive()
+        return self._transport.close(CLOSE_S) and is_over
+
+    # On the thread.
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            try:
+                self._turn()
+            except Exception:  # whatever it was, other requests go on
+                logger.exception("the connector to peers met a bug")
+
+    def _turn(self) -> None:
+        is_busy = self._reading.is_busy or self._serving.is_busy
+        if is_busy:
+            self._transport.wait(BUSY_S)
+            wait_s = 0.0
+        else:
+            self._transport.progress()
+            wait_s = IDLE_S
+        try:
+            self._inbox.get(timeout=wait_s)() if wait_s else self._inbox.get_nowait()()
+            for _ in range(self._inbox.qsize()):
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+        self._serving.tick()
+        self._reading.tick()
+        for request_id, failure in self._reading.ended:
+            self._holding.end(request_id, failure is None)
+        self._holding.tick()
+        self._publish()
+
+    def _publish(self) -> None:
+        ended, released = self._reading.ended, self._serving.released
+        if not ended and not released:
+            return
+        with self._lock:
+            for request_id, failure in ended:
+                self._results.finished.add(request_id)
+                if failure is not None:
+                    self._results.failures[request_id] = failure
+            self._results.released |= released
+        self._reading.ended, self._serving.released = [], set()
+
+    def _carry_out(self, plan: StepPlan) -> None:
+        for request_id in plan.dropped:
+            self._serving.drop(request_id)
+        for opened in plan.opened:
+            self._serving.open(opened)
+        for offered in plan.offered:
+            self._serving.offer(offered)
+        for held in plan.held:
+            self._holding.begin(held.request_id, held.prompt)
+        for load in plan.loads:
+            self._reading.begin(load)
+        for request_id in plan.ended:
+            if not self._reading.cancel(request_id):
+                self._holding.end(request_id, False)
+
+    def _begin_closing(self) -> None:
+        self._is_closing = True
+        self._serving.close()
+        self._reading.close()
+
+    # On the control connections' thread.
+
+    def _handlers(self, received: Callable[[LinkId, Message], None]) -> Handlers:
+        is_server = received == self._of_consumer
+        opened: Callable[[LinkId], None] = self._serving.opened if is_server else self._peers.opened
+
+        def say(link: LinkId, message: Message) -> None:
+            if self._inbox.qsize() > MAX_WAITING:
+                self._loop.end(link, CloseReason.BACKLOG)
+            else:
+                self._inbox.put(lambda: received(link, message))
+
+        return Handlers(
+            opened=lambda link, name: self._inbox.put(lambda: opened(link)),
+            received=say,
+            closed=lambda link, reason: self._inbox.put(lambda: self._closed(link, reason)),
+        )
+
+    # On the thread again.
+
+    def _of_consumer(self, link: LinkId, message: Message) -> None:
+        self._serving.received(link, message)
+
+    def _of_producer(self, link: LinkId, message: Message) -> None:
+        peer = self._peers.of_link(link)
+        if peer is None or self._peers.received(peer, message):
+            return
+        if isinstance(message, Digests):
+            self._reading.answered(message)
+
+    def _closed(self, link: LinkId, reason: CloseReason) -> None:
+        self._peers.closed(link, reason)
+        self._serving.closed(link)

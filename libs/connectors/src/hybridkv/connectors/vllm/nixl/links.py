@@ -1,0 +1,168 @@
+"""A consumer's connections to producers' ranks: one each, in which both describe themselves before a byte moves."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from hybridkv.connectors.vllm.nixl.messages import LoadFailure
+from hybridkv.connectors.vllm.nixl.params import RankAddress
+from hybridkv.peers.comparison import Refusal, compare
+from hybridkv.peers.control import LinkId
+from hybridkv.peers.description import Description
+from hybridkv.peers.pairing import Exchange
+from hybridkv.peers.transport import Failed, RemoteId, Transport
+from hybridkv.peers.wire import Accepted, CloseReason, Describe, Message, Refused
+
+logger = logging.getLogger("vllm.hybridkv.nixl")
+
+_CLOSED = {
+    CloseReason.SECRET: "refused",
+    CloseReason.NO_SECRET: "refused",
+    CloseReason.VERSION: "refused",
+    CloseReason.WRONG_PEER: "gone",
+    CloseReason.TOO_SLOW: "timeout",
+    CloseReason.SILENT: "timeout",
+}
+
+
+class PeerState(enum.Enum):
+    """How far a connection is."""
+
+    CONNECTING = "it is being made, or the other side has not described itself"
+    READY = "both sides fit"
+    OVER = "it ended, or could not be made, or they do not fit"
+
+
+@dataclass(slots=True)
+class Peer:
+    """One rank of a producer. What is None is not known before it is READY."""
+
+    address: tuple[str, int, str]
+    link: LinkId
+    state: PeerState = PeerState.CONNECTING
+    is_open: bool = False
+    """Both sides have proven the secret, and something may be said; also to one whose memory does not fit ours."""
+    failure: LoadFailure | None = None
+    exchange: Exchange | None = None
+    remote: RemoteId | None = None
+
+
+class Control:
+    """What is asked of the control connections. Implemented by `agent.py` over `hybridkv.peers.control`."""
+
+    def __init__(
+        self,
+        connect: Callable[[str, int, str], LinkId],
+        send: Callable[[LinkId, Message], bool],
+        end: Callable[[LinkId, CloseReason], None],
+    ) -> None:
+        self.connect = connect
+        self.send = send
+        self.end = end
+
+
+class Peers:
+    """Connections by address. Calls come from one thread.
+
+    Args:
+        ours: this rank.
+        transport: attaches what a producer lets this one read.
+        control: connections.
+    """
+
+    def __init__(self, ours: Description, transport: Transport, control: Control) -> None:
+        self._ours = ours
+        self._encoded = msgspec.msgpack.encode(ours)
+        self._transport = transport
+        self._control = control
+        self._by_address: dict[tuple[str, int, str], Peer] = {}
+        self._by_link: dict[LinkId, Peer] = {}
+
+    def get(self, host: str, rank: RankAddress) -> Peer:
+        """The connection to a rank, which is begun where there is none."""
+        address = (host, rank.port, rank.name)
+        peer = self._by_address.get(address)
+        if peer is None:
+            peer = Peer(address, self._control.connect(*address))
+            self._by_address[address] = self._by_link[peer.link] = peer
+        return peer
+
+    def of_link(self, link: LinkId) -> Peer | None:
+        """Whose connection this is."""
+        return self._by_link.get(link)
+
+    def opened(self, link: LinkId) -> None:
+        """Both sides have proven the secret."""
+        peer = self._by_link.get(link)
+        if peer is not None:
+            peer.is_open = True
+            # Nobody reads from a consumer, so it says nothing of how that would be done.
+            self._control.send(link, Describe(self._encoded, self._transport.name, b""))
+
+    def received(self, peer: Peer, message: Message) -> bool:
+        """Takes what leads to READY. False: it is about something else."""
+        if isinstance(message, Describe):
+            self._described(peer, message)
+        elif isinstance(message, Accepted):
+            if peer.state is PeerState.CONNECTING and peer.remote is not None:
+                peer.state = PeerState.READY
+        elif isinstance(message, Refused):
+            said = Refusal(message.field, message.theirs, message.ours, message.hint)
+            self._refuse(peer, str(said))
+        else:
+            return False
+        return True
+
+    def _described(self, peer: Peer, message: Describe) -> None:
+        if peer.exchange is not None:
+            self._over(peer, LoadFailure("protocol", "described twice"), CloseReason.UNEXPECTED)
+            return
+        try:
+            theirs = msgspec.msgpack.decode(message.description, type=Description)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._over(peer, LoadFailure("protocol", f"no description: {error}"), CloseReason.MALFORMED)
+            return
+        agreement = compare(self._ours, theirs)
+        if message.transport != self._transport.name:
+            agreement = Refusal("transport", self._transport.name, message.transport, "name one on both sides")
+        if isinstance(agreement, Refusal):
+            self._refuse(peer, str(agreement))
+            return
+        remote = self._transport.attach(message.capability)
+        if isinstance(remote, Failed):
+            self._refuse(peer, f"{remote.reason}: {remote.detail}")
+            return
+        peer.exchange, peer.remote = Exchange(agreement), remote
+
+    def closed(self, link: LinkId, reason: CloseReason) -> None:
+        """The connection is no more."""
+        peer = self._by_link.pop(link, None)
+        if peer is None:
+            return
+        detail = f"the connection to {peer.address[0]}:{peer.address[1]} ended: {reason}"
+        self._forget(peer, LoadFailure(_CLOSED.get(reason, "gone"), detail))
+
+    def _refuse(self, peer: Peer, detail: str) -> None:
+        """Nothing is read from this one. The connection stays, so that it is not asked again for each request and
+        hears when its blocks are not needed."""
+        if peer.state is not PeerState.OVER:
+            logger.warning("peer %s at %s:%d does not fit: %s", peer.address[2], *peer.address[:2], detail)
+        peer.state, peer.failure = PeerState.OVER, LoadFailure("refused", detail)
+
+    def _over(self, peer: Peer, failure: LoadFailure, reason: CloseReason) -> None:
+        logger.warning("peer %s at %s:%d: %s", peer.address[2], peer.address[0], peer.address[1], failure.detail)
+        self._by_link.pop(peer.link, None)
+        self._forget(peer, failure)
+        self._control.end(peer.link, reason)
+
+    def _forget(self, peer: Peer, failure: LoadFailure) -> None:
+        if self._by_address.get(peer.address) is peer:
+            del self._by_address[peer.address]
+        peer.state, peer.failure, peer.is_open = PeerState.OVER, failure, False
+        if peer.remote is not None:
+            self._transport.detach(peer.remote)

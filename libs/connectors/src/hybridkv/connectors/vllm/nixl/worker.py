@@ -1,0 +1,173 @@
+"""The worker's half of HybridNixlConnector: hands the engine's plans to the rank's agent, and back what ended.
+
+It decides nothing, waits for nothing, and raises nothing in the engine once it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.duties import Duties
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.nixl.agent import Agent
+from hybridkv.connectors.vllm.nixl.config import NixlConfig
+from hybridkv.connectors.vllm.nixl.describing import Place, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan, WorkerAddress
+from hybridkv.connectors.vllm.nixl.reading import ReadOptions
+from hybridkv.connectors.vllm.nixl.serving import Offer
+from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.transports import open_transport
+from hybridkv.peers.control import ControlLoop
+from hybridkv.peers.errors import PeersConfigurationError
+from hybridkv.peers.transport import Region
+from hybridkv.peers.wire import NO_SECRET, Secret, WireLimits, read_secret
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.hybridkv.nixl")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a rank knows before the engine's memory is there.
+
+    Args:
+        config: of the operator.
+        engine_id: of this engine.
+        rank: tensor-parallel.
+        tp_size: ranks of this engine.
+        duties: whether it produces, consumes, or does both.
+    """
+
+    config: NixlConfig
+    engine_id: str
+    rank: int
+    tp_size: int
+    duties: Duties
+
+
+@dataclass(slots=True)
+class WorkerResults:
+    """What ended since the last step; a failed load is in both sets."""
+
+    finished: set[str]
+    failed: set[str]
+    released: set[str]
+
+
+class NixlWorker:
+    """One rank.
+
+    Args:
+        settings: what is known of it.
+        layout: the model's groups.
+        recorder: counts what happens.
+
+    Raises:
+        ConfigurationError: the secret cannot be used.
+    """
+
+    def __init__(self, settings: WorkerSettings, layout: CacheLayout, recorder: PeerRecorder) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._recorder = recorder
+        self._secret = _secret(settings.config)
+        self._agent: Agent | None = None
+        self._address: WorkerAddress | None = None
+        self._failures: dict[str, tuple[LoadFailure, ...]] = {}
+
+    def register(
+        self, vllm_config: VllmConfig, kv_caches: Mapping[str, Any], num_blocks: int, environ: Mapping[str, str]
+    ) -> None:
+        """Takes the engine's KV tensors, and begins to listen.
+
+        Raises:
+            ConfigurationError: they are not as described, or the address cannot be listened on.
+        """
+        settings, config = self._settings, self._settings.config
+        name = f"{settings.engine_id[:64]}.{secrets.token_hex(8)}.{settings.rank}"
+        facts = identity_facts(vllm_config, config, self._layout, kv_caches, environ)
+        place = Place(name, settings.rank, settings.tp_size)
+        description, regions = describe(place, facts, self._layout, kv_caches, num_blocks)
+        memory = RankMemory(regions, config.max_leases)
+        description = msgspec.structs.replace(
+            description, region_bytes=tuple(region.num_bytes for region in memory.regions)
+        )
+        limits = WireLimits(handshake_timeout_s=config.connect_timeout_seconds)
+        transport = open_transport(config, self._secret, name)
+        capability = transport.register([Region(each.address, each.num_bytes) for each in memory.regions])
+        clock = time.monotonic
+        self._agent = Agent(
+            ControlLoop(name, self._secret, limits, clock),
+            transport,
+            memory,
+            Offer(description, transport.name, capability, config.lease_seconds, clock),
+            ReadOptions(settings.rank, settings.tp_size, config.load_timeout_seconds, config.verify, clock),
+            self._recorder,
+        )
+        if settings.duties.stores:
+            self._address = WorkerAddress(self._listen(self._agent), name)
+
+    def _listen(self, agent: Agent) -> int:
+        listen = self._settings.config.listen
+        port = listen.port + self._settings.rank if listen.port else 0
+        try:
+            return agent.listen(listen.host, port)
+        except OSError as error:
+            hint = "choose another port, or 0 for any; ranks take the ports that follow"
+            got = f"{listen.host}:{port}: {error.strerror or error}"
+            raise ConfigurationError(f"{ROOT}.listen", "an address that can be listened on", got, hint) from None
+        except PeersConfigurationError as error:
+            raise ConfigurationError(f"{ROOT}.listen.host", error.expected, error.got, error.hint) from None
+
+    def take_address(self) -> WorkerAddress | None:
+        """Where consumers find this rank, if the scheduler was not told yet."""
+        address, self._address = self._address, None
+        return address
+
+    def start(self, plan: StepPlan) -> None:
+        """Carries out a step's plan, elsewhere."""
+        if not plan.is_empty:
+            self._of_agent().submit(plan)
+
+    def results(self) -> WorkerResults:
+        """Loads and leases that ended since the last call."""
+        results = self._of_agent().take_results()
+        self._failures |= {name: (failure,) for name, failure in results.failures.items()}
+        return WorkerResults(results.finished, set(results.failures), results.released)
+
+    def take_failures(self) -> dict[str, tuple[LoadFailure, ...]]:
+        """Why loads failed that were reported."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def close(self) -> None:
+        """Ends everything. No peer reads from here any more."""
+        if self._agent is not None and not self._agent.close():
+            logger.warning("HybridNixlConnector: a peer's transfer could not be ended in time")
+        self._agent = None
+
+    def _of_agent(self) -> Agent:
+        if self._agent is None:
+            raise RuntimeError("the KV caches of HybridNixlConnector were not registered, or it was shut down")
+        return self._agent
+
+
+def _secret(config: NixlConfig) -> Secret:
+    if config.secret_file is None:
+        return NO_SECRET
+    try:
+        return read_secret(config.secret_file)
+    except PeersConfigurationError as error:
+        raise ConfigurationError(f"{ROOT}.secret_file", error.expected, error.got, error.hint) from None
