@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 NONCE_BYTES = 32
 LISTEN_BACKLOG = 64
+QUEUED_BYTES = 256
+"""What a message in the queue takes up beside its body."""
 
 
 class ControlLoop:
@@ -77,6 +79,7 @@ class ControlLoop:
         self._open: set[LinkId] = set()
         self._queued_bytes: dict[LinkId, int] = {}
         self._closing_until_s: float | None = None
+        self._is_closed = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
@@ -91,9 +94,10 @@ class ControlLoop:
     def listen(self, host: str, port: int, handlers: Handlers) -> tuple[str, int]:
         """Accept peers; the address that was bound, so port 0 takes any. `OSError` where it cannot be bound.
 
-        `PeersConfigurationError` for an address that others reach, without a secret.
+        `PeersConfigurationError` for an address that others reach, without a secret. `PeersProtocolError` after `close`.
         """
         demand_secret("host", host, self._secret)
+        self._demand_open("listen")
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.create_server(address[:2], family=family, backlog=LISTEN_BACKLOG)  # type: ignore[arg-type]
         sock.setblocking(False)
@@ -106,6 +110,7 @@ class ControlLoop:
 
         `expected_peer` is the name that must answer there; None: anybody who knows the secret.
         """
+        self._demand_open("connect")
         link = LinkId(next(self._links))
         self._post(lambda: self._begin(link, host, port, expected_peer, handlers))
         return link
@@ -117,7 +122,7 @@ class ControlLoop:
         """
         body = self._codec.encode(message)
         with self._lock:
-            queued = self._queued_bytes.get(link, 0) + len(body)
+            queued = self._queued_bytes.get(link, 0) + len(body) + QUEUED_BYTES
             if link not in self._open or queued > self._limits.max_buffered_bytes:
                 self._tally.refused_sends += 1
                 is_taken = False
@@ -146,9 +151,14 @@ class ControlLoop:
         if threading.current_thread() is self._thread:
             raise PeersProtocolError("close: called by a handler")
         until_s = self._clock() + timeout_s
+        self._is_closed = True
         self._post(lambda: self._begin_closing(until_s))
         self._thread.join(timeout_s + 1.0)
         return not self._thread.is_alive()
+
+    def _demand_open(self, call: str) -> None:
+        if self._is_closed:
+            raise PeersProtocolError(f"{call}: called after close")
 
     def _post(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -196,6 +206,8 @@ class ControlLoop:
         self._listeners.clear()
 
     def _finish(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
         for connection in list(self._connections.values()):
             self._close(connection, CloseReason.DONE)
         for link, (handlers, _) in list(self._waiting.items()):
@@ -349,7 +361,7 @@ class ControlLoop:
     def _say(self, link: LinkId, body: bytes) -> None:
         connection = self._connections.get(link)
         with self._lock:
-            self._queued_bytes[link] = self._queued_bytes.get(link, 0) - len(body)
+            self._queued_bytes[link] = self._queued_bytes.get(link, 0) - len(body) - QUEUED_BYTES
             if connection is None or self._queued_bytes[link] <= 0:
                 self._queued_bytes.pop(link, None)
         if connection is None or connection.session.established is None:
