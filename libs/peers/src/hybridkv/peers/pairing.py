@@ -126,7 +126,10 @@ class Exchange:
             if isinstance(moved, Refusal):
                 return moved
             moves.append(moved)
-        return Pairing(resume.num_tokens, tuple(moves))
+        pairing = Pairing(resume.num_tokens, tuple(moves))
+        if pairing.ranges.overlap:
+            return Refusal("block_ids", "a block in two places", "needed: each block once")
+        return pairing
 
     def _group_moves(
         self, index: int, local: BlockTables, remote: BlockTables, resume: Resume
@@ -147,8 +150,6 @@ class Exchange:
         if isinstance(remote_ids, Refusal):
             return remote_ids
         ranges = merged(joined(self._cell_ranges(index, cells, (local_ids, remote_ids), resume.num_tokens)))
-        if ranges.overlap:
-            return Refusal(f"block_ids[{index}]", "a block twice", "each block once")
         partial = _partial_blocks(pair, cells, local_ids, resume.num_tokens)
         return GroupMoves(ranges, int(cells[0]), cells.size, np.unique(local_ids).size, partial)
 

@@ -46,9 +46,8 @@ def moved_blocks(spec: GroupSpec, num_tokens: int, computed_tokens: int = 0) -> 
 
 def full_attention_bytes(table: Sequence[GroupBytes], num_tokens: int, computed_tokens: int = 0) -> int:
     """The same request if every group were taken for full attention: every block of every group moves."""
-    blocks = {
-        row: -(-num_tokens // row.spec.block_tokens) - computed_tokens // row.spec.block_tokens
+    return sum(
+        row.block_bytes * max(0, -(-num_tokens // row.spec.block_tokens) - computed_tokens // row.spec.block_tokens)
         for row in table
         if row.spec.kind is not GroupKind.SCRATCH
-    }
-    return sum(row.block_bytes * max(0, count) for row, count in blocks.items())
+    )
