@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+import msgspec
+
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.duties import Duties
@@ -101,6 +103,9 @@ class NixlWorker:
         place = Place(name, settings.rank, settings.tp_size)
         description, regions = describe(place, facts, self._layout, kv_caches, num_blocks)
         memory = RankMemory(regions, config.max_leases)
+        description = msgspec.structs.replace(
+            description, region_bytes=tuple(region.num_bytes for region in memory.regions)
+        )
         description = msgspec.structs.replace(
             description, region_bytes=tuple(region.num_bytes for region in memory.regions)
         )

@@ -1,0 +1,107 @@
+"""Two oracle engines: what one computes of a prompt the other goes on with. Their connector is the real one of both.
+
+Both run in this process and take steps in turn; the connector's threads and sockets are real.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from oracle.content import Transcript
+from oracle.engine import IDLE_LIMIT_S, OracleEngine, StuckError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from oracle.mixes import Mix
+    from oracle.settings import EngineSettings
+
+
+class PeerEngine(OracleEngine):
+    """An engine of a pair. `answered` is what its connector said of each request that finished."""
+
+    def __init__(self, mix: Mix, settings: EngineSettings) -> None:
+        super().__init__(mix, settings)
+        self.answered: dict[str, dict[str, Any] | None] = {}
+        connector = self.scheduler_connector
+        assert connector is not None
+        finish = connector.request_finished_all_groups  # type: ignore[attr-defined]
+
+        def finished(request: Request, block_ids: Any) -> Any:
+            holds, params = finish(request, block_ids)
+            self.answered[request.request_id] = params
+            return holds, params
+
+        connector.request_finished_all_groups = finished  # type: ignore[attr-defined]
+
+    def hand_on(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        num_outputs: int,
+        params: dict[str, Any] | None,
+        withheld_tokens: int = 0,
+    ) -> None:
+        """Add a request with `kv_transfer_params`. The last `withheld_tokens` of it this engine leaves out."""
+        kept = list(prompt)[: len(prompt) - withheld_tokens]
+        self._transcripts[request_id] = Transcript(kept, num_outputs, self.settings.model)
+        self._open.add(request_id)
+        self._produced[request_id] = []
+        parameters = SamplingParams(
+            max_tokens=num_outputs,
+            temperature=0.0,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params is not None else None,
+        )
+        self.scheduler.add_request(Request(request_id, list(prompt), parameters, None, block_hasher=self._hasher))
+
+
+class Pair:
+    """A producer and a consumer."""
+
+    def __init__(self, mix: Mix, producer: EngineSettings, consumer: EngineSettings) -> None:
+        self.mix = mix
+        self.withheld_tokens = 0 if all(group.kind.value == "full" for group in mix.groups) else 1
+        self.producer = PeerEngine(mix, producer)
+        self.consumer = PeerEngine(mix, consumer)
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.producer.close()
+        self.consumer.close()
+
+    def prefill(self, request_id: str, prompt: Sequence[int]) -> dict[str, Any] | None:
+        """The producer computes a prompt; what it says of that."""
+        withheld = self.withheld_tokens if len(prompt) > self.withheld_tokens else 0
+        self.producer.hand_on(request_id, prompt, 1, {"do_remote_decode": True}, withheld)
+        self.until(lambda: request_id in self.producer.answered)
+        return self.producer.answered[request_id]
+
+    def decode(self, request_id: str, prompt: Sequence[int], num_outputs: int, params: dict[str, Any] | None) -> None:
+        """Gives the prompt to the consumer."""
+        self.consumer.hand_on(request_id, prompt, num_outputs, params)
+
+    def step(self) -> bool:
+        """One step of each that has something to do. False where nothing was computed."""
+        return any([engine.step() for engine in (self.producer, self.consumer)])
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """Steps until it is so; StuckError after seconds without a token."""
+        progress_s = time.monotonic()
+        while not is_done():
+            if self.step():
+                progress_s = time.monotonic()
+            elif time.monotonic() - progress_s > IDLE_LIMIT_S:
+                raise StuckError(f"{self.producer._left()}; {self.consumer._left()}")
+
+    def drain(self) -> None:
+        """Steps until both have nothing left, then looks for what was kept."""
+        self.until(lambda: self.producer.is_idle and self.consumer.is_idle)
+        self.producer.check_idle()
+        self.consumer.check_idle()
