@@ -20,7 +20,7 @@ def _registered() -> None:
 
 
 def settings(role: str, **extra: Any) -> EngineSettings:
-    config = {"transport": "tcp", "lease_seconds": 30, **extra}
+    config = {"transport": "tcp", "lease_seconds": 30, "weights_digest": "oracle", **extra}
     return EngineSettings(num_blocks=200, connector=Connector(PEER_CONNECTOR, config, role=role))
 
 
