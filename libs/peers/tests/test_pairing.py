@@ -17,7 +17,7 @@ from hybridkv.peers.description import NULL_BLOCK
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
 from hybridkv.peers.ranks import source_ranks
 from hybridkv.peers.tables import BlockTables, offered
-from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, load_start, resume_start
+from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
 
 MODERATE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
