@@ -193,12 +193,12 @@ def worlds(draw: st.DrawFn) -> World:
         tables.append(tuple(tuple(next(given) for _ in range(length)) for length in lengths))
         sides.append(draw(layouts(group_shapes, side, tp[side], num_blocks)))
     ours = tuple(
-        _freed(shape.spec(0), table, num_tokens) for shape, table in zip(group_shapes, tables[0], strict=True)
+        freed(shape.spec(0), table, num_tokens) for shape, table in zip(group_shapes, tables[0], strict=True)
     )
     return World(group_shapes, sides[0], sides[1], num_tokens, computed, (ours, tables[1]))
 
 
-def _freed(spec: GroupSpec, table: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+def freed(spec: GroupSpec, table: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     """An engine gives no blocks where none is read."""
     read = read_blocks(spec, num_tokens)
     return tuple(block if place in read else NULL_BLOCK for place, block in enumerate(table))

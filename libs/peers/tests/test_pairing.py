@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
-from byte_model import Names, Side, apply, places, stray_writes, wrong_reads
+from byte_model import Names, Side, apply, stray_writes, wrong_reads
 from hypothesis import HealthCheck, given, settings
 from peer_worlds import World, worlds
+from plain_worlds import group, world
 
+from hybridkv.peers import pairing, spans
 from hybridkv.peers.comparison import Agreement, Refusal, compare
 from hybridkv.peers.description import NULL_BLOCK
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
 from hybridkv.peers.ranks import source_ranks
 from hybridkv.peers.tables import BlockTables, offered
-from hybridkv.planner import GroupKind, resume_start
+from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
 
 MODERATE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -36,7 +39,8 @@ def play(world: World, rank: int, serves_blocks: bool = True, shifted: int | Non
         if world.shapes[index].kind is not GroupKind.RECURRENT:
             ours.fill(index, list(table), 0, world.computed_tokens)
     before = ours.copy()
-    totals = [piece.total_heads for shape in world.shapes for piece in shape.pieces if shape.kind is not GroupKind.SCRATCH]
+    moved = [shape for shape in world.shapes if shape.kind is not GroupKind.SCRATCH]
+    totals = [piece.total_heads for shape in moved for piece in shape.pieces]
     sources = source_ranks(totals or [1], len(world.ours), rank, len(world.theirs))
     assert sources is not None
     pairings = []
@@ -52,11 +56,11 @@ def play(world: World, rank: int, serves_blocks: bool = True, shifted: int | Non
             ids[shifted] = (*ids[shifted][1:], *ids[shifted][:1])
             remote = BlockTables(remote.num_tokens, remote.first_blocks, tuple(ids))
         local = BlockTables.whole(world.num_tokens, world.tables[0])
-        pairing = Exchange(agreement).pair(local, remote, Resume(world.num_tokens, world.computed_tokens, serves_blocks))
-        if isinstance(pairing, Refusal):
-            return Played(ours, before, [], pairing)
-        pairings.append(pairing)
-        apply(pairing.ranges, ours, theirs)
+        found = Exchange(agreement).pair(local, remote, Resume(world.num_tokens, world.computed_tokens, serves_blocks))
+        if isinstance(found, Refusal):
+            return Played(ours, before, [], found)
+        pairings.append(found)
+        apply(found.ranges, ours, theirs)
     return Played(ours, before, pairings)
 
 
@@ -108,3 +112,89 @@ def test_a_block_that_may_be_found_again_serves_whoever_finds_it(world: World) -
                 read = range(resume_start(spec, end) // spec.block_tokens, end // spec.block_tokens)
                 if end > world.computed_tokens and all(table[place] != NULL_BLOCK for place in read):
                     assert wrong_reads(played.ours, index, list(table), end) == []
+
+
+# Controls: the model sees what it is there to see.
+
+FULL_16 = group(GroupKind.FULL, (16, 16))
+WINDOW_16 = group(GroupKind.WINDOW, (16, 16), window_tokens=24)
+CHUNKED_16 = group(GroupKind.CHUNKED, (16, 16), align_tokens=80)
+STATE_64 = group(GroupKind.RECURRENT, (64, 64))
+MIXED = world((FULL_16, WINDOW_16, CHUNKED_16, STATE_64), num_tokens=200)
+
+
+def wrong_groups(world: World, played: Played) -> list[int]:
+    return [i for i, table in enumerate(world.tables[0]) if wrong_reads(played.ours, i, list(table), world.num_tokens)]
+
+
+def test_nothing_is_wrong_in_the_world_of_the_controls() -> None:
+    assert wrong_groups(MIXED, play(MIXED, 0)) == []
+
+
+@pytest.mark.parametrize("shifted", [0, 1, 2])
+def test_ids_that_are_shifted_in_one_group_are_seen_in_that_group(shifted: int) -> None:
+    assert wrong_groups(MIXED, play(MIXED, 0, shifted=shifted)) == [shifted]
+
+
+def test_a_state_of_another_boundary_is_refused() -> None:
+    played = Exchange(agreed(MIXED)).pair(
+        BlockTables.whole(200, MIXED.tables[0]),
+        offered([shape.spec(1) for shape in MIXED.shapes], MIXED.tables[1], 200),
+        Resume(199),
+    )
+    assert played == Refusal("groups[3]: the boundary of a state", "199", "200", "a state is of one boundary alone")
+
+
+def test_a_window_that_is_one_token_short_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 19 tokens before token 33 reads back to token 15, and one of 18 a block less."""
+    short = world((group(GroupKind.WINDOW, (16, 16), window_tokens=19),), num_tokens=33)
+    assert wrong_groups(short, play(short, 0)) == []
+
+    def off_by_one(spec: GroupSpec, *rest: int) -> TokenSpan:
+        return spans.moved_span(msgspec.structs.replace(spec, window_tokens=(spec.window_tokens or 0) - 1), *rest)
+
+    monkeypatch.setattr(pairing, "moved_span", off_by_one)
+    assert wrong_groups(short, play(short, 0)) == [0]
+
+
+# What another connector gets wrong: blocks that are paired by their place in lists of different grids.
+
+
+def agreed(world: World) -> Agreement:
+    agreement = compare(world.ours[0], world.theirs[0])
+    assert isinstance(agreement, Agreement)
+    return agreement
+
+
+def block_pairs(world: World, cell_tokens: int, **resume: int) -> list[tuple[int, int]]:
+    """Which cell of the local table is read from which cell of the remote one: ids are places plus one here."""
+    exchange = Exchange(agreed(world))
+    remote = offered([shape.spec(1) for shape in world.shapes], world.tables[1], world.num_tokens)
+    local = BlockTables.whole(world.num_tokens, world.tables[0])
+    found = exchange.pair(local, remote, Resume(world.num_tokens, **resume))
+    assert isinstance(found, Pairing), found
+    token_bytes = world.shapes[0].pieces[0].item_bytes
+    ranges = found.ranges
+    starts = zip(ranges.local_offsets, ranges.remote_offsets, ranges.num_bytes, strict=True)
+    block_bytes = [size * token_bytes for size in world.shapes[0].blocks]
+    cell_bytes = cell_tokens * token_bytes
+    return [
+        ((lo - block_bytes[0] + done) // cell_bytes, (ro - block_bytes[1] + done) // cell_bytes)
+        for lo, ro, size in starts
+        for done in range(0, size, cell_bytes)
+    ]
+
+
+def test_a_window_is_paired_by_tokens_where_blocks_have_different_sizes() -> None:
+    """1,200 tokens, a window of 64, blocks of 64 there and 128 here. By places [16, 17] would be read from [17, 18]."""
+    window = group(GroupKind.WINDOW, (128, 64), window_tokens=64)
+    case = world((window,), num_tokens=1200, in_order=True)
+    assert block_pairs(case, 64) == [(17, 17), (18, 18)]
+    assert wrong_groups(case, play(case, 0)) == []
+
+
+def test_a_local_prefix_is_left_out_by_tokens_where_blocks_have_different_sizes() -> None:
+    """4 blocks of 128 are computed of 1,200 tokens. By places [8 to 19] would be read from [7 to 18]."""
+    case = world((group(GroupKind.FULL, (128, 64)),), num_tokens=1200, computed_tokens=512, in_order=True)
+    assert block_pairs(case, 64, computed_tokens=512) == [(cell, cell) for cell in range(8, 19)]
+    assert wrong_groups(case, play(case, 0)) == []

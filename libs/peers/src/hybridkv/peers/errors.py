@@ -22,3 +22,7 @@ class PeersConfigurationError(PeersError, ValueError):
         self.hint = hint
         text = f"{field}: expected {expected}, got {got!r}"
         super().__init__(f"{text}\nhint: {hint}" if hint else text)
+
+
+PeerError = PeersError
+PeerProtocolError = PeersProtocolError
