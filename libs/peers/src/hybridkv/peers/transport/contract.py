@@ -22,7 +22,7 @@ TransferId = NewType("TransferId", int)
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Memory of this process. Its number is the count of regions that were registered before it."""
+    """Memory of the host, in this process. Its number is the count of regions that were registered before it."""
 
     address: int
     num_bytes: int
@@ -65,7 +65,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Any of the local ranges may hold anything."""
+    """Any of the local ranges may hold anything, and may still be written until `release` says True."""
 
     reason: FailureReason
     detail: str = ""

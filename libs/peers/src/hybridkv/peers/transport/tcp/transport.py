@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
-from hybridkv.peers.transport.contract import Done, Failed, FailureReason, Region, RemoteId, TransferId, TransferState
+from hybridkv.peers.transport.contract import (
+    Done,
+    Failed,
+    FailureReason,
+    Region,
+    RemoteId,
+    TransferId,
+    TransferState,
+)
 from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.transport.ranges import Ranges
 from hybridkv.peers.transport.tcp.client import Address, TcpClient
