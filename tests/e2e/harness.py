@@ -105,6 +105,7 @@ class Result:
     num_cached_tokens: int  # tokens of the prompt that were not computed: the engine's own hit plus the connector's
     finish_reason: str | None
     steps: tuple[Step, ...] = ()  # each one that computed tokens of this request
+    kv_transfer_params: dict[str, Any] | None = None  # what the connector says of it to another engine's
 
     def same_output(self, other: "Result") -> bool:
         """Equal tokens and log-probabilities, to the last digit."""
@@ -152,13 +153,23 @@ class Engine:
         self.drain()
         return [self.result(request_id) for request_id in request_ids]
 
-    def add(self, prompt: Sequence[int], *, max_tokens: int = 8, request_id: str | None = None) -> str:
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 8,
+        request_id: str | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> str:
         """Queue one greedy request, without stepping. Returns the id that ``result`` and ``abort`` take."""
         from vllm import SamplingParams
 
         self._next_request += 1
         request_id = request_id or f"request-{self._next_request}"
-        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=5, ignore_eos=True)
+        extra = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params is not None else None
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, logprobs=5, ignore_eos=True, extra_args=extra
+        )
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, parameters)
         return request_id
 
@@ -304,6 +315,7 @@ def _result(output: Any, steps: Sequence[Step]) -> Result:
         num_cached_tokens=output.num_cached_tokens or 0,
         finish_reason=completion.finish_reason,
         steps=tuple(steps),
+        kv_transfer_params=output.kv_transfer_params,
     )
 
 

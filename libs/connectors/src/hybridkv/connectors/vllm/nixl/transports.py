@@ -9,6 +9,7 @@ from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
 from hybridkv.peers.errors import PeersConfigurationError
 from hybridkv.peers.transport import Transport
+from hybridkv.peers.transport.nixl_library import has_nixl
 from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
 from hybridkv.peers.wire import Secret
 
@@ -23,15 +24,17 @@ def open_transport(config: NixlConfig, secret: Secret, name: str) -> Transport:
     """
     if config.transport == "tcp":
         return _tcp(config, secret, name)
-    try:
-        return _nixl(name)
-    except ImportError as error:
-        if config.transport == "nixl":
-            raise ConfigurationError(
-                f"{ROOT}.transport", "nixl to be installed", str(error), 'pip install nixl, or use "tcp"'
-            ) from None
-        logger.info("HybridNixlConnector: nixl is not installed (%s), so bytes move over tcp", error)
+    if config.transport == "auto" and not has_nixl():
+        logger.info("HybridNixlConnector: nixl is not installed, so bytes move over tcp")
         return _tcp(config, secret, name)
+    # Not at the top: it is an extra, and brings libraries that a process without it should not load.
+    from hybridkv.peers.transport.nixl import NixlTransport
+
+    try:
+        return NixlTransport(name)
+    except PeersConfigurationError as error:
+        hint = error.hint or 'use "tcp"'
+        raise ConfigurationError(f"{ROOT}.transport", error.expected, error.got, hint) from None
 
 
 def _tcp(config: NixlConfig, secret: Secret, name: str) -> Transport:
@@ -46,9 +49,3 @@ def _tcp(config: NixlConfig, secret: Secret, name: str) -> Transport:
     except OSError as error:
         got = f"{listen.host}: {error.strerror or error}"
         raise ConfigurationError(f"{ROOT}.listen.host", "an address of this host", got, "127.0.0.1 is one") from None
-
-
-def _nixl(name: str) -> Transport:
-    from hybridkv.peers.transport.nixl import open_nixl
-
-    return open_nixl(name)

@@ -1,0 +1,157 @@
+"""One engine of two that hand each other KV, as a process of its own, told what to do by lines of JSON.
+
+It steps all the time, as a server does: a producer's leases end in its steps. Each line that it reads is a command; each
+line that it writes to the file descriptor it was given answers one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import select
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness import Engine, running_engine
+
+PAUSE_S = 0.002
+
+
+class Pages:
+    """What a group's blocks hold, as digests, and what each load brought."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.loaded: dict[str, list[dict[str, str]]] = {}
+        worker = engine.worker_connector._worker
+        scheduler = engine.connector._scheduler
+        take_plan, results = scheduler.take_plan, worker.results
+        self._loads: dict[str, Any] = {}
+
+        def planning() -> Any:
+            plan = take_plan()
+            self._loads |= {load.request_id: load for load in plan.loads}
+            return plan
+
+        def reporting() -> Any:
+            found = results()
+            for name in found.finished - found.failed:
+                load = self._loads.pop(name)
+                self.loaded[name.rpartition("-")[0]] = self.of_tables(load.block_ids, (0,) * len(load.block_ids))
+            return found
+
+        scheduler.take_plan, worker.results = planning, reporting
+
+    def of_tables(self, block_ids: Any, first_blocks: Any) -> list[dict[str, str]]:
+        """For each group, the place of a block in its table to the digest of its pages."""
+        groups = self._engine.kv_cache_config.kv_cache_groups
+        return [
+            {str(first + place): self._digest(group, block) for place, block in enumerate(ids) if block}
+            for group, ids, first in zip(groups, block_ids, first_blocks, strict=True)
+        ]
+
+    def _digest(self, group: Any, block_id: int) -> str:
+        digest = hashlib.blake2b(digest_size=12)
+        for name in group.layer_names:
+            digest.update(self._engine.page(name, block_id).numpy().tobytes())
+        return digest.hexdigest()
+
+
+class Commands:
+    """Carries out what it is told.
+
+    Args:
+        engine: which steps between commands.
+        answers: where answers are written.
+    """
+
+    def __init__(self, engine: Engine, answers: Any) -> None:
+        self._engine = engine
+        self._answers = answers
+        self._pages = Pages(engine)
+        self._wanted: dict[str, int] = {}
+        self.is_over = False
+
+    def run(self) -> None:
+        """Until it is told to end, or nobody is there to tell it."""
+        buffer = b""
+        while not self.is_over:
+            busy = self._engine.scheduler.has_requests()
+            if busy:
+                for result in self._engine.step():
+                    self._answer(result.request_id, result.as_json() | {"params": result.kv_transfer_params})
+            ready, _, _ = select.select([sys.stdin], [], [], PAUSE_S)
+            if not ready:
+                continue
+            data = os.read(sys.stdin.fileno(), 1 << 20)
+            if not data:
+                return
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                self._carry_out(json.loads(line))
+
+    def _carry_out(self, command: dict[str, Any]) -> None:
+        name, engine = command["name"], self._engine
+        match command["do"]:
+            case "add":
+                engine.add(
+                    command["prompt"],
+                    max_tokens=command["max_tokens"],
+                    request_id=name,
+                    kv_transfer_params=command["params"],
+                )
+            case "abort":
+                engine.abort(command["request"])
+                self._answer(name, None)
+            case "digests":
+                self._answer(name, self._pages.of_tables(command["block_ids"], command["first_blocks"]))
+            case "loaded":
+                self._answer(name, self._pages.loaded.get(command["request"]))
+            case "idle":
+                engine.drain()
+                self._answer(name, engine.num_free_blocks)
+            case "forget":
+                engine.reset_prefix_cache()
+                self._answer(name, None)
+            case "counters":
+                self._answer(name, engine.counters())
+            case "requests":
+                self._answer(name, len(engine.scheduler.requests))
+            case "end":
+                self.is_over = True
+
+    def _answer(self, name: str, value: Any) -> None:
+        self._answers.write(json.dumps({"name": name, "value": value}) + "\n")
+        self._answers.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--answers", type=int, required=True)
+    parser.add_argument("--transfer", required=True)
+    parser.add_argument("--arguments", default="{}")
+    chosen = parser.parse_args()
+    logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
+    with (
+        os.fdopen(chosen.answers, "w") as answers,
+        running_engine(
+            chosen.kind,
+            chosen.directory,
+            kv_transfer_config=json.loads(chosen.transfer),
+            disable_log_stats=False,
+            **json.loads(chosen.arguments),
+        ) as engine,
+    ):
+        answers.write(json.dumps({"name": "ready", "value": engine.num_free_blocks}) + "\n")
+        answers.flush()
+        Commands(engine, answers).run()
+
+
+if __name__ == "__main__":
+    main()
