@@ -11,44 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridkv.peers.cells import CellPlace
 from hybridkv.peers.comparison import GroupPair, PiecePair
 from hybridkv.peers.description import Piece
 from hybridkv.peers.ranges import Int64Array, Template, template
 from hybridkv.planner import GroupKind
 
 
-class Cells(NamedTuple):
-    """Which cell of a local block goes with which cell of a remote one. One of the two is 0: a cell is a whole block
-    on one side.
-
-    Args:
-        local: counted within the local block.
-        remote: counted within the remote block.
-        num_tokens: of the cell, from its first.
-    """
-
-    local: int
-    remote: int
-    num_tokens: int
-
-
-def cell_template(pair: GroupPair, cells: Cells) -> Template:
+def cell_template(pair: GroupPair, place: CellPlace) -> Template:
     """What moves for one cell of a group."""
     local, remote, sizes = [], [], []
     for each in pair.pieces:
         if each.heads:
-            ours, theirs, num_bytes = _piece_runs(pair, each, cells)
+            ours, theirs, num_bytes = _piece_runs(pair, each, place)
             local.append(_placed(each.local, ours))
             remote.append(_placed(each.remote, theirs))
             sizes.append(num_bytes)
     return template(local, remote, sizes)
-
-
-def trims(pair: GroupPair, num_tokens: int) -> bool:
-    """Whether fewer bytes move for so many tokens of a cell than for all."""
-    return pair.kind is not GroupKind.RECURRENT and any(
-        _units(pair, each, num_tokens) < _units(pair, each, pair.cell_tokens) for each in pair.pieces
-    )
 
 
 def _units(pair: GroupPair, each: PiecePair, num_tokens: int) -> int:
@@ -67,7 +46,7 @@ class _Dim(NamedTuple):
     remote_stride: int
 
 
-def _piece_runs(pair: GroupPair, each: PiecePair, cells: Cells) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _piece_runs(pair: GroupPair, each: PiecePair, place: CellPlace) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Offsets within the local and the remote block, and sizes."""
     mine, yours = each.local, each.remote
     dims = [
@@ -79,8 +58,8 @@ def _piece_runs(pair: GroupPair, each: PiecePair, cells: Cells) -> tuple[Int64Ar
         local = remote = np.zeros(1, dtype=np.int64)
         sizes = np.array([run], dtype=np.int64)
     else:
-        whole, wanted = _units(pair, each, pair.cell_tokens), _units(pair, each, cells.num_tokens)
-        ours, theirs = _unit_offsets(mine, cells.local * whole, wanted), _unit_offsets(yours, cells.remote * whole, wanted)
+        whole, wanted = _units(pair, each, pair.cell_tokens), _units(pair, each, place.num_tokens)
+        ours, theirs = _unit_offsets(mine, place.local * whole, wanted), _unit_offsets(yours, place.remote * whole, wanted)
         starts = np.flatnonzero(
             np.concatenate(([True], (np.diff(ours) != run) | (np.diff(theirs) != run)))
         )
