@@ -8,9 +8,10 @@ import numpy as np
 from byte_model import Names, Side, apply
 from peer_worlds import World
 
-from hybridkv.peers.comparison import Agreement, Refusal, compare
+from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
 from hybridkv.peers.ranks import source_ranks
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind
 
@@ -24,6 +25,13 @@ class Played:
     pairings: list[Pairing]
     remotes: list[tuple[Exchange, BlockTables, Side]] = dataclasses.field(default_factory=list)
     refusal: Refusal | None = None
+
+
+def agreed(world: World) -> Agreement:
+    """Of the first ranks."""
+    agreement = compare(world.ours[0], world.theirs[0])
+    assert isinstance(agreement, Agreement)
+    return agreement
 
 
 def play(world: World, rank: int, serves_blocks: bool = True, shifted: int | None = None) -> Played:

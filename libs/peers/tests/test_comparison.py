@@ -12,8 +12,9 @@ from peer_worlds import World, worlds
 from plain_worlds import engine, group
 
 from hybridkv.peers import description
-from hybridkv.peers.comparison import Agreement, Refusal, compare
+from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.description import Axis, Description, GroupDescription, LayerDescription, Piece
+from hybridkv.peers.refusal import Refusal
 from hybridkv.planner import GroupKind, GroupSpec
 
 FULL = group(GroupKind.FULL, (16, 16))
@@ -103,7 +104,7 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
         return Description(1, "engine", {}, 0, tp_size, 4, (32,), (GroupDescription(GroupSpec("full", 4), layers),))
 
     assert isinstance(compare(rank(2, 3), rank(6, 1)), Agreement)
-    with pytest.raises(ValueError, match="no equal of 6 heads"):
+    with pytest.raises(ValueError, match="no equal part of 6 heads"):
         rank(4, 1)
 
 
@@ -111,7 +112,8 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
 @given(worlds())
 def test_descriptions_travel_and_both_sides_come_to_the_same(world: World) -> None:
     ours, theirs = world.ours[0], world.theirs[0]
-    there = msgspec.msgpack.decode(msgspec.msgpack.encode(ours), type=Description)
+    there = description.decode(description.encode(ours))
+    assert isinstance(there, Description)
     assert there == ours
     assert compare(there, theirs) == compare(ours, theirs)
 
@@ -149,7 +151,7 @@ def test_what_contradicts_itself_is_refused_by_name(path: str, new: Any, field: 
         changed(OURS, path, new)
 
 
-PLAIN = msgspec.msgpack.decode(msgspec.msgpack.encode(OURS))
+PLAIN = msgspec.json.decode(msgspec.json.encode(OURS))
 
 
 def mutated(value: Any, data: st.DataObject) -> Any:
@@ -167,9 +169,16 @@ def mutated(value: Any, data: st.DataObject) -> Any:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_whatever_is_decoded_is_a_description_that_can_be_compared_or_an_error(data: st.DataObject) -> None:
-    raw = msgspec.msgpack.encode(mutated(PLAIN, data))
-    try:
-        theirs = msgspec.msgpack.decode(raw, type=Description)
-    except msgspec.ValidationError:
+    theirs = description.decode(msgspec.json.encode(mutated(PLAIN, data)))
+    if isinstance(theirs, Refusal):
+        assert theirs.field == "description"
         return
     assert isinstance(compare(OURS, theirs), Agreement | Refusal)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_description_are_refused(data: bytes) -> None:
+    assert isinstance(description.decode(data), Refusal)
+    whole = description.encode(OURS)
+    assert isinstance(description.decode(whole[: len(data)]), Refusal)
+    assert isinstance(description.decode(whole + b" " * description.MAX_ENCODED_BYTES), Refusal)

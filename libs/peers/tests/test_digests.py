@@ -14,7 +14,6 @@ from plain_worlds import group, world
 from played_worlds import play
 
 from hybridkv.peers.cells import Side
-from hybridkv.peers.comparison import Refusal
 from hybridkv.peers.digests import (
     DigestRequest,
     DigestRuns,
@@ -25,6 +24,7 @@ from hybridkv.peers.digests import (
     mismatches,
     plain_digester,
 )
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables
 from hybridkv.planner import GroupKind
 
@@ -113,9 +113,9 @@ def test_what_a_lease_does_not_hold_is_not_digested(field: str, request_: Digest
     st.builds(
         DigestRequest,
         num_tokens=st.integers(-1, 12),
-        spans=st.lists(st.builds(DigestSpan, st.integers(-1, 3), st.integers(-1, 8), st.integers(-1, 8)), max_size=3).map(
-            tuple
-        ),
+        spans=st.lists(
+            st.builds(DigestSpan, st.integers(-1, 3), st.integers(-1, 8), st.integers(-1, 8)), max_size=3
+        ).map(tuple),
     )
 )
 def test_any_request_is_answered_from_the_leases_blocks_or_refused(request_: DigestRequest) -> None:
@@ -125,7 +125,7 @@ def test_any_request_is_answered_from_the_leases_blocks_or_refused(request_: Dig
         return
     assert found.ends.size == request_.num_digests
     for region, offset, size in zip(found.regions, found.offsets, found.num_bytes, strict=True):
-        assert 0 <= offset and offset + size <= theirs.regions[region].size
+        assert offset >= 0 and offset + size <= theirs.regions[region].size
 
 
 def test_no_bytes_make_no_digest() -> None:

@@ -8,12 +8,12 @@ from byte_model import stray_writes, wrong_reads
 from hypothesis import HealthCheck, given, settings
 from peer_worlds import World, worlds
 from plain_worlds import group, world
-from played_worlds import Played, play
+from played_worlds import Played, agreed, play
 
 from hybridkv.peers import pairing, spans
-from hybridkv.peers.comparison import Agreement, Refusal, compare
 from hybridkv.peers.description import NULL_BLOCK
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
 
@@ -114,12 +114,6 @@ def test_a_window_that_is_one_token_short_is_seen(monkeypatch: pytest.MonkeyPatc
 
 
 # What another connector gets wrong: blocks that are paired by their place in lists of different grids.
-
-
-def agreed(world: World) -> Agreement:
-    agreement = compare(world.ours[0], world.theirs[0])
-    assert isinstance(agreement, Agreement)
-    return agreement
 
 
 def block_pairs(world: World, cell_tokens: int, **resume: int) -> list[tuple[int, int]]:

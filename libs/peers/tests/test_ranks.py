@@ -27,10 +27,10 @@ def test_every_head_of_a_rank_comes_once_from_a_rank_that_has_it(total_heads: in
         for source in sources:
             there = head_share(total_heads, theirs, source.rank)
             assert there is not None
-            wanted = range(source.first, source.first + source.count)
-            assert set(wanted) <= set(range(there.first, there.first + there.count))
+            wanted = range(source.first, source.first + source.num_heads)
+            assert set(wanted) <= set(range(there.first, there.first + there.num_heads))
             heads += wanted
-        assert heads == list(range(share.first, share.first + share.count))
+        assert heads == list(range(share.first, share.first + share.num_heads))
 
 
 def test_readers_of_a_head_that_several_ranks_have_are_spread_over_them() -> None:

@@ -1,9 +1,9 @@
 """What is digested after a read: one digest for each group and cell, over all its layers, as they lie on both sides.
 
-A cell is what a mismatch can be laid to, and 16 bytes for each are little beside what moves. Finer ones (a layer's page)
-would name nothing that anybody acts on, since a request whose groups do not all arrive is computed again; coarser ones
-would not say which block. The bytes of a cell are taken in the order of its template, which both sides derive from the
-same two descriptions: so a producer is sent a few numbers for each group, and need not know where the bytes went.
+A cell is what a mismatch can be laid to, and 16 bytes for each are little beside what moves. Finer ones (a layer's
+page) would name nothing that anybody acts on, since a request whose groups do not all arrive is computed again; coarser
+ones would not say which block. The bytes of a cell are taken in the order of its template, which both sides derive from
+the same two descriptions: so a producer is sent a few numbers for each group, and need not know where the bytes went.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from hybridkv.peers.cells import Side
-from hybridkv.peers.comparison import Refusal
 from hybridkv.peers.pairing import Exchange, Pairing
 from hybridkv.peers.ranges import Int64Array
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables, lists_refused
 from hybridkv.planner import GroupKind
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridkv.peers.cells import Side, cells_of, cycle, last_cell_tokens, partial_blocks, place_of, table_places
-from hybridkv.peers.comparison import Agreement, GroupPair, Refusal
+from hybridkv.peers.comparison import Agreement, GroupPair
 from hybridkv.peers.ranges import Int64Array, Ranges, Template, joined, merged
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.spans import moved_span
 from hybridkv.peers.tables import BlockTables, blocks_at, lists_refused
 from hybridkv.peers.templates import cell_template
@@ -159,13 +160,9 @@ class Exchange:
             return Refusal("block_ids", "a block in two places", "needed: each block once")
         return pairing
 
-    def _group_moves(
-        self, index: int, local: BlockTables, remote: BlockTables, resume: Resume
-    ) -> GroupMoves | Refusal:
+    def _group_moves(self, index: int, local: BlockTables, remote: BlockTables, resume: Resume) -> GroupMoves | Refusal:
         pair, num_tokens = self.agreement.groups[index], resume.num_tokens
-        span = moved_span(
-            pair.local.spec, pair.cell_tokens, num_tokens, resume.computed_tokens, resume.serves_blocks
-        )
+        span = moved_span(pair.local.spec, pair.cell_tokens, num_tokens, resume.computed_tokens, resume.serves_blocks)
         if span.num_tokens == 0:
             return GroupMoves(joined([]))
         if refusal := _boundary_refused(index, pair, remote, resume):

@@ -32,10 +32,9 @@ class AttentionDims(NamedTuple):
     total_heads: int
 
 
-def attention_pieces(
-    name: str, tensor: Strides, dims: AttentionDims, num_blocks: int, locate: Locate
-) -> tuple[Piece, ...]:
-    """The pieces of an attention layer: one for each entry of the dimensions that are not named, if those are not dense.
+def attention_piece(name: str, tensor: Strides, dims: AttentionDims, num_blocks: int, locate: Locate) -> Piece:
+    """The piece of an attention layer. What `dims` does not name is the item, but for one dimension at most that lies
+    outside of it, as K and V in halves of their own do.
 
     Args:
         name: of the layer, for errors.
@@ -67,18 +66,16 @@ def attention_pieces(
     rows = Axis(outer[0][0], outer[0][1] * width) if outer else Axis()
     kernels = blocks // num_blocks
     region, offset = locate(tensor.address)
-    return (
-        Piece(
-            region=region,
-            offset_bytes=offset,
-            block_stride_bytes=kernels * strides[dims.block_dim] * width,
-            item_bytes=run * width,
-            heads=_axis(tensor, dims.head_dim),
-            kernels=Axis(kernels, strides[dims.block_dim] * width) if kernels > 1 else Axis(),
-            units=_axis(tensor, dims.token_dim),
-            rows=rows,
-            total_heads=dims.total_heads,
-        ),
+    return Piece(
+        region=region,
+        offset_bytes=offset,
+        block_stride_bytes=kernels * strides[dims.block_dim] * width,
+        item_bytes=run * width,
+        heads=_axis(tensor, dims.head_dim),
+        kernels=Axis(kernels, strides[dims.block_dim] * width) if kernels > 1 else Axis(),
+        units=_axis(tensor, dims.token_dim),
+        rows=rows,
+        total_heads=dims.total_heads,
     )
 
 

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 
 from hybridkv.peers.cells import Side
-from hybridkv.peers.comparison import Refusal
 from hybridkv.peers.description import MAX_BLOCKS, NULL_BLOCK
 from hybridkv.peers.ranges import Int64Array
+from hybridkv.peers.refusal import Refusal
 from hybridkv.planner import GroupSpec, clip_blocks
 
 

@@ -41,7 +41,7 @@ def _placed(piece: Piece, offsets: Int64Array) -> Int64Array:
 
 
 class _Dim(NamedTuple):
-    count: int
+    size: int
     local_stride: int
     remote_stride: int
 
@@ -59,20 +59,21 @@ def _piece_runs(pair: GroupPair, each: PiecePair, place: CellPlace) -> tuple[Int
         sizes = np.array([run], dtype=np.int64)
     else:
         whole, wanted = _units(pair, each, pair.cell_tokens), _units(pair, each, place.num_tokens)
-        ours, theirs = _unit_offsets(mine, place.local * whole, wanted), _unit_offsets(yours, place.remote * whole, wanted)
-        starts = np.flatnonzero(
-            np.concatenate(([True], (np.diff(ours) != run) | (np.diff(theirs) != run)))
+        ours, theirs = (
+            _unit_offsets(mine, place.local * whole, wanted),
+            _unit_offsets(yours, place.remote * whole, wanted),
         )
+        starts = np.flatnonzero(np.concatenate(([True], (np.diff(ours) != run) | (np.diff(theirs) != run))))
         local, remote = ours[starts], theirs[starts]
         sizes = np.diff(np.append(starts, wanted)) * run
         if sizes.size == 1:
             run, dims = _collapsed(int(sizes[0]), dims)
             sizes = np.array([run], dtype=np.int64)
     for dim in dims:
-        steps = np.arange(dim.count, dtype=np.int64)[:, None]
+        steps = np.arange(dim.size, dtype=np.int64)[:, None]
         local = (local[None, :] + steps * dim.local_stride).reshape(-1)
         remote = (remote[None, :] + steps * dim.remote_stride).reshape(-1)
-        sizes = np.tile(sizes, dim.count)
+        sizes = np.tile(sizes, dim.size)
     first_local = each.local_head * mine.heads.stride_bytes
     first_remote = each.remote_head * yours.heads.stride_bytes
     return local + first_local, remote + first_remote, sizes
@@ -80,10 +81,10 @@ def _piece_runs(pair: GroupPair, each: PiecePair, place: CellPlace) -> tuple[Int
 
 def _collapsed(run: int, dims: Sequence[_Dim]) -> tuple[int, list[_Dim]]:
     """Takes into the run what repeats it without a gap on both sides."""
-    left = [dim for dim in dims if dim.count > 1]
+    left = [dim for dim in dims if dim.size > 1]
     while (inner := next((dim for dim in left if dim.local_stride == dim.remote_stride == run), None)) is not None:
         left.remove(inner)
-        run *= inner.count
+        run *= inner.size
     return run, left
 
 
