@@ -1,1 +1,175 @@
-"""Whether two sides fit."""
+"""Whether two ranks can exchange KV, decided before the first byte; where they cannot, which field says so.
+
+What need not be equal: block sizes, if one divides the other and blocks can be cut; tensor-parallel sizes, if pages
+split by heads; numbers of blocks, regions, strides and the order of axes. Everything else must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, Piece
+from hybridkv.peers.ranks import head_sources
+from hybridkv.peers.refusal import Refusal
+from hybridkv.planner import GroupKind
+
+
+class PiecePair(NamedTuple):
+    """A piece of ours and the same of theirs.
+
+    Args:
+        local: ours.
+        remote: theirs.
+        local_head: the first head that is read, within ours.
+        remote_head: the same head within theirs.
+        heads: how many; 0 where this remote rank gives none of them.
+    """
+
+    local: Piece
+    remote: Piece
+    local_head: int
+    remote_head: int
+    heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPair:
+    """One group on both sides.
+
+    Args:
+        local: ours.
+        remote: theirs.
+        cell_tokens: the smaller block of the two: what moves is counted in these. A state is one cell.
+        pieces: of all layers, in order.
+    """
+
+    local: GroupDescription
+    remote: GroupDescription
+    cell_tokens: int
+    pieces: tuple[PiecePair, ...]
+
+    @property
+    def kind(self) -> GroupKind:
+        return self.local.spec.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two ranks that fit; `ours` reads from `theirs`."""
+
+    ours: Description
+    theirs: Description
+    groups: tuple[GroupPair, ...]
+
+
+_MODEL = "both engines must serve the same model with the same settings"
+_BLOCKS = "start both engines with the same block size"
+_RANKS = "start both engines with the same tensor-parallel size"
+_LAYOUT = "use the same attention backend, KV cache type and layout on both sides"
+
+
+def compare(ours: Description, theirs: Description) -> Agreement | Refusal:
+    """What two ranks agree on, or the first field in which they do not.
+
+    Args:
+        ours: the side that reads.
+        theirs: the side that is read. Both may be swapped to ask for the way back, and a producer that asks with the
+            consumer's first gets the same agreement as that consumer.
+    """
+    if ours.protocol != PROTOCOL or ours.protocol != theirs.protocol:
+        return _refused("protocol", ours.protocol, theirs.protocol, "run the same version of hybridkv on both sides")
+    if refusal := _facts(ours.facts, theirs.facts):
+        return refusal
+    if len(ours.groups) != len(theirs.groups):
+        return _refused("number of groups", len(ours.groups), len(theirs.groups), _MODEL)
+    pairs = []
+    for index, (local, remote) in enumerate(zip(ours.groups, theirs.groups, strict=True)):
+        path = f"groups[{index}]"
+        refusal = next(_group_differences(path, local, remote), None)
+        if refusal is not None:
+            return refusal
+        pieces: list[PiecePair] = []
+        for layer, other in zip(local.layers, remote.layers, strict=True):
+            for number, (mine, yours) in enumerate(zip(layer.pieces, other.pieces, strict=True)):
+                at = f"{path}.{layer.name}.pieces[{number}]"
+                pair = _pair(at, (ours, local, mine), (theirs, remote, yours))
+                if isinstance(pair, Refusal):
+                    return pair
+                pieces.append(pair)
+        # A state is whole on either side, whatever block it is kept under.
+        cell_tokens = min(local.spec.block_tokens, remote.spec.block_tokens)
+        pairs.append(GroupPair(local, remote, cell_tokens, tuple(pieces)))
+    return Agreement(ours, theirs, tuple(pairs))
+
+
+def _facts(ours: dict[str, str], theirs: dict[str, str]) -> Refusal | None:
+    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if not differing:
+        return None
+    name, *others = differing
+    also = f"; also differing: {', '.join(others[:8])}" if others else ""
+    return _refused(f"facts[{name}]", ours.get(name, "absent"), theirs.get(name, "absent"), _MODEL + also)
+
+
+def _group_differences(path: str, local: GroupDescription, remote: GroupDescription) -> Iterator[Refusal]:
+    for field in ("kind", "window_tokens", "align_tokens", "lookahead_tokens"):
+        mine, yours = getattr(local.spec, field), getattr(remote.spec, field)
+        if mine != yours:
+            yield _refused(f"{path}.{field}", mine, yours, _MODEL)
+    ours, theirs = local.spec.block_tokens, remote.spec.block_tokens
+    if local.spec.kind not in (GroupKind.RECURRENT, GroupKind.SCRATCH) and max(ours, theirs) % min(ours, theirs):
+        yield _refused(f"{path}.block_tokens", ours, theirs, "one block size must divide the other")
+    names = [[layer.name for layer in side.layers] for side in (local, remote)]
+    if names[0] != names[1]:
+        mine, yours = next(((a, b) for a, b in zip(*names, strict=False) if a != b), (len(names[0]), len(names[1])))
+        yield _refused(f"{path}.layers", mine, yours, _MODEL)
+    for layer, other in zip(local.layers, remote.layers, strict=False):
+        if layer.item_format != other.item_format:
+            yield _refused(f"{path}.{layer.name}.item_format", layer.item_format, other.item_format, _LAYOUT)
+        if len(layer.pieces) != len(other.pieces):
+            yield _refused(f"{path}.{layer.name}.pieces", len(layer.pieces), len(other.pieces), _LAYOUT)
+
+
+_Side = tuple[Description, GroupDescription, Piece]
+
+
+def _pair(path: str, ours: _Side, theirs: _Side) -> PiecePair | Refusal:
+    (we, local, mine), (they, remote, yours) = ours, theirs
+    if mine.total_heads != yours.total_heads:
+        return _refused(f"{path}.total_heads", mine.total_heads, yours.total_heads, _LAYOUT)
+    if local.spec.kind is not GroupKind.RECURRENT and local.unit_tokens(mine) != remote.unit_tokens(yours):
+        hint = _BLOCKS + ": tokens of these blocks cannot be told apart, or not alike"
+        if local.spec.block_tokens == remote.spec.block_tokens:
+            hint = _LAYOUT
+        return _refused(
+            f"{path}.unit_tokens (tokens that move only together)",
+            f"{local.unit_tokens(mine)} in blocks of {local.spec.block_tokens}",
+            f"{remote.unit_tokens(yours)} in blocks of {remote.spec.block_tokens}",
+            hint,
+        )
+    for field, a, b in (("item_bytes", mine.item_bytes, yours.item_bytes), ("rows", mine.rows.count, yours.rows.count)):
+        if a != b:
+            return _refused(f"{path}.{field}", a, b, _LAYOUT)
+    if mine.total_heads == 0:
+        if we.tp_size != they.tp_size or we.rank != they.rank:
+            ranks = f"rank {we.rank} of {we.tp_size}", f"rank {they.rank} of {they.tp_size}"
+            return _refused(f"{path}: not split by heads, tp_size", *ranks, _RANKS)
+        if mine.heads.count != yours.heads.count:
+            return _refused(f"{path}.heads", mine.heads.count, yours.heads.count, _LAYOUT)
+        return PiecePair(mine, yours, 0, 0, mine.heads.count)
+    sources = head_sources(mine.total_heads, we.tp_size, we.rank, they.tp_size)
+    if sources is None:
+        return _refused("tp_size", we.tp_size, they.tp_size, _RANKS)
+    for source in sources:
+        if source.rank == they.rank:
+            first = source.first
+            return PiecePair(
+                mine, yours, first - we.share(mine).first, first - they.share(yours).first, source.num_heads
+            )
+    return PiecePair(mine, yours, 0, 0, 0)
+
+
+def _refused(field: str, ours: object, theirs: object, hint: str) -> Refusal:
+    return Refusal(field, str(ours), str(theirs), hint)

@@ -1,1 +1,262 @@
-"""What one side says of itself."""
+"""What one rank says of its KV cache before a byte moves: its groups, and where the bytes of a block lie.
+
+A page (one layer in one block) is one piece or several, each an array with strides: rows, heads, units of tokens, and
+in the middle an item, bytes in a row whose order both sides must keep alike. So layers or blocks outermost, heads
+before or after tokens, K apart from V, split kernel blocks, padded pages and latents need no word of their own. Offsets
+count from the start of a registered region; no address is in here. It comes from another process, so everything in it
+is bounded, and what contradicts itself is refused when it is decoded.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from hybridkv.peers.ranks import HeadShare, head_share
+from hybridkv.peers.refusal import Refusal
+from hybridkv.planner import GroupKind, GroupSpec
+
+PROTOCOL: Final = 1
+"""Changes whenever the meaning of a field changes."""
+NULL_BLOCK: Final = 0
+"""What an engine writes into a block table where there is no block."""
+
+MAX_GROUPS: Final = 64
+MAX_LAYERS: Final = 1024
+"""In a group."""
+MAX_PIECES: Final = 256
+"""In a layer."""
+MAX_REGIONS: Final = 4096
+MAX_FACTS: Final = 4096
+MAX_TEXT: Final = 4096
+"""Characters in a name or a fact."""
+MAX_ENCODED_BYTES: Final = 8 << 20
+MAX_BYTES: Final = 1 << 50
+"""In a region, and so the largest offset: sums of a few stay far below 2**63."""
+MAX_ITEMS: Final = 1 << 22
+"""In all pieces of one block: what a comparison may have to look at one by one."""
+MAX_BLOCKS: Final = 1 << 31
+MAX_RANKS: Final = 1024
+
+
+class Axis(msgspec.Struct, frozen=True, array_like=True):
+    """So many of something, `stride_bytes` from one to the next."""
+
+    count: int = 1
+    stride_bytes: int = 0
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """An array of bytes in every block.
+
+    Args:
+        region: in which registered region it lies.
+        offset_bytes: where block 0 of it begins there.
+        block_stride_bytes: from one block to the next.
+        item_bytes: in a row, for each row, head and unit.
+        heads: on this rank. One where nothing is split by heads.
+        kernels: kernel blocks in a block.
+        units: in a kernel block: the smallest runs of tokens that can be moved by themselves, all of as many tokens.
+            One for a state, and where a block's tokens cannot be told apart.
+        rows: whatever else repeats.
+        total_heads: of the model, over all ranks; 0 where the bytes are not split by heads, and each rank has its own.
+            1 for latents, which every rank has.
+    """
+
+    region: int
+    offset_bytes: int
+    block_stride_bytes: int
+    item_bytes: int
+    heads: Axis = Axis()
+    kernels: Axis = Axis()
+    units: Axis = Axis()
+    rows: Axis = Axis()
+    total_heads: int = 0
+
+    def __post_init__(self) -> None:
+        _bounded("region", self.region, 0, MAX_REGIONS - 1)
+        _bounded("total_heads", self.total_heads, 0, MAX_BYTES)
+        for field in ("offset_bytes", "block_stride_bytes", "item_bytes"):
+            _bounded(field, getattr(self, field), 0 if field == "offset_bytes" else 1, MAX_BYTES)
+        for name, axis in self.axes:
+            _bounded(f"{name}.count", axis.count, 1, MAX_BYTES)
+            _bounded(f"{name}.stride_bytes", axis.stride_bytes, 0, MAX_BYTES)
+        _bounded("items in a block", self.num_items, 1, MAX_ITEMS)
+        # Axes nest: entries of one do not reach into the next entry of a wider one.
+        span = self.item_bytes
+        for name, axis in sorted(self.axes, key=lambda named: named[1].stride_bytes):
+            if axis.count > 1:
+                _bounded(f"{name}.stride_bytes", axis.stride_bytes, span, MAX_BYTES)
+                span = axis.stride_bytes * (axis.count - 1) + span
+        _bounded("span of a block", span, 1, MAX_BYTES)
+
+    @property
+    def axes(self) -> tuple[tuple[str, Axis], ...]:
+        return ("rows", self.rows), ("heads", self.heads), ("kernels", self.kernels), ("units", self.units)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of content."""
+        return self.item_bytes * self.num_items
+
+    @property
+    def num_items(self) -> int:
+        return self.rows.count * self.heads.count * self.num_units
+
+    @property
+    def num_units(self) -> int:
+        return self.kernels.count * self.units.count
+
+    @property
+    def reach_bytes(self) -> int:
+        """From the first byte of a block to the last, and one more."""
+        return self.item_bytes + sum((axis.count - 1) * axis.stride_bytes for _, axis in self.axes)
+
+
+class LayerDescription(msgspec.Struct, frozen=True):
+    """One layer.
+
+    Args:
+        name: as in the model.
+        item_format: the order of bytes within an item, in words that are equal where the bytes mean the same: element
+            type, quantisation, how K and V stand to each other, and the backend where that packs tokens its own way.
+        pieces: in an order that both sides keep.
+    """
+
+    name: str
+    item_format: str
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        _text("name", self.name)
+        _text("item_format", self.item_format)
+        _bounded("number of pieces", len(self.pieces), 1, MAX_PIECES)
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(piece.page_bytes for piece in self.pieces)
+
+
+class GroupDescription(msgspec.Struct, frozen=True):
+    """One KV cache group: what it needs to resume, and its layers. A SCRATCH group names none.
+
+    Layers that share their pages are named once.
+    """
+
+    spec: GroupSpec
+    layers: tuple[LayerDescription, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_scratch = self.spec.kind is GroupKind.SCRATCH
+        _bounded("number of layers", len(self.layers), 0 if is_scratch else 1, 0 if is_scratch else MAX_LAYERS)
+        _bounded("block_tokens", self.spec.block_tokens, 1, MAX_BLOCKS)
+        for layer in self.layers:
+            for piece in layer.pieces:
+                if self.spec.kind is GroupKind.RECURRENT:
+                    _bounded(f"{layer.name}: units of a state", piece.num_units, 1, 1)
+                elif self.spec.block_tokens % piece.num_units:
+                    raise ValueError(
+                        f"{layer.name}: units must be equal parts of a block of {self.spec.block_tokens} tokens, got "
+                        f"{piece.num_units}"
+                    )
+
+    def unit_tokens(self, piece: Piece) -> int:
+        """Tokens in a unit. A state's is its block."""
+        return self.spec.block_tokens // piece.num_units
+
+    @property
+    def block_bytes(self) -> int:
+        """Of content in one block on this rank."""
+        return sum(layer.page_bytes for layer in self.layers)
+
+
+class Description(msgspec.Struct, frozen=True):
+    """One rank of an engine.
+
+    Args:
+        protocol: `PROTOCOL` of who wrote this.
+        engine: a name that no other engine, and no other start of this one, has.
+        facts: what the bytes depend on besides, by dotted names: all of them must be the same on both sides.
+        rank: tensor-parallel, from 0.
+        tp_size: ranks that share a layer.
+        num_blocks: ids of blocks are below it.
+        region_bytes: of each registered region, in the order of the transport.
+        groups: in the engine's order.
+    """
+
+    protocol: int
+    engine: str
+    facts: dict[str, str]
+    rank: int
+    tp_size: int
+    num_blocks: int
+    region_bytes: tuple[int, ...]
+    groups: tuple[GroupDescription, ...]
+
+    def __post_init__(self) -> None:
+        _text("engine", self.engine)
+        _bounded("number of facts", len(self.facts), 0, MAX_FACTS)
+        for name, fact in self.facts.items():
+            _text("name of a fact", name)
+            _text(f"facts[{name}]", fact)
+        _bounded("tp_size", self.tp_size, 1, MAX_RANKS)
+        _bounded("rank", self.rank, 0, self.tp_size - 1)
+        _bounded("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
+        _bounded("number of regions", len(self.region_bytes), 1, MAX_REGIONS)
+        for num_bytes in self.region_bytes:
+            _bounded("region_bytes", num_bytes, 1, MAX_BYTES)
+        _bounded("number of groups", len(self.groups), 1, MAX_GROUPS)
+        items = sum(p.num_items for group in self.groups for layer in group.layers for p in layer.pieces)
+        _bounded("items in all pieces", items, 0, MAX_ITEMS)
+        for index, group in enumerate(self.groups):
+            for layer in group.layers:
+                for number, piece in enumerate(layer.pieces):
+                    self._check_piece(f"groups[{index}].{layer.name}.pieces[{number}]", piece)
+
+    def _check_piece(self, path: str, piece: Piece) -> None:
+        _bounded(f"{path}.region", piece.region, 0, len(self.region_bytes) - 1)
+        end = piece.offset_bytes + (self.num_blocks - 1) * piece.block_stride_bytes + piece.reach_bytes
+        _bounded(f"{path}: its end", end, 1, self.region_bytes[piece.region])
+        if piece.total_heads:
+            share = head_share(piece.total_heads, self.tp_size, self.rank)
+            if share is None or share.num_heads != piece.heads.count:
+                expected = share.num_heads if share else "no equal part"
+                raise ValueError(
+                    f"{path}.heads: rank {self.rank} of {self.tp_size} has {expected} of {piece.total_heads} heads, "
+                    f"got {piece.heads.count}"
+                )
+
+    def share(self, piece: Piece) -> HeadShare:
+        """Which heads of the model a piece of this rank holds."""
+        share = head_share(piece.total_heads, self.tp_size, self.rank) if piece.total_heads else None
+        return share or HeadShare(0, piece.heads.count)
+
+
+def encode(description: Description) -> bytes:
+    """As it travels: JSON, in which no length stands before what it counts, so few bytes cannot ask for much."""
+    return msgspec.json.encode(description)
+
+
+def decode(data: bytes) -> Description | Refusal:
+    """What another process wrote, or why it is none."""
+    if len(data) > MAX_ENCODED_BYTES:
+        return Refusal("description", f"needed: at most {MAX_ENCODED_BYTES} bytes", f"{len(data)} bytes")
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        return Refusal("description", f"protocol {PROTOCOL}", str(error)[:MAX_TEXT], _VERSIONS)
+
+
+_DECODER = msgspec.json.Decoder(Description)
+_VERSIONS = "run the same version of hybridkv on both sides"
+
+
+def _bounded(field: str, value: int, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{field} must be a whole number from {least} to {most}, got {value!r}")
+
+
+def _text(field: str, value: str) -> None:
+    if not value or len(value) > MAX_TEXT:
+        raise ValueError(f"{field} must have 1 to {MAX_TEXT} characters, got {len(value)}")

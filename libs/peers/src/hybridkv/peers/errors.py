@@ -1,4 +1,4 @@
-"""What this library raises: the operator's mistakes and the caller's. Never what a peer did: that comes back as a value."""
+"""What this library raises: the operator's mistakes and the caller's. What a peer did comes back as a value."""
 
 
 class PeersError(Exception):

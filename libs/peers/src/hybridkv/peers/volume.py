@@ -1,0 +1,53 @@
+"""What a request costs on the wire, as a formula of the group table; `pairing` must come to the same.
+
+A group moves the blocks that hold the tokens from the first that a resume reads, and the reader has not computed, to
+the last: FULL all, WINDOW those of the window, rounded up to blocks, RECURRENT one state, SCRATCH none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybridkv.peers.description import Description
+from hybridkv.peers.spans import moved_span
+from hybridkv.planner import GroupKind, GroupSpec
+
+
+class GroupBytes(NamedTuple):
+    """A row of the table.
+
+    Args:
+        spec: of the group.
+        block_bytes: of content, all layers of one block.
+    """
+
+    spec: GroupSpec
+    block_bytes: int
+
+
+def group_table(description: Description) -> tuple[GroupBytes, ...]:
+    """The table of one rank."""
+    return tuple(GroupBytes(group.spec, group.block_bytes) for group in description.groups)
+
+
+def moved_bytes(table: Sequence[GroupBytes], num_tokens: int, computed_tokens: int = 0) -> int:
+    """Bytes that one request moves, where both sides have the same blocks and move them whole."""
+    return sum(row.block_bytes * moved_blocks(row.spec, num_tokens, computed_tokens) for row in table)
+
+
+def moved_blocks(spec: GroupSpec, num_tokens: int, computed_tokens: int = 0) -> int:
+    """Blocks of a group that one request moves."""
+    span = moved_span(spec, spec.block_tokens, num_tokens, computed_tokens)
+    if span.num_tokens == 0:
+        return 0
+    return -(-span.end // spec.block_tokens) - span.start // spec.block_tokens
+
+
+def full_attention_bytes(table: Sequence[GroupBytes], num_tokens: int, computed_tokens: int = 0) -> int:
+    """The same request if every group were taken for full attention: every block of every group moves."""
+    return sum(
+        row.block_bytes * max(0, -(-num_tokens // row.spec.block_tokens) - computed_tokens // row.spec.block_tokens)
+        for row in table
+        if row.spec.kind is not GroupKind.SCRATCH
+    )

@@ -1,0 +1,150 @@
+"""What moves is what a resume reads: every byte right, no other byte written, nothing more than the formula says."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from byte_model import stray_writes, wrong_reads
+from hypothesis import HealthCheck, given, settings
+from peer_worlds import World, worlds
+from plain_worlds import group, world
+from played_worlds import Played, agreed, play
+
+from hybridkv.peers import pairing, spans
+from hybridkv.peers.description import NULL_BLOCK
+from hybridkv.peers.pairing import Exchange, Pairing, Resume
+from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.tables import BlockTables, offered
+from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
+
+MODERATE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@MODERATE
+@given(worlds())
+def test_every_byte_that_a_resume_reads_is_right_and_no_other_is_written(world: World) -> None:
+    for rank in range(len(world.ours)):
+        played = play(world, rank, serves_blocks=False)
+        assert played.refusal is None, played.refusal
+        for index, table in enumerate(world.tables[0]):
+            if world.num_tokens > world.computed_tokens:
+                assert wrong_reads(played.ours, index, list(table), world.num_tokens) == []
+        span = world.computed_tokens, world.num_tokens
+        assert stray_writes(played.before, played.ours, [list(t) for t in world.tables[0]], span) == 0
+
+
+def needs_more(world: World, index: int) -> bool:
+    """Whether what the producer offers of a group lacks a token that a hit at the end of a block here would read."""
+    shape = world.shapes[index]
+    if shape.kind not in (GroupKind.WINDOW, GroupKind.CHUNKED):
+        return False
+    here, there = shape.spec(0), shape.spec(1)
+    start = resume_start(here, world.num_tokens)
+    held = resume_start(there, world.num_tokens) // there.block_tokens * there.block_tokens
+    block_start = start // here.block_tokens * here.block_tokens
+    block_end = block_start + here.block_tokens
+    if start >= world.num_tokens or block_end > world.num_tokens:
+        return False
+    first = max(block_start, resume_start(here, block_end), world.computed_tokens)
+    return first < min(held, block_end)
+
+
+@MODERATE
+@given(worlds())
+def test_a_block_that_may_be_found_again_serves_whoever_finds_it(world: World) -> None:
+    for rank in range(len(world.ours)):
+        played = play(world, rank)
+        lacking = any(needs_more(world, index) for index in range(len(world.shapes)))
+        if world.num_tokens > world.computed_tokens:
+            assert (played.refusal is not None) == lacking
+        if played.refusal is not None:
+            assert all((old == new).all() for old, new in zip(played.before, played.ours.regions, strict=True))
+            return
+        for index, table in enumerate(world.tables[0]):
+            spec = world.shapes[index].spec(0)
+            if spec.kind is GroupKind.RECURRENT:
+                continue
+            for end in range(spec.block_tokens, world.num_tokens + 1, spec.block_tokens):
+                read = range(resume_start(spec, end) // spec.block_tokens, end // spec.block_tokens)
+                if end > world.computed_tokens and all(table[place] != NULL_BLOCK for place in read):
+                    assert wrong_reads(played.ours, index, list(table), end) == []
+
+
+# Controls: the model sees what it is there to see.
+
+FULL_16 = group(GroupKind.FULL, (16, 16))
+WINDOW_16 = group(GroupKind.WINDOW, (16, 16), window_tokens=24)
+CHUNKED_16 = group(GroupKind.CHUNKED, (16, 16), align_tokens=80)
+STATE_64 = group(GroupKind.RECURRENT, (64, 64))
+MIXED = world((FULL_16, WINDOW_16, CHUNKED_16, STATE_64), num_tokens=200)
+
+
+def wrong_groups(world: World, played: Played) -> list[int]:
+    return [i for i, table in enumerate(world.tables[0]) if wrong_reads(played.ours, i, list(table), world.num_tokens)]
+
+
+def test_nothing_is_wrong_in_the_world_of_the_controls() -> None:
+    assert wrong_groups(MIXED, play(MIXED, 0)) == []
+
+
+@pytest.mark.parametrize("shifted", [0, 1, 2])
+def test_ids_that_are_shifted_in_one_group_are_seen_in_that_group(shifted: int) -> None:
+    assert wrong_groups(MIXED, play(MIXED, 0, shifted=shifted)) == [shifted]
+
+
+def test_a_state_of_another_boundary_is_refused() -> None:
+    played = Exchange(agreed(MIXED)).pair(
+        BlockTables.whole(200, MIXED.tables[0]),
+        offered([shape.spec(1) for shape in MIXED.shapes], MIXED.tables[1], 200),
+        Resume(199),
+    )
+    assert played == Refusal("groups[3]: the boundary of a state", "199", "200", "a state is of one boundary alone")
+
+
+def test_a_window_that_is_one_token_short_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 19 tokens before token 33 reads back to token 15, and one of 18 a block less."""
+    short = world((group(GroupKind.WINDOW, (16, 16), window_tokens=19),), num_tokens=33)
+    assert wrong_groups(short, play(short, 0)) == []
+
+    def off_by_one(spec: GroupSpec, *rest: int) -> TokenSpan:
+        return spans.moved_span(msgspec.structs.replace(spec, window_tokens=(spec.window_tokens or 0) - 1), *rest)
+
+    monkeypatch.setattr(pairing, "moved_span", off_by_one)
+    assert wrong_groups(short, play(short, 0)) == [0]
+
+
+# What another connector gets wrong: blocks that are paired by their place in lists of different grids.
+
+
+def block_pairs(world: World, cell_tokens: int, **resume: int) -> list[tuple[int, int]]:
+    """Which cell of the local table is read from which cell of the remote one: ids are places plus one here."""
+    exchange = Exchange(agreed(world))
+    remote = offered([shape.spec(1) for shape in world.shapes], world.tables[1], world.num_tokens)
+    local = BlockTables.whole(world.num_tokens, world.tables[0])
+    found = exchange.pair(local, remote, Resume(world.num_tokens, **resume))
+    assert isinstance(found, Pairing), found
+    token_bytes = world.shapes[0].pieces[0].item_bytes
+    ranges = found.ranges
+    starts = zip(ranges.local_offsets, ranges.remote_offsets, ranges.num_bytes, strict=True)
+    block_bytes = [size * token_bytes for size in world.shapes[0].blocks]
+    cell_bytes = cell_tokens * token_bytes
+    return [
+        ((lo - block_bytes[0] + done) // cell_bytes, (ro - block_bytes[1] + done) // cell_bytes)
+        for lo, ro, size in starts
+        for done in range(0, size, cell_bytes)
+    ]
+
+
+def test_a_window_is_paired_by_tokens_where_blocks_have_different_sizes() -> None:
+    """1,200 tokens, a window of 64, blocks of 64 there and 128 here. By places [16, 17] would be read from [17, 18]."""
+    window = group(GroupKind.WINDOW, (128, 64), window_tokens=64)
+    case = world((window,), num_tokens=1200, in_order=True)
+    assert block_pairs(case, 64) == [(17, 17), (18, 18)]
+    assert wrong_groups(case, play(case, 0)) == []
+
+
+def test_a_local_prefix_is_left_out_by_tokens_where_blocks_have_different_sizes() -> None:
+    """4 blocks of 128 are computed of 1,200 tokens. By places [8 to 19] would be read from [7 to 18]."""
+    case = world((group(GroupKind.FULL, (128, 64)),), num_tokens=1200, computed_tokens=512, in_order=True)
+    assert block_pairs(case, 64, computed_tokens=512) == [(cell, cell) for cell in range(8, 19)]
+    assert wrong_groups(case, play(case, 0)) == []

@@ -1,0 +1,215 @@
+"""The life of a read: one report, never while a transfer may write, and each rank that was reached is told once."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hybridkv.peers.reads import (
+    Abort,
+    Cancel,
+    Check,
+    Checked,
+    Command,
+    Connected,
+    Event,
+    Lost,
+    ReadBounds,
+    ReadLife,
+    Reason,
+    Release,
+    Report,
+    Sever,
+    Stage,
+    Start,
+    Tick,
+    TransferEnded,
+    advance,
+    begin,
+)
+
+BOUNDS = ReadBounds(connect_s=10, read_s=30, check_s=5, end_s=3)
+
+
+def run(life: ReadLife, *events: Event, now_s: float = 0.0) -> tuple[ReadLife, list[Command]]:
+    commands: list[Command] = []
+    for event in events:
+        life, more = advance(life, event, now_s)
+        commands += more
+    return life, commands
+
+
+def test_a_read_of_two_ranks_is_reported_when_both_are_checked() -> None:
+    life = begin((True, True), BOUNDS, 0.0)
+    life, commands = run(life, Connected(0), TransferEnded(0), Checked(0), Connected(1), TransferEnded(1))
+    assert commands == [Start(0), Check(0), Release(0), Start(1), Check(1)]
+    life, commands = run(life, Checked(1))
+    assert commands == [Release(1), Report(None)]
+    assert life.over
+
+
+def test_a_rank_from_which_nothing_is_needed_is_told_and_nobody_waits_for_it() -> None:
+    life = begin((True, False), BOUNDS, 0.0)
+    life, commands = run(life, Connected(0), TransferEnded(0), Checked(0))
+    assert commands[-1] == Report(None)
+    assert not life.over
+    life, commands = run(life, Connected(1))
+    assert commands == [Release(1)]
+    assert life.over
+
+
+def test_a_full_local_prefix_reads_nothing_reports_nothing_and_tells_the_producer() -> None:
+    life, commands = run(begin((False,), BOUNDS, 0.0), Connected(0))
+    assert commands == [Release(0)]
+    assert life.over
+
+
+def test_a_lease_that_ended_fails_the_request() -> None:
+    life, commands = run(begin((True,), BOUNDS, 0.0), Connected(0), TransferEnded(0), Checked(0, Reason.LEASE_ENDED))
+    assert commands[-2:] == [Release(0), Report(Reason.LEASE_ENDED)]
+    assert life.peers[0].stage is Stage.FAILED
+
+
+def test_an_aborted_read_is_reported_only_when_its_transfer_has_ended() -> None:
+    life, commands = run(begin((True,), BOUNDS, 0.0), Connected(0), Abort())
+    assert commands == [Start(0), Cancel(0)]
+    life, commands = run(life, Abort(), Checked(0))
+    assert commands == []
+    life, commands = run(life, TransferEnded(0))
+    assert commands == [Release(0), Report(Reason.ABORTED)]
+
+
+def test_a_transfer_that_will_not_end_is_severed_once_and_still_waited_for() -> None:
+    life, _ = run(begin((True,), BOUNDS, 0.0), Connected(0))
+    life, commands = run(life, Tick(), now_s=30.0)
+    assert commands == [Cancel(0)]
+    life, commands = run(life, Tick(), now_s=32.9)
+    assert commands == []
+    life, commands = run(life, Tick(), Tick(), now_s=33.0)
+    assert commands == [Sever(0)]
+    assert life.next_deadline_s is None
+    life, commands = run(life, TransferEnded(0, Reason.GONE), now_s=99.0)
+    assert commands == [Release(0), Report(Reason.READ_TIMEOUT)]
+
+
+def test_a_peer_that_never_answers_fails_the_request_at_its_deadline() -> None:
+    life, commands = run(begin((True,), BOUNDS, 0.0), Tick(), now_s=9.9)
+    assert commands == []
+    life, commands = run(life, Tick(), now_s=10.0)
+    assert commands == [Report(Reason.CONNECT_TIMEOUT)]
+    assert life.over
+
+
+def test_one_rank_that_fails_ends_the_others_and_one_that_comes_late_is_told() -> None:
+    life, commands = run(begin((True, True, True), BOUNDS, 0.0), Connected(0), Connected(1), Lost(0, Reason.GONE))
+    assert commands == [Start(0), Start(1), Cancel(0), Cancel(1)]
+    life, commands = run(life, TransferEnded(0), TransferEnded(1))
+    assert commands == [Release(0), Release(1), Report(Reason.GONE)]
+    assert not life.over
+    life, commands = run(life, Connected(2))
+    assert commands == [Release(2)]
+    assert life.over
+
+
+class ReadMachine(RuleBasedStateMachine):
+    """Any order of events, with transfers that end when they like."""
+
+    @initialize(reads=st.lists(st.booleans(), min_size=1, max_size=3))
+    def start(self, reads: list[bool]) -> None:
+        self.now_s = 0.0
+        self.life = begin(tuple(reads), BOUNDS, self.now_s)
+        self.wanted = any(reads)
+        self.writing: set[int] = set()
+        self.checking: set[int] = set()
+        self.connected: set[int] = set()
+        self.released: list[int] = []
+        self.severed: list[int] = []
+        self.reports: list[Reason | None] = []
+        self.good: set[int] = set()
+        self.reads = reads
+
+    def feed(self, event: Event) -> None:
+        self.life, commands = advance(self.life, event, self.now_s)
+        for command in commands:
+            if isinstance(command, Start):
+                assert command.peer in self.connected
+                self.writing.add(command.peer)
+            elif isinstance(command, Check):
+                assert command.peer not in self.writing
+                self.checking.add(command.peer)
+            elif isinstance(command, Cancel | Sever):
+                assert command.peer in self.writing
+                if isinstance(command, Sever):
+                    self.severed.append(command.peer)
+            elif isinstance(command, Release):
+                assert command.peer not in self.writing
+                assert command.peer in self.connected
+                self.released.append(command.peer)
+            else:
+                assert not self.writing
+                if command.failure is None:
+                    assert self.good == {i for i, reads in enumerate(self.reads) if reads}
+                self.reports.append(command.failure)
+
+    @rule(peer=st.integers(0, 3))
+    def connect(self, peer: int) -> None:
+        if peer < len(self.reads) and self.life.peers[peer].stage is Stage.CONNECTING:
+            self.connected.add(peer)
+        self.feed(Connected(peer))
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), failure=st.sampled_from([None, None, Reason.GONE, Reason.TRANSPORT]))
+    def transfer_ends(self, data: st.DataObject, failure: Reason | None) -> None:
+        peer = data.draw(st.sampled_from(sorted(self.writing)))
+        self.writing.remove(peer)
+        self.feed(TransferEnded(peer, failure))
+
+    @precondition(lambda self: self.checking)
+    @rule(data=st.data(), failure=st.sampled_from([None, None, Reason.DIGEST, Reason.LEASE_ENDED]))
+    def check_ends(self, data: st.DataObject, failure: Reason | None) -> None:
+        peer = data.draw(st.sampled_from(sorted(self.checking)))
+        self.checking.remove(peer)
+        if failure is None:
+            self.good.add(peer)
+        self.feed(Checked(peer, failure))
+
+    @rule(peer=st.integers(-1, 3), failure=st.sampled_from([Reason.UNREACHABLE, Reason.GONE, Reason.REFUSED]))
+    def lose(self, peer: int, failure: Reason) -> None:
+        self.feed(Lost(peer, failure))
+
+    @rule()
+    def abort(self) -> None:
+        self.feed(Abort())
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 4.0, 20.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.feed(Tick())
+        deadline_s = self.life.next_deadline_s
+        assert deadline_s is None or deadline_s > self.now_s
+
+    @invariant()
+    def nobody_is_told_twice(self) -> None:
+        assert len(self.reports) <= self.wanted
+        assert len(set(self.released)) == len(self.released)
+        assert len(set(self.severed)) == len(self.severed)
+
+    def teardown(self) -> None:
+        """Transfers end at last, and time passes: then everybody has been told."""
+        if not hasattr(self, "life"):
+            return
+        self.now_s += 1000.0
+        self.feed(Tick())
+        for peer in sorted(self.writing):
+            self.writing.remove(peer)
+            self.feed(TransferEnded(peer))
+        self.now_s += 1000.0
+        self.feed(Tick())
+        assert self.life.over
+        assert len(self.reports) == self.wanted
+        assert set(self.released) == self.connected
+
+
+TestReadMachine = ReadMachine.TestCase
+TestReadMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
