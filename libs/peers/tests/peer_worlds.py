@@ -93,7 +93,9 @@ def shapes(draw: st.DrawFn, same_ranks: bool) -> GroupShape:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, group_shapes: tuple[GroupShape, ...], side: int, tp_size: int, num_blocks: int):
+def layouts(
+    draw: st.DrawFn, group_shapes: tuple[GroupShape, ...], side: int, tp_size: int, num_blocks: int
+) -> tuple[Description, ...]:
     """All ranks of a side, in one layout."""
     packed = draw(st.booleans())
     orders = list(itertools.permutations(("rows", "heads", "tokens")))
@@ -110,17 +112,30 @@ def layouts(draw: st.DrawFn, group_shapes: tuple[GroupShape, ...], side: int, tp
     return tuple(_rank(group_shapes, side, (tp_size, rank), num_blocks, packed, choices) for rank in range(tp_size))
 
 
-def _rank(group_shapes, side, ranks, num_blocks, packed, choices) -> Description:
+Choice = tuple[tuple[str, ...], bool, int, int]
+"""Of a piece: axes from outside, whether heads lie outside of blocks, bytes of padding, kernel blocks."""
+
+
+def _rank(
+    group_shapes: tuple[GroupShape, ...],
+    side: int,
+    ranks: tuple[int, int],
+    num_blocks: int,
+    packed: bool,
+    choices: dict[tuple[int, int], Choice],
+) -> Description:
     tp_size, rank = ranks
     built: list[list[tuple[Piece, int]]] = []
     for g, shape in enumerate(group_shapes):
         pieces = []
         for p, piece in enumerate(shape.pieces if shape.kind is not GroupKind.SCRATCH else ()):
-            heads = head_share(piece.total_heads, tp_size, rank).count if piece.total_heads else piece.own_heads
+            heads = head_share(piece.total_heads, tp_size, rank).num_heads if piece.total_heads else piece.own_heads
             units = 1 if shape.kind is GroupKind.RECURRENT else shape.blocks[side] // shape.unit_tokens
             order, heads_outside, pad, kernels = choices[g, p]
             kernels = kernels if units % kernels == 0 and shape.kind is not GroupKind.RECURRENT else 1
-            pieces.append(_piece(piece, heads, (kernels, units // kernels), order, heads_outside and not packed, pad, num_blocks))
+            pieces.append(
+                _piece(piece, heads, (kernels, units // kernels), order, heads_outside and not packed, pad, num_blocks)
+            )
         built.append(pieces)
     # Groups overlay each other, as blocks belong to one group at a time; heads outside of blocks lie by themselves.
     overlaid = [[size for piece, size in pieces if not _heads_outside(piece)] for pieces in built]
@@ -155,12 +170,20 @@ def _with(piece: Piece, **changes: int) -> Piece:
     return msgspec.structs.replace(piece, **changes)
 
 
-def _piece(shape, heads, tokens, order, heads_outside, pad, num_blocks) -> tuple[Piece, int]:
+def _piece(
+    shape: PieceShape,
+    heads: int,
+    tokens: tuple[int, int],
+    order: tuple[str, ...],
+    heads_outside: bool,
+    pad: int,
+    num_blocks: int,
+) -> tuple[Piece, int]:
     """Dense but for `pad`; and the bytes of a block."""
     kernels, units = tokens
     counts = {"rows": shape.rows, "heads": heads, "units": units, "kernels": kernels}
     # Kernel blocks lie outside of all else, as an engine that splits a block leaves them.
-    nest = [name for name in ("units" if each == "tokens" else each for each in order)]
+    nest = ["units" if each == "tokens" else each for each in order]
     nest = ["kernels", *nest]
     if heads_outside:
         nest.remove("heads")
@@ -192,9 +215,7 @@ def worlds(draw: st.DrawFn) -> World:
         given = iter(ids)
         tables.append(tuple(tuple(next(given) for _ in range(length)) for length in lengths))
         sides.append(draw(layouts(group_shapes, side, tp[side], num_blocks)))
-    ours = tuple(
-        freed(shape.spec(0), table, num_tokens) for shape, table in zip(group_shapes, tables[0], strict=True)
-    )
+    ours = tuple(freed(shape.spec(0), table, num_tokens) for shape, table in zip(group_shapes, tables[0], strict=True))
     return World(group_shapes, sides[0], sides[1], num_tokens, computed, (ours, tables[1]))
 
 

@@ -54,9 +54,7 @@ def engine(shapes: tuple[GroupShape, ...], side: int, num_blocks: int) -> Descri
     return Description(PROTOCOL, f"engine-{side}", {}, 0, 1, num_blocks, (stride * num_blocks,), groups)
 
 
-def world(
-    shapes: tuple[GroupShape, ...], num_tokens: int, computed_tokens: int = 0, in_order: bool = False
-) -> World:
+def world(shapes: tuple[GroupShape, ...], num_tokens: int, computed_tokens: int = 0, in_order: bool = False) -> World:
     """Block ids count from 1, through all groups in order, or in reverse."""
     tables, sides = [], []
     for side in (0, 1):

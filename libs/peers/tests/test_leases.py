@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hybridkv.peers.errors import PeerProtocolError
+from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import MAX_NONCE, NO_NONCE, Ended, Lease, LeaseBounds, LeaseEnd, Leases, LeaseSlots
 
 BOUNDS = LeaseBounds(hold_s=30, renew_s=20, longest_s=100)
@@ -29,9 +29,10 @@ class Rank:
     def write(self, slot: int, nonce: int) -> None:
         self.slots[slot] = nonce
 
-    def held(self, request_id: str = "a", lease: Lease = Lease(0, 7)) -> Lease:
-        self.leases.open(request_id, lease)
-        assert self.leases.hold(request_id, 0.0)
+    def held(self) -> Lease:
+        lease = Lease(0, 7)
+        self.leases.open("a", lease)
+        assert self.leases.hold("a", 0.0)
         return lease
 
 
@@ -59,7 +60,7 @@ def test_a_source_that_draws_one_number_for_ever_is_a_mistake_of_ours() -> None:
     slots = LeaseSlots(1, lambda: 5)
     slots.issue("a")
     slots.retire("a")
-    with pytest.raises(PeerProtocolError, match="nonces"):
+    with pytest.raises(PeersProtocolError, match="nonces"):
         slots.issue("b")
 
 
@@ -135,7 +136,7 @@ def test_a_slot_with_another_lease_is_a_mistake_of_ours() -> None:
     rank.leases.open("a", Lease(0, 7))
     rank.leases.open("a", Lease(0, 7))
     for request_id, lease in (("b", Lease(0, 8)), ("a", Lease(1, 7)), ("b", Lease(2, 7))):
-        with pytest.raises(PeerProtocolError):
+        with pytest.raises(PeersProtocolError):
             rank.leases.open(request_id, lease)
 
 

@@ -2,66 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import msgspec
 import pytest
-from byte_model import Names, Side, apply, stray_writes, wrong_reads
+from byte_model import stray_writes, wrong_reads
 from hypothesis import HealthCheck, given, settings
 from peer_worlds import World, worlds
 from plain_worlds import group, world
+from played_worlds import Played, agreed, play
 
 from hybridkv.peers import pairing, spans
-from hybridkv.peers.comparison import Agreement, Refusal, compare
 from hybridkv.peers.description import NULL_BLOCK
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
-from hybridkv.peers.ranks import source_ranks
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
 
 MODERATE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@dataclasses.dataclass
-class Played:
-    """A world in which one rank of ours has read from all that it must."""
-
-    ours: Side
-    before: list
-    pairings: list[Pairing]
-    refusal: Refusal | None = None
-
-
-def play(world: World, rank: int, serves_blocks: bool = True, shifted: int | None = None) -> Played:
-    names = Names()
-    ours = Side(world.ours[rank], names)
-    for index, table in enumerate(world.tables[0]):
-        if world.shapes[index].kind is not GroupKind.RECURRENT:
-            ours.fill(index, list(table), 0, world.computed_tokens)
-    before = ours.copy()
-    moved = [shape for shape in world.shapes if shape.kind is not GroupKind.SCRATCH]
-    totals = [piece.total_heads for shape in moved for piece in shape.pieces]
-    sources = source_ranks(totals or [1], len(world.ours), rank, len(world.theirs))
-    assert sources is not None
-    pairings = []
-    for source in sources:
-        theirs = Side(world.theirs[source], names)
-        for index, table in enumerate(world.tables[1]):
-            theirs.fill(index, list(table), 0, world.num_tokens)
-        agreement = compare(ours.description, theirs.description)
-        assert isinstance(agreement, Agreement), agreement
-        remote = offered([group.spec for group in theirs.description.groups], world.tables[1], world.num_tokens)
-        if shifted is not None:
-            ids = list(remote.block_ids)
-            ids[shifted] = (*ids[shifted][1:], *ids[shifted][:1])
-            remote = BlockTables(remote.num_tokens, remote.first_blocks, tuple(ids))
-        local = BlockTables.whole(world.num_tokens, world.tables[0])
-        found = Exchange(agreement).pair(local, remote, Resume(world.num_tokens, world.computed_tokens, serves_blocks))
-        if isinstance(found, Refusal):
-            return Played(ours, before, [], found)
-        pairings.append(found)
-        apply(found.ranges, ours, theirs)
-    return Played(ours, before, pairings)
 
 
 @MODERATE
@@ -158,12 +114,6 @@ def test_a_window_that_is_one_token_short_is_seen(monkeypatch: pytest.MonkeyPatc
 
 
 # What another connector gets wrong: blocks that are paired by their place in lists of different grids.
-
-
-def agreed(world: World) -> Agreement:
-    agreement = compare(world.ours[0], world.theirs[0])
-    assert isinstance(agreement, Agreement)
-    return agreement
 
 
 def block_pairs(world: World, cell_tokens: int, **resume: int) -> list[tuple[int, int]]:

@@ -66,9 +66,7 @@ def test_a_full_local_prefix_reads_nothing_reports_nothing_and_tells_the_produce
 
 
 def test_a_lease_that_ended_fails_the_request() -> None:
-    life, commands = run(
-        begin((True,), BOUNDS, 0.0), Connected(0), TransferEnded(0), Checked(0, Reason.LEASE_ENDED)
-    )
+    life, commands = run(begin((True,), BOUNDS, 0.0), Connected(0), TransferEnded(0), Checked(0, Reason.LEASE_ENDED))
     assert commands[-2:] == [Release(0), Report(Reason.LEASE_ENDED)]
     assert life.peers[0].stage is Stage.FAILED
 

@@ -10,31 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
-
 from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, Piece
 from hybridkv.peers.ranks import head_sources
+from hybridkv.peers.refusal import Refusal
 from hybridkv.planner import GroupKind
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """Why not. A value, because it comes of what another process said.
-
-    Args:
-        field: of a description or of a request, as a path.
-        ours: its value on this side.
-        theirs: its value on the other.
-        hint: what an operator can do.
-    """
-
-    field: str
-    ours: str
-    theirs: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.field}: ours is {self.ours}, theirs is {self.theirs}"
-        return f"{text}\nhint: {self.hint}" if self.hint else text
 
 
 class PiecePair(NamedTuple):
@@ -99,7 +78,7 @@ def compare(ours: Description, theirs: Description) -> Agreement | Refusal:
         theirs: the side that is read. Both may be swapped to ask for the way back, and a producer that asks with the
             consumer's first gets the same agreement as that consumer.
     """
-    if PROTOCOL != ours.protocol or ours.protocol != theirs.protocol:
+    if ours.protocol != PROTOCOL or ours.protocol != theirs.protocol:
         return _refused("protocol", ours.protocol, theirs.protocol, "run the same version of hybridkv on both sides")
     if refusal := _facts(ours.facts, theirs.facts):
         return refusal
@@ -170,7 +149,7 @@ def _pair(path: str, ours: _Side, theirs: _Side) -> PiecePair | Refusal:
             f"{remote.unit_tokens(yours)} in blocks of {remote.spec.block_tokens}",
             hint,
         )
-    for field, a, b in (("item_bytes", mine.item_bytes, yours.item_bytes), ("rows", mine.rows[0], yours.rows[0])):
+    for field, a, b in (("item_bytes", mine.item_bytes, yours.item_bytes), ("rows", mine.rows.count, yours.rows.count)):
         if a != b:
             return _refused(f"{path}.{field}", a, b, _LAYOUT)
     if mine.total_heads == 0:
@@ -186,7 +165,9 @@ def _pair(path: str, ours: _Side, theirs: _Side) -> PiecePair | Refusal:
     for source in sources:
         if source.rank == they.rank:
             first = source.first
-            return PiecePair(mine, yours, first - we.share(mine).first, first - they.share(yours).first, source.count)
+            return PiecePair(
+                mine, yours, first - we.share(mine).first, first - they.share(yours).first, source.num_heads
+            )
     return PiecePair(mine, yours, 0, 0, 0)
 
 

@@ -1,7 +1,7 @@
 """What one rank says of its KV cache before a byte moves: its groups, and where the bytes of a block lie.
 
-A page (one layer in one block) is one piece or several, each an array with strides: rows, heads, units of tokens, and in
-the middle an item, bytes in a row whose order both sides must keep alike. So layers outermost or blocks outermost, heads
+A page (one layer in one block) is one piece or several, each an array with strides: rows, heads, units of tokens, and
+in the middle an item, bytes in a row whose order both sides must keep alike. So layers or blocks outermost, heads
 before or after tokens, K apart from V, split kernel blocks, padded pages and latents need no word of their own. Offsets
 count from the start of a registered region; no address is in here. It comes from another process, so everything in it
 is bounded, and what contradicts itself is refused when it is decoded.
@@ -9,11 +9,12 @@ is bounded, and what contradicts itself is refused when it is decoded.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from hybridkv.peers.ranks import HeadShare, head_share
+from hybridkv.peers.refusal import Refusal
 from hybridkv.planner import GroupKind, GroupSpec
 
 PROTOCOL: Final = 1
@@ -30,6 +31,7 @@ MAX_REGIONS: Final = 4096
 MAX_FACTS: Final = 4096
 MAX_TEXT: Final = 4096
 """Characters in a name or a fact."""
+MAX_ENCODED_BYTES: Final = 8 << 20
 MAX_BYTES: Final = 1 << 50
 """In a region, and so the largest offset: sums of a few stay far below 2**63."""
 MAX_ITEMS: Final = 1 << 22
@@ -38,7 +40,7 @@ MAX_BLOCKS: Final = 1 << 31
 MAX_RANKS: Final = 1024
 
 
-class Axis(NamedTuple):
+class Axis(msgspec.Struct, frozen=True, array_like=True):
     """So many of something, `stride_bytes` from one to the next."""
 
     count: int = 1
@@ -218,16 +220,36 @@ class Description(msgspec.Struct, frozen=True):
         _bounded(f"{path}: its end", end, 1, self.region_bytes[piece.region])
         if piece.total_heads:
             share = head_share(piece.total_heads, self.tp_size, self.rank)
-            if share is None or share.count != piece.heads.count:
+            if share is None or share.num_heads != piece.heads.count:
+                expected = share.num_heads if share else "no equal part"
                 raise ValueError(
-                    f"{path}.heads: rank {self.rank} of {self.tp_size} has {share.count if share else 'no equal'} of "
-                    f"{piece.total_heads} heads, got {piece.heads.count}"
+                    f"{path}.heads: rank {self.rank} of {self.tp_size} has {expected} of {piece.total_heads} heads, "
+                    f"got {piece.heads.count}"
                 )
 
     def share(self, piece: Piece) -> HeadShare:
         """Which heads of the model a piece of this rank holds."""
         share = head_share(piece.total_heads, self.tp_size, self.rank) if piece.total_heads else None
         return share or HeadShare(0, piece.heads.count)
+
+
+def encode(description: Description) -> bytes:
+    """As it travels: JSON, in which no length stands before what it counts, so few bytes cannot ask for much."""
+    return msgspec.json.encode(description)
+
+
+def decode(data: bytes) -> Description | Refusal:
+    """What another process wrote, or why it is none."""
+    if len(data) > MAX_ENCODED_BYTES:
+        return Refusal("description", f"needed: at most {MAX_ENCODED_BYTES} bytes", f"{len(data)} bytes")
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        return Refusal("description", f"protocol {PROTOCOL}", str(error)[:MAX_TEXT], _VERSIONS)
+
+
+_DECODER = msgspec.json.Decoder(Description)
+_VERSIONS = "run the same version of hybridkv on both sides"
 
 
 def _bounded(field: str, value: int, least: int, most: int) -> None:

@@ -1,4 +1,4 @@
-"""What this library raises: the operator's mistakes and the caller's. Never what a peer did: that comes back as a value."""
+"""What this library raises: the operator's mistakes and the caller's. What a peer did comes back as a value."""
 
 
 class PeersError(Exception):
@@ -22,7 +22,3 @@ class PeersConfigurationError(PeersError, ValueError):
         self.hint = hint
         text = f"{field}: expected {expected}, got {got!r}"
         super().__init__(f"{text}\nhint: {hint}" if hint else text)
-
-
-PeerError = PeersError
-PeerProtocolError = PeersProtocolError

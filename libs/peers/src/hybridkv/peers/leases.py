@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from hybridkv.peers.errors import PeerProtocolError
+from hybridkv.peers.errors import PeersProtocolError
 
 SLOT_BYTES: Final = 16
 """A slot in memory: the nonce, and as many bytes that are zero and kept for later, both little-endian."""
@@ -93,7 +93,7 @@ class LeaseSlots:
             nonce = self._nonces()
             if NO_NONCE < nonce <= MAX_NONCE and nonce != other_than:
                 return nonce
-        raise PeerProtocolError("nonces() draws no number from 1 to 2**63 - 1, or always the same one")
+        raise PeersProtocolError("nonces() draws no number from 1 to 2**63 - 1, or always the same one")
 
 
 class LeaseEnd(enum.StrEnum):
@@ -187,13 +187,15 @@ class Leases:
         """The request runs: the nonce is written. Said twice it is the same.
 
         Raises:
-            PeerProtocolError: the slot is not there or has another lease, or the request has another one.
+            PeersProtocolError: the slot is not there or has another lease, or the request has another one.
         """
         known = self._states.get(request_id)
         if known is not None and known.lease == lease:
             return
         if known is not None or lease.slot in self._requests or not 0 <= lease.slot < self._max_leases:
-            raise PeerProtocolError(f"slot {lease.slot} cannot be opened for {request_id}: it, or the request, is taken")
+            raise PeersProtocolError(
+                f"slot {lease.slot} cannot be opened for {request_id}: it, or the request, is taken"
+            )
         self._write(lease.slot, lease.nonce)
         self._states[request_id] = _Open(lease)
         self._requests[lease.slot] = request_id

@@ -7,16 +7,19 @@ different sizes need no case of their own. Nothing is moved where anything that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from hybridkv.peers.comparison import Agreement, GroupPair, Refusal
+from hybridkv.peers.cells import Side, cells_of, cycle, last_cell_tokens, partial_blocks, place_of, table_places
+from hybridkv.peers.comparison import Agreement, GroupPair
 from hybridkv.peers.ranges import Int64Array, Ranges, Template, joined, merged
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.spans import moved_span
 from hybridkv.peers.tables import BlockTables, blocks_at, lists_refused
-from hybridkv.peers.templates import Cells, cell_template, trims
-from hybridkv.planner import GroupKind, TokenSpan
+from hybridkv.peers.templates import cell_template
+from hybridkv.planner import GroupKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +92,44 @@ class Exchange:
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
-        self._whole_cells: dict[tuple[int, int, int], Template] = {}
+        self._whole_cells: dict[tuple[int, int], Template] = {}
 
-    def template(self, group_index: int, cells: Cells) -> Template:
-        """What moves for a cell. Of whole cells a group has few, which are made once."""
+    def template(self, group_index: int, cell: int, num_tokens: int) -> Template:
+        """What moves for the first tokens of a cell. Of whole cells a group has few, which are made once."""
         pair = self.agreement.groups[group_index]
-        if cells.num_tokens != pair.cell_tokens:
-            return cell_template(pair, cells)
-        key = group_index, cells.local, cells.remote
+        if num_tokens != pair.cell_tokens:
+            return cell_template(pair, place_of(pair, cell, num_tokens))
+        key = group_index, cell % cycle(pair)
         found = self._whole_cells.get(key)
         if found is None:
-            found = self._whole_cells[key] = cell_template(pair, cells)
+            found = self._whole_cells[key] = cell_template(pair, place_of(pair, cell, num_tokens))
         return found
+
+    def chosen_templates(
+        self, group_index: int, cells: Int64Array, num_tokens: int
+    ) -> Iterator[tuple[Int64Array, Template]]:
+        """For cells up to a boundary, each template, and the indexes of the cells that have it.
+
+        Cells that lie alike in their blocks share one; the last may be filled in part.
+        """
+        pair = self.agreement.groups[group_index]
+        tail_tokens = last_cell_tokens(pair, num_tokens)
+        is_last = (cells == (num_tokens - 1) // pair.cell_tokens) & (tail_tokens != pair.cell_tokens)
+        for part in range(cycle(pair)):
+            chosen = np.flatnonzero((cells % cycle(pair) == part) & ~is_last)
+            if chosen.size:
+                yield chosen, self.template(group_index, part, pair.cell_tokens)
+        last = np.flatnonzero(is_last)
+        if last.size:
+            yield last, self.template(group_index, int(cells[last[0]]), tail_tokens)
+
+    def block_ids(
+        self, group_index: int, side: Side, tables: BlockTables, cells: Int64Array, num_tokens: int
+    ) -> Int64Array | Refusal:
+        """The block of each cell on one side. `tables` have one list for each group."""
+        whose = self.agreement.ours if side is Side.OURS else self.agreement.theirs
+        places = table_places(self.agreement.groups[group_index], side, cells, num_tokens)
+        return blocks_at(side, tables, group_index, places, whose.num_blocks)
 
     def pair(self, local: BlockTables, remote: BlockTables, resume: Resume) -> Pairing | Refusal:
         """The ranges that let a request go on.
@@ -114,14 +143,14 @@ class Exchange:
             A pairing, in which nothing moves where all tokens are computed. A refusal where a list is not as it should
             be, or what a resume reads is not there: both come from another process.
         """
-        groups = self.agreement.groups
-        refusal = lists_refused("ours", local, len(groups)) or lists_refused("theirs", remote, len(groups))
+        num_groups = len(self.agreement.groups)
+        refusal = lists_refused(Side.OURS, local, num_groups) or lists_refused(Side.THEIRS, remote, num_groups)
         if refusal is not None:
             return refusal
         if not 0 <= resume.num_tokens <= remote.num_tokens:
             return Refusal("num_tokens", str(resume.num_tokens), str(remote.num_tokens), "it must hold as many")
         moves = []
-        for index in range(len(groups)):
+        for index in range(num_groups):
             moved = self._group_moves(index, local, remote, resume)
             if isinstance(moved, Refusal):
                 return moved
@@ -131,80 +160,28 @@ class Exchange:
             return Refusal("block_ids", "a block in two places", "needed: each block once")
         return pairing
 
-    def _group_moves(
-        self, index: int, local: BlockTables, remote: BlockTables, resume: Resume
-    ) -> GroupMoves | Refusal:
-        pair, (ours, theirs) = self.agreement.groups[index], (self.agreement.ours, self.agreement.theirs)
-        span = moved_span(
-            pair.local.spec, pair.cell_tokens, resume.num_tokens, resume.computed_tokens, resume.serves_blocks
-        )
+    def _group_moves(self, index: int, local: BlockTables, remote: BlockTables, resume: Resume) -> GroupMoves | Refusal:
+        pair, num_tokens = self.agreement.groups[index], resume.num_tokens
+        span = moved_span(pair.local.spec, pair.cell_tokens, num_tokens, resume.computed_tokens, resume.serves_blocks)
         if span.num_tokens == 0:
             return GroupMoves(joined([]))
         if refusal := _boundary_refused(index, pair, remote, resume):
             return refusal
         cells = cells_of(pair, span)
-        local_ids = blocks_at("ours", local, index, _places(pair, span, cells, local=True), ours.num_blocks)
+        local_ids = self.block_ids(index, Side.OURS, local, cells, num_tokens)
         if isinstance(local_ids, Refusal):
             return local_ids
-        remote_ids = blocks_at("theirs", remote, index, _places(pair, span, cells, local=False), theirs.num_blocks)
+        remote_ids = self.block_ids(index, Side.THEIRS, remote, cells, num_tokens)
         if isinstance(remote_ids, Refusal):
             return remote_ids
-        ranges = merged(joined(self._cell_ranges(index, cells, (local_ids, remote_ids), resume.num_tokens)))
-        partial = _partial_blocks(pair, cells, local_ids, resume.num_tokens)
-        return GroupMoves(ranges, int(cells[0]), cells.size, np.unique(local_ids).size, partial)
-
-    def _cell_ranges(
-        self, index: int, cells: Int64Array, ids: tuple[Int64Array, Int64Array], num_tokens: int
-    ) -> list[Ranges]:
-        """Template after template: cells that lie alike in their blocks share one; the last may be filled in part."""
-        pair, (local_ids, remote_ids) = self.agreement.groups[index], ids
-        tail_tokens = last_cell_tokens(pair, num_tokens)
-        whole = cells.size - (tail_tokens != pair.cell_tokens)
-        found = []
-        ratio = max(ratios(pair))
-        for place in range(ratio):
-            chosen = np.flatnonzero(cells[:whole] % ratio == place)
-            if chosen.size:
-                template = self.template(index, place_of(pair, place, pair.cell_tokens))
-                found.append(template.at(local_ids[chosen], remote_ids[chosen]))
-        if whole < cells.size:
-            template = self.template(index, place_of(pair, int(cells[-1]), tail_tokens))
-            found.append(template.at(local_ids[-1:], remote_ids[-1:]))
-        return found
-
-
-def cells_of(pair: GroupPair, span: TokenSpan) -> Int64Array:
-    """The cells that hold a span, counted from token 0. A state is cell 0."""
-    if pair.kind is GroupKind.RECURRENT:
-        return np.zeros(1, dtype=np.int64)
-    return np.arange(span.start // pair.cell_tokens, -(-span.end // pair.cell_tokens), dtype=np.int64)
-
-
-def ratios(pair: GroupPair) -> tuple[int, int]:
-    """Cells in a local and in a remote block; one of the two is 1. A state is whole on both sides."""
-    if pair.kind is GroupKind.RECURRENT:
-        return 1, 1
-    return pair.local.spec.block_tokens // pair.cell_tokens, pair.remote.spec.block_tokens // pair.cell_tokens
-
-
-def place_of(pair: GroupPair, cell: int, num_tokens: int) -> Cells:
-    """Where a cell lies within its blocks."""
-    local_ratio, remote_ratio = ratios(pair)
-    return Cells(cell % local_ratio, cell % remote_ratio, num_tokens)
-
-
-def last_cell_tokens(pair: GroupPair, num_tokens: int) -> int:
-    """How much of the last cell moves: no more than is filled, where that is fewer bytes than the whole cell."""
-    rest = num_tokens % pair.cell_tokens
-    return rest if rest and trims(pair, rest) else pair.cell_tokens
-
-
-def _places(pair: GroupPair, span: TokenSpan, cells: Int64Array, local: bool) -> Int64Array:
-    """Where the block of each cell stands in a side's table."""
-    block_tokens = (pair.local if local else pair.remote).spec.block_tokens
-    if pair.kind is GroupKind.RECURRENT:
-        return np.array([span.start // block_tokens], dtype=np.int64)
-    return cells * pair.cell_tokens // block_tokens
+        ranges = joined(
+            [
+                template.at(local_ids[chosen], remote_ids[chosen])
+                for chosen, template in self.chosen_templates(index, cells, num_tokens)
+            ]
+        )
+        partial = partial_blocks(pair, cells, local_ids, num_tokens)
+        return GroupMoves(merged(ranges), int(cells[0]), cells.size, np.unique(local_ids).size, partial)
 
 
 def _boundary_refused(index: int, pair: GroupPair, remote: BlockTables, resume: Resume) -> Refusal | None:
@@ -216,15 +193,3 @@ def _boundary_refused(index: int, pair: GroupPair, remote: BlockTables, resume: 
         got = f"{resume.computed_tokens} in blocks of {pair.local.spec.block_tokens}"
         return Refusal(f"groups[{index}].computed_tokens", got, "needed: whole blocks")
     return None
-
-
-def _partial_blocks(pair: GroupPair, cells: Int64Array, local_ids: Int64Array, num_tokens: int) -> tuple[int, ...]:
-    ratio, _ = ratios(pair)
-    if pair.kind is GroupKind.RECURRENT:
-        return ()
-    found = []
-    if cells[0] % ratio:
-        found.append(int(local_ids[0]))
-    if (cells[-1] + 1) % ratio or last_cell_tokens(pair, num_tokens) != pair.cell_tokens:
-        found.append(int(local_ids[-1]))
-    return tuple(dict.fromkeys(found))

@@ -5,19 +5,28 @@ A `Template` is what moves for one block, wherever that block is; ranges are a t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from hybridkv.peers.errors import PeersProtocolError
+
 Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+COLUMNS = ("local_regions", "local_offsets", "remote_regions", "remote_offsets", "num_bytes")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Range i takes `num_bytes[i]` from `remote_offsets[i]` of `remote_regions[i]` to the same of the local side."""
+    """Range i: `num_bytes[i]` bytes at `remote_offsets[i]` of the peer's region, into ours at `local_offsets[i]`.
+
+    Five int64 arrays of one length, which become read-only and belong to this value. What they point to is checked by
+    who reads and by who is read, not here: the numbers of a peer may be anything.
+    """
 
     local_regions: Int64Array
     local_offsets: Int64Array
@@ -25,16 +34,30 @@ class Ranges:
     remote_offsets: Int64Array
     num_bytes: Int64Array
 
-    def __len__(self) -> int:
-        return self.num_bytes.size
+    def __post_init__(self) -> None:
+        for name in COLUMNS:
+            array = getattr(self, name)
+            if array.dtype != np.int64 or array.ndim != 1 or len(array) != len(self.num_bytes):
+                expected = f"a one-dimensional int64 array of length {len(self.num_bytes)}"
+                raise PeersProtocolError(f"{name}: expected {expected}, got {array.dtype}{list(array.shape)}")
+            array.setflags(write=False)
 
-    @property
-    def total_bytes(self) -> int:
-        return int(self.num_bytes.sum())
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, int, int, int, int]]) -> Ranges:
+        """From (local_region, local_offset, remote_region, remote_offset, num_bytes)."""
+        table = np.array(list(rows), dtype=np.int64).reshape(-1, 5)
+        return cls(*(table[:, column].copy() for column in range(5)))
+
+    def __len__(self) -> int:
+        return len(self.num_bytes)
 
     @property
     def columns(self) -> tuple[Int64Array, ...]:
         return self.local_regions, self.local_offsets, self.remote_regions, self.remote_offsets, self.num_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
 
     @property
     def overlap(self) -> bool:
@@ -43,6 +66,26 @@ class Ranges:
         regions, offsets = self.local_regions[order], self.local_offsets[order]
         ends = offsets + self.num_bytes[order]
         return bool(((regions[1:] == regions[:-1]) & (offsets[1:] < ends[:-1])).any())
+
+    def rows(self, first: int, last: int) -> Ranges:
+        """Some of them, in order."""
+        return Ranges(*(column[first:last] for column in self.columns))
+
+    def cut(self, max_bytes: int) -> Ranges:
+        """The same bytes in the same order, no range longer than `max_bytes`."""
+        if not len(self) or int(self.num_bytes.max()) <= max_bytes:
+            return self
+        pieces = -(-self.num_bytes // max_bytes)
+        row = np.repeat(np.arange(len(self), dtype=np.int64), pieces)
+        first = np.cumsum(pieces) - pieces
+        into = (np.arange(len(row), dtype=np.int64) - first[row]) * max_bytes
+        return Ranges(
+            self.local_regions[row],
+            self.local_offsets[row] + into,
+            self.remote_regions[row],
+            self.remote_offsets[row] + into,
+            np.minimum(self.num_bytes[row] - into, max_bytes),
+        )
 
 
 def joined(parts: Sequence[Ranges]) -> Ranges:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class HeadShare(NamedTuple):
-    """Heads [first, first + count) of the model."""
+    """Heads [first, first + num_heads) of the model."""
 
     first: int
-    count: int
+    num_heads: int
 
 
 class HeadSource(NamedTuple):
@@ -22,14 +22,14 @@ class HeadSource(NamedTuple):
 
     rank: int
     first: int
-    count: int
+    num_heads: int
 
 
 def head_share(total_heads: int, tp_size: int, rank: int) -> HeadShare | None:
     """The heads that a rank holds; None where they cannot be shared out equally."""
     if total_heads % tp_size == 0:
-        count = total_heads // tp_size
-        return HeadShare(rank * count, count)
+        num_heads = total_heads // tp_size
+        return HeadShare(rank * num_heads, num_heads)
     if tp_size % total_heads == 0:
         return HeadShare(rank // (tp_size // total_heads), 1)
     return None
@@ -46,13 +46,13 @@ def head_sources(total_heads: int, tp_size: int, rank: int, remote_tp_size: int)
     readers = max(1, tp_size // total_heads)
     givers = max(1, remote_tp_size // total_heads)
     found: dict[int, HeadSource] = {}
-    for head in range(share.first, share.first + share.count):
+    for head in range(share.first, share.first + share.num_heads):
         if givers > 1:
             remote = head * givers + rank % readers * givers // readers
         else:
             remote = head // (total_heads // remote_tp_size)
         seen = found.get(remote)
-        found[remote] = HeadSource(remote, seen.first if seen else head, seen.count + 1 if seen else 1)
+        found[remote] = HeadSource(remote, seen.first if seen else head, seen.num_heads + 1 if seen else 1)
     return tuple(found.values())
 
 

@@ -1,8 +1,8 @@
-"""The life of one request that reads from peers, over all ranks that it reads from: a value, and what follows from events.
+"""The life of one request that reads from peers, over all ranks that it reads from: a value, and what follows.
 
-Every rank goes from CONNECTING over READING and CHECKING to DONE; the first that fails ends it for all. The engine is told
-once. Not before every transfer has really ended, though: what was cancelled may still write, and the engine would give
-the blocks to others. Whatever happens, each rank that was reached is told once that its lease may end.
+Every rank goes from CONNECTING over READING and CHECKING to DONE; the first that fails ends it for all. The engine is
+told once. Not before every transfer has really ended, though: what was cancelled may still write, and the engine would
+give the blocks to others. Whatever happens, each rank that was reached is told once that its lease may end.
 
     life, commands = advance(life, event, now_s)
 
@@ -236,9 +236,9 @@ def advance(life: ReadLife, event: Event, now_s: float) -> tuple[ReadLife, tuple
     """What follows from an event. One that comes too late, or twice, changes nothing."""
     if life.over:
         return life, ()
-    if type(event) is Abort:
+    if isinstance(event, Abort):
         return _settled(life, (), life.failure or Reason.ABORTED, now_s)
-    if type(event) is Tick:
+    if isinstance(event, Tick):
         return _ticked(life, now_s)
     if not 0 <= event.peer < len(life.peers):
         return life, ()
@@ -264,7 +264,9 @@ def _ticked(life: ReadLife, now_s: float) -> tuple[ReadLife, tuple[Command, ...]
     return _settled(life, commands, failure, now_s)
 
 
-def _peer_step(peer: PeerRead, event: Connected | TransferEnded | Checked | Lost, bounds: ReadBounds, now_s: float) -> _Step:
+def _peer_step(
+    peer: PeerRead, event: Connected | TransferEnded | Checked | Lost, bounds: ReadBounds, now_s: float
+) -> _Step:
     """One rank's next stage, what to do, and why it failed if it did."""
     stage, index = peer.stage, event.peer
     if type(event) is Connected and stage is Stage.CONNECTING:

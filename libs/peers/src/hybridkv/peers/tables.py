@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from hybridkv.peers.comparison import Refusal
+from hybridkv.peers.cells import Side
 from hybridkv.peers.description import MAX_BLOCKS, NULL_BLOCK
 from hybridkv.peers.ranges import Int64Array
+from hybridkv.peers.refusal import Refusal
 from hybridkv.planner import GroupSpec, clip_blocks
 
 
@@ -47,23 +48,25 @@ def offered(groups: Sequence[GroupSpec], block_ids: Sequence[Sequence[int]], num
     return BlockTables(num_tokens, clipped.first_blocks, clipped.block_ids)
 
 
-def lists_refused(side: str, tables: BlockTables, num_groups: int) -> Refusal | None:
+def lists_refused(side: Side, tables: BlockTables, num_groups: int) -> Refusal | None:
     """Why tables cannot be those of so many groups; None where they can."""
     for field in ("first_blocks", "block_ids"):
         if len(getattr(tables, field)) != num_groups:
             got = f"{len(getattr(tables, field))} lists"
-            return _of(side, field, got, f"one for each of {num_groups} groups")
+            return _lacks(side, field, got, f"one for each of {num_groups} groups")
     for index, first in enumerate(tables.first_blocks):
         if not 0 <= first <= MAX_BLOCKS:
-            return _of(side, f"first_blocks[{index}]", str(first), "the place of a block")
+            return _lacks(side, f"first_blocks[{index}]", str(first), "the place of a block")
     return None
 
 
-def blocks_at(side: str, tables: BlockTables, group_index: int, places: Int64Array, num_blocks: int) -> Int64Array | Refusal:
+def blocks_at(
+    side: Side, tables: BlockTables, group_index: int, places: Int64Array, num_blocks: int
+) -> Int64Array | Refusal:
     """The blocks at some places of a group's table, or why one of them is not there.
 
     Args:
-        side: "ours" or "theirs", for the refusal.
+        side: whose tables they are.
         tables: whose lists were looked at.
         group_index: of which group.
         places: ascending; one at least.
@@ -73,17 +76,17 @@ def blocks_at(side: str, tables: BlockTables, group_index: int, places: Int64Arr
     path = f"block_ids[{group_index}]"
     if places[0] < first or places[-1] >= first + len(ids):
         got = f"blocks {first} to {first + len(ids)} of the table"
-        return _of(side, path, got, f"blocks {places[0]} to {places[-1] + 1}")
+        return _lacks(side, path, got, f"blocks {places[0]} to {places[-1] + 1}")
     wanted = ids[int(places[0]) - first : int(places[-1]) - first + 1]
     if not all(type(each) is int and 0 <= each < num_blocks for each in wanted):
-        return _of(side, path, "an id outside of the pool", f"ids below {num_blocks}")
+        return _lacks(side, path, "an id outside of the pool", f"ids below {num_blocks}")
     if NULL_BLOCK in wanted:
-        return _of(side, path, "no block", f"block {places[0] + wanted.index(NULL_BLOCK)} of the table")
+        return _lacks(side, path, "no block", f"block {places[0] + wanted.index(NULL_BLOCK)} of the table")
     found: Int64Array = np.array(wanted, dtype=np.int64)[places - places[0]]
     return found
 
 
-def _of(side: str, field: str, got: str, expected: str) -> Refusal:
-    """A refusal for what one side's list lacks; the other column says what was needed."""
+def _lacks(side: Side, field: str, got: str, expected: str) -> Refusal:
+    """A refusal for what one side's lists lack; the other column says what was needed."""
     needed = f"needed: {expected}"
-    return Refusal(field, got, needed) if side == "ours" else Refusal(field, needed, got)
+    return Refusal(field, got, needed) if side is Side.OURS else Refusal(field, needed, got)

@@ -11,44 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hybridkv.peers.cells import CellPlace
 from hybridkv.peers.comparison import GroupPair, PiecePair
 from hybridkv.peers.description import Piece
 from hybridkv.peers.ranges import Int64Array, Template, template
 from hybridkv.planner import GroupKind
 
 
-class Cells(NamedTuple):
-    """Which cell of a local block goes with which cell of a remote one. One of the two is 0: a cell is a whole block
-    on one side.
-
-    Args:
-        local: counted within the local block.
-        remote: counted within the remote block.
-        num_tokens: of the cell, from its first.
-    """
-
-    local: int
-    remote: int
-    num_tokens: int
-
-
-def cell_template(pair: GroupPair, cells: Cells) -> Template:
+def cell_template(pair: GroupPair, place: CellPlace) -> Template:
     """What moves for one cell of a group."""
     local, remote, sizes = [], [], []
     for each in pair.pieces:
         if each.heads:
-            ours, theirs, num_bytes = _piece_runs(pair, each, cells)
+            ours, theirs, num_bytes = _piece_runs(pair, each, place)
             local.append(_placed(each.local, ours))
             remote.append(_placed(each.remote, theirs))
             sizes.append(num_bytes)
     return template(local, remote, sizes)
-
-
-def trims(pair: GroupPair, num_tokens: int) -> bool:
-    """Whether fewer bytes move for so many tokens of a cell than for all."""
-    return pair.kind is not GroupKind.RECURRENT and any(
-        _units(pair, each, num_tokens) < _units(pair, each, pair.cell_tokens) for each in pair.pieces
-    )
 
 
 def _units(pair: GroupPair, each: PiecePair, num_tokens: int) -> int:
@@ -62,12 +41,12 @@ def _placed(piece: Piece, offsets: Int64Array) -> Int64Array:
 
 
 class _Dim(NamedTuple):
-    count: int
+    size: int
     local_stride: int
     remote_stride: int
 
 
-def _piece_runs(pair: GroupPair, each: PiecePair, cells: Cells) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _piece_runs(pair: GroupPair, each: PiecePair, place: CellPlace) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Offsets within the local and the remote block, and sizes."""
     mine, yours = each.local, each.remote
     dims = [
@@ -79,21 +58,22 @@ def _piece_runs(pair: GroupPair, each: PiecePair, cells: Cells) -> tuple[Int64Ar
         local = remote = np.zeros(1, dtype=np.int64)
         sizes = np.array([run], dtype=np.int64)
     else:
-        whole, wanted = _units(pair, each, pair.cell_tokens), _units(pair, each, cells.num_tokens)
-        ours, theirs = _unit_offsets(mine, cells.local * whole, wanted), _unit_offsets(yours, cells.remote * whole, wanted)
-        starts = np.flatnonzero(
-            np.concatenate(([True], (np.diff(ours) != run) | (np.diff(theirs) != run)))
+        whole, wanted = _units(pair, each, pair.cell_tokens), _units(pair, each, place.num_tokens)
+        ours, theirs = (
+            _unit_offsets(mine, place.local * whole, wanted),
+            _unit_offsets(yours, place.remote * whole, wanted),
         )
+        starts = np.flatnonzero(np.concatenate(([True], (np.diff(ours) != run) | (np.diff(theirs) != run))))
         local, remote = ours[starts], theirs[starts]
         sizes = np.diff(np.append(starts, wanted)) * run
         if sizes.size == 1:
             run, dims = _collapsed(int(sizes[0]), dims)
             sizes = np.array([run], dtype=np.int64)
     for dim in dims:
-        steps = np.arange(dim.count, dtype=np.int64)[:, None]
+        steps = np.arange(dim.size, dtype=np.int64)[:, None]
         local = (local[None, :] + steps * dim.local_stride).reshape(-1)
         remote = (remote[None, :] + steps * dim.remote_stride).reshape(-1)
-        sizes = np.tile(sizes, dim.count)
+        sizes = np.tile(sizes, dim.size)
     first_local = each.local_head * mine.heads.stride_bytes
     first_remote = each.remote_head * yours.heads.stride_bytes
     return local + first_local, remote + first_remote, sizes
@@ -101,10 +81,10 @@ def _piece_runs(pair: GroupPair, each: PiecePair, cells: Cells) -> tuple[Int64Ar
 
 def _collapsed(run: int, dims: Sequence[_Dim]) -> tuple[int, list[_Dim]]:
     """Takes into the run what repeats it without a gap on both sides."""
-    left = [dim for dim in dims if dim.count > 1]
+    left = [dim for dim in dims if dim.size > 1]
     while (inner := next((dim for dim in left if dim.local_stride == dim.remote_stride == run), None)) is not None:
         left.remove(inner)
-        run *= inner.count
+        run *= inner.size
     return run, left
 
 

@@ -1,7 +1,7 @@
 """What a request costs on the wire, as a formula of the group table; `pairing` must come to the same.
 
-A group moves the blocks that hold the tokens from the first that a resume reads, and the reader has not computed, to the
-last: FULL all, WINDOW those of the window, rounded up to blocks, RECURRENT one state, SCRATCH none.
+A group moves the blocks that hold the tokens from the first that a resume reads, and the reader has not computed, to
+the last: FULL all, WINDOW those of the window, rounded up to blocks, RECURRENT one state, SCRATCH none.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from hybridkv.planner.choice import (
     choose,
     is_weight,
 )
+from hybridkv.planner.clipping import ClippedBlocks, clip_blocks, read_blocks, window_blocks
 from hybridkv.planner.coverage import (
     chunk_blocks,
     chunk_span,
@@ -39,14 +40,7 @@ from hybridkv.planner.coverage import (
     resume_start,
 )
 from hybridkv.planner.diagnosis import Finding, Problem, diagnose
-from hybridkv.planner.foreign import (
-    ClippedBlocks,
-    clip_blocks,
-    common_block_count,
-    read_blocks,
-    slice_group_blocks,
-    window_blocks,
-)
+from hybridkv.planner.foreign import common_block_count, slice_group_blocks
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit, whole_chunk_unit
 from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup

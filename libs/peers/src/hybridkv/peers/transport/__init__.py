@@ -15,7 +15,7 @@ from hybridkv.peers.transport.contract import (
     TransferState,
     Transport,
 )
-from hybridkv.peers.transport.ranges import Ranges
+from hybridkv.peers.ranges import Ranges
 
 __all__ = [
     "PENDING",

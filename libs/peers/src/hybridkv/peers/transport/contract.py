@@ -12,7 +12,7 @@ from typing import Final, NewType, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
-from hybridkv.peers.transport.ranges import Ranges
+from hybridkv.peers.ranges import Ranges
 
 RemoteId = NewType("RemoteId", int)
 """One attached peer, for as long as the transport lives: numbers are not used again."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.transport.contract import Region
-from hybridkv.peers.transport.ranges import Integers
+from hybridkv.peers.ranges import Int64Array
 
 MAX_REGIONS = 65536
 
@@ -19,12 +19,12 @@ MAX_REGIONS = 65536
 class Pieces:
     """Places of one side, neighbours joined."""
 
-    regions: Integers
-    offsets: Integers
-    num_bytes: Integers
+    regions: Int64Array
+    offsets: Int64Array
+    num_bytes: Int64Array
 
     @classmethod
-    def of(cls, regions: Integers, offsets: Integers, num_bytes: Integers) -> Pieces:
+    def of(cls, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> Pieces:
         """What continues the place before it, in the same region, is joined to it."""
         if len(offsets) < 2:
             return cls(regions, offsets, num_bytes)
@@ -69,7 +69,7 @@ class RegisteredMemory:
         gone = set(numbers)
         return RegisteredMemory(tuple(None if at in gone else each for at, each in enumerate(self.regions)))
 
-    def why_not(self, side: str, regions: Integers, offsets: Integers, num_bytes: Integers) -> str | None:
+    def why_not(self, side: str, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> str | None:
         """None when each range lies in one region. Safe for any numbers: they may be a stranger's."""
         if not len(num_bytes):
             return None
@@ -101,7 +101,7 @@ class RegisteredMemory:
             view = self._views[number] = view_of(region.address, region.num_bytes)
         return view
 
-    def places(self, regions: Integers, offsets: Integers) -> Integers:
+    def places(self, regions: Int64Array, offsets: Int64Array) -> Int64Array:
         """Addresses of ranges that were checked."""
         return self.addresses[regions] + offsets
 

@@ -34,7 +34,7 @@ from hybridkv.peers.transport.contract import (
 from hybridkv.peers.transport.memory import MAX_REGIONS, RegisteredMemory
 from hybridkv.peers.transport.nixl_library import load_nixl, reason_of
 from hybridkv.peers.transport.nixl_lists import HOST_DEVICE, UnitTable, is_on_units, posts_of
-from hybridkv.peers.transport.ranges import Integers, Ranges
+from hybridkv.peers.ranges import Int64Array, Ranges
 from hybridkv.peers.wire import WireError, pack_columns, unpack_columns
 
 logger = logging.getLogger(__name__)
@@ -418,7 +418,7 @@ class NixlTransport:
             raise PeersProtocolError(f"{call}: called after close")
 
 
-def _descriptors(memory: RegisteredMemory, regions: Integers, offsets: Integers, num_bytes: Integers) -> Any:
+def _descriptors(memory: RegisteredMemory, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> Any:
     devices = np.full(len(num_bytes), HOST_DEVICE, dtype=np.int64)
     return np.stack([memory.places(regions, offsets), num_bytes, devices], axis=1).astype(np.uint64)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.peers.transport.memory import RegisteredMemory
-from hybridkv.peers.transport.ranges import Integers, Ranges
+from hybridkv.peers.ranges import Int64Array, Ranges
 
 HOST_DEVICE = 0
 """As NIXL counts them."""
@@ -22,9 +22,9 @@ class UnitTable:
 
     rows: npt.NDArray[np.uint64]
     """(address, unit, device, stride, count) of each such region."""
-    first: Integers
+    first: Int64Array
     """By region: the number of its first descriptor."""
-    units: Integers
+    units: Int64Array
     """By region: 0 where it has none."""
 
     @classmethod
@@ -45,7 +45,7 @@ class UnitTable:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def numbers(self, regions: Integers, offsets: Integers, num_bytes: Integers) -> Integers:
+    def numbers(self, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> Int64Array:
         """The descriptors of ranges that lie on units, in order."""
         units = self.units[regions]
         counts = num_bytes // units

@@ -1,16 +1,8 @@
-"""What stores with other block grids than ours need: slices of their blocks, and transfers clipped to what is read.
+"""What stores with other block grids than ours need: slices of their blocks.
 
-Nothing in the product calls this yet: it is for connectors to peers and to servers whose chunks are not ours.
+Nothing in the product calls this yet: it is for connectors to servers whose chunks are not ours.
 """
 
-from hybridkv.planner.foreign.clipping import ClippedBlocks, clip_blocks, read_blocks, window_blocks
 from hybridkv.planner.foreign.slices import common_block_count, slice_group_blocks
 
-__all__ = [
-    "ClippedBlocks",
-    "clip_blocks",
-    "common_block_count",
-    "read_blocks",
-    "slice_group_blocks",
-    "window_blocks",
-]
+__all__ = ["common_block_count", "slice_group_blocks"]

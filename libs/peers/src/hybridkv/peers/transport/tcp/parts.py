@@ -9,7 +9,7 @@ import numpy as np
 
 from hybridkv.peers.transport.contract import PENDING, TransferId, TransferState
 from hybridkv.peers.transport.memory import Pieces
-from hybridkv.peers.transport.ranges import Ranges
+from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.wire import pack_columns
 
 

@@ -22,7 +22,7 @@ from hybridkv.peers.transport.contract import (
     TransferState,
 )
 from hybridkv.peers.transport.memory import RegisteredMemory
-from hybridkv.peers.transport.ranges import Ranges
+from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport.tcp.client import Address, TcpClient
 from hybridkv.peers.transport.tcp.options import TcpOptions
 from hybridkv.peers.transport.tcp.parts import Transfer, parts_of

@@ -1,0 +1,133 @@
+"""Digests: equal over what arrived whole, whatever the layouts; different for the cell in which one byte is not."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from byte_model import Side as Memory
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from peer_worlds import World, worlds
+from plain_worlds import group, world
+from played_worlds import play
+
+from hybridkv.peers.cells import Side
+from hybridkv.peers.digests import (
+    DigestRequest,
+    DigestRuns,
+    DigestSpan,
+    Mismatch,
+    digest_request,
+    digest_runs,
+    mismatches,
+    plain_digester,
+)
+from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.tables import BlockTables
+from hybridkv.planner import GroupKind
+
+MODERATE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def digests(memory: Memory, runs: DigestRuns | Refusal) -> list[bytes]:
+    assert isinstance(runs, DigestRuns), runs
+    # A number a byte: eight bytes for each.
+    wide = DigestRuns(runs.regions, runs.offsets * 8, runs.num_bytes * 8, runs.ends)
+    return list(plain_digester(memory.regions, hashlib.sha256)(wide))
+
+
+@MODERATE
+@given(worlds(), st.data())
+def test_digests_are_equal_and_one_wrong_byte_is_laid_to_its_cell(world: World, data: st.DataObject) -> None:
+    played = play(world, 0)
+    assume(played.refusal is None)
+    local = BlockTables.whole(world.num_tokens, world.tables[0])
+    for pairing, (exchange, remote, theirs) in zip(played.pairings, played.remotes, strict=True):
+        request = digest_request(pairing)
+        runs = digest_runs(exchange, Side.OURS, local, request)
+        assert isinstance(runs, DigestRuns) or not request.spans
+        if not request.spans:
+            continue
+        assert runs.num_bytes.sum() == pairing.num_bytes
+        mine = digests(played.ours, runs)
+        yours = digests(theirs, digest_runs(exchange, Side.THEIRS, remote, request))
+        assert len(mine) == request.num_digests
+        assert mismatches(request, mine, yours) == ()
+        wrong = data.draw(st.integers(0, len(mine) - 1))
+        first = int(runs.ends[wrong - 1]) if wrong else 0
+        if first == runs.ends[wrong]:
+            continue
+        region, offset = runs.regions[first], runs.offsets[first]
+        played.ours.regions[region][offset] ^= 1
+        broken = digests(played.ours, runs)
+        assert len(mismatches(request, broken, yours)) == 1
+        assert broken[wrong] != yours[wrong]
+        played.ours.regions[region][offset] ^= 1
+
+
+WORLD = world(
+    (group(GroupKind.FULL, (4, 2)), group(GroupKind.RECURRENT, (4, 4)), group(GroupKind.SCRATCH, (4, 4))), num_tokens=11
+)
+
+
+def test_a_mismatch_names_group_and_cell() -> None:
+    played = play(WORLD, 0)
+    request = digest_request(played.pairings[0])
+    assert request == DigestRequest(11, (DigestSpan(0, 0, 6), DigestSpan(1, 0, 1)))
+    good = [bytes([i]) for i in range(7)]
+    assert mismatches(request, good, [*good[:3], b"x", *good[4:6], b"y"]) == (Mismatch(0, 3), Mismatch(1, 0))
+
+
+def test_digests_that_are_missing_are_mismatches() -> None:
+    request = DigestRequest(11, (DigestSpan(0, 0, 2),))
+    assert mismatches(request, [b"a", b"b"], [b"a"]) == (Mismatch(0, 0), Mismatch(0, 1))
+    assert mismatches(DigestRequest(11, ()), [], [b"a"]) != ()
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        ("digests.num_tokens", DigestRequest(0, ())),
+        ("digests.num_tokens", DigestRequest(12, ())),
+        ("digests.num_tokens", DigestRequest(1 << 70, ())),
+        ("digests.group_index", DigestRequest(11, (DigestSpan(3, 0, 1),))),
+        ("digests.group_index", DigestRequest(11, (DigestSpan(0, 0, 1), DigestSpan(0, 0, 1)))),
+        ("digests.cells of group 0", DigestRequest(11, (DigestSpan(0, 0, 1 << 60),))),
+        ("digests.cells of group 0", DigestRequest(11, (DigestSpan(0, -1, 1),))),
+        ("digests.cells of group 0", DigestRequest(11, (DigestSpan(0, 0, 0),))),
+        ("digests.cells of group 1", DigestRequest(11, (DigestSpan(1, 0, 2),))),
+        ("digests.cells of group 2", DigestRequest(11, (DigestSpan(2, 0, 1),))),
+    ],
+)
+def test_what_a_lease_does_not_hold_is_not_digested(field: str, request_: DigestRequest) -> None:
+    exchange, remote, _ = play(WORLD, 0).remotes[0]
+    found = digest_runs(exchange, Side.THEIRS, remote, request_)
+    assert isinstance(found, Refusal)
+    assert found.field == field
+
+
+@MODERATE
+@given(
+    st.builds(
+        DigestRequest,
+        num_tokens=st.integers(-1, 12),
+        spans=st.lists(
+            st.builds(DigestSpan, st.integers(-1, 3), st.integers(-1, 8), st.integers(-1, 8)), max_size=3
+        ).map(tuple),
+    )
+)
+def test_any_request_is_answered_from_the_leases_blocks_or_refused(request_: DigestRequest) -> None:
+    exchange, remote, theirs = play(WORLD, 0).remotes[0]
+    found = digest_runs(exchange, Side.THEIRS, remote, request_)
+    if isinstance(found, Refusal):
+        return
+    assert found.ends.size == request_.num_digests
+    for region, offset, size in zip(found.regions, found.offsets, found.num_bytes, strict=True):
+        assert offset >= 0 and offset + size <= theirs.regions[region].size
+
+
+def test_no_bytes_make_no_digest() -> None:
+    empty = np.empty(0, dtype=np.int64)
+    assert list(plain_digester([b""], hashlib.sha256)(DigestRuns(empty, empty, empty, empty))) == []

@@ -1,0 +1,56 @@
+"""Every head is read once, from a rank that has it, and every rank knows who reads from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridkv.peers.ranks import HeadShare, HeadSource, head_share, head_sources, reader_ranks, source_ranks
+
+SIZES = [1, 2, 4, 8]
+
+
+def test_heads_are_shared_equally_or_repeated_on_ranks_in_a_row() -> None:
+    assert [head_share(8, 4, rank) for rank in range(4)] == [HeadShare(2 * rank, 2) for rank in range(4)]
+    assert [head_share(2, 4, rank) for rank in range(4)] == [(0, 1), (0, 1), (1, 1), (1, 1)]
+    assert head_share(6, 4, 0) is None
+
+
+@pytest.mark.parametrize("total_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("ours", SIZES)
+@pytest.mark.parametrize("theirs", SIZES)
+def test_every_head_of_a_rank_comes_once_from_a_rank_that_has_it(total_heads: int, ours: int, theirs: int) -> None:
+    for rank in range(ours):
+        share = head_share(total_heads, ours, rank)
+        sources = head_sources(total_heads, ours, rank, theirs)
+        assert share is not None and sources is not None
+        heads = []
+        for source in sources:
+            there = head_share(total_heads, theirs, source.rank)
+            assert there is not None
+            wanted = range(source.first, source.first + source.num_heads)
+            assert set(wanted) <= set(range(there.first, there.first + there.num_heads))
+            heads += wanted
+        assert heads == list(range(share.first, share.first + share.num_heads))
+
+
+def test_readers_of_a_head_that_several_ranks_have_are_spread_over_them() -> None:
+    assert [head_sources(1, 4, rank, 4) for rank in range(4)] == [(HeadSource(rank, 0, 1),) for rank in range(4)]
+    assert [head_sources(1, 4, rank, 2) for rank in range(4)] == [(HeadSource(rank // 2, 0, 1),) for rank in range(4)]
+    assert [head_sources(2, 1, 0, 4)] == [(HeadSource(0, 0, 1), HeadSource(2, 1, 1))]
+
+
+@pytest.mark.parametrize("ours", SIZES)
+@pytest.mark.parametrize("theirs", SIZES)
+def test_a_rank_waits_for_exactly_those_that_read_from_it(ours: int, theirs: int) -> None:
+    totals = [8, 2, 1]
+    read = {rank: source_ranks(totals, ours, rank, theirs) for rank in range(ours)}
+    for remote in range(theirs):
+        readers = reader_ranks(totals, theirs, remote, ours)
+        assert readers == tuple(rank for rank, sources in read.items() if sources and remote in sources)
+
+
+def test_what_is_not_split_by_heads_is_read_from_the_same_rank_of_as_many() -> None:
+    assert source_ranks([0], 4, 3, 4) == (3,)
+    assert source_ranks([0, 8], 4, 3, 2) is None
+    assert reader_ranks([0], 4, 3, 2) is None
+    assert source_ranks([6], 2, 0, 4) is None

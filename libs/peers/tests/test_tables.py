@@ -1,0 +1,144 @@
+"""What a producer offers, and what a reader refuses of a list that came from elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_worlds import group, world
+from played_worlds import agreed
+
+from hybridkv.peers.pairing import Exchange, Pairing, Resume
+from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.tables import BlockTables, offered
+from hybridkv.planner import GroupKind, GroupSpec
+
+SPECS = (
+    GroupSpec(GroupKind.FULL, 16),
+    GroupSpec(GroupKind.WINDOW, 16, window_tokens=24),
+    GroupSpec(GroupKind.RECURRENT, 64),
+    GroupSpec(GroupKind.SCRATCH, 16),
+)
+WORLD = world(
+    (
+        group(GroupKind.FULL, (16, 16)),
+        group(GroupKind.WINDOW, (16, 16), window_tokens=24),
+        group(GroupKind.RECURRENT, (64, 64)),
+    ),
+    num_tokens=100,
+)
+LOCAL = BlockTables.whole(100, WORLD.tables[0])
+REMOTE = offered([shape.spec(1) for shape in WORLD.shapes], WORLD.tables[1], 100)
+
+
+def test_a_producer_offers_what_a_resume_reads_and_where_it_begins() -> None:
+    ids = tuple(range(1, 8))
+    assert offered(SPECS, [ids, ids, (8, 9), ids], 100) == BlockTables(100, (0, 4, 1, 0), (ids, (5, 6, 7), (9,), ()))
+
+
+def test_a_table_that_is_too_short_is_a_mistake_of_the_producer() -> None:
+    with pytest.raises(ValueError, match="100 tokens in 7 blocks"):
+        offered(SPECS[:1], [(1, 2)], 100)
+
+
+def pair(local: BlockTables = LOCAL, remote: BlockTables = REMOTE, **resume: Any) -> Pairing | Refusal:
+    return Exchange(agreed(WORLD)).pair(local, remote, Resume(**{"num_tokens": 100, **resume}))
+
+
+def test_the_lists_of_the_controls_are_paired() -> None:
+    assert isinstance(pair(), Pairing)
+
+
+def with_ids(tables: BlockTables, group_index: int, ids: tuple[Any, ...]) -> BlockTables:
+    lists = list(tables.block_ids)
+    lists[group_index] = ids
+    return msgspec.structs.replace(tables, block_ids=tuple(lists))
+
+
+@pytest.mark.parametrize(
+    ("remote", "field"),
+    [
+        (msgspec.structs.replace(REMOTE, first_blocks=(0, 0)), "first_blocks"),
+        (msgspec.structs.replace(REMOTE, block_ids=()), "block_ids"),
+        (msgspec.structs.replace(REMOTE, first_blocks=(-1, 4, 1)), "first_blocks[0]"),
+        (msgspec.structs.replace(REMOTE, first_blocks=(0, 1 << 60, 1)), "first_blocks[1]"),
+        (msgspec.structs.replace(REMOTE, first_blocks=(0, 5, 1)), "block_ids[1]"),
+        (msgspec.structs.replace(REMOTE, num_tokens=99), "num_tokens"),
+        (msgspec.structs.replace(REMOTE, num_tokens=101), "groups[2]: the boundary of a state"),
+        (with_ids(REMOTE, 0, REMOTE.block_ids[0][:-1]), "block_ids[0]"),
+        (with_ids(REMOTE, 0, (0, *REMOTE.block_ids[0][1:])), "block_ids[0]"),
+        (with_ids(REMOTE, 0, (1 << 40, *REMOTE.block_ids[0][1:])), "block_ids[0]"),
+        (with_ids(REMOTE, 0, (-1, *REMOTE.block_ids[0][1:])), "block_ids[0]"),
+        (with_ids(REMOTE, 2, ()), "block_ids[2]"),
+    ],
+)
+def test_a_list_of_theirs_that_lacks_something_is_refused_by_name(remote: BlockTables, field: str) -> None:
+    refusal = pair(remote=remote)
+    assert isinstance(refusal, Refusal)
+    assert refusal.field == field
+
+
+def test_a_local_block_in_two_places_is_refused() -> None:
+    twice = with_ids(LOCAL, 0, (LOCAL.block_ids[0][1], *LOCAL.block_ids[0][1:]))
+    refusal = pair(local=twice)
+    assert isinstance(refusal, Refusal)
+    assert refusal.field == "block_ids"
+    across = with_ids(LOCAL, 1, (*LOCAL.block_ids[1][:-1], LOCAL.block_ids[0][0]))
+    assert isinstance(pair(local=across), Refusal)
+
+
+def test_a_prefix_that_is_computed_in_part_of_a_block_is_refused() -> None:
+    refusal = pair(computed_tokens=40)
+    assert isinstance(refusal, Refusal)
+    assert refusal.field == "groups[0].computed_tokens"
+
+
+def test_a_full_local_prefix_moves_nothing() -> None:
+    found = pair(computed_tokens=100)
+    assert isinstance(found, Pairing)
+    assert (found.num_bytes, found.num_descriptors, len(found.ranges)) == (0, 0, 0)
+
+
+def test_a_remote_block_may_be_read_twice_where_requests_share_it() -> None:
+    """Two of theirs with one id are two prefixes that are equal, not a mistake."""
+    shared = with_ids(REMOTE, 0, (REMOTE.block_ids[0][1], *REMOTE.block_ids[0][1:]))
+    assert isinstance(pair(remote=shared), Pairing)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.builds(
+        BlockTables,
+        num_tokens=st.integers(-1, 101),
+        first_blocks=st.lists(st.integers(-1, 8), min_size=2, max_size=4).map(tuple),
+        block_ids=st.lists(st.lists(st.integers(-1, 20), max_size=9).map(tuple), min_size=2, max_size=4).map(tuple),
+    ),
+    st.sampled_from([0, 16, 64, 100]),
+)
+def test_any_list_is_paired_within_the_regions_or_refused(remote: BlockTables, computed: int) -> None:
+    found = pair(remote=remote, computed_tokens=computed)
+    if isinstance(found, Refusal):
+        return
+    theirs = WORLD.theirs[0].region_bytes
+    for region, offset, size in zip(
+        found.ranges.remote_regions, found.ranges.remote_offsets, found.ranges.num_bytes, strict=True
+    ):
+        assert offset >= 0 and offset + size <= theirs[region]
+
+
+def test_what_moves_is_counted_by_group() -> None:
+    found = pair()
+    assert isinstance(found, Pairing)
+    assert [moves.num_blocks for moves in found.groups] == [7, 3, 1]
+    # 100 tokens in the full group, but for those behind the last; the window's begin with a block; one state.
+    assert [moves.num_bytes for moves in found.groups] == [200, 2 * (100 - 64), 2]
+    assert [moves.partial_blocks for moves in found.groups] == [
+        (WORLD.tables[0][0][-1],),
+        (WORLD.tables[0][1][-1],),
+        (),
+    ]
+    assert dataclasses.asdict(found)["num_tokens"] == 100
