@@ -147,8 +147,8 @@ class Agent:
             self._serving.drop(request_id)
         for opened in plan.opened:
             self._serving.open(opened)
-        for offered in plan.offered:
-            self._serving.offer(offered)
+        for request_id in plan.offered:
+            self._serving.offer(request_id)
         for held in plan.held:
             self._holding.begin(held.request_id, held.prompt)
         for load in plan.loads:

@@ -99,8 +99,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_worker().register(self._vllm_config, kv_caches, self._kv_cache_config.num_blocks, os.environ)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        address = self._of_worker().take_address() if compat.carries_handshakes() else None
-        return address
+        return self._of_worker().take_address() if compat.carries_handshakes() else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._of_worker().start(self._step_plan())

@@ -7,14 +7,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure
 from hybridkv.connectors.vllm.nixl.params import RankAddress
-from hybridkv.peers.comparison import Refusal, compare
+from hybridkv.peers.comparison import compare
 from hybridkv.peers.control import LinkId
-from hybridkv.peers.description import Description
+from hybridkv.peers.description import Description, decode, encode
 from hybridkv.peers.pairing import Exchange
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.transport import Failed, RemoteId, Transport
 from hybridkv.peers.wire import Accepted, CloseReason, Describe, Message, Refused
 
@@ -77,7 +76,7 @@ class Peers:
 
     def __init__(self, ours: Description, transport: Transport, control: Control) -> None:
         self._ours = ours
-        self._encoded = msgspec.msgpack.encode(ours)
+        self._encoded = encode(ours)
         self._transport = transport
         self._control = control
         self._by_address: dict[tuple[str, int, str], Peer] = {}
@@ -122,12 +121,8 @@ class Peers:
         if peer.exchange is not None:
             self._over(peer, LoadFailure("protocol", "described twice"), CloseReason.UNEXPECTED)
             return
-        try:
-            theirs = msgspec.msgpack.decode(message.description, type=Description)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            self._over(peer, LoadFailure("protocol", f"no description: {error}"), CloseReason.MALFORMED)
-            return
-        agreement = compare(self._ours, theirs)
+        theirs = decode(message.description)
+        agreement = compare(self._ours, theirs) if isinstance(theirs, Description) else theirs
         if message.transport != self._transport.name:
             agreement = Refusal("transport", self._transport.name, message.transport, "name one on both sides")
         if isinstance(agreement, Refusal):

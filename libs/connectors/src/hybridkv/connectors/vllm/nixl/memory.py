@@ -13,13 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.connectors.vllm.nixl.describing import Region
-from hybridkv.connectors.vllm.nixl.params import LeaseName
 
-SLOT_BYTES = 16
 SCRATCH_SLOTS = 256
 """Leases that may be read at the same time."""
-_CHECK = 0x6879_6272_6964_6B76
-"""Told from a nonce that was read in two halves, and from memory that is no table."""
 
 Columns = Sequence[npt.NDArray[np.int64]]
 
@@ -33,8 +29,8 @@ class RankMemory:
     """
 
     def __init__(self, kv: Sequence[Region], max_leases: int) -> None:
-        self._table = np.zeros((max_leases, 2), dtype=np.uint64)
-        self._scratch = np.zeros((SCRATCH_SLOTS, 2), dtype=np.uint64)
+        self._table = np.zeros((max_leases, 2), dtype="<u8")
+        self._scratch = np.zeros((SCRATCH_SLOTS, 2), dtype="<u8")
         own = [Region(array.ctypes.data, array.nbytes) for array in (self._table, self._scratch)]
         self.regions = (*kv, *own)
         self.scratch_region = len(self.regions) - 1
@@ -47,15 +43,9 @@ class RankMemory:
         """Which of a peer's regions is its table."""
         return num_regions - 2
 
-    # The table.
-
-    def open(self, lease: LeaseName) -> None:
-        """From now on the lease is seen to hold."""
-        self._table[lease.slot] = (lease.nonce, lease.nonce ^ _CHECK)
-
-    def end(self, lease: LeaseName) -> None:
-        """From now on it is not; blocks may be given away after this."""
-        self._table[lease.slot] = (0, 0)
+    def write_slot(self, slot: int, nonce: int) -> None:
+        """Puts a lease's nonce into the table, or `NO_NONCE`."""
+        self._table[slot] = (nonce, 0)
 
     # Reading others' tables.
 
@@ -73,8 +63,8 @@ class RankMemory:
 
     def shows(self, place: int, nonce: int) -> bool:
         """Whether what was read there is this lease."""
-        found, check = (int(word) for word in self._scratch[place])
-        return found == nonce and check == nonce ^ _CHECK
+        found, rest = (int(word) for word in self._scratch[place])
+        return found == nonce and rest == 0
 
     # Digests.
 

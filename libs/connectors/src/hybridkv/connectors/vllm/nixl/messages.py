@@ -11,21 +11,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from hybridkv.connectors.vllm.nixl.params import LeaseName, RemotePrompt
+from hybridkv.connectors.vllm.nixl.params import RemotePrompt
+from hybridkv.peers.leases import Lease
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True):
     """A request whose blocks may be handed over when it has finished: its lease is to stand in the table by then."""
 
     request_id: str
-    lease: LeaseName
-
-
-class Offered(msgspec.Struct, frozen=True, array_like=True):
-    """A finished request whose blocks are held until its consumer is done, or says nothing for too long."""
-
-    request_id: str
-    lease: LeaseName
+    lease: Lease
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +56,8 @@ class StepPlan(KVConnectorMetadata):
     dropped: list[str] = field(default_factory=list)
     """Producer: leases that nobody was told of end, by request."""
     opened: list[Opened] = field(default_factory=list)
-    offered: list[Offered] = field(default_factory=list)
+    offered: list[str] = field(default_factory=list)
+    """Producer: finished requests whose blocks are held until their consumers are done, or say nothing for too long."""
     held: list[Held] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)

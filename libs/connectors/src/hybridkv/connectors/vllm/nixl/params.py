@@ -12,24 +12,14 @@ from typing import Any
 
 import msgspec
 
+from hybridkv.peers.leases import MAX_NONCE, NO_NONCE, Lease
+
 VERSION = 1
 OURS = "hybridkv"
 MAX_RANKS = 1024
 MAX_GROUPS = 256
 MAX_BLOCKS = 1 << 22
 MAX_NAME = 512
-
-
-class LeaseName(msgspec.Struct, frozen=True, array_like=True):
-    """Which lease holds a producer's blocks, the same on each of its ranks.
-
-    Args:
-        slot: the lease's place in the producer's table.
-        nonce: what stands there as long as the lease holds. Never 0, and never used again.
-    """
-
-    slot: int
-    nonce: int
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +60,7 @@ class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[tuple[int, ...], ...]
     first_blocks: tuple[int, ...]
     block_tokens: tuple[int, ...]
-    lease: LeaseName
+    lease: Lease
     lease_seconds: float
     prefix_tokens: int
     prefix: str
@@ -177,16 +167,16 @@ def _of_groups(name: str, ours: Mapping[str, Any], num_groups: int, low: int) ->
     return found
 
 
-def _lease(found: Any) -> LeaseName:
+def _lease(found: Any) -> Lease:
     if not _is_list(found) or len(found) != 2 or not isinstance(found[1], str) or len(found[1]) > 16:
         raise ParamsError(f"{OURS}.lease", "no slot and nonce")
     try:
         nonce = int(found[1], 16)
     except ValueError:
         raise ParamsError(f"{OURS}.lease", "a nonce that is no number") from None
-    if not 0 < nonce < 1 << 63:
+    if not NO_NONCE < nonce <= MAX_NONCE:
         raise ParamsError(f"{OURS}.lease", "a nonce out of range")
-    return LeaseName(_number(f"{OURS}.lease", found[0], 0, 1 << 32), nonce)
+    return Lease(_number(f"{OURS}.lease", found[0], 0, 1 << 32), nonce)
 
 
 def _numbers(key: str, found: Any, low: int, high: int, most: int) -> tuple[int, ...]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
-from hybridkv.connectors.vllm.nixl.params import LeaseName, RankAddress, RemotePrompt, asks_to_produce, compose
+from hybridkv.connectors.vllm.nixl.messages import Opened, StepPlan
+from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, asks_to_produce, compose
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.peers.leases import Lease, LeaseSlots
+from hybridkv.peers.tables import offered
 from hybridkv.planner import GroupSpec
-from hybridkv.planner.foreign import clip_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -61,9 +62,8 @@ class Producer:
         self._groups = tuple(groups)
         self._terms = terms
         self._recorder = recorder
-        self._free_slots = list(range(terms.max_leases))[::-1]
-        self._opened: dict[str, LeaseName] = {}
-        self._offered: dict[str, LeaseName] = {}
+        self._slots = LeaseSlots(terms.max_leases, terms.new_nonce)
+        self._offered: set[str] = set()
         self._shortened: set[str] = set()
         self.ranks: tuple[RankAddress, ...] = ()
         """Of this engine, once they have said where they are."""
@@ -86,14 +86,13 @@ class Producer:
     def on_allocated(self, request: Request, plan: StepPlan) -> None:
         """The engine runs the request, once more perhaps."""
         name = request.request_id
-        if not asks_to_produce(request.kv_transfer_params) or name in self._opened:
+        if not asks_to_produce(request.kv_transfer_params) or self._slots.of(name) is not None:
             return
-        if not self._free_slots:
+        lease = self._slots.issue(name)
+        if lease is None:
             self._recorder.lease("no_room")
-            return
-        lease = LeaseName(self._free_slots.pop(), self._terms.new_nonce())
-        self._opened[name] = lease
-        plan.opened.append(Opened(name, lease))
+        else:
+            plan.opened.append(Opened(name, lease))
 
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]], plan: StepPlan
@@ -105,30 +104,30 @@ class Producer:
         """
         name = request.request_id
         self._shortened.discard(name)
-        lease = self._opened.pop(name, None)
+        lease = self._slots.of(name)
         if lease is None:
             return False, None
         num_tokens = request.num_computed_tokens
         if not _has_ended_well(request) or not num_tokens or not self.ranks:
-            self._free_slots.append(lease.slot)
+            self._slots.retire(name)
             plan.dropped.append(name)
             self._recorder.lease("dropped")
             return False, None
-        self._offered[name] = lease
-        plan.offered.append(Offered(name, lease))
+        self._offered.add(name)
+        plan.offered.append(name)
         return True, compose(self._prompt(request, block_ids, lease))
 
-    def _prompt(self, request: Request, block_ids: Sequence[Sequence[int]], lease: LeaseName) -> RemotePrompt:
+    def _prompt(self, request: Request, block_ids: Sequence[Sequence[int]], lease: Lease) -> RemotePrompt:
         num_tokens, terms = request.num_computed_tokens, self._terms
-        clipped = clip_blocks(self._groups, block_ids, num_tokens)
+        tables = offered(self._groups, block_ids, num_tokens)
         return RemotePrompt(
             engine_id=terms.engine_id,
             request_id=request.request_id,
             host=terms.host,
             ranks=self.ranks,
             num_tokens=num_tokens,
-            block_ids=clipped.block_ids,
-            first_blocks=clipped.first_blocks,
+            block_ids=tables.block_ids,
+            first_blocks=tables.first_blocks,
             block_tokens=tuple(group.block_tokens for group in self._groups),
             lease=lease,
             lease_seconds=terms.lease_seconds,
@@ -139,9 +138,9 @@ class Producer:
     def on_released(self, request_ids: set[str]) -> None:
         """All ranks have ended these leases, and the table no longer names them."""
         for name in request_ids:
-            lease = self._offered.pop(name, None)
-            if lease is not None:
-                self._free_slots.append(lease.slot)
+            if name in self._offered:
+                self._offered.discard(name)
+                self._slots.retire(name)
 
 
 def _has_ended_well(request: Request) -> bool:

@@ -14,8 +14,7 @@ from blake3 import blake3
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt
-from hybridkv.planner import GroupKind, GroupSpec
-from hybridkv.planner.foreign import read_blocks
+from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

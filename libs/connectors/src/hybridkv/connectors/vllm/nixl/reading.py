@@ -15,11 +15,12 @@ import numpy as np
 
 from hybridkv.connectors.vllm.identity.background import Background, Outcome
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers, PeerState
-from hybridkv.connectors.vllm.nixl.memory import SLOT_BYTES, RankMemory
+from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Load, LoadFailure
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.peers.comparison import Refusal
+from hybridkv.peers.leases import SLOT_BYTES
 from hybridkv.peers.pairing import Resume
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.transport import Failed, Pending, Ranges, TransferId, Transport
 from hybridkv.peers.wire import AskDigests, Digests, LeaseId, pack_columns

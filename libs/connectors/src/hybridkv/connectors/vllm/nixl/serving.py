@@ -10,17 +10,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from hybridkv.connectors.vllm.identity.background import Background, Outcome
 from hybridkv.connectors.vllm.nixl.links import Control
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Offered, Opened
-from hybridkv.connectors.vllm.nixl.params import LeaseName
+from hybridkv.connectors.vllm.nixl.messages import Opened
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.peers.comparison import Refusal, compare
+from hybridkv.peers.comparison import compare
 from hybridkv.peers.control import LinkId
-from hybridkv.peers.description import Description
+from hybridkv.peers.description import Description, decode, encode
+from hybridkv.peers.leases import Ended, Lease, LeaseBounds, LeaseEnd, Leases
+from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.wire import (
     Accepted,
     AskDigests,
@@ -39,6 +38,8 @@ from hybridkv.peers.wire import (
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MAX_ITEMS = 65536
+LONGEST_LEASES = 20
+"""How many times its length a lease may last, however often it is renewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Offer:
         description: of it.
         transport: its name.
         capability: with which its memory is read.
+        max_leases: at the same time.
         lease_s: how long blocks are held without a word.
         clock: seconds.
     """
@@ -56,17 +58,9 @@ class Offer:
     description: Description
     transport: str
     capability: bytes
+    max_leases: int
     lease_s: float
     clock: Callable[[], float]
-
-
-@dataclass(slots=True)
-class _Lease:
-    request_id: str
-    name: LeaseName
-    is_offered: bool = False
-    is_done: bool = False
-    until_s: float = 0.0
 
 
 class Serving:
@@ -84,10 +78,16 @@ class Serving:
         self._memory = memory
         self._control = control
         self._recorder = recorder
-        self._encoded = msgspec.msgpack.encode(offer.description)
+        self._encoded = encode(offer.description)
+        bounds = LeaseBounds(offer.lease_s, offer.lease_s, LONGEST_LEASES * offer.lease_s)
+        self._leases = Leases(offer.max_leases, bounds, memory.write_slot)
+        self._opened: dict[Lease, str] = {}
+        """Requests that run, or have finished and whose plan is on the way."""
+        self._early: set[str] = set()
+        """Of the latter, those whose consumers came before the plan."""
+        self._ended_early: set[str] = set()
+        """Of these, those that were done before it."""
         self._digesting = Background("hybridkv-peer-digests")
-        self._by_request: dict[str, _Lease] = {}
-        self._by_slot: dict[int, _Lease] = {}
         self._fits: dict[LinkId, bool] = {}
         self._answers: list[tuple[LinkId, AskDigests, Outcome[bytes]]] = []
         self.released: set[str] = set()
@@ -95,37 +95,34 @@ class Serving:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something that ends or goes on by itself."""
+        """Whether there is something that goes on by itself."""
         return bool(self._answers)
-
-    @property
-    def num_offered(self) -> int:
-        return sum(lease.is_offered for lease in self._by_request.values())
 
     # What the engine says.
 
     def open(self, opened: Opened) -> None:
         """A request whose blocks may be handed over."""
-        lease = _Lease(opened.request_id, opened.lease)
-        self._by_request[opened.request_id] = self._by_slot[opened.lease.slot] = lease
-        self._memory.open(opened.lease)
+        self._leases.open(opened.request_id, opened.lease)
+        self._opened[opened.lease] = opened.request_id
 
     def drop(self, request_id: str) -> None:
         """It is not handed over; nobody was told of its lease."""
-        lease = self._by_request.get(request_id)
-        if lease is not None:
-            self._take_out(lease)
+        self._forget(request_id)
+        self._leases.abort(request_id)
 
-    def offer(self, offered: Offered) -> None:
+    def offer(self, request_id: str) -> None:
         """It has finished, and its consumer may be told by now; it may even be done."""
-        lease = self._by_request.get(offered.request_id)
-        if lease is None:
-            self.released.add(offered.request_id)
-            return
-        lease.is_offered = True
-        lease.until_s = self._offer.clock() + self._offer.lease_s
-        if lease.is_done:
-            self._end(lease, "done")
+        self._forget(request_id)
+        if request_id in self._ended_early:
+            self._ended_early.discard(request_id)
+            self.released.add(request_id)
+        elif request_id in self._early:
+            self._early.discard(request_id)
+        else:
+            self._leases.hold(request_id, self._offer.clock())
+
+    def _forget(self, request_id: str) -> None:
+        self._opened = {lease: name for lease, name in self._opened.items() if name != request_id}
 
     # What consumers say.
 
@@ -143,52 +140,49 @@ class Serving:
             case Describe():
                 self._described(link, message)
             case Renew():
-                lease = self._holding(message.lease)
-                if lease is not None and lease.is_offered:
-                    lease.until_s = self._offer.clock() + self._offer.lease_s
-                remaining_s = self._offer.lease_s if lease is not None else 0.0
-                self._control.send(link, Renewed(message.lease, remaining_s))
+                holds = self._holds(message.lease) and self._leases.renew(_lease(message.lease), self._offer.clock())
+                self._control.send(link, Renewed(message.lease, self._offer.lease_s if holds else 0.0))
             case Done():
-                self._done(message)
+                self._holds(message.lease)
+                # Ranks of one size read from each other one to one.
+                ended = self._leases.done(_lease(message.lease), reader=0, num_readers=1)
+                if ended is not None:
+                    self._end(ended)
             case AskDigests():
                 self._asked(link, message)
             case _:
                 self._control.end(link, CloseReason.UNEXPECTED)
 
     def _described(self, link: LinkId, message: Describe) -> None:
-        try:
-            theirs = msgspec.msgpack.decode(message.description, type=Description)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            self._control.end(link, CloseReason.MALFORMED)
-            return
+        theirs = decode(message.description)
         # The consumer reads, so it is the one whose side is "ours".
-        agreement = compare(theirs, self._offer.description)
+        agreement = compare(theirs, self._offer.description) if isinstance(theirs, Description) else theirs
         if message.transport != self._offer.transport:
             agreement = Refusal("transport", message.transport, self._offer.transport, "name one on both sides")
         if isinstance(agreement, Refusal):
-            logger.warning("a consumer does not fit: %s: theirs is %s, ours is %s", *_words(agreement))
-            field, mine, yours = agreement.field, agreement.theirs, agreement.ours
-            self._control.send(link, Refused(field[:4096], mine[:4096], yours[:4096], agreement.hint[:4096]))
+            field, theirs_is, ours_is = agreement.field, agreement.ours, agreement.theirs
+            logger.warning("a consumer does not fit: %s: theirs is %s, ours is %s", field, theirs_is, ours_is)
+            self._control.send(link, Refused(field[:4096], ours_is[:4096], theirs_is[:4096], agreement.hint[:4096]))
             return
         self._fits[link] = True
         self._control.send(link, Describe(self._encoded, self._offer.transport, self._offer.capability))
         self._control.send(link, Accepted())
 
-    def _done(self, message: Done) -> None:
-        lease = self._holding(message.lease)
-        if lease is None:
-            return
-        if lease.is_offered:
-            self._end(lease, "done")
-        else:
-            # Its plan is still on the way from the scheduler, which holds the blocks until it hears from here.
-            lease.is_done = True
+    def _holds(self, shown: LeaseId) -> bool:
+        """Whether a lease holds. Who knows its nonce was told by a request that has finished, so if its plan is still
+        on the way from the scheduler, which keeps the blocks until it hears from here, the time begins now."""
+        lease, now_s = _lease(shown), self._offer.clock()
+        request_id = self._opened.pop(lease, None)
+        if request_id is not None:
+            self._leases.hold(request_id, now_s)
+            self._early.add(request_id)
+        return self._leases.holds(lease, now_s) is not None
 
     def _asked(self, link: LinkId, message: AskDigests) -> None:
         if not self._fits.get(link):
             self._control.end(link, CloseReason.UNEXPECTED)
             return
-        if self._holding(message.lease) is None:
+        if not self._holds(message.lease):
             self._control.send(link, Digests(message.request, b"", "the lease has ended"))
             return
         columns = unpack_columns(message.ranges, 3, MAX_ITEMS)
@@ -209,35 +203,27 @@ class Serving:
             failure = ""
             if taken.error is not None:
                 failure = "the ranges are not in the KV cache"
-            elif self._holding(message.lease) is None:
+            elif not self._holds(message.lease):
                 failure = "the lease has ended"
             self._control.send(link, Digests(message.request, b"" if failure else taken.value or b"", failure))
         self._answers = waiting
-        now_s = self._offer.clock()
-        for lease in list(self._by_request.values()):
-            if lease.is_offered and now_s >= lease.until_s:
-                self._end(lease, "expired")
-                logger.warning("nobody fetched request %s in time; its blocks are free", lease.request_id)
+        for ended in self._leases.expire(self._offer.clock()):
+            logger.warning("nobody fetched request %s in time; its blocks are free", ended.request_id)
+            self._end(ended)
 
     def close(self) -> None:
         """No more digests are taken, and no lease holds any more."""
         self._digesting.close()
-        for lease in list(self._by_request.values()):
-            self._take_out(lease)
+        self._leases.close()
 
-    def _holding(self, found: LeaseId) -> _Lease | None:
-        lease = self._by_slot.get(found.slot)
-        return lease if lease is not None and lease.name.nonce == found.nonce else None
-
-    def _end(self, lease: _Lease, outcome: str) -> None:
-        self._take_out(lease)
-        self._recorder.lease(outcome)
-        self.released.add(lease.request_id)
-
-    def _take_out(self, lease: _Lease) -> None:
-        self._memory.end(lease.name)
-        del self._by_request[lease.request_id], self._by_slot[lease.name.slot]
+    def _end(self, ended: Ended) -> None:
+        self._recorder.lease("expired" if ended.why is LeaseEnd.EXPIRED else "done")
+        if ended.request_id in self._early:
+            self._early.discard(ended.request_id)
+            self._ended_early.add(ended.request_id)
+        else:
+            self.released.add(ended.request_id)
 
 
-def _words(refusal: Refusal) -> tuple[str, str, str]:
-    return refusal.field, refusal.ours, refusal.theirs
+def _lease(shown: LeaseId) -> Lease:
+    return Lease(shown.slot, shown.nonce)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-import msgspec
-
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.duties import Duties
@@ -117,7 +115,7 @@ class NixlWorker:
             ControlLoop(name, self._secret, limits, clock),
             transport,
             memory,
-            Offer(description, transport.name, capability, config.lease_seconds, clock),
+            Offer(description, transport.name, capability, config.max_leases, config.lease_seconds, clock),
             ReadOptions(settings.rank, settings.tp_size, config.load_timeout_seconds, config.verify, clock),
             self._recorder,
         )
