@@ -1,17 +1,28 @@
-"""What one engine computed the other goes on with, byte by byte, and nothing is kept of it when both are idle."""
+"""What one engine computed the other goes on with, byte by byte, and nothing is kept of it when both are idle.
+
+Every byte that a forward pass would read is compared with what it must be, whoever put it there.
+"""
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
 import pytest
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
+from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.reading import Reading
 from oracle.content import VOCABULARY_TOKENS
-from oracle.mixes import NAMED, Mix
+from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Mix
 from oracle.pairs import Pair
+from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
+
+LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 129, 200)
+LONG_S = 1e6
+SHORT_S = 0.2
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -19,9 +30,15 @@ def _registered() -> None:
     register()
 
 
-def settings(role: str, **extra: Any) -> EngineSettings:
-    config = {"transport": "tcp", "lease_seconds": 30, "weights_digest": "oracle", **extra}
-    return EngineSettings(num_blocks=200, connector=Connector(PEER_CONNECTOR, config, role=role))
+def settings(role: str, num_blocks: int = 4000, max_running: int = 4, **extra: Any) -> EngineSettings:
+    config = {"transport": "tcp", "weights_digest": "oracle", "load_timeout_seconds": 60, **extra}
+    return EngineSettings(
+        num_blocks=num_blocks, max_running=max_running, connector=Connector(PEER_CONNECTOR, config, role=role)
+    )
+
+
+def a_pair(mix: Mix, **extra: Any) -> Pair:
+    return Pair(mix, settings("kv_producer", **extra), settings("kv_consumer", **extra))
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -30,13 +47,199 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
-@pytest.mark.parametrize("num_tokens", [1, 2, 63, 64, 65, 129, 200])
-def test_a_prompt_is_handed_over(mix: Mix, num_tokens: int) -> None:
-    prompt = tokens(num_tokens, seed=num_tokens)
-    with Pair(mix, settings("kv_producer"), settings("kv_consumer")) as pair:
-        params = pair.prefill("a", prompt)
-        assert params is not None
-        pair.decode("b", prompt, 5, params)
-        pair.drain()
-        assert pair.consumer.restored_tokens == num_tokens - 1
+def test_a_prompt_of_any_length_is_handed_over(mix: Mix) -> None:
+    with a_pair(mix) as pair:
+        for number, num_tokens in enumerate(LENGTHS):
+            prompt = tokens(num_tokens, seed=num_tokens)
+            pair.consumer.restored_tokens = 0
+            pair.decode(f"d{number}", prompt, 5, pair.prefill(f"p{number}", prompt))
+            pair.drain()
+            assert pair.consumer.restored_tokens == num_tokens - 1
         assert pair.consumer.failed_loads == 0
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_many_requests_share_prefixes_and_hit_in_part(mix: Mix) -> None:
+    """Sixteen at a time, on stems that both engines have by the second turn."""
+    stems = [tokens(96, seed=seed) for seed in range(3)]
+    with a_pair(mix) as pair:
+        for turn in range(2):
+            prompts = [stems[i % 3] + tokens(20 + 7 * i, seed=100 * turn + i) for i in range(16)]
+            answers = [pair.prefill(f"p{turn}-{i}", prompt) for i, prompt in enumerate(prompts)]
+            for i, (prompt, params) in enumerate(zip(prompts, answers, strict=True)):
+                pair.decode(f"d{turn}-{i}", prompt, 4, params)
+            pair.drain()
+        assert pair.consumer.failed_loads == 0
+        assert pair.consumer.restored_tokens > 0
+
+
+def test_a_full_local_hit_reads_nothing_and_frees_the_producer() -> None:
+    prompt = tokens(97, seed=1)
+    with a_pair(GEMMA3, lease_seconds=LONG_S) as pair:
+        pair.decode("d0", prompt, 3, pair.prefill("p0", prompt))
+        pair.drain()
+        pair.consumer.restored_tokens = 0
+        pair.decode("d1", prompt, 3, pair.prefill("p1", prompt))
+        # The lease would hold for days.
+        pair.drain()
+        assert pair.consumer.restored_tokens == 0
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_an_aborted_consumer_frees_both_sides_once(steps: int) -> None:
+    prompt = tokens(150, seed=2)
+    with a_pair(QWEN3_NEXT, lease_seconds=LONG_S) as pair:
+        pair.decode("d", prompt, 3, pair.prefill("p", prompt))
+        for _ in range(steps):
+            pair.step()
+        pair.consumer.abort("d")
+        pair.drain()
+
+
+@pytest.mark.parametrize("steps", range(3))
+def test_an_aborted_producer_holds_nothing(steps: int) -> None:
+    with a_pair(QWEN3_NEXT, lease_seconds=LONG_S) as pair:
+        pair.producer.hand_on("p", tokens(180, seed=3), 1, {"do_remote_decode": True}, 1)
+        for _ in range(steps):
+            pair.step()
+        pair.producer.abort("p")
+        pair.drain()
+        assert pair.producer.answered["p"] is None
+
+
+def few_blocks(mix: Mix) -> int:
+    """As few as one request of `expired` needs, so that the next one gets the blocks of the one before."""
+    return mix.max_blocks(160, 64) + 8
+
+
+def expired(pair: Pair) -> tuple[list[int], dict[str, Any]]:
+    """A prompt whose lease has ended and whose blocks hold another one's tokens by now."""
+    prompt = tokens(150, seed=4)
+    params = pair.prefill("p", prompt)
+    assert params is not None
+    pair.until(lambda: pair.producer.is_idle)
+    pair.producer.reset_prefix_cache()
+    for seed in range(3):
+        pair.producer.hand_on(f"other{seed}", tokens(150, seed=50 + seed), 1, None)
+    pair.until(lambda: pair.producer.is_idle)
+    return prompt, params
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_what_is_read_behind_its_lease_is_never_taken(mix: Mix, verify: bool) -> None:
+    sizes = {"lease_seconds": SHORT_S, "verify": verify, "num_blocks": few_blocks(mix)}
+    with Pair(mix, settings("kv_producer", **sizes), settings("kv_consumer", verify=verify)) as pair:
+        prompt, params = expired(pair)
+        pair.decode("d", prompt, 5, params)
+        pair.drain()
+        assert pair.consumer.failed_loads == 1
+
+
+@pytest.mark.parametrize("mix", [GEMMA3, QWEN3_NEXT, LLAMA4], ids=lambda mix: mix.name)
+def test_without_the_comparison_it_would_be(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(RankMemory, "shows", lambda self, place, nonce: True)
+    sizes = {"lease_seconds": SHORT_S, "verify": False, "num_blocks": few_blocks(mix)}
+    with Pair(mix, settings("kv_producer", **sizes), settings("kv_consumer", verify=False)) as pair:
+        prompt, params = expired(pair)
+        pair.decode("d", prompt, 5, params)
+        with pytest.raises(CorruptionError):
+            pair.drain()
+
+
+@pytest.mark.parametrize("group", range(len(GEMMA3.groups)))
+def test_a_block_of_any_group_in_the_place_of_another_is_seen(group: int) -> None:
+    """The control of the byte comparison: a wrong table, which no digest and no lease can see."""
+    prompt = tokens(150, seed=5)
+    with a_pair(GEMMA3) as pair:
+        params, other = pair.prefill("p", prompt), pair.prefill("q", tokens(150, seed=6))
+        assert params is not None and other is not None
+        mixed = copy.deepcopy(params)
+        mixed["remote_block_ids"][group] = other["remote_block_ids"][group]
+        pair.decode("d", prompt, 5, mixed)
+        with pytest.raises(CorruptionError):
+            pair.drain()
+
+
+def test_bytes_that_changed_on_the_way_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = tokens(150, seed=7)
+    with a_pair(GEMMA3) as pair:
+        params = pair.prefill("p", prompt)
+        begin = Reading._read_lease
+
+        def damaged(self: Reading, read: Any, peer: Any) -> Any:
+            at = read.ranges
+            region, offset = int(at.local_regions[0]), int(at.local_offsets[0])
+            self._memory._view(region)[offset] ^= 1
+            return begin(self, read, peer)
+
+        monkeypatch.setattr(Reading, "_read_lease", damaged)
+        pair.decode("d", prompt, 5, params)
+        pair.drain()
+        assert pair.consumer.failed_loads == 1
+
+
+def test_a_producer_that_is_gone_costs_one_failed_load() -> None:
+    prompt = tokens(150, seed=8)
+    with a_pair(QWEN3_NEXT) as pair:
+        params = pair.prefill("p", prompt)
+        assert pair.producer.worker_connector is not None
+        pair.producer.worker_connector.shutdown()
+        pair.decode("d", prompt, 5, params)
+        pair.consumer.drain()
+        pair.consumer.check_idle()
+        assert pair.consumer.failed_loads == 1
+
+
+def test_a_prompt_that_is_not_the_producers_is_computed() -> None:
+    with a_pair(GEMMA3, lease_seconds=LONG_S) as pair:
+        params = pair.prefill("p", tokens(150, seed=9))
+        pair.decode("d", tokens(150, seed=10), 5, params)
+        pair.drain()
+        assert (pair.consumer.restored_tokens, pair.consumer.failed_loads) == (0, 0)
+
+
+@pytest.mark.parametrize("lost", ["hybridkv", "remote_block_ids", "remote_host", "remote_num_tokens"])
+def test_params_that_a_proxy_has_spoilt_are_refused_and_the_prompt_is_computed(lost: str) -> None:
+    prompt = tokens(150, seed=11)
+    with a_pair(GEMMA3, lease_seconds=SHORT_S) as pair:
+        params = pair.prefill("p", prompt)
+        assert params is not None
+        del params[lost]
+        pair.decode("d", prompt, 5, params)
+        pair.drain()
+        assert (pair.consumer.restored_tokens, pair.consumer.failed_loads) == (0, 0)
+
+
+def test_engines_of_different_models_refuse_each_other() -> None:
+    prompt = tokens(150, seed=12)
+    producer = settings("kv_producer")
+    consumer = settings("kv_consumer", weights_digest="another")
+    with Pair(GEMMA3, producer, consumer) as pair:
+        pair.decode("d", prompt, 5, pair.prefill("p", prompt))
+        pair.drain()
+        assert pair.consumer.failed_loads == 1
+
+
+def test_only_so_many_leases_as_there_are_slots() -> None:
+    with a_pair(GEMMA3, max_leases=2, lease_seconds=LONG_S) as pair:
+        prompts = [tokens(40, seed=20 + i) for i in range(4)]
+        answers = [pair.prefill(f"p{i}", prompt) for i, prompt in enumerate(prompts)]
+        assert [params is not None for params in answers] == [True, True, False, False]
+        for i, (prompt, params) in enumerate(zip(prompts, answers, strict=True)):
+            pair.decode(f"d{i}", prompt, 2, params)
+        pair.drain()
+        assert pair.prefill("again", prompts[0]) is not None
+        pair.decode("again", prompts[0], 2, pair.producer.answered["again"])
+        pair.drain()
+
+
+def test_preempted_consumers_compute_what_they_had_loaded() -> None:
+    with Pair(QWEN3_NEXT, settings("kv_producer"), settings("kv_consumer", num_blocks=60)) as pair:
+        prompts = [tokens(100 + i, seed=30 + i) for i in range(6)]
+        answers = [pair.prefill(f"p{i}", prompt) for i, prompt in enumerate(prompts)]
+        for i, (prompt, params) in enumerate(zip(prompts, answers, strict=True)):
+            pair.decode(f"d{i}", prompt, 60, params)
+        pair.drain()
+        assert pair.consumer.preemptions > 0

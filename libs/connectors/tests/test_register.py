@@ -5,7 +5,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, MODULES, MULTI_CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR, MODULES, MULTI_CONNECTOR, PEER_CONNECTOR, register
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVConnectorFactory, "_registry", without)
 
 
-@pytest.mark.parametrize("name", [CONNECTOR, MULTI_CONNECTOR])
+@pytest.mark.parametrize("name", [CONNECTOR, MULTI_CONNECTOR, PEER_CONNECTOR])
 def test_a_connector_is_found_by_its_class_name(name: str) -> None:
     register()
     assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
@@ -27,7 +27,7 @@ def test_registering_again_changes_nothing() -> None:
     assert before == KVConnectorFactory._registry
 
 
-@pytest.mark.parametrize("name", [CONNECTOR, MULTI_CONNECTOR])
+@pytest.mark.parametrize("name", [CONNECTOR, MULTI_CONNECTOR, PEER_CONNECTOR])
 def test_another_connector_of_the_same_name_is_refused(name: str) -> None:
     KVConnectorFactory.register_connector(name, "somebody.else", name)
     with pytest.raises(ConfigurationError) as caught:

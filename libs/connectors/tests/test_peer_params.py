@@ -1,0 +1,123 @@
+"""What travels through a proxy comes out as it went in, and nothing that a proxy makes of it is taken for more."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm.nixl.params import (
+    OURS,
+    ParamsError,
+    RankAddress,
+    RemotePrompt,
+    asks_to_consume,
+    asks_to_produce,
+    compose,
+    parse,
+)
+from hybridkv.peers.leases import MAX_NONCE, Lease
+
+NAMES = st.text(min_size=1, max_size=40)
+BLOCKS = st.lists(st.integers(0, 1 << 30), max_size=8).map(tuple)
+GROUPS = st.integers(1, 6)
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> RemotePrompt:
+    count, num_tokens = draw(GROUPS), draw(st.integers(0, 1 << 20))
+    return RemotePrompt(
+        engine_id=draw(NAMES),
+        request_id=draw(NAMES),
+        host=draw(NAMES),
+        ranks=tuple(
+            draw(st.lists(st.builds(RankAddress, st.integers(1, 65535), NAMES), min_size=1, max_size=4))
+        ),
+        num_tokens=num_tokens,
+        block_ids=tuple(draw(BLOCKS) for _ in range(count)),
+        first_blocks=tuple(draw(st.integers(0, 1 << 20)) for _ in range(count)),
+        block_tokens=tuple(draw(st.integers(1, 4096)) for _ in range(count)),
+        lease=Lease(draw(st.integers(0, 1 << 16)), draw(st.integers(1, MAX_NONCE))),
+        lease_seconds=draw(st.floats(0.001, 1e6)),
+        prefix_tokens=draw(st.integers(0, num_tokens)),
+        prefix=draw(NAMES),
+    )
+
+
+def carried(prompt: RemotePrompt) -> dict[str, Any]:
+    params: dict[str, Any] = json.loads(json.dumps(compose(prompt)))
+    return params
+
+
+@given(prompts())
+def test_json_loses_nothing(prompt: RemotePrompt) -> None:
+    assert parse(carried(prompt)) == prompt
+
+
+@given(prompts())
+def test_a_proxy_that_reads_numbers_as_floating_point_loses_nothing(prompt: RemotePrompt) -> None:
+    """Whole numbers beyond 2**53 would come out as others."""
+
+    def largest(value: Any) -> int:
+        if isinstance(value, dict):
+            return max([0, *map(largest, value.values())])
+        if isinstance(value, list):
+            return max([0, *map(largest, value)])
+        return value if isinstance(value, int) else 0
+
+    assert largest(carried(prompt)) < 1 << 53
+
+
+@given(prompts(), JUNK)
+def test_keys_that_are_not_known_are_ignored(prompt: RemotePrompt, junk: Any) -> None:
+    params = carried(prompt)
+    params["x"], params[OURS]["x"], params["transfer_mode"] = junk, junk, junk
+    assert parse(params) == prompt
+
+
+@given(prompts(), st.data())
+def test_whatever_a_value_becomes_is_taken_whole_or_refused(prompt: RemotePrompt, data: st.DataObject) -> None:
+    params = carried(prompt)
+    holder = data.draw(st.sampled_from([params, params[OURS]]))
+    holder[data.draw(st.sampled_from(sorted(holder)))] = data.draw(JUNK)
+    try:
+        found = parse(params)
+    except ParamsError as error:
+        assert error.key in str(error)
+        return
+    assert len(found.block_ids) == len(found.first_blocks) == len(found.block_tokens)
+    assert found.ranks and 0 < found.lease.nonce <= MAX_NONCE and found.prefix_tokens <= found.num_tokens
+
+
+@pytest.mark.parametrize("key", ["remote_block_ids", "remote_num_tokens", "remote_host", "remote_request_id", OURS])
+@given(prompt=prompts())
+def test_what_is_missing_is_named(key: str, prompt: RemotePrompt) -> None:
+    params = carried(prompt)
+    del params[key]
+    with pytest.raises(ParamsError) as caught:
+        parse(params)
+    assert caught.value.key == key
+
+
+def test_another_version_is_refused() -> None:
+    params: dict[str, Any] = {OURS: {"version": 2}}
+    with pytest.raises(ParamsError, match="version"):
+        parse(params)
+
+
+def test_another_connectors_producer_is_refused_and_named() -> None:
+    with pytest.raises(ParamsError, match="another connector"):
+        parse({"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "e"})
+
+
+@pytest.mark.parametrize("value", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": "yes"}])
+def test_a_request_that_asks_for_nothing_gets_nothing(value: Any) -> None:
+    assert not asks_to_consume(value) and not asks_to_produce(value)
