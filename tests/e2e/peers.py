@@ -14,8 +14,8 @@ from typing import Any
 
 import peers_process
 
-START_S = 300.0
-ANSWER_S = 120.0
+START_S = 800.0
+ANSWER_S = 300.0
 
 
 class PeerProcess:

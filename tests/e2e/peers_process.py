@@ -18,6 +18,8 @@ from typing import Any
 
 from harness import Engine, running_engine
 
+from hybridkv.connectors.vllm import register
+
 PAUSE_S = 0.002
 
 
@@ -138,6 +140,8 @@ def main() -> None:
     parser.add_argument("--arguments", default="{}")
     chosen = parser.parse_args()
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
+    # The plugin does it where it is installed; once more changes nothing.
+    register()
     with (
         os.fdopen(chosen.answers, "w") as answers,
         running_engine(
