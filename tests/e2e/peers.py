@@ -54,9 +54,7 @@ class PeerProcess:
         """Until it serves. Its free blocks."""
         return int(self._wait("ready", START_S))
 
-    def add(
-        self, name: str, prompt: Sequence[int], max_tokens: int = 8, params: dict[str, Any] | None = None
-    ) -> None:
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8, params: dict[str, Any] | None = None) -> None:
         self._say(name, "add", prompt=list(prompt), max_tokens=max_tokens, params=params)
 
     def result(self, name: str) -> Any:

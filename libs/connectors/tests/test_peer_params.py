@@ -38,9 +38,7 @@ def prompts(draw: st.DrawFn) -> RemotePrompt:
         engine_id=draw(NAMES),
         request_id=draw(NAMES),
         host=draw(NAMES),
-        ranks=tuple(
-            draw(st.lists(st.builds(RankAddress, st.integers(1, 65535), NAMES), min_size=1, max_size=4))
-        ),
+        ranks=tuple(draw(st.lists(st.builds(RankAddress, st.integers(1, 65535), NAMES), min_size=1, max_size=4))),
         num_tokens=num_tokens,
         block_ids=tuple(draw(BLOCKS) for _ in range(count)),
         first_blocks=tuple(draw(st.integers(0, 1 << 20)) for _ in range(count)),

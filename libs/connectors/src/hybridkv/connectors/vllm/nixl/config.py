@@ -68,7 +68,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 _EXPECTED = {
     "transport": '"auto", "nixl" or "tcp"',
     "secret_file": "the path of a file",
-    "listen": "an object such as {\"host\": \"127.0.0.1\", \"port\": 14579}",
+    "listen": 'an object such as {"host": "127.0.0.1", "port": 14579}',
 }
 
 

@@ -249,7 +249,9 @@ def _announce(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout) 
     logger.info(
         "HybridNixlConnector: groups %s; kv_role %s, so it %s; listens at %s; transport %s; reads are %s; blocks are "
         "held %.3g s for a consumer that says nothing, of %d requests at most; kv_load_failure_policy %s",
-        ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(layout.spec.groups)),
+        ", ".join(
+            f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(layout.spec.groups)
+        ),
         transfer.kv_role,
         " and ".join(word for word, does in (("hands over", duties.stores), ("reads", duties.loads)) if does),
         f"{config.listen.host}, port {config.listen.port or 'any'}" if duties.stores else "nothing",

@@ -115,9 +115,7 @@ class Consumer:
         if num_tokens != read.usable_tokens:
             refused = f"the engine loads up to token {num_tokens}, and was offered {read.usable_tokens}"
         tables = tuple(tuple(_NULL if b.is_null else b.block_id for b in group) for group in blocks.blocks)
-        plan.loads.append(
-            Load(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
-        )
+        plan.loads.append(Load(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused))
 
     def on_loaded(self, finished: set[str], failed: set[str]) -> None:
         """All ranks have ended these loads."""

@@ -65,9 +65,7 @@ def identity_facts(
     Raises:
         ConfigurationError: a value has no canonical text, or a file of the weights cannot be read.
     """
-    asked = OffloadConfig(
-        tiers=(), weights_digest=config.weights_digest, identity_ignores=config.identity_ignores
-    )
+    asked = OffloadConfig(tiers=(), weights_digest=config.weights_digest, identity_ignores=config.identity_ignores)
     found = engine_facts(vllm_config, environ, asked)
     if found.unrepeatable:
         logger.warning(

@@ -37,9 +37,7 @@ class Holding:
         clock: seconds.
     """
 
-    def __init__(
-        self, peers: Peers, control: Control, rank: int, tp_size: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, peers: Peers, control: Control, rank: int, tp_size: int, clock: Callable[[], float]) -> None:
         self._peers = peers
         self._control = control
         self._rank = rank

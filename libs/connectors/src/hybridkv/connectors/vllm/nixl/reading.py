@@ -17,6 +17,7 @@ from hybridkv.connectors.vllm.identity.background import Background, Outcome
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers, PeerState
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Load, LoadFailure
+from hybridkv.connectors.vllm.nixl.serving import BUSY, ENDED, OUTSIDE
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.leases import SLOT_BYTES
 from hybridkv.peers.pairing import Resume
@@ -29,6 +30,7 @@ logger = logging.getLogger("vllm.hybridkv.nixl")
 
 RANGES_A_MESSAGE = 16384
 RANGES_A_DIGEST = 64
+_DIGEST_REASONS = {ENDED: "lease", BUSY: "busy", OUTSIDE: "pairing"}
 _REASONS = ("gone", "refused", "timeout", "busy", "cancelled")
 
 
@@ -141,14 +143,18 @@ class Reading:
         if read is None or read.failure is not None:
             return
         if message.failure:
-            read.failure = LoadFailure("lease", message.failure)
+            read.failure = LoadFailure(_DIGEST_REASONS.get(message.failure, "other"), message.failure)
         else:
             read.theirs[message.request] = message.digests
 
     def tick(self) -> None:
         """Goes on with every read as far as it can go."""
         for read in list(self._reads.values()):
-            self._advance(read)
+            try:
+                self._advance(read)
+            except Exception as error:  # a bug costs its own request, and no other
+                logger.exception("a read met a bug")
+                read.failure = read.failure or LoadFailure("other", f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """No more digests are taken."""
@@ -268,6 +274,7 @@ class Reading:
 
     def _end(self, read: _Read) -> None:
         load = read.load
+        self.ended.append((load.request_id, read.failure))
         del self._reads[load.request_id]
         for number, _ in read.waits:
             self._asked.pop(number, None)
@@ -281,7 +288,6 @@ class Reading:
             self._recorder.failure(read.failure.reason)
             if read.failure.reason != "cancelled":
                 logger.warning("request %s could not be loaded: %s", load.request_id, read.failure.detail)
-        self.ended.append((load.request_id, read.failure))
 
     def _left_s(self, read: _Read) -> float:
         return max(0.001, self._options.load_timeout_s - (self._options.clock() - read.began_s))

@@ -68,9 +68,7 @@ class NixlScheduler:
         if self._consumer is not None:
             self._consumer.on_allocated(request, blocks, num_external_tokens, self._plan)
 
-    def finish(
-        self, request: Request, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; see `Producer.finish`."""
         if self._consumer is not None:
             self._consumer.finish(request, self._plan)

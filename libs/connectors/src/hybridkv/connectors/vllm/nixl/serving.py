@@ -38,6 +38,8 @@ from hybridkv.peers.wire import (
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MAX_ITEMS = 65536
+ENDED, BUSY, OUTSIDE = "the lease has ended", "busy", "the ranges are not in the KV cache"
+"""Why digests are not given."""
 LONGEST_LEASES = 20
 """How many times its length a lease may last, however often it is renewed."""
 
@@ -183,13 +185,13 @@ class Serving:
             self._control.end(link, CloseReason.UNEXPECTED)
             return
         if not self._holds(message.lease):
-            self._control.send(link, Digests(message.request, b"", "the lease has ended"))
+            self._control.send(link, Digests(message.request, b"", ENDED))
             return
         columns = unpack_columns(message.ranges, 3, MAX_ITEMS)
         (ends,) = unpack_columns(message.ends, 1, MAX_ITEMS)
         taken = self._digesting.submit(lambda: self._memory.digests(columns, ends))
         if taken is None:
-            self._control.send(link, Digests(message.request, b"", "busy"))
+            self._control.send(link, Digests(message.request, b"", BUSY))
         else:
             self._answers.append((link, message, taken))
 
@@ -202,9 +204,9 @@ class Serving:
                 continue
             failure = ""
             if taken.error is not None:
-                failure = "the ranges are not in the KV cache"
+                failure = OUTSIDE
             elif not self._holds(message.lease):
-                failure = "the lease has ended"
+                failure = ENDED
             self._control.send(link, Digests(message.request, b"" if failure else taken.value or b"", failure))
         self._answers = waiting
         for ended in self._leases.expire(self._offer.clock()):
