@@ -1,7 +1,7 @@
 """One engine of two that hand each other KV, as a process of its own, told what to do by lines of JSON.
 
-It steps all the time, as a server does: a producer's leases end in its steps. Each line that it reads is a command; each
-line that it writes to the file descriptor it was given answers one.
+It steps all the time, as a server does: a producer's leases end in its steps. Each line that it reads is a command;
+each line that it writes to the file descriptor it was given answers one.
 """
 
 from __future__ import annotations

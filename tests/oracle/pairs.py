@@ -89,7 +89,8 @@ class Pair:
 
     def step(self) -> bool:
         """One step of each that has something to do. False where nothing was computed."""
-        return any([engine.step() for engine in (self.producer, self.consumer)])
+        ours, theirs = self.producer.step(), self.consumer.step()
+        return ours or theirs
 
     def until(self, is_done: Callable[[], bool]) -> None:
         """Steps until it is so; StuckError after seconds without a token."""

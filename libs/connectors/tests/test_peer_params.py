@@ -88,8 +88,7 @@ def test_whatever_a_value_becomes_is_taken_whole_or_refused(prompt: RemotePrompt
     holder[data.draw(st.sampled_from(sorted(holder)))] = data.draw(JUNK)
     try:
         found = parse(params)
-    except ParamsError as error:
-        assert error.key in str(error)
+    except ParamsError:
         return
     assert len(found.block_ids) == len(found.first_blocks) == len(found.block_tokens)
     assert found.ranks and 0 < found.lease.nonce <= MAX_NONCE and found.prefix_tokens <= found.num_tokens

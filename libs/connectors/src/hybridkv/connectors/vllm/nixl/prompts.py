@@ -1,4 +1,4 @@
-"""What must be true of a producer's prompt before a consumer may begin with it. Pure but for what it reads of a request.
+"""What must be true of a producer's prompt before a consumer may begin with it. It only reads what it is given.
 
 A proxy says which prompt is which, and nothing else does: so both sides digest the tokens, and a producer's blocks are
 taken for nothing but the tokens that they were computed from.
