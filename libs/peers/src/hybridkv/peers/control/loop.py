@@ -94,7 +94,7 @@ class ControlLoop:
     def listen(self, host: str, port: int, handlers: Handlers) -> tuple[str, int]:
         """Accept peers; the address that was bound, so port 0 takes any. `OSError` where it cannot be bound.
 
-        `PeersConfigurationError` for an address that others reach, without a secret. `PeersProtocolError` after `close`.
+        Without a secret `PeersConfigurationError` for an address that others reach. `PeersProtocolError` after `close`.
         """
         demand_secret("host", host, self._secret)
         self._demand_open("listen")

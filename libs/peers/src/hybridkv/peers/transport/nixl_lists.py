@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.ranges import Int64Array, Ranges
+from hybridkv.peers.transport.memory import RegisteredMemory
 
 HOST_DEVICE = 0
 """As NIXL counts them."""

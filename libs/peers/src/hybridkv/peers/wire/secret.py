@@ -53,7 +53,9 @@ def read_secret(path: str | os.PathLike[str]) -> Secret:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise PeersConfigurationError(field, "a file that can be read", str(path), f"{error.strerror}; {_HINT}") from None
+        raise PeersConfigurationError(
+            field, "a file that can be read", str(path), f"{error.strerror}; {_HINT}"
+        ) from None
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

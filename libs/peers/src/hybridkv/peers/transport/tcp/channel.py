@@ -23,10 +23,6 @@ RECEIVED_AT_A_TIME = 8 << 20
 _LENGTH_BYTES = 4
 
 
-class Refusal(Exception):
-    """The peer reads its memory differently: this transfer fails, the connection goes on."""
-
-
 class Channel:
     def __init__(self, sock: socket.socket, session: Session, now_s: float) -> None:
         self.sock = sock

@@ -1,7 +1,7 @@
 """Answers reads of this process's memory: one thread, which waits for no peer.
 
-A connection has one request at a time in hand; the next stays in the socket until the answer is out, so a peer that asks
-much and takes little holds nothing here. Bytes go from registered memory into the socket without a copy between.
+A connection has one request at a time in hand; the next stays in the socket until the answer is out, so a peer that
+asks much and takes little holds nothing here. Bytes go from registered memory into the socket without a copy between.
 """
 
 from __future__ import annotations
