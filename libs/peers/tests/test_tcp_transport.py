@@ -191,7 +191,7 @@ def test_parts_hold_every_byte_once_and_in_order(
         remote = Pieces(*unpack_columns(part.columns, 3, 10_000))
         assert len(remote) <= max_ranges
         got_theirs += spread(remote)
-        assert int(remote.num_bytes.sum()) == part.num_bytes <= share_bytes
+        assert int(remote.num_bytes.sum()) == part.num_bytes < 2 * share_bytes
     assert got_ours == ours
     assert got_theirs == theirs
     assert transfer.num_bytes == len(ours)

@@ -9,7 +9,7 @@ import random
 
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.testing.memory import pattern, poisoned, region_of
-from hybridkv.peers.testing.suite import Reader, ended, reason_of, release, whole
+from hybridkv.peers.testing.suite import Reader, reason_of, whole
 from hybridkv.peers.transport import Done, Failed, FailureReason, Ranges, Region, RemoteId, TransferId, Transport
 
 SIZES = (65536, 4096, 200_000)
@@ -39,10 +39,10 @@ class TransportConformance:
 
     def pair(self, unit_bytes: int = 0) -> tuple[Reader, Reader, RemoteId]:
         """(who reads, who is read from, what the first calls the second)"""
-        owner = Reader(self.transport(), SIZES, unit_bytes)
+        owner = Reader(self.transport(), SIZES, unit_bytes, self._made)
         for number, region in enumerate(owner.regions):
             region[:] = pattern(number, len(region))
-        reader = Reader(self.transport(), SIZES, unit_bytes)
+        reader = Reader(self.transport(), SIZES, unit_bytes, self._made)
         return reader, owner, reader.attach(owner.capability)
 
     def expect_read(self, rows: list[tuple[int, int, int, int, int]], unit_bytes: int = 0) -> Done:
@@ -160,14 +160,14 @@ class TransportConformance:
         assert reason_of(reader.finish(remote, whole(64))) is FailureReason.CLOSED
 
     def test_more_reads_than_allowed_are_refused_and_change_nothing(self) -> None:
-        owner = Reader(self.transport(), SIZES)
-        reader = Reader(self.transport(max_transfers=2), SIZES)
+        owner = Reader(self.transport(), SIZES, neighbours=self._made)
+        reader = Reader(self.transport(max_transfers=2), SIZES, neighbours=self._made)
         remote = reader.attach(owner.capability)
         transfers = [reader.transport.read(remote, whole(64), 60.0) for _ in range(3)]
-        states = [ended(reader.transport, transfer) for transfer in transfers]
+        states = [reader.ended(transfer) for transfer in transfers]
         assert [reason_of(state) for state in states] == [None, None, FailureReason.BUSY]
         for transfer in transfers:
-            release(reader.transport, transfer)
+            reader.release(transfer)
         assert isinstance(reader.finish(remote, whole(64)), Done)
 
     def test_several_reads_go_on_at_a_time(self) -> None:
@@ -176,14 +176,14 @@ class TransportConformance:
         parts = [Ranges.of([(2, 10_000 * at, 2, 10_000 * at, 10_000)]) for at in range(20)]
         transfers = [reader.transport.read(remote, part, 60.0) for part in parts]
         for transfer in reversed(transfers):
-            assert isinstance(ended(reader.transport, transfer), Done)
-            release(reader.transport, transfer)
+            assert isinstance(reader.ended(transfer), Done)
+            reader.release(transfer)
         reader.check(owner.regions, whole(200_000, region=2), before)
 
     def test_a_state_stays_until_it_is_released(self) -> None:
         reader, _, remote = self.pair()
         transfer = reader.transport.read(remote, whole(64), 60.0)
-        state = ended(reader.transport, transfer)
+        state = reader.ended(transfer)
         reader.transport.cancel(transfer)
         assert reader.transport.poll(transfer) == state
         assert reader.transport.release(transfer)
@@ -193,7 +193,7 @@ class TransportConformance:
         reader, _, remote = self.pair()
         for _ in range(20):
             transfer = reader.transport.read(remote, whole(SIZES[2], region=2), 60.0)
-            release(reader.transport, transfer)
+            reader.release(transfer)
             reader.regions[2][:] = 1
             assert isinstance(reader.finish(remote, whole(64)), Done)
             assert (reader.regions[2] == 1).all()
@@ -210,7 +210,7 @@ class TransportConformance:
         assert reader.transport.close(1.0)
 
     def test_mistakes_of_the_caller_are_errors(self) -> None:
-        reader, owner, remote = self.pair()
+        reader, _, remote = self.pair()
         transport = reader.transport
         memory = poisoned(64)
         calls = [
@@ -223,8 +223,7 @@ class TransportConformance:
         ]
         for call in calls:
             self._expect_error(call)
-        owner.transport.close(10.0)
-        transport.close(10.0)
+        assert transport.close(10.0)
         for call in [
             lambda: transport.read(remote, whole(64), 1.0),
             lambda: transport.register([]),

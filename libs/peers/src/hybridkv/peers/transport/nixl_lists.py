@@ -1,4 +1,4 @@
-"""Which descriptors a read needs: numbers of prepared ones where a range lies on units, new ones elsewhere. Only sums."""
+"""Which descriptors a read needs: prepared ones where its ranges lie on units, new ones elsewhere. Only sums."""
 
 from __future__ import annotations
 

@@ -40,7 +40,10 @@ class Part:
 
 
 def parts_of(transfer: Transfer, ranges: Ranges, share_bytes: int, max_ranges: int) -> list[Part]:
-    """The read in parts of at most `share_bytes` and `max_ranges` ranges. Counts them into the transfer."""
+    """The read in parts of about `share_bytes`, always less than twice as much, and at most `max_ranges` ranges.
+
+    Counts them into the transfer.
+    """
     ranges = ranges.cut(share_bytes)
     begins = np.cumsum(ranges.num_bytes) - ranges.num_bytes
     share = begins // share_bytes
