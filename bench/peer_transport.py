@@ -3,14 +3,15 @@
     tools/bazel run //bench:peer_transport -- [--rounds N] [--total-mib N] [--json FILE]
 
 What is measured, in wall time of the reading process: so many MiB of ranges at random places of a region of another
-process, into random places here, for each size of a range. All variants take turns in each round, so that whatever else
-the machine does is shared out. GB/s is of the best round; a ratio is the median over rounds of the time of `memcpy`, and
-of `socket`, over the variant's in the same round: larger is faster, 1 is as fast.
+process, into random places here, for each size of a range. All variants take turns in each round, so that whatever
+else the machine does is shared out. GB/s is of the best round; a ratio is the median over rounds of the time of
+`memcpy`, and of `socket`, over the variant's in the same round: larger is faster, 1 is as fast.
 
 Variants: `memcpy` copies the same ranges within this process. `socket` is the least that two processes can do over
-loopback: one blocking connection, `sendall` of one buffer, `recv_into` of another, nothing in pieces and nothing checked.
-`tcp` is `TcpTransport` with one connection, `tcp x2` with two. `nixl` is UCX as it chooses (memory of the same host), with
-descriptors that are prepared; `nixl tcp` is UCX made to use TCP. Both need NIXL, and are left out where it is not.
+loopback: one blocking connection, `sendall` of one buffer, `recv_into` of another, nothing in pieces and nothing
+checked. `tcp` is `TcpTransport` with one connection, `tcp x2` with two. `nixl` is UCX as it chooses (memory of the same
+host), with descriptors that are prepared; `nixl tcp` is UCX made to use TCP. Both need NIXL, and are left out where it
+is not.
 
 What is not: a network, several peers, verification of what was read.
 """

@@ -10,6 +10,7 @@ RDMA read cannot be taken back. Where one does not end, the peer is given up, wh
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -289,7 +290,7 @@ class NixlTransport:
                 return False
             self._drop_local_list()
             for handle in self._handles.values():
-                self._quietly(lambda h=handle: self._agent.deregister_memory(h))
+                self._quietly(functools.partial(self._agent.deregister_memory, handle))
             self._handles.clear()
             self._agent = None
             return True
@@ -346,7 +347,7 @@ class NixlTransport:
                 self._end(read, handle)
         if state not in ("DONE", "PROC"):
             read.fail(FailureReason.BROKEN, f"NIXL says {state}", now_s)
-        return state == "DONE"
+        return bool(state == "DONE")
 
     def _end(self, read: _Read, handle: Any) -> None:
         """A post that has ended is given back; one that NIXL keeps stays in the list, and its memory with it."""

@@ -51,7 +51,8 @@ class UnitTable:
         counts = num_bytes // units
         begins = self.first[regions] + offsets // units
         within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-        return np.repeat(begins, counts) + within
+        numbers: Int64Array = np.repeat(begins, counts) + within
+        return numbers
 
 
 def is_on_units(local: UnitTable, remote: UnitTable, ranges: Ranges) -> bool:

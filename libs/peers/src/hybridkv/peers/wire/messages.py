@@ -138,7 +138,7 @@ class MessageCodec:
     def decode(self, body: bytes) -> Message:
         """`WireError` for anything that is no message, or one that is larger than it may be."""
         try:
-            message = self._decoder.decode(body)
+            message: Message = self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise WireError(CloseReason.MALFORMED, f"no message: {type(error).__name__}") from None
         self._check(message)

@@ -103,7 +103,7 @@ class Channel:
                 raise WireError(CloseReason.OVERSIZED, f"the head of an answer has {size} bytes")
             self._head_bytes += size
             return len(data)
-        self.session.feed(self._head)
+        self.session.feed(bytes(self._head))
         self._head = bytearray()
         self._head_bytes = _LENGTH_BYTES
         body = self.session.next()

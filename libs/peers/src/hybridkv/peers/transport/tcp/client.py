@@ -164,7 +164,7 @@ class TcpClient:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        number = sock.connect_ex(address)  # type: ignore[arg-type]
+        number = sock.connect_ex(address)
         if number not in (0, errno.EINPROGRESS):
             sock.close()
             self._fail_queue(remote, FailureReason.GONE, f"connect: errno {number}")
