@@ -20,6 +20,9 @@ def hybridkv_repositories():
     # The same at the same versions, with torch and vLLM; only the targets that need those name it.
     locked_packages(name = "pypi_engine", lock = "//third_party/python:engine_lock.txt")
     torch_headers(name = "torch_cc", packages = "@pypi_engine//:BUILD.bazel")
+
+    # 230 MB for the few that read a peer's memory with it. Needs numpy of one of the others.
+    locked_packages(name = "pypi_nixl", lock = "//third_party/python:nixl_lock.txt")
     local_cuda(name = "local_cuda")
     local_gpus(name = "local_gpus", engine_lock = "//third_party/python:engine_lock.txt")
 

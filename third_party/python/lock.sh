@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolves the two .in files anew: engine first, so that both locks agree on every version.
+# Resolves the .in files anew: engine first, so that all locks agree on every version.
 #
 #   third_party/python/lock.sh [--upgrade]
 #
@@ -23,3 +23,4 @@ compile() {
 }
 compile "$@" --overrides=engine_excludes.txt --output-file=engine_lock.txt engine.in
 compile "$@" --constraints=engine_lock.txt --output-file=requirements_lock.txt requirements.in
+compile "$@" --no-deps --output-file=nixl_lock.txt nixl.in

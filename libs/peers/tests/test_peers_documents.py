@@ -1,4 +1,4 @@
-"""README.md runs as printed."""
+"""README.md runs as printed, and CONTRACT.md names only tests that exist."""
 
 import re
 from pathlib import Path
@@ -11,3 +11,15 @@ def test_the_example_in_the_readme_runs() -> None:
     assert programs
     for program in programs:
         exec(compile(program, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_every_claim_of_the_contract_names_a_test_that_exists() -> None:
+    claims = [line for line in (LIBRARY / "CONTRACT.md").read_text().splitlines() if line.startswith("- ")]
+    sources = [*LIBRARY.glob("tests/*.py"), *LIBRARY.glob("src/hybridkv/peers/testing/*.py")]
+    text = "\n".join(path.read_text() for path in sources)
+    known = set(re.findall(r"def (test_\w+)\(", text))
+    assert claims
+    for claim in claims:
+        named = re.findall(r"`(test_\w+)`", claim)
+        assert named, f"no test is named: {claim}"
+        assert set(named) <= known, claim

@@ -1,0 +1,236 @@
+"""What every transport must pass, with both sides in one process. A test derives from it and gives `make_transport`.
+
+Uses no test framework: any runner that collects `test_*` methods of classes will do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from hybridkv.peers.errors import PeersProtocolError
+from hybridkv.peers.testing.memory import pattern, poisoned, region_of
+from hybridkv.peers.testing.suite import Reader, reason_of, whole
+from hybridkv.peers.transport import Done, Failed, FailureReason, Ranges, Region, RemoteId, TransferId, Transport
+
+SIZES = (65536, 4096, 200_000)
+HUGE = (1 << 63) - 1
+
+
+class TransportConformance:
+    """Two transports of one kind. Sides are closed by `teardown_method`, which a test runner calls."""
+
+    sees_every_read = True
+    """Whether the side that is read from checks each read itself."""
+    _made: list[Transport]
+
+    def make_transport(self, max_transfers: int = 64) -> Transport:
+        raise NotImplementedError
+
+    def setup_method(self) -> None:
+        self._made = []
+
+    def teardown_method(self) -> None:
+        for transport in self._made:
+            assert transport.close(10.0)
+
+    def transport(self, max_transfers: int = 64) -> Transport:
+        self._made.append(self.make_transport(max_transfers))
+        return self._made[-1]
+
+    def pair(self, unit_bytes: int = 0) -> tuple[Reader, Reader, RemoteId]:
+        """(who reads, who is read from, what the first calls the second)"""
+        owner = Reader(self.transport(), SIZES, unit_bytes, self._made)
+        for number, region in enumerate(owner.regions):
+            region[:] = pattern(number, len(region))
+        reader = Reader(self.transport(), SIZES, unit_bytes, self._made)
+        return reader, owner, reader.attach(owner.capability)
+
+    def expect_read(self, rows: list[tuple[int, int, int, int, int]], unit_bytes: int = 0) -> Done:
+        reader, owner, remote = self.pair(unit_bytes)
+        before = [each.copy() for each in reader.regions]
+        ranges = Ranges.of(rows)
+        state = reader.finish(remote, ranges)
+        assert isinstance(state, Done), state
+        reader.check(owner.regions, ranges, before)
+        assert state.num_bytes == ranges.total_bytes
+        return state
+
+    def expect_refused(self, *reads: list[tuple[int, int, int, int, int]]) -> None:
+        """Each of these reads by itself."""
+        reader, _, remote = self.pair()
+        before = [each.copy() for each in reader.regions]
+        for rows in reads:
+            state = reader.finish(remote, Ranges.of(rows))
+            assert reason_of(state) is FailureReason.REFUSED, (rows, state)
+            reader.check([], Ranges.of([]), before)
+
+    def test_a_transport_is_a_transport(self) -> None:
+        assert isinstance(self.transport(), Transport)
+
+    def test_exactly_the_bytes_of_the_ranges_are_read(self) -> None:
+        rows = [(0, 100, 2, 7, 5000), (1, 0, 0, 60000, 4096), (2, 199_999, 1, 0, 1), (0, 0, 0, 0, 100)]
+        assert self.expect_read(rows).num_descriptors == len(rows)
+
+    def test_another_place_has_other_bytes(self) -> None:
+        reader, owner, remote = self.pair()
+        before = [each.copy() for each in reader.regions]
+        assert isinstance(reader.finish(remote, Ranges.of([(0, 0, 0, 1, 4096)])), Done)
+        try:
+            reader.check(owner.regions, Ranges.of([(0, 0, 0, 0, 4096)]), before)
+        except AssertionError:
+            return
+        raise RuntimeError("the check of this suite cannot tell one place from another")
+
+    def test_thousands_of_small_ranges_are_read(self) -> None:
+        numbers = list(range(4096))
+        random.Random(1).shuffle(numbers)
+        self.expect_read([(2, 16 * number, 0, 16 * at, 16) for at, number in enumerate(numbers)])
+
+    def test_neighbours_are_joined_and_not_mixed_up(self) -> None:
+        self.expect_read([(2, 1000 + 8 * at, 2, 8 * at, 8) for at in range(3000)])
+
+    def test_ranges_on_units_are_read(self) -> None:
+        numbers = list(range(0, 100, 2))
+        random.Random(2).shuffle(numbers)
+        rows = [(0, 8 * number, 0, 8 * at, 8 * (1 + at % 2)) for at, number in enumerate(numbers)]
+        self.expect_read(rows, unit_bytes=8)
+
+    def test_ranges_beside_units_are_read(self) -> None:
+        self.expect_read([(0, 3, 0, 5, 11), (0, 64, 0, 128, 64)], unit_bytes=8)
+
+    def test_one_place_may_be_read_into_many(self) -> None:
+        self.expect_read([(0, 64 * at, 1, 128, 64) for at in range(500)])
+
+    def test_a_range_longer_than_what_is_moved_at_once_is_read(self) -> None:
+        self.expect_read([(2, 0, 2, 0, SIZES[2])])
+
+    def test_no_ranges_are_done_at_once(self) -> None:
+        reader, _, remote = self.pair()
+        transfer = reader.transport.read(remote, Ranges.of([]), 1.0)
+        state = reader.transport.poll(transfer)
+        assert isinstance(state, Done)
+        assert state.num_bytes == 0
+        assert reader.transport.release(transfer)
+
+    def test_a_range_outside_of_this_sides_memory_is_refused_before_a_byte_moves(self) -> None:
+        good = (0, 0, 0, 0, 64)
+        wrong = [(0, SIZES[0] - 7, 8), (3, 0, 8), (-1, 0, 8), (0, -8, 8), (0, HUGE, HUGE)]
+        self.expect_refused(*([good, (region, offset, 0, 0, size)] for region, offset, size in wrong))
+
+    def test_a_range_outside_of_the_peers_memory_is_refused(self) -> None:
+        wrong = [(1, SIZES[1] - 7, 8), (3, 0, 8), (-1, 0, 8), (0, -8, 8), (0, HUGE, 64)]
+        self.expect_refused(*([(0, 0, region, offset, size)] for region, offset, size in wrong))
+
+    def test_a_range_of_no_bytes_is_refused(self) -> None:
+        self.expect_refused([(0, 0, 0, 0, 0)], [(0, 0, 0, 0, -64)])
+
+    def test_what_is_no_capability_is_refused(self) -> None:
+        reader, owner, _ = self.pair()
+        good = owner.capability
+        for data in (b"", b"\0" * 40, b"\xdd\xff\xff\xff\xff", good[: len(good) // 2], reader.capability):
+            assert reason_of(reader.transport.attach(data)) is FailureReason.REFUSED, data  # type: ignore[arg-type]
+
+    def test_a_region_that_came_later_is_read_by_who_attached_it(self) -> None:
+        reader, owner, _ = self.pair()
+        late = pattern(9, 1024)
+        remote = reader.attach(owner.transport.register([region_of(late)]))
+        before = [each.copy() for each in reader.regions]
+        ranges = Ranges.of([(0, 0, 3, 0, 1024)])
+        assert isinstance(reader.finish(remote, ranges), Done)
+        reader.check([*owner.regions, late], ranges, before)
+
+    def test_a_deregistered_region_is_not_read_and_the_others_keep_their_numbers(self) -> None:
+        reader, owner, remote = self.pair()
+        assert isinstance(reader.finish(remote, whole(64)), Done)
+        owner.transport.deregister([0])
+        owner.regions[0][:] = 0
+        before = [each.copy() for each in reader.regions]
+        if self.sees_every_read:
+            assert reason_of(reader.finish(remote, whole(64))) is FailureReason.REFUSED
+        assert isinstance(reader.finish(remote, whole(64, region=2)), Done)
+        reader.check(owner.regions, whole(64, region=2), before)
+        again = reader.attach(owner.transport.register([]))
+        assert reason_of(reader.finish(again, whole(64))) is FailureReason.REFUSED
+
+    def test_reads_of_a_detached_peer_fail(self) -> None:
+        reader, _, remote = self.pair()
+        reader.transport.detach(remote)
+        reader.transport.detach(remote)
+        assert reason_of(reader.finish(remote, whole(64))) is FailureReason.CLOSED
+
+    def test_more_reads_than_allowed_are_refused_and_change_nothing(self) -> None:
+        owner = Reader(self.transport(), SIZES, neighbours=self._made)
+        reader = Reader(self.transport(max_transfers=2), SIZES, neighbours=self._made)
+        remote = reader.attach(owner.capability)
+        transfers = [reader.transport.read(remote, whole(64), 60.0) for _ in range(3)]
+        states = [reader.ended(transfer) for transfer in transfers]
+        assert [reason_of(state) for state in states] == [None, None, FailureReason.BUSY]
+        for transfer in transfers:
+            reader.release(transfer)
+        assert isinstance(reader.finish(remote, whole(64)), Done)
+
+    def test_several_reads_go_on_at_a_time(self) -> None:
+        reader, owner, remote = self.pair()
+        before = [each.copy() for each in reader.regions]
+        parts = [Ranges.of([(2, 10_000 * at, 2, 10_000 * at, 10_000)]) for at in range(20)]
+        transfers = [reader.transport.read(remote, part, 60.0) for part in parts]
+        for transfer in reversed(transfers):
+            assert isinstance(reader.ended(transfer), Done)
+            reader.release(transfer)
+        reader.check(owner.regions, whole(200_000, region=2), before)
+
+    def test_a_state_stays_until_it_is_released(self) -> None:
+        reader, _, remote = self.pair()
+        transfer = reader.transport.read(remote, whole(64), 60.0)
+        state = reader.ended(transfer)
+        reader.transport.cancel(transfer)
+        assert reader.transport.poll(transfer) == state
+        assert reader.transport.release(transfer)
+        assert reader.transport.release(transfer)
+
+    def test_what_was_released_writes_nothing(self) -> None:
+        reader, _, remote = self.pair()
+        for _ in range(20):
+            transfer = reader.transport.read(remote, whole(SIZES[2], region=2), 60.0)
+            reader.release(transfer)
+            reader.regions[2][:] = 1
+            assert isinstance(reader.finish(remote, whole(64)), Done)
+            assert (reader.regions[2] == 1).all()
+
+    def test_a_close_ends_reads_and_writes_nothing_afterwards(self) -> None:
+        reader, _, remote = self.pair()
+        transfers = [reader.transport.read(remote, whole(SIZES[2], region=2), 60.0) for _ in range(8)]
+        assert reader.transport.close(30.0)
+        reader.regions[2][:] = 1
+        for transfer in transfers:
+            assert isinstance(reader.transport.poll(transfer), Done | Failed)
+            assert reader.transport.release(transfer)
+        assert (reader.regions[2] == 1).all()
+        assert reader.transport.close(1.0)
+
+    def test_mistakes_of_the_caller_are_errors(self) -> None:
+        reader, _, remote = self.pair()
+        transport = reader.transport
+        memory = poisoned(64)
+        calls: list[Callable[[], object]] = [
+            lambda: transport.poll(TransferId(10_000)),
+            lambda: transport.cancel(TransferId(10_000)),
+            lambda: transport.register([Region(0, 64)]),
+            lambda: transport.register([Region(memory.ctypes.data, 0)]),
+            lambda: transport.register([Region(memory.ctypes.data, 64, 7)]),
+            lambda: transport.deregister([17]),
+        ]
+        for call in calls:
+            self._expect_error(call)
+        assert transport.close(10.0)
+        self._expect_error(lambda: transport.read(remote, whole(64), 1.0))
+        self._expect_error(lambda: transport.register([]))
+        self._expect_error(lambda: transport.attach(b""))
+
+    def _expect_error(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except PeersProtocolError:
+            return
+        raise AssertionError("no error")

@@ -1,0 +1,146 @@
+"""What every transport must pass with the other side in a process of its own, which is stopped and killed."""
+
+from __future__ import annotations
+
+from hybridkv.peers.testing.memory import pattern
+from hybridkv.peers.testing.peer_process import PeerProcess
+from hybridkv.peers.testing.suite import TIMEOUT_S, Reader, reason_of, whole
+from hybridkv.peers.transport import PENDING, Done, FailureReason, Ranges, Transport
+
+SIZE = 1 << 20
+LARGE = 16 << 20
+
+
+class ProcessConformance:
+    """A test derives from it, gives `make_transport`, and the name in `FACTORIES` of the other side."""
+
+    factory: str
+    answers_itself = True
+    """Whether a stopped peer cannot be read from."""
+    _made: list[Transport]
+
+    def make_transport(self, max_transfers: int = 64) -> Transport:
+        raise NotImplementedError
+
+    def setup_method(self) -> None:
+        self._made = []
+
+    def teardown_method(self) -> None:
+        for transport in self._made:
+            assert transport.close(30.0)
+
+    def reader(self, size: int = SIZE) -> Reader:
+        self._made.append(self.make_transport())
+        return Reader(self._made[-1], [size])
+
+    def test_another_process_is_read(self) -> None:
+        reader = self.reader()
+        with PeerProcess(self.factory, [SIZE, 4096]) as peer:
+            remote = reader.attach(peer.capability)
+            before = [each.copy() for each in reader.regions]
+            ranges = Ranges.of([(0, 512 * at, 0, SIZE - 512 * (at + 1), 512) for at in range(2000)])
+            assert isinstance(reader.finish(remote, ranges), Done)
+            reader.check(peer.regions, ranges, before)
+
+    def test_what_is_read_is_what_is_there_now(self) -> None:
+        reader = self.reader()
+        with PeerProcess(self.factory, [SIZE]) as peer:
+            remote = reader.attach(peer.capability)
+            assert isinstance(reader.finish(remote, whole(SIZE)), Done)
+            assert not (reader.regions[0] == 7).all()
+            peer.tell({"do": "fill", "region": 0, "value": 7})
+            assert isinstance(reader.finish(remote, whole(SIZE)), Done)
+            assert (reader.regions[0] == 7).all()
+
+    def test_a_peer_that_is_killed_is_gone(self) -> None:
+        reader = self.reader()
+        with PeerProcess(self.factory, [SIZE]) as peer:
+            remote = reader.attach(peer.capability)
+            assert isinstance(reader.finish(remote, whole(SIZE)), Done)
+            peer.kill()
+            assert reason_of(reader.finish(remote, whole(SIZE))) is FailureReason.GONE
+
+    def test_a_peer_that_was_gone_before_the_first_read_is_gone(self) -> None:
+        reader = self.reader()
+        with PeerProcess(self.factory, [SIZE]) as peer:
+            remote = reader.attach(peer.capability)
+            peer.kill()
+            assert reason_of(reader.finish(remote, whole(SIZE))) is FailureReason.GONE
+
+    def test_a_peer_that_is_killed_in_mid_read_ends_the_read(self) -> None:
+        reader = self.reader(LARGE)
+        with PeerProcess(self.factory, [LARGE]) as peer:
+            remote = reader.attach(peer.capability)
+            assert isinstance(reader.finish(remote, whole(64)), Done)
+            reader.regions[0][:] = pattern(0, LARGE) ^ 0xFF
+            transfer = reader.transport.read(remote, whole(LARGE), TIMEOUT_S)
+            first = int(peer.regions[0][0])
+            while int(reader.regions[0][0]) != first:
+                assert reader.transport.poll(transfer) is PENDING or int(reader.regions[0][0]) == first
+            peer.kill()
+            state = reader.ended(transfer)
+            reader.release(transfer)
+            # Whoever was quick had all of it; nobody has half of it and says that it is done.
+            is_whole = reader.regions[0].tobytes() == peer.regions[0].tobytes()
+            assert is_whole if isinstance(state, Done) else reason_of(state) is FailureReason.GONE
+            reader.regions[0][:] = 1
+            assert reason_of(reader.finish(remote, whole(64))) is FailureReason.GONE
+            assert (reader.regions[0] == 1).all()
+
+    def test_a_peer_that_answers_no_more_costs_the_time_that_was_given(self) -> None:
+        reader = self.reader()
+        with PeerProcess(self.factory, [SIZE]) as peer:
+            remote = reader.attach(peer.capability)
+            assert isinstance(reader.finish(remote, whole(64)), Done)
+            peer.stop()
+            state = reader.finish(remote, whole(SIZE), timeout_s=0.3)
+            if self.answers_itself:
+                assert reason_of(state) is FailureReason.TIMEOUT
+            else:
+                assert isinstance(state, Done) or reason_of(state) is FailureReason.TIMEOUT
+            reader.regions[0][:] = 1
+            peer.go_on()
+            peer.tell({"do": "fill", "region": 0, "value": 2})
+            assert (reader.regions[0] == 1).all()
+
+    def test_a_cancelled_read_ends_and_writes_nothing_once_it_was_released(self) -> None:
+        reader = self.reader()
+        with PeerProcess(self.factory, [SIZE]) as peer:
+            remote = reader.attach(peer.capability)
+            assert isinstance(reader.finish(remote, whole(64)), Done)
+            peer.stop()
+            transfer = reader.transport.read(remote, whole(SIZE), TIMEOUT_S)
+            reader.transport.cancel(transfer)
+            state = reader.ended(transfer)
+            assert isinstance(state, Done) or reason_of(state) is FailureReason.CANCELLED
+            reader.release(transfer)
+            reader.regions[0][:] = 1
+            peer.go_on()
+            peer.tell({"do": "fill", "region": 0, "value": 2})
+            assert (reader.regions[0] == 1).all()
+
+    def test_a_close_with_a_read_from_a_stopped_peer_ends_and_writes_nothing_afterwards(self) -> None:
+        reader = self.reader()
+        with PeerProcess(self.factory, [SIZE]) as peer:
+            remote = reader.attach(peer.capability)
+            assert isinstance(reader.finish(remote, whole(64)), Done)
+            peer.stop()
+            transfer = reader.transport.read(remote, whole(SIZE), TIMEOUT_S)
+            assert reader.transport.close(30.0)
+            reader.regions[0][:] = 1
+            peer.go_on()
+            peer.tell({"do": "fill", "region": 0, "value": 2})
+            assert (reader.regions[0] == 1).all()
+            assert reader.transport.release(transfer)
+
+    def test_a_peer_that_came_back_is_attached_anew(self) -> None:
+        reader = self.reader()
+        with PeerProcess(self.factory, [SIZE]) as peer:
+            old = reader.attach(peer.capability)
+            assert isinstance(reader.finish(old, whole(SIZE)), Done)
+        with PeerProcess(self.factory, [SIZE], seed=1) as peer:
+            new = reader.attach(peer.capability)
+            assert reason_of(reader.finish(old, whole(SIZE))) is FailureReason.GONE
+            before = [each.copy() for each in reader.regions]
+            assert isinstance(reader.finish(new, whole(SIZE)), Done)
+            reader.check(peer.regions, whole(SIZE), before)

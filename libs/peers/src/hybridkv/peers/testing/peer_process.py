@@ -1,0 +1,117 @@
+"""A peer that is a process of its own, so that it can be stopped and killed.
+
+The child registers regions full of `pattern` and lets them be read; it obeys lines of JSON on its standard input and
+answers each with one. It ends when its standard input does, so no test leaves one behind.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from hybridkv.peers.testing.factories import FACTORIES
+from hybridkv.peers.testing.memory import Bytes, pattern, region_of
+
+ANSWER_TIMEOUT_S = 120.0
+
+
+class PeerProcess:
+    """`transport` is a name of `FACTORIES`. Use it as a context."""
+
+    def __init__(self, transport: str, sizes: Sequence[int], unit_bytes: int = 0, seed: int = 0) -> None:
+        self.regions = [pattern(number, size, seed) for number, size in enumerate(sizes)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, transport],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        answer = self.tell({"do": "register", "sizes": list(sizes), "unit_bytes": unit_bytes, "seed": seed})
+        self.capability = base64.b64decode(answer["capability"])
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def tell(self, command: dict[str, Any]) -> dict[str, Any]:
+        """The child's answer. `TimeoutError` where none comes."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], ANSWER_TIMEOUT_S)[0]:
+            raise TimeoutError(f"the peer does not answer {command}")
+        line = self._process.stdout.readline()
+        if not line:
+            raise EOFError(f"the peer ended at {command}, with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def stop(self) -> None:
+        """It does nothing more, and is not gone. Comes back when it has stopped."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL. Comes back when it is no more."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _obey(transport: Any, memory: list[Bytes], command: dict[str, Any]) -> dict[str, Any]:
+    match command["do"]:
+        case "register":
+            first = len(memory)
+            sizes = command["sizes"]
+            memory += [pattern(number, size, command["seed"]) for number, size in enumerate(sizes, first)]
+            regions = [region_of(each, command["unit_bytes"]) for each in memory[first:]]
+            return {"capability": base64.b64encode(transport.register(regions)).decode()}
+        case "fill":
+            memory[command["region"]][:] = command["value"]
+            return {}
+        case "deregister":
+            transport.deregister(command["regions"])
+            return {}
+        case other:
+            raise ValueError(other)
+
+
+def _serve(name: str) -> None:
+    transport = FACTORIES[name]()
+    memory: list[Bytes] = []
+    pending = b""
+    while True:
+        if not select.select([0], [], [], 0)[0]:
+            transport.wait(0.001) if name == "nixl" else select.select([0], [], [], 1.0)
+            continue
+        data = os.read(0, 1 << 16)
+        if not data:
+            # Not the interpreter's way out: what a transport's library does there is not what is tested.
+            os._exit(0)
+        *lines, pending = (pending + data).split(b"\n")
+        for line in lines:
+            os.write(1, json.dumps(_obey(transport, memory, json.loads(line))).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

@@ -1,0 +1,139 @@
+"""The shortest transport that keeps the contract: peers of one process, which copy at the first poll."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+
+from hybridkv.peers.errors import PeersProtocolError
+from hybridkv.peers.transport import (
+    PENDING,
+    Done,
+    Failed,
+    FailureReason,
+    Ranges,
+    Region,
+    RemoteId,
+    TransferId,
+    TransferState,
+)
+from hybridkv.peers.transport.memory import RegisteredMemory
+
+
+class World:
+    """Where peers of one process find each other. `kill` is what SIGKILL is to a process."""
+
+    def __init__(self) -> None:
+        self.transports: dict[bytes, ReferenceTransport] = {}
+
+    def kill(self, capability: bytes) -> None:
+        self.transports.pop(capability.split(b"/")[0], None)
+
+
+class ReferenceTransport:
+    """Deterministic: no thread, no clock. A read is done, or has failed, at its first poll."""
+
+    name = "reference"
+
+    def __init__(self, peer_name: str, world: World, max_transfers: int = 256) -> None:
+        self._peer = peer_name.encode()
+        self._world = world
+        self._max_transfers = max_transfers
+        self.memory = RegisteredMemory()
+        self._numbers = itertools.count(1)
+        self._remotes: dict[RemoteId, tuple[bytes, int]] = {}
+        self._reads: dict[TransferId, tuple[RemoteId, Ranges]] = {}
+        self._states: dict[TransferId, TransferState] = {}
+        self._is_closed = False
+        world.transports[self._peer] = self
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        self._demand_open("register")
+        self.memory = self.memory.with_regions(regions)
+        return self._peer + b"/%d" % len(self.memory.regions)
+
+    def deregister(self, regions: Sequence[int]) -> None:
+        self._demand_open("deregister")
+        self.memory = self.memory.without(regions)
+
+    def attach(self, capability: bytes) -> RemoteId | Failed:
+        self._demand_open("attach")
+        peer, _, known = capability.partition(b"/")
+        if not known.isdigit() or peer == self._peer:
+            return Failed(FailureReason.REFUSED, "no capability of this transport")
+        remote = RemoteId(next(self._numbers))
+        self._remotes[remote] = (peer, int(known))
+        return remote
+
+    def detach(self, remote: RemoteId) -> None:
+        self._remotes.pop(remote, None)
+
+    def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
+        self._demand_open("read")
+        number = TransferId(next(self._numbers))
+        why_not = self.memory.why_not("local", ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
+        state: TransferState = PENDING
+        if len(self._states) >= self._max_transfers:
+            state = Failed(FailureReason.BUSY)
+        elif remote not in self._remotes:
+            state = Failed(FailureReason.CLOSED)
+        elif why_not:
+            state = Failed(FailureReason.REFUSED, why_not)
+        elif not len(ranges):
+            state = Done(0, 0, 0.0)
+        self._states[number] = state
+        self._reads[number] = (remote, ranges)
+        return number
+
+    def poll(self, transfer: TransferId) -> TransferState:
+        if transfer not in self._states:
+            raise PeersProtocolError(f"there is no transfer {transfer}, or it was released")
+        if self._states[transfer] is PENDING:
+            self._states[transfer] = self._copy(*self._reads[transfer])
+        return self._states[transfer]
+
+    def cancel(self, transfer: TransferId) -> None:
+        if transfer not in self._states:
+            raise PeersProtocolError(f"there is no transfer {transfer}, or it was released")
+        if self._states[transfer] is PENDING:
+            self._states[transfer] = Failed(FailureReason.CANCELLED)
+
+    def release(self, transfer: TransferId) -> bool:
+        self._states.pop(transfer, None)
+        self._reads.pop(transfer, None)
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing goes on by itself."""
+
+    def progress(self) -> None:
+        """Nothing goes on by itself."""
+
+    def close(self, timeout_s: float) -> bool:
+        self._is_closed = True
+        self._world.transports.pop(self._peer, None)
+        for number, state in self._states.items():
+            if state is PENDING:
+                self._states[number] = Failed(FailureReason.CLOSED)
+        return True
+
+    def _copy(self, remote: RemoteId, ranges: Ranges) -> TransferState:
+        peer, known = self._remotes.get(remote, (b"", 0))
+        if not peer:
+            return Failed(FailureReason.CLOSED)
+        other = self._world.transports.get(peer)
+        if other is None:
+            return Failed(FailureReason.GONE)
+        why_not = other.memory.why_not("remote", ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
+        if why_not or bool((ranges.remote_regions >= known).any()):
+            return Failed(FailureReason.REFUSED, why_not or "a region that came later")
+        ours = self.memory.places(ranges.local_regions, ranges.local_offsets)
+        theirs = other.memory.places(ranges.remote_regions, ranges.remote_offsets)
+        for to, source, size in zip(ours.tolist(), theirs.tolist(), ranges.num_bytes.tolist(), strict=True):
+            ctypes.memmove(to, source, size)
+        return Done(ranges.total_bytes, len(ranges), 0.0)
+
+    def _demand_open(self, call: str) -> None:
+        if self._is_closed:
+            raise PeersProtocolError(f"{call}: called after close")

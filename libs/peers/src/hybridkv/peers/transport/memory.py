@@ -1,0 +1,111 @@
+"""Memory of this process that may be read from elsewhere, or into. Private to the transports."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridkv.peers.errors import PeersProtocolError
+from hybridkv.peers.ranges import Int64Array
+from hybridkv.peers.transport.contract import Region
+
+MAX_REGIONS = 65536
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Places of one side, neighbours joined."""
+
+    regions: Int64Array
+    offsets: Int64Array
+    num_bytes: Int64Array
+
+    @classmethod
+    def of(cls, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> Pieces:
+        """What continues the place before it, in the same region, is joined to it."""
+        if len(offsets) < 2:
+            return cls(regions, offsets, num_bytes)
+        breaks = (offsets[1:] != offsets[:-1] + num_bytes[:-1]) | (regions[1:] != regions[:-1])
+        first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        return cls(regions[first], offsets[first], np.add.reduceat(num_bytes, first))
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+
+class RegisteredMemory:
+    """An immutable table, so that one thread may check while another replaces it. A number is never used again."""
+
+    __slots__ = ("_views", "addresses", "num_bytes", "regions", "units")
+
+    def __init__(self, regions: tuple[Region | None, ...] = ()) -> None:
+        self.regions = regions
+        self._views: dict[int, memoryview] = {}
+        self.addresses = np.array([each.address if each else 0 for each in regions], dtype=np.int64)
+        self.num_bytes = np.array([each.num_bytes if each else 0 for each in regions], dtype=np.int64)
+        self.units = np.array([each.unit_bytes if each else 0 for each in regions], dtype=np.int64)
+
+    def with_regions(self, regions: Sequence[Region]) -> RegisteredMemory:
+        """`PeersProtocolError` for what cannot be memory."""
+        for region in regions:
+            if region.address <= 0 or region.num_bytes <= 0 or region.address + region.num_bytes >= 1 << 63:
+                extent = f"[{region.address:#x}, +{region.num_bytes})"
+                raise PeersProtocolError(f"register: expected a range of memory, got {extent}")
+            if region.unit_bytes < 0 or (region.unit_bytes and region.num_bytes % region.unit_bytes):
+                got = f"{region.unit_bytes} for {region.num_bytes} bytes"
+                raise PeersProtocolError(f"register: unit_bytes: expected a part of the region, or 0, got {got}")
+        if len(self.regions) + len(regions) > MAX_REGIONS:
+            raise PeersProtocolError(f"register: more than {MAX_REGIONS} regions")
+        return RegisteredMemory((*self.regions, *regions))
+
+    def without(self, numbers: Sequence[int]) -> RegisteredMemory:
+        """`PeersProtocolError` for a number that stands for nothing."""
+        for number in numbers:
+            if not 0 <= number < len(self.regions) or self.regions[number] is None:
+                raise PeersProtocolError(f"deregister: there is no region {number}")
+        gone = set(numbers)
+        return RegisteredMemory(tuple(None if at in gone else each for at, each in enumerate(self.regions)))
+
+    def why_not(self, side: str, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> str | None:
+        """None when each range lies in one region. Safe for any numbers: they may be a stranger's."""
+        if not len(num_bytes):
+            return None
+        is_wrong = (regions < 0) | (regions >= len(self.regions)) | (num_bytes <= 0) | (offsets < 0)
+        known = ~is_wrong
+        # Not offset + num_bytes: that could overflow and look small.
+        is_wrong[known] = num_bytes[known] > self.num_bytes[regions[known]] - offsets[known]
+        if not is_wrong.any():
+            return None
+        at = int(np.flatnonzero(is_wrong)[0])
+        extent = f"[{int(offsets[at])}, +{int(num_bytes[at])}) of region {int(regions[at])}"
+        return f"range {at}: {side} {extent} does not lie in registered memory"
+
+    def views(self, pieces: Pieces, first: int, last: int) -> list[memoryview]:
+        """Some pieces that were checked, as something that sockets read and write."""
+        rows = zip(
+            pieces.regions[first:last].tolist(),
+            pieces.offsets[first:last].tolist(),
+            pieces.num_bytes[first:last].tolist(),
+            strict=True,
+        )
+        return [self._view(region)[offset : offset + size] for region, offset, size in rows]
+
+    def _view(self, number: int) -> memoryview:
+        view = self._views.get(number)
+        if view is None:
+            region = self.regions[number]
+            assert region is not None
+            view = self._views[number] = view_of(region.address, region.num_bytes)
+        return view
+
+    def places(self, regions: Int64Array, offsets: Int64Array) -> Int64Array:
+        """Addresses of ranges that were checked."""
+        return self.addresses[regions] + offsets
+
+
+def view_of(address: int, num_bytes: int) -> memoryview:
+    """Memory as something that sockets read and write. The caller promises that it is there."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")

@@ -1,0 +1,66 @@
+"""What two engines say to each other: messages, frames, and the proof that both know the same secret.
+
+Holds no socket, no thread and no clock. `hybridkv.peers.control` and the data connections of
+`hybridkv.peers.transport.tcp` speak it. FORMAT.md describes every byte.
+"""
+
+from hybridkv.peers.wire.addresses import demand_secret, is_loopback
+from hybridkv.peers.wire.closing import CloseReason, WireError
+from hybridkv.peers.wire.framing import FrameReader, frame
+from hybridkv.peers.wire.handshake import Channel, ClientHandshake, Established, Identity, ServerHandshake
+from hybridkv.peers.wire.limits import WireLimits
+from hybridkv.peers.wire.messages import (
+    Accepted,
+    AskDigests,
+    Describe,
+    Digests,
+    Done,
+    LeaseId,
+    Message,
+    MessageCodec,
+    Ping,
+    Refused,
+    Renew,
+    Renewed,
+    pack_columns,
+    unpack_columns,
+)
+from hybridkv.peers.wire.sealing import Opener, Sealer, SessionKeys
+from hybridkv.peers.wire.secret import NO_SECRET, Secret, read_secret
+from hybridkv.peers.wire.session import Session
+
+__all__ = [
+    "NO_SECRET",
+    "Accepted",
+    "AskDigests",
+    "Channel",
+    "ClientHandshake",
+    "CloseReason",
+    "Describe",
+    "Digests",
+    "Done",
+    "Established",
+    "FrameReader",
+    "Identity",
+    "LeaseId",
+    "Message",
+    "MessageCodec",
+    "Opener",
+    "Ping",
+    "Refused",
+    "Renew",
+    "Renewed",
+    "Sealer",
+    "Secret",
+    "ServerHandshake",
+    "Session",
+    "SessionKeys",
+    "WireError",
+    "WireLimits",
+    "demand_secret",
+    "frame",
+    "is_loopback",
+    "pack_columns",
+    "read_secret",
+    "unpack_columns",
+]

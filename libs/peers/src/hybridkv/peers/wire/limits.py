@@ -1,0 +1,56 @@
+"""The size of everything that a peer can make this side hold, and for how long. Each has a name and a default."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hybridkv.peers.errors import PeersConfigurationError
+
+
+class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process grants its peers. `PeersConfigurationError` for a value that cannot work."""
+
+    max_frame_bytes: int = 8 << 20
+    """Of one sealed frame, its seal included."""
+    max_handshake_frame_bytes: int = 1024
+    """Of a frame that comes before its sender has proven anything."""
+    max_buffered_bytes: int = 32 << 20
+    """Waiting to be sent on one connection. What would exceed it ends the connection."""
+    max_items: int = 65536
+    """Of one list, and of one set of columns."""
+    max_text_bytes: int = 4096
+    """Of one text. Of a name: `MAX_NAME_BYTES`, whatever is written here."""
+    max_connections: int = 256
+    """That are established, of one listener, and as many that this process opened."""
+    max_handshakes: int = 32
+    """In flight at one listener. One more ends the oldest."""
+    handshake_timeout_s: float = 5.0
+    """From the connection to the last proof."""
+    heartbeat_s: float = 2.0
+    """An established connection on which nothing was sent for so long carries a ping."""
+    silence_timeout_s: float = 10.0
+    """An established connection on which nothing arrived for so long ends."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not value > 0 or value == float("inf"):
+                raise PeersConfigurationError(name, "a number > 0", value)
+        if self.max_handshake_frame_bytes < 512:
+            raise PeersConfigurationError(
+                "max_handshake_frame_bytes", "a number >= 512", self.max_handshake_frame_bytes
+            )
+        if not self.max_handshake_frame_bytes <= self.max_frame_bytes <= 1 << 30:
+            expected = f"{self.max_handshake_frame_bytes} (max_handshake_frame_bytes) to {1 << 30}"
+            raise PeersConfigurationError("max_frame_bytes", expected, self.max_frame_bytes)
+        if self.max_buffered_bytes < 2 * self.max_frame_bytes:
+            expected = f"at least {2 * self.max_frame_bytes}, twice max_frame_bytes"
+            raise PeersConfigurationError("max_buffered_bytes", expected, self.max_buffered_bytes)
+        if self.silence_timeout_s < 2 * self.heartbeat_s:
+            expected = f"at least {2 * self.heartbeat_s}, twice heartbeat_s"
+            hint = "a peer that has nothing to say is heard once a heartbeat"
+            raise PeersConfigurationError("silence_timeout_s", expected, self.silence_timeout_s, hint)
+
+
+MAX_NAME_BYTES = 128
+"""Of the name of one side."""

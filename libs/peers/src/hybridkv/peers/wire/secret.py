@@ -1,0 +1,75 @@
+"""The secret that engines share, and where it may be used without one. It is read from a file and never printed."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from hybridkv.peers.errors import PeersConfigurationError
+
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 4096
+
+_HINT = "head -c 32 /dev/urandom | base64 > FILE && chmod 600 FILE, and the same file on every host"
+
+
+class Secret:
+    """Key of every proof. Has no representation and no length that could reach a log; cannot be pickled."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def __bool__(self) -> bool:
+        """False for `NO_SECRET`."""
+        return bool(self._key)
+
+    def __repr__(self) -> str:
+        return "Secret(...)" if self else "NO_SECRET"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a secret is not pickled")
+
+    def derive(self, purpose: bytes) -> bytes:
+        """A key of 32 bytes for one purpose; others tell nothing about it."""
+        return hmac.digest(self._key, b"hybridkv.peers " + purpose, "sha256")
+
+
+NO_SECRET: Final = Secret(b"")
+"""Where none is configured. Proves nothing: good for peers on this host alone."""
+
+
+def read_secret(path: str | os.PathLike[str]) -> Secret:
+    """The secret in a file: its bytes without white space around them.
+
+    `PeersConfigurationError` when it cannot be read, when others than its owner may read or change it, and when it is
+    shorter than 16 bytes. No error says what is in it.
+    """
+    field = "secret_file"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise PeersConfigurationError(
+            field, "a file that can be read", str(path), f"{error.strerror}; {_HINT}"
+        ) from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise PeersConfigurationError(field, "a regular file", str(path), _HINT)
+        if status.st_mode & 0o077:
+            mode = f"mode {stat.S_IMODE(status.st_mode):04o} of {Path(path)}"
+            raise PeersConfigurationError(field, "a file that only its owner may read", mode, "chmod 600 FILE")
+        if status.st_uid not in (0, os.geteuid()):
+            raise PeersConfigurationError(field, "a file of this user or of root", f"user {status.st_uid}")
+        key = os.read(fd, MAX_SECRET_BYTES + 1).strip()
+    finally:
+        os.close(fd)
+    if not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
+        # Not the length itself: it is a part of the secret.
+        expected = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes without white space around them"
+        raise PeersConfigurationError(field, expected, f"fewer or more in {Path(path)}", _HINT)
+    return Secret(key)

@@ -1,0 +1,165 @@
+"""Messages come out as they went in, and whatever else arrives is refused within bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_pair import LIMITS
+
+from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
+from hybridkv.peers.wire import (
+    Accepted,
+    AskDigests,
+    CloseReason,
+    Describe,
+    Digests,
+    Done,
+    LeaseId,
+    Message,
+    MessageCodec,
+    Ping,
+    Refused,
+    Renew,
+    Renewed,
+    WireError,
+    WireLimits,
+    pack_columns,
+    unpack_columns,
+)
+
+CODEC = MessageCodec(LIMITS)
+LEASE = LeaseId(3, (1 << 63) - 1)
+
+natural = st.integers(0, (1 << 63) - 1)
+text = st.text(max_size=90)
+lease = st.builds(LeaseId, natural, natural)
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> AskDigests:
+    rows = draw(st.lists(st.tuples(natural, natural, natural), max_size=8))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    ends = sorted(draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+    return AskDigests(draw(natural), draw(lease), pack_columns(list(table.T)), pack_columns([[*ends, len(rows)]]))
+
+
+messages = st.one_of(
+    st.builds(Describe, st.binary(max_size=500), text, st.binary(max_size=500)),
+    st.builds(Accepted),
+    st.builds(Refused, text, text, text, text),
+    asks(),
+    st.builds(Digests, natural, st.binary(max_size=20).map(lambda data: data * 16), text),
+    st.builds(Renew, lease),
+    st.builds(Renewed, lease, st.floats(0, 1e9)),
+    st.builds(Done, lease, st.booleans()),
+    st.builds(Ping),
+)
+
+
+def reason_of(body: bytes) -> CloseReason:
+    with pytest.raises(WireError) as caught:
+        CODEC.decode(body)
+    return caught.value.reason
+
+
+@given(messages)
+def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
+    assert CODEC.decode(CODEC.encode(message)) == message
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
+    with contextlib.suppress(WireError):
+        CODEC.decode(body)
+
+
+@given(messages, st.data())
+def test_a_message_with_a_byte_changed_is_a_message_or_refused(message: Message, data: st.DataObject) -> None:
+    body = bytearray(CODEC.encode(message))
+    body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(WireError):
+        CODEC.decode(bytes(body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x92\xa4done\xdd\xff\xff\xff\xff",
+        b"\xdd\xff\xff\xff\xff\xa4ping" + b"\xdd\xff\xff\xff\xff" * 3000,
+        b"\x92\xa4ping" + b"\x91" * 100_000,
+    ],
+)
+def test_a_header_that_promises_billions_takes_no_memory(body: bytes) -> None:
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert reason_of(body) is CloseReason.MALFORMED
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 << 10
+
+
+def test_a_list_that_is_too_long_is_refused() -> None:
+    zeros = [0] * (LIMITS.max_items + 1)
+    ask = AskDigests(1, LEASE, pack_columns([zeros] * 3), pack_columns([[len(zeros)]]))
+    assert reason_of(msgspec.msgpack.encode(ask)) is CloseReason.OVERSIZED
+    ask = AskDigests(1, LEASE, b"", pack_columns([zeros]))
+    assert reason_of(msgspec.msgpack.encode(ask)) is CloseReason.OVERSIZED
+    answer = Digests(1, bytes(16 * len(zeros)))
+    assert reason_of(msgspec.msgpack.encode(answer)) is CloseReason.OVERSIZED
+
+
+def test_a_text_that_is_too_long_is_refused() -> None:
+    body = msgspec.msgpack.encode(Refused("f", "x" * (LIMITS.max_text_bytes + 1), ""))
+    assert reason_of(body) is CloseReason.OVERSIZED
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        AskDigests(1, LEASE, pack_columns([[0], [-1], [8]]), pack_columns([[1]])),
+        AskDigests(1, LEASE, pack_columns([[0], [0], [8]]), pack_columns([[0]])),
+        AskDigests(1, LEASE, pack_columns([[0], [0], [8]]), pack_columns([[1, 0, 1]])),
+        AskDigests(1, LEASE, b"1234567", b""),
+        Digests(1, b"123"),
+        Renew(LeaseId(-1, 0)),
+        Renew(LeaseId(0, 1 << 63)),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(message: Message) -> None:
+    assert reason_of(msgspec.msgpack.encode(message)) is CloseReason.MALFORMED
+
+
+def test_what_the_other_side_would_refuse_is_not_sent() -> None:
+    with pytest.raises(PeersProtocolError, match="does not fit"):
+        CODEC.encode(Describe(bytes(5000), "tcp", b""))
+
+
+@given(st.lists(st.tuples(*[st.integers(-(1 << 63), (1 << 63) - 1)] * 3), max_size=20))
+def test_columns_come_out_as_they_went_in(rows: list[tuple[int, int, int]]) -> None:
+    table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    columns = unpack_columns(pack_columns(list(table.T)), 3, 20)
+    assert [column.tolist() for column in columns] == table.T.tolist()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_frame_bytes", 0),
+        ("max_frame_bytes", 1 << 31),
+        ("max_buffered_bytes", 1 << 20),
+        ("max_handshake_frame_bytes", 100),
+        ("silence_timeout_s", 1.0),
+        ("handshake_timeout_s", float("inf")),
+        ("max_connections", float("nan")),
+    ],
+)
+def test_limits_that_cannot_work_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(PeersConfigurationError) as caught:
+        WireLimits(**{field: value})
+    assert caught.value.field == field
