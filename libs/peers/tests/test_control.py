@@ -1,4 +1,4 @@
-"""Control connections: who is let in, what arrives, and that no peer holds this process up. Real sockets on loopback."""
+"""Control connections: who is let in, what arrives, and that no peer holds this process up. Real sockets."""
 
 from __future__ import annotations
 

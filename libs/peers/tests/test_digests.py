@@ -72,6 +72,18 @@ WORLD = world(
 )
 
 
+def test_each_digest_is_of_the_bytes_of_its_cell() -> None:
+    """Cells of 2 tokens, two in a block here, of blocks that count from 1; each is one run."""
+    case = world((group(GroupKind.FULL, (4, 2)),), num_tokens=11, in_order=True)
+    played = play(case, 0)
+    local = BlockTables.whole(11, case.tables[0])
+    runs = digest_runs(played.remotes[0][0], Side.OURS, local, digest_request(played.pairings[0]))
+    assert isinstance(runs, DigestRuns)
+    assert runs.offsets.tolist() == [8, 12, 16, 20, 24, 28]
+    assert runs.num_bytes.tolist() == [4, 4, 4, 4, 4, 2]
+    assert runs.ends.tolist() == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_mismatch_names_group_and_cell() -> None:
     played = play(WORLD, 0)
     request = digest_request(played.pairings[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 
 import msgspec
@@ -74,20 +75,16 @@ def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
-    try:
+    with contextlib.suppress(WireError):
         CODEC.decode(body)
-    except WireError as error:
-        assert error.reason in (CloseReason.MALFORMED, CloseReason.OVERSIZED)
 
 
 @given(messages, st.data())
 def test_a_message_with_a_byte_changed_is_a_message_or_refused(message: Message, data: st.DataObject) -> None:
     body = bytearray(CODEC.encode(message))
     body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(WireError):
         CODEC.decode(bytes(body))
-    except WireError as error:
-        assert error.reason in (CloseReason.MALFORMED, CloseReason.OVERSIZED)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from byte_model import stray_writes, wrong_reads
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from peer_worlds import World, worlds
 from plain_worlds import group, world
 from played_worlds import Played, agreed, play
@@ -52,22 +53,53 @@ def needs_more(world: World, index: int) -> bool:
 @MODERATE
 @given(worlds())
 def test_a_block_that_may_be_found_again_serves_whoever_finds_it(world: World) -> None:
-    for rank in range(len(world.ours)):
-        played = play(world, rank)
-        lacking = any(needs_more(world, index) for index in range(len(world.shapes)))
-        if world.num_tokens > world.computed_tokens:
+    require_blocks_serve(world)
+
+
+def require_blocks_serve(case: World) -> None:
+    for rank in range(len(case.ours)):
+        played = play(case, rank)
+        lacking = any(needs_more(case, index) for index in range(len(case.shapes)))
+        if case.num_tokens > case.computed_tokens:
             assert (played.refusal is not None) == lacking
         if played.refusal is not None:
             assert all((old == new).all() for old, new in zip(played.before, played.ours.regions, strict=True))
             return
-        for index, table in enumerate(world.tables[0]):
-            spec = world.shapes[index].spec(0)
+        for index, table in enumerate(case.tables[0]):
+            spec = case.shapes[index].spec(0)
             if spec.kind is GroupKind.RECURRENT:
                 continue
-            for end in range(spec.block_tokens, world.num_tokens + 1, spec.block_tokens):
+            for end in range(spec.block_tokens, case.num_tokens + 1, spec.block_tokens):
                 read = range(resume_start(spec, end) // spec.block_tokens, end // spec.block_tokens)
-                if end > world.computed_tokens and all(table[place] != NULL_BLOCK for place in read):
+                if end > case.computed_tokens and all(table[place] != NULL_BLOCK for place in read):
                     assert wrong_reads(played.ours, index, list(table), end) == []
+
+
+@st.composite
+def windows_into_larger_blocks(draw: st.DrawFn) -> World:
+    """What is read begins inside a block here, and that block may end before the boundary."""
+    small = draw(st.integers(1, 4))
+    large = small * draw(st.integers(2, 4))
+    reach = draw(st.integers(1, 3 * large))
+    kind = draw(st.sampled_from([GroupKind.WINDOW, GroupKind.CHUNKED]))
+    option = "window_tokens" if kind is GroupKind.WINDOW else "align_tokens"
+    return world((group(kind, (large, small), **{option: reach}),), num_tokens=draw(st.integers(1, 6 * large)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(windows_into_larger_blocks())
+def test_a_larger_block_that_begins_before_the_window_serves_whoever_finds_it(case: World) -> None:
+    require_blocks_serve(case)
+
+
+def test_a_block_that_would_be_found_with_a_hole_is_not_read_into() -> None:
+    """A window of 5 before token 26 begins at 22. Who finds the block that ends with 24 reads from 20, and the other
+    side has dropped that."""
+    case = world((group(GroupKind.WINDOW, (8, 2), window_tokens=5),), num_tokens=26)
+    refused = play(case, 0).refusal
+    assert refused is not None
+    assert refused.field == "block_ids[0]"
+    assert play(case, 0, serves_blocks=False).refusal is None
 
 
 # Controls: the model sees what it is there to see.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from hybridkv.peers.errors import PeersConfigurationError
@@ -39,8 +37,8 @@ class Faulty:
 
 
 @pytest.fixture
-def faulty() -> Iterator[Faulty]:
-    yield Faulty()
+def faulty() -> Faulty:
+    return Faulty()
 
 
 def is_equal(faulty: Faulty, reader: Reader) -> bool:

@@ -17,9 +17,9 @@ def test_every_claim_of_the_contract_names_a_test_that_exists() -> None:
     claims = [line for line in (LIBRARY / "CONTRACT.md").read_text().splitlines() if line.startswith("- ")]
     sources = [*LIBRARY.glob("tests/*.py"), *LIBRARY.glob("src/hybridkv/peers/testing/*.py")]
     text = "\n".join(path.read_text() for path in sources)
-    known = set(re.findall(r"def (test_\w+)\(", text))
+    known = set(re.findall(r"def (test_\w+)\(", text)) | set(re.findall(r"^(Test\w+Machine) = ", text, re.MULTILINE))
     assert claims
     for claim in claims:
-        named = re.findall(r"`(test_\w+)`", claim)
+        named = re.findall(r"`((?:test_|Test)\w+)`", claim)
         assert named, f"no test is named: {claim}"
         assert set(named) <= known, claim

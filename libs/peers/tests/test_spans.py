@@ -26,6 +26,7 @@ def specs(draw: st.DrawFn) -> GroupSpec:
     )
 
 
+@settings(deadline=None)
 @given(specs(), st.integers(0, 100), st.integers(0, 12), st.booleans())
 def test_with_equal_blocks_it_is_what_a_load_reads(spec: GroupSpec, tokens: int, blocks: int, serves: bool) -> None:
     computed = min(blocks * spec.block_tokens, tokens)
@@ -37,6 +38,7 @@ def test_with_equal_blocks_it_is_what_a_load_reads(spec: GroupSpec, tokens: int,
         assert span.end == tokens
 
 
+@settings(deadline=None)
 @given(specs(), st.integers(1, 100))
 def test_blocks_that_move_to_an_engine_without_a_prefix_are_those_that_a_resume_reads(
     spec: GroupSpec, tokens: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -141,4 +140,11 @@ def test_what_moves_is_counted_by_group() -> None:
         (WORLD.tables[0][1][-1],),
         (),
     ]
-    assert dataclasses.asdict(found)["num_tokens"] == 100
+
+
+def test_a_last_block_that_moves_whole_is_no_partial_one() -> None:
+    case = world((group(GroupKind.FULL, (16, 16), unit_tokens=16),), num_tokens=100)
+    remote = offered([shape.spec(1) for shape in case.shapes], case.tables[1], 100)
+    found = Exchange(agreed(case)).pair(BlockTables.whole(100, case.tables[0]), remote, Resume(100))
+    assert isinstance(found, Pairing)
+    assert (found.groups[0].partial_blocks, found.num_bytes) == ((), 7 * 2)

@@ -191,7 +191,7 @@ def test_parts_hold_every_byte_once_and_in_order(
         remote = Pieces(*unpack_columns(part.columns, 3, 10_000))
         assert len(remote) <= max_ranges
         got_theirs += spread(remote)
-        assert int(remote.num_bytes.sum()) == part.num_bytes <= share_bytes
+        assert int(remote.num_bytes.sum()) == part.num_bytes < 2 * share_bytes
     assert got_ours == ours
     assert got_theirs == theirs
     assert transfer.num_bytes == len(ours)
@@ -206,13 +206,16 @@ def spread(pieces: Pieces) -> list[tuple[int, int]]:
 wide = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
-@given(st.lists(st.tuples(wide | st.integers(-1, 3), wide | st.integers(-2, 70), wide | st.integers(-1, 70)), max_size=9))
+@given(
+    st.lists(st.tuples(wide | st.integers(-1, 3), wide | st.integers(-2, 70), wide | st.integers(-1, 70)), max_size=9)
+)
 def test_whatever_numbers_a_peer_sends_only_registered_memory_passes(found: list[tuple[int, int, int]]) -> None:
     sizes = [64, 0, 32]
     memory = RegisteredMemory((Region(4096, 64), None, Region(8192, 32)))
     columns = np.array(found, dtype=np.int64).reshape(-1, 3).T
     is_inside = all(
-        0 <= region < 3 and size > 0 and 0 <= offset and offset + size <= sizes[region] for region, offset, size in found
+        0 <= region < 3 and size > 0 and offset >= 0 and offset + size <= sizes[region]
+        for region, offset, size in found
     )
     assert (memory.why_not("remote", *columns) is None) is is_inside
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hybridkv.canonical import LayerLayout, LayoutError, Strides, page_regions
+from hybridkv.canonical.pages import LayerLayout
+from hybridkv.canonical.strides import LayoutError, Strides, page_regions
 from hybridkv.peers.description import Axis, Piece
 
 Locate = Callable[[int], tuple[int, int]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import secrets
@@ -94,12 +95,12 @@ class ControlLoop:
     def listen(self, host: str, port: int, handlers: Handlers) -> tuple[str, int]:
         """Accept peers; the address that was bound, so port 0 takes any. `OSError` where it cannot be bound.
 
-        `PeersConfigurationError` for an address that others reach, without a secret. `PeersProtocolError` after `close`.
+        Without a secret `PeersConfigurationError` for an address that others reach. `PeersProtocolError` after `close`.
         """
         demand_secret("host", host, self._secret)
         self._demand_open("listen")
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.create_server(address[:2], family=family, backlog=LISTEN_BACKLOG)  # type: ignore[arg-type]
+        sock = socket.create_server(address[:2], family=family, backlog=LISTEN_BACKLOG)
         sock.setblocking(False)
         bound = sock.getsockname()
         self._post(lambda: self._add_listener(sock, handlers))
@@ -175,7 +176,7 @@ class ControlLoop:
                     with contextlib.suppress(OSError):
                         self._woken.recv(4096)
                 elif key.fileobj in self._listeners:
-                    self._accept(key.fileobj)  # type: ignore[arg-type]
+                    self._accept(key.fileobj)
                 elif key.data in self._connections:
                     self._serve(self._connections[key.data], mask)
             for _ in range(len(self._commands)):
@@ -338,7 +339,7 @@ class ControlLoop:
                 self._tally.received_frames += 1
             message = self._codec.decode(body)
             if not isinstance(message, Ping):
-                self._call(connection, lambda m=message: connection.handlers.received(connection.link, m))
+                self._call(connection, functools.partial(connection.handlers.received, connection.link, message))
             if connection.link not in self._connections:
                 return
 

@@ -1,11 +1,11 @@
-"""Turns a host's name into an address without making the loop wait. Addresses take no thread; names a bounded number."""
+"""Turns a host's name into an address while the loop goes on. Addresses take no thread, names a bounded number."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 Address: TypeAlias = tuple[int, "tuple[str, int] | tuple[str, int, int, int]"]
 """(family, what connect takes)"""
@@ -46,6 +46,5 @@ class Resolver:
         return True
 
 
-def _first(found: list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]] | object) -> Address:
-    family, _, _, _, address = found[0]  # type: ignore[index]
-    return int(family), address
+def _first(found: Sequence[tuple[Any, ...]]) -> Address:
+    return int(found[0][0]), found[0][4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridkv.peers.testing.memory import pattern
 from hybridkv.peers.testing.peer_process import PeerProcess
-from hybridkv.peers.testing.suite import TIMEOUT_S, Reader, ended, reason_of, release, whole
+from hybridkv.peers.testing.suite import TIMEOUT_S, Reader, reason_of, whole
 from hybridkv.peers.transport import PENDING, Done, FailureReason, Ranges, Transport
 
 SIZE = 1 << 20
@@ -78,8 +78,8 @@ class ProcessConformance:
             while int(reader.regions[0][0]) != first:
                 assert reader.transport.poll(transfer) is PENDING or int(reader.regions[0][0]) == first
             peer.kill()
-            state = ended(reader.transport, transfer)
-            release(reader.transport, transfer)
+            state = reader.ended(transfer)
+            reader.release(transfer)
             # Whoever was quick had all of it; nobody has half of it and says that it is done.
             is_whole = reader.regions[0].tobytes() == peer.regions[0].tobytes()
             assert is_whole if isinstance(state, Done) else reason_of(state) is FailureReason.GONE
@@ -111,9 +111,9 @@ class ProcessConformance:
             peer.stop()
             transfer = reader.transport.read(remote, whole(SIZE), TIMEOUT_S)
             reader.transport.cancel(transfer)
-            state = ended(reader.transport, transfer)
+            state = reader.ended(transfer)
             assert isinstance(state, Done) or reason_of(state) is FailureReason.CANCELLED
-            release(reader.transport, transfer)
+            reader.release(transfer)
             reader.regions[0][:] = 1
             peer.go_on()
             peer.tell({"do": "fill", "region": 0, "value": 2})

@@ -3,6 +3,7 @@
 `hybridkv.peers.transport.nixl` is imported only by who asks for it.
 """
 
+from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport.contract import (
     PENDING,
     Done,
@@ -15,7 +16,6 @@ from hybridkv.peers.transport.contract import (
     TransferState,
     Transport,
 )
-from hybridkv.peers.ranges import Ranges
 
 __all__ = [
     "PENDING",

@@ -146,5 +146,5 @@ class Transport(Protocol):
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """End every read and serve nobody any more. False: some memory may still be written, or read from. Repeatable."""
+        """End every read and serve nobody any more. Repeatable. False: memory may still be written, or read from."""
         ...

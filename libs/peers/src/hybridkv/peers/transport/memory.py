@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridkv.peers.errors import PeersProtocolError
-from hybridkv.peers.transport.contract import Region
 from hybridkv.peers.ranges import Int64Array
+from hybridkv.peers.transport.contract import Region
 
 MAX_REGIONS = 65536
 

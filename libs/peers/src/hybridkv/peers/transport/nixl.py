@@ -1,7 +1,8 @@
 """`Transport` over NIXL: reads that need no processor of the other side where the fabric allows it.
 
-One agent, without its progress thread, which would keep a core busy; reads go on in `poll`, `wait` and `progress`, on the
-caller's thread. A post may block until its bytes are there (memory of the same host does), so a read is posted in pieces.
+One agent, without its progress thread, which would keep a core busy; reads go on in `poll`, `wait` and `progress`, on
+the caller's thread. A post may block until its bytes are there (from memory of the same host it does), so a read is
+posted in pieces.
 
 A read that fails is over for its owner at once, but its memory only when NIXL says that each of its posts has ended: an
 RDMA read cannot be taken back. Where one does not end, the peer is given up, which ends all that was posted to it.
@@ -9,6 +10,7 @@ RDMA read cannot be taken back. Where one does not end, the peer is given up, wh
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -21,6 +23,7 @@ import msgspec
 import numpy as np
 
 from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
+from hybridkv.peers.ranges import Int64Array, Ranges
 from hybridkv.peers.transport.contract import (
     PENDING,
     Done,
@@ -34,7 +37,6 @@ from hybridkv.peers.transport.contract import (
 from hybridkv.peers.transport.memory import MAX_REGIONS, RegisteredMemory
 from hybridkv.peers.transport.nixl_library import load_nixl, reason_of
 from hybridkv.peers.transport.nixl_lists import HOST_DEVICE, UnitTable, is_on_units, posts_of
-from hybridkv.peers.ranges import Int64Array, Ranges
 from hybridkv.peers.wire import WireError, pack_columns, unpack_columns
 
 logger = logging.getLogger(__name__)
@@ -288,7 +290,7 @@ class NixlTransport:
                 return False
             self._drop_local_list()
             for handle in self._handles.values():
-                self._quietly(lambda h=handle: self._agent.deregister_memory(h))
+                self._quietly(functools.partial(self._agent.deregister_memory, handle))
             self._handles.clear()
             self._agent = None
             return True
@@ -345,7 +347,7 @@ class NixlTransport:
                 self._end(read, handle)
         if state not in ("DONE", "PROC"):
             read.fail(FailureReason.BROKEN, f"NIXL says {state}", now_s)
-        return state == "DONE"
+        return bool(state == "DONE")
 
     def _end(self, read: _Read, handle: Any) -> None:
         """A post that has ended is given back; one that NIXL keeps stays in the list, and its memory with it."""

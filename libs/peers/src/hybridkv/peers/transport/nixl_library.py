@@ -1,4 +1,4 @@
-"""Finds NIXL, sets what UCX must know before it is loaded, and gives its exceptions words. Imports it only when asked."""
+"""Finds NIXL, sets what UCX must know before it is loaded, and gives its exceptions words. Imports it when asked."""
 
 from __future__ import annotations
 

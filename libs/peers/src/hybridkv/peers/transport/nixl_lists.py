@@ -1,4 +1,4 @@
-"""Which descriptors a read needs: numbers of prepared ones where a range lies on units, new ones elsewhere. Only sums."""
+"""Which descriptors a read needs: prepared ones where its ranges lie on units, new ones elsewhere. Only sums."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.ranges import Int64Array, Ranges
+from hybridkv.peers.transport.memory import RegisteredMemory
 
 HOST_DEVICE = 0
 """As NIXL counts them."""
@@ -51,7 +51,8 @@ class UnitTable:
         counts = num_bytes // units
         begins = self.first[regions] + offsets // units
         within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-        return np.repeat(begins, counts) + within
+        numbers: Int64Array = np.repeat(begins, counts) + within
+        return numbers
 
 
 def is_on_units(local: UnitTable, remote: UnitTable, ranges: Ranges) -> bool:

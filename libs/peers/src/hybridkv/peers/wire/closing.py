@@ -16,7 +16,7 @@ class CloseReason(enum.StrEnum):
     """The network or the system ended it."""
     UNREACHABLE = "unreachable"
     """It never came to be."""
-    NO_SECRET = "no_secret"  # noqa: S105
+    NO_SECRET = "no_secret"
     """The address is another host's, and this side has no secret."""
     TRUNCATED = "truncated"
     """The other side ended it within a frame."""
@@ -26,7 +26,7 @@ class CloseReason(enum.StrEnum):
     """Bytes that are no message."""
     VERSION = "version"
     """The other side speaks another version."""
-    SECRET = "secret"  # noqa: S105
+    SECRET = "secret"
     """The other side does not know the secret, or proved something else."""
     SEAL = "seal"
     """A frame was changed, repeated, left out or put in another place."""

@@ -40,7 +40,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
     pass
 
 
-class Hello(_Frame, tag="hello"):
+class Hello(_Frame, frozen=True, tag="hello"):
     magic: str
     version: int
     channel: str
@@ -48,17 +48,17 @@ class Hello(_Frame, tag="hello"):
     nonce: bytes
 
 
-class Challenge(_Frame, tag="challenge"):
+class Challenge(_Frame, frozen=True, tag="challenge"):
     version: int
     name: str
     nonce: bytes
 
 
-class Proof(_Frame, tag="proof"):
+class Proof(_Frame, frozen=True, tag="proof"):
     mac: bytes
 
 
-class Goodbye(_Frame, tag="goodbye"):
+class Goodbye(_Frame, frozen=True, tag="goodbye"):
     """Why this side ends the handshake. Nobody vouches for it: good for a log line, never for a decision."""
 
     reason: str

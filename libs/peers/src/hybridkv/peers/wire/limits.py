@@ -37,7 +37,9 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
             if not value > 0 or value == float("inf"):
                 raise PeersConfigurationError(name, "a number > 0", value)
         if self.max_handshake_frame_bytes < 512:
-            raise PeersConfigurationError("max_handshake_frame_bytes", "a number >= 512", self.max_handshake_frame_bytes)
+            raise PeersConfigurationError(
+                "max_handshake_frame_bytes", "a number >= 512", self.max_handshake_frame_bytes
+            )
         if not self.max_handshake_frame_bytes <= self.max_frame_bytes <= 1 << 30:
             expected = f"{self.max_handshake_frame_bytes} (max_handshake_frame_bytes) to {1 << 30}"
             raise PeersConfigurationError("max_frame_bytes", expected, self.max_frame_bytes)

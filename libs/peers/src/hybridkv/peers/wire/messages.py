@@ -36,7 +36,7 @@ class LeaseId(msgspec.Struct, frozen=True, array_like=True):
     nonce: Natural
 
 
-class Describe(_Message, tag="describe"):
+class Describe(_Message, frozen=True, tag="describe"):
     """What this side is, said once by either. `capability` is what its memory is read with."""
 
     description: bytes
@@ -45,11 +45,11 @@ class Describe(_Message, tag="describe"):
     capability: bytes
 
 
-class Accepted(_Message, tag="accepted"):
+class Accepted(_Message, frozen=True, tag="accepted"):
     """The two descriptions fit."""
 
 
-class Refused(_Message, tag="refused"):
+class Refused(_Message, frozen=True, tag="refused"):
     """They do not: the field that differs, what this side has, and what the other has."""
 
     field: str
@@ -58,7 +58,7 @@ class Refused(_Message, tag="refused"):
     hint: str = ""
 
 
-class AskDigests(_Message, tag="ask_digests"):
+class AskDigests(_Message, frozen=True, tag="ask_digests"):
     """What are the digests of these ranges of your memory? `request` comes back with the answer."""
 
     request: Natural
@@ -69,7 +69,7 @@ class AskDigests(_Message, tag="ask_digests"):
     """One column: digest i is of the ranges from `ends[i - 1]` to `ends[i]`."""
 
 
-class Digests(_Message, tag="digests"):
+class Digests(_Message, frozen=True, tag="digests"):
     """16 bytes each, in order; none where `failure` says why."""
 
     request: Natural
@@ -77,27 +77,27 @@ class Digests(_Message, tag="digests"):
     failure: str = ""
 
 
-class Renew(_Message, tag="renew"):
+class Renew(_Message, frozen=True, tag="renew"):
     """This lease is still needed."""
 
     lease: LeaseId
 
 
-class Renewed(_Message, tag="renewed"):
+class Renewed(_Message, frozen=True, tag="renewed"):
     """For how long it holds from now on; 0 when it does not."""
 
     lease: LeaseId
     remaining_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Done(_Message, tag="done"):
+class Done(_Message, frozen=True, tag="done"):
     """This lease is needed no more. `is_read`: its blocks were read, and checked."""
 
     lease: LeaseId
     is_read: bool
 
 
-class Ping(_Message, tag="ping"):
+class Ping(_Message, frozen=True, tag="ping"):
     """Still here. Not handed to anybody."""
 
 
@@ -138,7 +138,7 @@ class MessageCodec:
     def decode(self, body: bytes) -> Message:
         """`WireError` for anything that is no message, or one that is larger than it may be."""
         try:
-            message = self._decoder.decode(body)
+            message: Message = self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise WireError(CloseReason.MALFORMED, f"no message: {type(error).__name__}") from None
         self._check(message)

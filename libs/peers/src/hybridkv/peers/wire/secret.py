@@ -53,8 +53,10 @@ def read_secret(path: str | os.PathLike[str]) -> Secret:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise PeersConfigurationError(field, "a file that can be read", str(path), f"{error.strerror}; {_HINT}") from None
-    with open(fd, "rb") as file:
+        raise PeersConfigurationError(
+            field, "a file that can be read", str(path), f"{error.strerror}; {_HINT}"
+        ) from None
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise PeersConfigurationError(field, "a regular file", str(path), _HINT)
@@ -63,7 +65,9 @@ def read_secret(path: str | os.PathLike[str]) -> Secret:
             raise PeersConfigurationError(field, "a file that only its owner may read", mode, "chmod 600 FILE")
         if status.st_uid not in (0, os.geteuid()):
             raise PeersConfigurationError(field, "a file of this user or of root", f"user {status.st_uid}")
-        key = file.read(MAX_SECRET_BYTES + 1).strip()
+        key = os.read(fd, MAX_SECRET_BYTES + 1).strip()
+    finally:
+        os.close(fd)
     if not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
         # Not the length itself: it is a part of the secret.
         expected = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes without white space around them"

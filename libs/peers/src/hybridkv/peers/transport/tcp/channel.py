@@ -23,10 +23,6 @@ RECEIVED_AT_A_TIME = 8 << 20
 _LENGTH_BYTES = 4
 
 
-class Refusal(Exception):
-    """The peer reads its memory differently: this transfer fails, the connection goes on."""
-
-
 class Channel:
     def __init__(self, sock: socket.socket, session: Session, now_s: float) -> None:
         self.sock = sock
@@ -107,7 +103,7 @@ class Channel:
                 raise WireError(CloseReason.OVERSIZED, f"the head of an answer has {size} bytes")
             self._head_bytes += size
             return len(data)
-        self.session.feed(self._head)
+        self.session.feed(bytes(self._head))
         self._head = bytearray()
         self._head_bytes = _LENGTH_BYTES
         body = self.session.next()

@@ -1,7 +1,7 @@
 """Reads other processes' memory: one thread for all peers, which waits for none of them.
 
-A read is over for its owner only when no connection can write for it any more. One that ends early takes the connections
-with it on which its bytes are still to come; what else was asked for on them is asked for again.
+A read is over for its owner only when no connection can write for it any more. One that ends early takes the
+connections with it on which its bytes are still to come; what else was asked for on them is asked for again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hybridkv.peers.transport.tcp.channel import Channel
 from hybridkv.peers.transport.tcp.options import TcpOptions
 from hybridkv.peers.transport.tcp.parts import Part, Transfer
 from hybridkv.peers.transport.tcp.protocol import failure_of
-from hybridkv.peers.wire import ClientHandshake, CloseReason, Identity, Session, WireError
 from hybridkv.peers.wire import Channel as ChannelKind
+from hybridkv.peers.wire import ClientHandshake, CloseReason, Identity, Session, WireError
 
 Address: TypeAlias = tuple[int, "tuple[object, ...]"]
 
@@ -42,9 +42,7 @@ class _Remote:
 class TcpClient:
     """Every method but `__init__` and `close` only puts something into the thread's queue."""
 
-    def __init__(
-        self, options: TcpOptions, memory: Callable[[], RegisteredMemory], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, options: TcpOptions, memory: Callable[[], RegisteredMemory], clock: Callable[[], float]) -> None:
         self._options = options
         self._memory = memory
         self._clock = clock
@@ -166,7 +164,7 @@ class TcpClient:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        number = sock.connect_ex(address)  # type: ignore[arg-type]
+        number = sock.connect_ex(address)
         if number not in (0, errno.EINPROGRESS):
             sock.close()
             self._fail_queue(remote, FailureReason.GONE, f"connect: errno {number}")

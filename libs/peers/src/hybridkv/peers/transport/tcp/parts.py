@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport.contract import PENDING, TransferId, TransferState
 from hybridkv.peers.transport.memory import Pieces
-from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.wire import pack_columns
 
 
@@ -40,7 +40,10 @@ class Part:
 
 
 def parts_of(transfer: Transfer, ranges: Ranges, share_bytes: int, max_ranges: int) -> list[Part]:
-    """The read in parts of about `share_bytes`, none of more than `max_ranges` ranges. Counts them into the transfer."""
+    """The read in parts of about `share_bytes`, always less than twice as much, and at most `max_ranges` ranges.
+
+    Counts them into the transfer.
+    """
     ranges = ranges.cut(share_bytes)
     begins = np.cumsum(ranges.num_bytes) - ranges.num_bytes
     share = begins // share_bytes

@@ -1,7 +1,7 @@
 """What goes over a data connection behind the handshake, and what tells a peer where to connect.
 
-    client: sealed Read(request, columns)        regions, offsets and sizes of this side's memory
-    server: sealed Answer(request, num_bytes)    and so many bytes, in the order of the ranges; or why not
+client: sealed Read(request, columns)        regions, offsets and sizes of this side's memory
+server: sealed Answer(request, num_bytes)    and so many bytes, in the order of the ranges; or why not
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers reads of this process's memory: one thread, which waits for no peer.
 
-A connection has one request at a time in hand; the next stays in the socket until the answer is out, so a peer that asks
-much and takes little holds nothing here. Bytes go from registered memory into the socket without a copy between.
+A connection has one request at a time in hand; the next stays in the socket until the answer is out, so a peer that
+asks much and takes little holds nothing here. Bytes go from registered memory into the socket without a copy between.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ class TcpServer:
         self._closed: dict[CloseReason, int] = {}
         self._selector = selectors.DefaultSelector()
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-        self._listener = socket.create_server(address[:2], family=family, backlog=64)  # type: ignore[arg-type]
+        self._listener = socket.create_server(address[:2], family=family, backlog=64)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
-            self._selector.register(self._woken, selectors.EVENT_READ) if end is self._woken else None
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-server", daemon=True)
         self._thread.start()

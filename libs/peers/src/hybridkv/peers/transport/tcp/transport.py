@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
+from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport.contract import (
     Done,
     Failed,
@@ -22,7 +23,6 @@ from hybridkv.peers.transport.contract import (
     TransferState,
 )
 from hybridkv.peers.transport.memory import RegisteredMemory
-from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport.tcp.client import Address, TcpClient
 from hybridkv.peers.transport.tcp.options import TcpOptions
 from hybridkv.peers.transport.tcp.parts import Transfer, parts_of

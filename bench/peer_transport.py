@@ -1,0 +1,245 @@
+"""Reads of another process's memory: our TCP and NIXL beside memcpy and a plain socket.
+
+    tools/bazel run //bench:peer_transport -- [--rounds N] [--total-mib N] [--json FILE]
+
+What is measured, in wall time of the reading process: so many MiB of ranges at random places of a region of another
+process, into random places here, for each size of a range. All variants take turns in each round, so that whatever
+else the machine does is shared out. GB/s is of the best round; a ratio is the median over rounds of the time of
+`memcpy`, and of `socket`, over the variant's in the same round: larger is faster, 1 is as fast.
+
+Variants: `memcpy` copies the same ranges within this process. `socket` is the least that two processes can do over
+loopback: one blocking connection, `sendall` of one buffer, `recv_into` of another, nothing in pieces and nothing
+checked. `tcp` is `TcpTransport` with one connection, `tcp x2` with two. `nixl` is UCX as it chooses (memory of the same
+host), with descriptors that are prepared; `nixl tcp` is UCX made to use TCP. Both need NIXL, and are left out where it
+is not.
+
+What is not: a network, several peers, verification of what was read.
+"""
+
+import argparse
+import base64
+import json
+import os
+import platform
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridkv.peers.transport import Done, Pending, Ranges, Region, Transport
+from hybridkv.peers.transport.nixl_library import has_nixl
+from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
+from hybridkv.peers.wire import NO_SECRET
+
+SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+UNIT_BYTES = 64 << 10
+VARIANTS = ("socket", "tcp", "tcp x2", "nixl", "nixl tcp")
+
+Read = Callable[[np.ndarray, np.ndarray, int], None]
+"""Reads ranges of one size: places there, places here."""
+
+
+def pattern(num_bytes: int) -> np.ndarray:
+    return (np.arange(num_bytes, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(24)).astype(np.uint8)
+
+
+def make(variant: str) -> Transport:
+    name = f"bench-{uuid.uuid4()}"
+    if variant.startswith("tcp"):
+        return TcpTransport(name, NO_SECRET, TcpOptions(connections=2 if variant == "tcp x2" else 1))
+    if variant == "nixl tcp":
+        os.environ["UCX_TLS"] = "tcp"
+    from hybridkv.peers.transport.nixl import NixlTransport
+
+    return NixlTransport(name)
+
+
+def serve(variant: str, num_bytes: int) -> None:
+    """The other process: says where it is read, and ends with its standard input."""
+    memory = pattern(num_bytes)
+    if variant == "socket":
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            print(server.getsockname()[1], flush=True)
+            connection, _ = server.accept()
+        while size := connection.recv(8):
+            connection.sendall(memory[: int.from_bytes(size, "big")])
+        return
+    transport = make(variant)
+    capability = transport.register([Region(memory.ctypes.data, num_bytes, UNIT_BYTES)])
+    print(base64.b64encode(capability).decode(), flush=True)
+    is_polled = variant.startswith("nixl")
+    while not select.select([sys.stdin], [], [], 0 if is_polled else None)[0]:
+        # UCX over TCP goes as quickly as this side turns round; its reads of memory need no turn at all.
+        transport.progress()
+        time.sleep(0 if variant == "nixl tcp" else 0.001)
+    os._exit(0)
+
+
+def read_socket(port: int, target: np.ndarray) -> Read:
+    connection = socket.create_connection(("127.0.0.1", port))
+
+    def read(there: np.ndarray, here: np.ndarray, size: int) -> None:
+        left = len(there) * size
+        connection.sendall(left.to_bytes(8, "big"))
+        view = memoryview(target)[:left]
+        while len(view):
+            view = view[connection.recv_into(view) :]
+
+    return read
+
+
+def read_transport(variant: str, capability: bytes, target: np.ndarray) -> Read:
+    transport = make(variant)
+    transport.register([Region(target.ctypes.data, target.nbytes, UNIT_BYTES)])
+    remote = transport.attach(capability)
+    assert isinstance(remote, int), remote
+
+    def read(there: np.ndarray, here: np.ndarray, size: int) -> None:
+        zeros = np.zeros(len(there), dtype=np.int64)
+        ranges = Ranges(zeros, here.copy(), zeros.copy(), there.copy(), np.full(len(there), size, dtype=np.int64))
+        transfer = transport.read(remote, ranges, 600.0)
+        while isinstance(state := transport.poll(transfer), Pending):
+            transport.wait(1.0)
+        assert isinstance(state, Done), state
+        assert transport.release(transfer)
+
+    return read
+
+
+def read_memcpy(source: np.ndarray, target: np.ndarray) -> Read:
+    def read(there: np.ndarray, here: np.ndarray, size: int) -> None:
+        for begin, to in zip(there.tolist(), here.tolist(), strict=True):
+            target[to : to + size] = source[begin : begin + size]
+
+    return read
+
+
+class Subject:
+    """The two processes of one variant. The reader is a process too, since UCX reads its settings once."""
+
+    def __init__(self, variant: str, num_bytes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--read", variant, "--total-mib", str(num_bytes >> 20)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def seconds(self, size: int, seed: int) -> float:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{size} {seed}\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def reader(variant: str, num_bytes: int) -> None:
+    """A process that reads when it is told to, and says how long that took. Every byte is looked at afterwards."""
+    source, target = pattern(num_bytes), np.zeros(num_bytes, dtype=np.uint8)
+    other = None
+    if variant == "memcpy":
+        read = read_memcpy(source, target)
+    else:
+        command = [sys.executable, __file__, "--serve", variant, "--total-mib", str(num_bytes >> 20)]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        said = other.stdout.readline().strip()
+        is_socket = variant == "socket"
+        read = read_socket(int(said), target) if is_socket else read_transport(variant, base64.b64decode(said), target)
+    for line in sys.stdin:
+        size, seed = (int(word) for word in line.split())
+        count = num_bytes // size
+        rng = np.random.default_rng(seed)
+        there, here = (rng.permutation(count).astype(np.int64) * size for _ in range(2))
+        began = time.perf_counter()
+        read(there, here, size)
+        seconds = time.perf_counter() - began
+        if variant == "socket":
+            assert np.array_equal(target, source)
+        else:
+            rows = target.reshape(count, size)
+            assert np.array_equal(rows[here // size], source.reshape(count, size)[there // size])
+        print(seconds, flush=True)
+    if other is not None:
+        other.kill()
+    os._exit(0)
+
+
+def measure(num_bytes: int, rounds: int) -> dict[str, Any]:
+    names = ["memcpy", *(each for each in VARIANTS if has_nixl() or not each.startswith("nixl"))]
+    subjects = {name: Subject(name, num_bytes) for name in names}
+    results: dict[str, Any] = {}
+    for size in SIZES:
+        found: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(rounds + 1):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                found[name].append(subjects[name].seconds(size, number))
+        # The first round connects and touches what was never touched.
+        found = {name: seconds[1:] for name, seconds in found.items()}
+        label = f"{size >> 10} KiB"
+        results[label] = {name: row(seconds, found, num_bytes) for name, seconds in found.items()}
+        print(f"\nranges of {label}")
+        for name, each in results[label].items():
+            print(
+                f"  {name:9} {each['gb_per_s']:6.2f} GB/s   {each['to_memcpy']:5.2f} of memcpy"
+                f"   {each['to_socket']:5.2f} of socket",
+                flush=True,
+            )
+    for subject in subjects.values():
+        subject.close()
+    return results
+
+
+def row(seconds: list[float], found: dict[str, list[float]], num_bytes: int) -> dict[str, float]:
+    def ratio(name: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(found[name], seconds, strict=True)), 3)
+
+    return {
+        "gb_per_s": round(num_bytes / min(seconds) / 1e9, 2),
+        "to_memcpy": ratio("memcpy"),
+        "to_socket": ratio("socket"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Reads of another process's memory.")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--total-mib", type=int, default=128)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--read", choices=("memcpy", *VARIANTS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    num_bytes = options.total_mib << 20
+    if options.serve:
+        serve(options.serve, num_bytes)
+    elif options.read:
+        reader(options.read, num_bytes)
+    else:
+        results = measure(num_bytes, options.rounds)
+        about = {
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "rounds": options.rounds,
+            "total_mib": options.total_mib,
+        }
+        if options.json:
+            options.json.write_text(json.dumps({"about": about, "ranges": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
