@@ -81,12 +81,12 @@ class ParamsError(ValueError):
 
 def asks_to_produce(params: Mapping[str, Any] | None) -> bool:
     """Whether what a request leaves behind is to be handed to a consumer."""
-    return bool(params) and params.get("do_remote_decode") is True
+    return params is not None and params.get("do_remote_decode") is True
 
 
 def asks_to_consume(params: Mapping[str, Any] | None) -> bool:
     """Whether a request is to begin with what a producer has computed."""
-    return bool(params) and params.get("do_remote_prefill") is True
+    return params is not None and params.get("do_remote_prefill") is True
 
 
 def compose(prompt: RemotePrompt) -> dict[str, Any]:
