@@ -1,0 +1,103 @@
+"""How far a producer's blocks are good for a request: brute force over small tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm.nixl.params import ParamsError, RankAddress, RemotePrompt
+from hybridkv.connectors.vllm.nixl.prompts import usable_tokens, withheld_tokens
+from hybridkv.peers.leases import Lease
+from hybridkv.peers.tables import offered
+from hybridkv.planner import GroupKind, GroupSpec
+
+FULL = GroupSpec(GroupKind.FULL, 4)
+WINDOW = GroupSpec(GroupKind.WINDOW, 4, window_tokens=6)
+CHUNKED = GroupSpec(GroupKind.CHUNKED, 4, align_tokens=8)
+RECURRENT = GroupSpec(GroupKind.RECURRENT, 4)
+SCRATCH = GroupSpec(GroupKind.SCRATCH, 4)
+MIXES = [(FULL,), (FULL, WINDOW), (RECURRENT, FULL), (CHUNKED, FULL), (WINDOW, FULL, SCRATCH)]
+
+
+def held(groups: tuple[GroupSpec, ...], num_tokens: int) -> RemotePrompt:
+    """A producer that has computed so many tokens, and dropped what the token after them does not read."""
+    blocks = -(-num_tokens // 4)
+    tables = [list(range(1 + 100 * i, 1 + 100 * i + blocks)) for i in range(len(groups))]
+    kept = offered(groups, tables, num_tokens)
+    return RemotePrompt(
+        engine_id="e",
+        request_id="r",
+        host="h",
+        ranks=(RankAddress(1, "n"),),
+        num_tokens=num_tokens,
+        block_ids=kept.block_ids,
+        first_blocks=kept.first_blocks,
+        block_tokens=tuple(group.block_tokens for group in groups),
+        lease=Lease(0, 1),
+        lease_seconds=1.0,
+        prefix_tokens=num_tokens,
+        prefix="p",
+    )
+
+
+@pytest.mark.parametrize("groups", MIXES)
+@given(num_tokens=st.integers(2, 40))
+def test_a_prompt_that_was_computed_as_agreed_is_used_up_to_its_last_token(
+    groups: tuple[GroupSpec, ...], num_tokens: int
+) -> None:
+    withheld = withheld_tokens(groups, lookahead_tokens=1)
+    prompt = held(groups, num_tokens - withheld)
+    assert usable_tokens(groups, prompt, num_tokens, withheld) == num_tokens - 1
+
+
+@pytest.mark.parametrize("groups", [(RECURRENT, FULL)])
+@given(num_tokens=st.integers(2, 40), extra=st.integers(0, 9))
+def test_a_state_that_took_in_the_last_token_is_refused(
+    groups: tuple[GroupSpec, ...], num_tokens: int, extra: int
+) -> None:
+    with pytest.raises(ParamsError, match="state"):
+        usable_tokens(groups, held(groups, num_tokens + extra), num_tokens, 1)
+
+
+def test_a_window_that_ends_with_the_last_token_may_lack_its_first() -> None:
+    """Why the last token of a prompt is withheld from windows too: 13 tokens, of which the last sees 7 to 12."""
+    groups = (FULL, WINDOW)
+    assert usable_tokens(groups, held(groups, 12), 13, 1) == 12
+    with pytest.raises(ParamsError, match="remote_block_ids"):
+        usable_tokens(groups, held(groups, 13), 13, 1)
+
+
+@pytest.mark.parametrize("groups", MIXES)
+@given(num_tokens=st.integers(9, 40), data=st.data())
+def test_a_block_that_is_not_there_is_named(
+    groups: tuple[GroupSpec, ...], num_tokens: int, data: st.DataObject
+) -> None:
+    prompt = held(groups, num_tokens - withheld_tokens(groups, 1))
+    index = data.draw(st.sampled_from([i for i, ids in enumerate(prompt.block_ids) if ids]))
+    ids = list(prompt.block_ids[index])
+    if data.draw(st.booleans()):
+        del ids[data.draw(st.integers(0, len(ids) - 1))]
+    else:
+        ids[data.draw(st.integers(0, len(ids) - 1))] = 0
+    lists: list[Any] = list(prompt.block_ids)
+    lists[index] = tuple(ids)
+    changed = RemotePrompt(
+        **{name: getattr(prompt, name) for name in prompt.__struct_fields__} | {"block_ids": tuple(lists)}
+    )
+    try:
+        assert usable_tokens(groups, changed, num_tokens, 1) < num_tokens - 1
+    except ParamsError as error:
+        assert error.key == f"remote_block_ids[{index}]"  # noqa: PT017
+
+
+def test_another_number_of_groups_is_refused() -> None:
+    with pytest.raises(ParamsError, match="groups"):
+        usable_tokens((FULL, FULL), held((FULL,), 8), 9, 1)
+
+
+def test_a_drafter_of_several_modules_leaves_more_to_the_consumer() -> None:
+    assert [withheld_tokens((FULL,), n) for n in (1, 2, 4)] == [0, 1, 3]
+    assert [withheld_tokens((FULL, WINDOW), n) for n in (1, 2, 4)] == [1, 1, 3]
