@@ -66,6 +66,12 @@ def pair(two: Two) -> Iterator[Two]:
     two.forget()
 
 
+def first_computed(result: dict[str, Any]) -> int:
+    """The first token that the consumer computed. (`cached` is what the producer had cached: vLLM passes that on.)"""
+    first: int = result["steps"][0][0]
+    return first
+
+
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_what_one_engine_computed_another_goes_on_with(pair: Two, num_tokens: int) -> None:
     prompt = make_prompt(num_tokens, seed=num_tokens)
@@ -76,7 +82,7 @@ def test_what_one_engine_computed_another_goes_on_with(pair: Two, num_tokens: in
         "digests", block_ids=params["remote_block_ids"], first_blocks=params["hybridkv"]["first_blocks"]
     )
     name, warm = pair.decode(prompt, params)
-    assert warm["cached"] == num_tokens - 1
+    assert first_computed(warm) == num_tokens - 1
     require_same_written([cold], [warm])
     loaded = pair.consumer.ask("loaded", request=name)
     for theirs, ours in zip(held, loaded, strict=True):
@@ -95,7 +101,7 @@ def test_each_group_is_read(pair: Two) -> None:
         mixed = copy.deepcopy(params)
         mixed["remote_block_ids"][group] = wrong["remote_block_ids"][group]
         _, got = pair.decode(prompt, mixed)
-        assert got["cached"] == 1024
+        assert first_computed(got) == 1024
         assert (got["tokens"], got["logprobs"]) != (cold["tokens"], cold["logprobs"]), f"group {group}"
         pair.decode(other, wrong)
     pair.consumer.ask("forget")
