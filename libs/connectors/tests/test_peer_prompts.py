@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from hybridkv.connectors.vllm.nixl.params import ParamsError, RankAddress, Remot
 from hybridkv.connectors.vllm.nixl.prompts import usable_tokens, withheld_tokens
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.tables import offered
-from hybridkv.planner import GroupKind, GroupSpec
+from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 
 FULL = GroupSpec(GroupKind.FULL, 4)
 WINDOW = GroupSpec(GroupKind.WINDOW, 4, window_tokens=6)
@@ -76,21 +75,18 @@ def test_a_block_that_is_not_there_is_named(
     groups: tuple[GroupSpec, ...], num_tokens: int, data: st.DataObject
 ) -> None:
     prompt = held(groups, num_tokens - withheld_tokens(groups, 1))
-    index = data.draw(st.sampled_from([i for i, ids in enumerate(prompt.block_ids) if ids]))
+    reads = {i: read_blocks(group, num_tokens - 1) for i, group in enumerate(groups)}
+    index = data.draw(st.sampled_from([i for i, places in reads.items() if places]))
     ids = list(prompt.block_ids[index])
+    place = data.draw(st.sampled_from(reads[index])) - prompt.first_blocks[index]
     if data.draw(st.booleans()):
-        del ids[data.draw(st.integers(0, len(ids) - 1))]
+        del ids[place:]
     else:
-        ids[data.draw(st.integers(0, len(ids) - 1))] = 0
-    lists: list[Any] = list(prompt.block_ids)
-    lists[index] = tuple(ids)
-    changed = RemotePrompt(
-        **{name: getattr(prompt, name) for name in prompt.__struct_fields__} | {"block_ids": tuple(lists)}
-    )
-    try:
-        assert usable_tokens(groups, changed, num_tokens, 1) < num_tokens - 1
-    except ParamsError as error:
-        assert error.key == f"remote_block_ids[{index}]"  # noqa: PT017
+        ids[place] = 0
+    lists = (*prompt.block_ids[:index], tuple(ids), *prompt.block_ids[index + 1 :])
+    with pytest.raises(ParamsError) as caught:
+        usable_tokens(groups, msgspec.structs.replace(prompt, block_ids=lists), num_tokens, 1)
+    assert caught.value.key == f"remote_block_ids[{index}]"
 
 
 def test_another_number_of_groups_is_refused() -> None:
