@@ -220,3 +220,35 @@ def test_a_tier_that_answers_late_is_asked_for_what_no_other_holds_and_still_giv
     assert stack.lacks_below(B) and not stack.has_all_below([B])
     assert isinstance(stack.reserve(B, CHUNK), Slot) and stack.commit(B)
     assert ways(stack.take_moves()) == [(B, "disk"), (B, "peer")], "what was asked for is uploaded all the same"
+
+
+def test_every_tier_that_answers_late_is_asked_at_once_and_has_its_own_time() -> None:
+    now_s = 0.0
+    worlds = [RemoteStore(1, lambda: now_s, answer_s) for answer_s in (0.1, 2.0)]
+    options = [SlowerTierOptions(ask_timeout_s=ask_s) for ask_s in (0.5, 3.0)]
+    indexes = [RemoteIndex(world, 64 * CHUNK) for world in worlds]
+    below = [SlowerTier(*each) for each in zip(("peer", "object"), indexes, options, strict=True)]
+    stack = TierStack(RamIndex(8 * CHUNK, CHUNK), below, 1, lambda: now_s)
+    worlds[1].lie(A, CHUNK)
+    stack.ask([A, B])
+    assert [world.num_asked for world in worlds] == [2, 2] and stack.ask_s == 3.0
+    now_s = 1.0
+    assert indexes[0].lookup(A) is LookupResult.MISS and stack.lookup(A) is LookupResult.PENDING
+    now_s = 2.5
+    assert (stack.lookup(A), stack.lookup(B)) == (LookupResult.HIT, LookupResult.MISS)
+    hold = stack.acquire("request", [A])
+    assert isinstance(hold, Hold) and ways(stack.take_moves()) == [(A, "object")]
+
+
+def test_what_a_tier_says_after_its_time_is_a_miss_until_it_says_it() -> None:
+    now_s = 0.0
+    world = RemoteStore(1, lambda: now_s, answer_s=1.0)
+    world.lie(A, CHUNK)
+    peer = SlowerTier("peer", RemoteIndex(world, 64 * CHUNK), SlowerTierOptions(ask_timeout_s=0.5))
+    stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [peer], 1, lambda: now_s)
+    stack.ask([A])
+    seen = []
+    for now_s in (0.4, 0.6, 1.1):  # noqa: B007 - the stack's clock
+        seen.append((stack.lookup(A), stack.generation))
+    assert [answer for answer, _ in seen] == [LookupResult.PENDING, LookupResult.MISS, LookupResult.HIT]
+    assert len({generation for _, generation in seen}) == 3

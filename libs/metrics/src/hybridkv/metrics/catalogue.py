@@ -40,6 +40,7 @@ _REASON = Label(
         "failed_loads",
         "adapter",
         "being_stored",
+        "asked",
     ),
 )
 """Why a request was not offered more; docs/guides/observing.md explains each."""
@@ -186,6 +187,14 @@ CATALOGUE = Catalogue(
             "Requests that stopped waiting: for chunks that were being stored (lookup) or for a slower tier (load).",
             (Label("wait", ("lookup", "load")),),
             panel=Panel(Section.LOADS, "Waits in vain"),
+        ),
+        Metric(
+            "vllm:hybridkv_asked_total",
+            Kind.COUNTER,
+            "chunks",
+            "Chunks that a tier which answers late was asked for, by what it said before its time was over.",
+            (_SLOWER, Label("outcome", ("held", "missing", "late"))),
+            panel=Panel(Section.SLOW_TIER, "Chunks asked for"),
         ),
         Metric(
             "vllm:hybridkv_moves_total",

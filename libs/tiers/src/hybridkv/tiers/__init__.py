@@ -1,6 +1,7 @@
 """Media that hold chunks by key. The contract stands here; each medium has its own folder."""
 
 from hybridkv.tiers.contract import (
+    Answer,
     Completion,
     ExposesBytes,
     Failure,
@@ -18,6 +19,7 @@ from hybridkv.tiers.errors import TierConfigurationError, TierError, TierProtoco
 from hybridkv.tiers.shortage import is_shortage
 
 __all__ = [
+    "Answer",
     "Completion",
     "ExposesBytes",
     "Failure",

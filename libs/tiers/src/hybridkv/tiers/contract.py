@@ -103,6 +103,17 @@ class Completion(msgspec.Struct, frozen=True):
     """XXH3-128 (16 bytes, canonical order) of the chunk's bytes, from a medium that computed it and succeeded."""
 
 
+class Answer(enum.StrEnum):
+    """How a question ended that a tier was asked about one key."""
+
+    HELD = "held"
+    """In time: it is there, and this index may offer it."""
+    MISSING = "missing"
+    """In time: it is not there, or this index has no room to know of it."""
+    LATE = "late"
+    """There was no answer by the deadline, or as much was asked as may be."""
+
+
 class TierCounts(msgspec.Struct, frozen=True):
     """What an index did since it was last asked. Merging is addition, so order and grouping do not matter."""
 
@@ -114,11 +125,17 @@ class TierCounts(msgspec.Struct, frozen=True):
     evicted_bytes: int = 0
     refusals: dict[Refusal, int] = {}
     """Only reasons that occurred."""
+    answers: dict[Answer, int] = {}
+    """Of a tier that answers late. Only those that occurred; a question that was withdrawn, or whose key was reserved
+    meanwhile, has none."""
 
     def merge(self, other: TierCounts) -> TierCounts:
         refusals = dict(self.refusals)
         for reason, count in other.refusals.items():
             refusals[reason] = refusals.get(reason, 0) + count
+        answers = dict(self.answers)
+        for answer, count in other.answers.items():
+            answers[answer] = answers.get(answer, 0) + count
         return TierCounts(
             reservations=self.reservations + other.reservations,
             commits=self.commits + other.commits,
@@ -127,6 +144,7 @@ class TierCounts(msgspec.Struct, frozen=True):
             evictions=self.evictions + other.evictions,
             evicted_bytes=self.evicted_bytes + other.evicted_bytes,
             refusals=refusals,
+            answers=answers,
         )
 
 

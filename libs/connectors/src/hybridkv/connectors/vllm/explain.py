@@ -42,7 +42,7 @@ class Reason(enum.StrEnum):
     NOT_STORED = "not_stored"
     """Nothing beyond what the engine holds is stored."""
     TIMEOUT = "timeout"
-    """It was waited for in vain: for a store to end, or for the slow tier."""
+    """It was waited for in vain: for a store to end, or for a slower tier."""
     FAILED_LOADS = "failed_loads"
     """Loads of this request failed, so less is offered, or nothing."""
     ADAPTER = "adapter"
@@ -67,6 +67,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         lost_tokens: how much more the full groups held than could be resumed.
         junction: "" or, where the request parts from what the full groups hold, "resumed" if it resumes at that point
             and "lost" if a group keeps it from that.
+        asked: whether tiers that answer late were asked about it: not where that was worth no wait. None where there is
+            none, or none that may be asked.
         detail: more, in words.
     """
 
@@ -82,6 +84,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     limiting_kind: str = ""
     lost_tokens: int = 0
     junction: str = ""
+    asked: bool | None = None
     detail: str = ""
 
 
@@ -95,6 +98,7 @@ class Admission:
         taken_tokens: what the engine loads.
         loss: what the groups held.
         source: the slowest tier that is read.
+        asked: whether tiers that answer late were asked; None where there was none to be asked.
     """
 
     answer: Hit | Miss
@@ -102,6 +106,7 @@ class Admission:
     taken_tokens: int
     loss: Loss
     source: str
+    asked: bool | None = None
 
 
 def explain(spec: CacheSpec, state: RequestState, admission: Admission) -> Explanation:
@@ -123,6 +128,7 @@ def explain(spec: CacheSpec, state: RequestState, admission: Admission) -> Expla
         limiting_kind=str(spec.groups[limiting].kind) if limiting is not None else "",
         lost_tokens=loss.lost_tokens,
         junction=("lost" if loss.lost_tokens else "resumed") if has_ended and loss.full_tokens else "",
+        asked=admission.asked,
         detail=answer.reason if isinstance(answer, Miss) else "",
     )
 

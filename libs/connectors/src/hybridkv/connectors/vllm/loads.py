@@ -169,7 +169,7 @@ class LoadPlanner:
         """Does what must be done first, and tells of it."""
         match errand:
             case Search():
-                answer = self._search(state, stage, errand)
+                answer = self._search(state, stage, errand, facts.now_s)
                 settled = self._settled_tokens(state, stage, errand, answer)
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
@@ -180,22 +180,28 @@ class LoadPlanner:
                 outcome = self._bring(state, errand)
                 stage, step = life.brought(stage, facts, self._bounds, errand, outcome)
             case Release(is_late):
-                self._stack.release(state.request_id)
                 if is_late:
-                    self._recorder.wait_timeout("load")
-                    logger.warning("request %s goes without the slow tier: it did not answer in time", state.request_id)
+                    self._tell_late(state.request_id)
+                self._stack.release(state.request_id)
                 facts = self._facts(state)
                 stage, step = life.resume(stage, facts, self._bounds)
         return stage, facts, step
 
+    def _tell_late(self, request_id: str) -> None:
+        self._recorder.wait_timeout("load")
+        hold = self._stack.hold(request_id)
+        why = "they had no time for it" if hold is None else f"{hold.source} did not answer in time"
+        logger.warning("request %s goes without slower tiers: %s", request_id, why)
+
     # Where it can resume.
 
-    def _search(self, state: RequestState, stage: Stage, errand: Search) -> Hit | Pending | Miss:
+    def _search(self, state: RequestState, stage: Stage, errand: Search, now_s: float) -> Hit | Pending | Miss:
         if errand.is_last:
             self._recorder.wait_timeout("lookup")
         answer = self._longest_hit(state, errand)
         if type(answer) is Pending and not (type(stage) is Searched and type(stage.answer) is Pending):
-            self._recorder.pending()
+            asked_until_s = stage.past.asked_until_s
+            self._recorder.pending(is_asked=asked_until_s is not None and now_s < asked_until_s)
         return answer
 
     def _longest_hit(self, state: RequestState, errand: Search) -> Hit | Pending | Miss:
@@ -277,7 +283,11 @@ class LoadPlanner:
         )
         hold = self._stack.hold(state.request_id)
         source = RAM if hold is None else hold.source
-        explanation = explain(self._layout.spec, state, Admission(answer, limit, num_external_tokens, loss, source))
+        asked = None
+        if self._stack.has_late and (self._stack.ask_s or state.stage.past.asked_until_s is not None):
+            asked = state.stage.past.asked_until_s is not None
+        admission = Admission(answer, limit, num_external_tokens, loss, source, asked)
+        explanation = explain(self._layout.spec, state, admission)
         self._recorder.lookup(explanation)
         log(explanation)
 

@@ -193,12 +193,14 @@ class TierStack:
         return max(late, default=0.0)
 
     def ask(self, keys: Sequence[Key]) -> None:
-        """Let tiers that answer late find out about what no other holds. Each has its own time for that, after which
-        what it did not answer counts as missing."""
+        """Let tiers that answer late find out about what no other holds, all of them at once. Each has its own time
+        for that, after which what it did not answer counts as missing."""
         self._look_at_clock()
-        for level in self._levels:
-            if level.index.answers_late and level.is_asked():
-                unknown = [key for key in keys if self._lookup(key) is _MISS and key not in self._planned.late_keys]
+        late = [level for level in self._levels if level.index.answers_late and level.is_asked()]
+        if late:
+            # Before the first is asked: what is PENDING there may be held by the next.
+            unknown = [key for key in keys if self._lookup(key) is _MISS and key not in self._planned.late_keys]
+            for level in late:
                 level.index.ask(unknown, self._clock() + level.ask_timeout_s)
 
     def lacks_below(self, key: Key) -> bool:

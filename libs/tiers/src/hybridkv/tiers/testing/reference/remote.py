@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import (
     UNSPECIFIED,
+    Answer,
     Completion,
     Failure,
     FailureReason,
@@ -104,6 +105,7 @@ class RemoteIndex:
         self._slots: dict[Key, Slot] = {}
         self._asked: dict[Key, _Asked] = {}
         self._changes = 0
+        self._answers: dict[Answer, int] = {}
 
     # What is not known yet.
 
@@ -115,9 +117,10 @@ class RemoteIndex:
         self._hear()
         now_s = self._store.clock()
         for key in keys:
-            if len(self._asked) >= MAX_ASKED:
-                return
             if self._known.lacks(key) and not self._known.is_doomed(key):
+                if len(self._asked) >= MAX_ASKED and key not in self._asked:
+                    self._count(Answer.LATE)
+                    continue
                 self._store.num_asked += 1
                 self._changes += 1
                 answers_s = _NEVER_S if self._store.is_silent else now_s + self._store.answer_s
@@ -130,18 +133,27 @@ class RemoteIndex:
         for key, asked in list(self._asked.items()):
             if now_s >= asked.answers_s:
                 slot = self._store.directory.get(key)
-                if slot is not None and isinstance(self._known.reserve(key, slot.num_bytes), Slot):
+                is_known = slot is not None and isinstance(self._known.reserve(key, slot.num_bytes), Slot)
+                if slot is not None and is_known:
                     self._known.commit(key)
                     self._slots[key] = slot
+                if asked.deadline_s != _OVER_S:
+                    in_time = Answer.HELD if is_known else Answer.MISSING
+                    self._count(in_time if asked.answers_s <= asked.deadline_s else Answer.LATE)
             elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
                 continue
-            elif asked.answers_s < _NEVER_S:
+            else:
+                self._count(Answer.LATE)
+            if now_s < asked.answers_s < _NEVER_S:
                 # An answer may still come. Until then it is a MISS.
                 self._asked[key] = _Asked(asked.answers_s, _OVER_S)
                 self._changes += 1
                 continue
             del self._asked[key]
             self._changes += 1
+
+    def _count(self, answer: Answer) -> None:
+        self._answers[answer] = self._answers.get(answer, 0) + 1
 
     def lacks(self, key: Key) -> bool:
         self._hear()
@@ -250,7 +262,9 @@ class RemoteIndex:
         return self._known.clear()
 
     def take_counts(self) -> TierCounts:
-        return self._known.take_counts()
+        self._hear()
+        answers, self._answers = self._answers, {}
+        return self._known.take_counts().merge(TierCounts(answers=answers))
 
     def close(self) -> None:
         """What was stored stays with the store."""
