@@ -1,4 +1,4 @@
-"""A request's claim on chunks: all of them stay in the fast tier, or come there, until the claim is released."""
+"""A request's hold on chunks: all of them stay in the fast tier, or come there, until it is released."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hybridkv.tiers.contract import Key
 
 
 class HoldFailure(enum.StrEnum):
-    """Why a claim came to nothing."""
+    """Why a hold came to nothing."""
 
     TIMEOUT = "timeout"
-    """The slow tier took longer than allowed."""
+    """A slower tier took longer than allowed."""
     LOST = "lost"
     """A chunk could not be promoted, or was withdrawn."""
 

@@ -1,4 +1,4 @@
-"""Which way the slow tier may be used now: a breaker for each, since a disk that takes nothing may still give.
+"""Which way one slower tier may be used now: a breaker for each, since a disk that takes nothing may still give.
 
 A full or read-only file system fails every store and serves every load; that a store failed or came too late keeps no
 load away, nor the other way round. Where nothing could be tried, because this process lacks what it takes or more than
