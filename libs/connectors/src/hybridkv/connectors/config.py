@@ -196,7 +196,7 @@ def _require_stack(config: OffloadConfig) -> None:
                 f"{ROOT}.tiers[{i}].type",
                 "a type that no other tier has",
                 f'"{name}"',
-                f"tiers[{names.index(name)}] is one: give that the capacity of both, since a tier is called by its type",
+                f"tiers[{names.index(name)}] is one: give that the capacity of both, as a tier is called by its type",
             )
     if config.disk is not None and not os.path.isabs(config.disk.path):
         raise ConfigurationError(
@@ -212,7 +212,7 @@ def _require_stack(config: OffloadConfig) -> None:
 def _require_timeouts(config: OffloadConfig, path: str, tier: SlowerTierConfig) -> None:
     limits = (
         ("load_timeout_seconds", config.load_timeout_seconds, ROOT, "to wait for this tier as long as for all"),
-        ("ask_timeout_seconds", config.load_timeout_of(tier), path, f"for {ASK_TIMEOUT_S:g}, or less where that is less"),
+        ("ask_timeout_seconds", config.load_timeout_of(tier), path, f"for {ASK_TIMEOUT_S:g}, or that where it is less"),
     )
     for field, limit_s, whose, hint in limits:
         given_s = getattr(tier, field)

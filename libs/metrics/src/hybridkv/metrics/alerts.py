@@ -80,7 +80,7 @@ ALERTS: Final = (
         above=0,
         for_="0m",
         severity=Severity.WARNING,
-        summary="The tier {{ $labels.tier }} gave back other bytes than it was given; they were found out and not used.",
+        summary="The tier {{ $labels.tier }} gave back other bytes than it was given; they were found and not used.",
         action="Look for a failing disk, or for somebody else who writes into that tier.",
         firing={'vllm:hybridkv_move_failures_total{reason="wrong_key",tier="disk"}': "0x50 1x40"},
         quiet={
@@ -168,8 +168,8 @@ ALERTS: Final = (
         above=0,
         for_="5m",
         severity=Severity.WARNING,
-        summary="Stores to the tier {{ $labels.tier }} have failed or not ended for five minutes; what it has is served "
-        "meanwhile.",
+        summary="Stores to the tier {{ $labels.tier }} have failed or not ended for five minutes; what it has is "
+        "served meanwhile.",
         action="Look whether what is behind it is full, over a quota or read-only.",
         firing={'vllm:hybridkv_breaker_open{direction="cascade",tier="disk"}': "1x90"},
         quiet={
@@ -187,8 +187,8 @@ ALERTS: Final = (
         for_="10m",
         severity=Severity.WARNING,
         summary="Of more than half of what the tier {{ $labels.tier }} is asked for it says nothing in time.",
-        action="Look at what is behind it. Every long prompt waits for it until ask_timeout_seconds are over: raise them "
-        "if it is only slow, or take the tier out.",
+        action="Look at what is behind it. Every long prompt waits for it until ask_timeout_seconds are over: raise "
+        "them if it is only slow, or take the tier out.",
         firing={
             'vllm:hybridkv_asked_total{tier="object",outcome="held"}': "0+100x90",
             'vllm:hybridkv_asked_total{tier="peer",outcome="held"}': "0+40x90",

@@ -8,7 +8,7 @@ asks, waits or counts: whoever drives them does.
     while not isinstance(step, Reply):
         stage, step = ...  # run the errand; then `searched`, `brought`, or `resume` after a `Release`
 
-A boundary is settled first, at which every group can resume; then what only the slow tier has of it is brought near,
+A boundary is settled first, at which every group can resume; then what only slower tiers have of it is brought near,
 and nothing else. The engine is told to ask again meanwhile, and holds no block for it. Every such wait has a deadline.
 Where a tier can only say later whether it has more, there are two boundaries: one that is settled, and one that is
 possible. A request asks, and waits for answers, only where the difference is worth more than what the engine computes
@@ -267,7 +267,7 @@ def limit_tokens(stage: Stage, num_tokens: int) -> int:
 
 
 def _without(stage: Stage) -> Stage:
-    """The slow tier took too long: this request looks only at the fast one from now on."""
+    """Slower tiers took too long: this request looks only at the fast one from now on."""
     past = replace(stage.past, near_only=True)
     return Unsearched(past) if type(stage) is Searched or type(stage) is Holding else _with_past(stage, past)
 

@@ -73,7 +73,7 @@ class Deadlines:
 
     Args:
         lookup_s: for chunks that are being stored.
-        load_s: for the slow tier.
+        load_s: for slower tiers.
         clock: what time it is.
     """
 

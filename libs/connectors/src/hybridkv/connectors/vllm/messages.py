@@ -63,7 +63,7 @@ class StepPlan(KVConnectorMetadata):
     moves: list[TierMove] = field(default_factory=list)
     """Between the tiers."""
     namespace: bytes = b""
-    """Of the slow tier, where there are moves: the scheduler and the workers describe a model's layers differently."""
+    """Of slower tiers, where there are moves: the scheduler and the workers describe a model's layers differently."""
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ class Identity:
 
     @property
     def namespace(self) -> bytes:
-        """Of the slow tier."""
+        """Of slower tiers."""
         return self.keys.fingerprint.digest()
 
     def begin_anew(self) -> ChunkKeys:

@@ -95,7 +95,7 @@ class StorePlanner:
 
         def wanted(group_index: int, end_token: int) -> bool:
             key = keys[group_index, end_token] = derived.key(group_index, end_token)
-            # A chunk that only the slow tier holds is stored again: this costs no read, and the fast tier gets it.
+            # A chunk that only a slower tier holds is stored again: this costs no read, and the fast tier gets it.
             stored = self._stack.lookup_near(key)
             if stored is not LookupResult.MISS:
                 present.append((group_index, end_token))

@@ -124,7 +124,7 @@ class OffloadWorker:
 
         Raises:
             ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-                in an order that an engine which reads the slow tier later might not have.
+                in an order that an engine which reads a slower tier later might not have.
         """
         devices.require_same_device(kv_caches, device_type)
         try:
