@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from test_worker_facts import layout
 
-from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, RamTierConfig, SlowerTierConfig, decode_config
+from hybridkv.connectors.config import (
+    DiskTierConfig,
+    OffloadConfig,
+    RamTierConfig,
+    SlowerTierConfig,
+    TierConfig,
+    decode_config,
+    name_of,
+)
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import tiers
+from hybridkv.metrics import CATALOGUE, Label
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, TierIndex
 from hybridkv.tiers.stack import Hold, HoldFailure, TierStack
@@ -119,3 +128,10 @@ def test_a_time_to_answer_in_is_refused_where_a_tier_answers_at_once(world: Worl
     assert "answers late" in error.expected and "disk" in str(error.got) and error.hint == "leave it out"
     stack = world.stack(disk(tmp_path))  # and gave its directory back
     stack.close()
+
+
+def test_every_type_of_tier_that_can_be_configured_can_be_counted() -> None:
+    [label] = CATALOGUE.named("vllm:hybridkv_tier_used_bytes").labels
+    assert isinstance(label, Label)
+    assert {str(kind.__struct_config__.tag) for kind in get_args(TierConfig)} <= set(label.values)
+    assert name_of(PeerTierConfig()) == "peer"
