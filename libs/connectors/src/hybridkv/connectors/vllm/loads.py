@@ -51,7 +51,7 @@ from hybridkv.planner.stages import (
     Searched,
     Stage,
 )
-from hybridkv.tiers import Refusal
+from hybridkv.tiers import FailureReason, Refusal, Slot
 from hybridkv.tiers.stack import HoldFailure, TierStack
 
 if TYPE_CHECKING:
@@ -286,11 +286,32 @@ class LoadPlanner:
         slots = self._stack.pin_all(wanted)
         if slots is None:
             raise PlanError(self._what_is_missing(transfers, wanted))
+        if self._stack.has_late:
+            self._require_sizes(transfers, wanted, slots)
         job.keys += wanted
         for transfer, key, slot in zip(transfers, wanted, slots, strict=True):
             moves.append(move_of(self._layout.spec, transfer, key, slot))
             job.num_bytes += move_bytes(self._layout, moves[-1])
         return tuple(moves)
+
+    def _require_sizes(self, transfers: Sequence[Transfer], keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """Refuses, and withdraws everywhere, chunks of another length than theirs: a tier elsewhere was believed what
+        it said of them, and the next request would meet them again.
+
+        Raises:
+            PlanError: there is one. None of the chunks is pinned any more.
+        """
+        size = self._layout.chunk_bytes
+        bad = [
+            (key, slot.num_bytes)
+            for part, key, slot in zip(transfers, keys, slots, strict=True)
+            if slot.num_bytes != size(part.group_index, part.end_token)
+        ]
+        if bad:
+            self._stack.unpin_all(keys)
+            for key, _ in bad:
+                self._stack.invalidate(key, FailureReason.WRONG_KEY)
+            raise PlanError(f"{len(bad)} of its chunks have another length, as {bad[0][0].hex()} with {bad[0][1]} bytes")
 
     def _what_is_missing(self, transfers: Sequence[Transfer], keys: Sequence[bytes]) -> str:
         lookup = self._stack.lookup_near
