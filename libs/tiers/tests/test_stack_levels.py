@@ -123,6 +123,21 @@ def test_a_claim_is_all_or_nothing_over_all_tiers() -> None:
         assert index.used_bytes == 0, "nobody has it pinned"
 
 
+def test_what_one_tier_cannot_give_now_is_promoted_from_none() -> None:
+    it = Three(disk=SlowerTierOptions(promoting_share=0.25), peer=SlowerTierOptions(promoting_share=0.25))
+    put(it.disk, A, B, b"d")
+    put(it.peer, C)
+    assert isinstance(it.stack.acquire("first", [A]), Hold)
+    assert isinstance(it.stack.acquire("second", [C]), Hold)
+    moves = it.moves()
+    # The disk may bring no more now, the peer behind it could.
+    put(it.peer, b"e")
+    assert it.stack.acquire("third", [B, b"d", b"e"]) == "busy" and it.moves() == []
+    it.end(moves)
+    it.stack.clear()
+    assert (it.disk.used_bytes, it.peer.used_bytes) == (0, 0), "nobody has it pinned"
+
+
 def test_what_is_stored_cascades_to_every_tier_that_is_given_any() -> None:
     it = Three(peer=READ_ONLY)
     it.store(A)

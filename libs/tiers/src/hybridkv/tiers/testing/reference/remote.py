@@ -74,6 +74,10 @@ class RemoteStore:
         """Say from now on that a chunk is there which is not."""
         self.directory[key] = self.allocate(num_bytes)
 
+    def confuse(self, key: Key, other: Key) -> None:
+        """Say from now on that a chunk lies where another does, whose bytes and length are its own."""
+        self.directory[key] = self.directory[other]
+
     def vanish(self, key: Key) -> None:
         """Lose a chunk. Who has heard that it is there will still ask for it."""
         slot = self.directory.pop(key, None)
