@@ -167,6 +167,9 @@ def test_what_a_tier_cannot_take_goes_to_the_others() -> None:
     assert ways(it.moves()) == [(A, "peer")]
     counts = it.stack.take_counts().tiers
     assert counts["disk"].cascades == {"dropped_no_room": 1} and counts["peer"].cascades == {}
+    it.stack.reserve(B, CHUNK)
+    assert it.stack.commit(B, PathPlace((), (CHUNK, 33 * CHUNK)))
+    assert ways(it.moves()) == [(B, "disk")], "each tier has its own number of a path's bytes"
 
 
 def test_a_chunk_that_one_tier_cannot_give_comes_from_another() -> None:
@@ -243,6 +246,44 @@ def test_each_tier_that_answers_late_is_asked() -> None:
     assert [world.num_asked for world in it.worlds] == [2, 2], "what one was asked before, another was not"
     it.now_s = 0.5
     assert (it.stack.lookup(A), it.stack.lookup(B)) == (LookupResult.HIT, LookupResult.MISS)
+
+
+def test_a_question_that_is_asked_again_and_again_has_the_first_deadline() -> None:
+    it = Asked()
+    for world in it.worlds:
+        world.is_silent = True
+    for quarter in range(4):
+        it.now_s = quarter / 4
+        it.stack.ask([A])
+        assert it.stack.lookup(A) is LookupResult.PENDING
+    it.now_s = it.stack.ask_s
+    assert it.stack.lookup(A) is LookupResult.MISS
+
+
+def test_a_late_promotion_changes_the_generation() -> None:
+    it = Three()
+    put(it.disk, A)
+    it.hold(A)
+    it.moves()
+    seen = [it.stack.generation]
+    it.now_s += SlowerTierOptions().load_timeout_s
+    it.stack.tick()
+    it.stack.tick()
+    assert it.stack.lookup(A) is LookupResult.MISS
+    seen.append(it.stack.generation)
+    assert seen[0] != seen[1], "whoever was told PENDING must look again"
+
+
+def test_a_late_claim_is_counted_once_and_a_later_tier_keeps_awake() -> None:
+    it = Three(peer=SlowerTierOptions(load_timeout_s=2.0))
+    put(it.peer, A)
+    it.hold(A)
+    it.moves()
+    assert it.stack.has_moves_alive()
+    it.now_s += 2.0
+    it.stack.tick()
+    it.stack.tick()
+    assert it.stack.take_counts().timeouts == 1 and not it.stack.has_moves_alive()
 
 
 def test_a_tier_that_cannot_be_asked_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
