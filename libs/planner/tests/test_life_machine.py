@@ -119,13 +119,13 @@ class Twin:
         asked = (world.generation, limit, computed)
         is_hopeless = asked in self.hopeless
         found = world.search(computed, limit, self.near_only, is_hopeless, True)
-        if world.ask_s and self.asked_until is None and not self.near_only:
-            if limit - resumes_at(found, computed) > world.ask_s * TOKENS_PER_S:
-                self.asked_until = world.now_s + world.ask_s
-                if self.tier_since is None:
-                    self.tier_since = world.now_s
-                world.ask()
-                return self.longest(world, computed)
+        may_ask = world.ask_s and self.asked_until is None and not self.near_only
+        if may_ask and limit - resumes_at(found, computed) > world.ask_s * TOKENS_PER_S:
+            self.asked_until = world.now_s + world.ask_s
+            if self.tier_since is None:
+                self.tier_since = world.now_s
+            world.ask()
+            return self.longest(world, computed)
         possible = world.search(computed, limit, self.near_only, is_hopeless)
         if possible != found and self.resigned != asked:
             left_s = 0.0 if self.asked_until is None else self.asked_until - world.now_s

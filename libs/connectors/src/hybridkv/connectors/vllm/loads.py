@@ -311,7 +311,9 @@ class LoadPlanner:
             self._stack.unpin_all(keys)
             for key, _ in bad:
                 self._stack.invalidate(key, FailureReason.WRONG_KEY)
-            raise PlanError(f"{len(bad)} of its chunks have another length, as {bad[0][0].hex()} with {bad[0][1]} bytes")
+            raise PlanError(
+                f"{len(bad)} of its chunks have another length, as {bad[0][0].hex()} with {bad[0][1]} bytes"
+            )
 
     def _what_is_missing(self, transfers: Sequence[Transfer], keys: Sequence[bytes]) -> str:
         lookup = self._stack.lookup_near

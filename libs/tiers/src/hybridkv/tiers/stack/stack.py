@@ -203,9 +203,7 @@ class TierStack:
         # Found out for all of them before the first is asked, since what one is asked is pending then. What it was
         # asked before, another need not have been.
         unknown = [
-            key
-            for key in keys
-            if key not in late_keys and (self._lookup(key) is _MISS or self._is_only_asked(key))
+            key for key in keys if key not in late_keys and (self._lookup(key) is _MISS or self._is_only_asked(key))
         ]
         for level in asked:
             level.ask([key for key in unknown if level.index.lookup(key) is _MISS], now_s)
@@ -219,9 +217,7 @@ class TierStack:
         if self._lookup(key) is not _PENDING or self.near.lookup(key) is _PENDING:
             return False
         return all(
-            level.index.lacks(key)
-            for level in self._levels
-            if level.is_asked() and level.index.lookup(key) is _PENDING
+            level.index.lacks(key) for level in self._levels if level.is_asked() and level.index.lookup(key) is _PENDING
         )
 
     def lacks_below(self, key: Key) -> bool:
