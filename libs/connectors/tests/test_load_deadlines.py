@@ -79,6 +79,31 @@ class Bench:
                 self.stack.on_move(due[1].move_id, MoveOutcome(1, Failure(reason) if bad and reason else None))
 
 
+@pytest.mark.parametrize("has_late", [True, False])
+def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_late: bool) -> None:
+    bench = Bench()
+    # As over a store elsewhere, which says how long its chunks are; here each says 1 byte.
+    bench.stack.has_late = has_late
+    request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
+    state = RequestState(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
+    assert bench.planner.matched_tokens(state, 0) is None
+    for move in bench.stack.take_moves():
+        bench.stack.on_move(move.move_id, MoveOutcome(1, None))
+    offered = bench.planner.matched_tokens(state, 0)
+    assert offered == CHUNKS * CHUNK_TOKENS
+    blocks = [
+        [SimpleNamespace(is_null=number < first, block_id=number + 1) for number in range(length)]
+        for first, length in ((0, CHUNKS * 2), (CHUNKS - 1, CHUNKS))
+    ]
+    load = bench.planner.on_allocated(state, cast(Any, SimpleNamespace(blocks=blocks)), offered)
+    assert load is not None and bool(load.moves) is not has_late
+    is_there = bench.stack.leading([bench.key(0, end) for end in range(CHUNK_TOKENS, offered + 1, CHUNK_TOKENS)])
+    assert is_there == (0 if has_late else CHUNKS)
+    bench.planner.on_ended("a", state, failed=has_late)
+    bench.near.clear()
+    assert bench.near.used_bytes == 0, "nothing stays pinned"
+
+
 @pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.MISSING, FailureReason.IO])
 def test_one_chunk_after_the_other_is_lost_and_the_request_waits_no_longer_for_all_than_for_one(
     reason: FailureReason,

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from hybridkv.connectors.vllm.explain import Admission, explain, log
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lookups import TierLookup
+from hybridkv.connectors.vllm.lookups import TierLookup, Unasked
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move
 from hybridkv.connectors.vllm.moves import move_bytes, move_of
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
@@ -53,7 +51,7 @@ from hybridkv.planner.stages import (
     Searched,
     Stage,
 )
-from hybridkv.tiers import Refusal
+from hybridkv.tiers import FailureReason, Refusal, Slot
 from hybridkv.tiers.stack import HoldFailure, TierStack
 
 if TYPE_CHECKING:
@@ -170,7 +168,7 @@ class LoadPlanner:
         match errand:
             case Search():
                 answer = self._search(state, stage, errand, facts.now_s)
-                settled = self._settled_tokens(state, stage, errand, answer)
+                settled = self._settled(state, errand, answer)
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
                 self._ask(state, limit_tokens)
@@ -209,14 +207,14 @@ class LoadPlanner:
         lookup = TierLookup(state.keys(), tiers, errand.is_last or errand.near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
 
-    def _settled_tokens(
-        self, state: RequestState, stage: Stage, errand: Search, answer: Hit | Pending | Miss
-    ) -> int | None:
-        """Where it can resume whatever becomes of what is pending; None where nobody wants to know."""
-        if stage.past.asked_until_s is None or type(answer) is not Pending:
+    def _settled(
+        self, state: RequestState, errand: Search, answer: Hit | Pending | Miss
+    ) -> Hit | Pending | Miss | None:
+        """What is found where nothing counts of which a tier was only asked; None where nothing was."""
+        if type(answer) is not Pending or not self._stack.has_late:
             return None
-        settled = self._longest_hit(state, replace(errand, is_last=True))
-        return settled.num_tokens if type(settled) is Hit else None
+        lookup = TierLookup(state.keys(), Unasked(self._stack))
+        return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
 
     def _ask(self, state: RequestState, limit_tokens: int) -> None:
         """Every chunk beyond what the engine holds, each group from its beginning."""
@@ -298,11 +296,34 @@ class LoadPlanner:
         slots = self._stack.pin_all(wanted)
         if slots is None:
             raise PlanError(self._what_is_missing(transfers, wanted))
+        if self._stack.has_late:
+            self._require_sizes(transfers, wanted, slots)
         job.keys += wanted
         for transfer, key, slot in zip(transfers, wanted, slots, strict=True):
             moves.append(move_of(self._layout.spec, transfer, key, slot))
             job.num_bytes += move_bytes(self._layout, moves[-1])
         return tuple(moves)
+
+    def _require_sizes(self, transfers: Sequence[Transfer], keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """Refuses, and withdraws everywhere, chunks of another length than theirs: a tier elsewhere was believed what
+        it said of them, and the next request would meet them again.
+
+        Raises:
+            PlanError: there is one. None of the chunks is pinned any more.
+        """
+        size = self._layout.chunk_bytes
+        bad = [
+            (key, slot.num_bytes)
+            for part, key, slot in zip(transfers, keys, slots, strict=True)
+            if slot.num_bytes != size(part.group_index, part.end_token)
+        ]
+        if bad:
+            self._stack.unpin_all(keys)
+            for key, _ in bad:
+                self._stack.invalidate(key, FailureReason.WRONG_KEY)
+            raise PlanError(
+                f"{len(bad)} of its chunks have another length, as {bad[0][0].hex()} with {bad[0][1]} bytes"
+            )
 
     def _what_is_missing(self, transfers: Sequence[Transfer], keys: Sequence[bytes]) -> str:
         lookup = self._stack.lookup_near

@@ -85,7 +85,7 @@ class Recorder:
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
         """What the tiers hold now, over all ranks, and what they did since they were last asked."""
-        self._tier(RAM, stack.near, num_ranks)
+        self._tier(RAM, stack.only_near, num_ranks)
         if not stack.slower:
             return
         counts = stack.take_counts()

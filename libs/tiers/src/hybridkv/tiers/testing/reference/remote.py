@@ -75,6 +75,10 @@ class RemoteStore:
         """Say from now on that a chunk is there which is not."""
         self.directory[key] = self.allocate(num_bytes)
 
+    def confuse(self, key: Key, other: Key) -> None:
+        """Say from now on that a chunk lies where another does, whose bytes and length are its own."""
+        self.directory[key] = self.directory[other]
+
     def vanish(self, key: Key) -> None:
         """Lose a chunk. Who has heard that it is there will still ask for it."""
         slot = self.directory.pop(key, None)
@@ -117,8 +121,14 @@ class RemoteIndex:
         self._hear()
         now_s = self._store.clock()
         for key in keys:
-            if self._known.lacks(key) and not self._known.is_doomed(key):
-                if len(self._asked) >= MAX_ASKED and key not in self._asked:
+            asked = self._asked.get(key)
+            if asked is not None:
+                # It is being found out: to ask once more would put the answer off.
+                later_s = max(asked.deadline_s, deadline_s)
+                self._changes += later_s != asked.deadline_s
+                self._asked[key] = _Asked(asked.answers_s, later_s)
+            elif self._known.lacks(key) and not self._known.is_doomed(key):
+                if len(self._asked) >= MAX_ASKED:
                     self._count(Answer.LATE)
                     continue
                 self._store.num_asked += 1
@@ -137,6 +147,7 @@ class RemoteIndex:
                 if slot is not None and is_known:
                     self._known.commit(key)
                     self._slots[key] = slot
+                    self._forget_slots()
                 if asked.deadline_s != _OVER_S:
                     in_time = Answer.HELD if is_known else Answer.MISSING
                     self._count(in_time if asked.answers_s <= asked.deadline_s else Answer.LATE)
@@ -272,7 +283,9 @@ class RemoteIndex:
         self._known.close()
 
     def _forget_slots(self) -> None:
-        """Of what made room."""
+        """Of what made room, when that is as many as there are others."""
+        if len(self._slots) <= 2 * self._known.num_keys + MAX_ASKED:
+            return
         for key in [key for key in self._slots if self._known.lacks(key) and not self._known.is_doomed(key)]:
             del self._slots[key]
 
