@@ -115,7 +115,7 @@ class LoadPlanner:
         self._clock = deadlines.clock
         self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s)
         self._recorder = recorder
-        self._has_slower = bool(stack.slower)
+        self._has_slower, self._has_late = bool(stack.slower), stack.has_late
         self._pool: BlockPool | None = None
         self._loads: dict[str, _LoadJob] = {}
 
@@ -160,7 +160,7 @@ class LoadPlanner:
             if self._pool is not None:
                 pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
             room = self._admission.room(state.request_id, num_tokens, pool_blocks, free_blocks)
-        ask_s = self._stack.ask_s if self._stack.has_late else 0.0
+        ask_s = self._stack.ask_s if self._has_late else 0.0
         return Facts(num_tokens, state.computed_tokens, generation, self._clock(), self._has_slower, held, room, ask_s)
 
     def _run(
@@ -169,8 +169,9 @@ class LoadPlanner:
         """Does what must be done first, and tells of it."""
         match errand:
             case Search():
-                answer = self._search(state, stage, errand)
-                settled = self._settled_tokens(state, stage, errand, answer)
+                answer, settled = self._search(state, stage, errand), None
+                if stage.past.asked_until_s is not None and type(answer) is Pending:
+                    settled = self._settled_tokens(state, errand)
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
                 self._ask(state, limit_tokens)
@@ -203,12 +204,8 @@ class LoadPlanner:
         lookup = TierLookup(state.keys(), tiers, errand.is_last or errand.near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
 
-    def _settled_tokens(
-        self, state: RequestState, stage: Stage, errand: Search, answer: Hit | Pending | Miss
-    ) -> int | None:
-        """Where it can resume whatever becomes of what is pending; None where nobody wants to know."""
-        if stage.past.asked_until_s is None or type(answer) is not Pending:
-            return None
+    def _settled_tokens(self, state: RequestState, errand: Search) -> int | None:
+        """Where it can resume whatever becomes of what is pending; None where it cannot."""
         settled = self._longest_hit(state, replace(errand, is_last=True))
         return settled.num_tokens if type(settled) is Hit else None
 

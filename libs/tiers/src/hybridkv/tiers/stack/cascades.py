@@ -167,6 +167,11 @@ class Cascades:
         self._has_sent = True
 
     @property
+    def has_something(self) -> bool:
+        """Whether there is a chunk or a touch whose turn may have come."""
+        return bool(self._queue or self._again)
+
+    @property
     def has_news(self) -> bool:
         """Whether something was added since `pump`, and may go."""
         return self._has_news and not self._is_blocked
@@ -451,7 +456,7 @@ class Cascades:
         return dropped
 
     def _drop_all(self) -> None:
-        self._again, self._queue, self._is_blocked = [], deque(), False
+        self._again, self._queue, self._is_blocked, self._has_news = [], deque(), False, False
         self.parked.clear()
         self._parked_keys.clear()
         self._keys.clear()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+
+import msgspec
 
 from hybridkv.tiers.contract import Key
 
@@ -17,15 +18,14 @@ class HoldFailure(enum.StrEnum):
     """A chunk could not be promoted, or was withdrawn."""
 
 
-@dataclass(slots=True)
-class Hold:
+class Hold(msgspec.Struct):
     """Made by `TierStack.acquire`, ended by `TierStack.release`."""
 
     owner: str
     since_s: float
-    pinned: list[Key] = field(default_factory=list)
+    pinned: list[Key] = []
     """In the fast tier, protected."""
-    waiting: set[Key] = field(default_factory=set)
+    waiting: set[Key] = set()
     """On their way there."""
     source: str = ""
     """The slowest tier that something was promoted from for it; the nearest where others had it promoted."""

@@ -33,7 +33,9 @@ from hybridkv.tiers.stack.traffic import Planned
 _NEVER_S = math.inf
 _MAX_SIZES = 1024
 """Of chunks, whose costs are remembered."""
+# An enum's members are looked up by name each time; these are asked for in every call.
 _MISS, _PENDING, _HIT = LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT
+_PROMOTE = Direction.PROMOTE
 
 
 _Part: TypeAlias = tuple[Level, Sequence[Key], list[Slot]]
@@ -65,8 +67,10 @@ class TierStack:
         self._common = Common(near, clock, self._planned)
         self._levels = tuple(Level(tier, place, len(names), self._common) for place, tier in enumerate(slower))
         self._cascading = tuple(level for level in self._levels if level.cascades is not None)
+        self._queues = tuple(level.cascades for level in self._levels if level.cascades is not None)
         self.slower: Mapping[str, TierIndex] = {tier.name: tier.index for tier in slower}
         """The slower tiers by name, the nearest first."""
+        self._nearest = names[0] if names else ""
         self._by_name = {level.name: level for level in self._levels}
         self._load_timeout_s = max(
             (level.load_timeout_s for level in self._levels), default=SlowerTierOptions().load_timeout_s
@@ -138,12 +142,11 @@ class TierStack:
         late_keys = self._planned.late_keys
         if late_keys:
             keys = list(itertools.takewhile(lambda key: key not in late_keys, keys))
-        held = self.near.leading(keys)
-        indexes = self._asked()
-        if not indexes:
+        num_keys, held = len(keys), self.near.leading(keys)
+        if held == num_keys or not self._levels:
             return held
-        indexes.append(self.near)
-        num_keys, num_indexes = len(keys), len(indexes)
+        indexes = [*self._asked(), self.near]
+        num_indexes = len(indexes)
         turn = idle = 0
         while held < num_keys and idle < num_indexes:
             more = indexes[turn].leading(keys[held:])
@@ -157,12 +160,16 @@ class TierStack:
         """Position of the last key that is HIT or PENDING, None if there is none."""
         self._look_at_clock()
         place = self._last_held(keys)
-        while place is not None and keys[place] in self._planned.late_keys:
-            place = self._last_held(keys[:place])
+        late_keys = self._planned.late_keys
+        if late_keys:
+            while place is not None and keys[place] in late_keys:
+                place = self._last_held(keys[:place])
         return place
 
     def _last_held(self, keys: Sequence[Key]) -> int | None:
         place = self.near.last_held(keys)
+        if not self._levels or place == len(keys) - 1:
+            return place
         for index in self._asked():
             first = 0 if place is None else place + 1
             further = index.last_held(keys[first:])
@@ -255,20 +262,21 @@ class TierStack:
             since_s: when its owner began to wait, by the stack's clock; None: now. Its deadline counts from then.
         """
         self._look_at_clock()
-        self.release(owner)
-        hold = Hold(owner, self._clock() if since_s is None else since_s)
+        if owner in self._holds:
+            self.release(owner)
+        hold = Hold(owner, self._clock() if since_s is None else since_s, source=self._nearest)
+        late_keys, pinned, pin, lookup = self._planned.late_keys, hold.pinned, self.near.pin, self.near.lookup
         wanted: list[Key] = []
         refusal: Refusal | None = None
         for key in keys:
-            if key in self._planned.late_keys:
+            if key in late_keys:
                 refusal = Refusal.PRESENT
-            elif self.near.pin(key) is not None:
-                hold.pinned.append(key)
-            elif self.near.lookup(key) is _PENDING:
+            elif pin(key) is not None:
+                pinned.append(key)
+            elif lookup(key) is _PENDING:
                 hold.waiting.add(key)
             else:
                 wanted.append(key)
-        hold.source = self._levels[0].name if self._levels else ""
         if wanted and refusal is None:
             refusal = self._promote(wanted, hold)
         if refusal is not None:
@@ -353,7 +361,7 @@ class TierStack:
         for level, _, slots in parts:
             for far in slots:
                 key, near = next(given)
-                level.plan(Direction.PROMOTE, key, near, far)
+                level.plan(_PROMOTE, key, near, far)
         return None
 
     # What the caller does to the fast tier, with what follows for the slow one.
@@ -376,17 +384,14 @@ class TierStack:
         for level in self._cascading:
             if is_stored:
                 level.cascade(key, place)
-            if level.has_parked:
-                level.on_near(key)
+        self._unpark(key)
         return is_stored
 
     def abort(self, key: Key) -> None:
         """It will not be stored."""
         self.near.abort(key)
         self._lose(key)
-        for level in self._cascading:
-            if level.has_parked:
-                level.on_near(key)
+        self._unpark(key)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Make keys the most recently used in every tier, the last one most.
@@ -452,7 +457,7 @@ class TierStack:
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
         """Ranks are done with a move; the last of them ends it."""
         moving = self._levels[move_id % len(self._levels)].report(move_id, outcome)
-        if moving is None or moving.move.direction is not Direction.PROMOTE:
+        if moving is None or moving.move.direction is not _PROMOTE:
             return
         key = moving.move.key
         if moving.failure is None and self.near.commit(key):
@@ -461,9 +466,13 @@ class TierStack:
             if moving.failure is not None:
                 self.near.abort(key)
             self._lose(key)
-        for level in self._cascading:
-            if level.has_parked:
-                level.on_near(key)
+        self._unpark(key)
+
+    def _unpark(self, key: Key) -> None:
+        """What waited for a key of the fast tier goes on, or never will."""
+        for cascades in self._queues:
+            if cascades.parked:
+                cascades.on_near(key)
 
     def _hand_out(self, key: Key) -> None:
         """A key that was on its way into the fast tier has come."""
@@ -536,7 +545,10 @@ class TierStack:
         nor is what a slower tier lets wait that takes nothing."""
         self._look_at_clock()
         self._pump_news()
-        return any(level.keeps_awake() for level in self._levels)
+        for level in self._levels:
+            if level.keeps_awake():
+                return True
+        return False
 
     # Ends.
 
