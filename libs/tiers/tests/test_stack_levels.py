@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
 import pytest
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Failure, FailureReason, Key, Slot, TierConfigurationError
-from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers import Completion, Failure, FailureReason, Key, Slot, Ticket, TierConfigurationError
+from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import (
     BreakerOptions,
     BreakerState,
@@ -19,9 +22,13 @@ from hybridkv.tiers.stack import (
     SlowerTier,
     SlowerTierOptions,
     TierMove,
+    TierMover,
     TierStack,
 )
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
+from hybridkv.tiers.testing.reference import RemoteIndex, RemoteMedium, RemoteStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 CHUNK = 16
 A, B, C = b"a", b"b", b"c"
@@ -199,6 +206,101 @@ def test_what_waits_for_a_promoted_chunk_to_cascade_goes_behind_it() -> None:
     assert it.stack.num_waiting("disk") <= 2
     it.moves()
     assert it.stack.num_waiting("disk") == 0, "nothing is parked for ever"
+
+
+class Asked:
+    """A stack over two stores elsewhere, each with its own answers."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.worlds = [RemoteStore(1, lambda: self.now_s, answer_s=0.5) for _ in range(2)]
+        self.near = RamIndex(8 * CHUNK, CHUNK)
+        self.peer, self.object = (RemoteIndex(world, 64 * CHUNK) for world in self.worlds)
+        below = [SlowerTier("peer", self.peer, READ_ONLY), SlowerTier("object", self.object, READ_ONLY)]
+        self.stack = TierStack(self.near, below, 1, lambda: self.now_s)
+
+
+def test_each_tier_that_answers_late_is_asked() -> None:
+    it = Asked()
+    it.worlds[1].lie(A, CHUNK)
+    it.peer.ask([B], 9.0)
+    it.stack.ask([A, B])
+    assert [world.num_asked for world in it.worlds] == [2, 2], "what one was asked before, another was not"
+    it.now_s = 0.5
+    assert (it.stack.lookup(A), it.stack.lookup(B)) == (LookupResult.HIT, LookupResult.MISS)
+
+
+def test_a_tier_that_cannot_be_asked_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Asked()
+
+    def ask(keys: Iterable[Key], deadline_s: float) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(it.peer, "ask", ask)
+    for _ in range(BreakerOptions().failures):
+        it.stack.ask([A])
+        assert it.stack.lookup(A) is LookupResult.PENDING, "the other tier was asked"
+    assert it.stack.breaker_state(Direction.PROMOTE, "peer") is BreakerState.OPEN
+    assert it.stack.breaker_state(Direction.PROMOTE, "object") is BreakerState.CLOSED
+    it.now_s = BreakerOptions().first_pause_s
+    assert it.stack.breaker_state(Direction.PROMOTE, "peer") is BreakerState.PROBING
+
+
+def test_what_was_only_asked_for_is_told_from_what_is_being_stored() -> None:
+    it = Asked()
+    assert isinstance(it.stack.reserve(A, CHUNK), Slot)
+    assert isinstance(it.peer.reserve(C, CHUNK), Slot)
+    it.stack.ask([A, B, C])
+    assert [it.stack.lookup(key) for key in (A, B, C)] == [LookupResult.PENDING] * 3
+    assert [it.stack.is_only_asked(key) for key in (A, B, C, b"x")] == [False, True, False, False]
+    it.object.ask([C], 9.0)
+    assert not it.stack.is_only_asked(C), "one is asked, and the other is given it"
+
+
+def test_no_tier_thinks_longer_than_somebody_waits_for_it() -> None:
+    world = RemoteStore(1, lambda: 0.0, answer_s=9.0)
+    options = SlowerTierOptions(load_timeout_s=0.5)
+    stack = TierStack(RamIndex(CHUNK, CHUNK), [SlowerTier("peer", RemoteIndex(world, CHUNK), options)], 1, lambda: 0.0)
+    assert stack.ask_s == 0.5
+
+
+class Raising(RemoteMedium):
+    """Raises where it should report."""
+
+    def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
+        raise OSError("load")
+
+    def poll(self) -> list[Completion]:
+        raise OSError("poll")
+
+    def drain(self, timeout_s: float) -> bool:
+        raise OSError("drain")
+
+
+class Twice(RemoteMedium):
+    """Ends everything twice."""
+
+    def poll(self) -> list[Completion]:
+        return super().poll() * 2
+
+
+def test_a_medium_that_raises_costs_its_own_moves_alone() -> None:
+    world = RemoteStore(1, lambda: 0.0)
+    arena = RamArena(1 << 16, 4096)
+    media = {"disk": Raising(world, 0), "peer": Twice(world, 0)}
+    mover = TierMover(arena, media, lambda: 0.0)
+    near = Slot(((0, CHUNK),))
+    assert arena.seal(A, near) is None
+    far = world.allocate(CHUNK)
+    mover.start([TierMove(0, Direction.CASCADE, "peer", A, near, far)])
+    assert [(move.move_id, failure) for move, failure, _ in mover.poll()] == [(0, None)]
+    mover.start([TierMove(2, Direction.PROMOTE, "disk", A, Slot(((4096, CHUNK),)), far)])
+    mover.start([TierMove(4, Direction.PROMOTE, "peer", A, Slot(((8192, CHUNK),)), far)])
+    assert [(move.move_id, failure) for move, failure, _ in mover.poll()] == [(4, None)]
+    assert not mover.close(1.0)
+    media["peer"].load(Ticket(6), A, far, [bytearray(CHUNK)])
+    [completion, _] = media["peer"].poll()
+    assert completion.failure is not None and completion.failure.reason is FailureReason.CLOSED
 
 
 def test_two_tiers_of_one_name_are_refused() -> None:

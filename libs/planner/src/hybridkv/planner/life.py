@@ -89,16 +89,17 @@ def searched(
     bounds: Bounds,
     errand: Search,
     answer: Hit | Pending | Miss,
-    settled_tokens: int | None = None,
+    settled: Hit | Pending | Miss | None = None,
 ) -> tuple[Stage, Reply | Errand]:
     """A search that `errand` asked for has ended. `facts` are those with which it was asked for.
 
-    `settled_tokens` is where the request can resume if nothing of what is pending comes; None where nobody looked.
+    `settled` is what was found where nothing counts of which a tier only was asked; None where that is `answer` too.
     """
     if errand.is_last and isinstance(answer, Pending):
         # What is not readable was to count as missing; whoever says otherwise is not waited for.
         answer = Miss(None, "it was being stored for too long")
-    settled = facts.computed_tokens if settled_tokens is None else settled_tokens
+    if settled == answer:
+        settled = None
     found = Searched(stage.past, facts.generation, errand.limit_tokens, facts.computed_tokens, answer, False, settled)
     return _decide(found, facts, bounds, errand.num_shrinks)
 
@@ -206,18 +207,21 @@ def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply
 def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> tuple[Stage, Reply | Errand]:
     """What follows from an answer that holds."""
     past, answer = found.past, found.answer
-    if facts.ask_s and not past.near_only:
-        if past.asked_until_s is None:
-            settled = facts.computed_tokens if isinstance(answer, Miss) else answer.num_tokens
-            if is_worth_waiting(settled, found.limit_tokens, facts.ask_s, bounds.tokens_per_s):
-                past = replace(past, asked_until_s=facts.now_s + facts.ask_s)
-                return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
-        elif type(answer) is Pending and facts.now_s < past.asked_until_s:
-            left_s = past.asked_until_s - facts.now_s
-            if is_worth_waiting(found.settled_tokens, answer.num_tokens, left_s, bounds.tokens_per_s):
-                return found, ASK_AGAIN
-            found = replace(found, answer=_settled(found))
-            answer = found.answer
+    settled = found.settled
+    if facts.ask_s and past.asked_until_s is None and not past.near_only:
+        known_tokens = _resumes_at(answer if settled is None else settled, found)
+        if is_worth_waiting(known_tokens, found.limit_tokens, facts.ask_s, bounds.tokens_per_s):
+            # The tiers have one deadline for all that they are waited for, and asking is the beginning of it.
+            since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
+            past = replace(past, asked_until_s=facts.now_s + facts.ask_s, tier_since_s=since_s)
+            return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
+    if settled is not None:
+        left_s = 0.0 if past.asked_until_s is None else past.asked_until_s - facts.now_s
+        possible_tokens = _resumes_at(answer, found)
+        if left_s > 0 and is_worth_waiting(_resumes_at(settled, found), possible_tokens, left_s, bounds.tokens_per_s):
+            return found, ASK_AGAIN
+        # Others may still wait for what they asked, and ask again: that is not this request's wait.
+        found, answer = replace(found, answer=settled, settled=None), settled
     if type(answer) is Hit and facts.has_slower and not found.is_near and not past.near_only:
         since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
         return found, Bring(answer.num_tokens, since_s, facts.now_s - since_s < bounds.load_s, num_shrinks)
@@ -232,11 +236,9 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
     return _settle(found, answer, facts, bounds)
 
 
-def _settled(found: Searched) -> Hit | Miss:
-    """What is left when nothing is waited for."""
-    if found.settled_tokens > found.computed_tokens:
-        return Hit(found.settled_tokens)
-    return Miss(None, "what may be elsewhere is not worth waiting for")
+def _resumes_at(answer: Hit | Pending | Miss, found: Searched) -> int:
+    """Where a request goes on with an answer."""
+    return found.computed_tokens if isinstance(answer, Miss) else answer.num_tokens
 
 
 def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:

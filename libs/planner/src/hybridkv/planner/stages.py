@@ -67,7 +67,7 @@ class Searched(msgspec.Struct, frozen=True):
         computed_tokens: what the engine held.
         answer: of the search.
         is_near: the fast tier was seen to hold all that the hit needs.
-        settled_tokens: where it can resume if nothing of what is pending comes: known where tiers were asked.
+        settled: what was found where nothing counts of which a tier only was asked; None where that is `answer`.
     """
 
     past: Past
@@ -76,7 +76,7 @@ class Searched(msgspec.Struct, frozen=True):
     computed_tokens: int
     answer: Hit | Pending | Miss
     is_near: bool = False
-    settled_tokens: int = 0
+    settled: Hit | Pending | Miss | None = None
 
 
 @final

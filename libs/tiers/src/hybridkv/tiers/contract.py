@@ -173,7 +173,8 @@ class TierIndex(Protocol):
 
         A verb of its own, because a lookup changes nothing. A key about which nothing is known is PENDING from now on,
         until there is an answer; it is a MISS when there is none by the deadline, or when as much is asked as may be.
-        An answer that comes later still counts. Nothing is reserved for such a key: it can be reserved as if nobody had
+        An answer that comes later still counts, unless the key was withdrawn meanwhile. To ask again what is not
+        answered yet puts no answer off; the later deadline holds. Nothing is reserved for such a key: it can be reserved as if nobody had
         asked. Where everything is known this does nothing.
         """
         ...

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from hybridkv.connectors.vllm.explain import Admission, explain, log
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lookups import TierLookup
+from hybridkv.connectors.vllm.lookups import TierLookup, Unasked
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move
 from hybridkv.connectors.vllm.moves import move_bytes, move_of
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
@@ -169,9 +167,8 @@ class LoadPlanner:
         """Does what must be done first, and tells of it."""
         match errand:
             case Search():
-                answer, settled = self._search(state, stage, errand), None
-                if stage.past.asked_until_s is not None and type(answer) is Pending:
-                    settled = self._settled_tokens(state, errand)
+                answer = self._search(state, stage, errand)
+                settled = self._settled(state, errand) if self._has_late and type(answer) is Pending else None
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
                 self._ask(state, limit_tokens)
@@ -204,10 +201,10 @@ class LoadPlanner:
         lookup = TierLookup(state.keys(), tiers, errand.is_last or errand.near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
 
-    def _settled_tokens(self, state: RequestState, errand: Search) -> int | None:
-        """Where it can resume whatever becomes of what is pending; None where it cannot."""
-        settled = self._longest_hit(state, replace(errand, is_last=True))
-        return settled.num_tokens if type(settled) is Hit else None
+    def _settled(self, state: RequestState, errand: Search) -> Hit | Pending | Miss:
+        """What is found where nothing counts of which a tier was only asked."""
+        lookup = TierLookup(state.keys(), Unasked(self._stack))
+        return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
 
     def _ask(self, state: RequestState, limit_tokens: int) -> None:
         """Every chunk beyond what the engine holds, each group from its beginning."""

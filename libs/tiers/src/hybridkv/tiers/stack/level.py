@@ -94,8 +94,8 @@ class Level:
 
     @property
     def ask_timeout_s(self) -> float:
-        """How long it may think about what it was asked."""
-        return self._options.ask_timeout_s
+        """How long it may think about what it was asked: no longer than somebody waits for it."""
+        return min(self._options.ask_timeout_s, self._options.load_timeout_s)
 
     def is_asked(self) -> bool:
         """Whether it may be asked for anything now: one promotion at a time is its probe, and what it never answered
@@ -106,6 +106,17 @@ class Level:
         return ways.is_up or ways.allows(_PROMOTE, traffic.num_in_time[_PROMOTE])
 
     # The way up.
+
+    def ask(self, keys: Sequence[Key], now_s: float) -> None:
+        """Let it find out about these. A tier that cannot even be asked is as one whose loads fail."""
+        if not keys:
+            return
+        try:
+            self.index.ask(keys, now_s + self.ask_timeout_s)
+        except Exception as error:  # whatever is elsewhere, the engine goes on without it
+            failure = Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
+            self.ways.ended(Direction.PROMOTE, failure, now_s)
+            self._common.wake(self.ways.next_end_s)
 
     def why_not_promote(self, num_bytes: int) -> Refusal | None:
         """Why so much cannot come from here now."""

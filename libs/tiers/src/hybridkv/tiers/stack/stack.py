@@ -203,10 +203,33 @@ class TierStack:
         """Let tiers that answer late find out about what no other holds. Each has its own time for that, after which
         what it did not answer counts as missing."""
         self._look_at_clock()
-        for level in self._levels:
-            if level.index.answers_late and level.is_asked():
-                unknown = [key for key in keys if self._lookup(key) is _MISS and key not in self._planned.late_keys]
-                level.index.ask(unknown, self._clock() + level.ask_timeout_s)
+        asked = [level for level in self._levels if level.index.answers_late and level.is_asked()]
+        if not asked:
+            return
+        late_keys, now_s = self._planned.late_keys, self._clock()
+        # Found out for all of them before the first is asked, since what one is asked is pending then. What it was
+        # asked before, another need not have been.
+        unknown = [
+            key
+            for key in keys
+            if key not in late_keys and (self._lookup(key) is _MISS or self._is_only_asked(key))
+        ]
+        for level in asked:
+            level.ask([key for key in unknown if level.index.lookup(key) is _MISS], now_s)
+
+    def is_only_asked(self, key: Key) -> bool:
+        """Whether a key is PENDING for no other reason than that tiers were asked about it."""
+        self._look_at_clock()
+        return self._is_only_asked(key)
+
+    def _is_only_asked(self, key: Key) -> bool:
+        if self._lookup(key) is not _PENDING or self.near.lookup(key) is _PENDING:
+            return False
+        return all(
+            level.index.lacks(key)
+            for level in self._levels
+            if level.is_asked() and level.index.lookup(key) is _PENDING
+        )
 
     def lacks_below(self, key: Key) -> bool:
         """Whether a slower tier that is given chunks lacks this one."""

@@ -109,6 +109,53 @@ class LateConformance(TierSuite):
         self.answer_all()
         assert index.lookup(A) is LookupResult.PENDING and index.commit(A)
 
+    def test_asking_again_puts_no_answer_off_and_keeps_the_later_deadline(self) -> None:
+        index = self.asked(A)
+        self.pass_time(1.0)
+        index.ask([A], self.now_s() + 0.1)
+        self.pass_time(0.5)
+        assert index.lookup(A) is LookupResult.PENDING
+        index.ask([A], self.now_s() + 2.0)
+        self.pass_time(1.0)
+        assert index.lookup(A) is LookupResult.PENDING
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.HIT
+
+    def test_what_is_asked_while_as_much_is_as_may_be_is_a_miss(self) -> None:
+        index = self.make_late()
+        index.ask([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
+        index.ask([A], self.now_s() + 2.0)
+        assert index.lookup(A) is LookupResult.MISS and index.used_bytes == index.num_keys == 0
+        self.pass_time(2.1)
+        self.answer_all()
+        index.ask([A], self.now_s() + 2.0)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.HIT
+
+    def test_what_was_asked_before_everything_was_withdrawn_is_not_offered_by_the_answer(self) -> None:
+        index = self.asked(A)
+        index.clear()
+        assert index.lookup(A) is LookupResult.MISS
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.MISS
+
+    def test_a_closed_index_hears_no_answer(self) -> None:
+        index = self.asked(A)
+        index.close()
+        self.answer_all()
+        index.ask([B], self.now_s() + 2.0)
+        self.answer_all()
+        assert (index.lookup(A), index.lookup(B)) == (LookupResult.MISS, LookupResult.MISS)
+        assert index.used_bytes == 0
+
+    def test_answers_find_no_more_room_than_there_is(self) -> None:
+        index = self.make_late()
+        for number in range(4):
+            assert isinstance(index.reserve(b"%d" % number, CHUNK_BYTES), Slot)
+        index.ask([A], self.now_s() + 2.0)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.MISS and index.used_bytes <= index.capacity_bytes
+
     def test_what_was_withdrawn_while_it_was_asked_for_is_not_offered_by_the_answer(self) -> None:
         index = self.asked(A)
         index.invalidate(A)

@@ -115,9 +115,13 @@ class RemoteIndex:
         self._hear()
         now_s = self._store.clock()
         for key in keys:
-            if len(self._asked) >= MAX_ASKED:
-                return
-            if self._known.lacks(key) and not self._known.is_doomed(key):
+            asked = self._asked.get(key)
+            if asked is not None:
+                # It is being found out: to ask once more would put the answer off.
+                later_s = max(asked.deadline_s, deadline_s)
+                self._changes += later_s != asked.deadline_s
+                self._asked[key] = _Asked(asked.answers_s, later_s)
+            elif len(self._asked) < MAX_ASKED and self._known.lacks(key) and not self._known.is_doomed(key):
                 self._store.num_asked += 1
                 self._changes += 1
                 answers_s = _NEVER_S if self._store.is_silent else now_s + self._store.answer_s
@@ -133,6 +137,7 @@ class RemoteIndex:
                 if slot is not None and isinstance(self._known.reserve(key, slot.num_bytes), Slot):
                     self._known.commit(key)
                     self._slots[key] = slot
+                    self._forget_slots()
             elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
                 continue
             elif asked.answers_s < _NEVER_S:
@@ -258,7 +263,9 @@ class RemoteIndex:
         self._known.close()
 
     def _forget_slots(self) -> None:
-        """Of what made room."""
+        """Of what made room, when that is as many as there are others."""
+        if len(self._slots) <= 2 * self._known.num_keys + MAX_ASKED:
+            return
         for key in [key for key in self._slots if self._known.lacks(key) and not self._known.is_doomed(key)]:
             del self._slots[key]
 
