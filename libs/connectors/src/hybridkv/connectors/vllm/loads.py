@@ -197,8 +197,9 @@ class LoadPlanner:
         return answer
 
     def _longest_hit(self, state: RequestState, errand: Search) -> Hit | Pending | Miss:
-        tiers = self._stack.only_near if errand.near_only else self._stack
-        lookup = TierLookup(state.keys(), tiers, errand.is_last or errand.near_only)
+        near_only = errand.near_only
+        tiers = self._stack if self._has_slower and not near_only else self._stack.only_near
+        lookup = TierLookup(state.keys(), tiers, errand.is_last or near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
 
     def _settled(self, state: RequestState, errand: Search) -> Hit | Pending | Miss:
