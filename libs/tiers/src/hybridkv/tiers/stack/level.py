@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 
 from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.breaker import BreakerState
-from hybridkv.tiers.stack.cascades import Cascades, Gate, PathPlace
+from hybridkv.tiers.stack.cascades import Cascades
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
+from hybridkv.tiers.stack.path import PathPlace
 from hybridkv.tiers.stack.tally import MoveTally
 from hybridkv.tiers.stack.traffic import Moving, Planned, Traffic
+from hybridkv.tiers.stack.waiting import Gate
 from hybridkv.tiers.stack.ways import Ways
 
 _PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
@@ -58,8 +60,7 @@ class Common:
 
     def wake(self, due_s: float) -> None:
         """Something changes then."""
-        if due_s < self.due_s:
-            self.due_s = due_s
+        self.due_s = min(self.due_s, due_s)
 
 
 class Level:
