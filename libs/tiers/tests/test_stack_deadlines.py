@@ -122,7 +122,7 @@ def test_the_clock_is_read_only_where_something_waits() -> None:
         num_read += 1
         return now_s
 
-    it.stack._clock = clock
+    it.stack._clock = it.stack._deadlines._clock = clock
     for _ in range(10):
         assert it.stack.lookup(A) is LookupResult.HIT and it.stack.leading([A]) == 1
     assert num_read == 0

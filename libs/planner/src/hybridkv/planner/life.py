@@ -56,13 +56,15 @@ _WAITING, _READY, _LATE = HoldState.WAITING, HoldState.READY, HoldState.LATE
 
 def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:
     """The engine asks what a request can load. Where nothing has changed the same stage comes back."""
-    past, room = stage.past, facts.room
+    room = facts.room
     if room is not None:
+        past = stage.past
         verdict, wait = gate_lookup(room, past.room, facts.now_s, bounds.room, past.failed_loads)
         if verdict is not _ADMIT:
             return _with_room(stage, wait), ASK_AGAIN if verdict is _WAIT else COMPUTE
     if facts.hold is not None:
         return _with_hold(stage, facts, bounds)
+    past = stage.past
     if type(stage) is Holding:
         stage = stage.found
     elif type(stage) is Loading:

@@ -113,7 +113,7 @@ class LoadPlanner:
         self._clock = deadlines.clock
         self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s)
         self._recorder = recorder
-        self._has_slower = bool(stack.slower)
+        self._has_slower, self._has_late = bool(stack.slower), stack.has_late
         self._pool: BlockPool | None = None
         self._loads: dict[str, _LoadJob] = {}
 
@@ -158,7 +158,7 @@ class LoadPlanner:
             if self._pool is not None:
                 pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
             room = self._admission.room(state.request_id, num_tokens, pool_blocks, free_blocks)
-        ask_s = self._stack.ask_s if self._stack.has_late else 0.0
+        ask_s = self._stack.ask_s if self._has_late else 0.0
         return Facts(num_tokens, state.computed_tokens, generation, self._clock(), self._has_slower, held, room, ask_s)
 
     def _run(
@@ -168,7 +168,7 @@ class LoadPlanner:
         match errand:
             case Search():
                 answer = self._search(state, stage, errand, facts.now_s)
-                settled = self._settled(state, errand, answer)
+                settled = self._settled(state, errand) if self._has_late and type(answer) is Pending else None
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
                 self._ask(state, limit_tokens)
@@ -203,16 +203,13 @@ class LoadPlanner:
         return answer
 
     def _longest_hit(self, state: RequestState, errand: Search) -> Hit | Pending | Miss:
-        tiers = self._stack.only_near if errand.near_only else self._stack
-        lookup = TierLookup(state.keys(), tiers, errand.is_last or errand.near_only)
+        near_only = errand.near_only
+        tiers = self._stack if self._has_slower and not near_only else self._stack.only_near
+        lookup = TierLookup(state.keys(), tiers, errand.is_last or near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
 
-    def _settled(
-        self, state: RequestState, errand: Search, answer: Hit | Pending | Miss
-    ) -> Hit | Pending | Miss | None:
-        """What is found where nothing counts of which a tier was only asked; None where nothing was."""
-        if type(answer) is not Pending or not self._stack.has_late:
-            return None
+    def _settled(self, state: RequestState, errand: Search) -> Hit | Pending | Miss:
+        """What is found where nothing counts of which a tier was only asked."""
         lookup = TierLookup(state.keys(), Unasked(self._stack))
         return longest_hit(self._layout.spec, errand.limit_tokens, state.computed_tokens, lookup, lookup)
 

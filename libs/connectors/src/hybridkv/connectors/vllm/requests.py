@@ -79,6 +79,8 @@ class RequestState:
         """
         engine = self.request.block_hashes
         num_hashes, last = self.followed
+        if num_hashes and len(engine) == num_hashes and engine[-1] == last:
+            return num_hashes
         self.followed = (len(engine), engine[-1]) if engine else (0, b"")
         if num_hashes <= len(engine) and (num_hashes == 0 or engine[num_hashes - 1] == last):
             return num_hashes

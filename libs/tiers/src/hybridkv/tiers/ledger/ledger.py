@@ -36,6 +36,7 @@ def _sets_stop_early() -> bool:
 
 
 _SETS_STOP_EARLY = _sets_stop_early()
+_LISTS = (list, tuple)
 
 
 class KeyLedger(Generic[E]):
@@ -109,7 +110,7 @@ class KeyLedger(Generic[E]):
     def leading(self, keys: Iterable[Key]) -> int:
         """How many in a row, from the first one on, are HIT or PENDING."""
         held = self._held
-        if _SETS_STOP_EARLY and isinstance(keys, list | tuple):
+        if _SETS_STOP_EARLY and isinstance(keys, _LISTS):
             rest = iter(keys)
             return len(keys) if held.issuperset(rest) else len(keys) - length_hint(rest) - 1
         place = -1

@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 
 from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.breaker import BreakerState
-from hybridkv.tiers.stack.cascades import Cascades, Gate, PathPlace
+from hybridkv.tiers.stack.cascades import Cascades
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
+from hybridkv.tiers.stack.path import PathPlace
 from hybridkv.tiers.stack.tally import MoveTally
 from hybridkv.tiers.stack.traffic import Moving, Planned, Traffic
+from hybridkv.tiers.stack.waiting import Gate
 from hybridkv.tiers.stack.ways import Ways
 
+_PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
 _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
 
@@ -72,7 +75,7 @@ class Level:
 
     def __init__(self, tier: SlowerTier, position: int, num_levels: int, common: Common) -> None:
         self.name, self.index, self._options = tier.name, tier.index, tier.options
-        self._common = common
+        self._common, self._near, self._clock = common, common.near, common.clock
         self.ways = Ways(tier.options.breaker, tier.options.shortage)
         self.traffic = Traffic(tier.name, itertools.count(position + num_levels, num_levels), common.planned)
         self.late_changes = 0
@@ -101,7 +104,7 @@ class Level:
         traffic, ways = self.traffic, self.ways
         if traffic.late_bytes > self._promoting_bytes:
             return False
-        return ways.is_up or ways.allows(Direction.PROMOTE, traffic.num_in_time[Direction.PROMOTE])
+        return ways.is_up or ways.allows(_PROMOTE, traffic.num_in_time[_PROMOTE])
 
     # The way up.
 
@@ -118,21 +121,20 @@ class Level:
 
     def why_not_promote(self, num_bytes: int) -> Refusal | None:
         """Why so much cannot come from here now."""
-        if num_bytes > self._common.near.capacity_bytes:
+        if num_bytes > self._near.capacity_bytes:
             return Refusal.TOO_LARGE
-        if self.ways.rests(Direction.PROMOTE):
+        if self.ways.rests(_PROMOTE):
             return Refusal.BUSY
-        moving = self.traffic.bytes_moving[Direction.PROMOTE]
+        moving = self.traffic.bytes_moving[_PROMOTE]
         if moving and moving + num_bytes > self._promoting_bytes:
             return Refusal.BUSY
         return None
 
     def plan(self, direction: Direction, key: Key, near: Slot, far: Slot) -> None:
         """A move between the places that were given to it."""
-        common = self._common
-        now_s = common.clock()
+        now_s = self._clock()
         self.traffic.plan(direction, key, near, far, now_s)
-        common.due_s = min(common.due_s, now_s + self._options.load_timeout_s)
+        self._common.wake(now_s + self._options.load_timeout_s)
 
     # The way down.
 
@@ -145,7 +147,7 @@ class Level:
         if cascades is not None:
             if cascades.is_full and cascades.has_news:
                 self.pump()
-            dropped = cascades.add(key, place, self._common.clock())
+            dropped = cascades.add(key, place, self._clock())
             if dropped is not None:
                 self._drop(dropped)
 
@@ -153,16 +155,6 @@ class Level:
     def num_waiting(self) -> int:
         """Chunks that wait for their way down."""
         return 0 if self.cascades is None else self.cascades.num_waiting
-
-    @property
-    def has_parked(self) -> bool:
-        """Whether something waits for what the fast tier is about to hold."""
-        return self.cascades is not None and bool(self.cascades.parked)
-
-    def on_near(self, key: Key) -> None:
-        """The fast tier holds a chunk now, or never will."""
-        if self.cascades is not None:
-            self.cascades.on_near(key)
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -183,11 +175,12 @@ class Level:
 
     def pump(self) -> None:
         """Send what may go now."""
-        if self.cascades is not None:
-            for dropped in self.cascades.pump(self._gate, self._common.clock()):
+        cascades = self.cascades
+        if cascades is not None and cascades.has_something:
+            for dropped in cascades.pump(self._gate, self._clock()):
                 self._drop(dropped)
-            if self.cascades.num_waiting:
-                self._common.wake(self.cascades.since_s + self._options.load_timeout_s)
+            if cascades.num_waiting:
+                self._common.wake(cascades.since_s + self._options.load_timeout_s)
 
     def _gate(self) -> Gate:
         """Whether one more chunk may be written here now."""
@@ -210,20 +203,20 @@ class Level:
         moving = self.traffic.report(move_id, outcome)
         if moving is None:
             return None
-        move, failure = moving.move, moving.failure
-        if not moving.is_late:  # else it was counted as a failure when it became late
-            self.ways.ended(move.direction, failure, self._common.clock())
-            if failure is not None:
-                self._common.wake(self.ways.next_end_s)
-        if move.direction is Direction.PROMOTE:
+        move, failure, ways = moving.move, moving.failure, self.ways
+        direction = move.direction
+        # What is late was counted as a failure when it became so.
+        if (failure is not None or direction in ways.troubled) and not moving.is_late:
+            ways.ended(direction, failure, self._clock())
+            self._common.wake(ways.next_end_s)
+        if direction is _PROMOTE:
             self.late_changes += moving.is_late
             self.index.unpin(move.key)
             if failure is not None and failure.reason not in _KEEPS_KEY:
                 self.index.invalidate(move.key, failure.reason)
         elif self._end_cascade(move.key, failure):
             return moving
-        result = MoveResult.DONE if failure is None else MoveResult.FAILED
-        self._counts.moved(move.direction, result, moving.num_bytes, failure)
+        self._counts.moved(direction, _DONE if failure is None else _FAILED, moving.num_bytes, failure)
         if failure is not None:
             self.pump()
         return moving
@@ -231,7 +224,7 @@ class Level:
     def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
         """Whether it is made again."""
         assert self.cascades is not None
-        near = self._common.near
+        near = self._near
         if failure is None:
             self.index.commit(key)
         else:
@@ -240,7 +233,7 @@ class Level:
                 # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
                 near.invalidate(key, failure.reason)
         near.unpin(key)
-        return self.cascades.on_ended(key, failure, self._common.clock())
+        return self.cascades.on_ended(key, failure, self._clock())
 
     # Time.
 
@@ -260,15 +253,16 @@ class Level:
         """The tier is to blame for what was late at a time when the caller might have heard of its end. Promotions that
         became late."""
         late: list[Key] = []
-        for moving in self.traffic.give_up(heard_s - self._options.load_timeout_s):
+        before_s = heard_s - self._options.load_timeout_s
+        for moving in self.traffic.give_up(before_s):
             self.ways.late(moving.move.direction, now_s)
-            if moving.is_late_promotion:
+            if moving.move.direction is _PROMOTE:
                 self.late_changes += 1
                 late.append(moving.move.key)
             elif self.cascades is not None:
                 self.cascades.on_late(moving.move.key)
-        if self.cascades is not None:
-            for dropped in self.cascades.give_up(heard_s - self._options.load_timeout_s):
+        if self.cascades is not None and self.cascades.num_waiting:
+            for dropped in self.cascades.give_up(before_s):
                 self._drop(dropped)
         return late
 
@@ -284,7 +278,7 @@ class Level:
         """Whether a move may still end in time, or is to be made soon."""
         if self.traffic.has_some_in_time():
             return True
-        return self.cascades is not None and self.cascades.keeps_awake(self._common.clock())
+        return self.num_waiting > 0 and self.cascades is not None and self.cascades.keeps_awake(self._clock())
 
     def take_counts(self) -> MoveCounts:
         """What happened since the last call."""

@@ -8,6 +8,7 @@ nothing and reads no clock of its own.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from hybridkv.tiers.contract import Failure, FailureReason
@@ -31,6 +32,11 @@ class _Way(NamedTuple):
         return self.breaker.allows and not is_short_for_long
 
     @property
+    def is_untroubled(self) -> bool:
+        """Whether a success says nothing new."""
+        return self.breaker.is_untroubled and self.rest.is_untroubled
+
+    @property
     def look(self) -> tuple[BreakerState, bool]:
         """What an answer depends on."""
         return self.breaker.state, self.is_usable
@@ -48,6 +54,10 @@ class Ways:
         self._ways = {direction: _Way(Breaker(breaker), Breaker(shortage)) for direction in Direction}
         self.is_up = True
         """Nothing speaks against asking for more: the way up is neither left alone nor tried."""
+        self.troubled: frozenset[Direction] = frozenset()
+        """Ways of which the end of a move says something new though it is none of a failure."""
+        self.next_end_s = math.inf
+        """When `tick` changes something."""
         self.revision = 0
         """Changes with what may be asked for: the way up."""
 
@@ -63,13 +73,10 @@ class Ways:
         """Whether to try nothing for a moment."""
         return not self._ways[direction].rest.allows
 
-    @property
-    def next_end_s(self) -> float:
-        """When `tick` changes something."""
-        return min(part.pause_ends_s for way in self._ways.values() for part in way)
-
     def tick(self, now_s: float) -> None:
         """Begin to probe where a pause is over."""
+        if now_s < self.next_end_s:
+            return
         for direction, way in self._ways.items():
             before = way.look
             way.breaker.tick(now_s)
@@ -79,8 +86,6 @@ class Ways:
     def ended(self, direction: Direction, failure: Failure | None, now_s: float) -> None:
         """A move that was not late has ended."""
         way = self._ways[direction]
-        if failure is None and way.breaker.is_untroubled and way.rest.is_untroubled:
-            return
         before = way.look
         if failure is not None and failure.reason is FailureReason.BUSY:
             way.rest.fail(now_s)
@@ -106,6 +111,9 @@ class Ways:
         return {direction: number for direction, number in openings.items() if number}
 
     def _note(self, direction: Direction, before: tuple[BreakerState, bool]) -> None:
-        if direction is Direction.PROMOTE and (look := self._ways[direction].look) != before:
+        ways = self._ways
+        self.troubled = frozenset(each for each, way in ways.items() if not way.is_untroubled)
+        self.next_end_s = min(part.pause_ends_s for way in ways.values() for part in way)
+        if direction is Direction.PROMOTE and (look := ways[direction].look) != before:
             self.revision += 1
             self.is_up = look == (BreakerState.CLOSED, True)
