@@ -123,14 +123,17 @@ def test_a_short_prompt_waits_for_no_answer_that_a_long_one_awaits(world: World,
     assert world.waited_s.get("short", 0.0) == 0.0 and world.waited_s["long"] > 0.0, world.waited_s
 
 
-def test_an_index_that_forgets_the_deadline_is_found_out(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_told_apart", [True, False])
+def test_an_index_that_forgets_the_deadline_keeps_nobody_waiting(
+    is_told_apart: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control of the test above."""
+    """With the negative control of the tests above: where questions are taken for stores, the wait is found out."""
     ask = RemoteIndex.ask
     monkeypatch.setattr(RemoteIndex, "ask", lambda index, keys, deadline_s: ask(index, keys, deadline_s + 1.0))
+    if not is_told_apart:
+        monkeypatch.setattr(TierStack, "is_only_asked", lambda stack, key: False)
     world.store.is_silent = True
-    assert wait_for_answers(world, tmp_path) > ASK_S + 2 * STEP_S
+    assert (wait_for_answers(world, tmp_path) <= ASK_S + 2 * STEP_S) is is_told_apart
 
 
 @pytest.mark.parametrize("mix", [GEMMA3, GPT_OSS, QWEN3_NEXT], ids=lambda mix: mix.name)
