@@ -158,9 +158,8 @@ class OffloadWorker:
         block_tokens = spec.groups[group_index].block_tokens
         blocks = GroupBlocks(self._pages[group_index], block_tokens, part)
         try:
-            unit = math.gcd(block_tokens, spec.chunk_tokens)
-            for start in range(0, block_tokens, unit):
-                blocks.of(start, start + unit)
+            # Of any tokens it is as certain as of the first.
+            blocks.of(0, math.gcd(block_tokens, spec.chunk_tokens))
         except LayoutError as error:
             raise cuts.not_divisible(self._layout, group_index, str(error)) from error
         return blocks
