@@ -113,8 +113,8 @@ class Life(RuleBasedStateMachine):
             self.bench.selector.ended(request)
         assert not self.bench.selector._requests
         assert not self.bench.selector._loads._loads
-        assert self.bench.selector._admission.held_by_others("") == 0
-        assert self.bench.selector._admission.reserved_for_failed() == 0
+        room = self.bench.selector._admission.room("", 1, 100, 100)
+        assert (room.held_by_others, room.reserved_blocks) == (0, 0)
 
 
 TestLife = Life.TestCase

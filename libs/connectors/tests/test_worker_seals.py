@@ -39,7 +39,8 @@ class Rig:
         self.arena = RamArena(128 * 1024)
         engine = InlineCopyEngine(copier=lambda: copier)
         paths = CopyPaths(engine, engine, 30.0, lambda: 0.0)
-        self.worker = OffloadWorker(cast(Any, None), self.arena, paths, Recorder())
+        self.recorder = Recorder()
+        self.worker = OffloadWorker(cast(Any, None), self.arena, paths, self.recorder)
         base = self.memory.ctypes.data
         regions = [PageRegion(base + i * BLOCKS * STRIDE, STRIDE, num_bytes) for i, num_bytes in enumerate(PAGES)]
         self.worker._pages = {0: GroupPages([[region] for region in regions], BLOCKS)}
@@ -103,6 +104,17 @@ def test_what_a_chunk_leaves_of_its_slot_is_zero_and_sealed_so(rig: Rig, spare_b
     assert rig.arena.views(larger)[0] == rig.content(move)
     assert rig.arena.sealed_checksum(move.key, larger) == xxhash.xxh3_128_digest(rig.content(move))
     assert rig.load(move) is None
+
+
+def test_the_same_chunk_counts_the_same_stored_and_loaded(rig: Rig) -> None:
+    """Its pages: neither the zeros behind them nor those behind the chunk."""
+    [move] = rig.store(Slot(((20_480, CHUNK_BYTES + 100),)))
+    assert rig.load(move) is None
+    stats = rig.recorder.take()
+    assert stats is not None
+    counted = {name: sum(total for _, total in buckets) for name, _, buckets in stats.data["histograms"]}
+    sizes = [counted[f"vllm:hybridkv_{job}_size_bytes"] for job in ("store", "load")]
+    assert sizes == [4 * sum(PAGES)] * 2
 
 
 def test_a_flipped_bit_of_the_padding_is_found_by_the_load(rig: Rig) -> None:

@@ -89,8 +89,7 @@ class RamIndexMachine(RuleBasedStateMachine):
                 assert answer == other
 
     @rule(many=st.lists(keys, max_size=4))
-    def commit_or_unpin_many(self, many: list[bytes]) -> None:
-        self.both("commit_all", many)
+    def unpin_many(self, many: list[bytes]) -> None:
         self.both("unpin_all", many)
 
     @rule(many=st.lists(keys, max_size=4))

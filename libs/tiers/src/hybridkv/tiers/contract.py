@@ -245,10 +245,6 @@ class TierIndex(Protocol):
         """
         ...
 
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        """`commit` of each; whether it is offered."""
-        ...
-
     def abort(self, key: Key) -> None:
         """A reservation, doomed or not, that will never be committed: its space is freed now.
 

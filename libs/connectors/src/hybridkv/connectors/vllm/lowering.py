@@ -27,6 +27,11 @@ class Zeros(NamedTuple):
     address: int
     num_bytes: int
 
+    def num_bytes_in(self, runs: CopyRuns) -> int:
+        """Bytes of runs that are copied from here."""
+        is_zero = (runs.sources >= self.address) & (runs.sources < self.address + self.num_bytes)
+        return int(runs.num_bytes[is_zero].sum())
+
 
 class _Pieces(NamedTuple):
     """Bytes and their places in a chunk, ascending.

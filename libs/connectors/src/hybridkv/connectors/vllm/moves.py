@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Move
-from hybridkv.planner import CacheSpec, TokenSpan, Transfer, chunk_blocks, chunk_span
+from hybridkv.planner import CacheSpec, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot
 
 
@@ -20,10 +20,12 @@ def move_of(spec: CacheSpec, transfer: Transfer, key: bytes, slot: Slot) -> Move
 
 
 def move_bytes(layout: CacheLayout, move: Move) -> int:
-    """Bytes that a move copies on one rank."""
-    if move.group_index not in layout.spec.cut_groups:
-        return len(move.block_ids) * layout.block_bytes(move.group_index)
-    # What is moved reaches to the end of the chunk.
+    """Bytes of the engine's pages that a move copies on one rank, the same whether it stores or loads them: the zeros
+    that align pages in a chunk are not among them."""
     size = layout.spec.groups[move.group_index].block_tokens
-    start = move.first_block * size if move.first_block else move.lead_tokens
-    return layout.span_bytes(move.group_index, TokenSpan(start, move.stored_blocks * size - move.trail_tokens))
+    num_tokens = len(move.block_ids) * size
+    if move.first_block == 0:
+        num_tokens -= move.lead_tokens
+    if move.first_block + len(move.block_ids) == move.stored_blocks:
+        num_tokens -= move.trail_tokens
+    return layout.content_bytes(move.group_index) * num_tokens // size

@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
-from hybridkv.connectors.vllm.moves import move_of
+from hybridkv.connectors.vllm.moves import move_bytes, move_of
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stored_path import StoredChunk, StoredPath, add
@@ -128,14 +128,14 @@ class StorePlanner:
         wanted = [(transfer.group_index, transfer.end_token) for transfer in transfers]
         sizes = [self._layout.chunk_bytes(*part) for part in wanted]
         slots = self._stack.reserve_all([(keys[part], size) for part, size in zip(wanted, sizes, strict=True)])
-        for transfer, part, num_bytes, slot in zip(transfers, wanted, sizes, slots, strict=True):
+        for transfer, part, slot in zip(transfers, wanted, slots, strict=True):
             if isinstance(slot, Refusal):
                 kind = self._layout.spec.groups[part[0]].kind
                 self._recorder.store(kind, _OUTCOMES.get(slot, "dropped_no_room"))
                 continue
             moves.append(move_of(self._layout.spec, transfer, keys[part], slot))
             parts.append(part)
-            job.num_bytes += num_bytes
+            job.num_bytes += move_bytes(self._layout, moves[-1])
             job.blocks += self._pin_blocks(transfer.block_ids)
         return moves, parts
 

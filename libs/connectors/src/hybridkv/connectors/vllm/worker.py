@@ -70,6 +70,8 @@ class _Job:
     store_id: int | None = None
     request_id: str | None = None
     records: RecordDigests | None = None
+    zero_bytes: int = 0
+    """Bytes that it copies and that are no page's."""
     failures: list[LoadFailure] = field(default_factory=list)
 
 
@@ -158,9 +160,8 @@ class OffloadWorker:
         block_tokens = spec.groups[group_index].block_tokens
         blocks = GroupBlocks(self._pages[group_index], block_tokens, part)
         try:
-            unit = math.gcd(block_tokens, spec.chunk_tokens)
-            for start in range(0, block_tokens, unit):
-                blocks.of(start, start + unit)
+            # Of any tokens it is as certain as of the first.
+            blocks.of(0, math.gcd(block_tokens, spec.chunk_tokens))
         except LayoutError as error:
             raise cuts.not_divisible(self._layout, group_index, str(error)) from error
         return blocks
@@ -219,8 +220,11 @@ class OffloadWorker:
                     # Each writes the whole of its slot, which is what is sealed.
                     job.records = RecordDigests(np.cumsum([len(part) for part in parts], dtype=np.int64))
                 runs = CopyRuns.concatenate(parts)
-                # What joins runs of two chunks would join two records.
-                runs = runs if job.records is not None else runs.coalesce()
+                if job.records is None:
+                    runs = runs.coalesce()
+                else:
+                    # What joins runs of two chunks would join two records.
+                    job.zero_bytes = self._zeros().num_bytes_in(runs)
                 if not engine.submit(job_id, runs, before, after, job.records):
                     refused = "the copy queue is full"
                     job.failures.append(LoadFailure("busy", refused))
@@ -268,8 +272,9 @@ class OffloadWorker:
         """Loads that ended since the last call. Moves between the tiers that ended are in `outcome`."""
         for engine in self._engines:
             for copied in engine.poll():
-                is_load = self._jobs[copied.job_id].store_id is None
-                self._recorder.copied(is_load, copied.seconds, copied.num_bytes)
+                job = self._jobs[copied.job_id]
+                num_bytes = copied.num_bytes and copied.num_bytes - job.zero_bytes
+                self._recorder.copied(job.store_id is None, copied.seconds, num_bytes)
                 self._end(copied.job_id, copied.failure)
         for move, failure, seconds in self._mover.poll():
             self._recorder.moved(move.direction, move.tier, seconds)

@@ -158,11 +158,6 @@ class DiskIndex:
         self._upkeep.run_if_needed()
         return is_committed
 
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        are_committed = self._records.commit_all(keys)
-        self._upkeep.run_if_needed()
-        return are_committed
-
     def abort(self, key: Key) -> None:
         record = self._records.reserved_now.get(key)
         self._records.abort(key)

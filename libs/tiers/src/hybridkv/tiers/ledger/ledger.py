@@ -204,10 +204,6 @@ class KeyLedger(Generic[E]):
             self._witness.written(entry)
         return True
 
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        """`commit` of each, in their order."""
-        return [self.commit(key) for key in keys]
-
     def abort(self, key: Key) -> None:
         """A reservation, doomed or not, that will never be committed: its space is freed now."""
         entry = self.reserved_now.pop(key, None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hybridkv.tiers.disk.counts import DiskTally
-from hybridkv.tiers.disk.files.namespace import TakenError
+from hybridkv.tiers.disk.files.locks import TakenError
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes
 from hybridkv.tiers.disk.tables.records import RecordTable
 from hybridkv.tiers.disk.tables.segments import SegmentTable

@@ -150,9 +150,6 @@ class ReferenceIndex:
         self._tally.commits += 1
         return True
 
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        return [self.commit(key) for key in keys]
-
     def abort(self, key: Key) -> None:
         chunk = self._reserved_chunk("abort", key)
         del self._chunks[key]
