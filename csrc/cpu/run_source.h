@@ -1,4 +1,4 @@
-// Where a mover's runs come from: arrays that Python filled, or tables that are lowered on the way, a few runs at a
+// Where a copy's runs come from: arrays that Python filled, or tables that are lowered on the way, a few runs at a
 // time, so that a transfer of any size needs no list of its runs.
 #ifndef HYBRIDKV_CPU_RUN_SOURCE_H_
 #define HYBRIDKV_CPU_RUN_SOURCE_H_

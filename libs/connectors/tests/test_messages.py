@@ -1,14 +1,14 @@
 import pickle
 
-from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
+from hybridkv.connectors.vllm.messages import ChunkCopy, Load, LoadFailure, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.tiers import Slot
 
-MOVE = Move(3, b"k" * 32, Slot(((0, 64), (128, 64))), 1, 4, (7, 8, 9))
+COPY = ChunkCopy(3, b"k" * 32, Slot(((0, 64), (128, 64))), 1, 4, (7, 8, 9))
 FAILURE = LoadFailure("checksum", "bytes differ", b"k")
 
 
 def test_a_plan_survives_the_way_to_another_process() -> None:
-    plan = StepPlan([Load("request", (MOVE,)), Load("other", (), "refused")], [Store(1, (MOVE, MOVE))])
+    plan = StepPlan([Load("request", (COPY,)), Load("other", (), "refused")], [Store(1, (COPY, COPY))])
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 

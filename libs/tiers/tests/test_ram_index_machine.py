@@ -136,7 +136,7 @@ class RamIndexMachine(RuleBasedStateMachine):
     def live_slots_do_not_overlap(self) -> None:
         # Which keys occupy space, doomed ones included, is the reference's to say: it keeps them all in one dict.
         granules: list[int] = []
-        for key in self.reference._chunks:
+        for key in self.reference._entries:
             for offset, num_bytes in self.slots[key].extents:
                 assert offset % GRANULE_BYTES == 0
                 assert num_bytes > 0

@@ -18,7 +18,7 @@ from hybridkv.tiers.stack import (
     Hold,
     HoldFailure,
     MoveOutcome,
-    PathPlace,
+    PathPosition,
     SlowerTier,
     SlowerTierOptions,
     TierMove,
@@ -112,7 +112,7 @@ def test_a_boundary_is_found_over_all_tiers_at_once() -> None:
     assert it.stack.leading([C, b"x"]) == 1 and it.stack.last_held([b"x"]) is None
 
 
-def test_a_claim_is_all_or_nothing_over_all_tiers() -> None:
+def test_a_hold_is_all_or_nothing_over_all_tiers() -> None:
     it = Three()
     put(it.disk, A)
     put(it.peer, B)
@@ -163,12 +163,12 @@ def test_a_promoted_chunk_goes_to_a_nearer_tier_when_somebody_offers_what_he_met
 def test_what_a_tier_cannot_take_goes_to_the_others() -> None:
     it = Three()
     it.stack.reserve(A, CHUNK)
-    assert it.stack.commit(A, PathPlace((), (17 * CHUNK, 17 * CHUNK)))
+    assert it.stack.commit(A, PathPosition((), (17 * CHUNK, 17 * CHUNK)))
     assert ways(it.moves()) == [(A, "peer")]
     counts = it.stack.take_counts().tiers
     assert counts["disk"].cascades == {"dropped_no_room": 1} and counts["peer"].cascades == {}
     it.stack.reserve(B, CHUNK)
-    assert it.stack.commit(B, PathPlace((), (CHUNK, 33 * CHUNK)))
+    assert it.stack.commit(B, PathPosition((), (CHUNK, 33 * CHUNK)))
     assert ways(it.moves()) == [(B, "disk")], "each tier has its own number of a path's bytes"
 
 
@@ -216,7 +216,7 @@ def test_what_waits_for_a_promoted_chunk_to_cascade_goes_behind_it() -> None:
     it.hold(A)
     promoted = it.moves()
     it.stack.reserve(B, CHUNK)
-    assert it.stack.commit(B, PathPlace((A,)))
+    assert it.stack.commit(B, PathPosition((A,)))
     assert it.moves() == [] and it.stack.num_waiting("disk") == 1
     it.stack.cascade(A)
     it.end(promoted)
@@ -274,7 +274,7 @@ def test_a_late_promotion_changes_the_generation() -> None:
     assert seen[0] != seen[1], "whoever was told PENDING must look again"
 
 
-def test_a_late_claim_is_counted_once_and_a_later_tier_keeps_awake() -> None:
+def test_a_late_hold_is_counted_once_and_a_later_tier_keeps_awake() -> None:
     it = Three(peer=SlowerTierOptions(load_timeout_s=2.0))
     put(it.peer, A)
     it.hold(A)

@@ -15,7 +15,7 @@ from hybridkv.tiers import Slot
 from hybridkv.tiers.stack import MoveOutcome, TierMove
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True):
+class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of one group, and where (their part of) a chunk lies in the tier.
 
     Args:
@@ -43,15 +43,15 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Everything one request loads. `refused` says why it must fail without a byte moved."""
 
     request_id: str
-    moves: tuple[Move, ...]
+    copies: tuple[ChunkCopy, ...]
     refused: str | None = None
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True):
     """Everything one request stores after this step."""
 
-    job_id: int
-    moves: tuple[Move, ...]
+    store_id: int
+    copies: tuple[ChunkCopy, ...]
 
 
 @dataclass(slots=True)
@@ -108,9 +108,9 @@ class StepOutcome(KVConnectorWorkerMetadata):
         if not isinstance(other, StepOutcome):
             raise TypeError(f"expected StepOutcome, got {type(other).__name__}")
         stores = dict(self.stores)
-        for job_id, theirs in other.stores.items():
-            mine = stores.get(job_id)
-            stores[job_id] = (
+        for store_id, theirs in other.stores.items():
+            mine = stores.get(store_id)
+            stores[store_id] = (
                 StoreOutcome(
                     mine.num_ranks + theirs.num_ranks, mine.failure or theirs.failure, mine.reason or theirs.reason
                 )

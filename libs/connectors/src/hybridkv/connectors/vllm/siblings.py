@@ -14,7 +14,7 @@ from hybridkv.planner import LoadAdmission
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Sibling:
     """Where a connector stands.
 
     Args:
@@ -26,20 +26,20 @@ class Place:
     admission: LoadAdmission | None = None
 
 
-_ALONE = Place()
-_place: ContextVar[Place] = ContextVar("hybridkv_place", default=_ALONE)
+_ALONE = Sibling()
+_sibling: ContextVar[Sibling] = ContextVar("hybridkv_sibling", default=_ALONE)
 
 
 @contextmanager
-def at_place(place: Place) -> Iterator[None]:
+def as_sibling(sibling: Sibling) -> Iterator[None]:
     """Connectors that are built inside stand at this place."""
-    token = _place.set(place)
+    token = _sibling.set(sibling)
     try:
         yield
     finally:
-        _place.reset(token)
+        _sibling.reset(token)
 
 
-def current_place() -> Place:
+def current_sibling() -> Sibling:
     """The place of a connector that is being built."""
-    return _place.get()
+    return _sibling.get()

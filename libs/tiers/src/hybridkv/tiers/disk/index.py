@@ -25,7 +25,7 @@ from hybridkv.tiers.disk.tables.records import cost_of
 from hybridkv.tiers.disk.upkeep.janitor import Janitor, ThreadJanitor
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.ledger import State
+from hybridkv.tiers.ledger import KeyState
 from hybridkv.tiers.leftovers import Leftovers
 
 logger = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class DiskIndex:
         self._upkeep.collect()
         for record in self._records.reserved_now.values():
             # What a medium has written and nobody has heard of yet is found by the next opening, which verifies it.
-            if record.state is State.DOOMED_WRITE:
+            if record.state is KeyState.DOOMED_WRITE:
                 self._upkeep.withdraw(record)
         self._upkeep.finish()
         is_written = threading.Event()

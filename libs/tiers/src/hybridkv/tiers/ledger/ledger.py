@@ -19,13 +19,13 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger.order import EvictionOrder
-from hybridkv.tiers.ledger.states import E, Forgotten, Space, State, Witness
+from hybridkv.tiers.ledger.states import E, Forgotten, KeyState, Space, Witness
 from hybridkv.tiers.leftovers import Table
 from hybridkv.tiers.tally import Tally
 
 # An enum's members are looked up by name each time; these are asked for in every call.
-_RESERVED, _COMMITTED = State.RESERVED, State.COMMITTED
-_DOOMED_WRITE, _DOOMED_READ = State.DOOMED_WRITE, State.DOOMED_READ
+_RESERVED, _COMMITTED = KeyState.RESERVED, KeyState.COMMITTED
+_DOOMED_WRITE, _DOOMED_READ = KeyState.DOOMED_WRITE, KeyState.DOOMED_READ
 _MISS = LookupResult.MISS
 
 

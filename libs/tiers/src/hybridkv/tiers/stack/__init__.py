@@ -6,7 +6,7 @@ from hybridkv.tiers.stack.level import SlowerTier
 from hybridkv.tiers.stack.mover import TierMover
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult, StackCounts, TierMove
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
-from hybridkv.tiers.stack.path import ALONE, PathPlace
+from hybridkv.tiers.stack.path import ALONE, PathPosition
 from hybridkv.tiers.stack.stack import TierStack
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "MoveCounts",
     "MoveOutcome",
     "MoveResult",
-    "PathPlace",
+    "PathPosition",
     "SlowerTier",
     "SlowerTierOptions",
     "StackCounts",

@@ -24,7 +24,7 @@ from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, 
 from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SlowerTierOptions
 from hybridkv.tiers.stack.order import UseOrder
-from hybridkv.tiers.stack.path import PathPlace, holds_all
+from hybridkv.tiers.stack.path import PathPosition, holds_all
 from hybridkv.tiers.stack.traffic import Traffic
 from hybridkv.tiers.stack.waiting import Gate, Next, Touch, Waiting
 
@@ -110,7 +110,7 @@ class Cascades:
         comes next."""
         return bool(self._keys) and now_s - self._patient_s < PATIENCE_S
 
-    def add(self, key: Key, place: PathPlace, now_s: float) -> MoveResult | None:
+    def add(self, key: Key, on_path: PathPosition, now_s: float) -> MoveResult | None:
         """A chunk that the slow tier should have, behind all that was added before. Why not, where it is dropped."""
         if key in self._keys or not self._far.lacks(key):
             return None
@@ -123,7 +123,7 @@ class Cascades:
                 self._patient_s, self._has_sent = now_s, False
         self._has_news = True
         self._keys.add(key)
-        self._queue.append(Waiting(next(self._numbers), key, place))
+        self._queue.append(Waiting(next(self._numbers), key, on_path))
         return None
 
     def on_near(self, key: Key) -> None:
@@ -191,7 +191,7 @@ class Cascades:
         return dropped
 
     def _try(self, waiting: Waiting, gate: Gate) -> Next | MoveResult:
-        key, place = waiting.key, waiting.place
+        key, on_path = waiting.key, waiting.on_path
         if gate is Gate.SHUT:
             return MoveResult.DROPPED_OPEN
         if gate is Gate.BUSY:
@@ -202,14 +202,14 @@ class Cascades:
             return self._wait_or(MoveResult.DROPPED_BUSY)
         if key in moving:  # withdrawn on its way
             return MoveResult.DROPPED_BUSY if moving[key].is_late else Next.LATER
-        for need in place.needs:
+        for need in on_path.needs:
             if far.lacks(need):
                 return self._miss(waiting, need)
-        if place.prefix:
-            if not holds_all(far, place.prefix):
+        if on_path.prefix:
+            if not holds_all(far, on_path.prefix):
                 return MoveResult.DROPPED_ORPHAN
-            waiting.place = place._replace(prefix=())
-        if place.path_bytes and place.path_bytes[self._position] > far.capacity_bytes:
+            waiting.on_path = on_path._replace(prefix=())
+        if on_path.path_bytes and on_path.path_bytes[self._position] > far.capacity_bytes:
             return MoveResult.DROPPED_NO_ROOM
         near = self._near.pin(key)
         if near is None:
@@ -295,7 +295,7 @@ class Cascades:
     def _is_on_its_way(self, waiting: Waiting, landed: Mapping[Key, Waiting]) -> bool:
         """Whether something that it needs may still fail."""
         moving, keys = self._moving, self._keys
-        return any(need in moving or need in landed or need in keys for need in waiting.place.needs)
+        return any(need in moving or need in landed or need in keys for need in waiting.on_path.needs)
 
     def _forget_landed(self) -> None:
         """What needs nothing any more that may fail; and the oldest, where that is not enough."""
@@ -313,7 +313,7 @@ class Cascades:
         lost = {waiting.key}
         behind = (each for each in (*self._landed.values(), *self._moving.values()) if each.number > waiting.number)
         for each in sorted(behind, key=lambda each: each.number):
-            if not lost.isdisjoint(each.place.needs):
+            if not lost.isdisjoint(each.on_path.needs):
                 lost.add(each.key)
                 self._landed.pop(each.key, None)
                 self._far.invalidate(each.key)

@@ -32,7 +32,7 @@ class Deadlines:
     def tick(self) -> None:
         """Let what has waited too long fail; call it once a step.
 
-        A claim fails at its time. A slower tier is blamed one call later, when the caller had the chance to hear of it:
+        A hold fails at its time. A slower tier is blamed one call later, when the caller had the chance to hear of it:
         between two calls it may have stood still itself, with the news of a move still to come.
         """
         now_s = self._clock()

@@ -40,7 +40,7 @@ class Hold(msgspec.Struct):
 
 
 class Holds:
-    """All claims on one fast tier.
+    """All holds on one fast tier.
 
     Args:
         near: its index.
@@ -54,7 +54,7 @@ class Holds:
         self._timeouts = 0
 
     def release(self, owner: str) -> None:
-        """Give up a claim."""
+        """Give up a hold."""
         hold = self.by_owner.pop(owner, None)
         if hold is not None:
             self.unpin(hold)
@@ -108,6 +108,6 @@ class Holds:
         return due_s
 
     def take_timeouts(self) -> int:
-        """Claims that were given up because their time was over, since the last call."""
+        """Holds that were given up because their time was over, since the last call."""
         timeouts, self._timeouts = self._timeouts, 0
         return timeouts

@@ -16,7 +16,7 @@ from hybridkv.tiers.stack.breaker import BreakerState
 from hybridkv.tiers.stack.cascades import Cascades
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
-from hybridkv.tiers.stack.path import PathPlace
+from hybridkv.tiers.stack.path import PathPosition
 from hybridkv.tiers.stack.tally import MoveTally
 from hybridkv.tiers.stack.traffic import Moving, Planned, Traffic
 from hybridkv.tiers.stack.waiting import Gate
@@ -141,13 +141,13 @@ class Level:
     def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
         self.plan(Direction.CASCADE, key, near, far)
 
-    def cascade(self, key: Key, place: PathPlace) -> None:
+    def cascade(self, key: Key, on_path: PathPosition) -> None:
         """Copy a chunk here when its turn comes, if this tier is given any and lacks it."""
         cascades = self.cascades
         if cascades is not None:
             if cascades.is_full and cascades.has_news:
                 self.pump()
-            dropped = cascades.add(key, place, self._clock())
+            dropped = cascades.add(key, on_path, self._clock())
             if dropped is not None:
                 self._drop(dropped)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hybridkv.tiers.contract import Key, TierIndex
 
 
-class PathPlace(NamedTuple):
+class PathPosition(NamedTuple):
     """Where a chunk stands among those that are used together.
 
     Args:
@@ -24,7 +24,7 @@ class PathPlace(NamedTuple):
     prefix: tuple[Key, ...] = ()
 
 
-ALONE = PathPlace()
+ALONE = PathPosition()
 
 
 def holds_all(index: TierIndex, keys: Sequence[Key]) -> bool:

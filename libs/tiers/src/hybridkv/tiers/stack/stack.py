@@ -25,7 +25,7 @@ from hybridkv.tiers.stack.hold import Hold, Holds
 from hybridkv.tiers.stack.level import Common, Level, SlowerTier
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
 from hybridkv.tiers.stack.options import SlowerTierOptions
-from hybridkv.tiers.stack.path import ALONE, PathPlace, holds_all
+from hybridkv.tiers.stack.path import ALONE, PathPosition, holds_all
 from hybridkv.tiers.stack.promotions import Promotions
 from hybridkv.tiers.stack.reading import Reading
 from hybridkv.tiers.stack.traffic import Planned
@@ -89,7 +89,7 @@ class TierStack:
         return self._by_name[tier].ways.state(direction)
 
     def costs(self, num_bytes: int) -> tuple[int, ...]:
-        """What a chunk of so many bytes takes up of each slower tier, for `PathPlace.path_bytes`."""
+        """What a chunk of so many bytes takes up of each slower tier, for `PathPosition.path_bytes`."""
         costs = self._costs.get(num_bytes)
         if costs is None:
             if len(self._costs) >= _MAX_SIZES:
@@ -189,14 +189,14 @@ class TierStack:
     # Holds.
 
     def acquire(self, owner: str, keys: Sequence[Key], since_s: float | None = None) -> Hold | Refusal:
-        """Claim chunks that were all HIT or PENDING: pin what the fast tier holds, and promote the rest.
+        """Hold chunks that were all HIT or PENDING: pin what the fast tier holds, and promote the rest.
 
         An older hold of this owner is released. On a refusal nothing is held: PRESENT when a key is gone meanwhile,
         BUSY when as much is on its way as may be or nothing can be tried for a moment, NO_ROOM or TOO_LARGE when the
         fast tier cannot take it all at once.
 
         Args:
-            owner: whose claim it is.
+            owner: whose hold it is.
             keys: in the order in which they should outlive each other: the first is the most recently used later.
             since_s: when its owner began to wait, by the stack's clock; None: now. Its deadline counts from then.
         """
@@ -228,12 +228,12 @@ class TierStack:
         return hold
 
     def hold(self, owner: str) -> Hold | None:
-        """The claim of this owner, as it is now."""
+        """The hold of this owner, as it is now."""
         self._look_at_clock()
         return self._holds.by_owner.get(owner)
 
     def release(self, owner: str) -> None:
-        """Give up a claim. What is on its way up still comes, for whoever wants it."""
+        """Give up a hold. What is on its way up still comes, for whoever wants it."""
         self._holds.release(owner)
 
     # What the caller does to the fast tier, with what follows for the slow one.
@@ -248,14 +248,14 @@ class TierStack:
         self._pump_news()
         return self.near.reserve_all(chunks)
 
-    def commit(self, key: Key, place: PathPlace = ALONE) -> bool:
+    def commit(self, key: Key, on_path: PathPosition = ALONE) -> bool:
         """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
         is_stored = self.near.commit(key)
         if self._holds.by_owner:
             self._holds.hand_out(key) if is_stored else self._holds.lose(key)
         for level in self._cascading:
             if is_stored:
-                level.cascade(key, place)
+                level.cascade(key, on_path)
         self._unpark(key)
         return is_stored
 
@@ -294,14 +294,14 @@ class TierStack:
             level.clear()
         self._holds.lose_all()
 
-    def cascade(self, key: Key, place: PathPlace = ALONE) -> None:
+    def cascade(self, key: Key, on_path: PathPosition = ALONE) -> None:
         """Copy a chunk of the fast tier to each slower one that is given chunks and lacks it, when its turn comes.
 
         Chunks go in the order of these calls; one that needs others is called for after them. They are looked at
         together: before anything else can come into the fast tier, at the next `touch`, or when the moves are taken.
         """
         for level in self._cascading:
-            level.cascade(key, place)
+            level.cascade(key, on_path)
 
     def num_waiting(self, tier: str) -> int:
         """Chunks that wait for their way down to a tier."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.stack.order import Batch
-from hybridkv.tiers.stack.path import PathPlace
+from hybridkv.tiers.stack.path import PathPosition
 
 
 class Gate(enum.Enum):
@@ -35,7 +35,7 @@ class Waiting:
     number: int
     """What needs others has a greater one."""
     key: Key
-    place: PathPlace
+    on_path: PathPosition
     num_bytes: int = 0
     """Known when it was first tried."""
     batch: Batch | None = None

@@ -2,7 +2,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/cpu/move.h"
+#include "csrc/cpu/copy.h"
 #include "csrc/tests/expect.h"
 #include "hybridkv/reference.h"
 
@@ -15,7 +15,7 @@ using hybridkv::Direction;
 using hybridkv::PageSet;
 using hybridkv::cpu::Caching;
 using hybridkv::cpu::Level;
-using hybridkv::cpu::MoveOptions;
+using hybridkv::cpu::CopyOptions;
 using hybridkv::cpu::PageRuns;
 using hybridkv::cpu::RunArrays;
 using hybridkv::cpu::RunSource;
@@ -26,7 +26,7 @@ using hybridkv::testing::Noise;
 
 struct Way {
   std::string name;
-  MoveOptions options;
+  CopyOptions options;
 };
 
 std::vector<Way> every_way(ThreadPool& pool) {
