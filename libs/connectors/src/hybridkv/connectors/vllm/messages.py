@@ -16,7 +16,7 @@ from hybridkv.tiers.stack import MoveOutcome, TierMove
 
 
 class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one group, and where (their part of) a chunk lies in the tier.
+    """Blocks of one group, and where (their part of) a chunk lies in the tier: one is copied to the other.
 
     Args:
         group_index: the engine's group.
@@ -54,13 +54,13 @@ class Store(msgspec.Struct, frozen=True, array_like=True):
     copies: tuple[ChunkCopy, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan(KVConnectorMetadata):
-    """Scheduler to workers, once a step."""
+    """Scheduler to workers, once a step. A worker in the scheduler's process is given the same one, so it is frozen."""
 
-    loads: list[Load] = field(default_factory=list)
-    stores: list[Store] = field(default_factory=list)
-    moves: list[TierMove] = field(default_factory=list)
+    loads: tuple[Load, ...] = ()
+    stores: tuple[Store, ...] = ()
+    moves: tuple[TierMove, ...] = ()
     """Between the tiers."""
     namespace: bytes = b""
     """Of slower tiers, where there are moves: the scheduler and the workers describe a model's layers differently."""

@@ -6,6 +6,7 @@ It moves no bytes, and it never waits.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from hybridkv.connectors.vllm.explain import log, unidentified
 from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
-from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan
+from hybridkv.connectors.vllm.messages import Load, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stores import StorePlanner
@@ -90,7 +91,8 @@ class OffloadScheduler:
         self._requests = Requests(layout, identity.keys, identity.adapters)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder)
         self._stores = StorePlanner(layout, stack, identity.adapters, recorder)
-        self._plan = StepPlan()
+        self._planned_loads: list[Load] = []
+        """Since the last step was planned."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The engine's blocks."""
@@ -133,7 +135,7 @@ class OffloadScheduler:
             return
         load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._plan.loads.append(load)
+            self._planned_loads.append(load)
 
     # What the engine tells once a step.
 
@@ -144,7 +146,7 @@ class OffloadScheduler:
         for request_id in preempted:
             if tracked := self._requests.get(request_id):
                 tracked.forget_progress()
-        self._plan_stores(scheduler_output, set(preempted))
+        stores = self._plan_stores(scheduler_output, set(preempted))
         for request_id in scheduler_output.num_scheduled_tokens:
             self._admission.give_back(request_id)
         for request_id in scheduler_output.finished_req_ids or ():
@@ -155,22 +157,22 @@ class OffloadScheduler:
                 self._stores.on_gone(tracked)
             self._requests.forget(request_id)
             self._loads.on_gone(request_id)
-        plan, self._plan = self._plan, StepPlan()
-        return self._with_moves(plan)
+        loads, self._planned_loads = self._planned_loads, []
+        return self._with_moves(loads, stores)
 
     def plan_moves(self) -> StepPlan:
         """As `plan_step` at an end, where no request runs any more."""
         self._stack.tick()
-        return self._with_moves(StepPlan())
+        return self._with_moves((), ())
 
-    def _with_moves(self, plan: StepPlan) -> StepPlan:
-        plan.moves = self._stack.take_moves()
-        plan.namespace = self._identity.namespace if plan.moves else b""
-        return plan
+    def _with_moves(self, loads: Iterable[Load], stores: Iterable[Store]) -> StepPlan:
+        moves = tuple(self._stack.take_moves())
+        return StepPlan(tuple(loads), tuple(stores), moves, self._identity.namespace if moves else b"")
 
-    def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> None:
+    def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> list[Store]:
+        stores: list[Store] = []
         if not self._duties.stores:
-            return
+            return stores
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
@@ -184,7 +186,8 @@ class OffloadScheduler:
             states = [State(group, block, tokens) for group, block, tokens in handed_over.get(request_id, ())]
             store = self._stores.plan(tracked, scheduled.get(request_id, 0), states, tables)
             if store is not None:
-                self._plan.stores.append(store)
+                stores.append(store)
+        return stores
 
     def holds_freed_blocks(self) -> bool:
         """Whether a store that ends will give blocks back to the engine's pool."""

@@ -182,7 +182,7 @@ class OffloadWorker:
             if failure is not None:
                 lost = [move for move in moves if move.tier == tier]
                 self._outcome.moves.update({move.move_id: MoveOutcome(1, failure) for move in lost})
-                moves = [move for move in moves if move.tier != tier]
+                moves = tuple(move for move in moves if move.tier != tier)
         if moves:
             self._mover.start(moves)
 
