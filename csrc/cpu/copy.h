@@ -1,4 +1,4 @@
-// Moves runs of bytes, and takes their checksums on the way. The entrance to this folder: what the bindings call.
+// Copies runs of bytes, and takes their checksums on the way. The entrance to this folder: what the bindings call.
 //
 // No function here allocates per run, waits for anything but its own threads, or checks an address: the caller did.
 #ifndef HYBRIDKV_CPU_COPY_H_

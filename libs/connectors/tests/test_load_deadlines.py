@@ -96,7 +96,7 @@ def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_late: b
         for first, length in ((0, CHUNKS * 2), (CHUNKS - 1, CHUNKS))
     ]
     load = bench.planner.on_allocated(tracked, cast(Any, SimpleNamespace(blocks=blocks)), offered)
-    assert load is not None and bool(load.moves) is not has_late
+    assert load is not None and bool(load.copies) is not has_late
     is_there = bench.stack.leading([bench.key(0, end) for end in range(CHUNK_TOKENS, offered + 1, CHUNK_TOKENS)])
     assert is_there == (0 if has_late else CHUNKS)
     bench.planner.on_ended("a", tracked, failed=has_late)

@@ -104,7 +104,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ChunkFile(msgspec.Struct, frozen=True):
-    """A decoded chunk; `sections` are views of the bytes it was decoded from."""
+    """A chunk's portable form, decoded; `sections` are views of the bytes it was decoded from."""
 
     header: ChunkHeader
     sections: tuple[memoryview, ...]

@@ -1,4 +1,4 @@
-"""Several connectors below one engine: the place of each, and what they must share.
+"""Several connectors below one engine: which of them each is, and what they must share.
 
 A child of HybridMultiConnector finds here what cannot travel in its configuration, where every key is the operator's.
 """
@@ -15,7 +15,7 @@ from hybridkv.planner import LoadAdmission
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """Where a connector stands.
+    """Which of an engine's connectors one is.
 
     Args:
         number: among the children; 0 for one that stands alone.
@@ -32,7 +32,7 @@ _sibling: ContextVar[Sibling] = ContextVar("hybridkv_sibling", default=_ALONE)
 
 @contextmanager
 def as_sibling(sibling: Sibling) -> Iterator[None]:
-    """Connectors that are built inside stand at this place."""
+    """Connectors that are built inside are this one of several."""
     token = _sibling.set(sibling)
     try:
         yield
@@ -41,5 +41,5 @@ def as_sibling(sibling: Sibling) -> Iterator[None]:
 
 
 def current_sibling() -> Sibling:
-    """The place of a connector that is being built."""
+    """Which of several a connector that is being built is."""
     return _sibling.get()

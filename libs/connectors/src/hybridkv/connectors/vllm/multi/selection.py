@@ -53,6 +53,8 @@ that child allows, and nobody knows that it ends."""
 
 @dataclass(slots=True)
 class _Candidate:
+    """A request that a child may load for."""
+
     computed_tokens: int = 0
     answers: list[Answer] | None = None
     """Of the last round, until the request is admitted."""
