@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hybridkv.connectors.vllm import register
 from hybridkv.tiers import Completion, Key
 from hybridkv.tiers.buffers import byte_views
-from hybridkv.tiers.stack import TierStack
+from hybridkv.tiers.stack import BreakerOptions, TierStack
 from hybridkv.tiers.testing.reference import RemoteIndex, RemoteMedium
 from oracle.disk_tier import LARGE, SMALL, stack_of, stacked
 from oracle.engine import OracleEngine
@@ -112,6 +112,17 @@ def test_a_short_prompt_pays_for_no_round_trip(world: World, tmp_path: Path) -> 
 def test_a_store_that_never_answers_is_waited_for_until_its_deadline(world: World, tmp_path: Path) -> None:
     world.store.is_silent = True
     assert wait_for_answers(world, tmp_path) <= ASK_S + 2 * STEP_S
+
+
+def test_a_store_that_never_answers_is_left_alone_and_waited_for_no_more(world: World, tmp_path: Path) -> None:
+    world.store.is_silent = True
+    names = [f"long {number}" for number in range(BreakerOptions().failures + 3)]
+    with elsewhere(GPT_OSS, world, tmp_path) as engine:
+        for first, name in enumerate(names):
+            engine.submit(name, [first, *PROMPT], 2)
+            engine.drain()
+    waited = [name for name in names if world.waited_s.get(name, 0.0) > 0.0]
+    assert waited == names[: BreakerOptions().failures], world.waited_s
 
 
 def test_a_short_prompt_waits_for_no_answer_that_a_long_one_awaits(world: World, tmp_path: Path) -> None:

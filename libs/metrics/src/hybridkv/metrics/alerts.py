@@ -187,8 +187,8 @@ ALERTS: Final = (
         for_="10m",
         severity=Severity.WARNING,
         summary="Of more than half of what the tier {{ $labels.tier }} is asked for it says nothing in time.",
-        action="Look at what is behind it. Every long prompt waits for it until ask_timeout_seconds are over: raise "
-        "them if it is only slow, or take the tier out.",
+        action="Look at what is behind it. Long prompts wait for it until ask_timeout_seconds are over, unless it is "
+        "left alone for a pause: raise them if it is only slow, or take the tier out.",
         firing={
             'vllm:hybridkv_asked_total{tier="object",outcome="held"}': "0+100x90",
             'vllm:hybridkv_asked_total{tier="peer",outcome="held"}': "0+40x90",

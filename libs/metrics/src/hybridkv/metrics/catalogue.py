@@ -268,7 +268,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_breaker_openings_total",
             Kind.COUNTER,
             "openings",
-            "Times that a slower tier was left alone because moves in that direction failed or did not end.",
+            "Times that a slower tier was left alone: moves in that direction failed or did not end, or (promote) "
+            "nothing that it was asked was answered in time.",
             (_DIRECTION, _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Breaker openings", view=View.INCREASE),
         ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NewType, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -114,6 +114,22 @@ class Answer(enum.StrEnum):
     """There was no answer by the deadline, or as much was asked as may be."""
 
 
+class Heard(NamedTuple):
+    """Of how many keys that a tier was ever asked about it has heard. Neither becomes less.
+
+    What is not answered yet is neither, nor is what was withdrawn or reserved meanwhile, nor what could not be asked
+    because as much was asked as may be: for none of these is whoever should answer to blame.
+    """
+
+    in_time: int = 0
+    """Answered by the deadline, whatever the answer was."""
+    not_in_time: int = 0
+    """Not answered by the deadline, whatever came later."""
+
+
+NOTHING_HEARD = Heard()
+
+
 class TierCounts(msgspec.Struct, frozen=True):
     """What an index did since it was last asked. Merging is addition, so order and grouping do not matter."""
 
@@ -194,6 +210,14 @@ class TierIndex(Protocol):
         An answer that comes later still counts, unless the key was withdrawn meanwhile. To ask again what is not
         answered yet puts no answer off; the later deadline holds. Nothing is reserved for such a key: it can be
         reserved as if nobody had asked. Where everything is known this does nothing.
+        """
+        ...
+
+    @property
+    def heard(self) -> Heard:
+        """How questions ended until now: whoever asks sees in it whether it is worth asking again.
+
+        Unlike counts it is not taken, so that several may look.
         """
         ...
 

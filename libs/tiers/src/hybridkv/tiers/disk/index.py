@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import NOTHING_HEARD, UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.namespace import Namespace
@@ -106,6 +106,10 @@ class DiskIndex:
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
         """Nothing to find out."""
+
+    @property
+    def heard(self) -> Heard:
+        return NOTHING_HEARD
 
     def lacks(self, key: Key) -> bool:
         return self._records.lacks(key)

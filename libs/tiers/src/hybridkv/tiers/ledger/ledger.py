@@ -16,7 +16,7 @@ from typing import Generic
 import msgspec
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import NOTHING_HEARD, UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger.order import EvictionOrder
 from hybridkv.tiers.ledger.states import E, Forgotten, KeyState, Space, Witness
@@ -98,6 +98,10 @@ class KeyLedger(Generic[E]):
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
         """Nothing to find out."""
+
+    @property
+    def heard(self) -> Heard:
+        return NOTHING_HEARD
 
     def lacks(self, key: Key) -> bool:
         """Whether it is neither committed nor reserved."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.contract import Failure, FailureReason, Heard, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.breaker import BreakerState
 from hybridkv.tiers.stack.cascades import Cascades
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult
@@ -63,6 +65,12 @@ class Common:
         self.due_s = min(self.due_s, due_s)
 
 
+class _Question(NamedTuple):
+    deadline_s: float
+    before: Heard
+    """What the tier had heard when it was asked."""
+
+
 class Level:
     """One slower tier, at work.
 
@@ -81,6 +89,8 @@ class Level:
         self.late_changes = 0
         """How often a late promotion began to hide its chunk, or gave it back."""
         self._counts = MoveTally()
+        self._questions: deque[_Question] = deque()
+        """Of which nothing has come yet, the oldest first."""
         self._promoting_bytes = tier.options.promoting_share * common.near.capacity_bytes
         self._noticed_s = common.clock()
         """When a deadline was looked for last without `tick`."""
@@ -108,16 +118,42 @@ class Level:
 
     # The way up.
 
+    def may_ask(self) -> bool:
+        """Whether it is of any use to ask it for what it has not told, and it may be."""
+        if not self.index.answers_late or not self.is_asked():
+            return False
+        if self._questions and not self.ways.may_ask(len(self._questions)):
+            self._hear_answers(self._clock())  # the probe may be over, long before its deadline
+        return self.ways.may_ask(len(self._questions))
+
     def ask(self, keys: Sequence[Key], now_s: float) -> None:
-        """Let it find out about these. A tier that cannot even be asked is as one whose loads fail."""
+        """Let it find out about these. A tier that cannot even be asked is as one that does not answer."""
         if not keys:
             return
+        index, deadline_s = self.index, now_s + self.ask_timeout_s
         try:
-            self.index.ask(keys, now_s + self.ask_timeout_s)
-        except Exception as error:  # whatever is elsewhere, the engine goes on without it
-            failure = Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
-            self.ways.ended(Direction.PROMOTE, failure, now_s)
+            before = index.heard
+            index.ask(keys, deadline_s)
+        except Exception:  # whatever is elsewhere, the engine goes on without it
+            self.ways.unanswered(now_s)
             self._common.wake(self.ways.next_end_s)
+            return
+        self._questions.append(_Question(deadline_s, before))
+        self._common.wake(deadline_s)
+
+    def _hear_answers(self, now_s: float) -> None:
+        """What became of questions. An answer to one is an answer to all that were asked before it came, since the tier
+        answers; where nothing is left of one to be answered, it says nothing."""
+        questions = self._questions
+        while questions:
+            (deadline_s, before), heard = questions[0], self.index.heard
+            if heard.in_time > before.in_time:
+                self.ways.answered()
+            elif now_s < deadline_s:
+                break
+            elif heard.not_in_time > before.not_in_time:
+                self.ways.unanswered(now_s)
+            questions.popleft()
 
     def why_not_promote(self, num_bytes: int) -> Refusal | None:
         """Why so much cannot come from here now."""
@@ -268,11 +304,14 @@ class Level:
 
     def pass_time(self, now_s: float) -> float:
         """Begin to probe where a pause is over. When something changes here next."""
+        if self._questions:
+            self._hear_answers(now_s)
         self.ways.tick(now_s)
         began_s = self.traffic.oldest_in_time_s()
         if self.cascades is not None and self.cascades.num_waiting:
             began_s = min(began_s, self.cascades.since_s)
-        return min(max(began_s, self._noticed_s) + self._options.load_timeout_s, self.ways.next_end_s)
+        asked_s = self._questions[0].deadline_s if self._questions else math.inf
+        return min(max(began_s, self._noticed_s) + self._options.load_timeout_s, self.ways.next_end_s, asked_s)
 
     def keeps_awake(self) -> bool:
         """Whether a move may still end in time, or is to be made soon."""

@@ -111,13 +111,13 @@ class Reading:
     def ask_s(self) -> float:
         """How long `ask` may take until everything is answered or counts as missing; 0 where there is nothing to be
         found out, or nobody to be asked."""
-        late = (level.ask_timeout_s for level in self._levels if level.index.answers_late and level.is_asked())
+        late = (level.ask_timeout_s for level in self._levels if level.may_ask())
         return max(late, default=0.0)
 
     def ask(self, keys: Sequence[Key], now_s: float) -> None:
         """Let tiers that answer late find out about what no other holds. Each has its own time for that, after which
         what it did not answer counts as missing."""
-        asked = [level for level in self._levels if level.index.answers_late and level.is_asked()]
+        asked = [level for level in self._levels if level.may_ask()]
         if not asked:
             return
         late_keys = self._late_keys

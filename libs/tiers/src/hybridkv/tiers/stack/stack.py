@@ -134,6 +134,7 @@ class TierStack:
     def ask_s(self) -> float:
         """How long `ask` may take until everything is answered or counts as missing; 0 where there is nothing to be
         found out, or nobody to be asked."""
+        self._look_at_clock()
         return self._reading.ask_s
 
     def ask(self, keys: Sequence[Key]) -> None:

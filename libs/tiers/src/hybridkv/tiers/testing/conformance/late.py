@@ -38,6 +38,7 @@ class AskConformance(TierSuite):
             before = index.generation
             index.ask([A], DEADLINE_S)
             assert (index.lookup(A), index.generation) == (LookupResult.MISS, before)
+            assert index.heard == (0, 0)
 
 
 class LateConformance(TierSuite):
@@ -180,3 +181,29 @@ class LateConformance(TierSuite):
         index.invalidate(A)
         self.answer_all()
         assert index.lookup(A) is LookupResult.MISS
+
+    def test_what_was_answered_in_time_is_told_from_what_was_not(self) -> None:
+        index = self.make_late()
+        index.ask([A, C], self.now_s() + DEADLINE_S)
+        assert index.heard == (0, 0)
+        self.answer_all()
+        assert index.heard == (2, 0)
+        index = self.asked(A, B, C)
+        self.pass_time(2.1)
+        assert index.heard == (0, 3)
+        self.answer_all()
+        assert index.heard == (0, 3), "an answer after its time is none, and is told of once"
+        index.take_counts()
+        assert index.heard == (0, 3), "it is not taken"
+
+    def test_what_nobody_could_answer_is_not_told_as_unanswered(self) -> None:
+        index = self.asked(A, B)
+        index.invalidate(A)
+        assert isinstance(index.reserve(B, CHUNK_BYTES), Slot)
+        self.pass_time(2.1)
+        assert index.heard == (0, 0)
+        index = self.make_late()
+        index.ask([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
+        assert index.heard == (0, 0), "as much is asked as may be"
+        self.pass_time(2.1)
+        assert 0 < index.heard.not_in_time < 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts, TierIndex
+from hybridkv.tiers.contract import UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts, TierIndex
 from hybridkv.tiers.testing.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
@@ -42,6 +42,10 @@ class FaultInjectingIndex:
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
         self._inner.ask(keys, deadline_s)
+
+    @property
+    def heard(self) -> Heard:
+        return self._inner.heard
 
     def lacks(self, key: Key) -> bool:
         return self._inner.lacks(key)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import NOTHING_HEARD, UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.tally import Tally
 
@@ -66,6 +66,10 @@ class ReferenceIndex:
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
         """Everything is known."""
+
+    @property
+    def heard(self) -> Heard:
+        return NOTHING_HEARD
 
     def lacks(self, key: Key) -> bool:
         return not self._is_held(key)

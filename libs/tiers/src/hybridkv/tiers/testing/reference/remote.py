@@ -19,6 +19,7 @@ from hybridkv.tiers.contract import (
     Completion,
     Failure,
     FailureReason,
+    Heard,
     Key,
     Refusal,
     Slot,
@@ -110,6 +111,7 @@ class RemoteIndex:
         self._asked: dict[Key, _Asked] = {}
         self._changes = 0
         self._answers: dict[Answer, int] = {}
+        self._heard = Heard()
 
     # What is not known yet.
 
@@ -150,11 +152,11 @@ class RemoteIndex:
                     self._forget_slots()
                 if asked.deadline_s != _OVER_S:
                     in_time = Answer.HELD if is_known else Answer.MISSING
-                    self._count(in_time if asked.answers_s <= asked.deadline_s else Answer.LATE)
+                    self._end(in_time if asked.answers_s <= asked.deadline_s else Answer.LATE)
             elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
                 continue
             else:
-                self._count(Answer.LATE)
+                self._end(Answer.LATE)
             if now_s < asked.answers_s < _NEVER_S:
                 # An answer may still come. Until then it is a MISS.
                 self._asked[key] = _Asked(asked.answers_s, _OVER_S)
@@ -163,8 +165,18 @@ class RemoteIndex:
             del self._asked[key]
             self._changes += 1
 
+    def _end(self, answer: Answer) -> None:
+        self._count(answer)
+        is_late = answer is Answer.LATE
+        self._heard = Heard(self._heard.in_time + (not is_late), self._heard.not_in_time + is_late)
+
     def _count(self, answer: Answer) -> None:
         self._answers[answer] = self._answers.get(answer, 0) + 1
+
+    @property
+    def heard(self) -> Heard:
+        self._hear()
+        return self._heard
 
     def lacks(self, key: Key) -> bool:
         self._hear()
