@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,29 @@ def test_a_long_prompt_asks_once() -> None:
     assert isinstance(step, Compute)
     _, step = searched(stage, facts(3.0), MISS)
     assert isinstance(step, Compute), "it asked before"
+
+
+@pytest.mark.parametrize("boundary", [None, 8000])
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_request_that_is_searched_anew_after_it_had_blocks_asks_anew(boundary: int | None, failed: bool) -> None:
+    """It ran, or loaded, and much later was preempted, or its load failed."""
+    stage, _ = asked(8000, None)
+    stage, step = searched(stage, facts(2.5), MISS)
+    assert isinstance(step, Compute)
+    stage = life.allocated(stage, boundary)
+    stage = life.load_ended(stage, failed=failed, is_explained=True)
+    stage, step = searched(life.start_over(stage), facts(1000.0), MISS)
+    assert isinstance(step, Ask) and isinstance(stage, Searched)
+    assert (stage.past.asked_until_s, stage.past.tier_since_s) == (1000.0 + ASK_S, 1000.0), "its wait begins anew too"
+
+
+def test_a_request_that_finds_no_blocks_asks_no_second_time() -> None:
+    stage, _ = asked(8000, None)
+    stage, step = searched(stage, facts(2.5), MISS)
+    assert isinstance(step, Compute)
+    for now_s in (10.0, 1000.0):
+        stage, step = searched(stage, facts(now_s), MISS)
+        assert isinstance(step, Compute)
 
 
 def test_a_long_hit_leaves_too_little_to_ask_for() -> None:

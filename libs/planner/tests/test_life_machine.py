@@ -225,7 +225,7 @@ class Life(RuleBasedStateMachine):
         self.stage = life.allocated(self.stage, self.offered[0] if is_taken else None)
         self.world.hold = self.other_world.hold = None
         self.twin.hopeless.clear()
-        self.twin.resigned = None
+        self.twin.resigned = self.twin.asked_until = None
         self.offered = None
 
     @precondition(lambda self: isinstance(self.stage, Loading))

@@ -148,7 +148,11 @@ def brought(
 
 def allocated(stage: Stage, boundary: int | None) -> Stage:
     """The engine has given the request blocks: to load up to `boundary`, or to compute (None)."""
-    return _begin(stage.past) if boundary is None else Loading(stage.past, boundary)
+    past = stage.past
+    if past.asked_until_s is not None:
+        # It is searched anew only when it lost them, or when what was promised failed: what it heard is old by then.
+        past = replace(past, asked_until_s=None)
+    return _begin(past) if boundary is None else Loading(past, boundary)
 
 
 def load_ended(stage: Stage, *, failed: bool = False, is_explained: bool = False) -> Stage:

@@ -31,7 +31,8 @@ class Past(msgspec.Struct, frozen=True):
         tier_since_s: when it was first told so, or would have been, because of what slower tiers have; None when it was
             not.
         asked_until_s: tiers that answer late were asked what they hold of it, and have answered by then or not at all;
-            None when they were not. A request asks once.
+            None when they were not. A request asks once until it is given blocks, so that no wait follows another; one
+            that is searched anew after that asks anew.
         room: how long it has waited for room beside other loads.
     """
 
