@@ -410,3 +410,15 @@ def test_what_a_tier_says_after_its_time_is_a_miss_until_it_says_it() -> None:
         seen.append((stack.lookup(A), stack.generation))
     assert [answer for answer, _ in seen] == [LookupResult.PENDING, LookupResult.MISS, LookupResult.HIT]
     assert len({generation for _, generation in seen}) == 3
+
+
+def test_what_needs_a_chunk_that_failed_on_its_way_up_is_judged_when_the_fast_tier_has_heard_of_it() -> None:
+    it = Three(peer=READ_ONLY)
+    put(it.disk, A)
+    it.hold(A)
+    promoted = it.moves()
+    it.stack.reserve(B, CHUNK)
+    assert it.stack.commit(B, PathPosition((A,))) and it.stack.num_waiting("disk") == 1
+    it.end(promoted, Failure(FailureReason.CHECKSUM))
+    assert it.stack.num_waiting("disk") == 0, "it waits for nothing that might come"
+    assert it.stack.take_counts().tiers["disk"].cascades == {"dropped_orphan": 1}

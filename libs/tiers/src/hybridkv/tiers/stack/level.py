@@ -253,7 +253,7 @@ class Level:
         elif self._end_cascade(move.key, failure):
             return moving
         self._counts.moved(direction, _DONE if failure is None else _FAILED, moving.num_bytes, failure)
-        if failure is not None:
+        if failure is not None and direction is not _PROMOTE:
             self.pump()
         return moving
 

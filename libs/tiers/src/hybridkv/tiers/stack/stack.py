@@ -328,7 +328,8 @@ class TierStack:
 
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
         """Ranks are done with a move; the last of them ends it."""
-        moving = self._levels[move_id % len(self._levels)].report(move_id, outcome)
+        level = self._levels[move_id % len(self._levels)]
+        moving = level.report(move_id, outcome)
         if moving is None or moving.move.direction is not _PROMOTE:
             return
         key = moving.move.key
@@ -339,6 +340,8 @@ class TierStack:
                 self.near.abort(key)
             self._holds.lose(key)
         self._unpark(key)
+        if moving.failure is not None:
+            level.pump()  # now that nothing says any more that the chunk is about to come
 
     def _unpark(self, key: Key) -> None:
         """What waited for a key of the fast tier goes on, or never will."""
