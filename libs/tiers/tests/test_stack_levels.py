@@ -210,6 +210,23 @@ def test_who_waits_for_two_tiers_waits_for_each_as_long_as_it_may_take() -> None
     assert it.stack.hold("other") is of_disk and of_disk.failure is HoldFailure.TIMEOUT
 
 
+def test_what_others_had_promoted_comes_from_the_tier_that_brings_it() -> None:
+    it = Three()
+    put(it.disk, A)
+    put(it.peer, B)
+    it.hold(B)
+    assert isinstance(it.stack.reserve(C, CHUNK), Slot)
+    sources = {}
+    for keys in ([A], [B], [A, B], [B, C], [C]):
+        hold = it.stack.acquire("other", keys)
+        assert isinstance(hold, Hold)
+        sources[b"".join(keys)] = hold.source
+    assert sources == {A: "disk", B: "peer", A + B: "peer", B + C: "peer", C: "disk"}
+    it.end(it.moves())
+    hold = it.hold(A, B)
+    assert hold.is_ready and hold.source == "disk", "it waited for none"
+
+
 def test_what_waits_for_a_promoted_chunk_to_cascade_goes_behind_it() -> None:
     it = Three(peer=READ_ONLY)
     put(it.peer, A)
