@@ -73,11 +73,13 @@ class Deadlines:
         lookup_s: for chunks that are being stored.
         load_s: for slower tiers.
         clock: what time it is.
+        tokens_per_s: what the engine computes meanwhile.
     """
 
     lookup_s: float
     load_s: float
     clock: Callable[[], float]
+    tokens_per_s: float = 10_000.0
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class LoadPlanner:
         self._stack = stack
         self._admission = admission
         self._clock = deadlines.clock
-        self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s)
+        self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, tokens_per_s=deadlines.tokens_per_s)
         self._recorder = recorder
         self._has_slower, self._has_late = bool(stack.slower), stack.has_late
         self._pool: BlockPool | None = None
