@@ -439,3 +439,45 @@ def test_what_needs_a_chunk_that_failed_on_its_way_up_is_judged_when_the_fast_ti
     it.end(promoted, Failure(FailureReason.CHECKSUM))
     assert it.stack.num_waiting("disk") == 0, "it waits for nothing that might come"
     assert it.stack.take_counts().tiers["disk"].cascades == {"dropped_orphan": 1}
+
+
+def test_what_two_tiers_never_answer_takes_up_no_more_than_one_may_bring() -> None:
+    """A hold beyond that for each tier, which cannot be known for late before it is."""
+    bounded = SlowerTierOptions(promoting_share=0.5, load_timeout_s=10.0, breaker=BreakerOptions(failures=99))
+    it = Three(bounded, bounded)
+    for number in range(8):
+        put(it.disk, b"disk %d" % number)
+        put(it.peer, b"peer %d" % number)
+
+    def wait_in_vain(tier: str, number: int) -> bool:
+        key = b"%s %d" % (tier.encode(), number)
+        if it.stack.lookup(key) is LookupResult.MISS:
+            return False
+        it.hold(key)
+        it.moves()
+        it.now_s += 10.0
+        it.stack.tick()
+        it.stack.tick()
+        return True
+
+    assert [wait_in_vain("disk", number) for number in range(4)] == [True] * 4
+    assert wait_in_vain("peer", 0), "one that has nothing late is asked"
+    assert not wait_in_vain("peer", 1) and not wait_in_vain("disk", 4)
+    assert it.near.used_bytes == 5 * CHUNK
+
+
+def test_what_one_tier_never_answers_leaves_others_one_load_at_a_time() -> None:
+    bounded = SlowerTierOptions(promoting_share=0.5, load_timeout_s=10.0)
+    it = Three(bounded, bounded)
+    put(it.disk, A, B, C)
+    put(it.peer, b"d", b"e", b"f")
+    it.hold(A, B, C)
+    it.moves()
+    it.now_s += 10.0
+    it.stack.tick()
+    it.stack.tick()
+    assert isinstance(it.stack.acquire("first", [b"d"]), Hold)
+    first = it.moves()
+    assert it.stack.acquire("second", [b"e"]) == "busy"
+    it.end(first)
+    assert isinstance(it.stack.acquire("second", [b"e"]), Hold)

@@ -30,8 +30,8 @@ class Hold(msgspec.Struct):
     waiting: set[Key] = set()
     """On their way there."""
     source: str = ""
-    """The slowest tier that brings what it waits for, whoever had it promoted; the nearest where it waits for nothing, or
-    only for what is being stored."""
+    """The slowest tier that brings what it waits for, whoever had it promoted; the nearest where it waits for nothing,
+    or only for what is being stored."""
     failure: HoldFailure | None = None
     """Once set, the hold protects nothing."""
 

@@ -43,6 +43,8 @@ class Planned:
     """Made, and not handed out yet, in order."""
     late_keys: set[Key] = field(default_factory=set)
     """What late promotions bring, from wherever: its space in the fast tier is nobody else's."""
+    late_bytes: int = 0
+    """What all of them keep reserved there."""
     tiers_of: dict[Key, str] = field(default_factory=dict)
     """From which tier each key comes that is on its way up."""
 
@@ -98,6 +100,7 @@ class Traffic:
         elif direction is _PROMOTE:
             self._planned.late_keys.discard(moving.move.key)
             self.late_bytes -= moving.num_bytes
+            self._planned.late_bytes -= moving.num_bytes
         else:
             self.bytes_moving[direction] -= moving.num_bytes
         return moving
@@ -116,6 +119,7 @@ class Traffic:
             if moving.move.direction is _PROMOTE:
                 self.bytes_moving[_PROMOTE] -= moving.num_bytes
                 self.late_bytes += moving.num_bytes
+                self._planned.late_bytes += moving.num_bytes
                 self._planned.late_keys.add(moving.move.key)
         return late
 
