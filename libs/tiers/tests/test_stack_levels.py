@@ -210,6 +210,23 @@ def test_who_waits_for_two_tiers_waits_for_each_as_long_as_it_may_take() -> None
     assert it.stack.hold("other") is of_disk and of_disk.failure is HoldFailure.TIMEOUT
 
 
+def test_what_others_had_promoted_comes_from_the_tier_that_brings_it() -> None:
+    it = Three()
+    put(it.disk, A)
+    put(it.peer, B)
+    it.hold(B)
+    assert isinstance(it.stack.reserve(C, CHUNK), Slot)
+    sources = {}
+    for keys in ([A], [B], [A, B], [B, C], [C]):
+        hold = it.stack.acquire("other", keys)
+        assert isinstance(hold, Hold)
+        sources[b"".join(keys)] = hold.source
+    assert sources == {A: "disk", B: "peer", A + B: "peer", B + C: "peer", C: "disk"}
+    it.end(it.moves())
+    hold = it.hold(A, B)
+    assert hold.is_ready and hold.source == "disk", "it waited for none"
+
+
 def test_what_waits_for_a_promoted_chunk_to_cascade_goes_behind_it() -> None:
     it = Three(peer=READ_ONLY)
     put(it.peer, A)
@@ -410,3 +427,57 @@ def test_what_a_tier_says_after_its_time_is_a_miss_until_it_says_it() -> None:
         seen.append((stack.lookup(A), stack.generation))
     assert [answer for answer, _ in seen] == [LookupResult.PENDING, LookupResult.MISS, LookupResult.HIT]
     assert len({generation for _, generation in seen}) == 3
+
+
+def test_what_needs_a_chunk_that_failed_on_its_way_up_is_judged_when_the_fast_tier_has_heard_of_it() -> None:
+    it = Three(peer=READ_ONLY)
+    put(it.disk, A)
+    it.hold(A)
+    promoted = it.moves()
+    it.stack.reserve(B, CHUNK)
+    assert it.stack.commit(B, PathPosition((A,))) and it.stack.num_waiting("disk") == 1
+    it.end(promoted, Failure(FailureReason.CHECKSUM))
+    assert it.stack.num_waiting("disk") == 0, "it waits for nothing that might come"
+    assert it.stack.take_counts().tiers["disk"].cascades == {"dropped_orphan": 1}
+
+
+def test_what_two_tiers_never_answer_takes_up_no_more_than_one_may_bring() -> None:
+    """A hold beyond that for each tier, which cannot be known for late before it is."""
+    bounded = SlowerTierOptions(promoting_share=0.5, load_timeout_s=10.0, breaker=BreakerOptions(failures=99))
+    it = Three(bounded, bounded)
+    for number in range(8):
+        put(it.disk, b"disk %d" % number)
+        put(it.peer, b"peer %d" % number)
+
+    def wait_in_vain(tier: str, number: int) -> bool:
+        key = b"%s %d" % (tier.encode(), number)
+        if it.stack.lookup(key) is LookupResult.MISS:
+            return False
+        it.hold(key)
+        it.moves()
+        it.now_s += 10.0
+        it.stack.tick()
+        it.stack.tick()
+        return True
+
+    assert [wait_in_vain("disk", number) for number in range(4)] == [True] * 4
+    assert wait_in_vain("peer", 0), "one that has nothing late is asked"
+    assert not wait_in_vain("peer", 1) and not wait_in_vain("disk", 4)
+    assert it.near.used_bytes == 5 * CHUNK
+
+
+def test_what_one_tier_never_answers_leaves_others_one_load_at_a_time() -> None:
+    bounded = SlowerTierOptions(promoting_share=0.5, load_timeout_s=10.0)
+    it = Three(bounded, bounded)
+    put(it.disk, A, B, C)
+    put(it.peer, b"d", b"e", b"f")
+    it.hold(A, B, C)
+    it.moves()
+    it.now_s += 10.0
+    it.stack.tick()
+    it.stack.tick()
+    assert isinstance(it.stack.acquire("first", [b"d"]), Hold)
+    first = it.moves()
+    assert it.stack.acquire("second", [b"e"]) == "busy"
+    it.end(first)
+    assert isinstance(it.stack.acquire("second", [b"e"]), Hold)

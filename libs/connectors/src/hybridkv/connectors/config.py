@@ -80,6 +80,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
         lookup_timeout_seconds: how long it waits for chunks that another request is storing.
+        compute_tokens_per_second: what the engine computes; a wait for answers of a tier must be worth more than that.
         without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
         experimental_cuda: allow an engine on a GPU, though no GPU has run these copies yet.
         weights_digest: how weights are told apart: "sampled" reads all headers and a sample of the data, "full" reads
@@ -92,6 +93,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     load: Literal["async", "sync"] = "async"
     load_timeout_seconds: float = 30.0
     lookup_timeout_seconds: float = 10.0
+    compute_tokens_per_second: float = 10_000.0
     without_prefix_caching: bool = False
     experimental_cuda: bool = False
     weights_digest: str = "sampled"
@@ -157,6 +159,13 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
     for name in ("load_timeout_seconds", "lookup_timeout_seconds"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
+    if not 0 < config.compute_tokens_per_second < math.inf:
+        raise ConfigurationError(
+            f"{ROOT}.compute_tokens_per_second",
+            "tokens above 0",
+            config.compute_tokens_per_second,
+            "10000 is the default; vLLM logs its prompt throughput",
+        )
     _require_stack(config)
     if isinstance(config.chunk_tokens, int) and config.chunk_tokens <= 0:
         raise ConfigurationError(

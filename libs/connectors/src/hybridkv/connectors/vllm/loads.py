@@ -73,11 +73,13 @@ class Deadlines:
         lookup_s: for chunks that are being stored.
         load_s: for slower tiers.
         clock: what time it is.
+        tokens_per_s: what the engine computes meanwhile.
     """
 
     lookup_s: float
     load_s: float
     clock: Callable[[], float]
+    tokens_per_s: float = 10_000.0
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class LoadPlanner:
         self._stack = stack
         self._admission = admission
         self._clock = deadlines.clock
-        self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s)
+        self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, tokens_per_s=deadlines.tokens_per_s)
         self._recorder = recorder
         self._has_slower, self._has_late = bool(stack.slower), stack.has_late
         self._pool: BlockPool | None = None
@@ -216,14 +218,19 @@ class LoadPlanner:
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
     def _ask(self, tracked: TrackedRequest, limit_tokens: int) -> None:
-        """Every chunk beyond what the engine holds, each group from its beginning."""
+        """Every chunk beyond what the engine holds: the first of all groups, then the second of all groups, and so on.
+
+        As much is asked as may be: where that ends, what was asked is a beginning at which all groups may resume. Of
+        windows and states too, though a resume reads only their last ones: at which boundary is what is to be found out.
+        """
         spec, keys = self._layout.spec, tracked.keys()
         first, stop = (
             tracked.computed_tokens // spec.chunk_tokens,
             last_boundary(spec, limit_tokens) // spec.chunk_tokens,
         )
         if first < stop:
-            self._stack.ask([key for group in spec.stored_groups for key in keys.between(group, first, stop)])
+            by_group = [keys.between(group, first, stop) for group in spec.stored_groups]
+            self._stack.ask([key for chunk in zip(*by_group, strict=True) for key in chunk])
 
     def _bring(self, tracked: TrackedRequest, errand: Bring) -> Brought:
         keys = tracked.keys()

@@ -30,7 +30,8 @@ class Hold(msgspec.Struct):
     waiting: set[Key] = set()
     """On their way there."""
     source: str = ""
-    """The slowest tier that something was promoted from for it; the nearest where others had it promoted."""
+    """The slowest tier that brings what it waits for, whoever had it promoted; the nearest where it waits for nothing,
+    or only for what is being stored."""
     failure: HoldFailure | None = None
     """Once set, the hold protects nothing."""
 

@@ -109,10 +109,11 @@ class Level:
         return min(self._options.ask_timeout_s, self._options.load_timeout_s)
 
     def is_asked(self) -> bool:
-        """Whether it may be asked for anything now: one promotion at a time is its probe, and what it never answered
-        takes up no more of the fast tier than may move at one time."""
+        """Whether it may be asked for anything now: one promotion at a time is its probe, and what all tiers together
+        never answered takes up no more of the fast tier than one may bring at one time. Beyond that only those are
+        asked of which nothing is late: the trouble is not theirs."""
         traffic, ways = self.traffic, self.ways
-        if traffic.late_bytes > self._promoting_bytes:
+        if traffic.late_bytes and self._common.planned.late_bytes > self._promoting_bytes:
             return False
         return ways.is_up or ways.allows(_PROMOTE, traffic.num_in_time[_PROMOTE])
 
@@ -162,7 +163,8 @@ class Level:
         if self.ways.rests(_PROMOTE):
             return Refusal.BUSY
         moving = self.traffic.bytes_moving[_PROMOTE]
-        if moving and moving + num_bytes > self._promoting_bytes:
+        # Alone it goes whatever its size, and whatever other tiers never answered.
+        if moving and moving + self._common.planned.late_bytes + num_bytes > self._promoting_bytes:
             return Refusal.BUSY
         return None
 
@@ -253,7 +255,7 @@ class Level:
         elif self._end_cascade(move.key, failure):
             return moving
         self._counts.moved(direction, _DONE if failure is None else _FAILED, moving.num_bytes, failure)
-        if failure is not None:
+        if failure is not None and direction is not _PROMOTE:
             self.pump()
         return moving
 

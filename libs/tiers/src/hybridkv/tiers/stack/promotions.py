@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierIndex
-from hybridkv.tiers.stack.hold import Hold
 from hybridkv.tiers.stack.level import Level
 from hybridkv.tiers.stack.moves import Direction
 
@@ -30,14 +29,13 @@ class Promotions:
         self._levels = levels
         self._pump_news = pump_news
 
-    def promote(self, keys: Sequence[Key], hold: Hold) -> Refusal | None:
+    def promote(self, keys: Sequence[Key]) -> Refusal | None:
         """All of them or none, each from the nearest tier that holds it."""
         parts = self._pin_below(keys)
         if parts is None:
             return Refusal.PRESENT
         refusal = None
         for level, _, slots in parts:
-            hold.source = level.name
             refusal = refusal or level.why_not_promote(sum(slot.num_bytes for slot in slots))
         self._pump_news()
         refusal = refusal or self._plan_promotions(parts)

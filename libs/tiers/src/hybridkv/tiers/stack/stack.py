@@ -218,15 +218,22 @@ class TierStack:
             else:
                 wanted.append(key)
         if wanted and refusal is None:
-            refusal = self._promotions.promote(wanted, hold)
+            refusal = self._promotions.promote(wanted)
         if refusal is not None:
             self._holds.unpin(hold)
             return refusal
         hold.waiting.update(wanted)
         self._holds.by_owner[owner] = hold
         if hold.waiting:
+            hold.source = self._slowest_of(hold.waiting)
             self._common.wake(hold.since_s + self._load_timeout_s)
         return hold
+
+    def _slowest_of(self, keys: Iterable[Key]) -> str:
+        """The slowest tier that one of these is on its way from."""
+        tiers_of = self._planned.tiers_of
+        names = {tiers_of[key] for key in keys if key in tiers_of}
+        return next((name for name in reversed(self._by_name) if name in names), self._nearest)
 
     def hold(self, owner: str) -> Hold | None:
         """The hold of this owner, as it is now."""
@@ -328,7 +335,8 @@ class TierStack:
 
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
         """Ranks are done with a move; the last of them ends it."""
-        moving = self._levels[move_id % len(self._levels)].report(move_id, outcome)
+        level = self._levels[move_id % len(self._levels)]
+        moving = level.report(move_id, outcome)
         if moving is None or moving.move.direction is not _PROMOTE:
             return
         key = moving.move.key
@@ -339,6 +347,8 @@ class TierStack:
                 self.near.abort(key)
             self._holds.lose(key)
         self._unpark(key)
+        if moving.failure is not None:
+            level.pump()  # now that nothing says any more that the chunk is about to come
 
     def _unpark(self, key: Key) -> None:
         """What waited for a key of the fast tier goes on, or never will."""

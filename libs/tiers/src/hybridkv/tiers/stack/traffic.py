@@ -43,6 +43,10 @@ class Planned:
     """Made, and not handed out yet, in order."""
     late_keys: set[Key] = field(default_factory=set)
     """What late promotions bring, from wherever: its space in the fast tier is nobody else's."""
+    late_bytes: int = 0
+    """What all of them keep reserved there."""
+    tiers_of: dict[Key, str] = field(default_factory=dict)
+    """From which tier each key comes that is on its way up."""
 
 
 class Traffic:
@@ -75,6 +79,8 @@ class Traffic:
         self.bytes_moving[direction] += num_bytes
         self.num_in_time[direction] += 1
         self._planned.moves.append(move)
+        if direction is _PROMOTE:
+            self._planned.tiers_of[key] = self._tier
 
     def report(self, move_id: int, outcome: MoveOutcome) -> Moving | None:
         """Ranks are done with a move. The move when they were the last ones."""
@@ -86,12 +92,15 @@ class Traffic:
             return None
         del self._moves[move_id]
         direction = moving.move.direction
+        if direction is _PROMOTE:
+            del self._planned.tiers_of[moving.move.key]
         if not moving.is_late:
             self.num_in_time[direction] -= 1
             self.bytes_moving[direction] -= moving.num_bytes
         elif direction is _PROMOTE:
             self._planned.late_keys.discard(moving.move.key)
             self.late_bytes -= moving.num_bytes
+            self._planned.late_bytes -= moving.num_bytes
         else:
             self.bytes_moving[direction] -= moving.num_bytes
         return moving
@@ -110,6 +119,7 @@ class Traffic:
             if moving.move.direction is _PROMOTE:
                 self.bytes_moving[_PROMOTE] -= moving.num_bytes
                 self.late_bytes += moving.num_bytes
+                self._planned.late_bytes += moving.num_bytes
                 self._planned.late_keys.add(moving.move.key)
         return late
 

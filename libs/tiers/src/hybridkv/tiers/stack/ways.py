@@ -76,8 +76,8 @@ class Ways:
         return way.is_usable and not (way.breaker.state is BreakerState.PROBING and num_moving)
 
     def may_ask(self, num_open: int) -> bool:
-        """Whether one more question may be asked where so many are open; one at a time is a probe. No probe of this kind
-        holds up moves."""
+        """Whether one more question may be asked where so many are open; one at a time is a probe. No such probe holds
+        up moves."""
         questions = self._ways[Direction.PROMOTE].questions
         return questions.allows and not (questions.state is BreakerState.PROBING and num_open)
 
