@@ -221,7 +221,7 @@ class LoadPlanner:
         """Every chunk beyond what the engine holds: the first of all groups, then the second of all groups, and so on.
 
         As much is asked as may be: where that ends, what was asked is a beginning at which all groups may resume. Of
-        windows and states too, though a resume reads only their last ones: at which boundary is what is to be found out.
+        windows and states too, though a resume reads only their last ones: at which boundary is to be found out.
         """
         spec, keys = self._layout.spec, tracked.keys()
         first, stop = (
