@@ -15,7 +15,7 @@ import disk_subject
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPlace, SlowerTier, SlowerTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PathPosition, SlowerTier, SlowerTierOptions, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK_BYTES = 512 << 10
@@ -58,7 +58,7 @@ class Burst:
                 raise RuntimeError(f"host memory has no room: {slot}")
             self._copies.store(Ticket(next(self._tickets)), key, slot, [self._chunk])
             self._copies.poll()
-            self.stack.commit(key, PathPlace(tuple(keys[max(number - 1, 0) : number]), ((number + 1) * cost_bytes,)))
+            self.stack.commit(key, PathPosition(tuple(keys[max(number - 1, 0) : number]), ((number + 1) * cost_bytes,)))
         self.stack.touch(keys[::-1])
         self.prompts.append(keys)
 

@@ -3,8 +3,8 @@
 Part of `cpu_copy.py`, which runs and prints it. 256 blocks of 32 layers whose pages are 32 KiB, of a pool of 1,024, in
 chunks of 8. An engine keeps all layers of a block together (vLLM's BLHNC, `block-outer`) or each layer for itself
 (LBHNC, `layer-outer`); the blocks are scattered, as after a while, or in a row, as after a start. `store` is
-`Mover.copy_and_digest` with a record for each chunk, `load` is `Mover.copy`, both in coalesced runs, in thread CPU
-time. `lower` is what making those runs takes, in Python. All rows take turns in each round.
+`MemoryCopier.copy_and_digest` with a record for each chunk, `load` is `MemoryCopier.copy`, both in coalesced runs, in
+thread CPU time. `lower` is what making those runs takes, in Python. All rows take turns in each round.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hybridkv.canonical import GroupPages, PageRegion
-from hybridkv.native import Mover, copy_with_memcpy
+from hybridkv.native import MemoryCopier, copy_with_memcpy
 from hybridkv.transfer import CopyRuns
 
 LAYERS, PAGE_BYTES, CHUNK_BLOCKS, POOL_BLOCKS, MOVED_BLOCKS = 32, 32 * 1024, 8, 1024, 256
@@ -60,7 +60,7 @@ def lowering(pages: GroupPages, ids: np.ndarray, order: str, buffer: int) -> Low
 
 def measure(pool: np.ndarray, buffer: np.ndarray, rounds: int) -> list[dict[str, Any]]:
     """A row for each layout, blocks and order of a chunk."""
-    mover = Mover()
+    copier = MemoryCopier()
     lowers: dict[tuple[str, str, str], Lower] = {
         (layout, blocks, order): lowering(
             group_pages(layout, pool.ctypes.data), BLOCKS[blocks], order, buffer.ctypes.data
@@ -81,8 +81,8 @@ def measure(pool: np.ndarray, buffer: np.ndarray, rounds: int) -> list[dict[str,
             store = (runs.sources, runs.destinations, runs.num_bytes, ends)
             load = (back.sources, back.destinations, back.num_bytes)
             seconds[name]["lower"].append(timed(lower))
-            seconds[name]["store"].append(timed(lambda store=store: mover.copy_and_digest(*store)))
-            seconds[name]["load"].append(timed(lambda load=load: mover.copy(*load)))
+            seconds[name]["store"].append(timed(lambda store=store: copier.copy_and_digest(*store)))
+            seconds[name]["load"].append(timed(lambda load=load: copier.copy(*load)))
     rows = []
     for name, times in seconds.items():
         row = dict(zip(("layout", "blocks", "order"), name, strict=True)) | found[name]

@@ -8,7 +8,7 @@ back. All variants take turns in each round of one process. GB/s is the best rou
 the time of `memcpy` in the same round over the variant's, so larger is faster, and 1 is a contiguous copy of the same
 bytes by the C library.
 
-Variants: `hybridkv` is `Mover.copy` with the best instructions; `hybridkv avx2` and `scalar` are forced down;
+Variants: `hybridkv` is `MemoryCopier.copy` with the best instructions; `hybridkv avx2` and `scalar` are forced down;
 `hybridkv checksum` also takes XXH3-128 of each record of 1 MiB or one page, whichever is more, and `checksum of pages`
 of each page; `hybridkv, then checksum` takes those of the records by reading what was written once more. `loop` is the
 reference that `hybridkv.transfer` uses without the extension. `torch int64` sees pages as int64, its faster way;
@@ -33,7 +33,7 @@ import chunk_order
 import numpy as np
 import torch
 
-from hybridkv.native import Mover, copy_with_memcpy, levels
+from hybridkv.native import MemoryCopier, copy_with_memcpy, levels
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.native import copy_one_by_one
 
@@ -55,11 +55,11 @@ def memory(num_bytes: int) -> np.ndarray:
 
 def native(runs: CopyRuns, ends: np.ndarray, page_ends: np.ndarray) -> Variants:
     arrays = (runs.sources, runs.destinations, runs.num_bytes)
-    best = Mover()
+    best = MemoryCopier()
     variants: Variants = {"hybridkv": lambda: best.copy(*arrays)}
     for level in levels()[:-1]:
-        mover = Mover(level=level)
-        variants[f"hybridkv {level}"] = lambda mover=mover: mover.copy(*arrays)
+        copier = MemoryCopier(level=level)
+        variants[f"hybridkv {level}"] = lambda copier=copier: copier.copy(*arrays)
     variants["hybridkv checksum"] = lambda: best.copy_and_digest(*arrays, ends)
     variants["hybridkv checksum of pages"] = lambda: best.copy_and_digest(*arrays, page_ends)
     written = (arrays[1], arrays[2], ends)

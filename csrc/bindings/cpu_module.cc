@@ -14,8 +14,8 @@
 
 #include "csrc/bindings/record_queue_binding.h"
 #include "csrc/bindings/unlocked.h"
+#include "csrc/cpu/copy.h"
 #include "csrc/cpu/level.h"
-#include "csrc/cpu/move.h"
 #include "csrc/cpu/run_source.h"
 #include "csrc/cpu/thread_pool.h"
 #include "hybridkv/canonical_digest.h"
@@ -44,11 +44,11 @@ cpu::Caching caching_of(const std::string& name) {
 }
 
 // How a call is carried out, once for many calls.
-struct Mover {
-  cpu::MoveOptions options;
+struct MemoryCopier {
+  cpu::CopyOptions options;
   cpu::ThreadPool pool;
 
-  Mover(std::size_t num_threads, const std::string& level, const std::string& caching)
+  MemoryCopier(std::size_t num_threads, const std::string& level, const std::string& caching)
       : options{level_of(level), caching_of(caching), nullptr}, pool(checked(num_threads)) {
     if (num_threads > 1) options.pool = &pool;
   }
@@ -88,32 +88,33 @@ nb::bytes bytes_of(const std::vector<Digest128>& digests) {
   return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 
-void copy(Mover& mover, const Integers& sources, const Integers& destinations, const Integers& num_bytes) {
+void copy(MemoryCopier& copier, const Integers& sources, const Integers& destinations, const Integers& num_bytes) {
   const cpu::RunArrays runs = runs_of(sources, destinations, num_bytes);
   const Unlocked unlocked;
-  cpu::copy(runs, mover.options);
+  cpu::copy(runs, copier.options);
 }
 
-nb::bytes copy_and_digest(Mover& mover, const Integers& sources, const Integers& destinations,
+nb::bytes copy_and_digest(MemoryCopier& copier, const Integers& sources, const Integers& destinations,
                           const Integers& num_bytes, const Integers& record_ends) {
   const cpu::RunArrays runs = runs_of(sources, destinations, num_bytes);
   require_records(record_ends, runs.size());
   std::vector<Digest128> digests(record_ends.size());
   {
     const Unlocked unlocked;
-    cpu::copy_and_digest(runs, record_ends.data(), digests.size(), digests.data(), mover.options);
+    cpu::copy_and_digest(runs, record_ends.data(), digests.size(), digests.data(), copier.options);
   }
   return bytes_of(digests);
 }
 
-nb::bytes digest(Mover& mover, const Integers& addresses, const Integers& num_bytes, const Integers& record_ends) {
+nb::bytes digest(MemoryCopier& copier, const Integers& addresses, const Integers& num_bytes,
+                 const Integers& record_ends) {
   require(addresses.size() == num_bytes.size(), "addresses, num_bytes: expected arrays of one length");
   require_records(record_ends, num_bytes.size());
   std::vector<Digest128> digests(record_ends.size());
   {
     const Unlocked unlocked;
     const cpu::RunArrays runs(addresses.data(), nullptr, num_bytes.data(), num_bytes.size());
-    cpu::digest(runs, record_ends.data(), digests.size(), digests.data(), mover.options);
+    cpu::digest(runs, record_ends.data(), digests.size(), digests.data(), copier.options);
   }
   return bytes_of(digests);
 }
@@ -133,11 +134,11 @@ std::vector<std::string> levels() {
 }  // namespace
 
 NB_MODULE(_cpu, module) {
-  // What lives until the process ends, as a mover that a library keeps, is no leak.
+  // What lives until the process ends, as a copier that a library keeps, is no leak.
   nb::set_leak_warnings(false);
   module.def("levels", &levels);
   module.def("copy_with_memcpy", &copy_with_memcpy, "source"_a, "destination"_a, "num_bytes"_a);
-  nb::class_<Mover>(module, "Mover")
+  nb::class_<MemoryCopier>(module, "MemoryCopier")
       .def(nb::init<std::size_t, const std::string&, const std::string&>(), "num_threads"_a = 1, "level"_a = "best",
            "caching"_a = "by_size")
       .def("copy", &copy, "sources"_a.noconvert(), "destinations"_a.noconvert(), "num_bytes"_a.noconvert())

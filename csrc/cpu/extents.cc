@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "csrc/cpu/move.h"
+#include "csrc/cpu/copy.h"
 
 namespace hybridkv::cpu {
 

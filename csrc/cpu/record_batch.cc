@@ -4,8 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "csrc/cpu/copy.h"
 #include "csrc/cpu/extents.h"
-#include "csrc/cpu/move.h"
 #include "hybridkv/canonical_digest.h"
 
 namespace hybridkv::cpu {

@@ -1,4 +1,4 @@
-// Takes records apart into whole blocks for the lanes, and what is left over. Private to the movers.
+// Takes records apart into whole blocks for the lanes, and what is left over. Private to copy.cc.
 #ifndef HYBRIDKV_CPU_RECORDER_H_
 #define HYBRIDKV_CPU_RECORDER_H_
 

@@ -30,15 +30,4 @@ void PageRuns::read(std::size_t first, std::size_t count, CopyRun* out) const {
   }
 }
 
-void UnitRuns::read(std::size_t first, std::size_t count, CopyRun* out) const {
-  for (std::size_t number = first; number < first + count; ++number) {
-    const std::size_t page = number / num_units_;
-    const std::uint64_t unit = number % num_units_;
-    const std::uint64_t engine = static_cast<std::uint64_t>(pages_[page]) + page_offset(permutation_, unit);
-    const std::uint64_t packed = buffer_ + number * permutation_.unit_bytes;
-    *out++ = direction_ == Direction::kGather ? CopyRun{engine, packed, permutation_.unit_bytes}
-                                              : CopyRun{packed, engine, permutation_.unit_bytes};
-  }
-}
-
 }  // namespace hybridkv::cpu

@@ -1,4 +1,4 @@
-// Where a mover's runs come from: arrays that Python filled, or tables that are lowered on the way, a few runs at a
+// Where a copy's runs come from: arrays that Python filled, or tables that are lowered on the way, a few runs at a
 // time, so that a transfer of any size needs no list of its runs.
 #ifndef HYBRIDKV_CPU_RUN_SOURCE_H_
 #define HYBRIDKV_CPU_RUN_SOURCE_H_
@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "hybridkv/copy_run.h"
-#include "hybridkv/page_permutation.h"
 #include "hybridkv/page_set.h"
 
 namespace hybridkv::cpu {
@@ -39,7 +38,9 @@ class RunArrays final : public RunSource {
   std::size_t size_;
 };
 
-// The pages of a gather or a scatter, in the order of the sets.
+// The pages of a gather or a scatter, in the order of the sets. Nothing but the tests makes one so far: the call that
+// takes a job as page sets and block ids, and lowers it here instead of in Python, will. The simulation of the GPU's
+// kernels reads the same sets.
 class PageRuns final : public RunSource {
  public:
   PageRuns(const PageSet* sets, std::size_t num_sets, const BlockId* ids, std::uint64_t buffer, Direction direction);
@@ -53,30 +54,6 @@ class PageRuns final : public RunSource {
   std::uint64_t buffer_;
   Direction direction_;
   std::vector<std::size_t> ends_;  // of each set, counted in pages
-};
-
-// The units of pages that are permuted: page i of the engine is canonical page i of the buffer.
-class UnitRuns final : public RunSource {
- public:
-  UnitRuns(const PagePermutation& permutation, const std::int64_t* pages, std::size_t num_pages, std::uint64_t buffer,
-           Direction direction)
-      : permutation_(simplified(permutation)),
-        num_units_(num_units(permutation_)),
-        pages_(pages),
-        num_pages_(num_pages),
-        buffer_(buffer),
-        direction_(direction) {}
-
-  std::size_t size() const override { return num_pages_ * num_units_; }
-  void read(std::size_t first, std::size_t count, CopyRun* out) const override;
-
- private:
-  PagePermutation permutation_;
-  std::uint64_t num_units_;
-  const std::int64_t* pages_;  // addresses of the engine's pages
-  std::size_t num_pages_;
-  std::uint64_t buffer_;
-  Direction direction_;
 };
 
 }  // namespace hybridkv::cpu

@@ -1,4 +1,4 @@
-// A part of a sequence of runs, and how to walk it. Private to the movers.
+// A part of a sequence of runs, and how to walk it. Private to copy.cc.
 #ifndef HYBRIDKV_CPU_SHARE_H_
 #define HYBRIDKV_CPU_SHARE_H_
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/cpu/move.h"
+#include "csrc/cpu/copy.h"
 #include "csrc/tests/expect.h"
 
 namespace {

@@ -87,9 +87,9 @@ class Audit:
 
     def _on_stores(self, plan: Any) -> None:
         for store in plan.stores:
-            for move in store.moves:
-                pages = self._pages(move.group_index, move.block_ids)
-                self.stored[move.key] = (move.group_index, [[page.clone() for page in layer] for layer in pages])
+            for copy in store.copies:
+                pages = self._pages(copy.group_index, copy.block_ids)
+                self.stored[copy.key] = (copy.group_index, [[page.clone() for page in layer] for layer in pages])
 
     def _on_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
@@ -104,16 +104,16 @@ class Audit:
             failed = request_id in results.failed
             self.loads.append((request_id, self._asked.pop(request_id), failed))
             if not failed:
-                for move in load.moves:
-                    self._compare(move)
+                for copy in load.copies:
+                    self._compare(copy)
 
-    def _compare(self, move: Any) -> None:
-        group_index, expected = self.stored[move.key]
-        for layer, (now, then) in enumerate(zip(self._pages(move.group_index, move.block_ids), expected, strict=True)):
+    def _compare(self, copy: Any) -> None:
+        group_index, expected = self.stored[copy.key]
+        for layer, (now, then) in enumerate(zip(self._pages(copy.group_index, copy.block_ids), expected, strict=True)):
             for i, page in enumerate(now):
                 self.compared_pages += 1
-                if group_index != move.group_index or not torch.equal(page, then[move.first_block + i]):
-                    self.mismatches.append(f"group {move.group_index} layer {layer} block {move.block_ids[i]}")
+                if group_index != copy.group_index or not torch.equal(page, then[copy.first_block + i]):
+                    self.mismatches.append(f"group {copy.group_index} layer {layer} block {copy.block_ids[i]}")
 
 
 def stored_views(engine: Engine, key: bytes, child: int | None = None) -> Iterator[memoryview]:

@@ -48,7 +48,7 @@ def main(kind: str, choice: str, directory: str, output: str) -> None:
         engine.reset_prefix_cache()
         stack.near.clear()
         far = restart_process.run(engine, prompts, drain=True)
-        runner = type(engine.worker_connector._worker._mover._medium._runner).__name__
+        runner = type(engine.worker_connector._worker._mover.media["disk"]._runner).__name__
 
     from stored_records import payload_digests
 

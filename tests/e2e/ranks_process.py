@@ -64,7 +64,7 @@ def flip_in_host_memory(worker: Any, rank: int, slot: Slot) -> bool:
     return True
 
 
-class Loads:
+class LoadLog:
     """What the scheduler has the workers load, and what it hears of it.
 
     Attributes:
@@ -83,8 +83,8 @@ class Loads:
         def planning(*arguments: Any) -> Any:
             plan = plan_step(*arguments)
             for load in plan.loads:
-                moves = [(move.group_index, move.key) for move in load.moves]
-                self.plans.setdefault(load.request_id, []).append(moves)
+                copied = [(copy.group_index, copy.key) for copy in load.copies]
+                self.plans.setdefault(load.request_id, []).append(copied)
             return plan
 
         def hearing(output: Any) -> None:
@@ -116,7 +116,7 @@ def first_full_chunk(engine: Engine, plan: list[tuple[int, bytes]]) -> bytes:
     return next(key for group, key in plan if groups[group].kind is GroupKind.FULL)
 
 
-def life(engine: Engine, kind: str, loads: Loads, forgets_host_memory: bool = False) -> dict[str, Any]:
+def life(engine: Engine, kind: str, loads: LoadLog, forgets_host_memory: bool = False) -> dict[str, Any]:
     """The prompts again, after the engine has forgotten its own blocks."""
     stack = engine.connector._scheduler._stack
     stack._levels[0].ways = Ways(BreakerOptions(), BreakerOptions())
@@ -171,7 +171,7 @@ def main() -> None:
     with running_engine(
         chosen.kind, chosen.directory, kv_transfer_config=config, disable_log_stats=False, **parallel
     ) as engine:
-        stack, loads = engine.connector._scheduler._stack, Loads(engine)
+        stack, loads = engine.connector._scheduler._stack, LoadLog(engine)
         lives = {"cold": life(engine, chosen.kind, loads), "near": life(engine, chosen.kind, loads)}
         [first_load] = next(iter(loads.plans.values()))
         key = first_full_chunk(engine, first_load)

@@ -41,7 +41,7 @@ def has_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return True
 
 
-class Place:
+class CopyRig:
     """KV memory and a pinned arena, registered with an engine."""
 
     def __init__(self, engine: Engine, page_bytes: int, num_pages: int) -> None:
@@ -81,50 +81,50 @@ def finish(engine: Engine, job_id: int) -> None:
 
 @pytest.mark.parametrize("page_bytes", SIZES)
 def test_what_was_stored_is_loaded_again(engine: Engine, page_bytes: int) -> None:
-    place = Place(engine, page_bytes, max(3, min(3000, 64 * 1024 * 1024 // page_bytes)))
-    wanted = place.pages()
-    engine.submit(JobId(1), place.stores())
+    rig = CopyRig(engine, page_bytes, max(3, min(3000, 64 * 1024 * 1024 // page_bytes)))
+    wanted = rig.pages()
+    engine.submit(JobId(1), rig.stores())
     finish(engine, 1)
-    assert np.array_equal(place.arena, wanted)
-    others = place.cache.clone()
-    place.cache[torch.from_numpy(place.order).cuda()] = 0
-    engine.submit(JobId(2), place.stores().reversed())
+    assert np.array_equal(rig.arena, wanted)
+    others = rig.cache.clone()
+    rig.cache[torch.from_numpy(rig.order).cuda()] = 0
+    engine.submit(JobId(2), rig.stores().reversed())
     finish(engine, 2)
-    assert torch.equal(place.cache, others)
+    assert torch.equal(rig.cache, others)
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 2 * 1024 * 1024])
 def test_a_store_holds_what_the_forward_pass_wrote_last(engine: Engine, page_bytes: int) -> None:
-    place = Place(engine, page_bytes, 16)
+    rig = CopyRig(engine, page_bytes, 16)
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
-    place.cache.fill_(7)
-    engine.submit(JobId(1), place.stores())
+    rig.cache.fill_(7)
+    engine.submit(JobId(1), rig.stores())
     finish(engine, 1)
-    assert (place.arena == 7).all()
+    assert (rig.arena == 7).all()
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 2 * 1024 * 1024])
 def test_a_load_leaves_blocks_to_those_who_read_them_before(engine: Engine, page_bytes: int) -> None:
-    place = Place(engine, page_bytes, 16)
-    place.cache.fill_(3)
-    place.arena[:] = 9
+    rig = CopyRig(engine, page_bytes, 16)
+    rig.cache.fill_(3)
+    rig.arena[:] = 9
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
-    read = place.cache.clone()
-    engine.submit(JobId(1), place.stores().reversed())
+    read = rig.cache.clone()
+    engine.submit(JobId(1), rig.stores().reversed())
     finish(engine, 1)
     assert (read == 3).all()
-    assert (place.cache[torch.from_numpy(place.order).cuda()] == 9).all()
+    assert (rig.cache[torch.from_numpy(rig.order).cuda()] == 9).all()
 
 
 def test_a_load_does_not_wait_for_the_forward_pass_after_it(has_kernels: bool) -> None:
     """It ends while compute that was enqueued later is still busy."""
     engine = CudaCopyEngine(open_device(torch.cuda.current_device()))
-    place = Place(engine, 4096, 16)
+    rig = CopyRig(engine, 4096, 16)
     gate = _Gate()
     torch.cuda.synchronize()
-    engine.submit(JobId(1), place.stores().reversed(), before=gate)
+    engine.submit(JobId(1), rig.stores().reversed(), before=gate)
     torch.cuda._sleep(10 * BUSY_CYCLES)
     behind = torch.cuda.Event()
     behind.record()
@@ -153,13 +153,13 @@ def test_small_turns_of_staging_memory_lose_nothing(has_kernels: bool) -> None:
         pytest.skip("without kernels nothing is staged")
     tuning = CopyTuning(large_run_bytes=8192, direct_job_bytes=1, staging_bytes=65536)
     engine = CudaCopyEngine(open_device(torch.cuda.current_device(), tuning))
-    place = Place(engine, 4096, 4000)
-    wanted = place.pages()
+    rig = CopyRig(engine, 4096, 4000)
+    wanted = rig.pages()
     for job_id in range(20):
-        place.arena[:] = 0
-        engine.submit(JobId(job_id), place.stores())
+        rig.arena[:] = 0
+        engine.submit(JobId(job_id), rig.stores())
         finish(engine, job_id)
-        assert np.array_equal(place.arena, wanted)
+        assert np.array_equal(rig.arena, wanted)
     engine.close()
 
 

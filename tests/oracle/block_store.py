@@ -59,7 +59,7 @@ class Fault(enum.Enum):
 
 
 @dataclass(slots=True)
-class Load:
+class PageLoad:
     request_id: str
     copies: list[tuple[Key, int]]
     left_steps: int = 0
@@ -67,7 +67,7 @@ class Load:
 
 @dataclass(slots=True)
 class Metadata(KVConnectorMetadata):
-    loads: list[Load] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)
     stores: list[tuple[Key, int]] = field(default_factory=list)
 
 
@@ -88,13 +88,13 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._hash_tokens = kv_cache_config.hash_block_size or self._unit
         # Scheduler role.
         self._requests: dict[str, Request] = {}
-        self._planned: list[Load] = []
+        self._planned: list[PageLoad] = []
         self._load_keys: dict[str, list[Key]] = {}
         self._local_tokens: dict[str, int] = {}
         self._failed: set[str] = set()
         self._holding: set[str] = set()
         # Worker role.
-        self._in_flight: list[Load] = []
+        self._in_flight: list[PageLoad] = []
         self._late_stores: list[tuple[Key, int]] = []
         self._num_loads = 0
         self._results = KVConnectorTransferResults(set(), set())
@@ -159,7 +159,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
             for index, key in self._needed(request, group, start, start + num_external_tokens):
                 if not table[index].is_null:
                     copies.append((self._faulty_key(request, group, index, key), table[index].block_id))
-        self._planned.append(Load(request.request_id, copies))
+        self._planned.append(PageLoad(request.request_id, copies))
         if self._asynchronous:
             self._holding.add(request.request_id)
         self._load_keys[request.request_id] = [key for key, _ in copies]
@@ -226,7 +226,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
             {name: grouped[name] for name in group.layer_names} for group in self._kv_cache_config.kv_cache_groups
         ]
 
-    def _write(self, load: Load) -> None:
+    def _write(self, load: PageLoad) -> None:
         for position, (key, block_id) in enumerate(load.copies):
             pages = self._store.get(key)
             assert pages is not None, "loaded keys are kept until the load is over"
@@ -263,7 +263,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         for load in done:
             self._finish(load)
 
-    def _finish(self, load: Load) -> None:
+    def _finish(self, load: PageLoad) -> None:
         self._num_loads += 1
         if self._fault is Fault.LOST_LOAD:
             return

@@ -36,6 +36,10 @@ class World:
     store: RemoteStore = field(init=False)
     longest_wait_s: float = 0.0
     """That a request was told to ask again, in a row."""
+    waited_s: dict[str, float] = field(default_factory=dict)
+    """The same for each request."""
+    capacity_bytes: int = CAPACITY_BYTES
+    """Of what an engine knows of the store."""
 
     def __post_init__(self) -> None:
         self.begin_anew()
@@ -63,7 +67,7 @@ class World:
         monkeypatch.setattr(tiers, "media", all_media)
 
     def make_index(self) -> RemoteIndex:
-        return RemoteIndex(self.store, CAPACITY_BYTES)
+        return RemoteIndex(self.store, self.capacity_bytes)
 
     def make_medium(self, rank: int) -> TierMedium:
         return RemoteMedium(self.store, rank)
@@ -95,6 +99,8 @@ class World:
         if store.directory and random.random() < 0.1:
             key = random.choice(list(store.directory))
             store.lie(key, store.directory[key].num_bytes)
+        if store.directory and random.random() < 0.1:
+            store.confuse(*random.choices(list(store.directory), k=2))
 
     def _watch(self, engine: OracleEngine, waits: dict[str, float]) -> None:
         connector = engine.scheduler_connector
@@ -105,7 +111,9 @@ class World:
             answer = ask(request, num_computed_tokens)
             if answer[0] is None:
                 began_s = waits.setdefault(request.request_id, self.now_s)
-                self.longest_wait_s = max(self.longest_wait_s, self.now_s - began_s)
+                waited_s = self.now_s - began_s
+                self.longest_wait_s = max(self.longest_wait_s, waited_s)
+                self.waited_s[request.request_id] = max(self.waited_s.get(request.request_id, 0.0), waited_s)
             else:
                 waits.pop(request.request_id, None)
             return answer

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hybridkv.canonical import GroupPages, TokenRange
-    from hybridkv.connectors.vllm.messages import Move
+    from hybridkv.connectors.vllm.messages import ChunkCopy
     from hybridkv.planner import CacheSpec
     from hybridkv.transfer import CopyRuns
 
@@ -129,10 +129,10 @@ def load_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chunk has of its first block is written to tokens before its own."""
     right = worker.cut_load_runs
 
-    def wrong(move: Move, blocks: GroupBlocks, extents: Any) -> CopyRuns:
-        if move.lead_tokens:
-            move = msgspec.structs.replace(move, lead_tokens=move.lead_tokens - 4, trail_tokens=move.trail_tokens + 4)
-        return right(move, blocks, extents)
+    def wrong(copy: ChunkCopy, blocks: GroupBlocks, extents: Any) -> CopyRuns:
+        if copy.lead_tokens:
+            copy = msgspec.structs.replace(copy, lead_tokens=copy.lead_tokens - 4, trail_tokens=copy.trail_tokens + 4)
+        return right(copy, blocks, extents)
 
     monkeypatch.setattr(worker, "cut_load_runs", wrong)
 
@@ -141,11 +141,11 @@ def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chunk has of a block is counted from the block's end, where it is stored."""
     right = worker.cut_store_runs
 
-    def wrong(move: Move, blocks: GroupBlocks, extents: Any, zeros: Any) -> CopyRuns:
+    def wrong(copy: ChunkCopy, blocks: GroupBlocks, extents: Any, zeros: Any) -> CopyRuns:
         def other_end(tokens: TokenRange) -> GroupPages:
             return blocks.of(tokens.block_tokens - tokens.end, tokens.block_tokens - tokens.start)
 
-        return right(move, GroupBlocks(blocks.pages, blocks.block_tokens, other_end), extents, zeros)
+        return right(copy, GroupBlocks(blocks.pages, blocks.block_tokens, other_end), extents, zeros)
 
     monkeypatch.setattr(worker, "cut_store_runs", wrong)
 

@@ -7,7 +7,7 @@ import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,22 +16,19 @@ from hypothesis import strategies as st
 from hybridkv.connectors.vllm import register
 from hybridkv.tiers import Completion, Key
 from hybridkv.tiers.buffers import byte_views
-from hybridkv.tiers.stack import TierStack
+from hybridkv.tiers.stack import BreakerOptions, TierStack
 from hybridkv.tiers.testing.reference import RemoteIndex, RemoteMedium
 from oracle.disk_tier import LARGE, SMALL, stack_of, stacked
 from oracle.engine import OracleEngine
 from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix
 from oracle.profile import profile
-from oracle.remote_tier import ASK_S, LOAD_S, LOOKUP_S, PEER, STEP_S, World
+from oracle.remote_tier import ASK_S, CAPACITY_BYTES, LOAD_S, LOOKUP_S, PEER, STEP_S, World
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
-if TYPE_CHECKING:
-    pass
-
-ALL_WAITS_S = ASK_S + LOOKUP_S + LOAD_S + 0.3
-"""Of one question, with the wait for room beside other loads, which is 256 steps at most."""
+ALL_WAITS_S = LOOKUP_S + LOAD_S + 0.3
+"""Of one question, asking included, with the wait for room beside other loads, which is 256 steps at most."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,6 +74,7 @@ def test_a_store_elsewhere_that_is_late_lies_and_forgets_costs_time_and_nothing_
     @given(scenarios(mix), st.sampled_from((SMALL, LARGE)), st.integers(0, 1 << 32))
     def check(scenario: Scenario, chunks: int, seed: int) -> None:
         world.begin_anew()
+        world.capacity_bytes = CAPACITY_BYTES if seed % 2 else 16 * chunks * 4096
         with tempfile.TemporaryDirectory() as directory:
             tally.add(run(mix, with_connector(scenario, three(mix, directory, chunks)), world.steps(seed)))
         with tempfile.TemporaryDirectory() as directory:
@@ -116,14 +114,37 @@ def test_a_store_that_never_answers_is_waited_for_until_its_deadline(world: Worl
     assert wait_for_answers(world, tmp_path) <= ASK_S + 2 * STEP_S
 
 
-def test_an_index_that_forgets_the_deadline_is_found_out(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_store_that_never_answers_is_left_alone_and_waited_for_no_more(world: World, tmp_path: Path) -> None:
+    world.store.is_silent = True
+    names = [f"long {number}" for number in range(BreakerOptions().failures + 3)]
+    with elsewhere(GPT_OSS, world, tmp_path) as engine:
+        for first, name in enumerate(names):
+            engine.submit(name, [first, *PROMPT], 2)
+            engine.drain()
+    waited = [name for name in names if world.waited_s.get(name, 0.0) > 0.0]
+    assert waited == names[: BreakerOptions().failures], world.waited_s
+
+
+def test_a_short_prompt_waits_for_no_answer_that_a_long_one_awaits(world: World, tmp_path: Path) -> None:
+    world.store.is_silent = True
+    with elsewhere(GPT_OSS, world, tmp_path) as engine:
+        engine.submit("long", PROMPT, 2)
+        engine.submit("short", PROMPT[:30], 2)
+        engine.drain()
+    assert world.waited_s.get("short", 0.0) == 0.0 and world.waited_s["long"] > 0.0, world.waited_s
+
+
+@pytest.mark.parametrize("is_told_apart", [True, False])
+def test_an_index_that_forgets_the_deadline_keeps_nobody_waiting(
+    is_told_apart: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control of the test above."""
+    """With the negative control of the tests above: where questions are taken for stores, the wait is found out."""
     ask = RemoteIndex.ask
     monkeypatch.setattr(RemoteIndex, "ask", lambda index, keys, deadline_s: ask(index, keys, deadline_s + 1.0))
+    if not is_told_apart:
+        monkeypatch.setattr(TierStack, "is_only_asked", lambda stack, key: False)
     world.store.is_silent = True
-    assert wait_for_answers(world, tmp_path) > ASK_S + 2 * STEP_S
+    assert (wait_for_answers(world, tmp_path) <= ASK_S + 2 * STEP_S) is is_told_apart
 
 
 @pytest.mark.parametrize("mix", [GEMMA3, GPT_OSS, QWEN3_NEXT], ids=lambda mix: mix.name)

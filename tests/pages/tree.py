@@ -75,6 +75,10 @@ def pages(root: Path) -> list[str]:
     return [name for name in sorted(_files(root)) if name.endswith(".md") and not name.endswith("CHANGELOG.md")]
 
 
+def python_files(root: Path) -> list[str]:
+    return [name for name in sorted(_files(root)) if name.endswith(".py")]
+
+
 def _files(root: Path) -> Iterator[str]:
     """What git knows or would add; in a copy of the tree without git, as under Bazel, every file."""
     if (root / ".git").exists():

@@ -13,12 +13,12 @@ from hybridkv.tiers.disk import DiskMedium
 from soak.content import key_of
 from soak.engine import LOAD_TIMEOUT_S, LONGEST_PAUSE_S, PROMOTED, Clock, Engine
 from soak.findings import SoakError
-from soak.place import Place
 from soak.plans import LifePlan, WorldPlan
 from soak.stopwatch import Stopwatch
 from soak.troubles import Blame
 from soak.watching import segment_of
 from soak.weather import Weather
+from soak.world_context import WorldContext
 
 RECOVERY_ATTEMPTS = 40
 MOST_AUDITED = 60
@@ -34,7 +34,7 @@ class Subject(NamedTuple):
 
     world: WorldPlan
     plan: LifePlan
-    place: Place
+    context: WorldContext
     engine: Engine
     auditors: list[DiskMedium]
     clock: Clock
@@ -44,8 +44,8 @@ class Checks:
     """`SoakError` where something does not hold."""
 
     def __init__(self, subject: Subject, weather: Weather, stopwatch: Stopwatch, random: Random) -> None:
-        self._world, self._plan, self._place, self._engine, self._auditors, self._clock = subject
-        self._log, self._tally = subject.place.log, subject.place.tally
+        self._world, self._plan, self._context, self._engine, self._auditors, self._clock = subject
+        self._log, self._tally = subject.context.log, subject.context.tally
         self._weather = weather
         self._stopwatch = stopwatch
         self._random = random
@@ -112,7 +112,7 @@ class Checks:
 
     def _find(self, kind: str, detail: str) -> None:
         """Raise it, unless it is known."""
-        if kind not in self._place.known:
+        if kind not in self._context.known:
             raise SoakError(kind, detail)
         self._tally.add(f"KNOWN: {kind}")
 
@@ -181,9 +181,9 @@ class Checks:
 
     def _require_full(self) -> None:
         """Nothing is stored any more: only where a file system is full, which then keeps what it has."""
-        found = os.statvfs(self._place.root)
+        found = os.statvfs(self._context.root)
         needed_bytes = 4 * self._world.num_ranks * (self._plan.options.segment_bytes or 0)
-        if self._place.small_disk is not None and found.f_bavail * found.f_frsize < needed_bytes:
+        if self._context.small_disk is not None and found.f_bavail * found.f_frsize < needed_bytes:
             self._tally.add("times that a small file system stayed full")
             return
         detail = f"after {self._weather} nothing is stored any more: {self._engine.why_not()}"

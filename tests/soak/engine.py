@@ -1,4 +1,4 @@
-"""Both tiers as the connector uses them: what it asks, claims, loads, stores, and how it follows what moves.
+"""Both tiers as the connector uses them: what it asks, holds, loads, stores, and how it follows what moves.
 
 One thread, which is the scheduler's and every rank's worker. Checks each byte that it is given.
 """
@@ -20,7 +20,7 @@ from hybridkv.tiers.stack import (
     Direction,
     Hold,
     MoveOutcome,
-    PathPlace,
+    PathPosition,
     SlowerTier,
     SlowerTierOptions,
     TierMover,
@@ -60,12 +60,12 @@ class Parts(NamedTuple):
     clock: Clock
 
 
-class Chunk(NamedTuple):
+class PromptPart(NamedTuple):
     """One group's part of a prompt."""
 
     key: bytes
     group: Group
-    place: PathPlace
+    on_path: PathPosition
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Waiting:
 class Storing:
     """Chunks that the workers are writing into the fast tier."""
 
-    chunks: list[Chunk]
+    chunks: list[PromptPart]
     steps_left: int
 
 
@@ -135,7 +135,7 @@ class Engine:
             if isinstance(hold, Hold):
                 self.waiting.append(Waiting(owner, prompt, num_chunks, hold))
                 return
-            self._tally.add(f"claims refused, {hold}")
+            self._tally.add(f"holds refused, {hold}")
         self.store(prompt)
 
     def boundary(self, prompt: Prompt) -> int:
@@ -162,7 +162,7 @@ class Engine:
         """Every chunk is in the fast tier, protected."""
         for key in keys_needed(waiting.prompt, waiting.num_chunks, self.groups):
             slot = self.near.pin(key)
-            if slot is None:  # withdrawn under the claim
+            if slot is None:  # withdrawn under the hold
                 continue
             for rank, copies in enumerate(self.copies):
                 destination = bytearray(slot.num_bytes)
@@ -185,8 +185,8 @@ class Engine:
 
     def store(self, prompt: Prompt) -> None:
         """What a request that was computed leaves behind."""
-        begun: list[Chunk] = []
-        present: list[Chunk] = []
+        begun: list[PromptPart] = []
+        present: list[PromptPart] = []
         for chunk in self._chunks(prompt):
             answer = self.near.lookup(chunk.key)
             if answer is LookupResult.HIT:
@@ -194,12 +194,12 @@ class Engine:
             elif answer is LookupResult.MISS and self._begin(chunk.key, chunk.group):
                 begun.append(chunk)
         for chunk in present:
-            self.stack.cascade(chunk.key, chunk.place)
+            self.stack.cascade(chunk.key, chunk.on_path)
         self.stack.touch([chunk.key for chunk in reversed(present)])
         if begun:
             self.storing.append(Storing(begun, self._random.choice([0, 0, 1, 4])))
 
-    def _chunks(self, prompt: Prompt) -> Iterator[Chunk]:
+    def _chunks(self, prompt: Prompt) -> Iterator[PromptPart]:
         """From the beginning on, each with what it needs to be worth anything."""
         full = next((group for group in self.groups if group.kind is Kind.FULL), None)
         for place, prefix in enumerate(prompt):
@@ -211,7 +211,7 @@ class Engine:
                     needs = (key_of(prefix, full),)
                 elif full is not None and place:
                     needs = (key_of(prompt[place - 1], full),)
-                yield Chunk(key_of(prefix, group), group, PathPlace(needs))
+                yield PromptPart(key_of(prefix, group), group, PathPosition(needs))
 
     def _begin(self, key: bytes, group: Group) -> bool:
         slot = self.stack.reserve(key, group.chunk_bytes)
@@ -242,7 +242,7 @@ class Engine:
                 self._load(waiting)
                 self.store(waiting.prompt)
             elif waiting.hold.failure is not None:
-                self._tally.add(f"claims failed, {waiting.hold.failure}")
+                self._tally.add(f"holds failed, {waiting.hold.failure}")
                 self.waiting.remove(waiting)
                 self.stack.release(waiting.owner)
                 self.store(waiting.prompt)
@@ -255,7 +255,7 @@ class Engine:
             if is_failed:
                 self.stack.abort(chunk.key)
             else:
-                self.stack.commit(chunk.key, chunk.place)
+                self.stack.commit(chunk.key, chunk.on_path)
 
     def _move(self) -> None:
         moves = self.stack.take_moves()

@@ -15,7 +15,6 @@ from soak.content import draw_prompt
 from soak.damage import remove_in_the_way
 from soak.engine import LOAD_TIMEOUT_S, Clock, Engine, Parts
 from soak.findings import SoakError
-from soak.place import Place
 from soak.plans import GRANULE_BYTES, End, LifePlan, WorldPlan
 from soak.power import VolatileIO
 from soak.resources import Resources
@@ -25,24 +24,27 @@ from soak.system_calls import SoakIO
 from soak.troubles import Around
 from soak.watching import WatchedIndex, watched_records
 from soak.weather import Weather
+from soak.world_context import WorldContext
 
 
 class Life:
     """See the module. `SoakError` when something is found."""
 
-    def __init__(self, world: WorldPlan, plan: LifePlan, place: Place) -> None:
-        self.world, self.plan, self.place = world, plan, place
+    def __init__(self, world: WorldPlan, plan: LifePlan, context: WorldContext) -> None:
+        self.world, self.plan, self.context = world, plan, context
         self.random = Random(f"life {plan.seed}")
         self.clock = Clock(plan.is_threaded)
         self.io = self._make_io()
-        self.resources = Resources(place.tally)
-        self.stopwatch = Stopwatch(place)
-        around = Around(place.root, self.io, self.clock, place.log, self.random, place.small_disk, plan.is_threaded)
-        self.weather = Weather(world, plan, around, place.tally)
+        self.resources = Resources(context.tally)
+        self.stopwatch = Stopwatch(context)
+        around = Around(
+            context.root, self.io, self.clock, context.log, self.random, context.small_disk, plan.is_threaded
+        )
+        self.weather = Weather(world, plan, around, context.tally)
         self._last_moment = threading.Lock()
 
     def run(self) -> None:
-        with watched_records(self.place.log):
+        with watched_records(self.context.log):
             if not self.open():
                 return
             self.checks.require_what_was_there()
@@ -61,46 +63,46 @@ class Life:
     def _make_io(self) -> SoakIO:
         plan, seed = self.plan, self.plan.seed
         if plan.end is End.POWER:
-            ignores = self.place.sabotage is Sabotage.UNSYNCED
-            return VolatileIO(self.place.base, seed, plan.end_at, self.lose_power, ignores)
+            ignores = self.context.sabotage is Sabotage.UNSYNCED
+            return VolatileIO(self.context.base, seed, plan.end_at, self.lose_power, ignores)
         return SoakIO(seed, plan.end_at if plan.end is End.KILL_IN_CALL else 0)
 
     def lose_power(self) -> None:
         """Leave what a disk would hold, and end at once."""
         assert isinstance(self.io, VolatileIO)
         self._last_moment.acquire()  # whoever comes first is the last
-        self.io.write_image(self.place.image)
+        self.io.write_image(self.context.image)
         os._exit(0)
 
     def open(self) -> bool:
         """False where it may be refused."""
         plan, digest = self.plan, self.world.fingerprint.digest()
-        self.place.log.say(f"opening {plan_sizes(plan.options, self.world.num_ranks).max_records}")
+        self.context.log.say(f"opening {plan_sizes(plan.options, self.world.num_ranks).max_records}")
         try:
             try:
                 far = self._open_index()
             except TierConfigurationError:
-                if plan.is_read_only_at_first or not remove_in_the_way(self.place.root):
+                if plan.is_read_only_at_first or not remove_in_the_way(self.context.root):
                     raise
-                self.place.tally.add("openings refused, something was in the way")
+                self.context.tally.add("openings refused, something was in the way")
                 far = self._open_index()
         except TierConfigurationError as error:
             if not plan.is_read_only_at_first:
                 raise SoakError("refused", str(error)) from error
-            self.place.tally.add("openings refused")
+            self.context.tally.add("openings refused")
             return False
         self.media = [self._medium(digest, rank, plan.is_native) for rank in range(self.world.num_ranks)]
         self.auditors = [self._medium(digest, rank, False) for rank in range(self.world.num_ranks)]
         parts = Parts(self.world.groups, far, self.media, plan.near_bytes, GRANULE_BYTES, self.clock)
-        self.engine = Engine(parts, self.random, self.place.tally, self.place.sabotage.tamper)
+        self.engine = Engine(parts, self.random, self.context.tally, self.context.sabotage.tamper)
         self.resources.note_open(plan.options, self.world.num_ranks)
-        subject = Subject(self.world, plan, self.place, self.engine, self.auditors, self.clock)
+        subject = Subject(self.world, plan, self.context, self.engine, self.auditors, self.clock)
         self.checks = Checks(subject, self.weather, self.stopwatch, self.random)
-        far.tell(self.place.log, self.has_files, self.checks.on_withdrawal)
+        far.tell(self.context.log, self.has_files, self.checks.on_withdrawal)
         return True
 
     def _open_index(self) -> WatchedIndex:
-        plan, root = self.plan, str(self.place.root)
+        plan, root = self.plan, str(self.context.root)
         janitor = ThreadJanitor() if plan.is_threaded else InlineJanitor()
         try:
             with self.stopwatch.timed("open"):
@@ -111,10 +113,10 @@ class Life:
 
     def _medium(self, digest: bytes, rank: int, is_native: bool) -> DiskMedium:
         io = None if is_native else self.io
-        return DiskMedium(str(self.place.root), digest, rank, self.plan.options, io, self.clock, is_native or None)
+        return DiskMedium(str(self.context.root), digest, rank, self.plan.options, io, self.clock, is_native or None)
 
     def has_files(self, segment: int) -> bool:
-        ranks = self.place.root / self.world.fingerprint.digest().hex()
+        ranks = self.context.root / self.world.fingerprint.digest().hex()
         return all((ranks / rank_name(rank) / segment_name(segment)).exists() for rank in range(self.world.num_ranks))
 
     def close(self) -> None:
@@ -158,8 +160,8 @@ class Life:
             self.checks.require_recovery()
         with self.stopwatch.timed("step"):
             self.engine.step()
-        self.place.tally.add("steps")
-        self.place.sabotage.at_step(self.engine, self.place.log)
+        self.context.tally.add("steps")
+        self.context.sabotage.at_step(self.engine, self.context.log)
         self.resources.sample()
         self.clock.skew_s += 0.0 if self.plan.is_threaded else self.random.choice([0.0, 0.01, 0.3])
 
@@ -174,21 +176,21 @@ class Life:
         self.checks.require_visible()
 
     def audit_some(self) -> None:
-        must = list(self.place.log.ledger.must)
+        must = list(self.context.log.ledger.must)
         if must and not self.weather.is_frozen:
             self.checks.audit(self.random.sample(must, min(len(must), 5)))
 
     def withdraw(self) -> None:
-        must = list(self.place.log.ledger.must)
+        must = list(self.context.log.ledger.must)
         if must:
             self.engine.stack.invalidate(self.random.choice(must))
 
     def clear(self) -> None:
         """As a reset of the cache: it is durable when nothing stands against that."""
-        if self.weather.going_on or self.place.log.ledger.is_unsettled:
+        if self.weather.going_on or self.context.log.ledger.is_unsettled:
             return
         with self.stopwatch.timed("clear"):
             self.engine.settle()
             self.engine.stack.clear()
-        self.place.log.say("cleared")
-        self.place.tally.add("clears")
+        self.context.log.say("cleared")
+        self.context.tally.add("clears")

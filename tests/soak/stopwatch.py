@@ -7,21 +7,21 @@ import faulthandler
 import time
 from collections.abc import Iterator
 
-from soak.place import Place
+from soak.world_context import WorldContext
 
 
 class Stopwatch:
     """Of one process."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, context: WorldContext) -> None:
+        self._context = context
         self._armed_s = -1.0
 
     def watch(self) -> None:
         """From now on, a process that stands still for too long is dumped and ended."""
         now_s = time.monotonic()
-        if now_s - self._armed_s > min(1.0, self._place.watchdog_s / 4):
-            faulthandler.dump_traceback_later(self._place.watchdog_s, exit=True, file=self._place.stacks)
+        if now_s - self._armed_s > min(1.0, self._context.watchdog_s / 4):
+            faulthandler.dump_traceback_later(self._context.watchdog_s, exit=True, file=self._context.stacks)
             self._armed_s = now_s
 
     @contextlib.contextmanager
@@ -30,4 +30,4 @@ class Stopwatch:
         self.watch()
         started_s = time.monotonic()
         yield
-        self._place.tally.most(f"longest {name}, ms", int(1000 * (time.monotonic() - started_s)))
+        self._context.tally.most(f"longest {name}, ms", int(1000 * (time.monotonic() - started_s)))

@@ -82,7 +82,7 @@ class WatchedIndex(DiskIndex):
 @contextmanager
 def watched_records(log: Log) -> Iterator[None]:
     """While it lasts, each record that leaves a table, or moves in it, is said to have."""
-    evict, withdraw, move = RecordTable._evicted, RecordTable.withdraw, RecordTable.move
+    evict, withdraw, relocate = RecordTable._evicted, RecordTable.withdraw, RecordTable.relocate
 
     def say_gone(key: bytes) -> None:
         if key in log.ledger.must and not log.is_silent:
@@ -96,11 +96,11 @@ def watched_records(log: Log) -> Iterator[None]:
         say_gone(key)
         return withdraw(table, key)
 
-    def moves(table: RecordTable, record: Record, address: int) -> None:
-        move(table, record, address)
+    def relocates(table: RecordTable, record: Record, address: int) -> None:
+        relocate(table, record, address)
         log.say(f"moved {record.key.hex()} {address >> SEGMENT_BITS}")
 
-    watched = {"_evicted": evicts, "withdraw": withdraws, "move": moves}
+    watched = {"_evicted": evicts, "withdraw": withdraws, "relocate": relocates}
     former = {name: getattr(RecordTable, name) for name in watched}
     for name, method in watched.items():
         setattr(RecordTable, name, method)

@@ -20,11 +20,11 @@ from hybridkv.tiers.disk import Fsync
 from soak.findings import SoakError
 from soak.ledger import Ledger, Log, Script, read_script
 from soak.life import Life
-from soak.place import Place
 from soak.plans import End, LifePlan, Mode, WorldPlan, draw_life, draw_world
 from soak.sabotage import Sabotage
 from soak.small_disk import SmallDisk
 from soak.tally import Tally
+from soak.world_context import WorldContext
 
 FOUND = 3
 """The exit status of a process that found something."""
@@ -180,7 +180,7 @@ class World:
         log = Log(self.ledger, script)
         stacks = (self.directory / "stacks").open("w")
         faulthandler.enable(stacks)
-        place = Place(
+        context = WorldContext(
             self._base,
             log,
             self._around.tally,
@@ -197,7 +197,7 @@ class World:
             while True:
                 log.note(f"life {number}")
                 plan = self._draw(number)
-                Life(self.plan, plan, place).run()
+                Life(self.plan, plan, context).run()
                 if plan.end in (End.KILL, End.KILL_IN_CALL):
                     os.kill(os.getpid(), signal.SIGKILL)
                 memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

@@ -158,7 +158,7 @@ def test_why_there_is_no_ring_is_told() -> None:
 
 FEW_THREADS = """
 import os, resource, sys
-from hybridkv.native import Mover, RecordQueue
+from hybridkv.native import MemoryCopier, RecordQueue
 
 with open("/proc/self/statm") as statm:
     address_space_bytes = int(statm.read().split()[0]) * resource.getpagesize()
@@ -166,7 +166,7 @@ limit = address_space_bytes + int(sys.argv[1]) * (1 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 made = []
 for make in (
-    lambda: Mover(num_threads=256),
+    lambda: MemoryCopier(num_threads=256),
     lambda: RecordQueue(256, 1 << 20, 8, "threads"),
 ):
     try:

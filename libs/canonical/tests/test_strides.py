@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.canonical import LayerLayout, LayoutError, PageRegion, Strides, page_regions
-from hybridkv.canonical.strides import MAX_REGIONS, first_overlap, merge_adjacent
+from hybridkv.canonical.strides import MAX_REGIONS, TokenRange, first_overlap, merge_adjacent, token_regions
 
 
 @st.composite
@@ -132,3 +132,41 @@ def test_merging_keeps_the_bytes_of_a_block_and_their_order(regions: list[PageRe
 def test_states_that_follow_each_other_in_every_block_are_one_region() -> None:
     pages = [PageRegion(0, 300, 100), PageRegion(100, 300, 150), PageRegion(260, 300, 40)]
     assert merge_adjacent(pages) == [PageRegion(0, 300, 250), PageRegion(260, 300, 40)]
+
+
+KERNEL_BLOCKS = MAX_REGIONS + 4
+"""In each of two blocks: kernel blocks of two tokens, each of two heads of three bytes."""
+BLOCK_TOKENS, BLOCK_BYTES = 2 * KERNEL_BLOCKS, 12 * KERNEL_BLOCKS
+BY_TOKENS = Strides(1000, 1, (2 * KERNEL_BLOCKS, 2, 2, 3), (12, 3, 6, 1))
+BY_HEADS = Strides(1000, 1, (2 * KERNEL_BLOCKS, 2, 2, 3), (12, 6, 3, 1))
+SPLIT = LayerLayout("a", BLOCK_BYTES, token_dim=2)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 2), (1, BLOCK_TOKENS), (3, 8), (5, BLOCK_TOKENS - 3)])
+def test_tokens_of_kernel_blocks_that_follow_each_other_are_one_region(start: int, end: int) -> None:
+    [region] = token_regions(SPLIT, BY_TOKENS, 2, TokenRange(start, end, BLOCK_TOKENS))
+    assert region == PageRegion(1000 + 6 * start, BLOCK_BYTES, 6 * (end - start))
+    assert page_regions(SPLIT, BY_TOKENS, 2) == [PageRegion(1000, BLOCK_BYTES, BLOCK_BYTES)]
+
+
+def test_how_many_kernel_blocks_a_block_has_is_no_limit() -> None:
+    """Heads lie within each kernel block: no two of its tokens' runs are neighbours of the next one's."""
+    pages = page_regions(SPLIT, BY_HEADS, 2)
+    assert [page.address - 1000 for page in pages] == [
+        12 * k + 6 * head for head in (0, 1) for k in range(KERNEL_BLOCKS)
+    ]
+    assert {page.page_bytes for page in pages} == {6}
+    some = token_regions(SPLIT, BY_HEADS, 2, TokenRange(1, BLOCK_TOKENS, BLOCK_TOKENS))
+    assert some == [
+        PageRegion(page.address + 3, BLOCK_BYTES, 3) if number % KERNEL_BLOCKS == 0 else page
+        for number, page in enumerate(pages)
+    ]
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 2), (0, 16)])
+def test_too_many_regions_within_a_kernel_block_are_refused_whatever_tokens_are_asked_for(start: int, end: int) -> None:
+    """So who was told at the start that tokens can be told apart is not told otherwise later."""
+    heads = MAX_REGIONS // 8 + 1
+    strides = Strides(0, 1, (4, heads, 8, 1), (16 * heads, 16, 2, 1))
+    with pytest.raises(LayoutError, match="fall apart"):
+        token_regions(LayerLayout("a", 16 * heads, token_dim=2), strides, 2, TokenRange(start, end, 16))

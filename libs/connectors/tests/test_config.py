@@ -54,15 +54,41 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [{"type": "ram"}]}, "tiers[0].capacity", "a value", "nothing", "capacity"),
         ({"tiers": ["ram"]}, "tiers[0]", "an object", "'ram'", '"type": "ram"'),
         ({"tiers": "ram"}, "tiers", "array", "'ram'", "configuration.md"),
-        ({"tiers": [RAM, RAM]}, "tiers", "then slower ones", '"ram", "ram"', "passes through host memory"),
-        ({"tiers": [DISK]}, "tiers", 'one "ram" tier', '"disk"', "passes through host memory"),
-        ({"tiers": [DISK, RAM]}, "tiers", 'one "ram" tier', '"disk", "ram"', "passes through host memory"),
+        ({"tiers": [RAM, RAM]}, "tiers[1].type", "no other tier has", '"ram"', "tiers[0] is one"),
+        ({"tiers": [RAM, DISK, RAM]}, "tiers[2].type", "no other tier has", '"ram"', "tiers[0] is one"),
+        ({"tiers": [RAM, DISK, DISK]}, "tiers[2].type", "no other tier has", '"disk"', "tiers[1] is one"),
+        ({"tiers": [DISK]}, "tiers", 'a "ram" tier first', '"disk"', "passes through host memory"),
+        ({"tiers": [DISK, RAM]}, "tiers", 'a "ram" tier first', '"disk", "ram"', "passes through host memory"),
+        ({"tiers": [RAM, DISK | {"cascade": "some"}]}, "tiers[1].cascade", '"nothing"', "'some'", "configuration.md"),
+        ({"tiers": [RAM | {"cascade": "all"}]}, "tiers[0].cascade", "a known key", "unknown", "known: capacity"),
+        (
+            {"tiers": [RAM, DISK | {"load_timeout_seconds": 31}]},
+            "tiers[1].load_timeout_seconds",
+            "at most the 30 of kv_connector_extra_config.load_timeout_seconds",
+            "31",
+            "leave it out",
+        ),
+        (
+            {"tiers": [RAM, DISK | {"ask_timeout_seconds": 0}]},
+            "tiers[1].ask_timeout_seconds",
+            "above 0",
+            "0",
+            "leave it out",
+        ),
+        (
+            {"tiers": [RAM, DISK | {"load_timeout_seconds": 2, "ask_timeout_seconds": 3}]},
+            "tiers[1].ask_timeout_seconds",
+            "at most the 2 of kv_connector_extra_config.tiers[1].load_timeout_seconds",
+            "3",
+            "leave it out",
+        ),
         ({"tiers": [RAM, DISK | {"path": "x"}]}, "tiers[1].path", "an absolute path", "'x'", "several processes"),
         ({"tiers": [RAM, DISK | {"fsync": "often"}]}, "tiers[1].fsync", '"interval"', "'often'", "configuration.md"),
         ({"tiers": [RAM, DISK | {"direct": "yes"}]}, "tiers[1].direct", '"auto"', "'yes'", "configuration.md"),
         ({"tiers": [RAM, DISK | {"capacity": 0}]}, "tiers[1].capacity", "positive", "0", "512MiB"),
         ({"tiers": [RAM], "load_timeout_seconds": 0}, "load_timeout_seconds", "above 0", "0", "30"),
         ({"tiers": [RAM], "lookup_timeout_seconds": -1}, "lookup_timeout_seconds", "above 0", "-1", "30"),
+        ({"tiers": [RAM], "compute_tokens_per_second": 0}, "compute_tokens_per_second", "above 0", "0", "10000"),
         ({"tiers": [RAM | {"capacity": "-1GiB"}]}, "tiers[0].capacity", "positive", "'-1GiB'", "512MiB"),
         ({"tiers": [RAM | {"capacity": "4GiBs"}]}, "tiers[0].capacity", "a unit among", "'4GiBs'", "512MiB"),
         ({"tiers": [RAM], "chunk_tokens": "big"}, "chunk_tokens", "auto", "'big'", "configuration.md"),
@@ -87,6 +113,22 @@ def test_a_mistake_is_reported_with_path_expected_got_and_hint(
     assert error.path == f"kv_connector_extra_config.{path}"
     assert expected in error.expected and got in str(error.got) and hint in error.hint
     assert all(part in str(error) for part in (error.path, error.expected, str(error.got), error.hint))
+
+
+@pytest.mark.parametrize(
+    ("keys", "load_s", "ask_s"),
+    [
+        ({}, 20.0, 1.0),
+        ({"load_timeout_seconds": 0.5}, 0.5, 0.5),
+        ({"load_timeout_seconds": 5}, 5.0, 1.0),
+        ({"ask_timeout_seconds": 0.25}, 20.0, 0.25),
+        ({"load_timeout_seconds": 5, "ask_timeout_seconds": 5}, 5.0, 5.0),
+    ],
+)
+def test_a_slower_tier_has_deadlines_of_its_own(keys: dict, load_s: float, ask_s: float) -> None:
+    config = decode_config({"tiers": [RAM, DISK | keys], "load_timeout_seconds": 20})
+    [tier] = config.slower.values()
+    assert (config.load_timeout_of(tier), config.ask_timeout_of(tier)) == (load_s, ask_s)
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(10, "10 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")])

@@ -12,14 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.canonical import LayerLayout, TokenRange
+from hybridkv.canonical.strides import MAX_REGIONS
 from hybridkv.canonical.torch_view import canonical_kv_caches, token_pages
+from hybridkv.connectors.vllm.chunk_copies import copy_bytes, copy_of
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks, cut_load_runs, cut_store_runs
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros
-from hybridkv.connectors.vllm.messages import Move
-from hybridkv.connectors.vllm.moves import move_bytes, move_of
+from hybridkv.connectors.vllm.messages import ChunkCopy, Load, StepPlan, Store
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot
+from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CopyRuns, InlineCopyEngine
 
 BLOCKS, HEADS, BLOCK_TOKENS, CONTENT = 12, 2, 24, 3
@@ -75,8 +79,8 @@ def copy(engine: Engine, tier: Tier, runs: CopyRuns) -> None:
     assert [result.failure for result in inline.poll()] == [None]
 
 
-def part_bytes(engine: Engine, move: Move) -> int:
-    return sum(pages.block_bytes * count for pages, _, count in engine.blocks.pieces(move))
+def part_bytes(engine: Engine, chunk_copy: ChunkCopy) -> int:
+    return sum(pages.block_bytes * count for pages, _, count in engine.blocks.pieces(chunk_copy))
 
 
 chunks = st.sampled_from([2, 6, 10, 16, 20, 28, 36, 44, 54])
@@ -95,14 +99,14 @@ def test_a_cut_chunk_is_read_by_an_engine_whose_kernels_see_other_blocks(
     before = taker.cache.clone()
     table, other = data.draw(st.permutations(range(BLOCKS))), data.draw(st.permutations(range(BLOCKS)))
     ids = tuple(table[stored.start : stored.stop])
-    move = move_of(spec, Transfer(0, end_token, 0, ids), b"key", Slot(()))
-    tier = Tier(part_bytes(giver, move))
-    copy(giver, tier, cut_store_runs(move, giver.blocks, tier.extents, tier.zeros))
+    chunk_copy = copy_of(spec, Transfer(0, end_token, 0, ids), b"key", Slot(()))
+    tier = Tier(part_bytes(giver, chunk_copy))
+    copy(giver, tier, cut_store_runs(chunk_copy, giver.blocks, tier.extents, tier.zeros))
     # What the engine holds itself is not loaded: whole blocks, from the chunk's first on.
     held = data.draw(st.integers(0, len(stored) - 1))
     ids = tuple(other[stored.start + held : stored.stop])
-    move = move_of(spec, Transfer(0, end_token, held, ids), b"key", Slot(()))
-    copy(taker, tier, cut_load_runs(move, taker.blocks, tier.extents))
+    chunk_copy = copy_of(spec, Transfer(0, end_token, held, ids), b"key", Slot(()))
+    copy(taker, tier, cut_load_runs(chunk_copy, taker.blocks, tier.extents))
     start = max(span.start, (stored.start + held) * BLOCK_TOKENS)
     for token in range(min(BLOCKS, stored.stop) * BLOCK_TOKENS):
         slot = other[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS
@@ -145,13 +149,20 @@ def test_every_byte_of_a_slot_is_of_a_part_or_zero_and_both_halves_know_how_many
     end_token = chunk * data.draw(st.integers(1, BLOCKS * BLOCK_TOKENS // chunk))
     stored = chunk_blocks(spec, 0, end_token)
     ids = tuple(data.draw(st.permutations(range(BLOCKS)))[: len(stored)])
-    move = move_of(spec, Transfer(0, end_token, 0, ids), b"key", Slot(()))
+    chunk_copy = copy_of(spec, Transfer(0, end_token, 0, ids), b"key", Slot(()))
     expected = stored_plainly(engine, spec, end_token, ids)
-    sizes = (layout.chunk_bytes(0, end_token), move_bytes(layout, move), part_bytes(engine, move))
-    assert sizes == (len(expected),) * 3 and len(expected) <= layout.largest_chunk_bytes(0)
+    sizes = (layout.chunk_bytes(0, end_token), part_bytes(engine, chunk_copy))
+    assert sizes == (len(expected),) * 2 and len(expected) <= layout.largest_chunk_bytes(0)
     tier = Tier(len(expected) + spare_bytes)
-    copy(engine, tier, cut_store_runs(move, engine.blocks, tier.extents, tier.zeros))
+    runs = cut_store_runs(chunk_copy, engine.blocks, tier.extents, tier.zeros)
+    copy(engine, tier, runs)
     assert tier.memory.tobytes() == bytes([77]) * 64 + expected + bytes(spare_bytes)
+    # Stored or loaded, what is counted is what the engine has of it.
+    assert runs.total_bytes - tier.zeros.num_bytes_in(runs) == copy_bytes(layout, chunk_copy)
+    held = data.draw(st.integers(0, len(stored) - 1))
+    for first, count in ((0, len(stored)), (held, len(stored) - held), (0, held + 1)):
+        part = msgspec.structs.replace(chunk_copy, first_block=first, block_ids=ids[first : first + count])
+        assert cut_load_runs(part, engine.blocks, tier.extents).total_bytes == copy_bytes(layout, part)
 
 
 @pytest.mark.parametrize(("first", "ids"), [(0, (1, 2)), (1, (2, 3)), (0, (1,)), (2, (3,))])
@@ -159,10 +170,10 @@ def test_a_cut_chunk_is_not_stored_without_one_of_its_pieces(first: int, ids: tu
     """What it lacks would keep the bytes of whatever was in its slot before."""
     spec = CacheSpec((GroupSpec(GroupKind.FULL, BLOCK_TOKENS, part_tokens=2),), 44)
     engine, tier = Engine("heads first", 24, seed=1), Tier(1024)
-    move = move_of(spec, Transfer(0, 88, first, ids), b"key", Slot(()))
+    chunk_copy = copy_of(spec, Transfer(0, 88, first, ids), b"key", Slot(()))
     with pytest.raises(ValueError, match="a chunk of 3 blocks is stored as a whole"):
-        cut_store_runs(move, engine.blocks, tier.extents, tier.zeros)
-    whole = msgspec.structs.replace(move, first_block=0, block_ids=(1, 2, 3))
+        cut_store_runs(chunk_copy, engine.blocks, tier.extents, tier.zeros)
+    whole = msgspec.structs.replace(chunk_copy, first_block=0, block_ids=(1, 2, 3))
     copy(engine, tier, cut_store_runs(whole, engine.blocks, tier.extents, tier.zeros))
 
 
@@ -172,3 +183,32 @@ def test_a_part_of_a_block_is_as_large_as_its_tokens() -> None:
     assert sum(region.page_bytes for region in pages.regions) == TokenRange(4, 20, 24).share_of(HEADS * 24 * CONTENT)
     # Tokens 4 to 8, 8 to 16 and 16 to 20 of each of two heads.
     assert [region.page_bytes for region in pages.regions] == [12, 24, 12] * 2
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_worker_cuts_blocks_of_thousands_of_kernel_blocks(order: str) -> None:
+    """More than a layer's page may have regions, in pieces larger than those that it looked at when it started."""
+    kernel_blocks, num_blocks = MAX_REGIONS + 4, 3
+    block_tokens = 2 * kernel_blocks
+    shape = (num_blocks * kernel_blocks, HEADS, 2, 1)
+    data = np.random.default_rng(1).integers(-99, 99, [shape[dim] for dim in ORDERS[order]], dtype=np.int8)
+    cache = torch.from_numpy(data).permute(*np.argsort(ORDERS[order]).tolist())
+    spec = CacheSpec((GroupSpec(GroupKind.FULL, block_tokens, part_tokens=2),), block_tokens - 2)
+    layer = LayerLayout("layer 0", HEADS * block_tokens)
+    layout = CacheLayout(spec, ((layer,),), (), 2, "sha256", 1)
+    engine = InlineCopyEngine()
+    worker = OffloadWorker(layout, RamArena(1 << 20), CopyPaths(engine, engine, 30.0, lambda: 0.0), Recorder())
+    worker.register({"layer 0": cache}, num_blocks)
+    before, chunk_bytes = cache.clone(), layout.chunk_bytes(0, 2 * spec.chunk_tokens)
+    chunk_copy = copy_of(spec, Transfer(0, 2 * spec.chunk_tokens, 0, (1, 2)), b"key", Slot(((0, chunk_bytes),)))
+    worker.start_stores(StepPlan(stores=(Store(1, (chunk_copy,)),)))
+    worker.results()
+    stored = worker.outcome()
+    assert stored is not None and stored.stores[1].failure is None
+    # The last kernel block of its first block, and all but two of the other's.
+    cache[2 * kernel_blocks - 1 : 3 * kernel_blocks - 2] = 0
+    assert not torch.equal(cache, before)
+    worker.start_loads(StepPlan(loads=(Load("r", (chunk_copy,)),)))
+    assert worker.results().failed == set()
+    assert torch.equal(cache, before)
+    worker.close()

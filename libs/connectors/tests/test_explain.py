@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hybridkv.connectors.vllm.explain import Admission, Explanation, Reason, explain, log, logger
-from hybridkv.connectors.vllm.requests import RequestState
+from hybridkv.connectors.vllm.requests import TrackedRequest
 from hybridkv.metrics import CATALOGUE, Label
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, Loss, Miss
 from hybridkv.planner.stages import COMPUTE, Offer, Past, Unsearched
@@ -21,11 +21,11 @@ NUM_TOKENS = 100
 END = 96
 
 
-def request(offered_tokens: int = 0, computed_tokens: int = 0, **past: Any) -> RequestState:
-    state = RequestState(SimpleNamespace(request_id="a", num_tokens=NUM_TOKENS), None, None)  # type: ignore[arg-type]
-    state.stage, state.computed_tokens = Unsearched(Past(**past)), computed_tokens
-    state.told = Offer(offered_tokens) if offered_tokens else COMPUTE
-    return state
+def request(offered_tokens: int = 0, computed_tokens: int = 0, **past: Any) -> TrackedRequest:
+    tracked = TrackedRequest(SimpleNamespace(request_id="a", num_tokens=NUM_TOKENS), None, None)  # type: ignore[arg-type]
+    tracked.stage, tracked.computed_tokens = Unsearched(Past(**past)), computed_tokens
+    tracked.told = Offer(offered_tokens) if offered_tokens else COMPUTE
+    return tracked
 
 
 def explained(
@@ -96,7 +96,7 @@ def test_every_reason_has_its_series_and_every_series_its_reason() -> None:
         for label in CATALOGUE.named("vllm:hybridkv_lookups_total").labels
         if isinstance(label, Label) and label.name == "reason"
     )
-    assert set(declared) == {str(reason) for reason in Reason} | {"being_stored"}
+    assert set(declared) == {str(reason) for reason in Reason} | {"being_stored", "asked"}
 
 
 def test_a_record_is_one_line_of_json_and_silent_above_debug(

@@ -10,7 +10,7 @@ from test_lookups import FULL, HASHES, STATE, make_layout
 
 from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
 from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.connectors.vllm.requests import RequestState
+from hybridkv.connectors.vllm.requests import TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.metrics import Counts
 from hybridkv.planner import LoadAdmission
@@ -59,12 +59,12 @@ class Bench:
         `steps`: the engine tells of its steps; else it does nothing but ask.
         """
         request = SimpleNamespace(request_id=name, num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=self.hashes)
-        state = RequestState(cast(Any, request), None, RequestKeys(self.layout.spec, self.layout.keys))
+        tracked = TrackedRequest(cast(Any, request), None, RequestKeys(self.layout.spec, self.layout.keys))
         began_s = self.now_s
         reading: list[tuple[float, TierMove]] = []
         while True:
             assert self.now_s - began_s < 20 * LOAD_TIMEOUT_S, "the request waits for ever"
-            offered = self.planner.matched_tokens(state, 0)
+            offered = self.planner.matched_tokens(tracked, 0)
             if offered is not None:
                 self.planner.on_gone(name)
                 return offered, self.now_s - began_s
@@ -77,6 +77,31 @@ class Bench:
                 reading.remove(due)
                 bad = reason is not None and due[1].key in self.states
                 self.stack.on_move(due[1].move_id, MoveOutcome(1, Failure(reason) if bad and reason else None))
+
+
+@pytest.mark.parametrize("has_late", [True, False])
+def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_late: bool) -> None:
+    bench = Bench()
+    # As over a store elsewhere, which says how long its chunks are; here each says 1 byte.
+    bench.stack.has_late = has_late
+    request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
+    tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
+    assert bench.planner.matched_tokens(tracked, 0) is None
+    for move in bench.stack.take_moves():
+        bench.stack.on_move(move.move_id, MoveOutcome(1, None))
+    offered = bench.planner.matched_tokens(tracked, 0)
+    assert offered == CHUNKS * CHUNK_TOKENS
+    blocks = [
+        [SimpleNamespace(is_null=number < first, block_id=number + 1) for number in range(length)]
+        for first, length in ((0, CHUNKS * 2), (CHUNKS - 1, CHUNKS))
+    ]
+    load = bench.planner.on_allocated(tracked, cast(Any, SimpleNamespace(blocks=blocks)), offered)
+    assert load is not None and bool(load.copies) is not has_late
+    is_there = bench.stack.leading([bench.key(0, end) for end in range(CHUNK_TOKENS, offered + 1, CHUNK_TOKENS)])
+    assert is_there == (0 if has_late else CHUNKS)
+    bench.planner.on_ended("a", tracked, failed=has_late)
+    bench.near.clear()
+    assert bench.near.used_bytes == 0, "nothing stays pinned"
 
 
 @pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.MISSING, FailureReason.IO])
@@ -130,15 +155,15 @@ def test_only_a_request_that_was_looked_up_is_counted_as_one(is_asked: bool) -> 
     """The engine asks nothing where a request goes on from what it holds itself after a load that failed."""
     bench = Bench()
     request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
-    state = RequestState(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
+    tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
     for _ in range(MAX_FAILED_LOADS):
-        state.stage = allocated(state.stage, CHUNK_TOKENS)
-        state.load_ended(failed=True, is_explained=True)
+        tracked.stage = allocated(tracked.stage, CHUNK_TOKENS)
+        tracked.load_ended(failed=True, is_explained=True)
     if is_asked:
-        assert bench.planner.matched_tokens(state, 0) == 0
+        assert bench.planner.matched_tokens(tracked, 0) == 0
     blocks = cast(Any, SimpleNamespace(blocks=()))
     for _ in range(2):
-        assert bench.planner.on_allocated(state, blocks, 0) is None
+        assert bench.planner.on_allocated(tracked, blocks, 0) is None
     stats = bench.recorder.take()
     totals = {} if stats is None else Counts.from_dict(stats.data).totals()
     assert totals.get("vllm:hybridkv_lookups_total", 0) == int(is_asked), totals

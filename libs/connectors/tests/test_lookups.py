@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
+from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup, Unasked
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, Miss, Pending, longest_hit
 from hybridkv.tiers import Slot
@@ -299,3 +299,34 @@ def test_no_key_is_kept_twice_and_stretches_have_no_gaps() -> None:
     assert keys.kept(0) == (20, 50)
     keys.between(0, 0, 2)
     assert keys.kept(0) == (0, 2)
+
+
+class Named:
+    """Tiers whose every answer is written down: held, being stored, only asked for, or not there."""
+
+    def __init__(self, answers: str) -> None:
+        self.answers = {b"%d" % place: answer for place, answer in enumerate(answers)}
+
+    def lookup(self, key: bytes) -> LookupResult:
+        return {"h": LookupResult.HIT, "-": LookupResult.MISS}.get(self.answers[key], LookupResult.PENDING)
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        return next((i for i, key in enumerate(keys) if self.lookup(key) is LookupResult.MISS), len(keys))
+
+    def last_held(self, keys: Sequence[bytes]) -> int | None:
+        return max((i for i, key in enumerate(keys) if self.lookup(key) is not LookupResult.MISS), default=None)
+
+    def any_pending(self, keys: Sequence[bytes]) -> bool:
+        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+
+    def is_only_asked(self, key: bytes) -> bool:
+        return self.answers[key] == "a"
+
+
+@given(st.text("hsa-", max_size=8))
+def test_what_was_only_asked_for_counts_as_not_there_and_nothing_else_does(answers: str) -> None:
+    asked, plain = Unasked(Named(answers)), Named(answers.replace("a", "-"))
+    keys = list(plain.answers)
+    assert [asked.lookup(key) for key in keys] == [plain.lookup(key) for key in keys]
+    assert (asked.leading(keys), asked.last_held(keys)) == (plain.leading(keys), plain.last_held(keys))
+    assert asked.any_pending(keys) == plain.any_pending(keys)

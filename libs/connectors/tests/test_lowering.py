@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from hybridkv.canonical import GroupPages, PageRegion
 from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.messages import Move
+from hybridkv.connectors.vllm.messages import ChunkCopy
 from hybridkv.tiers import Slot
 from hybridkv.transfer import InlineCopyEngine
 
@@ -32,13 +32,13 @@ class Memory:
     def stored(self, extents: list[tuple[int, int]]) -> bytes:
         return b"".join(self.tier[offset : offset + size].tobytes() for offset, size in extents)
 
-    def copy(self, move: Move, extents: list[tuple[int, int]], to_engine: bool) -> None:
+    def copy(self, copy: ChunkCopy, extents: list[tuple[int, int]], to_engine: bool) -> None:
         base = self.tier.ctypes.data
         slot = [(base + offset, size) for offset, size in extents]
         if to_engine:
-            runs = load_runs(move, self.pages, slot)
+            runs = load_runs(copy, self.pages, slot)
         else:
-            runs = store_runs(move, self.pages, slot, Zeros(ZEROS.ctypes.data, ZEROS.nbytes))
+            runs = store_runs(copy, self.pages, slot, Zeros(ZEROS.ctypes.data, ZEROS.nbytes))
         engine = InlineCopyEngine()
         engine.register(self.engine.ctypes.data, self.engine.nbytes, "engine")
         engine.register(ZEROS.ctypes.data, ZEROS.nbytes, "zeros")
@@ -79,7 +79,7 @@ def test_every_byte_of_a_slot_is_written_and_is_the_chunk_or_zero(
     extents = data.draw(cut(total))
     blocks = data.draw(st.permutations(range(BLOCKS)))[:stored]
     outside = memory.tier.copy()
-    memory.copy(Move(0, b"key", Slot(tuple(extents)), 0, stored, tuple(blocks)), extents, to_engine=False)
+    memory.copy(ChunkCopy(0, b"key", Slot(tuple(extents)), 0, stored, tuple(blocks)), extents, to_engine=False)
     assert memory.stored(extents) == chunk_of(memory, blocks) + bytes(spare_bytes)
     for offset, size in extents:
         outside[offset : offset + size] = memory.tier[offset : offset + size]
@@ -95,12 +95,12 @@ def test_a_chunk_comes_back_into_other_blocks_as_it_left(
     sources = data.draw(st.permutations(range(BLOCKS)))[:stored]
     before = [[memory.page(r, b).copy() for b in sources] for r in range(len(sizes))]
     slot = Slot(tuple(extents))
-    memory.copy(Move(0, b"key", slot, 0, stored, tuple(sources)), extents, to_engine=False)
+    memory.copy(ChunkCopy(0, b"key", slot, 0, stored, tuple(sources)), extents, to_engine=False)
 
     first = data.draw(st.integers(0, stored - 1))
     targets = data.draw(st.permutations(range(BLOCKS)))[: stored - first]
     untouched = memory.engine.copy()
-    memory.copy(Move(0, b"key", slot, first, stored, tuple(targets)), extents, to_engine=True)
+    memory.copy(ChunkCopy(0, b"key", slot, first, stored, tuple(targets)), extents, to_engine=True)
     for region in range(len(sizes)):
         for i, block in enumerate(targets):
             assert (memory.page(region, block) == before[region][first + i]).all()
@@ -113,7 +113,9 @@ def test_the_runs_of_a_store_are_in_the_order_of_the_slot() -> None:
     """So that a checksum can be taken on the way."""
     memory = Memory([10, 20], 400)
     zeros = Zeros(ZEROS.ctypes.data, ZEROS.nbytes)
-    runs = store_runs(Move(0, b"key", Slot(((0, 120),)), 0, 2, (3, 1)), memory.pages, [(1000, 50), (5000, 70)], zeros)
+    runs = store_runs(
+        ChunkCopy(0, b"key", Slot(((0, 120),)), 0, 2, (3, 1)), memory.pages, [(1000, 50), (5000, 70)], zeros
+    )
     places = [
         place for _, destination, num_bytes in runs.triples() for place in range(destination, destination + num_bytes)
     ]
@@ -123,30 +125,30 @@ def test_the_runs_of_a_store_are_in_the_order_of_the_slot() -> None:
 def test_pages_of_whole_words_are_stored_without_a_run_of_zeros() -> None:
     memory = Memory([32, 48], 400)
     zeros = Zeros(ZEROS.ctypes.data, ZEROS.nbytes)
-    move = Move(0, b"key", Slot(((0, 160),)), 0, 2, (3, 1))
-    runs = store_runs(move, memory.pages, [(1000, 160)], zeros)
+    copy = ChunkCopy(0, b"key", Slot(((0, 160),)), 0, 2, (3, 1))
+    runs = store_runs(copy, memory.pages, [(1000, 160)], zeros)
     assert runs.num_bytes.tolist() == [32, 48, 32, 48]
-    assert runs.triples() == load_runs(move, memory.pages, [(1000, 160)]).reversed().triples()
+    assert runs.triples() == load_runs(copy, memory.pages, [(1000, 160)]).reversed().triples()
 
 
 @pytest.mark.parametrize(("first", "blocks"), [(1, (1, 2)), (0, (1, 2)), (2, (1,))])
 def test_a_chunk_that_is_not_stored_as_a_whole_is_refused(first: int, blocks: tuple[int, ...]) -> None:
     memory = Memory([16], 100)
-    move = Move(0, b"key", Slot(((0, 48),)), first, 3, blocks)
+    copy = ChunkCopy(0, b"key", Slot(((0, 48),)), first, 3, blocks)
     with pytest.raises(ValueError, match="a chunk of 3 blocks is stored as a whole"):
-        memory.copy(move, [(0, 48)], to_engine=False)
-    memory.copy(move, [(0, 48)], to_engine=True)
+        memory.copy(copy, [(0, 48)], to_engine=False)
+    memory.copy(copy, [(0, 48)], to_engine=True)
 
 
 @pytest.mark.parametrize("to_engine", [False, True])
 def test_a_slot_that_is_too_small_is_refused(to_engine: bool) -> None:
     memory = Memory([10, 20], 200)
     with pytest.raises(ValueError, match="a chunk of 144 bytes does not fit a slot of 143"):
-        memory.copy(Move(0, b"key", Slot(((0, 143),)), 0, 3, (1, 2, 3)), [(0, 143)], to_engine)
+        memory.copy(ChunkCopy(0, b"key", Slot(((0, 143),)), 0, 3, (1, 2, 3)), [(0, 143)], to_engine)
 
 
 @pytest.mark.parametrize("to_engine", [False, True])
 def test_a_block_outside_of_the_pool_is_refused(to_engine: bool) -> None:
     memory = Memory([10], 100)
     with pytest.raises(ValueError, match="block ids"):
-        memory.copy(Move(0, b"key", Slot(((0, 16),)), 0, 1, (BLOCKS,)), [(0, 16)], to_engine)
+        memory.copy(ChunkCopy(0, b"key", Slot(((0, 16),)), 0, 1, (BLOCKS,)), [(0, 16)], to_engine)

@@ -1,15 +1,27 @@
+import dataclasses
 import pickle
 
-from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
+import pytest
+
+from hybridkv.connectors.vllm.messages import ChunkCopy, Load, LoadFailure, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.tiers import Slot
 
-MOVE = Move(3, b"k" * 32, Slot(((0, 64), (128, 64))), 1, 4, (7, 8, 9))
+COPY = ChunkCopy(3, b"k" * 32, Slot(((0, 64), (128, 64))), 1, 4, (7, 8, 9))
 FAILURE = LoadFailure("checksum", "bytes differ", b"k")
 
 
 def test_a_plan_survives_the_way_to_another_process() -> None:
-    plan = StepPlan([Load("request", (MOVE,)), Load("other", (), "refused")], [Store(1, (MOVE, MOVE))])
+    plan = StepPlan((Load("request", (COPY,)), Load("other", (), "refused")), (Store(1, (COPY, COPY)),), (), b"n")
     assert pickle.loads(pickle.dumps(plan)) == plan
+    assert plan != StepPlan(plan.loads, plan.stores)
+
+
+@pytest.mark.parametrize("name", ["loads", "stores", "moves", "namespace"])
+def test_nobody_changes_a_plan_that_others_have(name: str) -> None:
+    plan = StepPlan()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(plan, name, getattr(plan, name))
+    assert hash(plan) == hash(StepPlan()), "and no list is within it"
 
 
 def test_outcomes_of_ranks_add_up_and_lose_no_failure() -> None:

@@ -23,10 +23,10 @@ from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.identity.files import Signature
 from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.messages import StoreOutcome
-from hybridkv.connectors.vllm.requests import Requests, RequestState
+from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.stores import _StoreJob as StoreJob
+from hybridkv.connectors.vllm.stores import _StoreInFlight as StoreInFlight
 from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Hit, LoadAdmission
 from hybridkv.planner.stages import NEW, Compute, Holding, Searched, Stage
@@ -52,7 +52,7 @@ def new_request(has_hashes: bool = True) -> Request:
     return Request("r", [1] * 20, SamplingParams(max_tokens=9), None, block_hasher=hasher)
 
 
-def track(request: Request, reuses_hashes: bool) -> RequestState:
+def track(request: Request, reuses_hashes: bool) -> TrackedRequest:
     made = make_layout((FULL,))
     own: Any = SimpleNamespace(spec=made.spec, reuses_hashes=reuses_hashes)
     return Requests(own, made.keys, Adapters(made.keys, 0)).track(request)
@@ -71,13 +71,13 @@ def test_our_own_hashes_are_those_of_the_present_tokens(
     changes: list[tuple[int, list[int], bool]], has_hashes: bool
 ) -> None:
     request = new_request(has_hashes)
-    state = track(request, reuses_hashes=False)
+    tracked = track(request, reuses_hashes=False)
     keys = make_layout((FULL,)).keys
     for kept, new, is_seen in [*changes, (60, [], True)]:
         change(request, kept, new)
         if is_seen:
             fresh = keys.token_hashes(lambda start, end: extra_hash_bytes(request, start, end))
-            assert state.prefix_hashes() == fresh.upto(list(request.all_token_ids))
+            assert tracked.prefix_hashes() == fresh.upto(list(request.all_token_ids))
 
 
 def test_tokens_that_the_engine_has_hashed_alike_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +90,9 @@ def test_tokens_that_the_engine_has_hashed_alike_are_not_compared(monkeypatch: p
 
     monkeypatch.setattr(TokenHashes, "upto", upto)
     request = new_request()
-    state = track(request, reuses_hashes=False)
+    tracked = track(request, reuses_hashes=False)
     for _ in range(3):
-        state.prefix_hashes()
+        tracked.prefix_hashes()
         request.append_output_token_ids([5] * BLOCK)
     assert told == [0, 20, 24]
 
@@ -104,14 +104,14 @@ def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
     reuses_hashes: bool, kept: int, is_lost: bool, stage: Stage
 ) -> None:
     request = new_request()
-    state = track(request, reuses_hashes)
-    state.follow()
-    state.stage, state.told = stage, Compute()
-    state.stored_tokens, state.seen = 16, (2, 2)
+    tracked = track(request, reuses_hashes)
+    tracked.follow()
+    tracked.stage, tracked.told = stage, Compute()
+    tracked.stored_tokens, tracked.seen = 16, (2, 2)
     change(request, kept, [0] * (20 - kept))
     assert request.num_tokens == 20
-    state.follow()
-    forgotten = (state.stage, state.told, state.stored_tokens, state.seen)
+    tracked.follow()
+    forgotten = (tracked.stage, tracked.told, tracked.stored_tokens, tracked.seen)
     assert (forgotten == (NEW, None, 0, (0, 0))) is is_lost
 
 
@@ -129,8 +129,8 @@ def new_scheduler(duties: Duties = BOTH) -> OffloadScheduler:
     )
 
 
-def first_key(state: RequestState) -> bytes:
-    return state.keys().key(0, 2 * BLOCK)
+def first_key(tracked: TrackedRequest) -> bytes:
+    return tracked.keys().key(0, 2 * BLOCK)
 
 
 def test_after_a_reset_an_engine_shares_with_itself_alone() -> None:
@@ -168,15 +168,15 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_oath_is_looked_at_again_while_the_request_waits(tmp_path: Path) -> None:
     scheduler, request = new_scheduler(), lora_request(tmp_path / "a")
     adapters, requests = scheduler._identity.adapters, scheduler._requests
-    state = requests.track(request)
+    tracked = requests.track(request)
     assert adapters.settle(SOON_S)
-    assert requests.identify(state)
-    kept = state.kept_keys
-    assert requests.identify(state) and state.kept_keys is kept
-    state.stage = Holding(FOUND)
+    assert requests.identify(tracked)
+    kept = tracked.kept_keys
+    assert requests.identify(tracked) and tracked.kept_keys is kept
+    tracked.stage = Holding(FOUND)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"retrain")
-    assert not requests.identify(state)
-    assert (state.kept_keys, state.stage) == (None, NEW)
+    assert not requests.identify(tracked)
+    assert (tracked.kept_keys, tracked.stage) == (None, NEW)
 
 
 @pytest.mark.usefixtures("_patient")
@@ -194,12 +194,12 @@ def test_a_request_that_loads_in_place_is_alone_among_its_like(
 ) -> None:
     scheduler = new_scheduler()
     requests, adapters = scheduler._requests, scheduler._identity.adapters
-    state = requests.track(lora_request(tmp_path / "a", in_place=True))
+    tracked = requests.track(lora_request(tmp_path / "a", in_place=True))
     assert adapters.settle(SOON_S)
-    assert requests.identify(state)
+    assert requests.identify(tracked)
     path = tmp_path / other.pop("path")
     requests.track(lora_request(path, "other", **other))
-    assert requests.identify(state) is is_alone
+    assert requests.identify(tracked) is is_alone
 
 
 @pytest.mark.usefixtures("_patient")
@@ -209,11 +209,11 @@ def test_an_adapter_is_known_of_a_request_that_nobody_asked_about(
 ) -> None:
     """An engine that only stores is not asked what it can load; of one that has begun it is too late."""
     scheduler, request = new_scheduler(Duties(loads=False)), lora_request(tmp_path / "a")
-    state = scheduler.track(request)
+    tracked = scheduler.track(request)
     assert scheduler._identity.adapters.settle(SOON_S)
     request.num_computed_tokens = computed_tokens
     scheduler.on_allocated(request, SimpleNamespace(blocks=()), 0)  # type: ignore[arg-type]
-    assert (state.kept_keys is not None) is is_known
+    assert (tracked.kept_keys is not None) is is_known
 
 
 @pytest.mark.usefixtures("_patient")
@@ -221,7 +221,7 @@ def test_stores_that_end_together_cost_one_look(tmp_path: Path, monkeypatch: pyt
     scheduler, num_looks, look = new_scheduler(), [], module.signature
     requests, adapters = scheduler._requests, scheduler._identity.adapters
     states = [requests.track(lora_request(tmp_path / "a", name)) for name in "abc"]
-    assert adapters.settle(SOON_S) and all(requests.identify(state) for state in states)
+    assert adapters.settle(SOON_S) and all(requests.identify(tracked) for tracked in states)
 
     def counting(path: str) -> Signature:
         num_looks.append(path)
@@ -229,6 +229,6 @@ def test_stores_that_end_together_cost_one_look(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(module, "signature", counting)
     for expected in (1, 2):
-        scheduler._stores._stores = {i: StoreJob(states[i].path, [], [], 0, 1, states[i].sworn) for i in range(3)}
+        scheduler._stores._stores = {i: StoreInFlight(states[i].path, [], [], 0, 1, states[i].sworn) for i in range(3)}
         scheduler._stores.on_ended({i: StoreOutcome(1) for i in range(3)})
         assert len(num_looks) == expected

@@ -25,7 +25,7 @@ Quant = enum.Enum(
     "Quant", ["FP8_PER_TENSOR", "INT4_PER_TOKEN_HEAD", "NVFP4", "ULTRAQUANT_4BIT", "OCTAVE_K3V4", "CUSTOM"]
 )
 Role = enum.Enum("Role", ["SPARSE", "INDEXER", "ANOTHER"])
-States = enum.Enum("States", ["MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN", "CUSTOM", "PLUGIN"])
+MambaTypes = enum.Enum("MambaTypes", ["MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN", "CUSTOM", "PLUGIN"])
 
 REFUSED_CLASSES = {
     "KVCacheSpec",
@@ -80,7 +80,7 @@ FIT_AND_UNFIT: dict[tuple[str, str], tuple[list[object], list[object]]] = {
     ("MambaSpec", "shapes"): ([((4, 8),)], []),
     ("MambaSpec", "dtypes"): ([(torch.float32,)], []),
     ("MambaSpec", "page_size_padded"): ([4096], []),
-    ("MambaSpec", "mamba_type"): (list(States)[:5], list(States)[5:]),
+    ("MambaSpec", "mamba_type"): (list(MambaTypes)[:5], list(MambaTypes)[5:]),
     ("MambaSpec", "mamba_cache_mode"): (["align"], ["all", "none", "newer"]),
     ("MambaSpec", "num_speculative_blocks"): ([2], []),
     ("MambaSpec", "num_prefill_checkpoint_blocks"): ([1], []),

@@ -15,7 +15,7 @@ import pytest
 from hybridkv.canonical import GroupPages, LayerLayout
 from hybridkv.canonical.torch_view import canonical_kv_caches
 from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.messages import Move
+from hybridkv.connectors.vllm.messages import ChunkCopy
 from hybridkv.tiers import Slot
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import fragment_table
@@ -64,8 +64,8 @@ def runs_of(pages: GroupPages, block_ids: Sequence[int], to_engine: bool) -> Cop
     parts = []
     for number, first in enumerate(range(0, len(block_ids), CHUNK_BLOCKS)):
         slot = Slot(((number * SLOT_STRIDE_BYTES, slot_bytes),))
-        move = Move(0, b"key", slot, 0, CHUNK_BLOCKS, tuple(block_ids[first : first + CHUNK_BLOCKS]))
-        runs = load_runs(move, pages, slot.extents) if to_engine else store_runs(move, pages, slot.extents, zeros)
+        copy = ChunkCopy(0, b"key", slot, 0, CHUNK_BLOCKS, tuple(block_ids[first : first + CHUNK_BLOCKS]))
+        runs = load_runs(copy, pages, slot.extents) if to_engine else store_runs(copy, pages, slot.extents, zeros)
         parts.append(runs.coalesce())
     return CopyRuns.concatenate(parts).coalesce()
 
@@ -103,7 +103,7 @@ def test_a_prompt_takes_as_many_runs_as_its_layout_leaves(
 
 
 def test_every_run_begins_at_whole_words_on_both_sides() -> None:
-    """So that a GPU moves words of 16 bytes, whichever order the engine has."""
+    """So that a GPU copies words of 16 bytes, whichever order the engine has."""
     for order in KVCacheLayout.__members__:
         pages = group_pages(order)
         base = min(region.address for region in pages.regions)

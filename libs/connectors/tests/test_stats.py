@@ -14,6 +14,7 @@ from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, InlineJanitor
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, SlowerTier, TierStack
+from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
 
 
 def explanation(result: str, reason: Reason, num_tokens: int = 0, offered_tokens: int = 0, **more: Any) -> Explanation:
@@ -42,6 +43,7 @@ def used_stack() -> TierStack:
 def everything() -> Recorder:
     recorder = Recorder()
     recorder.pending()
+    recorder.pending(is_asked=True)
     recorder.lookup(explanation("hit", Reason.COMPLETE, num_tokens=40, offered_tokens=32, source="ram"))
     recorder.lookup(explanation("hit", Reason.PREFIX_ENDS, junction="resumed"))
     recorder.lookup(
@@ -79,6 +81,7 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_lookups_total{engine="0",reason="complete",result="hit"} 1.0',
         'vllm:hybridkv_lookups_total{engine="0",reason="group_limits",result="miss"} 1.0',
         'vllm:hybridkv_lookups_total{engine="0",reason="being_stored",result="pending"} 1.0',
+        'vllm:hybridkv_lookups_total{engine="0",reason="asked",result="pending"} 1.0',
         'vllm:hybridkv_lookup_tokens_total{engine="0",source="ram"} 32.0',
         'vllm:hybridkv_lookup_tokens_total{engine="0",source="compute"} 8.0',
         'vllm:hybridkv_limited_lookups_total{engine="0",limiting_kind="recurrent"} 1.0',
@@ -144,6 +147,28 @@ def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: P
         'vllm:hybridkv_quarantined_total{engine="0",reason="io"} 1.0',
     ):
         assert line in exposed(stats)
+
+
+def test_what_a_tier_was_asked_for_is_counted_by_tier_and_answer() -> None:
+    now_s = 0.0
+    worlds = {name: RemoteStore(1, lambda: now_s, answer_s) for name, answer_s in (("peer", 0.5), ("object", 5.0))}
+    worlds["peer"].lie(b"a", 16)
+    below = [SlowerTier(name, RemoteIndex(world, 1 << 20)) for name, world in worlds.items()]
+    stack = TierStack(RamIndex(4096, 4096), below, 1, lambda: now_s)
+    stack.ask([b"a", b"b"])
+    now_s = 2.0
+    recorder = Recorder()
+    recorder.tiers(stack, 1)
+    stats = recorder.take()
+    stack.close()
+    assert stats is not None
+    text = exposed(stats)
+    for line in (
+        'vllm:hybridkv_asked_total{engine="0",outcome="held",tier="peer"} 1.0',
+        'vllm:hybridkv_asked_total{engine="0",outcome="missing",tier="peer"} 1.0',
+        'vllm:hybridkv_asked_total{engine="0",outcome="late",tier="peer"} 0.0',
+    ):
+        assert line in text, text
 
 
 def test_stats_of_two_steps_add_up_and_are_not_changed_by_it() -> None:

@@ -19,15 +19,15 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.messages import StoreOutcome
-from hybridkv.connectors.vllm.requests import RequestState
+from hybridkv.connectors.vllm.requests import TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.stored_path import StoredChunk, add
+from hybridkv.connectors.vllm.stored_path import StoredPart, add
 from hybridkv.connectors.vllm.stores import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Refusal, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPlace, SlowerTier, SlowerTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PathPosition, SlowerTier, SlowerTierOptions, TierMover, TierStack
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -77,7 +77,7 @@ class Engine:
         self.planner.bind_block_pool(cast(Any, Pool()))
         self._pool = bytes(range(256)) * 1024
         self._tickets = itertools.count(1)
-        self.states: dict[str, RequestState] = {}
+        self.states: dict[str, TrackedRequest] = {}
 
     def __enter__(self) -> Engine:
         return self
@@ -91,29 +91,29 @@ class Engine:
 
     def compute(self, name: str, num_chunks: int) -> None:
         """So many more chunks of a request, in one step, whose store ends at once."""
-        state = self.states.get(name) or self._begin(name)
-        request = cast(Any, state.request)
+        tracked = self.states.get(name) or self._begin(name)
+        request = cast(Any, tracked.request)
         first = request.num_computed_tokens // CHUNK_TOKENS
         ends = range((first + 1) * CHUNK_TOKENS, (first + num_chunks) * CHUNK_TOKENS + 1, CHUNK_TOKENS)
         blocks = list(range(1, 2 * (first + num_chunks) + 1))
         states = [State(1, end // CHUNK_TOKENS, end) for end in ends]
-        store = self.planner.plan(state, num_chunks * CHUNK_TOKENS, states, lambda _: (blocks, []))
+        store = self.planner.plan(tracked, num_chunks * CHUNK_TOKENS, states, lambda _: (blocks, []))
         request.num_computed_tokens = ends[-1]
         assert store is not None
-        for move in store.moves:
+        for copy in store.copies:
             start = next(self._tickets) % 256
-            data = memoryview(self._pool)[start : start + move.slot.num_bytes]
-            self._copies.store(Ticket(start), move.key, move.slot, [data])
+            data = memoryview(self._pool)[start : start + copy.slot.num_bytes]
+            self._copies.store(Ticket(start), copy.key, copy.slot, [data])
             assert self._copies.poll()[0].failure is None
-        self.planner.on_ended({store.job_id: StoreOutcome(1)})
+        self.planner.on_ended({store.store_id: StoreOutcome(1)})
 
-    def _begin(self, name: str) -> RequestState:
+    def _begin(self, name: str) -> TrackedRequest:
         """A name is of a conversation, and may say its turn behind a `#`."""
         hashes = chain(2 * 1024, name.partition("#")[0].encode())
         request = SimpleNamespace(
             request_id=name, num_tokens=1024 * CHUNK_TOKENS, num_computed_tokens=0, block_hashes=hashes
         )
-        self.states[name] = RequestState(cast(Any, request), None, RequestKeys(self.spec, self._keys))
+        self.states[name] = TrackedRequest(cast(Any, request), None, RequestKeys(self.spec, self._keys))
         return self.states[name]
 
     def settle(self) -> None:
@@ -269,14 +269,14 @@ def test_what_follows_a_path_of_long_ago_goes_down_only_where_that_is_whole(
     with Engine(tmp_path / "store", 16 * MIB) as engine:
         engine.compute("r", 2)
         engine.settle()
-        state = engine.states["r"]
-        keys = [state.keys().key(0, CHUNK_TOKENS * number) for number in (1, 2, 3)]
+        tracked = engine.states["r"]
+        keys = [tracked.keys().key(0, CHUNK_TOKENS * number) for number in (1, 2, 3)]
         if not is_whole:
             engine.far.invalidate(keys[0])
             engine.near.invalidate(keys[0])
-        met = [StoredChunk((0, 2 * CHUNK_TOKENS), keys[1], PathPlace((keys[0],)), False)] if is_met_again else []
+        met = [StoredPart((0, 2 * CHUNK_TOKENS), keys[1], PathPosition((keys[0],)), False)] if is_met_again else []
         assert not isinstance(engine.stack.reserve(keys[2], 128 * KIB), Refusal)
         engine.planner._used_bytes = add(engine.planner._used_bytes, (engine.far.capacity_bytes,))
-        new = StoredChunk((0, 3 * CHUNK_TOKENS), keys[2], PathPlace((keys[1],)), True)
-        engine.planner._settle(state.path, [*met, new])
+        new = StoredPart((0, 3 * CHUNK_TOKENS), keys[2], PathPosition((keys[1],)), True)
+        engine.planner._settle(tracked.path, [*met, new])
         assert [move.key for move in engine.stack.take_moves()] == ([keys[2]] if is_whole else [])

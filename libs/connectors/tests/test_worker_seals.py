@@ -14,7 +14,7 @@ import xxhash
 
 from hybridkv.canonical import GroupPages, PageRegion
 from hybridkv.connectors.vllm import devices
-from hybridkv.connectors.vllm.messages import Load, Move, StepPlan, Store
+from hybridkv.connectors.vllm.messages import ChunkCopy, Load, StepPlan, Store
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
@@ -39,7 +39,8 @@ class Rig:
         self.arena = RamArena(128 * 1024)
         engine = InlineCopyEngine(copier=lambda: copier)
         paths = CopyPaths(engine, engine, 30.0, lambda: 0.0)
-        self.worker = OffloadWorker(cast(Any, None), self.arena, paths, Recorder())
+        self.recorder = Recorder()
+        self.worker = OffloadWorker(cast(Any, None), self.arena, paths, self.recorder)
         base = self.memory.ctypes.data
         regions = [PageRegion(base + i * BLOCKS * STRIDE, STRIDE, num_bytes) for i, num_bytes in enumerate(PAGES)]
         self.worker._pages = {0: GroupPages([[region] for region in regions], BLOCKS)}
@@ -49,32 +50,32 @@ class Rig:
         engine.register(self.worker._zero_memory.data_ptr(), self.worker._zero_memory.nbytes, "zeros")
         engine.register(self.arena.base_address, self.arena.capacity_bytes, "arena")
 
-    def store(self, *slots: Slot) -> list[Move]:
+    def store(self, *slots: Slot) -> list[ChunkCopy]:
         blocks = np.random.default_rng(4).permutation(BLOCKS).tolist()
-        moves = [
-            Move(0, f"key {number}".encode(), slot, 0, 4, tuple(blocks[4 * number : 4 * number + 4]))
+        copies = [
+            ChunkCopy(0, f"key {number}".encode(), slot, 0, 4, tuple(blocks[4 * number : 4 * number + 4]))
             for number, slot in enumerate(slots)
         ]
-        self.worker.start_stores(StepPlan(stores=(Store(1, tuple(moves)),)))
+        self.worker.start_stores(StepPlan(stores=(Store(1, tuple(copies)),)))
         self.worker.results()
         outcome = self.worker.outcome()
         assert outcome is not None
         assert outcome.stores[1].failure is None
-        return moves
+        return copies
 
-    def load(self, move: Move) -> str | None:
+    def load(self, copy: ChunkCopy) -> str | None:
         """The reason why it failed."""
-        self.worker.start_loads(StepPlan(loads=(Load("r", (move,)),)))
+        self.worker.start_loads(StepPlan(loads=(Load("r", (copy,)),)))
         failed = "r" in self.worker.results().failed
         outcome = self.worker.outcome()
         return outcome.load_failures["r"][0].reason if failed and outcome is not None else None
 
-    def content(self, move: Move) -> bytes:
+    def content(self, copy: ChunkCopy) -> bytes:
         """What the slot must hold, read from the blocks: block after block, zeros behind each page and the chunk."""
         layers = self.memory.reshape(len(PAGES), BLOCKS, STRIDE)
-        pages = [layers[i, block, :num_bytes] for block in move.block_ids for i, num_bytes in enumerate(PAGES)]
+        pages = [layers[i, block, :num_bytes] for block in copy.block_ids for i, num_bytes in enumerate(PAGES)]
         content = b"".join(page.tobytes() + bytes(-len(page) % 16) for page in pages)
-        return content.ljust(move.slot.num_bytes, b"\0")
+        return content.ljust(copy.slot.num_bytes, b"\0")
 
 
 def native() -> Copier:
@@ -89,28 +90,39 @@ def rig(request: pytest.FixtureRequest) -> Rig:
 
 
 def test_a_store_is_sealed_with_the_checksum_of_its_content(rig: Rig) -> None:
-    for move in rig.store(*SLOTS):
-        assert rig.arena.sealed_checksum(move.key, move.slot) == xxhash.xxh3_128_digest(rig.content(move))
-        assert b"".join(rig.arena.views(move.slot)) == rig.content(move)
-        assert rig.load(move) is None
+    for copy in rig.store(*SLOTS):
+        assert rig.arena.sealed_checksum(copy.key, copy.slot) == xxhash.xxh3_128_digest(rig.content(copy))
+        assert b"".join(rig.arena.views(copy.slot)) == rig.content(copy)
+        assert rig.load(copy) is None
 
 
 @pytest.mark.parametrize("spare_bytes", [1, 100, 70_000])
 def test_what_a_chunk_leaves_of_its_slot_is_zero_and_sealed_so(rig: Rig, spare_bytes: int) -> None:
     """The arena held other bytes, which a disk tier would have been given with the slot."""
     larger = Slot(((20_480, CHUNK_BYTES + spare_bytes),))
-    [move] = rig.store(larger)
-    assert rig.arena.views(larger)[0] == rig.content(move)
-    assert rig.arena.sealed_checksum(move.key, larger) == xxhash.xxh3_128_digest(rig.content(move))
-    assert rig.load(move) is None
+    [copy] = rig.store(larger)
+    assert rig.arena.views(larger)[0] == rig.content(copy)
+    assert rig.arena.sealed_checksum(copy.key, larger) == xxhash.xxh3_128_digest(rig.content(copy))
+    assert rig.load(copy) is None
+
+
+def test_the_same_chunk_counts_the_same_stored_and_loaded(rig: Rig) -> None:
+    """Its pages: neither the zeros behind them nor those behind the chunk."""
+    [copy] = rig.store(Slot(((20_480, CHUNK_BYTES + 100),)))
+    assert rig.load(copy) is None
+    stats = rig.recorder.take()
+    assert stats is not None
+    counted = {name: sum(total for _, total in buckets) for name, _, buckets in stats.data["histograms"]}
+    sizes = [counted[f"vllm:hybridkv_{job}_size_bytes"] for job in ("store", "load")]
+    assert sizes == [4 * sum(PAGES)] * 2
 
 
 def test_a_flipped_bit_of_the_padding_is_found_by_the_load(rig: Rig) -> None:
-    [move] = rig.store(SLOTS[0])
-    view = rig.arena.views(move.slot)[0]
+    [copy] = rig.store(SLOTS[0])
+    view = rig.arena.views(copy.slot)[0]
     assert view[3007] == 0, "the zeros behind the first page"
     view[3007] ^= 1
-    assert rig.load(move) == str(FailureReason.CHECKSUM)
+    assert rig.load(copy) == str(FailureReason.CHECKSUM)
 
 
 def test_a_flipped_bit_is_found_by_the_load(rig: Rig) -> None:
@@ -143,8 +155,8 @@ def damaging(copy: Copier) -> Copier:
 
 def test_damage_between_the_copy_and_the_seal_is_found_where_sums_are_taken_on_the_way() -> None:
     rig = Rig(damaging(native()))
-    [move] = rig.store(SLOTS[0])
-    assert rig.load(move) == str(FailureReason.CHECKSUM)
+    [copy] = rig.store(SLOTS[0])
+    assert rig.load(copy) == str(FailureReason.CHECKSUM)
 
 
 def test_a_sum_of_other_bytes_is_a_failed_load() -> None:
@@ -153,5 +165,5 @@ def test_a_sum_of_other_bytes_is_a_failed_load() -> None:
         return None if record_ends is None else [bytes(16)] * len(record_ends)
 
     rig = Rig(wrong)
-    [move] = rig.store(SLOTS[0])
-    assert rig.load(move) == str(FailureReason.CHECKSUM)
+    [copy] = rig.store(SLOTS[0])
+    assert rig.load(copy) == str(FailureReason.CHECKSUM)

@@ -99,6 +99,14 @@ def test_panels_have_different_ids_and_lie_beside_each_other() -> None:
         covered |= cells
 
 
+@pytest.mark.parametrize("metric", [m for m in CATALOGUE.metrics if "tier" in m.label_names], ids=lambda m: m.name)
+def test_tiers_are_told_apart_in_every_panel(metric: Metric) -> None:
+    curves = [curve for panel in shown(CATALOGUE) for curve in panel.queries if metric.name in metrics_of(curve[0])]
+    assert curves
+    for query, legend in curves:
+        assert "{{tier}}" in legend and "tier" in Renderer(CATALOGUE, "1m").render(query), legend
+
+
 def small() -> Catalogue:
     stage = Label("stage", ("in", "out"))
     return Catalogue(

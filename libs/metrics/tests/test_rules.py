@@ -11,7 +11,7 @@ from repository import generated
 
 from hybridkv.metrics import CATALOGUE, MetricsError
 from hybridkv.metrics.alerts import ALERTS, Alert
-from hybridkv.metrics.promql import Rate
+from hybridkv.metrics.promql import Rate, metrics_of
 from hybridkv.metrics.reference import render
 from hybridkv.metrics.rules import expression, render_rules, render_tests
 
@@ -49,6 +49,14 @@ def test_the_series_that_prove_an_alert_are_declared(alert: Alert) -> None:
         assert set(re.findall(r'(\w+)="', labels)) == set(metric.label_names), series
         for label in metric.series_labels or ():
             assert re.findall(rf'{label.name}="(\w+)"', labels)[0] in label.values, series
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_an_alert_about_tiers_says_which(alert: Alert) -> None:
+    labels = {label for name in metrics_of(alert.query) for label in CATALOGUE.named(name).label_names}
+    if "tier" in labels:
+        assert re.search(r"by \(model_name, engine, tier\)", expression(alert, CATALOGUE)), alert.name
+        assert "{{ $labels.tier }}" in alert.summary
 
 
 def test_an_alert_on_what_is_not_declared_is_refused() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hybridkv.planner import Hit, Miss, Pending, Room, life
 from hybridkv.planner.stages import (
+    Ask,
     AskAgain,
     Bounds,
     Bring,
@@ -37,6 +38,11 @@ class World:
     far: set[int] = field(default_factory=set)
     arriving: set[int] = field(default_factory=set)
     """Being stored: not readable yet."""
+    elsewhere: set[int] = field(default_factory=set)
+    """What a tier that answers late has not said yet, neither that it is there nor that it is not."""
+    asked: set[int] = field(default_factory=set)
+    """What it was asked about, by anybody."""
+    ask_s: float = 0.0
     fitting_tokens: int = 1 << 20
     """What the fast tier can take at once."""
     is_busy: bool = False
@@ -46,14 +52,23 @@ class World:
     room: Room | None = None
     counts: list[str] = field(default_factory=list)
 
-    def search(self, computed: int, limit: int, near_only: bool, is_last: bool) -> Hit | Pending | Miss:
-        """The longest boundary within the limit, whose last token is always computed."""
+    def search(
+        self, computed: int, limit: int, near_only: bool, is_last: bool, unasked: bool = False
+    ) -> Hit | Pending | Miss:
+        """The longest boundary within the limit, whose last token is always computed. `unasked`: nothing counts of
+        which a tier only was asked."""
         readable = self.near if near_only else self.near | self.far
-        arriving = set() if near_only or is_last else self.arriving - readable
+        coming = self.arriving if unasked else self.arriving | self.asked
+        arriving = set() if near_only or is_last else coming - readable
         best = max((each for each in readable | arriving if computed < each < limit), default=None)
         if best is None:
             return Miss(0, "nothing")
         return Pending(best) if best in arriving else Hit(best)
+
+    def ask(self) -> None:
+        """Of a tier that answers late, whatever it may have."""
+        self.asked |= self.elsewhere
+        self.generation += 1
 
     def acquire(self, boundary: int, computed: int) -> Brought:
         """The tiers hold all up to a boundary, or say why not."""
@@ -81,7 +96,7 @@ def ask(stage: Stage, world: World, bounds: Bounds, num_tokens: int, computed: i
 
 def facts_of(world: World, num_tokens: int, computed: int) -> Facts:
     """What is so now."""
-    return Facts(num_tokens, computed, world.generation, world.now_s, True, world.hold, world.room)
+    return Facts(num_tokens, computed, world.generation, world.now_s, True, world.hold, world.room, world.ask_s)
 
 
 def run(
@@ -92,7 +107,12 @@ def run(
         if errand.is_last:
             world.counts.append("stores were waited for in vain")
         answer = world.search(facts.computed_tokens, errand.limit_tokens, errand.near_only, errand.is_last)
-        stage, step = life.searched(stage, facts, bounds, errand, answer)
+        settled = world.search(facts.computed_tokens, errand.limit_tokens, errand.near_only, errand.is_last, True)
+        stage, step = life.searched(stage, facts, bounds, errand, answer, settled)
+    elif isinstance(errand, Ask):
+        world.ask()
+        facts = facts_of(world, facts.num_tokens, facts.computed_tokens)
+        stage, step = life.asked(stage, facts, bounds, errand)
     elif isinstance(errand, Bring):
         if errand.boundary in world.near:
             outcome = Brought.NEAR

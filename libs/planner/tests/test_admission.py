@@ -76,7 +76,6 @@ class Ledger(RuleBasedStateMachine):
                 POOL_BLOCKS,
                 7,
             )
-            assert self.admission.held_by_others(name) == others
 
 
 class Engine(RuleBasedStateMachine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ def facts(now_s: float = 0.0, num_tokens: int = 10_000, ask_s: float = ASK_S) ->
 
 
 def searched(
-    stage: Stage, now: Facts, answer: Hit | Pending | Miss, settled: int | None = None
+    stage: Stage, now: Facts, answer: Hit | Pending | Miss, settled: Hit | Pending | Miss | None = None
 ) -> tuple[Stage, object]:
     stage, errand = life.resume(stage, now, BOUNDS)
     assert isinstance(errand, Search)
@@ -31,7 +32,8 @@ def asked(possible: int, settled: int | None, num_tokens: int = 10_000) -> tuple
     assert isinstance(errand, Ask)
     stage, again = life.asked(stage, facts(num_tokens=num_tokens), BOUNDS, errand)
     assert isinstance(again, Search)
-    return life.searched(stage, facts(num_tokens=num_tokens), BOUNDS, again, Pending(possible), settled)
+    found = MISS if settled is None else Hit(settled)
+    return life.searched(stage, facts(num_tokens=num_tokens), BOUNDS, again, Pending(possible), found)
 
 
 def test_a_short_prompt_that_nobody_has_seen_asks_nobody() -> None:
@@ -46,6 +48,29 @@ def test_a_long_prompt_asks_once() -> None:
     assert isinstance(step, Compute)
     _, step = searched(stage, facts(3.0), MISS)
     assert isinstance(step, Compute), "it asked before"
+
+
+@pytest.mark.parametrize("boundary", [None, 8000])
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_request_that_is_searched_anew_after_it_had_blocks_asks_anew(boundary: int | None, failed: bool) -> None:
+    """It ran, or loaded, and much later was preempted, or its load failed."""
+    stage, _ = asked(8000, None)
+    stage, step = searched(stage, facts(2.5), MISS)
+    assert isinstance(step, Compute)
+    stage = life.allocated(stage, boundary)
+    stage = life.load_ended(stage, failed=failed, is_explained=True)
+    stage, step = searched(life.start_over(stage), facts(1000.0), MISS)
+    assert isinstance(step, Ask) and isinstance(stage, Searched)
+    assert (stage.past.asked_until_s, stage.past.tier_since_s) == (1000.0 + ASK_S, 1000.0), "its wait begins anew too"
+
+
+def test_a_request_that_finds_no_blocks_asks_no_second_time() -> None:
+    stage, _ = asked(8000, None)
+    stage, step = searched(stage, facts(2.5), MISS)
+    assert isinstance(step, Compute)
+    for now_s in (10.0, 1000.0):
+        stage, step = searched(stage, facts(now_s), MISS)
+        assert isinstance(step, Compute)
 
 
 def test_a_long_hit_leaves_too_little_to_ask_for() -> None:
@@ -68,8 +93,8 @@ def test_what_is_settled_is_taken_when_too_little_more_is_possible() -> None:
 def test_the_last_moments_of_a_wait_are_worth_less_than_its_beginning() -> None:
     stage, step = asked(8000, 5000)
     assert isinstance(step, AskAgain)
-    stage, step = searched(stage, facts(1.5), Pending(5400), 5000)
-    assert step == Bring(5000, 1.5, True, 0)
+    stage, step = searched(stage, facts(1.5), Pending(5400), Hit(5000))
+    assert step == Bring(5000, 0.0, True, 0), "the tiers are waited for since they were asked"
 
 
 def test_after_the_deadline_what_is_pending_is_being_stored_and_waited_for_as_ever() -> None:
@@ -77,6 +102,35 @@ def test_after_the_deadline_what_is_pending_is_being_stored_and_waited_for_as_ev
     stage, step = searched(stage, facts(2.0), Pending(8000))
     assert isinstance(step, AskAgain)
     assert isinstance(stage, Searched) and stage.past.stores_since_s == 2.0
+
+
+def test_what_others_asked_is_not_waited_for() -> None:
+    stage, step = searched(NEW, facts(num_tokens=1500), Pending(1400), MISS)
+    assert isinstance(step, Compute), "a short prompt, part of which a long one has asked for"
+    stage, _ = asked(8000, None)
+    stage, step = searched(stage, facts(2.0), Pending(8000), MISS)
+    assert isinstance(step, Compute), "somebody asked again when this request's time was over"
+
+
+def test_what_is_being_stored_is_waited_for_while_others_ask() -> None:
+    stage, _ = asked(8000, None)
+    stage, step = searched(stage, facts(0.1), Pending(1500), None)
+    assert isinstance(step, AskAgain), "the tiers have answered; a store is about to end"
+    stage, step = searched(NEW, facts(num_tokens=1500), Pending(1400), Pending(1200))
+    assert isinstance(step, AskAgain) and isinstance(stage, Searched) and stage.answer == Pending(1200)
+
+
+def test_a_chunk_that_others_asked_for_is_asked_for_too() -> None:
+    _, step = searched(NEW, facts(), Pending(9000), MISS)
+    assert isinstance(step, Ask), "what is pending only because it was asked for is not known"
+    _, step = searched(NEW, facts(), Pending(9000), None)
+    assert isinstance(step, AskAgain), "what is being stored is"
+
+
+def test_asking_and_loading_have_one_deadline() -> None:
+    stage, _ = asked(8000, None)
+    stage, step = searched(stage, facts(1.9), Hit(8000))
+    assert step == Bring(8000, 0.0, True, 0)
 
 
 @given(
@@ -92,6 +146,7 @@ def test_no_answer_is_waited_for_beyond_its_deadline(num_tokens: int, polls: lis
         now_s += seconds
         pending = now_s < ASK_S
         answer = Pending(max(possible, settled, 1)) if pending else Hit(settled) if settled else MISS
-        stage, step = searched(stage, facts(now_s, num_tokens), answer, settled)
+        found = Hit(settled) if settled else MISS
+        stage, step = searched(stage, facts(now_s, num_tokens), answer, found if pending else None)
     assert not isinstance(step, AskAgain) or now_s < ASK_S
     assert not isinstance(step, Offer), "a hit is brought near first"

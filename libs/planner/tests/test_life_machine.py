@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from life_world import World, ask
 
-from hybridkv.planner import Miss, Pending, Room, RoomBounds, life
+from hybridkv.planner import Hit, Miss, Pending, Room, RoomBounds, life
 from hybridkv.planner.stages import NEW, AskAgain, Bounds, Brought, Compute, GivenUp, HoldState, Loading, Offer, Stage
 
 NUM_TOKENS = 101
 BOUNDARIES = range(8, 100, 8)
 LOOKUP_S, LOAD_S, GATE_S, GATE_POLLS = 10.0, 30.0, 60.0, 5
+TOKENS_PER_S = 10.0
 boundaries = st.sets(st.sampled_from(list(BOUNDARIES)), max_size=5)
 blocks = st.integers(0, 20)
 
@@ -39,6 +40,9 @@ class Twin:
         self.held: tuple[int, int] | None = None
         self.hopeless: set[tuple[int, int, int]] = set()
         """Questions for which stores were waited for in vain."""
+        self.asked_until: float | None = None
+        self.resigned: tuple[int, int, int] | None = None
+        """The question for which answers were not worth waiting any more."""
 
     def ask(self, world: World, computed: int, loads_end: bool) -> int | None:
         room = world.room
@@ -113,7 +117,22 @@ class Twin:
         if self.room_limit is not None and not self.near_only:
             limit = min(limit, self.room_limit)
         asked = (world.generation, limit, computed)
-        found = world.search(computed, limit, self.near_only, asked in self.hopeless)
+        is_hopeless = asked in self.hopeless
+        found = world.search(computed, limit, self.near_only, is_hopeless, True)
+        may_ask = world.ask_s and self.asked_until is None and not self.near_only
+        if may_ask and limit - resumes_at(found, computed) > world.ask_s * TOKENS_PER_S:
+            self.asked_until = world.now_s + world.ask_s
+            if self.tier_since is None:
+                self.tier_since = world.now_s
+            world.ask()
+            return self.longest(world, computed)
+        possible = world.search(computed, limit, self.near_only, is_hopeless)
+        if possible != found and self.resigned != asked:
+            left_s = 0.0 if self.asked_until is None else self.asked_until - world.now_s
+            more = resumes_at(possible, computed) - resumes_at(found, computed)
+            if left_s > 0 and more > left_s * TOKENS_PER_S:
+                return None
+            self.resigned = asked
         if isinstance(found, Pending):
             if self.stores_since is None:
                 self.stores_since = world.now_s
@@ -121,17 +140,23 @@ class Twin:
                 return None
             world.counts.append("stores were waited for in vain")
             self.hopeless.add(asked)
-            found = world.search(computed, limit, self.near_only, True)
+            return self.longest(world, computed)
         return computed if isinstance(found, Miss) else found.num_tokens
 
     def go_without(self, world: World) -> None:
         world.counts.append("the slow tier was waited for in vain")
         self.near_only = True
         self.hopeless.clear()
+        self.resigned = None
 
     def start_over(self) -> None:
         self.polls, self.gate_since, self.held = 0, None, None
         self.hopeless.clear()
+        self.resigned = None
+
+
+def resumes_at(found: Hit | Pending | Miss, computed: int) -> int:
+    return computed if isinstance(found, Miss) else found.num_tokens
 
 
 class Life(RuleBasedStateMachine):
@@ -144,7 +169,7 @@ class Life(RuleBasedStateMachine):
         self.world, self.other_world = World(), World()
         self.stage: Stage = NEW
         self.twin = Twin()
-        self.bounds = Bounds(LOOKUP_S, LOAD_S, RoomBounds(GATE_POLLS, GATE_S, self.loads_end))
+        self.bounds = Bounds(LOOKUP_S, LOAD_S, RoomBounds(GATE_POLLS, GATE_S, self.loads_end), TOKENS_PER_S)
         self.offered: tuple[int, int] | None = None
         """(boundary, tokens) that the engine may give blocks for now."""
 
@@ -157,6 +182,12 @@ class Life(RuleBasedStateMachine):
     @rule(near=boundaries, far=boundaries, arriving=boundaries)
     def store_and_evict(self, near: set[int], far: set[int], arriving: set[int]) -> None:
         self.change(near=near, far=far, arriving=arriving, generation=self.world.generation + 1)
+
+    @rule(elsewhere=boundaries, asked=boundaries, ask_s=st.sampled_from([0.0, 1.0, 4.0]))
+    def be_elsewhere(self, elsewhere: set[int], asked: set[int], ask_s: float) -> None:
+        """Others ask too, and tiers answer."""
+        generation = self.world.generation + 1
+        self.change(elsewhere=elsewhere, asked=asked, ask_s=ask_s, generation=generation)
 
     @rule(later_s=st.sampled_from([0.0, 0.5, 9.0, 25.0, 61.0]))
     def pass_time(self, later_s: float) -> None:
@@ -194,6 +225,7 @@ class Life(RuleBasedStateMachine):
         self.stage = life.allocated(self.stage, self.offered[0] if is_taken else None)
         self.world.hold = self.other_world.hold = None
         self.twin.hopeless.clear()
+        self.twin.resigned = self.twin.asked_until = None
         self.offered = None
 
     @precondition(lambda self: isinstance(self.stage, Loading))
@@ -217,6 +249,7 @@ class Life(RuleBasedStateMachine):
         self.stage, self.offered = life.forget_search(self.stage), None
         self.twin.held = None
         self.twin.hopeless.clear()
+        self.twin.resigned = None
 
     @invariant()
     def the_same_was_done_to_both_worlds(self) -> None:

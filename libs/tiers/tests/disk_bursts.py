@@ -12,7 +12,15 @@ from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult,
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Janitor
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, MoveResult, PathPlace, SlowerTier, SlowerTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import (
+    MoveOutcome,
+    MoveResult,
+    PathPosition,
+    SlowerTier,
+    SlowerTierOptions,
+    TierMover,
+    TierStack,
+)
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 CHUNK_TOKENS = 64
@@ -82,7 +90,7 @@ class Burst:
             assert self._copies.poll()[0].failure is None
             path_bytes = self._path_bytes[name] = self._path_bytes.get(name, 0) + self.stack.costs(size)[0]
             needs = before or [self.key(name, need) for need in needed_before(HYBRID, *part)]
-            assert self.stack.commit(key, PathPlace(tuple(needs), (path_bytes,)))
+            assert self.stack.commit(key, PathPosition(tuple(needs), (path_bytes,)))
             before = []
         self._paths.setdefault(name, []).extend(parts)
         self._touch(name)

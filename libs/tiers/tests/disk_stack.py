@@ -66,13 +66,13 @@ class Tiers:
             self.medium._cache.forget(number)
         self.medium._cache.close_unused()
 
-    def claim(self, keys: Sequence[Key]) -> Hold:
+    def hold(self, keys: Sequence[Key]) -> Hold:
         hold = self.stack.acquire("request", keys)
         assert isinstance(hold, Hold)
         return hold
 
     def serves(self, key: Key) -> bool:
-        """Whether a claim on a chunk is fulfilled. It is given up afterwards."""
+        """Whether a hold of a chunk becomes ready. It is given up afterwards."""
         hold = self.stack.acquire("request", [key])
         self.move()
         is_ready = isinstance(hold, Hold) and hold.is_ready

@@ -29,7 +29,7 @@ from hybridkv.tiers.disk import (
     Janitor,
     ThreadJanitor,
 )
-from hybridkv.tiers.disk.upkeep import jobs
+from hybridkv.tiers.disk.upkeep import chores
 
 NUM_RANKS = 2
 NUM_KEYS = 24
@@ -50,7 +50,7 @@ KEYS = [b"key %d" % number for number in range(NUM_KEYS)]
 HELD_KEYS = [b"held %d" % number for number in range(4)]
 """Committed only many steps after they were stored."""
 JANITOR_NAME = "hybridkv-disk-janitor"
-JOBS = ("Create", "Drop", "Copy", "Seal", "WriteEpoch", "Append", "Rewrite", "Save", "Log")
+CHORES = ("Create", "Drop", "Copy", "Seal", "WriteEpoch", "Append", "Rewrite", "Save", "Log")
 
 
 class KillingIO(FileIO):
@@ -123,7 +123,7 @@ def running_job() -> str:
     frame = sys._getframe()
     while frame is not None:
         name = type(frame.f_locals.get("self")).__name__
-        if name in JOBS and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(jobs.__file__):
+        if name in CHORES and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(chores.__file__):
             return name
         frame = frame.f_back  # type: ignore[assignment]
     return "medium" if threading.current_thread() is not threading.main_thread() else "index"
@@ -278,10 +278,10 @@ def _be_the_writer(path: Path, seed: int, kill_at: int, on_janitor: bool, option
     def tell(words: str) -> None:
         os.write(writing, f"{words}\n".encode())
 
-    def last_words(job: str) -> None:
+    def last_words(chore: str) -> None:
         for key in writers[0].gone() if writers else []:
             tell(f"evicted {key.hex()}")
-        tell(f"killed {job}")
+        tell(f"killed {chore}")
 
     try:
         io = KillingIO(kill_at, on_janitor, last_words)

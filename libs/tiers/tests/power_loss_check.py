@@ -26,7 +26,7 @@ import msgspec
 import power_loss_writer
 import pytest
 from power_loss import Disk, Moods, read_log
-from power_loss_writer import NUM_RANKS, Job
+from power_loss_writer import NUM_RANKS, WriterOrders
 
 from hybridkv.tiers import Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, Fsync
@@ -57,23 +57,23 @@ class Run:
     """A writer's run, that power is lost in afterwards, anywhere and as often as wanted.
 
     Args:
-        job: for the writer.
+        orders: for the writer.
         watch: the library that is preloaded into it.
     """
 
-    def __init__(self, job: Job, watch: Path) -> None:
-        self.job = job
-        top = Path(job.path).parent
+    def __init__(self, orders: WriterOrders, watch: Path) -> None:
+        self.orders = orders
+        top = Path(orders.path).parent
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
             "LD_PRELOAD": str(watch),
         }
-        program = [sys.executable, power_loss_writer.__file__, msgspec.json.encode(job).decode()]
+        program = [sys.executable, power_loss_writer.__file__, msgspec.json.encode(orders).decode()]
         ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
         assert not ended.returncode, ended.stderr[-4000:]
-        self.log = read_log(Path(job.log))
+        self.log = read_log(Path(orders.log))
         # The directories of a new store are synced, but with `none`.
-        self.disk = Disk(self.log, top.stat().st_ino, keeps_made_directories=job.fsync is Fsync.NONE)
+        self.disk = Disk(self.log, top.stat().st_ino, keeps_made_directories=orders.fsync is Fsync.NONE)
         self.certain_at = {
             time: self._certain_at(time, *words[2:]) for time, words in self.log.said if words[:2] == ("done", "put")
         }
@@ -83,7 +83,7 @@ class Run:
     def _certain_at(self, time: int, key_hex: str, version: int, address: int) -> int | None:
         size = record_bytes(len(disk_writer.payload(bytes.fromhex(key_hex), version, 0)))
         cache = disk_store.fingerprint(**RANKS).digest().hex()
-        name = Path(self.job.path).name
+        name = Path(self.orders.path).name
         latest = time
         for rank in range(NUM_RANKS):
             path = (name, cache, rank_name(rank), segment_name(number_of(address)))
@@ -116,9 +116,9 @@ class Run:
         """What is left then is made at `path`, opened, and looked at."""
         self.disk.write_out(time, mood, random.Random(seed), path)
         try:
-            self._check(path / Path(self.job.path).name, self.expectations(time), is_native=bool(seed % 2))
+            self._check(path / Path(self.orders.path).name, self.expectations(time), is_native=bool(seed % 2))
         except AssertionError as error:
-            error.add_note(f"{self.job}, power lost at {time} of {self.log.end}, mood {mood}, seed {seed}")
+            error.add_note(f"{self.orders}, power lost at {time} of {self.log.end}, mood {mood}, seed {seed}")
             raise
         finally:
             shutil.rmtree(path, ignore_errors=True)
@@ -151,19 +151,19 @@ class Run:
             found[key].must = version if self._must_be_there(told_at, time) else 0
         elif kind == "withdrawal" or verb == "evicted":
             found[key].give_up()
-            if verb == "done" and self.job.fsync is not Fsync.NONE:
+            if verb == "done" and self.orders.fsync is not Fsync.NONE:
                 found[key].may.clear()
 
     def _must_be_there(self, told_at: int, time: int) -> bool:
-        if self.job.fsync is Fsync.INTERVAL:
+        if self.orders.fsync is Fsync.INTERVAL:
             certain_at = self.certain_at[told_at]
             return certain_at is not None and certain_at <= time
-        return self.job.fsync is Fsync.ALWAYS
+        return self.orders.fsync is Fsync.ALWAYS
 
     def _check(self, path: Path, expectations: dict[bytes, Expected], is_native: bool) -> None:
         index, evicted = self._reopened(path)
         media = [
-            DiskMedium(str(path), index.namespace, rank, self.job.options, is_native=is_native)
+            DiskMedium(str(path), index.namespace, rank, self.orders.options, is_native=is_native)
             for rank in range(NUM_RANKS)
         ]
         try:
@@ -190,8 +190,8 @@ class Run:
         path.mkdir(mode=0o700, exist_ok=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RecordTable, "_evicted", watch)
-            index = disk_store.make_index(path, self.job.options, **RANKS)
-        assert not (evicted and self.job.is_roomy), "there is room for all"
+            index = disk_store.make_index(path, self.orders.options, **RANKS)
+        assert not (evicted and self.orders.is_roomy), "there is room for all"
         return index, evicted
 
     def _loaded(self, index: DiskIndex, media: Sequence[DiskMedium], key: bytes, allowed: set[int]) -> set[int]:
@@ -205,7 +205,7 @@ class Run:
             medium.load(Ticket(1), key, slot, [destination])
             [completion] = disk_store.finish(medium)
             if completion.failure is not None:
-                assert self.job.fsync is not Fsync.ALWAYS, f"{key!r} is offered and cannot be loaded: {completion}"
+                assert self.orders.fsync is not Fsync.ALWAYS, f"{key!r} is offered and cannot be loaded: {completion}"
                 self.found["could not be loaded"] += 1
                 return set()
             same = [version for version in allowed if disk_writer.payload(key, version, rank) == destination]
@@ -225,7 +225,7 @@ class Run:
 
     def lose_power_often(self, count: int, path: Path) -> None:
         """Each time what is not certain is not there, all there, or what chance says."""
-        chooser = random.Random(self.job.seed)
+        chooser = random.Random(self.orders.seed)
         moods = (Moods.NOTHING, Moods.CHANCE, Moods.ALL, Moods.CHANCE, Moods.CHANCE)
         for number, time in enumerate(self.times(count, chooser)):
             self.lose_power(time, moods[number % len(moods)], number, path / f"lost-{number}")

@@ -4,7 +4,7 @@ What it gives the kernel to write and to sync, and when each ended, the library 
 (csrc/tests/file_watch.cc), whoever asks: io_uring, threads, Python. This adds what the disk's directories went through,
 and its own words: what it began, and what it was told is done. All of it stands in one log, in one order.
 
-Arguments: a `Job` as JSON.
+Arguments: a `WriterOrders` as JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NUM_RANKS = disk_writer.NUM_RANKS
 NUM_AT_ONCE = 6
 
 
-class Job(msgspec.Struct):
+class WriterOrders(msgspec.Struct):
     """What to do. `mistake`: something done wrong on purpose, which a check of the log must find."""
 
     path: str
@@ -145,18 +145,18 @@ def _is_there(name: str, dir_fd: int) -> bool:
 class Writer:
     """What the process does. Every word that it says is true when it says it."""
 
-    def __init__(self, job: Job, log: Log) -> None:
-        self.job = job
-        self.random = random.Random(job.seed)
+    def __init__(self, orders: WriterOrders, log: Log) -> None:
+        self.orders = orders
+        self.random = random.Random(orders.seed)
         self.log = log
         self.clock = disk_store.Clock()
         cache = disk_store.fingerprint(tensor_parallel_size=NUM_RANKS)
-        janitor = InlineJanitor() if job.seed % 2 else ThreadJanitor()
+        janitor = InlineJanitor() if orders.seed % 2 else ThreadJanitor()
         self.io = NotingIO(log)
-        self.index = DiskIndex(job.path, cache, job.options, janitor, self.io, self.clock)
-        is_native = job.backend != "python"
+        self.index = DiskIndex(orders.path, cache, orders.options, janitor, self.io, self.clock)
+        is_native = orders.backend != "python"
         self.media = [
-            DiskMedium(job.path, cache.digest(), rank, job.options, self.io, is_native=is_native)
+            DiskMedium(orders.path, cache.digest(), rank, orders.options, self.io, is_native=is_native)
             for rank in range(NUM_RANKS)
         ]
         self.under_way: dict[int, tuple[bytes, Slot]] = {}
@@ -169,7 +169,7 @@ class Writer:
         self.log.note("said", verb, kind, key.hex(), version, address)
 
     def run(self) -> None:
-        for _ in range(self.job.num_steps):
+        for _ in range(self.orders.num_steps):
             self.step()
         while self.under_way:
             self.take()
@@ -280,7 +280,7 @@ class Writer:
     def do_settle(self) -> None:
         """With syncs every so often, let them come to what was committed so far."""
         self.finish()
-        if self.job.fsync is not Fsync.INTERVAL:
+        if self.orders.fsync is not Fsync.INTERVAL:
             return
         self.say("begin", "settle")
         runners: list[Any] = [medium._runner for medium in self.media]
@@ -318,8 +318,8 @@ class EarlyQueue:
 def make_mistake(name: str) -> None:
     """In this process, for good."""
     if name == "stores are not synced":
-        for mover in (native_runner.NativeRunner, operations.RecordMover):
-            mover._syncs = property(lambda _: False, lambda _, __: None)  # type: ignore[attr-defined]
+        for runner in (native_runner.NativeRunner, operations.RecordExecutor):
+            runner._syncs = property(lambda _: False, lambda _, __: None)  # type: ignore[attr-defined]
     elif name == "nothing is synced every so often":
         Syncer.ended = lambda *_: False  # type: ignore[method-assign, assignment]
     elif name == "stores end before they are synced":
@@ -331,14 +331,14 @@ def make_mistake(name: str) -> None:
 
 
 def main() -> None:
-    job = msgspec.json.decode(sys.argv[1], type=Job)
-    if job.backend != "python":
+    orders = msgspec.json.decode(sys.argv[1], type=WriterOrders)
+    if orders.backend != "python":
         make_queue = native_queue()
         assert make_queue is not None
-        chosen = functools.partial(make_queue, backend=job.backend)
+        chosen = functools.partial(make_queue, backend=orders.backend)
         medium_module.native_queue = lambda: chosen  # type: ignore[assignment]
-    make_mistake(job.mistake)
-    Writer(job, Log(job.log, job.mistake == "the device forgets")).run()
+    make_mistake(orders.mistake)
+    Writer(orders, Log(orders.log, orders.mistake == "the device forgets")).run()
 
 
 if __name__ == "__main__":

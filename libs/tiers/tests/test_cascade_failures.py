@@ -9,7 +9,7 @@ from test_stack import CHUNK, A, B, C, Stack
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, PathPlace
+from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, PathPosition
 
 IO, BUSY = Failure(FailureReason.IO), Failure(FailureReason.BUSY)
 
@@ -189,7 +189,7 @@ def test_a_prefix_is_looked_up_once_however_long_its_chunk_waits() -> None:
     it.put_far(*prefix)
     it.far.is_busy = True
     assert isinstance(it.stack.reserve(A, CHUNK), Slot)
-    it.stack.commit(A, PathPlace((), (), prefix))
+    it.stack.commit(A, PathPosition((), (), prefix))
     it.stack.take_moves()
     it.far.num_asked = 0
     for number in range(50):
@@ -202,6 +202,6 @@ def test_a_chunk_whose_prefix_has_a_hole_is_not_copied() -> None:
     it = Stack()
     it.put_far(B)
     assert isinstance(it.stack.reserve(C, CHUNK), Slot)
-    it.stack.commit(C, PathPlace((B,), (), (A, B)))
+    it.stack.commit(C, PathPosition((B,), (), (A, B)))
     assert it.stack.take_moves() == []
     assert it.stack.take_counts().moves.cascades == {"dropped_orphan": 1}

@@ -10,7 +10,7 @@ from test_stack import CHUNK, A, B, C, Stack
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import BreakerOptions, Direction, PathPlace
+from hybridkv.tiers.stack import BreakerOptions, Direction, PathPosition
 from hybridkv.tiers.stack.cascades import PATIENCE_S
 
 D = b"d"
@@ -20,7 +20,7 @@ def store_path(it: Stack, *keys: bytes, before: bytes | None = None) -> None:
     """Chunks of one path, each of which needs the one before it."""
     for key in keys:
         assert isinstance(it.stack.reserve(key, CHUNK), Slot)
-        assert it.stack.commit(key, PathPlace((before,) if before is not None else ()))
+        assert it.stack.commit(key, PathPosition((before,) if before is not None else ()))
         before = key
 
 
@@ -223,7 +223,7 @@ def test_a_path_longer_than_the_tier_is_cut_at_its_end() -> None:
     before: tuple[bytes, ...] = ()
     for number, key in enumerate((A, B, C, D), 1):
         assert isinstance(it.stack.reserve(key, CHUNK), Slot)
-        assert it.stack.commit(key, PathPlace(before, (number * it.stack.costs(CHUNK)[0],)))
+        assert it.stack.commit(key, PathPosition(before, (number * it.stack.costs(CHUNK)[0],)))
         it.end(it.moves(Direction.CASCADE))
         before = (key,)
     assert it.far.leading([A, B, C, D]) == 2

@@ -17,8 +17,8 @@ from disk_bursts import CHUNK_TOKENS, Burst
 
 from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, Fsync, InlineJanitor, plan_sizes
-from hybridkv.tiers.disk.upkeep.janitor import Job
-from hybridkv.tiers.disk.upkeep.upkeep import MAX_JOBS_IN_A_ROW
+from hybridkv.tiers.disk.upkeep.janitor import Task
+from hybridkv.tiers.disk.upkeep.upkeep import MAX_CHORES_IN_A_ROW
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 40 * KIB)
@@ -92,19 +92,19 @@ def test_an_end_without_its_beginning_counts_for_nothing(tmp_path: Path) -> None
 
 
 class HeldJanitor(InlineJanitor):
-    """Runs a job when a test says so."""
+    """Runs a task when a test says so."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.jobs: list[Job] = []
+        self.tasks: list[Task] = []
 
-    def submit(self, job: Job) -> bool:
-        self.jobs.append(job)
+    def submit(self, task: Task) -> bool:
+        self.tasks.append(task)
         return True
 
     def run(self) -> None:
-        while self.jobs:
-            self.jobs.pop(0)()
+        while self.tasks:
+            self.tasks.pop(0)()
 
 
 def test_a_segment_that_is_being_made_is_a_reason_to_ask_again(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def held_index(path: Path, clock: disk_store.Clock) -> tuple[DiskIndex, HeldJani
 
 def settle(index: DiskIndex, janitor: HeldJanitor) -> None:
     index.take_disk_counts()
-    while janitor.jobs:
+    while janitor.tasks:
         janitor.run()
         index.take_disk_counts()
 
@@ -150,7 +150,7 @@ def test_work_that_makes_no_room_is_no_reason_to_ask_again(tmp_path: Path) -> No
     index, janitor, pinned = held_index(tmp_path / "store", clock)
     assert index.reserve(b"more", 4000) is Refusal.NO_ROOM, "nothing is on its way"
     clock.now_s += 1000
-    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM and janitor.jobs, "a snapshot is"
+    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM and janitor.tasks, "a snapshot is"
     for key in pinned:
         index.unpin(key)
     assert index.reserve(b"more", 4000) is Refusal.BUSY, "behind it a segment can be emptied now"
@@ -171,7 +171,7 @@ def test_what_rests_after_it_failed_is_no_reason_to_ask_again(tmp_path: Path) ->
         assert isinstance(index.reserve(b"%d" % number, 4000), Slot) and index.commit(b"%d" % number)
         settle(index, janitor)
     clock.now_s += options.snapshot_interval_s
-    assert index.reserve(b"more", 4000) is Refusal.BUSY and janitor.jobs, "a segment is tried again"
+    assert index.reserve(b"more", 4000) is Refusal.BUSY and janitor.tasks, "a segment is tried again"
     settle(index, janitor)
     clock.now_s += options.retry_interval_s / 2
     index.touch([b"7"])
@@ -204,14 +204,14 @@ def test_as_many_segments_are_ready_as_a_burst_fills_within_a_part_of_the_capaci
 def test_more_segments_than_an_opening_makes_in_a_row_are_all_used(tmp_path: Path) -> None:
     """What came of the last piece of file work of an opening is heard of too: a segment that nobody knew would lie
     there for good, its space counted."""
-    count = 2 * MAX_JOBS_IN_A_ROW
+    count = 2 * MAX_CHORES_IN_A_ROW
     options = disk_store.options_for(16 << 12, num_spare=9)
     segment_bytes = options.segment_bytes or 0
     options = msgspec.structs.replace(
-        options, capacity_bytes=options.capacity_bytes + count * segment_bytes, ready_segments=MAX_JOBS_IN_A_ROW
+        options, capacity_bytes=options.capacity_bytes + count * segment_bytes, ready_segments=MAX_CHORES_IN_A_ROW
     )
     index = disk_store.make_index(tmp_path / "store", options)
     segments = list((tmp_path / "store").glob("*/rank-0/segment-*"))
-    assert len(segments) == MAX_JOBS_IN_A_ROW
+    assert len(segments) == MAX_CHORES_IN_A_ROW
     assert index.disk_bytes == len(segments) * segment_bytes
     index.close()

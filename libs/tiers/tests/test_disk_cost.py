@@ -14,7 +14,7 @@ from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, plan_sizes
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES
 from hybridkv.tiers.disk.opening import store as opening
 from hybridkv.tiers.disk.tables.segments import Segment, Stage
-from hybridkv.tiers.disk.upkeep.jobs import create
+from hybridkv.tiers.disk.upkeep.chores import create
 
 RECORDS_IN_SEGMENT = 4
 SEGMENT_BYTES = SEGMENT_HEAD_BYTES + RECORDS_IN_SEGMENT * 8192

@@ -66,25 +66,25 @@ class LateJanitor(InlineJanitor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.jobs: list[Callable[[], None]] = []
+        self.tasks: list[Callable[[], None]] = []
         self.is_late = False
 
-    def submit(self, job: Callable[[], None]) -> bool:
+    def submit(self, task: Callable[[], None]) -> bool:
         if not self.is_late:
-            return super().submit(job)
-        self.jobs.append(job)
+            return super().submit(task)
+        self.tasks.append(task)
         return True
 
     def close(self, timeout_s: float) -> bool:
-        return super().close(timeout_s) and not self.jobs
+        return super().close(timeout_s) and not self.tasks
 
     def leave(self, last: Callable[[], None]) -> bool:
-        self.jobs.append(last)
+        self.tasks.append(last)
         return True
 
     def work(self) -> None:
-        while self.jobs:
-            self.jobs.pop(0)()
+        while self.tasks:
+            self.tasks.pop(0)()
 
 
 def options(count: int = MANY) -> DiskOptions:

@@ -56,7 +56,7 @@ BASE = bytes(range(50, 66))
 CHANGES_HEAD = changes.encode_head(NAMESPACE, BASE)
 BATCHES: list[list[changes.Change]] = [
     [changes.Reserved(address_of(17, 65536), 100), changes.Committed(address_of(17, 65536), 100, KEY)],
-    [changes.Used(address_of(3, 8192)), changes.Moved(address_of(3, 8192), address_of(18, 8192))],
+    [changes.Used(address_of(3, 8192)), changes.Relocated(address_of(3, 8192), address_of(18, 8192))],
     [changes.Gone(address_of(17, 65536))],
 ]
 
@@ -268,7 +268,7 @@ def test_an_epoch_that_cannot_be_is_damaged_and_none_comes_there() -> None:
 any_change = st.one_of(
     places.map(lambda place: changes.Reserved(*place)),
     st.builds(lambda place, key: changes.Committed(*place, key), places, keys),
-    st.builds(changes.Moved, addresses, addresses),
+    st.builds(changes.Relocated, addresses, addresses),
     st.builds(changes.Gone, addresses),
     st.builds(changes.Used, addresses),
 )
@@ -284,10 +284,10 @@ PLACE = address_of(17, 65536)
 IMPOSSIBLE: list[changes.Change] = [
     changes.Used(PLACE + 1),
     changes.Gone(address_of(LARGEST_NUMBER + 1, 65536)),
-    changes.Moved(PLACE + 512, PLACE),
-    changes.Moved(PLACE, address_of(LARGEST_NUMBER + 1, 0)),
-    changes.Moved(address_of(17, 4096), PLACE),
-    changes.Moved(PLACE, address_of(18, 0)),
+    changes.Relocated(PLACE + 512, PLACE),
+    changes.Relocated(PLACE, address_of(LARGEST_NUMBER + 1, 0)),
+    changes.Relocated(address_of(17, 4096), PLACE),
+    changes.Relocated(PLACE, address_of(18, 0)),
     changes.Reserved(PLACE - 1, 100),
     changes.Reserved(PLACE, 0),
     changes.Reserved(PLACE, LARGEST_SEGMENT_BYTES - 65536 - 4095),

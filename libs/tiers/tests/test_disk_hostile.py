@@ -119,7 +119,7 @@ def snapshots(draw: st.DrawFn) -> Hostile:
 any_change = st.one_of(
     st.builds(changes.Reserved, any_place, payload_sizes),
     st.builds(changes.Committed, any_place, payload_sizes, any_key),
-    st.builds(changes.Moved, any_place, any_place),
+    st.builds(changes.Relocated, any_place, any_place),
     st.builds(changes.Gone, any_place),
     st.builds(changes.Used, any_place),
 )

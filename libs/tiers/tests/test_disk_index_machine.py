@@ -38,7 +38,7 @@ small_sizes = st.integers(min_value=1, max_value=3 * 4096)
 
 
 @dataclass
-class Chunk:
+class KnownChunk:
     """What the model knows of a key."""
 
     slot: Slot
@@ -59,8 +59,8 @@ class DiskIndexMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp())
         self.path = self.directory / "store"
         self.clock = disk_store.Clock()
-        self.chunks: dict[bytes, Chunk] = {}
-        self.evicted: dict[bytes, Chunk] = {}
+        self.chunks: dict[bytes, KnownChunk] = {}
+        self.evicted: dict[bytes, KnownChunk] = {}
         self.num_stores = 0
         self.open()
 
@@ -104,7 +104,7 @@ class DiskIndexMachine(RuleBasedStateMachine):
         if isinstance(slot, Slot):
             assert slot.num_bytes == num_bytes
             self.num_stores += 1
-            self.chunks[key] = Chunk(slot, self.num_stores)
+            self.chunks[key] = KnownChunk(slot, self.num_stores)
         self.notice_evictions()
 
     @rule(key=keys, stores_all=st.booleans())
@@ -186,7 +186,7 @@ class DiskIndexMachine(RuleBasedStateMachine):
             chunk.num_pins += 1
             self.load(key, chunk)
 
-    def load(self, key: bytes, chunk: Chunk) -> None:
+    def load(self, key: bytes, chunk: KnownChunk) -> None:
         for rank, medium in enumerate(self.media):
             destination = bytearray(chunk.slot.num_bytes)
             medium.load(Ticket(2), key, chunk.slot, [destination])

@@ -14,7 +14,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers.disk import FileIO
 from hybridkv.tiers.disk.files.names import segment_number
 from hybridkv.tiers.disk.files.namespace import Namespace
-from hybridkv.tiers.disk.files.segment_files import Move, SegmentFiles
+from hybridkv.tiers.disk.files.segment_files import Relocation, SegmentFiles
 
 NUM_OLD = 8
 
@@ -128,7 +128,7 @@ def test_files_of_a_namespace_that_is_not_open_are_neither_made_nor_deleted(tmp_
         lambda: files.create(0, 0, 1 << 20, 0),
         lambda: files.seal(0, 0, 8192),
         lambda: files.drop(0),
-        lambda: files.copy([Move(b"key", 8192, 1 << 32 | 8192, 100)]),
+        lambda: files.copy([Relocation(b"key", 8192, 1 << 32 | 8192, 100)]),
     ):
         with pytest.raises(OSError, match="is not open"):
             call()

@@ -41,7 +41,7 @@ def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, is_native: boo
     assert tiers.store(KEYS) == [None] * NUM_CHUNKS
     tiers.forget_near()
     tiers.io.failing["open"] = number
-    hold = tiers.claim(KEYS)
+    hold = tiers.hold(KEYS)
     failures = tiers.move()
     assert {failure.reason for failure in failures if failure} == {FailureReason.BUSY} and len(failures) == NUM_CHUNKS
     assert hold.failure is HoldFailure.LOST
@@ -49,7 +49,7 @@ def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, is_native: boo
     assert tiers.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
     tiers.io.failing.clear()
     tiers.clock.now_s += 5
-    hold = tiers.claim(KEYS)
+    hold = tiers.hold(KEYS)
     assert tiers.move() == [None] * NUM_CHUNKS and hold.is_ready
     tiers.close()
 
@@ -62,7 +62,7 @@ def test_a_disk_that_fails_is_no_shortage(tmp_path: Path, is_native: bool, numbe
     assert tiers.store(KEYS) == [None] * NUM_CHUNKS
     tiers.forget_near()
     tiers.io.failing["open"] = number
-    tiers.claim(KEYS)
+    tiers.hold(KEYS)
     assert {failure.reason for failure in tiers.move() if failure} == {FailureReason.IO}
     assert tiers.index.take_disk_counts().quarantined == {"io": NUM_CHUNKS}
     assert tiers.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.OPEN
@@ -235,13 +235,13 @@ def test_a_copy_that_lacks_something_withdraws_no_record(tmp_path: Path, call: s
     copying = store.index._upkeep.state.files.segments.copy
     tried: list[int] = []
 
-    def short_copy(moves: Any) -> Any:
-        tried.append(len(moves))
+    def short_copy(relocations: Any) -> Any:
+        tried.append(len(relocations))
         if len(tried) > 2:
-            return copying(moves)
+            return copying(relocations)
         store.io.failing[call] = number
         try:
-            return copying(moves)
+            return copying(relocations)
         finally:
             store.io.failing.clear()
 
@@ -425,14 +425,14 @@ assert tiers.store(test.KEYS) == [None] * test.NUM_CHUNKS
 tiers.forget_near()
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
-tiers.claim(test.KEYS)
+tiers.hold(test.KEYS)
 failures = tiers.move()
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 assert [failure.reason for failure in failures] == [FailureReason.BUSY] * test.NUM_CHUNKS, failures
 assert all("EMFILE" in failure.detail for failure in failures), failures
 assert tiers.index.take_disk_counts().quarantined == {}
 tiers.clock.now_s += 5
-hold = tiers.claim(test.KEYS)
+hold = tiers.hold(test.KEYS)
 assert tiers.move() == [None] * test.NUM_CHUNKS and hold.is_ready
 tiers.close()
 """

@@ -9,7 +9,7 @@ pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from hybridkv.tiers.ledger import Entry, EvictionOrder, LeastRecentlyUsed, State  # noqa: E402
+from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyState, LeastRecentlyUsed  # noqa: E402
 from hybridkv.tiers.testing.conformance import EvictionOrderConformance, LeastRecentlyUsedConformance  # noqa: E402
 
 keys = st.sampled_from([bytes([number]) for number in range(6)])
@@ -57,7 +57,7 @@ def test_least_recently_used_is_a_list_that_is_searched(calls: list[tuple[str, b
     expected: list[bytes] = []
     for call, key, other in calls:
         if call == "track" and key not in expected:
-            order.track(key, Entry(1, State.COMMITTED, 0))
+            order.track(key, Entry(1, KeyState.COMMITTED, 0))
             expected.append(key)
         elif call == "touch":
             assert order.touch([key, other]) == sum(each not in expected for each in (key, other))

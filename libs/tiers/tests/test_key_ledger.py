@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot, TierProtocolError
-from hybridkv.tiers.ledger import Entry, KeyLedger, LeastRecentlyUsed, State
+from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LeastRecentlyUsed
 from hybridkv.tiers.leftovers import Table
 
 KEYS = [bytes([number]) for number in range(6)]
@@ -21,7 +21,7 @@ CAPACITY_BYTES, LARGEST_BYTES, MAX_KEYS = 12, 7, 4
 keys = st.sampled_from(KEYS)
 
 
-class Place(Entry):
+class NumberedEntry(Entry):
     number: int
 
     @property
@@ -43,43 +43,43 @@ class Recorder:
         self.committed: set[int] = set()
         self.uses: list[int] = []
 
-    def take(self, key: bytes, num_bytes: int, cost: int) -> Place:
+    def take(self, key: bytes, num_bytes: int, cost: int) -> NumberedEntry:
         number = next(self._numbers)
         self.taken[number] = cost
         self.writing.add(number)
         self.offered.add(number)
-        return Place(cost, State.RESERVED, 0, number)
+        return NumberedEntry(cost, KeyState.RESERVED, 0, number)
 
-    def free(self, entry: Place) -> None:
+    def free(self, entry: NumberedEntry) -> None:
         number = entry.number
         assert number not in self.writing | self.reading | self.offered, "it is of use still"
         assert self.taken.pop(number) == entry.cost
 
-    def keep_only(self, entries: Iterable[Place]) -> tuple[Table, ...]:
+    def keep_only(self, entries: Iterable[NumberedEntry]) -> tuple[Table, ...]:
         kept = {entry.number for entry in entries}
         assert kept == self.writing | self.reading
         self.taken = {number: cost for number, cost in self.taken.items() if number in kept}
         self.offered.clear()
         return ()
 
-    def written(self, entry: Place) -> None:
+    def written(self, entry: NumberedEntry) -> None:
         self.writing.remove(entry.number)
-        if entry.state is State.COMMITTED:
+        if entry.state is KeyState.COMMITTED:
             assert entry.number in self.offered
             self.committed.add(entry.number)
 
-    def held(self, entry: Place) -> None:
+    def held(self, entry: NumberedEntry) -> None:
         assert entry.number not in self.reading | self.writing and entry.number in self.offered
         self.reading.add(entry.number)
 
-    def released(self, entry: Place) -> None:
+    def released(self, entry: NumberedEntry) -> None:
         self.reading.remove(entry.number)
-        assert (entry.state is State.COMMITTED) == (entry.number in self.offered)
+        assert (entry.state is KeyState.COMMITTED) == (entry.number in self.offered)
 
-    def used(self, entries: Iterable[Place]) -> None:
+    def used(self, entries: Iterable[NumberedEntry]) -> None:
         self.uses = [entry.number for entry in entries]
 
-    def gone(self, entry: Place) -> None:
+    def gone(self, entry: NumberedEntry) -> None:
         self.offered.remove(entry.number)
 
 
@@ -87,7 +87,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.recorder = Recorder()
-        self.ledger: KeyLedger[Place] = KeyLedger(
+        self.ledger: KeyLedger[NumberedEntry] = KeyLedger(
             self.recorder, LeastRecentlyUsed(), CAPACITY_BYTES, self.recorder, LARGEST_BYTES, MAX_KEYS
         )
 
@@ -159,13 +159,13 @@ class KeyLedgerMachine(RuleBasedStateMachine):
         assert recorder.reading == {entry.number for entry in ledger.pinned_now.values()}
         held = {entry.number for entry in entries if entry.state.answer is not LookupResult.MISS}
         assert recorder.offered == held and len(held) == ledger.num_keys
-        assert {entry.number for entry in entries if entry.state is State.COMMITTED} <= recorder.committed
+        assert {entry.number for entry in entries if entry.state is KeyState.COMMITTED} <= recorder.committed
 
     @invariant()
     def sums_and_bounds_hold(self) -> None:
         ledger = self.ledger
         assert ledger.used_bytes == sum(self.recorder.taken.values()) <= CAPACITY_BYTES
-        free = [entry for entry in ledger.by_key.values() if entry.state is State.COMMITTED and not entry.num_pins]
+        free = [entry for entry in ledger.by_key.values() if entry.state is KeyState.COMMITTED and not entry.num_pins]
         assert ledger.evictable_bytes == sum(entry.cost for entry in free)
         assert {ledger.by_key[key].number for key in ledger.evictable} == {entry.number for entry in free}
         assert len(ledger.by_key) <= MAX_KEYS
@@ -183,12 +183,12 @@ KeyLedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_co
 TestKeyLedgerMachine = KeyLedgerMachine.TestCase
 
 
-def make_ledger(max_keys: int | None = None) -> KeyLedger[Place]:
+def make_ledger(max_keys: int | None = None) -> KeyLedger[NumberedEntry]:
     recorder = Recorder()
     return KeyLedger(recorder, LeastRecentlyUsed(), CAPACITY_BYTES, recorder, max_keys=max_keys)
 
 
-def store(ledger: KeyLedger[Place], key: bytes) -> Refusal | None:
+def store(ledger: KeyLedger[NumberedEntry], key: bytes) -> Refusal | None:
     refusal = ledger.why_not(key, 1)
     if refusal is None:
         ledger.make_room(1)

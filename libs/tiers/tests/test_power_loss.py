@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import pytest
 from power_loss_check import Run
-from power_loss_writer import Job
+from power_loss_writer import WriterOrders
 
 from hybridkv.native import has_uring
 from hybridkv.tiers.disk import Fsync
@@ -41,7 +41,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Make:
         (path / "top").mkdir()
         seed = 2 * FIRST_SEED + is_roomy
         store, log = str(path / "top" / "store"), str(path / "log")
-        return Run(Job(store, log, seed, backend, fsync, is_roomy, mistake=mistake), Path(watch).absolute())
+        return Run(WriterOrders(store, log, seed, backend, fsync, is_roomy, mistake=mistake), Path(watch).absolute())
 
     return make
 

@@ -1,4 +1,4 @@
-"""A stack promotes what a claim needs and nothing else, lets what is stored cascade, and ends every wait in time."""
+"""A stack promotes what a hold needs and nothing else, lets what is stored cascade, and ends every wait in time."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_lookup_moves_nothing() -> None:
     assert it.stack.take_moves() == []
 
 
-def test_a_claim_promotes_exactly_what_the_fast_tier_lacks() -> None:
+def test_a_hold_promotes_exactly_what_the_fast_tier_lacks() -> None:
     it = Stack()
     it.put_far(A, B, C)
     it.put_near(B)
@@ -116,7 +116,7 @@ def test_a_promoted_chunk_is_pending_until_every_rank_has_it() -> None:
     assert hold.is_ready
 
 
-def test_two_claims_on_one_chunk_cost_one_promotion() -> None:
+def test_two_holds_of_one_chunk_cost_one_promotion() -> None:
     it = Stack()
     it.put_far(A)
     first = it.hold(A)
@@ -128,7 +128,7 @@ def test_two_claims_on_one_chunk_cost_one_promotion() -> None:
     assert first.is_ready and second.is_ready
 
 
-def test_what_a_ready_claim_holds_is_not_evicted() -> None:
+def test_what_a_ready_hold_keeps_is_not_evicted() -> None:
     it = Stack(near_chunks=2)
     it.put_far(A)
     hold = it.hold(A)
@@ -140,7 +140,7 @@ def test_what_a_ready_claim_holds_is_not_evicted() -> None:
     assert it.near.lookup(A) is LookupResult.MISS
 
 
-def test_a_claim_that_does_not_fit_is_refused_and_holds_nothing() -> None:
+def test_a_hold_that_does_not_fit_is_refused_and_keeps_nothing() -> None:
     it = Stack(near_chunks=2)
     it.put_far(A, B, C)
     it.near.pin(A)
@@ -153,7 +153,7 @@ def test_a_claim_that_does_not_fit_is_refused_and_holds_nothing() -> None:
     assert it.near.lookup(A) is LookupResult.MISS
 
 
-def test_a_claim_that_does_not_fit_pushes_out_nothing_for_what_is_behind_it() -> None:
+def test_a_hold_that_does_not_fit_pushes_out_nothing_for_what_is_behind_it() -> None:
     it = Stack(near_chunks=4)
     for key, num_chunks in ((A, 1), (B, 3), (C, 1)):
         assert isinstance(it.far.reserve(key, num_chunks * CHUNK), Slot) and it.far.commit(key)
@@ -177,7 +177,7 @@ def test_more_than_its_share_is_refused_while_something_moves() -> None:
     assert isinstance(it.stack.acquire("another", [C]), Hold)
 
 
-def test_a_claim_fails_when_its_time_is_over_and_the_late_bytes_find_their_own_place() -> None:
+def test_a_hold_fails_when_its_time_is_over_and_the_late_bytes_find_their_own_place() -> None:
     it = Stack(load_timeout_s=30.0)
     it.put_far(A)
     hold = it.hold(A)
@@ -264,7 +264,7 @@ def test_bytes_that_changed_in_the_fast_tier_are_withdrawn_from_both() -> None:
     assert it.stack.lookup(A) is LookupResult.MISS
 
 
-def test_a_reset_fails_claims_and_nothing_that_moved_is_offered_afterwards() -> None:
+def test_a_reset_fails_holds_and_nothing_that_moved_is_offered_afterwards() -> None:
     it = Stack()
     it.put_far(A)
     hold = it.hold(A)

@@ -27,7 +27,7 @@ QUESTIONS: dict[str, Callable[[Stack], object]] = {
 
 
 def waiting() -> tuple[Stack, Hold]:
-    """A claim on a chunk that never comes, in a stack that is never told that a step has passed."""
+    """A hold of a chunk that never comes, in a stack that is never told that a step has passed."""
     it = Stack(load_timeout_s=LIMIT_S, breaker=BreakerOptions(failures=1, first_pause_s=5.0))
     it.put_far(A)
     it.put_near(C)
@@ -37,7 +37,7 @@ def waiting() -> tuple[Stack, Hold]:
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_claim_fails_at_its_time_whatever_is_asked_then(question: str) -> None:
+def test_a_hold_fails_at_its_time_whatever_is_asked_then(question: str) -> None:
     it, hold = waiting()
     it.clock.now_s += LIMIT_S - 1
     QUESTIONS[question](it)
@@ -101,7 +101,7 @@ def test_stores_are_tried_again_though_nobody_ticks() -> None:
     assert [move.key for move in it.moves(Direction.CASCADE)] == [C]
 
 
-def test_a_claim_whose_chunks_came_has_no_deadline() -> None:
+def test_a_hold_whose_chunks_came_has_no_deadline() -> None:
     it, hold = waiting()
     it.stack.release("request")
     it.put_far(B)
@@ -122,7 +122,7 @@ def test_the_clock_is_read_only_where_something_waits() -> None:
         num_read += 1
         return now_s
 
-    it.stack._clock = clock
+    it.stack._clock = it.stack._deadlines._clock = clock
     for _ in range(10):
         assert it.stack.lookup(A) is LookupResult.HIT and it.stack.leading([A]) == 1
     assert num_read == 0
@@ -132,7 +132,7 @@ def test_the_clock_is_read_only_where_something_waits() -> None:
     assert num_read == before + 1
 
 
-def test_a_claim_made_after_its_time_is_over_fails_at_once() -> None:
+def test_a_hold_made_after_its_time_is_over_fails_at_once() -> None:
     it, _ = waiting()
     it.put_far(B)
     hold = it.stack.acquire("late", [B], it.clock.now_s - LIMIT_S)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
 import pytest
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Failure, FailureReason, Key, Slot, TierConfigurationError
-from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers import Completion, Failure, FailureReason, Key, Slot, Ticket, TierConfigurationError
+from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import (
     BreakerOptions,
     BreakerState,
@@ -15,13 +18,17 @@ from hybridkv.tiers.stack import (
     Hold,
     HoldFailure,
     MoveOutcome,
-    PathPlace,
+    PathPosition,
     SlowerTier,
     SlowerTierOptions,
     TierMove,
+    TierMover,
     TierStack,
 )
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
+from hybridkv.tiers.testing.reference import RemoteIndex, RemoteMedium, RemoteStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 CHUNK = 16
 A, B, C = b"a", b"b", b"c"
@@ -105,7 +112,7 @@ def test_a_boundary_is_found_over_all_tiers_at_once() -> None:
     assert it.stack.leading([C, b"x"]) == 1 and it.stack.last_held([b"x"]) is None
 
 
-def test_a_claim_is_all_or_nothing_over_all_tiers() -> None:
+def test_a_hold_is_all_or_nothing_over_all_tiers() -> None:
     it = Three()
     put(it.disk, A)
     put(it.peer, B)
@@ -114,6 +121,21 @@ def test_a_claim_is_all_or_nothing_over_all_tiers() -> None:
     for index, key in ((it.disk, A), (it.peer, B)):
         index.invalidate(key)
         assert index.used_bytes == 0, "nobody has it pinned"
+
+
+def test_what_one_tier_cannot_give_now_is_promoted_from_none() -> None:
+    it = Three(disk=SlowerTierOptions(promoting_share=0.25), peer=SlowerTierOptions(promoting_share=0.25))
+    put(it.disk, A, B, b"d")
+    put(it.peer, C)
+    assert isinstance(it.stack.acquire("first", [A]), Hold)
+    assert isinstance(it.stack.acquire("second", [C]), Hold)
+    moves = it.moves()
+    # The disk may bring no more now, the peer behind it could.
+    put(it.peer, b"e")
+    assert it.stack.acquire("third", [B, b"d", b"e"]) == "busy" and it.moves() == []
+    it.end(moves)
+    it.stack.clear()
+    assert (it.disk.used_bytes, it.peer.used_bytes) == (0, 0), "nobody has it pinned"
 
 
 def test_what_is_stored_cascades_to_every_tier_that_is_given_any() -> None:
@@ -141,10 +163,13 @@ def test_a_promoted_chunk_goes_to_a_nearer_tier_when_somebody_offers_what_he_met
 def test_what_a_tier_cannot_take_goes_to_the_others() -> None:
     it = Three()
     it.stack.reserve(A, CHUNK)
-    assert it.stack.commit(A, PathPlace((), (17 * CHUNK, 17 * CHUNK)))
+    assert it.stack.commit(A, PathPosition((), (17 * CHUNK, 17 * CHUNK)))
     assert ways(it.moves()) == [(A, "peer")]
     counts = it.stack.take_counts().tiers
     assert counts["disk"].cascades == {"dropped_no_room": 1} and counts["peer"].cascades == {}
+    it.stack.reserve(B, CHUNK)
+    assert it.stack.commit(B, PathPosition((), (CHUNK, 33 * CHUNK)))
+    assert ways(it.moves()) == [(B, "disk")], "each tier has its own number of a path's bytes"
 
 
 def test_a_chunk_that_one_tier_cannot_give_comes_from_another() -> None:
@@ -185,13 +210,30 @@ def test_who_waits_for_two_tiers_waits_for_each_as_long_as_it_may_take() -> None
     assert it.stack.hold("other") is of_disk and of_disk.failure is HoldFailure.TIMEOUT
 
 
+def test_what_others_had_promoted_comes_from_the_tier_that_brings_it() -> None:
+    it = Three()
+    put(it.disk, A)
+    put(it.peer, B)
+    it.hold(B)
+    assert isinstance(it.stack.reserve(C, CHUNK), Slot)
+    sources = {}
+    for keys in ([A], [B], [A, B], [B, C], [C]):
+        hold = it.stack.acquire("other", keys)
+        assert isinstance(hold, Hold)
+        sources[b"".join(keys)] = hold.source
+    assert sources == {A: "disk", B: "peer", A + B: "peer", B + C: "peer", C: "disk"}
+    it.end(it.moves())
+    hold = it.hold(A, B)
+    assert hold.is_ready and hold.source == "disk", "it waited for none"
+
+
 def test_what_waits_for_a_promoted_chunk_to_cascade_goes_behind_it() -> None:
     it = Three(peer=READ_ONLY)
     put(it.peer, A)
     it.hold(A)
     promoted = it.moves()
     it.stack.reserve(B, CHUNK)
-    assert it.stack.commit(B, PathPlace((A,)))
+    assert it.stack.commit(B, PathPosition((A,)))
     assert it.moves() == [] and it.stack.num_waiting("disk") == 1
     it.stack.cascade(A)
     it.end(promoted)
@@ -199,6 +241,139 @@ def test_what_waits_for_a_promoted_chunk_to_cascade_goes_behind_it() -> None:
     assert it.stack.num_waiting("disk") <= 2
     it.moves()
     assert it.stack.num_waiting("disk") == 0, "nothing is parked for ever"
+
+
+class Asked:
+    """A stack over two stores elsewhere, each with its own answers."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.worlds = [RemoteStore(1, lambda: self.now_s, answer_s=0.5) for _ in range(2)]
+        self.near = RamIndex(8 * CHUNK, CHUNK)
+        self.peer, self.object = (RemoteIndex(world, 64 * CHUNK) for world in self.worlds)
+        below = [SlowerTier("peer", self.peer, READ_ONLY), SlowerTier("object", self.object, READ_ONLY)]
+        self.stack = TierStack(self.near, below, 1, lambda: self.now_s)
+
+
+def test_each_tier_that_answers_late_is_asked() -> None:
+    it = Asked()
+    it.worlds[1].lie(A, CHUNK)
+    it.peer.ask([B], 9.0)
+    it.stack.ask([A, B])
+    assert [world.num_asked for world in it.worlds] == [2, 2], "what one was asked before, another was not"
+    it.now_s = 0.5
+    assert (it.stack.lookup(A), it.stack.lookup(B)) == (LookupResult.HIT, LookupResult.MISS)
+
+
+def test_a_question_that_is_asked_again_and_again_has_the_first_deadline() -> None:
+    it = Asked()
+    for world in it.worlds:
+        world.is_silent = True
+    for quarter in range(4):
+        it.now_s = quarter / 4
+        it.stack.ask([A])
+        assert it.stack.lookup(A) is LookupResult.PENDING
+    it.now_s = it.stack.ask_s
+    assert it.stack.lookup(A) is LookupResult.MISS
+
+
+def test_a_late_promotion_changes_the_generation() -> None:
+    it = Three()
+    put(it.disk, A)
+    it.hold(A)
+    it.moves()
+    seen = [it.stack.generation]
+    it.now_s += SlowerTierOptions().load_timeout_s
+    it.stack.tick()
+    it.stack.tick()
+    assert it.stack.lookup(A) is LookupResult.MISS
+    seen.append(it.stack.generation)
+    assert seen[0] != seen[1], "whoever was told PENDING must look again"
+
+
+def test_a_late_hold_is_counted_once_and_a_later_tier_keeps_awake() -> None:
+    it = Three(peer=SlowerTierOptions(load_timeout_s=2.0))
+    put(it.peer, A)
+    it.hold(A)
+    it.moves()
+    assert it.stack.has_moves_alive()
+    it.now_s += 2.0
+    it.stack.tick()
+    it.stack.tick()
+    assert it.stack.take_counts().timeouts == 1 and not it.stack.has_moves_alive()
+
+
+def test_a_tier_that_cannot_be_asked_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Asked()
+
+    def ask(keys: Iterable[Key], deadline_s: float) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(it.peer, "ask", ask)
+    for _ in range(BreakerOptions().failures):
+        it.stack.ask([A])
+        assert it.stack.lookup(A) is LookupResult.PENDING, "the other tier was asked"
+    assert it.stack.breaker_state(Direction.PROMOTE, "peer") is BreakerState.OPEN
+    assert it.stack.breaker_state(Direction.PROMOTE, "object") is BreakerState.CLOSED
+    it.now_s = BreakerOptions().first_pause_s
+    assert it.stack.breaker_state(Direction.PROMOTE, "peer") is BreakerState.PROBING
+
+
+def test_what_was_only_asked_for_is_told_from_what_is_being_stored() -> None:
+    it = Asked()
+    assert isinstance(it.stack.reserve(A, CHUNK), Slot)
+    assert isinstance(it.peer.reserve(C, CHUNK), Slot)
+    it.stack.ask([A, B, C])
+    assert [it.stack.lookup(key) for key in (A, B, C)] == [LookupResult.PENDING] * 3
+    assert [it.stack.is_only_asked(key) for key in (A, B, C, b"x")] == [False, True, False, False]
+    it.object.ask([C], 9.0)
+    assert not it.stack.is_only_asked(C), "one is asked, and the other is given it"
+
+
+def test_no_tier_thinks_longer_than_somebody_waits_for_it() -> None:
+    world = RemoteStore(1, lambda: 0.0, answer_s=9.0)
+    options = SlowerTierOptions(load_timeout_s=0.5)
+    stack = TierStack(RamIndex(CHUNK, CHUNK), [SlowerTier("peer", RemoteIndex(world, CHUNK), options)], 1, lambda: 0.0)
+    assert stack.ask_s == 0.5
+
+
+class Raising(RemoteMedium):
+    """Raises where it should report."""
+
+    def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
+        raise OSError("load")
+
+    def poll(self) -> list[Completion]:
+        raise OSError("poll")
+
+    def drain(self, timeout_s: float) -> bool:
+        raise OSError("drain")
+
+
+class Twice(RemoteMedium):
+    """Ends everything twice."""
+
+    def poll(self) -> list[Completion]:
+        return super().poll() * 2
+
+
+def test_a_medium_that_raises_costs_its_own_moves_alone() -> None:
+    world = RemoteStore(1, lambda: 0.0)
+    arena = RamArena(1 << 16, 4096)
+    media = {"disk": Raising(world, 0), "peer": Twice(world, 0)}
+    mover = TierMover(arena, media, lambda: 0.0)
+    near = Slot(((0, CHUNK),))
+    assert arena.seal(A, near) is None
+    far = world.allocate(CHUNK)
+    mover.start([TierMove(0, Direction.CASCADE, "peer", A, near, far)])
+    assert [(move.move_id, failure) for move, failure, _ in mover.poll()] == [(0, None)]
+    mover.start([TierMove(2, Direction.PROMOTE, "disk", A, Slot(((4096, CHUNK),)), far)])
+    mover.start([TierMove(4, Direction.PROMOTE, "peer", A, Slot(((8192, CHUNK),)), far)])
+    assert [(move.move_id, failure) for move, failure, _ in mover.poll()] == [(4, None)]
+    assert not mover.close(1.0)
+    media["peer"].load(Ticket(6), A, far, [bytearray(CHUNK)])
+    [completion, _] = media["peer"].poll()
+    assert completion.failure is not None and completion.failure.reason is FailureReason.CLOSED
 
 
 def test_two_tiers_of_one_name_are_refused() -> None:
@@ -220,3 +395,89 @@ def test_a_tier_that_answers_late_is_asked_for_what_no_other_holds_and_still_giv
     assert stack.lacks_below(B) and not stack.has_all_below([B])
     assert isinstance(stack.reserve(B, CHUNK), Slot) and stack.commit(B)
     assert ways(stack.take_moves()) == [(B, "disk"), (B, "peer")], "what was asked for is uploaded all the same"
+
+
+def test_every_tier_that_answers_late_is_asked_at_once_and_has_its_own_time() -> None:
+    now_s = 0.0
+    worlds = [RemoteStore(1, lambda: now_s, answer_s) for answer_s in (0.1, 2.0)]
+    options = [SlowerTierOptions(ask_timeout_s=ask_s) for ask_s in (0.5, 3.0)]
+    indexes = [RemoteIndex(world, 64 * CHUNK) for world in worlds]
+    below = [SlowerTier(*each) for each in zip(("peer", "object"), indexes, options, strict=True)]
+    stack = TierStack(RamIndex(8 * CHUNK, CHUNK), below, 1, lambda: now_s)
+    worlds[1].lie(A, CHUNK)
+    stack.ask([A, B])
+    assert [world.num_asked for world in worlds] == [2, 2] and stack.ask_s == 3.0
+    now_s = 1.0
+    assert indexes[0].lookup(A) is LookupResult.MISS and stack.lookup(A) is LookupResult.PENDING
+    now_s = 2.5
+    assert (stack.lookup(A), stack.lookup(B)) == (LookupResult.HIT, LookupResult.MISS)
+    hold = stack.acquire("request", [A])
+    assert isinstance(hold, Hold) and ways(stack.take_moves()) == [(A, "object")]
+
+
+def test_what_a_tier_says_after_its_time_is_a_miss_until_it_says_it() -> None:
+    now_s = 0.0
+    world = RemoteStore(1, lambda: now_s, answer_s=1.0)
+    world.lie(A, CHUNK)
+    peer = SlowerTier("peer", RemoteIndex(world, 64 * CHUNK), SlowerTierOptions(ask_timeout_s=0.5))
+    stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [peer], 1, lambda: now_s)
+    stack.ask([A])
+    seen = []
+    for now_s in (0.4, 0.6, 1.1):  # noqa: B007 - the stack's clock
+        seen.append((stack.lookup(A), stack.generation))
+    assert [answer for answer, _ in seen] == [LookupResult.PENDING, LookupResult.MISS, LookupResult.HIT]
+    assert len({generation for _, generation in seen}) == 3
+
+
+def test_what_needs_a_chunk_that_failed_on_its_way_up_is_judged_when_the_fast_tier_has_heard_of_it() -> None:
+    it = Three(peer=READ_ONLY)
+    put(it.disk, A)
+    it.hold(A)
+    promoted = it.moves()
+    it.stack.reserve(B, CHUNK)
+    assert it.stack.commit(B, PathPosition((A,))) and it.stack.num_waiting("disk") == 1
+    it.end(promoted, Failure(FailureReason.CHECKSUM))
+    assert it.stack.num_waiting("disk") == 0, "it waits for nothing that might come"
+    assert it.stack.take_counts().tiers["disk"].cascades == {"dropped_orphan": 1}
+
+
+def test_what_two_tiers_never_answer_takes_up_no_more_than_one_may_bring() -> None:
+    """A hold beyond that for each tier, which cannot be known for late before it is."""
+    bounded = SlowerTierOptions(promoting_share=0.5, load_timeout_s=10.0, breaker=BreakerOptions(failures=99))
+    it = Three(bounded, bounded)
+    for number in range(8):
+        put(it.disk, b"disk %d" % number)
+        put(it.peer, b"peer %d" % number)
+
+    def wait_in_vain(tier: str, number: int) -> bool:
+        key = b"%s %d" % (tier.encode(), number)
+        if it.stack.lookup(key) is LookupResult.MISS:
+            return False
+        it.hold(key)
+        it.moves()
+        it.now_s += 10.0
+        it.stack.tick()
+        it.stack.tick()
+        return True
+
+    assert [wait_in_vain("disk", number) for number in range(4)] == [True] * 4
+    assert wait_in_vain("peer", 0), "one that has nothing late is asked"
+    assert not wait_in_vain("peer", 1) and not wait_in_vain("disk", 4)
+    assert it.near.used_bytes == 5 * CHUNK
+
+
+def test_what_one_tier_never_answers_leaves_others_one_load_at_a_time() -> None:
+    bounded = SlowerTierOptions(promoting_share=0.5, load_timeout_s=10.0)
+    it = Three(bounded, bounded)
+    put(it.disk, A, B, C)
+    put(it.peer, b"d", b"e", b"f")
+    it.hold(A, B, C)
+    it.moves()
+    it.now_s += 10.0
+    it.stack.tick()
+    it.stack.tick()
+    assert isinstance(it.stack.acquire("first", [b"d"]), Hold)
+    first = it.moves()
+    assert it.stack.acquire("second", [b"e"]) == "busy"
+    it.end(first)
+    assert isinstance(it.stack.acquire("second", [b"e"]), Hold)

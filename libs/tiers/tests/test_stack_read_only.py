@@ -1,4 +1,4 @@
-"""A disk that takes nothing any more serves what it has, with stores beside each claim."""
+"""A disk that takes nothing any more serves what it has, with stores beside each hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridkv.tiers.stack import BreakerState, Direction
 
 OPTIONS = DiskOptions(capacity_bytes=4 << 20, segment_bytes=128 << 10, fsync=Fsync.NONE, direct=False)
 NUM_CHUNKS = 150
-STORES_PER_CLAIM = 4
+STORES_PER_HOLD = 4
 """More in a row than open a breaker, as a request stores its chunks together."""
 RUNNERS = [False, pytest.param(True, marks=pytest.mark.skipif(native_queue() is None, reason="no hybridkv.native"))]
 
@@ -35,10 +35,10 @@ def stored(tiers: Tiers, num_chunks: int) -> list[bytes]:
 
 
 def served(tiers: Tiers, keys: list[bytes]) -> int:
-    """How many claims are fulfilled where some chunks are stored beside each, a second passing between two."""
+    """How many holds become ready where some chunks are stored beside each, a second passing between two."""
     num_served = 0
     for number, key in enumerate(keys):
-        tiers.store([b"new %d, %d" % (number, part) for part in range(STORES_PER_CLAIM)])
+        tiers.store([b"new %d, %d" % (number, part) for part in range(STORES_PER_HOLD)])
         num_served += tiers.serves(key)
         tiers.clock.now_s += 1
         tiers.stack.tick()
@@ -97,7 +97,7 @@ tiers.close()
 
 
 def mounted(path: Path, is_native: bool, num_chunks: int) -> tuple[int, int]:
-    """Claims that were fulfilled on a file system that was mounted read-only, and how many there were."""
+    """Holds that became ready on a file system that was mounted read-only, and how many there were."""
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount a file system in a namespace of his own")
@@ -108,16 +108,16 @@ def mounted(path: Path, is_native: bool, num_chunks: int) -> tuple[int, int]:
         [*namespace, sys.executable, "-c", MOUNTED, *arguments], env=environment, capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
-    num_served, num_claims = map(int, done.stdout.split())
-    return num_served, num_claims
+    num_served, num_holds = map(int, done.stdout.split())
+    return num_served, num_holds
 
 
 @pytest.mark.parametrize("is_native", RUNNERS)
 def test_a_file_system_that_is_mounted_read_only_serves_what_it_has(tmp_path: Path, is_native: bool) -> None:
-    num_served, num_claims = mounted(tmp_path / "mounted", is_native, NUM_CHUNKS)
-    assert num_served == num_claims > 100
+    num_served, num_holds = mounted(tmp_path / "mounted", is_native, NUM_CHUNKS)
+    assert num_served == num_holds > 100
 
 
 def test_a_read_only_disk_that_is_full_gives_up_little_to_make_room_in_vain(tmp_path: Path) -> None:
-    num_served, num_claims = mounted(tmp_path / "mounted", False, 400)
-    assert num_claims > 100 and num_served >= num_claims - 2 * 10, "no more than two segments' worth"
+    num_served, num_holds = mounted(tmp_path / "mounted", False, 400)
+    assert num_holds > 100 and num_served >= num_holds - 2 * 10, "no more than two segments' worth"

@@ -13,7 +13,7 @@ BUSY = Failure(FailureReason.BUSY, "segment 0: EMFILE")
 
 
 def short(it: Stack, key: bytes) -> None:
-    """One claim that comes to nothing because nothing could be tried."""
+    """One hold that comes to nothing because nothing could be tried."""
     hold = it.hold(key)
     it.end(it.moves(Direction.PROMOTE), BUSY)
     assert hold.failure is HoldFailure.LOST
@@ -30,7 +30,7 @@ def test_a_shortage_costs_no_chunk_however_long_it_lasts() -> None:
     assert it.stack.take_counts().moves.breaker_openings == {}
 
 
-def test_after_a_shortage_a_claim_is_asked_to_come_back_in_a_moment() -> None:
+def test_after_a_shortage_a_hold_is_asked_to_come_back_in_a_moment() -> None:
     it = Stack()
     it.put_far(A)
     short(it, A)
@@ -60,7 +60,7 @@ def test_nobody_waits_for_the_end_of_a_shortage_that_lasts() -> None:
 
 
 def test_what_still_ends_well_does_not_hurry_the_next_attempt() -> None:
-    """A claim larger than the medium's queue: the rest is refused first, then what fitted comes."""
+    """A hold larger than the medium's queue: the rest is refused first, then what fitted comes."""
     it = Stack()
     it.put_far(A, B)
     it.hold(A, B)

@@ -20,7 +20,7 @@ from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine, MemoryK
 ENGINES = (CudaCopyEngine, InlineCudaCopyEngine)
 
 
-class Place:
+class CopyRig:
     """KV memory of a played GPU and a pinned arena, registered with an engine."""
 
     def __init__(self, engine: CopyEngine, device: PlayedDevice, num_bytes: int = 200_000) -> None:
@@ -59,20 +59,20 @@ def test_what_was_stored_is_loaded_again(
 ) -> None:
     device = PlayedDevice(seed)
     engine = make(device)
-    place = Place(engine, device)
+    rig = CopyRig(engine, device)
     count = min(150, 90_000 // size)
-    wanted = place.stored(size, count)
-    engine.submit(JobId(1), place.stores(size, count))
+    wanted = rig.stored(size, count)
+    engine.submit(JobId(1), rig.stores(size, count))
     assert finish(engine, 1) is None
-    assert np.array_equal(place.arena[: size * count], wanted)
-    before = place.cache.copy()
-    place.cache[:] = 0
-    engine.submit(JobId(2), place.stores(size, count).reversed())
+    assert np.array_equal(rig.arena[: size * count], wanted)
+    before = rig.cache.copy()
+    rig.cache[:] = 0
+    engine.submit(JobId(2), rig.stores(size, count).reversed())
     assert finish(engine, 2) is None
-    assert np.array_equal(place.stored(size, count), wanted)
+    assert np.array_equal(rig.stored(size, count), wanted)
     for i in range(count):
         gap = slice(i * 2 * size + size, (i + 1) * 2 * size)
-        assert not place.cache[gap].any(), "bytes beside the pages changed"
+        assert not rig.cache[gap].any(), "bytes beside the pages changed"
     assert before.any()
     engine.close()
 
@@ -82,18 +82,18 @@ def test_what_was_stored_is_loaded_again(
 def test_halves_of_the_staging_memory_are_never_in_two_hands(seed: int, size: int, is_load: bool) -> None:
     device = PlayedDevice(seed)
     engine = InlineCudaCopyEngine(device)
-    place = Place(engine, device)
+    rig = CopyRig(engine, device)
     count = 100_000 // size // 2
-    runs = place.stores(size, count)
-    wanted = place.stored(size, count)
+    runs = rig.stores(size, count)
+    wanted = rig.stored(size, count)
     if is_load:
-        place.arena[: size * count] = wanted
-        place.cache[:] = 0
+        rig.arena[: size * count] = wanted
+        rig.cache[:] = 0
         runs = runs.reversed()
     engine.submit(JobId(1), runs)
     assert finish(engine, 1) is None
     assert "copy_by_kernel" in device.log
-    assert np.array_equal(place.stored(size, count) if is_load else place.arena[: size * count], wanted)
+    assert np.array_equal(rig.stored(size, count) if is_load else rig.arena[: size * count], wanted)
 
 
 @pytest.mark.parametrize("is_load", [False, True])
@@ -105,15 +105,15 @@ def test_a_missing_event_is_noticed_by_the_played_gpu(is_load: bool) -> None:
     def is_right(seed: int) -> bool:
         device = Forgetful(seed)
         engine = InlineCudaCopyEngine(device)
-        place = Place(engine, device)
-        runs, wanted = place.stores(512, 90), place.stored(512, 90)
+        rig = CopyRig(engine, device)
+        runs, wanted = rig.stores(512, 90), rig.stored(512, 90)
         if is_load:
-            place.arena[: 512 * 90] = wanted
-            place.cache[:] = 0
+            rig.arena[: 512 * 90] = wanted
+            rig.cache[:] = 0
             runs = runs.reversed()
         engine.submit(JobId(1), runs)
         assert finish(engine, 1) is None
-        return bool(np.array_equal(place.stored(512, 90) if is_load else place.arena[: 512 * 90], wanted))
+        return bool(np.array_equal(rig.stored(512, 90) if is_load else rig.arena[: 512 * 90], wanted))
 
     assert not all(is_right(seed) for seed in range(10))
 
@@ -123,21 +123,21 @@ def test_a_missing_event_is_noticed_by_the_played_gpu(is_load: bool) -> None:
 def test_copies_wait_for_what_compute_was_given_before_them(size: int, is_load: bool) -> None:
     device = PlayedDevice()
     engine = CudaCopyEngine(device)
-    place = Place(engine, device)
-    cache, arena = place.cache.copy(), place.arena.copy()
+    rig = CopyRig(engine, device)
+    cache, arena = rig.cache.copy(), rig.arena.copy()
     device.compute.happened.clear()
-    runs = place.stores(size, 20)
+    runs = rig.stores(size, 20)
     engine.submit(JobId(1), runs.reversed() if is_load else runs)
     assert device.is_stuck.wait(TIMEOUT_S)
     # What the forward pass reads last is still there, and what it writes last is what is stored.
-    assert np.array_equal(place.cache, cache)
-    assert np.array_equal(place.arena, arena)
+    assert np.array_equal(rig.cache, cache)
+    assert np.array_equal(rig.arena, arena)
     if not is_load:
-        place.cache[:] = cache[::-1]
-    wanted = arena[: 20 * size] if is_load else place.stored(size, 20)
+        rig.cache[:] = cache[::-1]
+    wanted = arena[: 20 * size] if is_load else rig.stored(size, 20)
     device.compute.happened.set()
     assert finish(engine, 1) is None
-    assert np.array_equal(place.stored(size, 20) if is_load else place.arena[: 20 * size], wanted)
+    assert np.array_equal(rig.stored(size, 20) if is_load else rig.arena[: 20 * size], wanted)
     engine.close()
 
 
@@ -169,12 +169,12 @@ def test_a_full_engine_takes_no_fence() -> None:
 def test_a_call_that_fails_is_the_failure_of_its_job(call: str) -> None:
     device = PlayedDevice()
     engine = CudaCopyEngine(device)
-    place = Place(engine, device)
+    rig = CopyRig(engine, device)
     device.fail_on = call
-    engine.submit(JobId(1), place.stores(512, 60))
+    engine.submit(JobId(1), rig.stores(512, 60))
     assert finish(engine, 1) == f"CudaError: {call}: cudaErrorUnknown"
     device.fail_on = None
-    engine.submit(JobId(2), place.stores(512, 60))
+    engine.submit(JobId(2), rig.stores(512, 60))
     assert finish(engine, 2) is None
     engine.close()
 
@@ -182,9 +182,9 @@ def test_a_call_that_fails_is_the_failure_of_its_job(call: str) -> None:
 def test_a_failed_job_ends_only_when_nothing_of_it_can_still_write() -> None:
     device = PlayedDevice()
     engine = CudaCopyEngine(device)
-    place = Place(engine, device)
+    rig = CopyRig(engine, device)
     device.fail_on = "copy_by_kernel"
-    engine.submit(JobId(1), place.stores(512, 60))
+    engine.submit(JobId(1), rig.stores(512, 60))
     assert finish(engine, 1) is not None
     assert device.log[-1] == "finish"
     engine.close()
@@ -223,9 +223,9 @@ def test_memory_that_the_gpu_cannot_reach_is_refused_and_stays_unknown(
 def test_without_kernels_pages_are_copied_one_by_one() -> None:
     device = PlayedDevice(has_kernels=False)
     engine = InlineCudaCopyEngine(device)
-    place = Place(engine, device)
-    wanted = place.stored(512, 60)
-    engine.submit(JobId(1), place.stores(512, 60))
+    rig = CopyRig(engine, device)
+    wanted = rig.stored(512, 60)
+    engine.submit(JobId(1), rig.stores(512, 60))
     assert finish(engine, 1) is None
     assert "copy_by_kernel" not in device.log
-    assert np.array_equal(place.arena[: 512 * 60], wanted)
+    assert np.array_equal(rig.arena[: 512 * 60], wanted)

@@ -5,6 +5,6 @@ The plugin's wheel carries it. Addresses are integers and nothing here checks th
 readable, or writable, and stay so until a call returns.
 """
 
-from hybridkv.native._cpu import Mover, RecordQueue, copy_with_memcpy, has_uring, levels
+from hybridkv.native._cpu import MemoryCopier, RecordQueue, copy_with_memcpy, has_uring, levels
 
-__all__ = ["Mover", "RecordQueue", "copy_with_memcpy", "has_uring", "levels"]
+__all__ = ["MemoryCopier", "RecordQueue", "copy_with_memcpy", "has_uring", "levels"]

@@ -20,7 +20,7 @@ def has_uring() -> bool:
 def copy_with_memcpy(source: int, destination: int, num_bytes: int) -> None:
     """The C library's memcpy, for benchmarks."""
 
-class Mover:
+class MemoryCopier:
     """Carries out copies. Any number of threads may use one at once; with `num_threads` > 1 they take turns.
 
     `level` is one of `levels()` or "best". `caching` says whether what is written stays out of the caches: "streamed",

@@ -7,8 +7,8 @@ names is first asked for, which `from hybridkv.canonical import *` does.
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.canonical.chunk import (
-    Chunk,
     ChunkError,
+    ChunkFile,
     ChunkHeader,
     ChunkIdentity,
     DamagedChunkError,
@@ -41,8 +41,8 @@ __all__ = [
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
-    "Chunk",
     "ChunkError",
+    "ChunkFile",
     "ChunkHeader",
     "ChunkIdentity",
     "DamagedChunkError",

@@ -6,6 +6,7 @@ tokens, the order is that of a block which is not split, and what that takes apa
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ import numpy as np
 from hybridkv.canonical.pages import LayerLayout, PageRegion
 
 MAX_REGIONS = 4096
-"""Regions that one layer may fall apart into; more is a view that nobody meant to store."""
+"""Regions that what a kernel block holds of one layer may fall apart into; more is a view that nobody meant to store.
+How many kernel blocks a block has is the engine's business, and no limit."""
 
 
 class LayoutError(ValueError):
@@ -58,7 +60,8 @@ def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[P
             "where other layers' bytes lie between them (BHLNC), say interleaved"
         )
     run, rest = _dense_end(_as_if_not_split(layer, tensor, num_blocks, inner))
-    if np.prod([size for size, _ in rest], dtype=object) > MAX_REGIONS:
+    split = (tensor.shape[layer.block_dim] // num_blocks, tensor.strides[layer.block_dim])
+    if _count([dim for dim in rest if dim != split]) > MAX_REGIONS:
         raise LayoutError(f"{layer.name}: a page falls apart into more than {MAX_REGIONS} regions: {tensor}")
     regions = [
         PageRegion(
@@ -99,12 +102,12 @@ def token_regions(layer: LayerLayout, tensor: Strides, num_blocks: int, tokens: 
 
     Raises:
         LayoutError: it is not known which dimension counts tokens, a block has another number of them, or they fall
-            apart into too many regions.
+            apart into too many regions. All of that is so of any tokens, or of none.
     """
     inner, block_stride = _inside_of_a_block(layer, tensor, num_blocks)
     kernel_blocks = tensor.shape[layer.block_dim] // num_blocks
     dim = layer.token_dim
-    if dim is None or tensor.shape[dim] * kernel_blocks != tokens.block_tokens:
+    if dim is None or (kernel_tokens := tensor.shape[dim]) * kernel_blocks != tokens.block_tokens:
         raise LayoutError(
             f"{layer.name}: expected a dimension that counts the {tokens.block_tokens} tokens of a block, "
             f"got {tensor.shape} with token_dim {dim}"
@@ -114,9 +117,13 @@ def token_regions(layer: LayerLayout, tensor: Strides, num_blocks: int, tokens: 
         inner = [each for each in inner if each != (kernel_blocks, of_kernel)]
     outer = [each for each in inner if each[1] > of_token]
     inside = [each for each in inner if each[1] < of_token]
+    if _count(outer) * _count(_dense_end([(kernel_tokens, of_token), *inside])[1]) > MAX_REGIONS:
+        raise LayoutError(f"{layer.name}: tokens fall apart into more than {MAX_REGIONS} regions: {tensor}")
+    if of_kernel == kernel_tokens * of_token:
+        kernel_tokens = tokens.block_tokens  # they follow each other as if the block were not split
     regions = []
     for outer_offset in _offsets(outer):
-        for offset, count in _token_runs(tokens, tensor.shape[dim], of_kernel, of_token):
+        for offset, count in _token_runs(tokens, kernel_tokens, of_kernel, of_token):
             run, rest = _dense_end([(count, of_token), *inside])
             regions += [
                 PageRegion(
@@ -126,8 +133,6 @@ def token_regions(layer: LayerLayout, tensor: Strides, num_blocks: int, tokens: 
                 )
                 for inner_offset in _offsets(rest)
             ]
-    if len(regions) > MAX_REGIONS:
-        raise LayoutError(f"{layer.name}: tokens fall apart into more than {MAX_REGIONS} regions: {tensor}")
     return regions
 
 
@@ -139,6 +144,11 @@ def _token_runs(tokens: TokenRange, kernel_tokens: int, of_kernel: int, of_token
         count = min(tokens.end - start, kernel_tokens - first)
         yield kernel_block * of_kernel + first * of_token, count
         start += count
+
+
+def _count(dims: Sequence[tuple[int, int]]) -> int:
+    """Entries of some dimensions together."""
+    return math.prod(size for size, _ in dims)
 
 
 def _offsets(dims: Sequence[tuple[int, int]]) -> list[int]:

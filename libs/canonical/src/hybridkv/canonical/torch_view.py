@@ -115,19 +115,19 @@ def canonical_kv_caches(
     if num_blocks <= 0:
         raise LayoutError(f"num_blocks must be positive, got {num_blocks}")
     used = [_group_regions(kv_caches, group, num_blocks) for group in groups]
-    widest: dict[_Place, _Region] = {}
+    widest: dict[_PageBase, _Region] = {}
     for region in (use.region for group in used for use in group.values()):
-        if region.place not in widest or region.pages.page_bytes > widest[region.place].pages.page_bytes:
-            widest[region.place] = region
-    index = {place: i for i, place in enumerate(widest)}
+        if region.base not in widest or region.pages.page_bytes > widest[region.base].pages.page_bytes:
+            widest[region.base] = region
+    index = {base: i for i, base in enumerate(widest)}
     return CanonicalKVCaches(
         tensors=tuple(
             CanonicalKVCacheTensor(region.view(num_blocks), region.pages.page_bytes) for region in widest.values()
         ),
         group_data_refs=tuple(
             tuple(
-                CanonicalKVCacheRef(index[place], use.region.pages.page_bytes, use.layer_idx)
-                for place, use in group.items()
+                CanonicalKVCacheRef(index[base], use.region.pages.page_bytes, use.layer_idx)
+                for base, use in group.items()
             )
             for group in used
         ),
@@ -149,7 +149,7 @@ def token_pages(
         LayoutError: the tokens of a block cannot be told apart, or do not take equal parts of its page.
     """
     pages: list[list[PageRegion]] = []
-    found: set[_Place] = set()
+    found: set[_PageBase] = set()
     for layer in layers:
         tensors = _tensors(layer, kv_caches[layer.name])
         regions = [(t.device, each) for t in tensors for each in token_regions(layer, _strides(t), num_blocks, tokens)]
@@ -159,15 +159,15 @@ def token_pages(
                 f"{layer.name}: tokens {tokens.start} to {tokens.end} of {tokens.block_tokens} take {size} bytes of a "
                 f"page of {layer.page_bytes}"
             )
-        places = [(device, region.address, region.stride_bytes) for device, region in regions]
-        page = [region for place, (_, region) in zip(places, regions, strict=True) if place not in found]
-        found.update(places)
+        bases = [(device, region.address, region.stride_bytes) for device, region in regions]
+        page = [region for base, (_, region) in zip(bases, regions, strict=True) if base not in found]
+        found.update(bases)
         if page:
             pages.append(page)
     return GroupPages(pages, num_blocks)
 
 
-_Place = tuple[torch.device, int, int]
+_PageBase = tuple[torch.device, int, int]
 """Device, address and stride: what two layers have in common when they keep their pages in the same place."""
 
 
@@ -178,7 +178,7 @@ class _Region:
     pages: PageRegion
 
     @property
-    def place(self) -> _Place:
+    def base(self) -> _PageBase:
         return self.storage.device, self.pages.address, self.pages.stride_bytes
 
     def view(self, num_blocks: int) -> torch.Tensor:
@@ -196,15 +196,15 @@ class _Use:
 
 def _group_regions(
     kv_caches: Mapping[str, KVCache], layers: Sequence[LayerLayout], num_blocks: int
-) -> dict[_Place, _Use]:
-    found: dict[_Place, _Use] = {}
+) -> dict[_PageBase, _Use]:
+    found: dict[_PageBase, _Use] = {}
     for layer_idx, layer in enumerate(layers):
         for region in _layer_regions(kv_caches, layer, num_blocks):
-            same = found.get(region.place)
+            same = found.get(region.base)
             if same is None:
-                found[region.place] = _Use(region, layer_idx)
+                found[region.base] = _Use(region, layer_idx)
             elif region.pages.page_bytes > same.region.pages.page_bytes:
-                found[region.place] = _Use(region, same.layer_idx)
+                found[region.base] = _Use(region, same.layer_idx)
     regions = [use.region for use in found.values()]
     if pair := first_overlap([region.pages for region in regions], num_blocks):
         names = sorted({regions[i].layer_name for i in pair})

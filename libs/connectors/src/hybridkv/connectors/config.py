@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -22,6 +22,8 @@ _CHOICES = {
     "weights_digest": '"sampled", "full", or your own name for these weights',
     "identity_ignores": "a list of names of facts",
 }
+ASK_TIMEOUT_S = 1.0
+"""How long a tier that answers late has for it, where the operator does not say."""
 _SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
 
 
@@ -41,10 +43,12 @@ class SlowerTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     Args:
         cascade: "all" copies there what host memory is given; "nothing" only reads what somebody else put there.
         load_timeout_seconds: how long a request waits for this tier, where that is less than for all of them.
+        ask_timeout_seconds: how long a tier that answers late has to say what it holds.
     """
 
     cascade: Literal["all", "nothing"] = "all"
     load_timeout_seconds: float | None = None
+    ask_timeout_seconds: float | None = None
 
 
 class DiskTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="disk"):
@@ -64,7 +68,7 @@ class DiskTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="disk"
 
 
 TierConfig = RamTierConfig | DiskTierConfig
-_TIER_TYPES: dict[str, type[msgspec.Struct]] = {"ram": RamTierConfig, "disk": DiskTierConfig}
+_TIER_TYPES: dict[str, type[msgspec.Struct]] = {str(kind.__struct_config__.tag): kind for kind in get_args(TierConfig)}
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +80,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
         lookup_timeout_seconds: how long it waits for chunks that another request is storing.
+        compute_tokens_per_second: what the engine computes; a wait for answers of a tier must be worth more than that.
         without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
         experimental_cuda: allow an engine on a GPU, though no GPU has run these copies yet.
         weights_digest: how weights are told apart: "sampled" reads all headers and a sample of the data, "full" reads
@@ -88,6 +93,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     load: Literal["async", "sync"] = "async"
     load_timeout_seconds: float = 30.0
     lookup_timeout_seconds: float = 10.0
+    compute_tokens_per_second: float = 10_000.0
     without_prefix_caching: bool = False
     experimental_cuda: bool = False
     weights_digest: str = "sampled"
@@ -101,7 +107,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return tier
 
     @property
-    def slower(self) -> dict[str, DiskTierConfig]:
+    def slower(self) -> dict[str, SlowerTierConfig]:
         """The tiers under it by name, which is their type, the nearest first."""
         return {name_of(tier): tier for tier in self.tiers if isinstance(tier, SlowerTierConfig)}
 
@@ -118,8 +124,13 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Seconds that a request waits for a slower tier."""
         return self.load_timeout_seconds if tier.load_timeout_seconds is None else tier.load_timeout_seconds
 
+    def ask_timeout_of(self, tier: SlowerTierConfig) -> float:
+        """Seconds that a slower tier has to say what it holds, where it cannot say so at once."""
+        given = tier.ask_timeout_seconds
+        return min(ASK_TIMEOUT_S, self.load_timeout_of(tier)) if given is None else given
 
-def name_of(tier: TierConfig) -> str:
+
+def name_of(tier: RamTierConfig | SlowerTierConfig) -> str:
     """What a tier is called: its type, of which there is one each."""
     return str(tier.__struct_config__.tag)
 
@@ -148,6 +159,13 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
     for name in ("load_timeout_seconds", "lookup_timeout_seconds"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
+    if not 0 < config.compute_tokens_per_second < math.inf:
+        raise ConfigurationError(
+            f"{ROOT}.compute_tokens_per_second",
+            "tokens above 0",
+            config.compute_tokens_per_second,
+            "10000 is the default; vLLM logs its prompt throughput",
+        )
     _require_stack(config)
     if isinstance(config.chunk_tokens, int) and config.chunk_tokens <= 0:
         raise ConfigurationError(
@@ -173,14 +191,22 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
 
 def _require_stack(config: OffloadConfig) -> None:
     names = [name_of(tier) for tier in config.tiers]
-    if names[0] != "ram" or len(set(names)) < len(names):
+    if names[0] != "ram":
         raise ConfigurationError(
             f"{ROOT}.tiers",
-            'one "ram" tier, and then slower ones, of each type one',
+            'a "ram" tier first, and then slower ones',
             ", ".join(f'"{name}"' for name in names),
             "what comes from a slower tier passes through host memory, so it needs some above it: "
             '[{"type": "ram", "capacity": "4GiB"}, {"type": "disk", "path": "/var/cache/kv", "capacity": "1TiB"}]',
         )
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ConfigurationError(
+                f"{ROOT}.tiers[{i}].type",
+                "a type that no other tier has",
+                f'"{name}"',
+                f"tiers[{names.index(name)}] is one: give that the capacity of both, as a tier is called by its type",
+            )
     if config.disk is not None and not os.path.isabs(config.disk.path):
         raise ConfigurationError(
             f"{config.path_of('disk')}.path",
@@ -189,13 +215,22 @@ def _require_stack(config: OffloadConfig) -> None:
             "the engine has several processes",
         )
     for name, tier in config.slower.items():
-        timeout_s = tier.load_timeout_seconds
-        if timeout_s is not None and not 0 < timeout_s <= config.load_timeout_seconds:
+        _require_timeouts(config, config.path_of(name), tier)
+
+
+def _require_timeouts(config: OffloadConfig, path: str, tier: SlowerTierConfig) -> None:
+    limits = (
+        ("load_timeout_seconds", config.load_timeout_seconds, ROOT, "to wait for this tier as long as for all"),
+        ("ask_timeout_seconds", config.load_timeout_of(tier), path, f"for {ASK_TIMEOUT_S:g}, or that where it is less"),
+    )
+    for field, limit_s, whose, hint in limits:
+        given_s = getattr(tier, field)
+        if given_s is not None and not 0 < given_s <= limit_s:
             raise ConfigurationError(
-                f"{config.path_of(name)}.load_timeout_seconds",
-                f"seconds above 0, at most the {config.load_timeout_seconds:g} of {ROOT}.load_timeout_seconds",
-                timeout_s,
-                "leave it out to wait for this tier as long as for all",
+                f"{path}.{field}",
+                f"seconds above 0, at most the {limit_s:g} of {whose}.load_timeout_seconds",
+                given_s,
+                f"leave it out {hint}",
             )
 
 

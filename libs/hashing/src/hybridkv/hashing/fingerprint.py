@@ -92,10 +92,6 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         """32 bytes that stand for all of it, the same on every process and host."""
         return blake3(self.encode(), derive_key_context=_CONTEXT).digest()
 
-    def for_rank(self, rank: int) -> "Fingerprint":
-        """The same cache as one tensor-parallel rank holds it."""
-        return msgspec.structs.replace(self, tensor_parallel_rank=rank)
-
     def diff(self, other: "Fingerprint") -> tuple[str, ...]:
         """`hybridkv.hashing.diff` of this one and another."""
         # That module reads this one, so it cannot be imported above.

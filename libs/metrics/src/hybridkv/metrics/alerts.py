@@ -76,12 +76,12 @@ ALERTS: Final = (
     ),
     Alert(
         name="HybridKVBytesDamagedInSlowTier",
-        query=Increase("vllm:hybridkv_move_failures_total", {"reason": ("checksum", "wrong_key")}),
+        query=Increase("vllm:hybridkv_move_failures_total", {"reason": ("checksum", "wrong_key")}, by=("tier",)),
         above=0,
         for_="0m",
         severity=Severity.WARNING,
-        summary="The slow tier gave back other bytes than it was given; they were found out and not used.",
-        action="Look for a failing disk, or for somebody who writes into the tier's directory.",
+        summary="The tier {{ $labels.tier }} gave back other bytes than it was given; they were found and not used.",
+        action="Look for a failing disk, or for somebody else who writes into that tier.",
         firing={'vllm:hybridkv_move_failures_total{reason="wrong_key",tier="disk"}': "0x50 1x40"},
         quiet={
             'vllm:hybridkv_move_failures_total{reason="wrong_key",tier="disk"}': "1x90",
@@ -147,30 +147,57 @@ ALERTS: Final = (
     ),
     Alert(
         name="HybridKVSlowTierLeftAlone",
-        query=Value("vllm:hybridkv_breaker_open", {"direction": ("promote",)}),
+        query=Value("vllm:hybridkv_breaker_open", {"direction": ("promote",)}, by=("tier",)),
         above=0,
         for_="5m",
         severity=Severity.WARNING,
-        summary="The slow tier does not answer loads and has been left alone for five minutes.",
-        action="Look at the disk below it; requests are computed meanwhile.",
-        firing={'vllm:hybridkv_breaker_open{direction="promote",tier="disk"}': "1x90"},
+        summary="The tier {{ $labels.tier }} does not answer loads and has been left alone for five minutes.",
+        action="Look at the disk or the store behind it; requests do without it meanwhile.",
+        firing={
+            'vllm:hybridkv_breaker_open{direction="promote",tier="disk"}': "0x90",
+            'vllm:hybridkv_breaker_open{direction="promote",tier="peer"}': "1x90",
+        },
         quiet={
             'vllm:hybridkv_breaker_open{direction="promote",tier="disk"}': "0x90",
-            'vllm:hybridkv_breaker_open{direction="cascade",tier="disk"}': "1x90",
+            'vllm:hybridkv_breaker_open{direction="cascade",tier="peer"}': "1x90",
         },
     ),
     Alert(
         name="HybridKVSlowTierTakesNothing",
-        query=Value("vllm:hybridkv_breaker_open", {"direction": ("cascade",)}),
+        query=Value("vllm:hybridkv_breaker_open", {"direction": ("cascade",)}, by=("tier",)),
         above=0,
         for_="5m",
         severity=Severity.WARNING,
-        summary="Stores to the slow tier have failed or not ended for five minutes; what it has is served meanwhile.",
-        action="Look whether the file system below it is full, over a quota or read-only.",
+        summary="Stores to the tier {{ $labels.tier }} have failed or not ended for five minutes; what it has is "
+        "served meanwhile.",
+        action="Look whether what is behind it is full, over a quota or read-only.",
         firing={'vllm:hybridkv_breaker_open{direction="cascade",tier="disk"}': "1x90"},
         quiet={
             'vllm:hybridkv_breaker_open{direction="cascade",tier="disk"}': "0x90",
             'vllm:hybridkv_breaker_open{direction="promote",tier="disk"}': "1x90",
+        },
+    ),
+    Alert(
+        name="HybridKVTierAnswersTooLate",
+        query=Ratio(
+            Rate("vllm:hybridkv_asked_total", {"outcome": ("late",)}, by=("tier",)),
+            (Rate("vllm:hybridkv_asked_total", by=("tier",)),),
+        ),
+        above=0.5,
+        for_="10m",
+        severity=Severity.WARNING,
+        summary="Of more than half of what the tier {{ $labels.tier }} is asked for it says nothing in time.",
+        action="Look at what is behind it. Long prompts wait for it until ask_timeout_seconds are over, unless it is "
+        "left alone for a pause: raise them if it is only slow, or take the tier out.",
+        firing={
+            'vllm:hybridkv_asked_total{tier="object",outcome="held"}': "0+100x90",
+            'vllm:hybridkv_asked_total{tier="peer",outcome="held"}': "0+40x90",
+            'vllm:hybridkv_asked_total{tier="peer",outcome="late"}': "0+60x90",
+        },
+        quiet={
+            'vllm:hybridkv_asked_total{tier="peer",outcome="held"}': "0+20x90",
+            'vllm:hybridkv_asked_total{tier="peer",outcome="missing"}': "0+40x90",
+            'vllm:hybridkv_asked_total{tier="peer",outcome="late"}': "0+40x90",
         },
     ),
     Alert(
@@ -180,7 +207,8 @@ ALERTS: Final = (
         for_="10m",
         severity=Severity.WARNING,
         summary="More than one request in a hundred waits for a tier until its time is over.",
-        action="Look at the time of a move and at the slow tier's disk, or lower load_timeout_seconds.",
+        action="Look at the time of a move of each tier, and in the log for which did not answer; lower its "
+        "load_timeout_seconds, or mend it.",
         firing={
             'vllm:hybridkv_wait_timeouts_total{wait="load"}': "0+10x90",
             'vllm:hybridkv_lookups_total{result="miss",reason="timeout"}': "0+100x90",

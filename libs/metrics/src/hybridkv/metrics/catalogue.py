@@ -41,6 +41,7 @@ _REASON = Label(
         "failed_loads",
         "adapter",
         "being_stored",
+        "asked",
     ),
 )
 """Why a request was not offered more; docs/guides/observing.md explains each."""
@@ -189,6 +190,14 @@ CATALOGUE = Catalogue(
             panel=Panel(Section.LOADS, "Waits in vain"),
         ),
         Metric(
+            "vllm:hybridkv_asked_total",
+            Kind.COUNTER,
+            "chunks",
+            "Chunks that a tier which answers late was asked for, by what it said before its time was over.",
+            (_SLOWER, Label("outcome", ("held", "missing", "late"))),
+            panel=Panel(Section.SLOW_TIER, "Chunks asked for"),
+        ),
+        Metric(
             "vllm:hybridkv_moves_total",
             Kind.COUNTER,
             "chunks",
@@ -260,7 +269,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_breaker_openings_total",
             Kind.COUNTER,
             "openings",
-            "Times that a slower tier was left alone because moves in that direction failed or did not end.",
+            "Times that a slower tier was left alone: moves in that direction failed or did not end, or (promote) "
+            "nothing that it was asked was answered in time.",
             (_DIRECTION, _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Breaker openings", view=View.INCREASE),
         ),

@@ -45,7 +45,7 @@ class Section(enum.StrEnum):
     LOADS = "Loads"
     STORES = "Stores"
     TIERS = "Tiers"
-    SLOW_TIER = "Slow tier"
+    SLOW_TIER = "Slower tiers"
     CHOICE = "Choice between stores"
     PEERS = "Peers"
 

@@ -228,11 +228,3 @@ class LoadAdmission:
             pool_blocks,
             free_blocks,
         )
-
-    def held_by_others(self, request_id: str) -> int:
-        """Blocks that the other requests with loads need."""
-        return self._num_held - self._held.get(request_id, 0)
-
-    def reserved_for_failed(self) -> int:
-        """Blocks that the engine reserves for requests whose loads failed."""
-        return self._num_failed

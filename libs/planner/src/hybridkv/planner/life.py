@@ -8,7 +8,7 @@ asks, waits or counts: whoever drives them does.
     while not isinstance(step, Reply):
         stage, step = ...  # run the errand; then `searched`, `brought`, or `resume` after a `Release`
 
-A boundary is settled first, at which every group can resume; then what only the slow tier has of it is brought near,
+A boundary is settled first, at which every group can resume; then what only slower tiers have of it is brought near,
 and nothing else. The engine is told to ask again meanwhile, and holds no block for it. Every such wait has a deadline.
 Where a tier can only say later whether it has more, there are two boundaries: one that is settled, and one that is
 possible. A request asks, and waits for answers, only where the difference is worth more than what the engine computes
@@ -56,13 +56,15 @@ _WAITING, _READY, _LATE = HoldState.WAITING, HoldState.READY, HoldState.LATE
 
 def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:
     """The engine asks what a request can load. Where nothing has changed the same stage comes back."""
-    past, room = stage.past, facts.room
+    room = facts.room
     if room is not None:
+        past = stage.past
         verdict, wait = gate_lookup(room, past.room, facts.now_s, bounds.room, past.failed_loads)
         if verdict is not _ADMIT:
             return _with_room(stage, wait), ASK_AGAIN if verdict is _WAIT else COMPUTE
     if facts.hold is not None:
         return _with_hold(stage, facts, bounds)
+    past = stage.past
     if type(stage) is Holding:
         stage = stage.found
     elif type(stage) is Loading:
@@ -87,16 +89,17 @@ def searched(
     bounds: Bounds,
     errand: Search,
     answer: Hit | Pending | Miss,
-    settled_tokens: int | None = None,
+    settled: Hit | Pending | Miss | None = None,
 ) -> tuple[Stage, Reply | Errand]:
     """A search that `errand` asked for has ended. `facts` are those with which it was asked for.
 
-    `settled_tokens` is where the request can resume if nothing of what is pending comes; None where nobody looked.
+    `settled` is what was found where nothing counts of which a tier only was asked; None where that is `answer` too.
     """
     if errand.is_last and isinstance(answer, Pending):
         # What is not readable was to count as missing; whoever says otherwise is not waited for.
         answer = Miss(None, "it was being stored for too long")
-    settled = facts.computed_tokens if settled_tokens is None else settled_tokens
+    if settled == answer:
+        settled = None
     found = Searched(stage.past, facts.generation, errand.limit_tokens, facts.computed_tokens, answer, False, settled)
     return _decide(found, facts, bounds, errand.num_shrinks)
 
@@ -145,7 +148,11 @@ def brought(
 
 def allocated(stage: Stage, boundary: int | None) -> Stage:
     """The engine has given the request blocks: to load up to `boundary`, or to compute (None)."""
-    return _begin(stage.past) if boundary is None else Loading(stage.past, boundary)
+    past = stage.past
+    if past.asked_until_s is not None:
+        # It is searched anew only when it lost them, or when what was promised failed: what it heard is old by then.
+        past = replace(past, asked_until_s=None)
+    return _begin(past) if boundary is None else Loading(past, boundary)
 
 
 def load_ended(stage: Stage, *, failed: bool = False, is_explained: bool = False) -> Stage:
@@ -204,18 +211,21 @@ def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply
 def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> tuple[Stage, Reply | Errand]:
     """What follows from an answer that holds."""
     past, answer = found.past, found.answer
-    if facts.ask_s and not past.near_only:
-        if past.asked_until_s is None:
-            settled = facts.computed_tokens if isinstance(answer, Miss) else answer.num_tokens
-            if is_worth_waiting(settled, found.limit_tokens, facts.ask_s, bounds.tokens_per_s):
-                past = replace(past, asked_until_s=facts.now_s + facts.ask_s)
-                return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
-        elif type(answer) is Pending and facts.now_s < past.asked_until_s:
-            left_s = past.asked_until_s - facts.now_s
-            if is_worth_waiting(found.settled_tokens, answer.num_tokens, left_s, bounds.tokens_per_s):
-                return found, ASK_AGAIN
-            found = replace(found, answer=_settled(found))
-            answer = found.answer
+    settled = found.settled
+    if facts.ask_s and past.asked_until_s is None and not past.near_only:
+        known_tokens = _resumes_at(answer if settled is None else settled, found)
+        if is_worth_waiting(known_tokens, found.limit_tokens, facts.ask_s, bounds.tokens_per_s):
+            # The tiers have one deadline for all that they are waited for, and asking is the beginning of it.
+            since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
+            past = replace(past, asked_until_s=facts.now_s + facts.ask_s, tier_since_s=since_s)
+            return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
+    if settled is not None:
+        left_s = 0.0 if past.asked_until_s is None else past.asked_until_s - facts.now_s
+        possible_tokens = _resumes_at(answer, found)
+        if left_s > 0 and is_worth_waiting(_resumes_at(settled, found), possible_tokens, left_s, bounds.tokens_per_s):
+            return found, ASK_AGAIN
+        # Others may still wait for what they asked, and ask again: that is not this request's wait.
+        found, answer = replace(found, answer=settled, settled=None), settled
     if type(answer) is Hit and facts.has_slower and not found.is_near and not past.near_only:
         since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
         return found, Bring(answer.num_tokens, since_s, facts.now_s - since_s < bounds.load_s, num_shrinks)
@@ -230,11 +240,9 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
     return _settle(found, answer, facts, bounds)
 
 
-def _settled(found: Searched) -> Hit | Miss:
-    """What is left when nothing is waited for."""
-    if found.settled_tokens > found.computed_tokens:
-        return Hit(found.settled_tokens)
-    return Miss(None, "what may be elsewhere is not worth waiting for")
+def _resumes_at(answer: Hit | Pending | Miss, found: Searched) -> int:
+    """Where a request goes on with an answer."""
+    return found.computed_tokens if isinstance(answer, Miss) else answer.num_tokens
 
 
 def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:
@@ -267,7 +275,7 @@ def limit_tokens(stage: Stage, num_tokens: int) -> int:
 
 
 def _without(stage: Stage) -> Stage:
-    """The slow tier took too long: this request looks only at the fast one from now on."""
+    """Slower tiers took too long: this request looks only at the fast one from now on."""
     past = replace(stage.past, near_only=True)
     return Unsearched(past) if type(stage) is Searched or type(stage) is Holding else _with_past(stage, past)
 

@@ -25,13 +25,14 @@ class Past(msgspec.Struct, frozen=True):
         failed_loads: of this request, ever.
         boundary_limit: a load to this boundary failed and nobody knows why: only shorter ones are offered.
         room_limit: what a longer load needs does not fit into the fast tier: only shorter ones are offered.
-        near_only: the slow tier took too long: this request goes without it.
+        near_only: slower tiers took too long: this request goes without it.
         waited_in_vain: chunks that were being stored did not come in time.
         stores_since_s: when it was first told to ask again because of what is being stored; None when it was not.
-        tier_since_s: when it was first told so, or would have been, because of what the slow tier has; None when it was
+        tier_since_s: when it was first told so, or would have been, because of what slower tiers have; None when it was
             not.
         asked_until_s: tiers that answer late were asked what they hold of it, and have answered by then or not at all;
-            None when they were not. A request asks once.
+            None when they were not. A request asks once until it is given blocks, so that no wait follows another; one
+            that is searched anew after that asks anew.
         room: how long it has waited for room beside other loads.
     """
 
@@ -67,7 +68,7 @@ class Searched(msgspec.Struct, frozen=True):
         computed_tokens: what the engine held.
         answer: of the search.
         is_near: the fast tier was seen to hold all that the hit needs.
-        settled_tokens: where it can resume if nothing of what is pending comes: known where tiers were asked.
+        settled: what was found where nothing counts of which a tier only was asked; None where that is `answer`.
     """
 
     past: Past
@@ -76,7 +77,7 @@ class Searched(msgspec.Struct, frozen=True):
     computed_tokens: int
     answer: Hit | Pending | Miss
     is_near: bool = False
-    settled_tokens: int = 0
+    settled: Hit | Pending | Miss | None = None
 
 
 @final
@@ -127,7 +128,7 @@ class HoldState(enum.Enum):
     READY = enum.auto()
     """All of it is there, and stays."""
     LATE = enum.auto()
-    """It came to nothing: the slow tier took too long."""
+    """It came to nothing: slower tiers took too long."""
     LOST = enum.auto()
     """It came to nothing: something is gone, or could not be read."""
 
@@ -161,7 +162,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
     Args:
         lookup_s: for chunks that are being stored.
-        load_s: for the slow tier.
+        load_s: for slower tiers.
         room: for room beside other loads.
         tokens_per_s: what an engine computes while it waits for answers that may never come: a wait must be worth more.
     """
@@ -236,7 +237,7 @@ class Bring(msgspec.Struct, frozen=True):
 
     Args:
         boundary: that was found.
-        since_s: when the request began to wait for the slow tier.
+        since_s: when the request began to wait for slower tiers.
         has_time: whether it may still wait.
         num_shrinks: how often the boundary was brought down for this question.
     """
@@ -252,7 +253,7 @@ class Release(msgspec.Struct, frozen=True):
     """Release what the tiers hold for the request, and ask `resume` once more.
 
     Args:
-        is_late: the slow tier took too long, and the request goes without it.
+        is_late: slower tiers took too long, and the request goes without it.
     """
 
     is_late: bool = False

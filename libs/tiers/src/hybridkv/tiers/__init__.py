@@ -1,10 +1,12 @@
 """Media that hold chunks by key. The contract stands here; each medium has its own folder."""
 
 from hybridkv.tiers.contract import (
+    Answer,
     Completion,
     ExposesBytes,
     Failure,
     FailureReason,
+    Heard,
     Key,
     Refusal,
     SealedMemory,
@@ -18,10 +20,12 @@ from hybridkv.tiers.errors import TierConfigurationError, TierError, TierProtoco
 from hybridkv.tiers.shortage import is_shortage
 
 __all__ = [
+    "Answer",
     "Completion",
     "ExposesBytes",
     "Failure",
     "FailureReason",
+    "Heard",
     "Key",
     "Refusal",
     "SealedMemory",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NewType, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -103,6 +103,33 @@ class Completion(msgspec.Struct, frozen=True):
     """XXH3-128 (16 bytes, canonical order) of the chunk's bytes, from a medium that computed it and succeeded."""
 
 
+class Answer(enum.StrEnum):
+    """How a question ended that a tier was asked about one key."""
+
+    HELD = "held"
+    """In time: it is there, and this index may offer it."""
+    MISSING = "missing"
+    """In time: it is not there, or this index has no room to know of it."""
+    LATE = "late"
+    """There was no answer by the deadline, or as much was asked as may be."""
+
+
+class Heard(NamedTuple):
+    """Of how many keys that a tier was ever asked about it has heard. Neither becomes less.
+
+    What is not answered yet is neither, nor is what was withdrawn or reserved meanwhile, nor what could not be asked
+    because as much was asked as may be: for none of these is whoever should answer to blame.
+    """
+
+    in_time: int = 0
+    """Answered by the deadline, whatever the answer was."""
+    not_in_time: int = 0
+    """Not answered by the deadline, whatever came later."""
+
+
+NOTHING_HEARD = Heard()
+
+
 class TierCounts(msgspec.Struct, frozen=True):
     """What an index did since it was last asked. Merging is addition, so order and grouping do not matter."""
 
@@ -114,11 +141,17 @@ class TierCounts(msgspec.Struct, frozen=True):
     evicted_bytes: int = 0
     refusals: dict[Refusal, int] = {}
     """Only reasons that occurred."""
+    answers: dict[Answer, int] = {}
+    """Of a tier that answers late. Only those that occurred; a question that was withdrawn, or whose key was reserved
+    meanwhile, has none."""
 
     def merge(self, other: TierCounts) -> TierCounts:
         refusals = dict(self.refusals)
         for reason, count in other.refusals.items():
             refusals[reason] = refusals.get(reason, 0) + count
+        answers = dict(self.answers)
+        for answer, count in other.answers.items():
+            answers[answer] = answers.get(answer, 0) + count
         return TierCounts(
             reservations=self.reservations + other.reservations,
             commits=self.commits + other.commits,
@@ -127,6 +160,7 @@ class TierCounts(msgspec.Struct, frozen=True):
             evictions=self.evictions + other.evictions,
             evicted_bytes=self.evicted_bytes + other.evicted_bytes,
             refusals=refusals,
+            answers=answers,
         )
 
 
@@ -173,8 +207,17 @@ class TierIndex(Protocol):
 
         A verb of its own, because a lookup changes nothing. A key about which nothing is known is PENDING from now on,
         until there is an answer; it is a MISS when there is none by the deadline, or when as much is asked as may be.
-        An answer that comes later still counts. Nothing is reserved for such a key: it can be reserved as if nobody had
-        asked. Where everything is known this does nothing.
+        An answer that comes later still counts, unless the key was withdrawn meanwhile. To ask again what is not
+        answered yet puts no answer off; the later deadline holds. Nothing is reserved for such a key: it can be
+        reserved as if nobody had asked. Where everything is known this does nothing.
+        """
+        ...
+
+    @property
+    def heard(self) -> Heard:
+        """How questions ended until now: whoever asks sees in it whether it is worth asking again.
+
+        Unlike counts it is not taken, so that several may look.
         """
         ...
 
@@ -224,10 +267,6 @@ class TierIndex(Protocol):
 
         False when the key was invalidated meanwhile: its space is freed now and it is not offered.
         """
-        ...
-
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        """`commit` of each; whether it is offered."""
         ...
 
     def abort(self, key: Key) -> None:

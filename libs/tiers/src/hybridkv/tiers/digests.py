@@ -23,7 +23,7 @@ Digest = Callable[[Sequence[memoryview]], bytes]
 def view_digest() -> Digest:
     """What takes checksums in this process. Chosen once, and said once."""
     try:
-        from hybridkv.native import Mover
+        from hybridkv.native import MemoryCopier
     except ImportError as error:
         logger.warning(
             "hybridkv.native cannot be imported (%s): checksums are taken by xxhash; "
@@ -31,13 +31,13 @@ def view_digest() -> Digest:
             error,
         )
         return digest_by_xxhash
-    mover = Mover()
+    copier = MemoryCopier()
 
     def digest(views: Sequence[memoryview]) -> bytes:
         arrays = [np.frombuffer(view, dtype=np.uint8) for view in views]
         addresses = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
         sizes = np.array([array.nbytes for array in arrays], dtype=np.int64)
-        return mover.digest(addresses, sizes, np.array([len(arrays)], dtype=np.int64))
+        return copier.digest(addresses, sizes, np.array([len(arrays)], dtype=np.int64))
 
     return digest
 

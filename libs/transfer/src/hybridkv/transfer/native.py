@@ -30,7 +30,7 @@ class Copier(Protocol):
 def runs_copier() -> Copier:
     """What copies runs in this process. Chosen once, and said once."""
     try:
-        from hybridkv.native import Mover
+        from hybridkv.native import MemoryCopier
     except ImportError as error:
         logger.warning(
             "hybridkv.native cannot be imported (%s): runs are copied one by one, which is slow for runs of a few KiB; "
@@ -38,13 +38,13 @@ def runs_copier() -> Copier:
             error,
         )
         return copy_one_by_one
-    mover = Mover()
+    copier = MemoryCopier()
 
     def copy(runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None:
         if record_ends is None:
-            mover.copy(runs.sources, runs.destinations, runs.num_bytes)
+            copier.copy(runs.sources, runs.destinations, runs.num_bytes)
             return None
-        digests = mover.copy_and_digest(runs.sources, runs.destinations, runs.num_bytes, record_ends)
+        digests = copier.copy_and_digest(runs.sources, runs.destinations, runs.num_bytes, record_ends)
         return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
 
     return copy

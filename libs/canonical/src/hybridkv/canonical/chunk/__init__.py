@@ -5,8 +5,8 @@ Nothing in the product writes it yet: the disk tier has records of its own. It i
 
 from hybridkv.canonical.chunk.dump import dump, undump
 from hybridkv.canonical.chunk.format import (
-    Chunk,
     ChunkError,
+    ChunkFile,
     ChunkHeader,
     ChunkIdentity,
     DamagedChunkError,
@@ -22,8 +22,8 @@ from hybridkv.canonical.chunk.format import (
 )
 
 __all__ = [
-    "Chunk",
     "ChunkError",
+    "ChunkFile",
     "ChunkHeader",
     "ChunkIdentity",
     "DamagedChunkError",

@@ -103,8 +103,8 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.payload_offset + sum(self.section_bytes)
 
 
-class Chunk(msgspec.Struct, frozen=True):
-    """A decoded chunk; `sections` are views of the bytes it was decoded from."""
+class ChunkFile(msgspec.Struct, frozen=True):
+    """A chunk's portable form, decoded; `sections` are views of the bytes it was decoded from."""
 
     header: ChunkHeader
     sections: tuple[memoryview, ...]
@@ -220,7 +220,7 @@ def decode(
     group: bytes | None = None,
     key: bytes | None = None,
     tokens: tuple[int, int] | None = None,
-) -> Chunk:
+) -> ChunkFile:
     """A chunk and nothing behind it. Nothing is copied: the sections are views of `data`.
 
     Args:
@@ -251,7 +251,7 @@ def decode(
     for length in header.section_bytes:
         sections.append(view[at : at + length])
         at += length
-    return Chunk(header, tuple(sections))
+    return ChunkFile(header, tuple(sections))
 
 
 def _bytes_of(name: str, buffer: Buffer) -> memoryview:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, format_size
+from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, SlowerTierConfig, format_size
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.layout import CacheLayout
@@ -45,7 +45,7 @@ def _say_what_was_understood(
         per_chunk / chunk,
         format_size(capacity),
         capacity // per_chunk * chunk,
-        _disk_words(config.disk, per_chunk, chunk),
+        "".join(_slower_words(name, tier, per_chunk, chunk) for name, tier in config.slower.items()),
         chunk + 1,
         config.load,
         config.load_timeout_seconds,
@@ -92,7 +92,7 @@ def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
         )
 
 
-def _disk_words(disk: DiskTierConfig | None, per_chunk: int, chunk: int) -> str:
-    if disk is None:
-        return ""
-    return f"disk {format_size(disk.capacity)} at {disk.path} holds about {disk.capacity // per_chunk * chunk} tokens; "
+def _slower_words(name: str, tier: SlowerTierConfig, per_chunk: int, chunk: int) -> str:
+    if not isinstance(tier, DiskTierConfig):
+        return f"{name}; "
+    return f"disk {format_size(tier.capacity)} at {tier.path} holds about {tier.capacity // per_chunk * chunk} tokens; "

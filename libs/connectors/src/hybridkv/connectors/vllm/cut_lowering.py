@@ -1,4 +1,4 @@
-"""From moves to runs of bytes where chunks end inside blocks.
+"""From copies to runs of bytes where chunks end inside blocks.
 
 A chunk that cuts blocks is up to three pieces, one behind the other: what it has of its first block, its whole blocks,
 and what it has of its last one. Each piece is laid out as a chunk of its own.
@@ -10,7 +10,7 @@ import msgspec
 
 from hybridkv.canonical import GroupPages, TokenRange
 from hybridkv.connectors.vllm.lowering import Zeros, load_runs, require_whole, store_runs
-from hybridkv.connectors.vllm.messages import Move
+from hybridkv.connectors.vllm.messages import ChunkCopy
 from hybridkv.transfer import CopyRuns, Extent
 
 
@@ -36,10 +36,10 @@ class GroupBlocks:
             self._parts[tokens] = self.pages if end - start == self.block_tokens else self._part(tokens)
         return self._parts[tokens]
 
-    def pieces(self, move: Move) -> Iterator[tuple[GroupPages, int, int]]:
-        """The pieces of the move's chunk: their pages, the first stored block of each, and how many it has."""
-        size, blocks, lead = self.block_tokens, move.stored_blocks, move.lead_tokens
-        end = size - move.trail_tokens
+    def pieces(self, copy: ChunkCopy) -> Iterator[tuple[GroupPages, int, int]]:
+        """The pieces of the copy's chunk: their pages, the first stored block of each, and how many it has."""
+        size, blocks, lead = self.block_tokens, copy.stored_blocks, copy.lead_tokens
+        end = size - copy.trail_tokens
         if blocks == 1:
             yield self.of(lead, end), 0, 1
             return
@@ -52,37 +52,37 @@ class GroupBlocks:
             yield self.of(0, end), last, 1
 
 
-def cut_load_runs(move: Move, blocks: GroupBlocks, extents: Sequence[Extent]) -> CopyRuns:
+def cut_load_runs(copy: ChunkCopy, blocks: GroupBlocks, extents: Sequence[Extent]) -> CopyRuns:
     """As `load_runs`, for a chunk that may cut blocks.
 
     Raises:
         ValueError: as `load_runs` does.
     """
-    return CopyRuns.concatenate([load_runs(*piece) for piece in _pieces(move, blocks, extents)])
+    return CopyRuns.concatenate([load_runs(*piece) for piece in _pieces(copy, blocks, extents)])
 
 
-def cut_store_runs(move: Move, blocks: GroupBlocks, extents: Sequence[Extent], zeros: Zeros) -> CopyRuns:
+def cut_store_runs(copy: ChunkCopy, blocks: GroupBlocks, extents: Sequence[Extent], zeros: Zeros) -> CopyRuns:
     """As `store_runs`, for a chunk that may cut blocks.
 
     Raises:
         ValueError: as `store_runs` does.
     """
-    require_whole(move)
-    return CopyRuns.concatenate([store_runs(*piece, zeros) for piece in _pieces(move, blocks, extents)])
+    require_whole(copy)
+    return CopyRuns.concatenate([store_runs(*piece, zeros) for piece in _pieces(copy, blocks, extents)])
 
 
 def _pieces(
-    move: Move, blocks: GroupBlocks, extents: Sequence[Extent]
-) -> Iterator[tuple[Move, GroupPages, list[Extent]]]:
-    """What is moved of each piece, as a move of its own. The last one has the rest of the slot."""
-    begin, moved = 0, range(move.first_block, move.first_block + len(move.block_ids))
-    for pages, first, count in blocks.pieces(move):
-        is_last = first + count == move.stored_blocks
+    copy: ChunkCopy, blocks: GroupBlocks, extents: Sequence[Extent]
+) -> Iterator[tuple[ChunkCopy, GroupPages, list[Extent]]]:
+    """What is copied of each piece, as a copy of its own. The last one has the rest of the slot."""
+    begin, copied = 0, range(copy.first_block, copy.first_block + len(copy.block_ids))
+    for pages, first, count in blocks.pieces(copy):
+        is_last = first + count == copy.stored_blocks
         end = sum(num_bytes for _, num_bytes in extents) if is_last else begin + count * pages.block_bytes
-        own = range(max(first, moved.start), min(first + count, moved.stop))
+        own = range(max(first, copied.start), min(first + count, copied.stop))
         if own:
-            ids = move.block_ids[own.start - moved.start : own.stop - moved.start]
-            piece = msgspec.structs.replace(move, first_block=own.start - first, stored_blocks=count, block_ids=ids)
+            ids = copy.block_ids[own.start - copied.start : own.stop - copied.start]
+            piece = msgspec.structs.replace(copy, first_block=own.start - first, stored_blocks=count, block_ids=ids)
             yield piece, pages, _between(extents, begin, end)
         begin = end
 

@@ -17,7 +17,7 @@ from hybridkv.planner import CacheSpec, GroupKind, Hit, Loss, Miss, last_boundar
 from hybridkv.planner.stages import Offer
 
 if TYPE_CHECKING:
-    from hybridkv.connectors.vllm.requests import RequestState
+    from hybridkv.connectors.vllm.requests import TrackedRequest
 
 logger = logging.getLogger("vllm.hybridkv.explain")
 
@@ -42,7 +42,7 @@ class Reason(enum.StrEnum):
     NOT_STORED = "not_stored"
     """Nothing beyond what the engine holds is stored."""
     TIMEOUT = "timeout"
-    """It was waited for in vain: for a store to end, or for the slow tier."""
+    """It was waited for in vain: for a store to end, or for a slower tier."""
     FAILED_LOADS = "failed_loads"
     """Loads of this request failed, so less is offered, or nothing."""
     ADAPTER = "adapter"
@@ -67,6 +67,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         lost_tokens: how much more the full groups held than could be resumed.
         junction: "" or, where the request parts from what the full groups hold, "resumed" if it resumes at that point
             and "lost" if a group keeps it from that.
+        asked: whether tiers that answer late were asked about it: not where that was worth no wait. None where there is
+            none, or none that may be asked.
         detail: more, in words.
     """
 
@@ -82,6 +84,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     limiting_kind: str = ""
     lost_tokens: int = 0
     junction: str = ""
+    asked: bool | None = None
     detail: str = ""
 
 
@@ -95,6 +98,7 @@ class Admission:
         taken_tokens: what the engine loads.
         loss: what the groups held.
         source: the slowest tier that is read.
+        asked: whether tiers that answer late were asked; None where there was none to be asked.
     """
 
     answer: Hit | Miss
@@ -102,36 +106,38 @@ class Admission:
     taken_tokens: int
     loss: Loss
     source: str
+    asked: bool | None = None
 
 
-def explain(spec: CacheSpec, state: RequestState, admission: Admission) -> Explanation:
+def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> Explanation:
     """The record of a request that is being admitted."""
-    answer, loss, num_tokens = admission.answer, admission.loss, state.request.num_tokens
+    answer, loss, num_tokens = admission.answer, admission.loss, tracked.request.num_tokens
     full_group = _full_group(spec)
     has_ended = full_group is not None and loss.full_tokens < last_boundary(spec, admission.limit_tokens)
     limiting = _limiting_group(answer, loss, full_group if has_ended else None)
     return Explanation(
-        request_id=state.request_id,
+        request_id=tracked.request_id,
         result="hit" if isinstance(answer, Hit) else "miss",
-        reason=_reason(spec, state, admission),
+        reason=_reason(spec, tracked, admission),
         num_tokens=num_tokens,
-        engine_tokens=state.computed_tokens,
+        engine_tokens=tracked.computed_tokens,
         offered_tokens=admission.taken_tokens,
-        compute_tokens=num_tokens - state.computed_tokens - admission.taken_tokens,
+        compute_tokens=num_tokens - tracked.computed_tokens - admission.taken_tokens,
         source=admission.source if isinstance(answer, Hit) else "",
         limiting_group=limiting,
         limiting_kind=str(spec.groups[limiting].kind) if limiting is not None else "",
         lost_tokens=loss.lost_tokens,
         junction=("lost" if loss.lost_tokens else "resumed") if has_ended and loss.full_tokens else "",
+        asked=admission.asked,
         detail=answer.reason if isinstance(answer, Miss) else "",
     )
 
 
-def unidentified(state: RequestState) -> Explanation:
+def unidentified(tracked: TrackedRequest) -> Explanation:
     """The record of a request that is admitted with its adapter in doubt."""
-    num_tokens, computed = state.request.num_tokens, state.computed_tokens
+    num_tokens, computed = tracked.request.num_tokens, tracked.computed_tokens
     return Explanation(
-        request_id=state.request_id,
+        request_id=tracked.request_id,
         result="miss",
         reason=Reason.ADAPTER,
         num_tokens=num_tokens,
@@ -155,12 +161,12 @@ def _limiting_group(answer: Hit | Miss, loss: Loss, ended_group: int | None) -> 
     return answer.limiting_group
 
 
-def _reason(spec: CacheSpec, state: RequestState, admission: Admission) -> Reason:
-    answer, loss, past = admission.answer, admission.loss, state.stage.past
+def _reason(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> Reason:
+    answer, loss, past = admission.answer, admission.loss, tracked.stage.past
     if isinstance(answer, Hit):
         if not admission.taken_tokens:
-            return Reason.NOT_TAKEN if isinstance(state.told, Offer) else Reason.ENGINE_ROOM
-        if answer.num_tokens >= last_boundary(spec, state.request.num_tokens):
+            return Reason.NOT_TAKEN if isinstance(tracked.told, Offer) else Reason.ENGINE_ROOM
+        if answer.num_tokens >= last_boundary(spec, tracked.request.num_tokens):
             return Reason.COMPLETE
     elif answer.limiting_group is None and past.failed_loads:
         return Reason.FAILED_LOADS

@@ -1,4 +1,4 @@
-"""The end of an engine whose halves are in one process: what was to go to the slow tier goes, while there is time.
+"""The end of an engine whose halves are in one process: what was to go to slower tiers goes, while there is time.
 
 vLLM ends its workers before its scheduler, and with several processes neither half can reach the other then; there the
 scheduler keeps the engine stepping instead (`has_work_in_flight`), which is how vLLM's own end waits for it.

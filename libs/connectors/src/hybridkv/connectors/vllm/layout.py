@@ -44,12 +44,15 @@ class CacheLayout:
     hash_algorithm: str
     world_size: int
     _block_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _content_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _part_sizes: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
     """Of (group, tokens), as far as they were asked for: every chunk is, and of a model there are few."""
 
     def __post_init__(self) -> None:
         sizes = tuple(sum(aligned_page_bytes(layer.page_bytes) for layer in layers) for layers in self.layers)
+        content = tuple(sum(layer.page_bytes for layer in layers) for layers in self.layers)
         object.__setattr__(self, "_block_bytes", sizes)  # the way to fill a frozen dataclass
+        object.__setattr__(self, "_content_bytes", content)
         object.__setattr__(self, "_part_sizes", {})
 
     @property
@@ -76,6 +79,10 @@ class CacheLayout:
         On a worker no fewer than it stores: the engine's padding is not stored, and layers may share a page.
         """
         return self._block_bytes[group_index]
+
+    def content_bytes(self, group_index: int) -> int:
+        """Bytes of one block's pages on one rank, of which as much belongs to each token where blocks can be cut."""
+        return self._content_bytes[group_index]
 
     def span_bytes(self, group_index: int, span: TokenSpan) -> int:
         """Bytes that some tokens of a group take in a chunk on one rank, where chunks may cut its blocks."""

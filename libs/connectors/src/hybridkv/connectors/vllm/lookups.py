@@ -145,6 +145,35 @@ class ReadableOnly:
         return False
 
 
+class AskedQuestions(TierQuestions, Protocol):
+    """The same of tiers that may be asked, as `TierStack`."""
+
+    def is_only_asked(self, key: bytes) -> bool: ...
+
+
+class Unasked:
+    """Tiers where nothing counts of which one was only asked. What is being stored is pending there as ever."""
+
+    def __init__(self, index: AskedQuestions) -> None:
+        self._index = index
+
+    def lookup(self, key: bytes) -> LookupResult:
+        return LookupResult.MISS if self._index.is_only_asked(key) else self._index.lookup(key)
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        num_held = self._index.leading(keys)
+        return next((i for i, key in enumerate(keys[:num_held]) if self._index.is_only_asked(key)), num_held)
+
+    def last_held(self, keys: Sequence[bytes]) -> int | None:
+        place = self._index.last_held(keys)
+        while place is not None and self._index.is_only_asked(keys[place]):
+            place = self._index.last_held(keys[:place])
+        return place
+
+    def any_pending(self, keys: Sequence[bytes]) -> bool:
+        return any(self.lookup(key) is LookupResult.PENDING for key in keys)
+
+
 class TierLookup:
     """The planner's `Lookup` and `RangeLookup` for one search of one request.
 

@@ -1,4 +1,4 @@
-"""From moves of blocks to runs of bytes: the last step before a copy engine, and the one place that pairs addresses."""
+"""From copies of blocks to runs of bytes: the last step before a copy engine, the one place that pairs addresses."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.messages import Move
+from hybridkv.connectors.vllm.messages import ChunkCopy
 from hybridkv.transfer import CopyRuns, Extent
 
 Integers = npt.NDArray[np.int64]
@@ -27,6 +27,11 @@ class Zeros(NamedTuple):
     address: int
     num_bytes: int
 
+    def num_bytes_in(self, runs: CopyRuns) -> int:
+        """Bytes of runs that are copied from here."""
+        is_zero = (runs.sources >= self.address) & (runs.sources < self.address + self.num_bytes)
+        return int(runs.num_bytes[is_zero].sum())
+
 
 class _Pieces(NamedTuple):
     """Bytes and their places in a chunk, ascending.
@@ -42,30 +47,30 @@ class _Pieces(NamedTuple):
     sizes: Integers
 
 
-def load_runs(move: Move, pages: GroupPages, extents: Sequence[Extent]) -> CopyRuns:
-    """The copies that load a move's blocks.
+def load_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> CopyRuns:
+    """The runs that load the blocks of a copy.
 
     Args:
-        move: blocks of a group and their place in a chunk.
+        copy: blocks of a group and their place in a chunk.
         pages: where the group's pages lie.
         extents: (address, num_bytes) of the chunk's slot, in the chunk's order.
 
     Returns:
-        Runs that write every page of the move once and nothing else, in the order of the chunk's bytes.
+        Runs that write every page of the copy once and nothing else, in the order of the chunk's bytes.
 
     Raises:
         ValueError: the slot is smaller than the chunk, or a block is outside the pool.
     """
-    _require_room(move, pages, extents)
-    engine, stored, num_bytes = _paired(_pages_of(move, pages), extents)
+    _require_room(copy, pages, extents)
+    engine, stored, num_bytes = _paired(_pages_of(copy, pages), extents)
     return CopyRuns(stored, engine, num_bytes)
 
 
-def store_runs(move: Move, pages: GroupPages, extents: Sequence[Extent], zeros: Zeros) -> CopyRuns:
-    """The copies that store a chunk.
+def store_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent], zeros: Zeros) -> CopyRuns:
+    """The runs that store a chunk.
 
     Args:
-        move: all blocks of a chunk.
+        copy: all blocks of a chunk.
         pages: where the group's pages lie.
         extents: (address, num_bytes) of the chunk's slot, in the chunk's order.
         zeros: where padding comes from.
@@ -78,41 +83,41 @@ def store_runs(move: Move, pages: GroupPages, extents: Sequence[Extent], zeros: 
         ValueError: the slot is smaller than the chunk, a block is outside the pool, or blocks of the chunk are missing,
             whose places would keep what was there before.
     """
-    require_whole(move)
-    slot_bytes = _require_room(move, pages, extents)
-    pieces = _with_zeros(_pages_of(move, pages), _gaps(move, pages, slot_bytes, zeros.num_bytes), zeros)
+    require_whole(copy)
+    slot_bytes = _require_room(copy, pages, extents)
+    pieces = _with_zeros(_pages_of(copy, pages), _gaps(copy, pages, slot_bytes, zeros.num_bytes), zeros)
     return CopyRuns(*_paired(pieces, extents))
 
 
-def require_whole(move: Move) -> None:
+def require_whole(copy: ChunkCopy) -> None:
     """Refuses a store of a part of a chunk.
 
     Raises:
         ValueError: blocks of the chunk are missing.
     """
-    if move.first_block or len(move.block_ids) != move.stored_blocks:
-        blocks = f"{len(move.block_ids)} from the one at {move.first_block}"
-        raise ValueError(f"a chunk of {move.stored_blocks} blocks is stored as a whole, got {blocks}")
+    if copy.first_block or len(copy.block_ids) != copy.stored_blocks:
+        blocks = f"{len(copy.block_ids)} from the one at {copy.first_block}"
+        raise ValueError(f"a chunk of {copy.stored_blocks} blocks is stored as a whole, got {blocks}")
 
 
-def _require_room(move: Move, pages: GroupPages, extents: Sequence[Extent]) -> int:
+def _require_room(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> int:
     """Bytes of the slot."""
     slot_bytes = sum(num_bytes for _, num_bytes in extents)
-    chunk_bytes = move.stored_blocks * pages.block_bytes
+    chunk_bytes = copy.stored_blocks * pages.block_bytes
     if slot_bytes < chunk_bytes:
         raise ValueError(f"a chunk of {chunk_bytes} bytes does not fit a slot of {slot_bytes}")
     return slot_bytes
 
 
-def _pages_of(move: Move, pages: GroupPages) -> _Pieces:
-    addresses, sizes = pages.addresses(move.block_ids)
-    return _Pieces(addresses, pages.chunk_offsets(move.first_block, len(move.block_ids), move.stored_blocks), sizes)
+def _pages_of(copy: ChunkCopy, pages: GroupPages) -> _Pieces:
+    addresses, sizes = pages.addresses(copy.block_ids)
+    return _Pieces(addresses, pages.chunk_offsets(copy.first_block, len(copy.block_ids), copy.stored_blocks), sizes)
 
 
-def _gaps(move: Move, pages: GroupPages, slot_bytes: int, largest_bytes: int) -> tuple[Integers, Integers]:
+def _gaps(copy: ChunkCopy, pages: GroupPages, slot_bytes: int, largest_bytes: int) -> tuple[Integers, Integers]:
     """Offsets and sizes, ascending, of what a chunk's pages leave of its slot."""
-    offsets, sizes = pages.padding(0, move.stored_blocks, move.stored_blocks)
-    behind = np.arange(move.stored_blocks * pages.block_bytes, slot_bytes, largest_bytes, dtype=np.int64)
+    offsets, sizes = pages.padding(0, copy.stored_blocks, copy.stored_blocks)
+    behind = np.arange(copy.stored_blocks * pages.block_bytes, slot_bytes, largest_bytes, dtype=np.int64)
     rest = np.minimum(slot_bytes - behind, largest_bytes)
     return np.concatenate([offsets, behind]), np.concatenate([sizes, rest])
 

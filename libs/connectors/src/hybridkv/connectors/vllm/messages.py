@@ -15,8 +15,8 @@ from hybridkv.tiers import Slot
 from hybridkv.tiers.stack import MoveOutcome, TierMove
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one group, and where (their part of) a chunk lies in the tier.
+class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one group, and where (their part of) a chunk lies in the tier: one is copied to the other.
 
     Args:
         group_index: the engine's group.
@@ -43,27 +43,27 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Everything one request loads. `refused` says why it must fail without a byte moved."""
 
     request_id: str
-    moves: tuple[Move, ...]
+    copies: tuple[ChunkCopy, ...]
     refused: str | None = None
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True):
     """Everything one request stores after this step."""
 
-    job_id: int
-    moves: tuple[Move, ...]
+    store_id: int
+    copies: tuple[ChunkCopy, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepPlan(KVConnectorMetadata):
-    """Scheduler to workers, once a step."""
+    """Scheduler to workers, once a step. A worker in the scheduler's process is given the same one, so it is frozen."""
 
-    loads: list[Load] = field(default_factory=list)
-    stores: list[Store] = field(default_factory=list)
-    moves: list[TierMove] = field(default_factory=list)
+    loads: tuple[Load, ...] = ()
+    stores: tuple[Store, ...] = ()
+    moves: tuple[TierMove, ...] = ()
     """Between the tiers."""
     namespace: bytes = b""
-    """Of the slow tier, where there are moves: the scheduler and the workers describe a model's layers differently."""
+    """Of slower tiers, where there are moves: the scheduler and the workers describe a model's layers differently."""
 
 
 @dataclass(slots=True)
@@ -108,9 +108,9 @@ class StepOutcome(KVConnectorWorkerMetadata):
         if not isinstance(other, StepOutcome):
             raise TypeError(f"expected StepOutcome, got {type(other).__name__}")
         stores = dict(self.stores)
-        for job_id, theirs in other.stores.items():
-            mine = stores.get(job_id)
-            stores[job_id] = (
+        for store_id, theirs in other.stores.items():
+            mine = stores.get(store_id)
+            stores[store_id] = (
                 StoreOutcome(
                     mine.num_ranks + theirs.num_ranks, mine.failure or theirs.failure, mine.reason or theirs.reason
                 )

@@ -33,7 +33,7 @@ from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan, WorkerFacts
 from hybridkv.connectors.vllm.opening import Opening, Plan
 from hybridkv.connectors.vllm.resume_facts import require_resumable
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
-from hybridkv.connectors.vllm.siblings import current_place
+from hybridkv.connectors.vllm.siblings import current_sibling
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats, Recorder
 from hybridkv.connectors.vllm.waiting import WaitingScheduler
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
@@ -70,8 +70,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         compat.share_log()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        place = current_place()
-        self._place = place.number
+        sibling = current_sibling()
+        self._sibling_number = sibling.number
         _refuse_second(self, transfer.engine_id, role)
         self._config = config = decode_config(transfer.kv_connector_extra_config)
         self._require_resumable()
@@ -86,7 +86,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout = layout
         self._has_failed_to_open = False
         if role == KVConnectorRole.SCHEDULER:
-            admission = place.admission or LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
+            admission = sibling.admission or LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
             self._opening = Opening(Plan(vllm_config, config, layout, sizes, admission, self._recorder))
             self._scheduler = WaitingScheduler(self._opening.num_ranks)
             if self._opening.needs_no_worker:
@@ -254,7 +254,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def _other_half(self) -> OffloadScheduler | None:
         """The scheduler's, where it is in this process and this worker is its only one."""
         for other in _live:
-            is_other_half = (other._engine_id, other._place) == (self._engine_id, self._place)
+            is_other_half = (other._engine_id, other._sibling_number) == (self._engine_id, self._sibling_number)
             if is_other_half and isinstance(other._scheduler, OffloadScheduler) and self._layout.world_size == 1:
                 return other._scheduler
         return None
@@ -301,7 +301,7 @@ def _refuse_second(connector: HybridOffloadConnector, engine_id: str | None, rol
     """One to each place of an engine: a second at the same place would store everything twice, and its counts and
     sizes would overwrite the first one's in the metrics. HybridMultiConnector gives each of its children a place."""
     for other in _live:
-        if (other._engine_id, other.role, other._place) == (engine_id, role, connector._place):
+        if (other._engine_id, other.role, other._sibling_number) == (engine_id, role, connector._sibling_number):
             raise ConfigurationError(
                 "kv_connector",
                 "one HybridOffloadConnector for each engine",

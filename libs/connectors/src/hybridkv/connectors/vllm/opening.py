@@ -102,7 +102,12 @@ class Opening:
             Identity(keys, Adapters(keys, self._began_ns)),
             tiers.build_stack(plan.config, plan.layout, fingerprint, plan.sizes),
             plan.admission,
-            Deadlines(plan.config.lookup_timeout_seconds, plan.config.load_timeout_seconds, tiers.clock),
+            Deadlines(
+                plan.config.lookup_timeout_seconds,
+                plan.config.load_timeout_seconds,
+                tiers.clock,
+                plan.config.compute_tokens_per_second,
+            ),
             plan.recorder,
             duties_of(plan.vllm_config.kv_transfer_config),
         )

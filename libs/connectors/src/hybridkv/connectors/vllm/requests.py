@@ -28,7 +28,7 @@ NULL_BLOCK = 0
 
 
 @dataclass(slots=True)
-class RequestState:
+class TrackedRequest:
     """One request. Times are seconds of the connector's clock."""
 
     request: Request
@@ -79,6 +79,8 @@ class RequestState:
         """
         engine = self.request.block_hashes
         num_hashes, last = self.followed
+        if num_hashes and len(engine) == num_hashes and engine[-1] == last:
+            return num_hashes
         self.followed = (len(engine), engine[-1]) if engine else (0, b"")
         if num_hashes <= len(engine) and (num_hashes == 0 or engine[num_hashes - 1] == last):
             return num_hashes
@@ -124,61 +126,61 @@ class Requests:
         self._layout = layout
         self._keys = keys
         self._adapters = adapters
-        self._states: dict[str, RequestState] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
 
-    def track(self, request: Request) -> RequestState:
-        """The state of a request, made when it is first seen."""
-        state = self._states.get(request.request_id)
-        if state is None or state.request is not request:
-            state = self._states[request.request_id] = RequestState(request, None, None)
-            if state.lora is None:
-                self._take_keys(state, self._keys)
+    def track(self, request: Request) -> TrackedRequest:
+        """What is remembered of a request, from when it is first seen."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = self._tracked[request.request_id] = TrackedRequest(request, None, None)
+            if tracked.lora is None:
+                self._take_keys(tracked, self._keys)
             else:
-                self._adapters.notice(state.lora)
-        return state
+                self._adapters.notice(tracked.lora)
+        return tracked
 
-    def identify(self, state: RequestState) -> bool:
+    def identify(self, tracked: TrackedRequest) -> bool:
         """Whether the request has keys. To be asked before the engine admits it: afterwards it is too late."""
-        if state.sworn is not None and not (self._is_alone(state) and self._adapters.is_unchanged(state.sworn)):
+        if tracked.sworn is not None and not (self._is_alone(tracked) and self._adapters.is_unchanged(tracked.sworn)):
             # The engine will read what the files hold now, or nobody knows.
-            state.forget_progress()
-        if state.kept_keys is None:
-            state.sworn = self._adapters.swear(state.lora, self._is_alone(state))
-            if state.sworn is not None:
-                self._take_keys(state, state.sworn.keys)
-        return state.kept_keys is not None
+            tracked.forget_progress()
+        if tracked.kept_keys is None:
+            tracked.sworn = self._adapters.swear(tracked.lora, self._is_alone(tracked))
+            if tracked.sworn is not None:
+                self._take_keys(tracked, tracked.sworn.keys)
+        return tracked.kept_keys is not None
 
-    def _take_keys(self, state: RequestState, keys: ChunkKeys) -> None:
+    def _take_keys(self, tracked: TrackedRequest, keys: ChunkKeys) -> None:
         if not self._layout.reuses_hashes:
-            state.hashes = keys.token_hashes(partial(compat.extra_hash_bytes, state.request))
-        state.kept_keys = RequestKeys(self._layout.spec, keys)
+            tracked.hashes = keys.token_hashes(partial(compat.extra_hash_bytes, tracked.request))
+        tracked.kept_keys = RequestKeys(self._layout.spec, keys)
 
-    def _is_alone(self, state: RequestState) -> bool:
+    def _is_alone(self, tracked: TrackedRequest) -> bool:
         """Whether a request that loads its adapter in place does: the engine goes by the first that runs with it."""
-        if not state.lora.load_inplace:
+        if not tracked.lora.load_inplace:
             return True
-        own = state.lora
-        others = (each.lora for each in self._states.values() if each.lora and not each.request.is_finished())
+        own = tracked.lora
+        others = (each.lora for each in self._tracked.values() if each.lora and not each.request.is_finished())
         return all(
             lora.load_inplace and (lora.lora_name, lora.lora_path) == (own.lora_name, own.lora_path)
             for lora in others
             if lora.lora_int_id == own.lora_int_id
         )
 
-    def get(self, request_id: str) -> RequestState | None:
-        return self._states.get(request_id)
+    def get(self, request_id: str) -> TrackedRequest | None:
+        return self._tracked.get(request_id)
 
     def forget(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+        self._tracked.pop(request_id, None)
 
     def begin_anew(self, keys: ChunkKeys) -> None:
         """Nothing that was concluded under the former keys holds; requests that have begun store nothing more."""
         self._keys = keys
-        for state in self._states.values():
-            state.forget_progress()
-            state.is_storable = state.request.num_computed_tokens == 0
-            if state.lora is None:
-                self._take_keys(state, keys)
+        for tracked in self._tracked.values():
+            tracked.forget_progress()
+            tracked.is_storable = tracked.request.num_computed_tokens == 0
+            if tracked.lora is None:
+                self._take_keys(tracked, keys)
 
     def clear(self) -> None:
-        self._states.clear()
+        self._tracked.clear()

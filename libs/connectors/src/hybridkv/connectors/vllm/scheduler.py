@@ -6,6 +6,7 @@ It moves no bytes, and it never waits.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ from hybridkv.connectors.vllm.explain import log, unidentified
 from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
-from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan
-from hybridkv.connectors.vllm.requests import Requests, RequestState
+from hybridkv.connectors.vllm.messages import Load, StepOutcome, StepPlan, Store
+from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stores import StorePlanner
 from hybridkv.hashing import ChunkKeys
@@ -48,7 +49,7 @@ class Identity:
 
     @property
     def namespace(self) -> bytes:
-        """Of the slow tier."""
+        """Of slower tiers."""
         return self.keys.fingerprint.digest()
 
     def begin_anew(self) -> ChunkKeys:
@@ -90,7 +91,8 @@ class OffloadScheduler:
         self._requests = Requests(layout, identity.keys, identity.adapters)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder)
         self._stores = StorePlanner(layout, stack, identity.adapters, recorder)
-        self._plan = StepPlan()
+        self._planned_loads: list[Load] = []
+        """Since the last step was planned."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The engine's blocks."""
@@ -99,8 +101,8 @@ class OffloadScheduler:
 
     # What the engine asks before it admits a request.
 
-    def track(self, request: Request) -> RequestState:
-        """The state of a request, made when it is first seen."""
+    def track(self, request: Request) -> TrackedRequest:
+        """What is remembered of a request, from when it is first seen."""
         return self._requests.track(request)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
@@ -108,32 +110,32 @@ class OffloadScheduler:
 
         What may not be loaded is not searched for, nor promoted, waited for or counted.
         """
-        state = self.track(request)
-        is_identified = self._requests.identify(state)
+        tracked = self.track(request)
+        is_identified = self._requests.identify(tracked)
         if not self._duties.loads or compat.reads_no_cache(request):
             return 0
         if not is_identified:
-            self._stack.release(state.request_id)
-            state.computed_tokens, state.told = computed_tokens, COMPUTE
+            self._stack.release(tracked.request_id)
+            tracked.computed_tokens, tracked.told = computed_tokens, COMPUTE
             return 0
-        return self._loads.matched_tokens(state, computed_tokens)
+        return self._loads.matched_tokens(tracked, computed_tokens)
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The engine has given the request blocks; plan the load of its external tokens into them."""
-        state = self.track(request)
-        if state.told is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
+        tracked = self.track(request)
+        if tracked.told is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
             # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
-            self._requests.identify(state)
-        if state.kept_keys is None:
-            if state.told is not None:
-                explanation = unidentified(state)
+            self._requests.identify(tracked)
+        if tracked.kept_keys is None:
+            if tracked.told is not None:
+                explanation = unidentified(tracked)
                 self._recorder.lookup(explanation)
                 log(explanation)
-            state.told = None
+            tracked.told = None
             return
-        load = self._loads.on_allocated(state, blocks, num_external_tokens)
+        load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._plan.loads.append(load)
+            self._planned_loads.append(load)
 
     # What the engine tells once a step.
 
@@ -142,49 +144,50 @@ class OffloadScheduler:
         self._stack.tick()
         preempted = scheduler_output.preempted_req_ids or ()
         for request_id in preempted:
-            if state := self._requests.get(request_id):
-                state.forget_progress()
-        self._plan_stores(scheduler_output, set(preempted))
+            if tracked := self._requests.get(request_id):
+                tracked.forget_progress()
+        stores = self._plan_stores(scheduler_output, set(preempted))
         for request_id in scheduler_output.num_scheduled_tokens:
             self._admission.give_back(request_id)
         for request_id in scheduler_output.finished_req_ids or ():
-            state = self._requests.get(request_id)
-            if state is not None and not state.request.is_finished():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and not tracked.request.is_finished():
                 continue  # a new request has taken the id
-            if state is not None:
-                self._stores.on_gone(state)
+            if tracked is not None:
+                self._stores.on_gone(tracked)
             self._requests.forget(request_id)
             self._loads.on_gone(request_id)
-        plan, self._plan = self._plan, StepPlan()
-        return self._with_moves(plan)
+        loads, self._planned_loads = self._planned_loads, []
+        return self._with_moves(loads, stores)
 
     def plan_moves(self) -> StepPlan:
         """As `plan_step` at an end, where no request runs any more."""
         self._stack.tick()
-        return self._with_moves(StepPlan())
+        return self._with_moves((), ())
 
-    def _with_moves(self, plan: StepPlan) -> StepPlan:
-        plan.moves = self._stack.take_moves()
-        plan.namespace = self._identity.namespace if plan.moves else b""
-        return plan
+    def _with_moves(self, loads: Iterable[Load], stores: Iterable[Store]) -> StepPlan:
+        moves = tuple(self._stack.take_moves())
+        return StepPlan(tuple(loads), tuple(stores), moves, self._identity.namespace if moves else b"")
 
-    def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> None:
+    def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> list[Store]:
+        stores: list[Store] = []
         if not self._duties.stores:
-            return
+            return stores
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in dict.fromkeys((*scheduled, *handed_over)):
-            state = self._requests.get(request_id)
-            if state is None or state.request.is_finished() or not state.is_storable or state.kept_keys is None:
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.request.is_finished() or not tracked.is_storable or tracked.kept_keys is None:
                 continue
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks are somebody else's by now.
                 continue
             states = [State(group, block, tokens) for group, block, tokens in handed_over.get(request_id, ())]
-            store = self._stores.plan(state, scheduled.get(request_id, 0), states, tables)
+            store = self._stores.plan(tracked, scheduled.get(request_id, 0), states, tables)
             if store is not None:
-                self._plan.stores.append(store)
+                stores.append(store)
+        return stores
 
     def holds_freed_blocks(self) -> bool:
         """Whether a store that ends will give blocks back to the engine's pool."""

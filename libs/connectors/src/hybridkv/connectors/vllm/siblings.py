@@ -1,4 +1,4 @@
-"""Several connectors below one engine: the place of each, and what they must share.
+"""Several connectors below one engine: which of them each is, and what they must share.
 
 A child of HybridMultiConnector finds here what cannot travel in its configuration, where every key is the operator's.
 """
@@ -14,8 +14,8 @@ from hybridkv.planner import LoadAdmission
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a connector stands.
+class Sibling:
+    """Which of an engine's connectors one is.
 
     Args:
         number: among the children; 0 for one that stands alone.
@@ -26,20 +26,20 @@ class Place:
     admission: LoadAdmission | None = None
 
 
-_ALONE = Place()
-_place: ContextVar[Place] = ContextVar("hybridkv_place", default=_ALONE)
+_ALONE = Sibling()
+_sibling: ContextVar[Sibling] = ContextVar("hybridkv_sibling", default=_ALONE)
 
 
 @contextmanager
-def at_place(place: Place) -> Iterator[None]:
-    """Connectors that are built inside stand at this place."""
-    token = _place.set(place)
+def as_sibling(sibling: Sibling) -> Iterator[None]:
+    """Connectors that are built inside are this one of several."""
+    token = _sibling.set(sibling)
     try:
         yield
     finally:
-        _place.reset(token)
+        _sibling.reset(token)
 
 
-def current_place() -> Place:
-    """The place of a connector that is being built."""
-    return _place.get()
+def current_sibling() -> Sibling:
+    """Which of several a connector that is being built is."""
+    return _sibling.get()

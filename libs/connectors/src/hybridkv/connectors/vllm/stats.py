@@ -25,9 +25,10 @@ class Recorder:
     def __init__(self) -> None:
         self._counts = Counts()
 
-    def pending(self) -> None:
-        """A request was told to ask again because what it needs is being stored."""
-        self._counts.add("vllm:hybridkv_lookups_total", 1, result="pending", reason="being_stored")
+    def pending(self, *, is_asked: bool = False) -> None:
+        """What a request needs is being stored, or `is_asked` for in a tier that has not answered yet."""
+        reason = "asked" if is_asked else "being_stored"
+        self._counts.add("vllm:hybridkv_lookups_total", 1, result="pending", reason=reason)
 
     def lookup(self, explained: Explanation) -> None:
         """A request was looked up and admitted."""
@@ -84,7 +85,7 @@ class Recorder:
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
         """What the tiers hold now, over all ranks, and what they did since they were last asked."""
-        self._tier(RAM, stack.near, num_ranks)
+        self._tier(RAM, stack.only_near, num_ranks)
         if not stack.slower:
             return
         counts = stack.take_counts()
@@ -130,6 +131,8 @@ class Recorder:
             self._counts.add("vllm:hybridkv_evicted_bytes_total", counts.evicted_bytes * num_ranks, tier=name)
         if counts.invalidations:
             self._counts.add("vllm:hybridkv_invalidations_total", counts.invalidations, tier=name)
+        for answer, number in counts.answers.items():
+            self._counts.add("vllm:hybridkv_asked_total", number, tier=name, outcome=str(answer))
         self._counts.set("vllm:hybridkv_tier_used_bytes", index.used_bytes * num_ranks, tier=name)
         self._counts.set("vllm:hybridkv_tier_capacity_bytes", index.capacity_bytes * num_ranks, tier=name)
 

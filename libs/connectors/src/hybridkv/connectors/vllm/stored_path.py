@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hybridkv.planner import CacheSpec, GroupKind, path_order
 from hybridkv.planner.paths import Part
-from hybridkv.tiers.stack import PathPlace
+from hybridkv.tiers.stack import PathPosition
 
 GROWTH = 8
 """A path is made recent again when it is longer by this part of its length."""
@@ -29,12 +29,12 @@ def add(mine: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(operator.add, mine, more)) if mine else more
 
 
-class StoredChunk(NamedTuple):
+class StoredPart(NamedTuple):
     """A chunk that is stored, or being stored."""
 
     part: Part
     key: bytes
-    place: PathPlace
+    on_path: PathPosition
     is_new: bool
     """This store brings it."""
 

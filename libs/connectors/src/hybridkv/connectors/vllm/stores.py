@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.chunk_copies import copy_bytes, copy_of
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.messages import Move, Store, StoreOutcome
-from hybridkv.connectors.vllm.moves import move_of
-from hybridkv.connectors.vllm.requests import NULL_BLOCK, RequestState
+from hybridkv.connectors.vllm.messages import ChunkCopy, Store, StoreOutcome
+from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.stored_path import StoredChunk, StoredPath, add
+from hybridkv.connectors.vllm.stored_path import StoredPart, StoredPath, add
 from hybridkv.planner import GroupKind, LookupResult, State, Transfer, needed_before, path_order, plan_store
 from hybridkv.planner.paths import Part
 from hybridkv.tiers import Refusal
-from hybridkv.tiers.stack import PathPlace, TierStack
+from hybridkv.tiers.stack import PathPosition, TierStack
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -37,9 +37,9 @@ _OUTCOMES = {Refusal.PRESENT: "present", Refusal.TOO_LARGE: "dropped_too_large"}
 
 
 @dataclass(slots=True)
-class _StoreJob:
+class _StoreInFlight:
     path: StoredPath
-    chunks: list[StoredChunk]
+    chunks: list[StoredPart]
     """In the order in which each is worth something."""
     blocks: list[KVCacheBlock]
     num_bytes: int
@@ -65,8 +65,8 @@ class StorePlanner:
         self._adapters = adapters
         self._recorder = recorder
         self._pool: BlockPool | None = None
-        self._stores: dict[int, _StoreJob] = {}
-        self._job_ids = itertools.count(1)
+        self._stores: dict[int, _StoreInFlight] = {}
+        self._store_ids = itertools.count(1)
         self._used_bytes: tuple[int, ...] = ()
         """Of each slower tier, by all requests, each time that they stored or met a chunk."""
 
@@ -75,27 +75,27 @@ class StorePlanner:
         self._pool = pool
 
     def plan(
-        self, state: RequestState, num_scheduled: int, states: list[State], tables: compat.BlockTables
+        self, tracked: TrackedRequest, num_scheduled: int, states: list[State], tables: compat.BlockTables
     ) -> Store | None:
         """What becomes storable of a request after the forward pass of this step. It has keys."""
-        spec, request = self._layout.spec, state.request
-        hashes = state.prefix_hashes()
+        spec, request = self._layout.spec, tracked.request
+        hashes = tracked.prefix_hashes()
         # Content is final where the token is known: drafts that may be rejected, and tokens that an asynchronous
         # scheduler has not seen yet, are not.
         hashed = len(hashes) * self._layout.hash_block_tokens
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
         states = [s for s in states if s.group_index in spec.stored_groups and s.num_tokens <= hashed]
         complete = (final // spec.chunk_tokens, max(0, final - spec.lookahead_tokens) // spec.chunk_tokens)
-        if not states and complete == state.seen:
+        if not states and complete == tracked.seen:
             return None
-        state.seen = complete
-        derived = state.keys()
+        tracked.seen = complete
+        derived = tracked.keys()
         keys: dict[Part, bytes] = {}
         present: list[Part] = []
 
         def wanted(group_index: int, end_token: int) -> bool:
             key = keys[group_index, end_token] = derived.key(group_index, end_token)
-            # A chunk that only the slow tier holds is stored again: this costs no read, and the fast tier gets it.
+            # A chunk that only a slower tier holds is stored again: this costs no read, and the fast tier gets it.
             stored = self._stack.lookup_near(key)
             if stored is not LookupResult.MISS:
                 present.append((group_index, end_token))
@@ -103,56 +103,56 @@ class StorePlanner:
             return stored is LookupResult.MISS
 
         table = tables(request.request_id)
-        plan = plan_store(spec, state.stored_tokens, final, table, states, wanted, NULL_BLOCK)
+        plan = plan_store(spec, tracked.stored_tokens, final, table, states, wanted, NULL_BLOCK)
         # A drafter's chunk comes later than the others, which are then looked at again.
-        state.stored_tokens = max(complete[1] * spec.chunk_tokens, state.stored_tokens)
+        tracked.stored_tokens = max(complete[1] * spec.chunk_tokens, tracked.stored_tokens)
         for _ in range(plan.unaligned_states):
             self._recorder.store("recurrent", "dropped_not_aligned")
         # What is stored already has been of use, and must not make room for what follows it.
         self._stack.touch_near([keys[part] for part in reversed(path_order(spec, present))])
-        job = _StoreJob(state.path, [], [], 0, self._layout.world_size, state.sworn)
-        moves, stored = self._reserve(job, plan.transfers, keys)
-        job.chunks = self._placed(state, [*present, *stored], set(stored))
-        if not moves:
-            self._settle(job.path, job.chunks)
+        in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.sworn)
+        copies, stored = self._reserve(in_flight, plan.transfers, keys)
+        in_flight.chunks = self._placed(tracked, [*present, *stored], set(stored))
+        if not copies:
+            self._settle(in_flight.path, in_flight.chunks)
             return None
-        job_id = next(self._job_ids)
-        self._stores[job_id] = job
-        job.path.num_storing += 1
-        return Store(job_id, tuple(moves))
+        store_id = next(self._store_ids)
+        self._stores[store_id] = in_flight
+        in_flight.path.num_storing += 1
+        return Store(store_id, tuple(copies))
 
     def _reserve(
-        self, job: _StoreJob, transfers: Sequence[Transfer], keys: Mapping[Part, bytes]
-    ) -> tuple[list[Move], list[Part]]:
-        moves, parts = [], []
+        self, in_flight: _StoreInFlight, transfers: Sequence[Transfer], keys: Mapping[Part, bytes]
+    ) -> tuple[list[ChunkCopy], list[Part]]:
+        copies, parts = [], []
         wanted = [(transfer.group_index, transfer.end_token) for transfer in transfers]
         sizes = [self._layout.chunk_bytes(*part) for part in wanted]
         slots = self._stack.reserve_all([(keys[part], size) for part, size in zip(wanted, sizes, strict=True)])
-        for transfer, part, num_bytes, slot in zip(transfers, wanted, sizes, slots, strict=True):
+        for transfer, part, slot in zip(transfers, wanted, slots, strict=True):
             if isinstance(slot, Refusal):
                 kind = self._layout.spec.groups[part[0]].kind
                 self._recorder.store(kind, _OUTCOMES.get(slot, "dropped_no_room"))
                 continue
-            moves.append(move_of(self._layout.spec, transfer, keys[part], slot))
+            copies.append(copy_of(self._layout.spec, transfer, keys[part], slot))
             parts.append(part)
-            job.num_bytes += num_bytes
-            job.blocks += self._pin_blocks(transfer.block_ids)
-        return moves, parts
+            in_flight.num_bytes += copy_bytes(self._layout, copies[-1])
+            in_flight.blocks += self._pin_blocks(transfer.block_ids)
+        return copies, parts
 
-    def _placed(self, state: RequestState, parts: Iterable[Part], new: Container[Part]) -> list[StoredChunk]:
+    def _placed(self, tracked: TrackedRequest, parts: Iterable[Part], new: Container[Part]) -> list[StoredPart]:
         """Chunks of a request, from its beginning on, each with what it needs to be worth anything."""
-        spec, keys, path = self._layout.spec, state.keys(), state.path
+        spec, keys, path = self._layout.spec, tracked.keys(), tracked.path
         chunks = []
         for part in path_order(spec, parts):
             key = keys.key(*part)
             costs = self._stack.costs(self._layout.chunk_bytes(*part))
             self._used_bytes = add(self._used_bytes, costs)
             path_bytes = path.add(part, key, costs)
-            place = PathPlace(tuple(keys.key(*need) for need in needed_before(spec, *part)), path_bytes)
-            chunks.append(StoredChunk(part, key, place, part in new))
+            on_path = PathPosition(tuple(keys.key(*need) for need in needed_before(spec, *part)), path_bytes)
+            chunks.append(StoredPart(part, key, on_path, part in new))
         return chunks
 
-    def _settle(self, path: StoredPath, chunks: Sequence[StoredChunk], is_stored: bool = True) -> None:
+    def _settle(self, path: StoredPath, chunks: Sequence[StoredPart], is_stored: bool = True) -> None:
         """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right."""
         spec = self._layout.spec
         is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.capacities)
@@ -164,9 +164,9 @@ class StorePlanner:
             if not chunk.is_new:
                 # What another store still brings, that one lets cascade.
                 if self._stack.in_near(chunk.key):
-                    self._stack.cascade(chunk.key, chunk.place)
+                    self._stack.cascade(chunk.key, chunk.on_path)
                 continue
-            is_offered = is_stored and self._stack.commit(chunk.key, chunk.place)
+            is_offered = is_stored and self._stack.commit(chunk.key, chunk.on_path)
             if not is_stored:
                 self._stack.abort(chunk.key)
             self._recorder.store(spec.groups[chunk.part[0]].kind, "stored" if is_offered else "failed")
@@ -178,7 +178,7 @@ class StorePlanner:
         if renewed:
             self._stack.touch(renewed)
 
-    def _checked(self, path: StoredPath, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+    def _checked(self, path: StoredPath, chunks: Sequence[StoredPart]) -> Sequence[StoredPart]:
         """Chunks that follow a path of long ago: it is made recent first, and must be whole, not only at its end.
 
         Whatever a slower tier lacks asks for the whole prefix, unless it needs another such chunk, which does.
@@ -189,9 +189,9 @@ class StorePlanner:
         checked = []
         for chunk in chunks:
             if self._stack.lacks_below(chunk.key):
-                if missing.isdisjoint(chunk.place.needs):
-                    place = chunk.place._replace(prefix=path.prefix(spec, chunk.part[1]))
-                    checked.append(chunk._replace(place=place))
+                if missing.isdisjoint(chunk.on_path.needs):
+                    on_path = chunk.on_path._replace(prefix=path.prefix(spec, chunk.part[1]))
+                    checked.append(chunk._replace(on_path=on_path))
                 else:
                     checked.append(chunk)
                 missing.add(chunk.key)
@@ -216,14 +216,14 @@ class StorePlanner:
                 continue
             needs = needed_before(spec, *part)
             if stack.in_near(key) and path.keys.keys() >= set(needs):
-                stack.cascade(key, PathPlace(tuple(path.keys[need] for need in needs), path_bytes))
+                stack.cascade(key, PathPosition(tuple(path.keys[need] for need in needs), path_bytes))
             elif spec.groups[part[0]].kind is GroupKind.FULL:
                 return
 
-    def on_gone(self, state: RequestState) -> None:
+    def on_gone(self, tracked: TrackedRequest) -> None:
         """The request has ended: what it leaves is made recent as a whole, now or when its last store has ended."""
-        state.path.is_over = True
-        self._settle(state.path, ())
+        tracked.path.is_over = True
+        self._settle(tracked.path, ())
 
     def _pin_blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
         if self._pool is None:
@@ -234,7 +234,7 @@ class StorePlanner:
 
     def holds_freed_blocks(self) -> bool:
         """Whether a store that ends will give blocks back to the engine's pool."""
-        return any(block.ref_cnt == 1 for job in self._stores.values() for block in job.blocks)
+        return any(block.ref_cnt == 1 for in_flight in self._stores.values() for block in in_flight.blocks)
 
     def has_work(self) -> bool:
         return bool(self._stores)
@@ -247,35 +247,35 @@ class StorePlanner:
             """One look at an adapter's files is good for all stores that ended before it."""
             return self._adapters.holds(sworn)
 
-        for job_id, ended in outcomes.items():
-            self._on_ended(job_id, ended, holds)
+        for store_id, ended in outcomes.items():
+            self._on_ended(store_id, ended, holds)
 
-    def _on_ended(self, job_id: int, ended: StoreOutcome, holds: Callable[[Sworn | None], bool]) -> None:
-        job = self._stores[job_id]
-        job.ranks_left -= ended.num_ranks
-        job.failure = job.failure or ended.failure
-        job.reason = job.reason or ended.reason
-        if job.ranks_left > 0:
+    def _on_ended(self, store_id: int, ended: StoreOutcome, holds: Callable[[Sworn | None], bool]) -> None:
+        in_flight = self._stores[store_id]
+        in_flight.ranks_left -= ended.num_ranks
+        in_flight.failure = in_flight.failure or ended.failure
+        in_flight.reason = in_flight.reason or ended.reason
+        if in_flight.ranks_left > 0:
             return
-        del self._stores[job_id]
-        if job.failure is None and not holds(job.sworn):
-            job.failure, job.reason = "the adapter's files changed meanwhile", "adapter"
-        if job.failure is not None:
-            num_lost = sum(chunk.is_new for chunk in job.chunks)
-            logger.warning("%d chunks were not stored: %s", num_lost, job.failure)
-            self._recorder.store_failed(job.reason or "io")
-        job.path.num_storing -= 1
-        self._settle(job.path, job.chunks, is_stored=job.failure is None)
-        if job.failure is None:
-            self._recorder.stored_bytes(job.num_bytes * self._layout.world_size)
-        self._free(job)
+        del self._stores[store_id]
+        if in_flight.failure is None and not holds(in_flight.sworn):
+            in_flight.failure, in_flight.reason = "the adapter's files changed meanwhile", "adapter"
+        if in_flight.failure is not None:
+            num_lost = sum(chunk.is_new for chunk in in_flight.chunks)
+            logger.warning("%d chunks were not stored: %s", num_lost, in_flight.failure)
+            self._recorder.store_failed(in_flight.reason or "io")
+        in_flight.path.num_storing -= 1
+        self._settle(in_flight.path, in_flight.chunks, is_stored=in_flight.failure is None)
+        if in_flight.failure is None:
+            self._recorder.stored_bytes(in_flight.num_bytes * self._layout.world_size)
+        self._free(in_flight)
 
-    def _free(self, job: _StoreJob) -> None:
+    def _free(self, in_flight: _StoreInFlight) -> None:
         if self._pool is not None:
-            self._pool.free_blocks(reversed(job.blocks))
+            self._pool.free_blocks(reversed(in_flight.blocks))
 
     def close(self) -> None:
         """Gives back what is still pinned in the engine's pool."""
-        for job in self._stores.values():
-            self._free(job)
+        for in_flight in self._stores.values():
+            self._free(in_flight)
         self._stores.clear()

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, format_size
+from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, SlowerTierConfig, format_size
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers import TierConfigurationError, TierMedium
+from hybridkv.tiers import TierConfigurationError, TierIndex, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import CascadePolicy, SlowerTier, SlowerTierOptions, TierStack
@@ -20,8 +20,23 @@ from hybridkv.tiers.stack import CascadePolicy, SlowerTier, SlowerTierOptions, T
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_DISK_FIELDS = {"capacity_bytes": "capacity"}
-"""What an option of the tier is called in the configuration, where the names differ."""
+_FIELDS = {"capacity_bytes": "capacity"}
+"""What an option of a tier is called in the configuration, where the names differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a slower tier's index may depend on besides its own configuration.
+
+    Args:
+        layout: of the engine's groups.
+        fingerprint: whose content it is.
+        burst_bytes: that may come to it at one time, over all ranks.
+    """
+
+    layout: CacheLayout
+    fingerprint: Fingerprint
+    burst_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +99,47 @@ def slower_tiers(
     """
     slower = []
     for name, tier in config.slower.items():
-        options = SlowerTierOptions(cascades=CascadePolicy(tier.cascade), load_timeout_s=config.load_timeout_of(tier))
+        options = SlowerTierOptions(
+            cascades=CascadePolicy(tier.cascade),
+            load_timeout_s=config.load_timeout_of(tier),
+            ask_timeout_s=config.ask_timeout_of(tier),
+        )
         burst_bytes = int(options.cascading_share * near_bytes) * layout.world_size
         try:
-            index = disk_index(tier, layout, fingerprint, burst_bytes)
+            index = open_index(tier, Setting(layout, fingerprint, burst_bytes))
         except TierConfigurationError as error:
-            field = _DISK_FIELDS.get(error.field, error.field)
-            path = f"{config.path_of(name)}.{field}"
+            path = f"{config.path_of(name)}.{_FIELDS.get(error.field, error.field)}"
             raise ConfigurationError(path, error.expected, repr(error.got), error.hint) from error
+        if tier.ask_timeout_seconds is not None and not index.answers_late:
+            index.close()
+            raise ConfigurationError(
+                f"{config.path_of(name)}.ask_timeout_seconds",
+                "a tier that answers late",
+                f"one of type {name}, which answers at once",
+                "leave it out",
+            )
         slower.append(SlowerTier(name, index, options))
     return slower
+
+
+def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:
+    """The scheduler's half of a slower tier, by its type.
+
+    Raises:
+        TierConfigurationError: it cannot be opened. `field` is a key of its configuration.
+    """
+    match tier:
+        case DiskTierConfig():
+            return disk_index(tier, setting)
+    raise AssertionError(f"no index for {type(tier).__name__}")
+
+
+def open_medium(tier: SlowerTierConfig, namespace: bytes, rank: int) -> TierMedium:
+    """A worker's half of a slower tier, by its type."""
+    match tier:
+        case DiskTierConfig():
+            return disk_medium(tier, namespace, rank)
+    raise AssertionError(f"no medium for {type(tier).__name__}")
 
 
 def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> None:
@@ -118,21 +164,20 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
 def media(config: OffloadConfig, rank: int) -> dict[str, Callable[[bytes], TierMedium]]:
     """What opens a worker's half of each slower tier, given the namespace."""
 
-    def opener(tier: DiskTierConfig) -> Callable[[bytes], TierMedium]:
-        return lambda namespace: disk_medium(tier, namespace, rank)
+    def opener(tier: SlowerTierConfig) -> Callable[[bytes], TierMedium]:
+        return lambda namespace: open_medium(tier, namespace, rank)
 
     return {name: opener(tier) for name, tier in config.slower.items()}
 
 
-def disk_index(
-    config: DiskTierConfig, layout: CacheLayout, fingerprint: Fingerprint, burst_bytes: int = 0
-) -> DiskIndex:
-    """The scheduler's half of the disk tier, which prepares for so much at one time.
+def disk_index(config: DiskTierConfig, setting: Setting) -> DiskIndex:
+    """The scheduler's half of the disk tier.
 
     Raises:
         TierConfigurationError: its directory or its size cannot be used.
     """
-    return DiskIndex(config.path, fingerprint, _disk_options(config, max(_chunk_bytes(layout)), burst_bytes))
+    options = _disk_options(config, max(_chunk_bytes(setting.layout)), setting.burst_bytes)
+    return DiskIndex(config.path, setting.fingerprint, options)
 
 
 def disk_medium(config: DiskTierConfig, namespace: bytes, rank: int) -> TierMedium:

@@ -33,7 +33,7 @@ class WaitingScheduler:
         self.facts: dict[int, dict[str, str]] = {}
         self.pool: BlockPool | None = None
         self.must_clear = False
-        """Whether what lies in the slow tier was to be dropped."""
+        """Whether what lies in slower tiers was to be dropped."""
         self._has_warned = False
 
     @property

@@ -24,7 +24,7 @@ from hybridkv.connectors.vllm import cuts, devices, page_order
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks, cut_load_runs, cut_store_runs
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.messages import Load, LoadFailure, Move, StepOutcome, StepPlan, Store, StoreOutcome
+from hybridkv.connectors.vllm.messages import ChunkCopy, Load, LoadFailure, StepOutcome, StepPlan, Store, StoreOutcome
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers import Failure, FailureReason, SealedMemory, TierMedium, is_shortage
 from hybridkv.tiers.stack import MoveOutcome, TierMover
@@ -66,10 +66,12 @@ class LoadResults:
 
 
 @dataclass(slots=True)
-class _Job:
+class _CopyInFlight:
     store_id: int | None = None
     request_id: str | None = None
     records: RecordDigests | None = None
+    zero_bytes: int = 0
+    """Bytes that it copies and that are no page's."""
     failures: list[LoadFailure] = field(default_factory=list)
 
 
@@ -95,7 +97,7 @@ class OffloadWorker:
         self._cut: dict[int, GroupBlocks] = {}
         """Groups whose blocks chunks cut."""
         self._zero_memory: Any = None
-        self._jobs: dict[JobId, _Job] = {}
+        self._in_flight: dict[JobId, _CopyInFlight] = {}
         self._job_ids = itertools.count(1)
         self._outcome = StepOutcome()
         self._results = LoadResults()
@@ -124,7 +126,7 @@ class OffloadWorker:
 
         Raises:
             ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-                in an order that an engine which reads the slow tier later might not have.
+                in an order that an engine which reads a slower tier later might not have.
         """
         devices.require_same_device(kv_caches, device_type)
         try:
@@ -158,9 +160,8 @@ class OffloadWorker:
         block_tokens = spec.groups[group_index].block_tokens
         blocks = GroupBlocks(self._pages[group_index], block_tokens, part)
         try:
-            unit = math.gcd(block_tokens, spec.chunk_tokens)
-            for start in range(0, block_tokens, unit):
-                blocks.of(start, start + unit)
+            # Of any tokens it is as certain as of the first.
+            blocks.of(0, math.gcd(block_tokens, spec.chunk_tokens))
         except LayoutError as error:
             raise cuts.not_divisible(self._layout, group_index, str(error)) from error
         return blocks
@@ -169,8 +170,8 @@ class OffloadWorker:
         """Submits the step's loads, and its moves between the tiers."""
         now_s = self._paths.clock()
         for load in plan.loads:
-            job = _Job(request_id=load.request_id)
-            self._submit(self._paths.loads, job, load, partial(self._check, load, job, now_s), None)
+            in_flight = _CopyInFlight(request_id=load.request_id)
+            self._submit(self._paths.loads, in_flight, load, partial(self._check, load, in_flight, now_s), None)
         self.start_moves(plan)
 
     def start_moves(self, plan: StepPlan) -> None:
@@ -181,7 +182,7 @@ class OffloadWorker:
             if failure is not None:
                 lost = [move for move in moves if move.tier == tier]
                 self._outcome.moves.update({move.move_id: MoveOutcome(1, failure) for move in lost})
-                moves = [move for move in moves if move.tier != tier]
+                moves = tuple(move for move in moves if move.tier != tier)
         if moves:
             self._mover.start(moves)
 
@@ -198,69 +199,78 @@ class OffloadWorker:
     def start_stores(self, plan: StepPlan) -> None:
         """Submits the step's stores. The forward pass that wrote their blocks is over."""
         for store in plan.stores:
-            job = _Job(store_id=store.job_id)
-            self._submit(self._paths.stores, job, store, partial(self._discard, store), partial(self._seal, store, job))
+            in_flight = _CopyInFlight(store_id=store.store_id)
+            self._submit(
+                self._paths.stores,
+                in_flight,
+                store,
+                partial(self._discard, store),
+                partial(self._seal, store, in_flight),
+            )
 
     def _submit(
         self,
         engine: CopyEngine,
-        job: _Job,
+        in_flight: _CopyInFlight,
         work: Load | Store,
         before: Callable[[], str | None],
         after: Callable[[], str | None] | None,
     ) -> None:
         job_id = JobId(next(self._job_ids))
-        self._jobs[job_id] = job
+        self._in_flight[job_id] = in_flight
         refused = work.refused if isinstance(work, Load) else None
         try:
             if refused is None:
-                parts = [self._runs(move, isinstance(work, Load)).coalesce() for move in work.moves]
+                parts = [self._runs(copy, isinstance(work, Load)).coalesce() for copy in work.copies]
                 if isinstance(work, Store):
                     # Each writes the whole of its slot, which is what is sealed.
-                    job.records = RecordDigests(np.cumsum([len(part) for part in parts], dtype=np.int64))
+                    in_flight.records = RecordDigests(np.cumsum([len(part) for part in parts], dtype=np.int64))
                 runs = CopyRuns.concatenate(parts)
-                # What joins runs of two chunks would join two records.
-                runs = runs if job.records is not None else runs.coalesce()
-                if not engine.submit(job_id, runs, before, after, job.records):
+                if in_flight.records is None:
+                    runs = runs.coalesce()
+                else:
+                    # What joins runs of two chunks would join two records.
+                    in_flight.zero_bytes = self._zeros().num_bytes_in(runs)
+                if not engine.submit(job_id, runs, before, after, in_flight.records):
                     refused = "the copy queue is full"
-                    job.failures.append(LoadFailure("busy", refused))
-        except Exception as error:  # whatever it was, it is this job's failure and not the engine's
+                    in_flight.failures.append(LoadFailure("busy", refused))
+        except Exception as error:  # whatever it was, it is this copy's failure and not the engine's
             logger.exception("a copy could not be submitted")
             refused = f"{type(error).__name__}: {error}"
         if refused is not None:
             self._end(job_id, refused)
 
-    def _runs(self, move: Move, to_engine: bool) -> CopyRuns:
-        extents, cut = self._arena.addresses(move.slot), self._cut.get(move.group_index)
+    def _runs(self, copy: ChunkCopy, to_engine: bool) -> CopyRuns:
+        extents, cut = self._arena.addresses(copy.slot), self._cut.get(copy.group_index)
         if cut is not None:
-            return cut_load_runs(move, cut, extents) if to_engine else cut_store_runs(move, cut, extents, self._zeros())
-        pages = self._pages[move.group_index]
-        return load_runs(move, pages, extents) if to_engine else store_runs(move, pages, extents, self._zeros())
+            return cut_load_runs(copy, cut, extents) if to_engine else cut_store_runs(copy, cut, extents, self._zeros())
+        pages = self._pages[copy.group_index]
+        return load_runs(copy, pages, extents) if to_engine else store_runs(copy, pages, extents, self._zeros())
 
     def _zeros(self) -> Zeros:
         # Its ends are not used: beside other memory a run might be joined to one there, and lie in two registrations.
         return Zeros(self._zero_memory.data_ptr() + PAGE_ALIGN_BYTES, self._zero_memory.nbytes - 2 * PAGE_ALIGN_BYTES)
 
-    def _check(self, load: Load, job: _Job, since_s: float) -> str | None:
+    def _check(self, load: Load, in_flight: _CopyInFlight, since_s: float) -> str | None:
         if self._paths.clock() - since_s >= self._paths.load_timeout_s:
             # Not a byte was moved, so the blocks may go to somebody else.
-            job.failures.append(LoadFailure("timeout", "the load waited too long for its turn"))
-            return job.failures[0].detail
-        for move in load.moves:
-            if failure := self._arena.check(move.key, move.slot):
-                job.failures.append(LoadFailure(str(failure.reason), failure.detail, move.key))
-        return job.failures[0].detail if job.failures else None
+            in_flight.failures.append(LoadFailure("timeout", "the load waited too long for its turn"))
+            return in_flight.failures[0].detail
+        for copy in load.copies:
+            if failure := self._arena.check(copy.key, copy.slot):
+                in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, copy.key))
+        return in_flight.failures[0].detail if in_flight.failures else None
 
     def _discard(self, store: Store) -> str | None:
-        for move in store.moves:
-            self._arena.discard(move.slot)
+        for copy in store.copies:
+            self._arena.discard(copy.slot)
         return None
 
-    def _seal(self, store: Store, job: _Job) -> str | None:
-        taken = job.records.digests if job.records is not None else None
-        for number, move in enumerate(store.moves):
-            if failure := self._arena.seal(move.key, move.slot, None if taken is None else taken[number]):
-                job.failures.append(LoadFailure(str(failure.reason), failure.detail, move.key))
+    def _seal(self, store: Store, in_flight: _CopyInFlight) -> str | None:
+        taken = in_flight.records.digests if in_flight.records is not None else None
+        for number, copy in enumerate(store.copies):
+            if failure := self._arena.seal(copy.key, copy.slot, None if taken is None else taken[number]):
+                in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, copy.key))
                 return str(failure)
         return None
 
@@ -268,8 +278,9 @@ class OffloadWorker:
         """Loads that ended since the last call. Moves between the tiers that ended are in `outcome`."""
         for engine in self._engines:
             for copied in engine.poll():
-                is_load = self._jobs[copied.job_id].store_id is None
-                self._recorder.copied(is_load, copied.seconds, copied.num_bytes)
+                in_flight = self._in_flight[copied.job_id]
+                num_bytes = copied.num_bytes and copied.num_bytes - in_flight.zero_bytes
+                self._recorder.copied(in_flight.store_id is None, copied.seconds, num_bytes)
                 self._end(copied.job_id, copied.failure)
         for move, failure, seconds in self._mover.poll():
             self._recorder.moved(move.direction, move.tier, seconds)
@@ -278,15 +289,17 @@ class OffloadWorker:
         return results
 
     def _end(self, job_id: JobId, failure: str | None) -> None:
-        job = self._jobs.pop(job_id)
-        if job.store_id is not None:
-            reason = job.failures[0].reason if job.failures else "io"
-            self._outcome.stores[job.store_id] = StoreOutcome(1, failure, reason if failure else None)
-        elif job.request_id is not None:
-            self._results.finished.add(job.request_id)
+        in_flight = self._in_flight.pop(job_id)
+        if in_flight.store_id is not None:
+            reason = in_flight.failures[0].reason if in_flight.failures else "io"
+            self._outcome.stores[in_flight.store_id] = StoreOutcome(1, failure, reason if failure else None)
+        elif in_flight.request_id is not None:
+            self._results.finished.add(in_flight.request_id)
             if failure is not None:
-                self._results.failed.add(job.request_id)
-                self._outcome.load_failures[job.request_id] = tuple(job.failures) or (LoadFailure("io", failure),)
+                self._results.failed.add(in_flight.request_id)
+                self._outcome.load_failures[in_flight.request_id] = tuple(in_flight.failures) or (
+                    LoadFailure("io", failure),
+                )
 
     def outcome(self) -> StepOutcome | None:
         """What the scheduler must hear, None if nothing."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import NOTHING_HEARD, UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.namespace import Namespace
@@ -25,7 +25,7 @@ from hybridkv.tiers.disk.tables.records import cost_of
 from hybridkv.tiers.disk.upkeep.janitor import Janitor, ThreadJanitor
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.ledger import State
+from hybridkv.tiers.ledger import KeyState
 from hybridkv.tiers.leftovers import Leftovers
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,10 @@ class DiskIndex:
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
         """Nothing to find out."""
 
+    @property
+    def heard(self) -> Heard:
+        return NOTHING_HEARD
+
     def lacks(self, key: Key) -> bool:
         return self._records.lacks(key)
 
@@ -157,11 +161,6 @@ class DiskIndex:
         is_committed = self._records.commit(key)
         self._upkeep.run_if_needed()
         return is_committed
-
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        are_committed = self._records.commit_all(keys)
-        self._upkeep.run_if_needed()
-        return are_committed
 
     def abort(self, key: Key) -> None:
         record = self._records.reserved_now.get(key)
@@ -241,7 +240,7 @@ class DiskIndex:
         self._upkeep.collect()
         for record in self._records.reserved_now.values():
             # What a medium has written and nobody has heard of yet is found by the next opening, which verifies it.
-            if record.state is State.DOOMED_WRITE:
+            if record.state is KeyState.DOOMED_WRITE:
                 self._upkeep.withdraw(record)
         self._upkeep.finish()
         is_written = threading.Event()

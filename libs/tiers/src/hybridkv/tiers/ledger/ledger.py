@@ -16,16 +16,16 @@ from typing import Generic
 import msgspec
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import NOTHING_HEARD, UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger.order import EvictionOrder
-from hybridkv.tiers.ledger.states import E, Forgotten, Space, State, Witness
+from hybridkv.tiers.ledger.states import E, Forgotten, KeyState, Space, Witness
 from hybridkv.tiers.leftovers import Table
 from hybridkv.tiers.tally import Tally
 
 # An enum's members are looked up by name each time; these are asked for in every call.
-_RESERVED, _COMMITTED = State.RESERVED, State.COMMITTED
-_DOOMED_WRITE, _DOOMED_READ = State.DOOMED_WRITE, State.DOOMED_READ
+_RESERVED, _COMMITTED = KeyState.RESERVED, KeyState.COMMITTED
+_DOOMED_WRITE, _DOOMED_READ = KeyState.DOOMED_WRITE, KeyState.DOOMED_READ
 _MISS = LookupResult.MISS
 
 
@@ -36,6 +36,7 @@ def _sets_stop_early() -> bool:
 
 
 _SETS_STOP_EARLY = _sets_stop_early()
+_LISTS = (list, tuple)
 
 
 class KeyLedger(Generic[E]):
@@ -98,6 +99,10 @@ class KeyLedger(Generic[E]):
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
         """Nothing to find out."""
 
+    @property
+    def heard(self) -> Heard:
+        return NOTHING_HEARD
+
     def lacks(self, key: Key) -> bool:
         """Whether it is neither committed nor reserved."""
         return key not in self._held
@@ -109,7 +114,7 @@ class KeyLedger(Generic[E]):
     def leading(self, keys: Iterable[Key]) -> int:
         """How many in a row, from the first one on, are HIT or PENDING."""
         held = self._held
-        if _SETS_STOP_EARLY and isinstance(keys, list | tuple):
+        if _SETS_STOP_EARLY and isinstance(keys, _LISTS):
             rest = iter(keys)
             return len(keys) if held.issuperset(rest) else len(keys) - length_hint(rest) - 1
         place = -1
@@ -202,10 +207,6 @@ class KeyLedger(Generic[E]):
         if self._witness is not None:
             self._witness.written(entry)
         return True
-
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        """`commit` of each, in their order."""
-        return [self.commit(key) for key in keys]
 
     def abort(self, key: Key) -> None:
         """A reservation, doomed or not, that will never be committed: its space is freed now."""

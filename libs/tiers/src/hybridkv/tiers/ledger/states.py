@@ -16,7 +16,7 @@ from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.leftovers import Table
 
 
-class State(enum.Enum):
+class KeyState(enum.Enum):
     """Of a key that a ledger knows. A value."""
 
     RESERVED = ("reserved", LookupResult.PENDING)
@@ -37,7 +37,7 @@ class Entry(msgspec.Struct, gc=False, eq=False):
 
     cost: int
     """What it takes up of the capacity, in bytes. One number for all of a size: there are few sizes and many keys."""
-    state: State
+    state: KeyState
     num_pins: int
 
     @property

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.ledger import Entry, State
+from hybridkv.tiers.ledger import Entry, KeyState
 
-_RESERVED = State.RESERVED
+_RESERVED = KeyState.RESERVED
 
 
-class Place(Entry):
+class SlotEntry(Entry):
     """A chunk's granules."""
 
     slot: Slot
@@ -36,18 +36,18 @@ class GranuleAllocator:
         self._first_by_last: dict[int, int] = {}
         self._give_back(0, num_granules)
 
-    def take(self, key: Key, num_bytes: int, cost: int) -> Place:
+    def take(self, key: Key, num_bytes: int, cost: int) -> SlotEntry:
         """A slot of exactly `num_bytes`."""
         granule_bytes = self.granule_bytes
         wanted = cost // granule_bytes
         first, count = self._take_run(wanted)
         if count == wanted:
-            return Place(cost, _RESERVED, 0, Slot(((first * granule_bytes, num_bytes),)))
+            return SlotEntry(cost, _RESERVED, 0, Slot(((first * granule_bytes, num_bytes),)))
         runs = [(first, count)]
         while wanted := wanted - count:
             first, count = self._take_run(wanted)
             runs.append((first, count))
-        return Place(cost, _RESERVED, 0, self._slot(runs, cost - num_bytes))
+        return SlotEntry(cost, _RESERVED, 0, self._slot(runs, cost - num_bytes))
 
     def _take_run(self, wanted: int) -> tuple[int, int]:
         """Of one free run as many granules as are wanted, or all that it has."""
@@ -68,11 +68,11 @@ class GranuleAllocator:
         extents[-1] = (offset, length - spare_bytes)
         return Slot(tuple(extents))
 
-    def free(self, entry: Place) -> None:
+    def free(self, entry: SlotEntry) -> None:
         for offset, num_bytes in entry.slot.extents:
             self._give_back(offset // self.granule_bytes, -(-num_bytes // self.granule_bytes))
 
-    def keep_only(self, entries: Iterable[Place]) -> tuple[()]:
+    def keep_only(self, entries: Iterable[SlotEntry]) -> tuple[()]:
         """Costs nothing for what is taken back, and leaves nothing to be emptied."""
         self._count_by_first, self._first_by_last = {}, {}
         first = 0

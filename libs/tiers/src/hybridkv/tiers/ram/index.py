@@ -13,7 +13,7 @@ from hybridkv.tiers.contract import Key, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger import EvictionOrder, KeyLedger, LeastRecentlyUsed
 from hybridkv.tiers.leftovers import Leftovers
-from hybridkv.tiers.ram.granules import GranuleAllocator, Place
+from hybridkv.tiers.ram.granules import GranuleAllocator, SlotEntry
 from hybridkv.tiers.ram.sizes import count_granules
 
 _FREED_AT_A_TIME = 256
@@ -22,7 +22,7 @@ _MAX_SIZES = 1024
 """Of chunks, whose cost is remembered: all that cost the same then share one number."""
 
 
-class RamIndex(KeyLedger[Place]):
+class RamIndex(KeyLedger[SlotEntry]):
     """A `TierIndex` over granules of host memory.
 
     `capacity_bytes` is rounded down to whole granules; `TierConfigurationError` when not even one fits. The media must
@@ -31,7 +31,7 @@ class RamIndex(KeyLedger[Place]):
 
     def __init__(self, capacity_bytes: int, granule_bytes: int) -> None:
         num_granules = count_granules(capacity_bytes, granule_bytes)
-        order: EvictionOrder[Place] = LeastRecentlyUsed()
+        order: EvictionOrder[SlotEntry] = LeastRecentlyUsed()
         super().__init__(GranuleAllocator(num_granules, granule_bytes), order, num_granules * granule_bytes)
         self.granule_bytes = granule_bytes
         self._cost = lru_cache(_MAX_SIZES)(partial(_in_granules, granule_bytes))

@@ -1,12 +1,12 @@
 """A fast tier over slower ones: what is promoted, what cascades, who waits, and for how long."""
 
 from hybridkv.tiers.stack.breaker import Breaker, BreakerOptions, BreakerState
-from hybridkv.tiers.stack.cascades import ALONE, PathPlace
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.level import SlowerTier
 from hybridkv.tiers.stack.mover import TierMover
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult, StackCounts, TierMove
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
+from hybridkv.tiers.stack.path import ALONE, PathPosition
 from hybridkv.tiers.stack.stack import TierStack
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "MoveCounts",
     "MoveOutcome",
     "MoveResult",
-    "PathPlace",
+    "PathPosition",
     "SlowerTier",
     "SlowerTierOptions",
     "StackCounts",

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.contract import Failure, FailureReason, Heard, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.breaker import BreakerState
-from hybridkv.tiers.stack.cascades import Cascades, Gate, PathPlace
+from hybridkv.tiers.stack.cascades import Cascades
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
+from hybridkv.tiers.stack.path import PathPosition
 from hybridkv.tiers.stack.tally import MoveTally
 from hybridkv.tiers.stack.traffic import Moving, Planned, Traffic
+from hybridkv.tiers.stack.waiting import Gate
 from hybridkv.tiers.stack.ways import Ways
 
+_PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
 _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
 
@@ -60,6 +65,12 @@ class Common:
         self.due_s = min(self.due_s, due_s)
 
 
+class _Question(NamedTuple):
+    deadline_s: float
+    before: Heard
+    """What the tier had heard when it was asked."""
+
+
 class Level:
     """One slower tier, at work.
 
@@ -72,12 +83,14 @@ class Level:
 
     def __init__(self, tier: SlowerTier, position: int, num_levels: int, common: Common) -> None:
         self.name, self.index, self._options = tier.name, tier.index, tier.options
-        self._common = common
+        self._common, self._near, self._clock = common, common.near, common.clock
         self.ways = Ways(tier.options.breaker, tier.options.shortage)
         self.traffic = Traffic(tier.name, itertools.count(position + num_levels, num_levels), common.planned)
         self.late_changes = 0
         """How often a late promotion began to hide its chunk, or gave it back."""
         self._counts = MoveTally()
+        self._questions: deque[_Question] = deque()
+        """Of which nothing has come yet, the oldest first."""
         self._promoting_bytes = tier.options.promoting_share * common.near.capacity_bytes
         self._noticed_s = common.clock()
         """When a deadline was looked for last without `tick`."""
@@ -92,49 +105,87 @@ class Level:
 
     @property
     def ask_timeout_s(self) -> float:
-        """How long it may think about what it was asked."""
-        return self._options.ask_timeout_s
+        """How long it may think about what it was asked: no longer than somebody waits for it."""
+        return min(self._options.ask_timeout_s, self._options.load_timeout_s)
 
     def is_asked(self) -> bool:
-        """Whether it may be asked for anything now: one promotion at a time is its probe, and what it never answered
-        takes up no more of the fast tier than may move at one time."""
+        """Whether it may be asked for anything now: one promotion at a time is its probe, and what all tiers together
+        never answered takes up no more of the fast tier than one may bring at one time. Beyond that only those are
+        asked of which nothing is late: the trouble is not theirs."""
         traffic, ways = self.traffic, self.ways
-        if traffic.late_bytes > self._promoting_bytes:
+        if traffic.late_bytes and self._common.planned.late_bytes > self._promoting_bytes:
             return False
-        return ways.is_up or ways.allows(Direction.PROMOTE, traffic.num_in_time[Direction.PROMOTE])
+        return ways.is_up or ways.allows(_PROMOTE, traffic.num_in_time[_PROMOTE])
 
     # The way up.
 
+    def may_ask(self) -> bool:
+        """Whether it is of any use to ask it for what it has not told, and it may be."""
+        if not self.index.answers_late or not self.is_asked():
+            return False
+        if self._questions and not self.ways.may_ask(len(self._questions)):
+            self._hear_answers(self._clock())  # the probe may be over, long before its deadline
+        return self.ways.may_ask(len(self._questions))
+
+    def ask(self, keys: Sequence[Key], now_s: float) -> None:
+        """Let it find out about these. A tier that cannot even be asked is as one that does not answer."""
+        if not keys:
+            return
+        index, deadline_s = self.index, now_s + self.ask_timeout_s
+        try:
+            before = index.heard
+            index.ask(keys, deadline_s)
+        except Exception:  # whatever is elsewhere, the engine goes on without it
+            self.ways.unanswered(now_s)
+            self._common.wake(self.ways.next_end_s)
+            return
+        self._questions.append(_Question(deadline_s, before))
+        self._common.wake(deadline_s)
+
+    def _hear_answers(self, now_s: float) -> None:
+        """What became of questions. An answer to one is an answer to all that were asked before it came, since the tier
+        answers; where nothing is left of one to be answered, it says nothing."""
+        questions = self._questions
+        while questions:
+            (deadline_s, before), heard = questions[0], self.index.heard
+            if heard.in_time > before.in_time:
+                self.ways.answered()
+            elif now_s < deadline_s:
+                break
+            elif heard.not_in_time > before.not_in_time:
+                self.ways.unanswered(now_s)
+            questions.popleft()
+
     def why_not_promote(self, num_bytes: int) -> Refusal | None:
         """Why so much cannot come from here now."""
-        if num_bytes > self._common.near.capacity_bytes:
+        if num_bytes > self._near.capacity_bytes:
             return Refusal.TOO_LARGE
-        if self.ways.rests(Direction.PROMOTE):
+        if self.ways.rests(_PROMOTE):
             return Refusal.BUSY
-        moving = self.traffic.bytes_moving[Direction.PROMOTE]
-        if moving and moving + num_bytes > self._promoting_bytes:
+        moving = self.traffic.bytes_moving[_PROMOTE]
+        # Alone it goes whatever its size, and whatever other tiers never answered.
+        if moving and moving + self._common.planned.late_bytes + num_bytes > self._promoting_bytes:
             return Refusal.BUSY
         return None
 
     def plan(self, direction: Direction, key: Key, near: Slot, far: Slot) -> None:
         """A move between the places that were given to it."""
-        common = self._common
-        now_s = common.clock()
+        now_s = self._clock()
         self.traffic.plan(direction, key, near, far, now_s)
-        common.due_s = min(common.due_s, now_s + self._options.load_timeout_s)
+        self._common.wake(now_s + self._options.load_timeout_s)
 
     # The way down.
 
     def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
         self.plan(Direction.CASCADE, key, near, far)
 
-    def cascade(self, key: Key, place: PathPlace) -> None:
+    def cascade(self, key: Key, on_path: PathPosition) -> None:
         """Copy a chunk here when its turn comes, if this tier is given any and lacks it."""
         cascades = self.cascades
         if cascades is not None:
             if cascades.is_full and cascades.has_news:
                 self.pump()
-            dropped = cascades.add(key, place, self._common.clock())
+            dropped = cascades.add(key, on_path, self._clock())
             if dropped is not None:
                 self._drop(dropped)
 
@@ -142,16 +193,6 @@ class Level:
     def num_waiting(self) -> int:
         """Chunks that wait for their way down."""
         return 0 if self.cascades is None else self.cascades.num_waiting
-
-    @property
-    def has_parked(self) -> bool:
-        """Whether something waits for what the fast tier is about to hold."""
-        return self.cascades is not None and bool(self.cascades.parked)
-
-    def on_near(self, key: Key) -> None:
-        """The fast tier holds a chunk now, or never will."""
-        if self.cascades is not None:
-            self.cascades.on_near(key)
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -172,11 +213,12 @@ class Level:
 
     def pump(self) -> None:
         """Send what may go now."""
-        if self.cascades is not None:
-            for dropped in self.cascades.pump(self._gate, self._common.clock()):
+        cascades = self.cascades
+        if cascades is not None and cascades.has_something:
+            for dropped in cascades.pump(self._gate, self._clock()):
                 self._drop(dropped)
-            if self.cascades.num_waiting:
-                self._common.wake(self.cascades.since_s + self._options.load_timeout_s)
+            if cascades.num_waiting:
+                self._common.wake(cascades.since_s + self._options.load_timeout_s)
 
     def _gate(self) -> Gate:
         """Whether one more chunk may be written here now."""
@@ -199,28 +241,28 @@ class Level:
         moving = self.traffic.report(move_id, outcome)
         if moving is None:
             return None
-        move, failure = moving.move, moving.failure
-        if not moving.is_late:  # else it was counted as a failure when it became late
-            self.ways.ended(move.direction, failure, self._common.clock())
-            if failure is not None:
-                self._common.wake(self.ways.next_end_s)
-        if move.direction is Direction.PROMOTE:
+        move, failure, ways = moving.move, moving.failure, self.ways
+        direction = move.direction
+        # What is late was counted as a failure when it became so.
+        if (failure is not None or direction in ways.troubled) and not moving.is_late:
+            ways.ended(direction, failure, self._clock())
+            self._common.wake(ways.next_end_s)
+        if direction is _PROMOTE:
             self.late_changes += moving.is_late
             self.index.unpin(move.key)
             if failure is not None and failure.reason not in _KEEPS_KEY:
                 self.index.invalidate(move.key, failure.reason)
         elif self._end_cascade(move.key, failure):
             return moving
-        result = MoveResult.DONE if failure is None else MoveResult.FAILED
-        self._counts.moved(move.direction, result, moving.num_bytes, failure)
-        if failure is not None:
+        self._counts.moved(direction, _DONE if failure is None else _FAILED, moving.num_bytes, failure)
+        if failure is not None and direction is not _PROMOTE:
             self.pump()
         return moving
 
     def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
         """Whether it is made again."""
         assert self.cascades is not None
-        near = self._common.near
+        near = self._near
         if failure is None:
             self.index.commit(key)
         else:
@@ -229,7 +271,7 @@ class Level:
                 # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
                 near.invalidate(key, failure.reason)
         near.unpin(key)
-        return self.cascades.on_ended(key, failure, self._common.clock())
+        return self.cascades.on_ended(key, failure, self._clock())
 
     # Time.
 
@@ -249,31 +291,35 @@ class Level:
         """The tier is to blame for what was late at a time when the caller might have heard of its end. Promotions that
         became late."""
         late: list[Key] = []
-        for moving in self.traffic.give_up(heard_s - self._options.load_timeout_s):
+        before_s = heard_s - self._options.load_timeout_s
+        for moving in self.traffic.give_up(before_s):
             self.ways.late(moving.move.direction, now_s)
-            if moving.is_late_promotion:
+            if moving.move.direction is _PROMOTE:
                 self.late_changes += 1
                 late.append(moving.move.key)
             elif self.cascades is not None:
                 self.cascades.on_late(moving.move.key)
-        if self.cascades is not None:
-            for dropped in self.cascades.give_up(heard_s - self._options.load_timeout_s):
+        if self.cascades is not None and self.cascades.num_waiting:
+            for dropped in self.cascades.give_up(before_s):
                 self._drop(dropped)
         return late
 
     def pass_time(self, now_s: float) -> float:
         """Begin to probe where a pause is over. When something changes here next."""
+        if self._questions:
+            self._hear_answers(now_s)
         self.ways.tick(now_s)
         began_s = self.traffic.oldest_in_time_s()
         if self.cascades is not None and self.cascades.num_waiting:
             began_s = min(began_s, self.cascades.since_s)
-        return min(max(began_s, self._noticed_s) + self._options.load_timeout_s, self.ways.next_end_s)
+        asked_s = self._questions[0].deadline_s if self._questions else math.inf
+        return min(max(began_s, self._noticed_s) + self._options.load_timeout_s, self.ways.next_end_s, asked_s)
 
     def keeps_awake(self) -> bool:
         """Whether a move may still end in time, or is to be made soon."""
         if self.traffic.has_some_in_time():
             return True
-        return self.cascades is not None and self.cascades.keeps_awake(self._common.clock())
+        return self.num_waiting > 0 and self.cascades is not None and self.cascades.keeps_awake(self._clock())
 
     def take_counts(self) -> MoveCounts:
         """What happened since the last call."""

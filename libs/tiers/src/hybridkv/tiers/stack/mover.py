@@ -6,11 +6,14 @@ later checks is what was stored at first. A cascaded one must have the checksum 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, SealedMemory, Ticket, TierMedium
 from hybridkv.tiers.shortage import is_shortage
 from hybridkv.tiers.stack.moves import Direction, TierMove
+
+logger = logging.getLogger(__name__)
 
 
 class TierMover:
@@ -27,6 +30,8 @@ class TierMover:
         self.media = media
         self._clock = clock
         self._moves: dict[Ticket, tuple[TierMove, float]] = {}
+        self._broken: set[str] = set()
+        """Tiers whose medium has raised."""
         self._ended: list[tuple[TierMove, Failure | None, float]] = []
 
     def start(self, moves: Iterable[TierMove]) -> None:
@@ -44,16 +49,33 @@ class TierMover:
                 continue
             self._moves[ticket] = (move, started_s)
             medium = self.media[move.tier]
-            if move.direction is Direction.PROMOTE:
-                medium.load(ticket, move.key, move.far, views)
-            else:
-                medium.store(ticket, move.key, move.far, views)
+            try:
+                if move.direction is Direction.PROMOTE:
+                    medium.load(ticket, move.key, move.far, views)
+                else:
+                    medium.store(ticket, move.key, move.far, views)
+            except Exception as error:  # it may have begun all the same: the move ends with its completion, or late
+                self._complain(move.tier, error)
+
+    def _complain(self, tier: str, error: Exception) -> None:
+        """A medium broke its contract. Said once each: it may go on so in every step."""
+        if tier not in self._broken:
+            self._broken.add(tier)
+            logger.error("the %s tier raised what it should report: %s: %s", tier, type(error).__name__, error)
 
     def poll(self) -> list[tuple[TierMove, Failure | None, float]]:
         """Moves that ended since the last call, each with its failure and the seconds that it took."""
-        for medium in self.media.values():
-            for completion in medium.poll():
-                move, started_s = self._moves.pop(completion.ticket)
+        for tier, medium in self.media.items():
+            try:
+                completions = medium.poll()
+            except Exception as error:  # its moves are late from now on, and those of other tiers are not
+                self._complain(tier, error)
+                continue
+            for completion in completions:
+                started = self._moves.pop(completion.ticket, None)
+                if started is None:
+                    continue  # it has ended before
+                move, started_s = started
                 self._ended.append((move, self._verify(move, completion), self._clock() - started_s))
         ended, self._ended = self._ended, []
         return ended
@@ -77,7 +99,11 @@ class TierMover:
         """
         ends_s = self._clock() + timeout_s
         is_drained = True
-        for medium in self.media.values():
-            is_drained &= medium.drain(max(ends_s - self._clock(), 0.0))
-            medium.close()
+        for tier, medium in self.media.items():
+            try:
+                is_drained &= medium.drain(max(ends_s - self._clock(), 0.0))
+                medium.close()
+            except Exception as error:  # the others are still to be closed
+                self._complain(tier, error)
+                is_drained = False
         return is_drained

@@ -99,7 +99,7 @@ class StackCounts(msgspec.Struct, frozen=True):
     tiers: dict[str, MoveCounts] = {}
     """Of each slower tier, the nearest first."""
     timeouts: int = 0
-    """Claims that were given up because their time was over."""
+    """Holds that were given up because their time was over."""
 
     @property
     def moves(self) -> MoveCounts:

@@ -28,7 +28,8 @@ class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
         load_timeout_s: how long a hold waits for this tier, how long a move counts as alive, and how long chunks wait
             for their way down while nothing comes to its end there.
         ask_timeout_s: how long a tier that answers late has time to say what it holds.
-        promoting_share: of the fast tier's capacity, that may be on its way up at one time.
+        promoting_share: of the fast tier's capacity, that may be on its way up at one time, late promotions of all
+            tiers included.
         cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
         arriving_share: the same of the slower tier's capacity: it cannot be evicted there, and has no order of use yet.
         max_cascading: chunks that may be on their way down at one time; fewer than the slow medium takes at once.

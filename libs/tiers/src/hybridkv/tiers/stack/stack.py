@@ -14,30 +14,27 @@ reserved for them, which nobody else was given meanwhile.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.breaker import BreakerState
-from hybridkv.tiers.stack.cascades import ALONE, PathPlace, holds_all
-from hybridkv.tiers.stack.hold import Hold, HoldFailure
+from hybridkv.tiers.stack.deadlines import Deadlines
+from hybridkv.tiers.stack.hold import Hold, Holds
 from hybridkv.tiers.stack.level import Common, Level, SlowerTier
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
 from hybridkv.tiers.stack.options import SlowerTierOptions
+from hybridkv.tiers.stack.path import ALONE, PathPosition, holds_all
+from hybridkv.tiers.stack.promotions import Promotions
+from hybridkv.tiers.stack.reading import Reading
 from hybridkv.tiers.stack.traffic import Planned
 
-_NEVER_S = math.inf
 _MAX_SIZES = 1024
 """Of chunks, whose costs are remembered."""
-_MISS, _PENDING, _HIT = LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT
-
-
-_Part: TypeAlias = tuple[Level, Sequence[Key], list[Slot]]
-"""Chunks that one tier gives, pinned there, and where they lie."""
+# An enum's members are looked up by name each time; these are asked for in every call.
+_PENDING, _HIT = LookupResult.PENDING, LookupResult.HIT
+_PROMOTE = Direction.PROMOTE
 
 
 class TierStack:
@@ -65,8 +62,10 @@ class TierStack:
         self._common = Common(near, clock, self._planned)
         self._levels = tuple(Level(tier, place, len(names), self._common) for place, tier in enumerate(slower))
         self._cascading = tuple(level for level in self._levels if level.cascades is not None)
+        self._queues = tuple(level.cascades for level in self._levels if level.cascades is not None)
         self.slower: Mapping[str, TierIndex] = {tier.name: tier.index for tier in slower}
         """The slower tiers by name, the nearest first."""
+        self._nearest = names[0] if names else ""
         self._by_name = {level.name: level for level in self._levels}
         self._load_timeout_s = max(
             (level.load_timeout_s for level in self._levels), default=SlowerTierOptions().load_timeout_s
@@ -74,10 +73,11 @@ class TierStack:
         """Of a hold."""
         self.has_late = any(tier.index.answers_late for tier in slower)
         """Whether one of them knows more than it says before it is asked."""
-        self._holds: dict[str, Hold] = {}
-        self._timeouts = 0
-        self._ticked_s = clock()
-        """When `tick` was called last."""
+        self._holds = Holds(near, self._load_timeout_s)
+        self._deadlines = Deadlines(self._levels, self._holds, self._common)
+        self._look_at_clock = self._deadlines.look_at_clock
+        self._reading = Reading(near, self._levels, self._planned)
+        self._promotions = Promotions(near, self._levels, self._pump_news)
         self._costs: dict[int, tuple[int, ...]] = {}
         """By the bytes of a chunk; there are few sizes."""
 
@@ -89,7 +89,7 @@ class TierStack:
         return self._by_name[tier].ways.state(direction)
 
     def costs(self, num_bytes: int) -> tuple[int, ...]:
-        """What a chunk of so many bytes takes up of each slower tier, for `PathPlace.path_bytes`."""
+        """What a chunk of so many bytes takes up of each slower tier, for `PathPosition.path_bytes`."""
         costs = self._costs.get(num_bytes)
         if costs is None:
             if len(self._costs) >= _MAX_SIZES:
@@ -108,98 +108,45 @@ class TierStack:
     def generation(self) -> int:
         """Changes whenever the answer of any lookup may have changed."""
         self._look_at_clock()
-        generation = self.near.generation
-        for level in self._levels:
-            generation += level.index.generation + level.late_changes + level.ways.revision
-        return generation
+        return self._reading.generation
 
     def lookup(self, key: Key) -> LookupResult:
         """HIT when a tier holds it and may be asked for it; MISS while its promotion is late."""
         self._look_at_clock()
-        return self._lookup(key)
-
-    def _lookup(self, key: Key) -> LookupResult:
-        if key in self._planned.late_keys:
-            return _MISS
-        answer = self.near.lookup(key)
-        if answer is _MISS:
-            for level in self._levels:
-                if level.is_asked():
-                    found = level.index.lookup(key)
-                    if found is _HIT:
-                        return found
-                    if found is _PENDING:
-                        answer = found
-        return answer
+        return self._reading.lookup(key)
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many keys in a row, from the first, are HIT or PENDING."""
         self._look_at_clock()
-        late_keys = self._planned.late_keys
-        if late_keys:
-            keys = list(itertools.takewhile(lambda key: key not in late_keys, keys))
-        held = self.near.leading(keys)
-        indexes = self._asked()
-        if not indexes:
-            return held
-        indexes.append(self.near)
-        num_keys, num_indexes = len(keys), len(indexes)
-        turn = idle = 0
-        while held < num_keys and idle < num_indexes:
-            more = indexes[turn].leading(keys[held:])
-            idle = 0 if more else idle + 1
-            held, turn = held + more, turn + 1
-            if turn == num_indexes:
-                turn = 0
-        return held
+        return self._reading.leading(keys)
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
         self._look_at_clock()
-        place = self._last_held(keys)
-        while place is not None and keys[place] in self._planned.late_keys:
-            place = self._last_held(keys[:place])
-        return place
-
-    def _last_held(self, keys: Sequence[Key]) -> int | None:
-        place = self.near.last_held(keys)
-        for index in self._asked():
-            first = 0 if place is None else place + 1
-            further = index.last_held(keys[first:])
-            if further is not None:
-                place = first + further
-        return place
-
-    def _asked(self) -> list[TierIndex]:
-        """The slower tiers that may be asked for anything now."""
-        asked = []
-        for level in self._levels:
-            if level.is_asked():
-                asked.append(level.index)
-        return asked
+        return self._reading.last_held(keys)
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
         """Whether one of these keys is PENDING."""
-        if not self._levels:
-            return self.near.any_pending(keys)
         self._look_at_clock()
-        return any(self._lookup(key) is _PENDING for key in keys)
+        return self._reading.any_pending(keys)
 
     @property
     def ask_s(self) -> float:
         """How long `ask` may take until everything is answered or counts as missing; 0 where there is nothing to be
         found out, or nobody to be asked."""
-        late = (level.ask_timeout_s for level in self._levels if level.index.answers_late and level.is_asked())
-        return max(late, default=0.0)
+        self._look_at_clock()
+        return self._reading.ask_s
 
     def ask(self, keys: Sequence[Key]) -> None:
-        """Let tiers that answer late find out about what no other holds. Each has its own time for that, after which
-        what it did not answer counts as missing."""
+        """Let tiers that answer late find out about what no other holds, all of them at once. Each has its own time
+        for that, after which what it did not answer counts as missing."""
         self._look_at_clock()
-        for level in self._levels:
-            if level.index.answers_late and level.is_asked():
-                unknown = [key for key in keys if self._lookup(key) is _MISS and key not in self._planned.late_keys]
-                level.index.ask(unknown, self._clock() + level.ask_timeout_s)
+        self._reading.ask(keys, self._clock())
+
+    def is_only_asked(self, key: Key) -> bool:
+        """Whether a key is PENDING for no other reason than that tiers were asked about it."""
+        self._look_at_clock()
+        return self._reading.is_only_asked(key)
 
     def lacks_below(self, key: Key) -> bool:
         """Whether a slower tier that is given chunks lacks this one."""
@@ -243,118 +190,59 @@ class TierStack:
     # Holds.
 
     def acquire(self, owner: str, keys: Sequence[Key], since_s: float | None = None) -> Hold | Refusal:
-        """Claim chunks that were all HIT or PENDING: pin what the fast tier holds, and promote the rest.
+        """Hold chunks that were all HIT or PENDING: pin what the fast tier holds, and promote the rest.
 
         An older hold of this owner is released. On a refusal nothing is held: PRESENT when a key is gone meanwhile,
         BUSY when as much is on its way as may be or nothing can be tried for a moment, NO_ROOM or TOO_LARGE when the
         fast tier cannot take it all at once.
 
         Args:
-            owner: whose claim it is.
+            owner: whose hold it is.
             keys: in the order in which they should outlive each other: the first is the most recently used later.
             since_s: when its owner began to wait, by the stack's clock; None: now. Its deadline counts from then.
         """
         self._look_at_clock()
-        self.release(owner)
-        hold = Hold(owner, self._clock() if since_s is None else since_s)
+        if owner in self._holds.by_owner:
+            self.release(owner)
+        hold = Hold(owner, self._clock() if since_s is None else since_s, source=self._nearest)
+        late_keys, pinned, pin, lookup = self._planned.late_keys, hold.pinned, self.near.pin, self.near.lookup
         wanted: list[Key] = []
         refusal: Refusal | None = None
         for key in keys:
-            if key in self._planned.late_keys:
+            if key in late_keys:
                 refusal = Refusal.PRESENT
-            elif self.near.pin(key) is not None:
-                hold.pinned.append(key)
-            elif self.near.lookup(key) is _PENDING:
+            elif pin(key) is not None:
+                pinned.append(key)
+            elif lookup(key) is _PENDING:
                 hold.waiting.add(key)
             else:
                 wanted.append(key)
-        hold.source = self._levels[0].name if self._levels else ""
         if wanted and refusal is None:
-            refusal = self._promote(wanted, hold)
+            refusal = self._promotions.promote(wanted)
         if refusal is not None:
-            self._unpin(hold)
+            self._holds.unpin(hold)
             return refusal
         hold.waiting.update(wanted)
-        self._holds[owner] = hold
+        self._holds.by_owner[owner] = hold
         if hold.waiting:
+            hold.source = self._slowest_of(hold.waiting)
             self._common.wake(hold.since_s + self._load_timeout_s)
         return hold
 
+    def _slowest_of(self, keys: Iterable[Key]) -> str:
+        """The slowest tier that one of these is on its way from."""
+        tiers_of = self._planned.tiers_of
+        names = {tiers_of[key] for key in keys if key in tiers_of}
+        return next((name for name in reversed(self._by_name) if name in names), self._nearest)
+
     def hold(self, owner: str) -> Hold | None:
-        """The claim of this owner, as it is now."""
+        """The hold of this owner, as it is now."""
         self._look_at_clock()
-        return self._holds.get(owner)
+        return self._holds.by_owner.get(owner)
 
     def release(self, owner: str) -> None:
-        """Give up a claim. What is on its way up still comes, for whoever wants it."""
-        hold = self._holds.pop(owner, None)
-        if hold is not None:
-            self._unpin(hold)
-
-    def _unpin(self, hold: Hold) -> None:
-        self.near.unpin_all(reversed(hold.pinned))
-        hold.pinned.clear()
-        hold.waiting.clear()
-
-    def _fail(self, hold: Hold, failure: HoldFailure) -> None:
-        self._unpin(hold)
-        hold.failure = failure
-
-    def _promote(self, keys: Sequence[Key], hold: Hold) -> Refusal | None:
-        """All of them or none, each from the nearest tier that holds it."""
-        parts = self._pin_below(keys)
-        if parts is None:
-            return Refusal.PRESENT
-        refusal = None
-        for level, _, slots in parts:
-            hold.source = level.name
-            refusal = refusal or level.why_not_promote(sum(slot.num_bytes for slot in slots))
-        self._pump_news()
-        refusal = refusal or self._plan_promotions(parts)
-        if refusal is not None:
-            _unpin_below(parts)
-        return refusal
-
-    def _pin_below(self, keys: Sequence[Key]) -> list[_Part] | None:
-        """Which tier gives which of them, and where they lie there; None when one is nowhere that may be asked."""
-        parts: list[_Part] = []
-        for level in self._levels:
-            if not keys:
-                break
-            if not level.is_asked():
-                continue
-            slots = level.index.pin_all(keys)
-            if slots is not None:
-                parts.append((level, keys, slots))
-                return parts
-            if len(self._levels) > 1:
-                found = [(key, slot) for key in keys if (slot := level.index.pin(key)) is not None]
-                if found:
-                    parts.append((level, [key for key, _ in found], [slot for _, slot in found]))
-                    taken = {key for key, _ in found}
-                    keys = [key for key in keys if key not in taken]
-        if keys:
-            _unpin_below(parts)
-            return None
-        return parts
-
-    def _plan_promotions(self, parts: Sequence[_Part]) -> Refusal | None:
-        """All of them, or why one has no space in the fast tier, which then gives up nothing for those behind it."""
-        reserved: list[tuple[Key, Slot]] = []
-        for _, keys, slots in parts:
-            for key, far in zip(keys, slots, strict=True):
-                near = self.near.reserve(key, far.num_bytes)
-                if isinstance(near, Refusal):
-                    for earlier, _ in reserved:
-                        self.near.abort(earlier)
-                    return near
-                reserved.append((key, near))
-        given = iter(reserved)
-        for level, _, slots in parts:
-            for far in slots:
-                key, near = next(given)
-                level.plan(Direction.PROMOTE, key, near, far)
-        return None
+        """Give up a hold. What is on its way up still comes, for whoever wants it."""
+        self._holds.release(owner)
 
     # What the caller does to the fast tier, with what follows for the slow one.
 
@@ -368,25 +256,22 @@ class TierStack:
         self._pump_news()
         return self.near.reserve_all(chunks)
 
-    def commit(self, key: Key, place: PathPlace = ALONE) -> bool:
+    def commit(self, key: Key, on_path: PathPosition = ALONE) -> bool:
         """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
         is_stored = self.near.commit(key)
-        if self._holds:
-            self._hand_out(key) if is_stored else self._lose(key)
+        if self._holds.by_owner:
+            self._holds.hand_out(key) if is_stored else self._holds.lose(key)
         for level in self._cascading:
             if is_stored:
-                level.cascade(key, place)
-            if level.has_parked:
-                level.on_near(key)
+                level.cascade(key, on_path)
+        self._unpark(key)
         return is_stored
 
     def abort(self, key: Key) -> None:
         """It will not be stored."""
         self.near.abort(key)
-        self._lose(key)
-        for level in self._cascading:
-            if level.has_parked:
-                level.on_near(key)
+        self._holds.lose(key)
+        self._unpark(key)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Make keys the most recently used in every tier, the last one most.
@@ -415,17 +300,16 @@ class TierStack:
             level.index.clear()
         for level in self._cascading:
             level.clear()
-        for hold in self._holds.values():
-            self._fail(hold, HoldFailure.LOST)
+        self._holds.lose_all()
 
-    def cascade(self, key: Key, place: PathPlace = ALONE) -> None:
+    def cascade(self, key: Key, on_path: PathPosition = ALONE) -> None:
         """Copy a chunk of the fast tier to each slower one that is given chunks and lacks it, when its turn comes.
 
         Chunks go in the order of these calls; one that needs others is called for after them. They are looked at
         together: before anything else can come into the fast tier, at the next `touch`, or when the moves are taken.
         """
         for level in self._cascading:
-            level.cascade(key, place)
+            level.cascade(key, on_path)
 
     def num_waiting(self, tier: str) -> int:
         """Chunks that wait for their way down to a tier."""
@@ -451,85 +335,34 @@ class TierStack:
 
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
         """Ranks are done with a move; the last of them ends it."""
-        moving = self._levels[move_id % len(self._levels)].report(move_id, outcome)
-        if moving is None or moving.move.direction is not Direction.PROMOTE:
+        level = self._levels[move_id % len(self._levels)]
+        moving = level.report(move_id, outcome)
+        if moving is None or moving.move.direction is not _PROMOTE:
             return
         key = moving.move.key
         if moving.failure is None and self.near.commit(key):
-            self._hand_out(key)
+            self._holds.hand_out(key)
         else:
             if moving.failure is not None:
                 self.near.abort(key)
-            self._lose(key)
-        for level in self._cascading:
-            if level.has_parked:
-                level.on_near(key)
+            self._holds.lose(key)
+        self._unpark(key)
+        if moving.failure is not None:
+            level.pump()  # now that nothing says any more that the chunk is about to come
 
-    def _hand_out(self, key: Key) -> None:
-        """A key that was on its way into the fast tier has come."""
-        for hold in self._holds.values():
-            if key in hold.waiting:
-                hold.waiting.discard(key)
-                self.near.pin(key)
-                hold.pinned.append(key)
-
-    def _lose(self, key: Key) -> None:
-        """It never will come."""
-        for hold in self._holds.values():
-            if key in hold.waiting:
-                self._fail(hold, HoldFailure.LOST)
+    def _unpark(self, key: Key) -> None:
+        """What waited for a key of the fast tier goes on, or never will."""
+        for cascades in self._queues:
+            if cascades.parked:
+                cascades.on_near(key)
 
     # Time.
 
     def tick(self) -> None:
-        """Let what has waited too long fail; call it once a step.
-
-        A claim fails at its time. A slower tier is blamed one call later, when the caller had the chance to hear of it:
-        between two calls it may have stood still itself, with the news of a move still to come.
-        """
-        now_s = self._clock()
-        for level in self._levels:
-            late = level.blame_before(self._ticked_s, now_s)
-            if late:
-                self._on_late(level, late)
-        self._ticked_s = now_s
-        self._pass_time(now_s)
+        """Let what has waited too long fail; call it once a step."""
+        self._deadlines.tick()
         for level in self._cascading:
             level.pump()
-
-    def _look_at_clock(self) -> None:
-        """Deadlines hold though nobody calls `tick`. Where nothing waits this is one comparison."""
-        due_s = self._common.due_s
-        if due_s == _NEVER_S:
-            return
-        now_s = self._clock()
-        if now_s < due_s:
-            return
-        for level in self._levels:
-            self._on_late(level, level.notice(now_s))
-        self._pass_time(now_s)
-
-    def _on_late(self, level: Level, keys: Sequence[Key]) -> None:
-        """Who waits for more than one tier does not wait longer for one of them than that may take."""
-        if level.load_timeout_s < self._load_timeout_s:
-            for key in keys:
-                late = [hold for hold in self._holds.values() if key in hold.waiting]
-                for hold in late:
-                    self._fail(hold, HoldFailure.TIMEOUT)
-                self._timeouts += len(late)
-
-    def _pass_time(self, now_s: float) -> None:
-        limit_s = self._load_timeout_s
-        due_s = _NEVER_S
-        for level in self._levels:
-            due_s = min(due_s, level.pass_time(now_s))
-        for hold in self._holds.values():
-            if hold.waiting and now_s - hold.since_s >= limit_s:
-                self._fail(hold, HoldFailure.TIMEOUT)
-                self._timeouts += 1
-            elif hold.waiting:
-                due_s = min(due_s, hold.since_s + limit_s)
-        self._common.due_s = due_s
 
     def has_moves_alive(self) -> bool:
         """Whether a move may still end in time, or is to be made soon. One that is late is not worth staying awake for,
@@ -542,20 +375,14 @@ class TierStack:
 
     def take_counts(self) -> StackCounts:
         """What happened since the last call."""
-        timeouts, self._timeouts = self._timeouts, 0
-        return StackCounts({level.name: level.take_counts() for level in self._levels}, timeouts)
+        return StackCounts({level.name: level.take_counts() for level in self._levels}, self._holds.take_timeouts())
 
     def close(self) -> None:
         """Close all tiers. Call it after the media have ended their moves: what a slower tier holds stays there."""
-        for owner in list(self._holds):
+        for owner in list(self._holds.by_owner):
             self.release(owner)
         for level in self._cascading:
             level.clear()
         self.near.close()
         for level in self._levels:
             level.index.close()
-
-
-def _unpin_below(parts: Iterable[_Part]) -> None:
-    for level, keys, _ in parts:
-        level.index.unpin_all(keys)

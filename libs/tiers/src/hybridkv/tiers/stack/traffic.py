@@ -10,12 +10,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from hybridkv.tiers.contract import Failure, Key, Slot
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, TierMove
 
+_PROMOTE = Direction.PROMOTE
 
-@dataclass(slots=True)
-class Moving:
+
+class Moving(msgspec.Struct):
     """One move."""
 
     move: TierMove
@@ -25,10 +28,6 @@ class Moving:
     failure: Failure | None = None
     """Of the first rank that failed."""
     is_late: bool = False
-
-    @property
-    def is_late_promotion(self) -> bool:
-        return self.is_late and self.move.direction is Direction.PROMOTE
 
 
 @dataclass(slots=True)
@@ -44,6 +43,10 @@ class Planned:
     """Made, and not handed out yet, in order."""
     late_keys: set[Key] = field(default_factory=set)
     """What late promotions bring, from wherever: its space in the fast tier is nobody else's."""
+    late_bytes: int = 0
+    """What all of them keep reserved there."""
+    tiers_of: dict[Key, str] = field(default_factory=dict)
+    """From which tier each key comes that is on its way up."""
 
 
 class Traffic:
@@ -76,21 +79,30 @@ class Traffic:
         self.bytes_moving[direction] += num_bytes
         self.num_in_time[direction] += 1
         self._planned.moves.append(move)
+        if direction is _PROMOTE:
+            self._planned.tiers_of[key] = self._tier
 
     def report(self, move_id: int, outcome: MoveOutcome) -> Moving | None:
         """Ranks are done with a move. The move when they were the last ones."""
         moving = self._moves[move_id]
         moving.ranks_left -= outcome.num_ranks
-        moving.failure = moving.failure or outcome.failure
+        if moving.failure is None:
+            moving.failure = outcome.failure
         if moving.ranks_left > 0:
             return None
         del self._moves[move_id]
-        self.num_in_time[moving.move.direction] -= not moving.is_late
-        if moving.is_late_promotion:
+        direction = moving.move.direction
+        if direction is _PROMOTE:
+            del self._planned.tiers_of[moving.move.key]
+        if not moving.is_late:
+            self.num_in_time[direction] -= 1
+            self.bytes_moving[direction] -= moving.num_bytes
+        elif direction is _PROMOTE:
             self._planned.late_keys.discard(moving.move.key)
             self.late_bytes -= moving.num_bytes
+            self._planned.late_bytes -= moving.num_bytes
         else:
-            self.bytes_moving[moving.move.direction] -= moving.num_bytes
+            self.bytes_moving[direction] -= moving.num_bytes
         return moving
 
     def give_up(self, before_s: float) -> list[Moving]:
@@ -104,16 +116,20 @@ class Traffic:
             late.append(moving)
             moving.is_late = True
             self.num_in_time[moving.move.direction] -= 1
-            if moving.is_late_promotion:
-                self.bytes_moving[Direction.PROMOTE] -= moving.num_bytes
+            if moving.move.direction is _PROMOTE:
+                self.bytes_moving[_PROMOTE] -= moving.num_bytes
                 self.late_bytes += moving.num_bytes
+                self._planned.late_bytes += moving.num_bytes
                 self._planned.late_keys.add(moving.move.key)
         return late
 
     def has_some_in_time(self) -> bool:
         """Whether a move is on its way that is not late."""
-        return any(self.num_in_time.values())
+        return bool(self._moves) and any(self.num_in_time.values())
 
     def oldest_in_time_s(self) -> float:
         """When the first of them began; never (infinity) when there is none."""
-        return next((moving.since_s for moving in self._moves.values() if not moving.is_late), math.inf)
+        for moving in self._moves.values():
+            if not moving.is_late:
+                return moving.since_s
+        return math.inf

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, ManagerError, did_you_mean
 from hybridkv.connectors.vllm.multi.config import ChildConfig, MultiConfig, decode_multi_config
-from hybridkv.connectors.vllm.siblings import Place, at_place
+from hybridkv.connectors.vllm.siblings import Sibling, as_sibling
 from hybridkv.planner import LoadAdmission
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def build_children(
     children: list[Child] = []
     try:
         for number, child in enumerate(classes):
-            with at_place(Place(number, admission)):
+            with as_sibling(Sibling(number, admission)):
                 connector = child.connector_class(child.vllm_config, role, kv_cache_config)
             children.append(Child(child.config, connector, supports_hma(connector)))
     except BaseException:

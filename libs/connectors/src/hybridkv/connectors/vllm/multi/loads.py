@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Load:
+class ChildLoad:
     """One request's load.
 
     Args:
@@ -41,7 +41,7 @@ class Load:
     has_failed: bool = False
 
 
-class Loads:
+class ChildLoads:
     """Loads by request.
 
     Args:
@@ -53,12 +53,12 @@ class Loads:
         self._admission = admission
         self.pending = [0] * num_children
         """Loads that have begun and not ended, by child."""
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, ChildLoad] = {}
         self._begun: set[str] = set()
         """Since the last step was planned."""
         self._within_steps: list[str] = []
 
-    def begin(self, request_id: str, load: Load) -> None:
+    def begin(self, request_id: str, load: ChildLoad) -> None:
         """A request was given blocks for a load. Until it is scheduled, nothing can take them from it."""
         self._loads[request_id] = load
         self._begun.add(request_id)
@@ -86,9 +86,9 @@ class Loads:
         """The request is gone, and no load of it has begun and not ended."""
         self._admission.give_back(request_id)
 
-    def ended_within(self, step: int, output: KVConnectorOutput) -> list[tuple[str, Load]]:
+    def ended_within(self, step: int, output: KVConnectorOutput) -> list[tuple[str, ChildLoad]]:
         """Takes the loads within this step and those before it."""
-        ended: list[tuple[str, Load]] = []
+        ended: list[tuple[str, ChildLoad]] = []
         open_still = []
         for request_id in self._within_steps:
             load = self._loads[request_id]
@@ -100,7 +100,7 @@ class Loads:
         self._within_steps = open_still
         return ended
 
-    def reported(self, output: KVConnectorOutput) -> list[tuple[str, Load]]:
+    def reported(self, output: KVConnectorOutput) -> list[tuple[str, ChildLoad]]:
         """Takes the loads in the background that the workers report."""
         if output.invalid_block_ids:
             # Reported no later than the end of the load, which may be in a later step.
@@ -115,7 +115,7 @@ class Loads:
                 ended.append(self._take(request_id, reported))
         return ended
 
-    def _take(self, request_id: str, load: Load) -> tuple[str, Load]:
+    def _take(self, request_id: str, load: ChildLoad) -> tuple[str, ChildLoad]:
         del self._loads[request_id]
         self._begun.discard(request_id)
         self.pending[load.child] -= 1

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.learning import Learning
-from hybridkv.connectors.vllm.multi.loads import Load, Loads
+from hybridkv.connectors.vllm.multi.loads import ChildLoad, ChildLoads
 from hybridkv.connectors.vllm.multi.sizes import LoadSizes
 from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
 from hybridkv.planner import (
@@ -52,7 +52,9 @@ that child allows, and nobody knows that it ends."""
 
 
 @dataclass(slots=True)
-class _RequestState:
+class _Candidate:
+    """A request that a child may load for."""
+
     computed_tokens: int = 0
     answers: list[Answer] | None = None
     """Of the last round, until the request is admitted."""
@@ -101,10 +103,10 @@ class Selector:
         self._clock = clock
         self._learning = Learning(len(children), clock) if AUTO in self._weights else None
         self._clamp = TokenClamp(logger.warning, clock)
-        self._requests: dict[str, _RequestState] = {}
+        self._requests: dict[str, _Candidate] = {}
         self._admission = admission
         self._pool: BlockPool | None = None
-        self._loads = Loads(len(children), admission)
+        self._loads = ChildLoads(len(children), admission)
         self._stats = SelectionStats()
         self._told_pending: list[int] | None = None
         self._warned: set[int] = set()
@@ -122,16 +124,19 @@ class Selector:
         if compat.reads_no_cache(request):
             return 0, False
         request_id = request.request_id
-        state = self._requests.get(request_id)
-        if state is None:
-            state = self._requests[request_id] = _RequestState()
-        if not self._admission.is_idle and (verdict := self._gate(gate_lookup, request, state)) is not Verdict.ADMIT:
+        candidate = self._requests.get(request_id)
+        if candidate is None:
+            candidate = self._requests[request_id] = _Candidate()
+        if (
+            not self._admission.is_idle
+            and (verdict := self._gate(gate_lookup, request, candidate)) is not Verdict.ADMIT
+        ):
             return (None if verdict is Verdict.WAIT else 0), False
-        state.computed_tokens = computed_tokens
-        state.answers = answers = []
+        candidate.computed_tokens = computed_tokens
+        candidate.answers = answers = []
         in_background: list[bool] = []
         for position, child in enumerate(self._children):
-            tokens: Answer = self._why_not_asked(position, state)
+            tokens: Answer = self._why_not_asked(position, candidate)
             is_async = False
             if tokens is None:
                 try:
@@ -141,49 +146,49 @@ class Selector:
                     tokens = Unusable.RAISED
             answers.append(tokens)
             in_background.append(is_async)
-        may_wait = self._may_wait(state)
+        may_wait = self._may_wait(candidate)
         rates = self._learning.rates() if self._learning is not None else UNKNOWN_RATES
         choice = choose(answers, self._weights, rates, may_wait=may_wait)
-        state.is_late = state.waits_since_s is not None and not may_wait
-        state.chosen = None
+        candidate.is_late = candidate.waits_since_s is not None and not may_wait
+        candidate.chosen = None
         if isinstance(choice, Take):
             is_async = in_background[choice.child]
             if is_async and not self._admission.is_idle and self._pool is not None:
-                verdict = self._gate(gate_load, request, state)
+                verdict = self._gate(gate_load, request, candidate)
                 if verdict is not Verdict.ADMIT:
                     return (None if verdict is Verdict.WAIT else 0), False
-            state.chosen = choice.child
+            candidate.chosen = choice.child
             return choice.tokens, is_async
         if isinstance(choice, Wait):
-            if state.waits_since_s is None:
-                state.waits_since_s = self._clock()
+            if candidate.waits_since_s is None:
+                candidate.waits_since_s = self._clock()
             for position in choice.children:
                 self._counts(position).deferrals += 1
             return None, False
         return 0, False
 
-    def _why_not_asked(self, position: int, state: _RequestState) -> Unusable | None:
+    def _why_not_asked(self, position: int, candidate: _Candidate) -> Unusable | None:
         if self._children[position].stores_only:
             return Unusable.STORES_ONLY
-        return Unusable.BARRED if position in state.barred else None
+        return Unusable.BARRED if position in candidate.barred else None
 
-    def _may_wait(self, state: _RequestState) -> bool:
+    def _may_wait(self, candidate: _Candidate) -> bool:
         """Whether there is time left to wait; it begins when the request is first told to."""
-        waited_s = 0.0 if state.waits_since_s is None else self._clock() - state.waits_since_s
+        waited_s = 0.0 if candidate.waits_since_s is None else self._clock() - candidate.waits_since_s
         return waited_s < self._timeout_s
 
     def _gate(
         self,
         gate: Callable[[Room, RoomWait, float, RoomBounds], tuple[Verdict, RoomWait]],
         request: Request,
-        state: _RequestState,
+        candidate: _Candidate,
     ) -> Verdict:
         """What the gate says of a request beside those that load."""
         pool_blocks, free_blocks = 0, 0
         if self._pool is not None:
             pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
         room = self._admission.room(request.request_id, request.num_tokens, pool_blocks, free_blocks)
-        verdict, state.room = gate(room, state.room, self._clock(), _BOUNDS)
+        verdict, candidate.room = gate(room, candidate.room, self._clock(), _BOUNDS)
         return verdict
 
     def _raised(self, position: int, error: Exception) -> None:
@@ -201,21 +206,23 @@ class Selector:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request has blocks: the chosen child is to load, the others hear that they are not."""
-        state = self._requests.get(request.request_id)
-        if state is None:
-            state = self._requests[request.request_id] = _RequestState()
-        self._settle(state, num_external_tokens)
-        if num_external_tokens and state.chosen is not None:
-            num_bytes = self._sizes.load_bytes(blocks, state.computed_tokens, num_external_tokens)
-            load = Load(state.chosen, request.num_tokens, num_external_tokens, num_bytes, self._clock(), blocks)
+        candidate = self._requests.get(request.request_id)
+        if candidate is None:
+            candidate = self._requests[request.request_id] = _Candidate()
+        self._settle(candidate, num_external_tokens)
+        if num_external_tokens and candidate.chosen is not None:
+            num_bytes = self._sizes.load_bytes(blocks, candidate.computed_tokens, num_external_tokens)
+            load = ChildLoad(
+                candidate.chosen, request.num_tokens, num_external_tokens, num_bytes, self._clock(), blocks
+            )
             self._loads.begin(request.request_id, load)
         for position, child in enumerate(self._children):
-            num_tokens = num_external_tokens if position == state.chosen else 0
+            num_tokens = num_external_tokens if position == candidate.chosen else 0
             child.connector.update_state_after_alloc(request, blocks, num_tokens)
 
-    def _settle(self, state: _RequestState, num_external_tokens: int) -> None:
+    def _settle(self, candidate: _Candidate, num_external_tokens: int) -> None:
         """Counts the last round, which the engine has acted on."""
-        answers, state.answers = state.answers, None
+        answers, candidate.answers = candidate.answers, None
         if answers is None:
             return
         for position, answer in enumerate(answers):
@@ -223,25 +230,25 @@ class Selector:
                 continue
             counts = self._counts(position)
             counts.queries += 1
-            if position == state.chosen and num_external_tokens:
+            if position == candidate.chosen and num_external_tokens:
                 counts.hits += 1
                 counts.hit_tokens += num_external_tokens
             elif answer is Unusable.RAISED:
                 counts.errors += 1
             elif answer is None:
                 counts.unanswered += 1
-                counts.timeouts += state.is_late
+                counts.timeouts += candidate.is_late
             elif isinstance(answer, int) and answer > 0:
                 counts.passed_over += 1
             else:
                 counts.misses += 1
-        state.waits_since_s = None
-        state.room = NOT_WAITED
+        candidate.waits_since_s = None
+        candidate.room = NOT_WAITED
 
     def chosen(self, request: Request) -> int | None:
         """The position of the child that loads, or last loaded, for a request."""
-        state = self._requests.get(request.request_id)
-        return state.chosen if state is not None else None
+        candidate = self._requests.get(request.request_id)
+        return candidate.chosen if candidate is not None else None
 
     def hit_sources(self, request: Request, num_tokens: int, unspecified: Any) -> dict[Any, int]:
         """Where external tokens come from: what the chosen child says, nothing below zero, `num_tokens` in all."""
@@ -267,13 +274,13 @@ class Selector:
 
     def ended(self, request: Request) -> None:
         """The request is over. What it loads is followed to its end."""
-        state = self._requests.get(request.request_id)
-        if state is not None:
-            state.is_ended = True
-            self._forget_ended(request.request_id, state)
+        candidate = self._requests.get(request.request_id)
+        if candidate is not None:
+            candidate.is_ended = True
+            self._forget_ended(request.request_id, candidate)
 
-    def _forget_ended(self, request_id: str, state: _RequestState) -> None:
-        if state.is_ended and not self._loads.is_loading(request_id):
+    def _forget_ended(self, request_id: str, candidate: _Candidate) -> None:
+        if candidate.is_ended and not self._loads.is_loading(request_id):
             del self._requests[request_id]
             self._loads.forget(request_id)
 
@@ -302,18 +309,18 @@ class Selector:
             self._load_ended(request_id, load, self._clock() - load.begun_at_s)
         return ended
 
-    def _load_ended(self, request_id: str, load: Load, seconds: float) -> None:
-        state = self._requests[request_id]
+    def _load_ended(self, request_id: str, load: ChildLoad, seconds: float) -> None:
+        candidate = self._requests[request_id]
         counts = self._counts(load.child)
         if load.has_failed:
             counts.failures += 1
-            state.barred |= {load.child}
+            candidate.barred |= {load.child}
         else:
             counts.load_seconds += seconds
             counts.load_bytes += load.num_bytes
             if self._learning is not None:
                 self._learning.loaded(load.child, load.num_tokens, seconds)
-        self._forget_ended(request_id, state)
+        self._forget_ended(request_id, candidate)
 
     # Counts.
 

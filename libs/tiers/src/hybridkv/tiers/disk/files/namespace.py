@@ -1,16 +1,13 @@
 """The directory of one namespace, locked by its index: made, opened, found again when somebody removed it.
 
-Two locks: of the directory, which nobody can delete without what is in it, and which cleaners of old files respect; and
-of LOCK in it, for file systems that cannot lock directories. `require_own` compares what is there with what is open.
+It has two locks (`locks`). `require_own` compares what is there with what is open.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
-import weakref
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +15,7 @@ import msgspec
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.files.directory import Directory, ForeignFileError, open_root, refused
 from hybridkv.tiers.disk.files.file_io import FileIO
-from hybridkv.tiers.disk.files.lock_holder import find_holder
+from hybridkv.tiers.disk.files.locks import TakenError, end_in_forked_children, is_same, refused_lock, try_to_lock
 from hybridkv.tiers.disk.files.names import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
 from hybridkv.tiers.disk.files.path_safety import say_who_could_exchange
 from hybridkv.tiers.errors import TierConfigurationError
@@ -27,18 +24,6 @@ from hybridkv.tiers.shortage import is_shortage
 logger = logging.getLogger(__name__)
 
 MAX_LOCK_ATTEMPTS = 10
-
-
-class TakenError(OSError):
-    """Another engine has the namespace, or had it meanwhile: what this one knows of it is not true any more."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(
-            errno.EBUSY,
-            "another engine has it or had it: nothing is written or deleted here any more, and what can be loaded is; "
-            "hint: end the other engine, and start this one again",
-            path,
-        )
 
 
 class _Opened(NamedTuple):
@@ -77,7 +62,7 @@ class Namespace:
             self.root.close()
             raise
         say_who_could_exchange(self.root)
-        _with_locks.add(self)
+        end_in_forked_children(self)
 
     @property
     def name(self) -> str:
@@ -139,11 +124,11 @@ class Namespace:
                     return directory, self._opened.lock_fd
                 # First of all: who is refused leaves nothing behind that the holder could take for another's lock.
                 if not self._lock_directory(directory):
-                    raise _locked(directory, directory.fd)
+                    raise refused_lock(directory, directory.fd)
                 # Read-only: an open file that may be written to would keep anybody from mounting it read-only.
                 fd = directory.open_file(LOCK_NAME, os.O_RDONLY | os.O_CREAT)
                 if not self.io.lock(fd):
-                    raise _locked(directory, fd)
+                    raise refused_lock(directory, fd)
                 if self._is_current(root, fd):
                     return directory, fd
             except (OSError, TierConfigurationError):
@@ -157,7 +142,7 @@ class Namespace:
 
     def _lock_directory(self, directory: Directory) -> bool:
         """False when another one has it. True also where directories cannot be locked, and when it is ours."""
-        if self._opened is not None and _is_same(self.io.stat(directory.fd), self.io.stat(self._opened.directory.fd)):
+        if self._opened is not None and is_same(self.io.stat(directory.fd), self.io.stat(self._opened.directory.fd)):
             return True
         return try_to_lock(directory)
 
@@ -166,7 +151,7 @@ class Namespace:
             there = self.io.stat_name(f"{self.name}/{LOCK_NAME}", root.fd)
         except FileNotFoundError:
             return False
-        return _is_same(there, self.io.stat(fd))
+        return is_same(there, self.io.stat(fd))
 
     def _describe(self, directory: Directory) -> None:
         """Say who has it, and what it is of. For people: what goes wrong with it is no reason to stop."""
@@ -198,7 +183,7 @@ class Namespace:
         here = self._find(LOCK_NAME, opened.directory.fd)
         if here is None:
             self._make_lock_anew(opened)
-        elif not _is_same(here, mine):
+        elif not is_same(here, mine):
             self._is_taken = True
             raise TakenError(self.path)
         elif not self._leads_to(self.io.stat(opened.directory.fd)):
@@ -206,7 +191,7 @@ class Namespace:
         # A rank's own may go alone, and whoever only stores in segments that are there never hears of it.
         for rank, directory in enumerate(opened.ranks):
             there = self._find(rank_name(rank), opened.directory.fd)
-            if there is None or not _is_same(there, self.io.stat(directory.fd)):
+            if there is None or not is_same(there, self.io.stat(directory.fd)):
                 raise FileNotFoundError(errno.ENOENT, "was removed", directory.path)
 
     def _leads_to(self, directory: os.stat_result) -> bool:
@@ -218,7 +203,7 @@ class Namespace:
             there = self._find(f"{self.path}/.", self.root.fd)
         except OSError:
             return True
-        return there is not None and _is_same(there, directory)
+        return there is not None and is_same(there, directory)
 
     def _find(self, name: str, dir_fd: int) -> os.stat_result | None:
         try:
@@ -285,7 +270,7 @@ class Namespace:
         stat, former = self.io.stat, self._opened
         # A copy by hard links has the same LOCK in another directory.
         has_lock = former is not None and opened.lock_fd == former.lock_fd
-        if former is not None and has_lock and _is_same(stat(opened.directory.fd), stat(former.directory.fd)):
+        if former is not None and has_lock and is_same(stat(opened.directory.fd), stat(former.directory.fd)):
             return False
         return any(segment_number(name) is not None for rank in opened.ranks for name in rank.list())
 
@@ -300,7 +285,7 @@ class Namespace:
         try:
             names = [f"{self.name}/{rank_name(rank)}" for rank in range(self.num_ranks)]
             is_there = all(
-                _is_same(self.io.stat_name(name, root.fd), self.io.stat(directory.fd))
+                is_same(self.io.stat_name(name, root.fd), self.io.stat(directory.fd))
                 for name, directory in zip(names, self.ranks, strict=True)
             )
         except OSError as error:
@@ -334,47 +319,3 @@ class Namespace:
         former, self._opened = self._opened, None
         if former is not None:
             self._close(former)
-
-
-_with_locks: weakref.WeakSet[Namespace] = weakref.WeakSet()
-"""Of this process. A fork copies descriptors, and a lock lasts as long as any copy of its descriptor."""
-
-
-def _let_go_in_a_forked_child() -> None:
-    for namespace in list(_with_locks):
-        with contextlib.suppress(OSError):  # the descriptor is closed all the same
-            namespace.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go_in_a_forked_child)
-
-
-def try_to_lock(directory: Directory) -> bool:
-    """False when somebody has the directory locked. True also where directories cannot be locked."""
-    try:
-        return directory.io.lock(directory.fd)
-    except OSError:
-        return True
-
-
-def _locked(directory: Directory, fd: int) -> TierConfigurationError:
-    """`fd`: of what cannot be locked."""
-    try:
-        named = (directory.read_file(LOCK_NAME) or b"").decode(errors="replace").strip()
-    except OSError:
-        named = ""
-    holder = find_holder(directory.io.stat(fd), int(named) if named.isdecimal() else None)
-    if holder is not None:
-        words = f"process {holder.pid} ({holder.command})"
-    else:
-        words = f"process {named or 'unknown'}, which cannot be seen from here"
-    return TierConfigurationError(
-        "path",
-        "a namespace that no other engine has open",
-        f"{directory.path}, open in {words}",
-        hint="give each engine a path of its own, or end the other one",
-    )
-
-
-def _is_same(one: os.stat_result, other: os.stat_result) -> bool:
-    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)

@@ -10,6 +10,7 @@ import msgspec
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.files.directory import Directory
+from hybridkv.tiers.disk.files.locks import try_to_lock
 from hybridkv.tiers.disk.files.names import (
     FINGERPRINT_NAME,
     LOCK_NAME,
@@ -18,7 +19,7 @@ from hybridkv.tiers.disk.files.names import (
     rank_number,
     segment_number,
 )
-from hybridkv.tiers.disk.files.namespace import Namespace, try_to_lock
+from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ class Scratch:
         self._used = 0
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """Where a run of records begins."""
 
     io: FileIO
@@ -58,8 +58,8 @@ class Place(NamedTuple):
 class _Run:
     """A run of bytes in a file that is moved piece by piece, in calls of about `batch_bytes`."""
 
-    def __init__(self, place: Place, scratch: Scratch, batch_bytes: int) -> None:
-        self.io, self.fd, self.offset, self.is_direct = place
+    def __init__(self, position: FilePosition, scratch: Scratch, batch_bytes: int) -> None:
+        self.io, self.fd, self.offset, self.is_direct = position
         self.scratch = scratch
         self.batch_bytes = batch_bytes
         self.pieces: list[memoryview] = []
@@ -142,8 +142,8 @@ class RecordWriter(_Run):
 class RecordReader(_Run):
     """Reads records one behind the other. `flush` at the end fills what is still to be filled."""
 
-    def __init__(self, place: Place, scratch: Scratch, batch_bytes: int) -> None:
-        super().__init__(place, scratch, batch_bytes)
+    def __init__(self, position: FilePosition, scratch: Scratch, batch_bytes: int) -> None:
+        super().__init__(position, scratch, batch_bytes)
         self.headers: list[bytes] = []
         """The beginning of each record's first page, complete after `flush`."""
         self._pages: list[memoryview] = []

@@ -16,13 +16,13 @@ from hybridkv.tiers.disk.files.directory import Directory, write_all
 from hybridkv.tiers.disk.files.names import segment_name
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.files.other_namespaces import delete_stalest, other_bytes
-from hybridkv.tiers.disk.files.record_io import Place, RecordReader, RecordWriter, Scratch, ShortReadError
+from hybridkv.tiers.disk.files.record_io import FilePosition, RecordReader, RecordWriter, Scratch, ShortReadError
 from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, PAGE_BYTES, number_of, offset_of, record_bytes, round_up
 from hybridkv.tiers.disk.format.record import RecordHeader, encode_record, verify
 from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_seal, encode_segment
 
 
-class Move(NamedTuple):
+class Relocation(NamedTuple):
     """A record that compaction copies."""
 
     key: Key
@@ -125,27 +125,27 @@ class SegmentFiles:
         with contextlib.suppress(OSError):
             directory.remove_file(segment_name(number))
 
-    def copy(self, moves: Iterable[Move]) -> list[tuple[Move, FailureReason | None]]:
+    def copy(self, relocations: Iterable[Relocation]) -> list[tuple[Relocation, FailureReason | None]]:
         """Copy records on every rank, each verified. What a record failed with, None if it was copied."""
-        failures: dict[Move, FailureReason | None] = dict.fromkeys(moves)
-        largest = max(record_bytes(move.payload_bytes) for move in failures)
+        failures: dict[Relocation, FailureReason | None] = dict.fromkeys(relocations)
+        largest = max(record_bytes(relocation.payload_bytes) for relocation in failures)
         scratch = Scratch(2 * PAGE_BYTES)
         payload = Scratch(round_up(largest))
         for rank, directory in enumerate(self._namespace.ranks):
             with _Files(directory) as open_file:
-                for move, failure in failures.items():
+                for relocation, failure in failures.items():
                     if failure is None:
-                        failures[move] = self._try_copy(move, rank, open_file, payload, scratch)
+                        failures[relocation] = self._try_copy(relocation, rank, open_file, payload, scratch)
                 if self._syncs:
                     open_file.sync()
         return list(failures.items())
 
     def _try_copy(
-        self, move: Move, rank: int, open_file: _Files, payload: Scratch, scratch: Scratch
+        self, relocation: Relocation, rank: int, open_file: _Files, payload: Scratch, scratch: Scratch
     ) -> FailureReason | None:
         """A place that cannot be read is one record's failure; everything else stops the whole copy."""
         try:
-            return self._copy(move, rank, open_file, payload, scratch)
+            return self._copy(relocation, rank, open_file, payload, scratch)
         except ShortReadError:
             return FailureReason.MISSING
         except OSError as error:
@@ -154,23 +154,27 @@ class SegmentFiles:
             return FailureReason.IO
 
     def _copy(
-        self, move: Move, rank: int, open_file: _Files, payload: Scratch, scratch: Scratch
+        self, relocation: Relocation, rank: int, open_file: _Files, payload: Scratch, scratch: Scratch
     ) -> FailureReason | None:
         payload.reset()
-        views = [payload.take(move.payload_bytes)[: move.payload_bytes]]
-        batch_bytes = record_bytes(move.payload_bytes)
+        views = [payload.take(relocation.payload_bytes)[: relocation.payload_bytes]]
+        batch_bytes = record_bytes(relocation.payload_bytes)
         io, digest = self._namespace.io, self._namespace.digest
-        source = Place(io, open_file(number_of(move.old_address)), offset_of(move.old_address), False)
+        source = FilePosition(
+            io, open_file(number_of(relocation.old_address)), offset_of(relocation.old_address), False
+        )
         reader = RecordReader(source, scratch, batch_bytes)
         reader.add(views)
         reader.flush()
-        header = RecordHeader(rank, move.old_address, move.payload_bytes, digest, b"", move.key)
+        header = RecordHeader(rank, relocation.old_address, relocation.payload_bytes, digest, b"", relocation.key)
         failure, checksum = verify(header, reader.headers[0], views)
         if failure is not None or checksum is None:
             return failure.reason if failure else FailureReason.IO
-        target = Place(io, open_file(number_of(move.new_address)), offset_of(move.new_address), False)
+        target = FilePosition(
+            io, open_file(number_of(relocation.new_address)), offset_of(relocation.new_address), False
+        )
         writer = RecordWriter(target, scratch, batch_bytes)
-        writer.add(encode_record(header._replace(address=move.new_address, payload_checksum=checksum)), views)
+        writer.add(encode_record(header._replace(address=relocation.new_address, payload_checksum=checksum)), views)
         writer.flush()
         return None
 

@@ -40,7 +40,7 @@ class Committed(NamedTuple):
     key: Key
 
 
-class Moved(NamedTuple):
+class Relocated(NamedTuple):
     """The record is whole at another address too, and offered from there. It keeps its place in the order of use."""
 
     address: int
@@ -59,13 +59,13 @@ class Used(NamedTuple):
     address: int
 
 
-Change: TypeAlias = Reserved | Committed | Moved | Gone | Used
+Change: TypeAlias = Reserved | Committed | Relocated | Gone | Used
 
-_RESERVED, _COMMITTED_KIND, _MOVED, _GONE, _USED = range(1, 6)
+_RESERVED, _COMMITTED_KIND, _RELOCATED, _GONE, _USED = range(1, 6)
 _KINDS: dict[type[Change], int] = {
     Reserved: _RESERVED,
     Committed: _COMMITTED_KIND,
-    Moved: _MOVED,
+    Relocated: _RELOCATED,
     Gone: _GONE,
     Used: _USED,
 }
@@ -161,11 +161,11 @@ def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
                 at += _PLACE.size
                 is_possible = is_place(address)
                 add(Gone(address))
-            elif kind == _MOVED:
+            elif kind == _RELOCATED:
                 _, address, new_address = _TWO_NUMBERS.unpack_from(data, at)
                 at += _TWO_NUMBERS.size
                 is_possible = is_place(address) and is_place(new_address)
-                add(Moved(address, new_address))
+                add(Relocated(address, new_address))
             else:
                 return None
             if not is_possible:

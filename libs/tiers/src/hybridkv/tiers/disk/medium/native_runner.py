@@ -41,7 +41,7 @@ _DONE, _FAILED, _OTHER_HEADER, _OTHER_PAYLOAD, _CANCELLED = range(5)
 """Outcomes of a record, as the queue numbers them."""
 
 
-class _Move(NamedTuple):
+class _InFlight(NamedTuple):
     operation: Operation
     segment: OpenSegment
 
@@ -71,7 +71,7 @@ class NativeRunner:
         self._syncing = SyncThread(io, segments, options, clock, self._direct)
         self._condition = threading.Condition()
         self._tags = count()
-        self._moves: dict[int, _Move] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._to_open: deque[Operation] = deque()
         self._num_opening = 0
         self._num_open = [0, 0]
@@ -118,7 +118,7 @@ class NativeRunner:
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     return False
-                if not self._moves:
+                if not self._in_flight:
                     self._condition.wait(left_s)  # for the opener
                     continue
             if self._queue is not None:
@@ -186,7 +186,7 @@ class NativeRunner:
 
     def _start(self, operation: Operation, segment: OpenSegment) -> None:
         tag = next(self._tags)
-        self._moves[tag] = _Move(operation, segment)
+        self._in_flight[tag] = _InFlight(operation, segment)
         header = encode_record_body(self._headers.of(operation, _NO_CHECKSUM))
         offset = offset_of(operation.address)
         syncs = self._syncs and operation.is_store
@@ -208,7 +208,7 @@ class NativeRunner:
         if self._queue is None:
             return
         for tag, outcome, number, checksum, page in self._queue.take():
-            operation, segment = self._moves[tag]
+            operation, segment = self._in_flight[tag]
             if outcome == _DONE:
                 self._move_ended(tag, Completion(operation.ticket, checksum=checksum))
             elif outcome == _FAILED:
@@ -217,10 +217,10 @@ class NativeRunner:
                 self._move_ended(tag, Completion(operation.ticket, self._why_not(outcome, operation, page)))
 
     def _failed(self, tag: int, error: OSError, segment: OpenSegment) -> None:
-        operation = self._moves[tag].operation
+        operation = self._in_flight[tag].operation
         if segment.is_direct and self._direct.falls_back(error):
             if self._open_later(operation):
-                del self._moves[tag]
+                del self._in_flight[tag]
                 self._cache.release(segment)
             else:
                 self._move_ended(tag, Completion(operation.ticket, NO_THREAD))
@@ -239,7 +239,7 @@ class NativeRunner:
         return Failure(FailureReason.CHECKSUM, f"the bytes of {operation.key.hex()} are not those that were stored")
 
     def _move_ended(self, tag: int, completion: Completion) -> None:
-        operation, segment = self._moves.pop(tag)
+        operation, segment = self._in_flight.pop(tag)
         self._cache.release(segment)
         self._syncing.ended(operation, completion)
         self._end(operation, completion)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Ticket
 from hybridkv.tiers.disk.files.file_io import FileIO
-from hybridkv.tiers.disk.files.record_io import Place, RecordReader, RecordWriter, Scratch, ShortReadError
+from hybridkv.tiers.disk.files.record_io import FilePosition, RecordReader, RecordWriter, Scratch, ShortReadError
 from hybridkv.tiers.disk.format.checksum import checksum_of
 from hybridkv.tiers.disk.format.layout import number_of, offset_of, record_bytes
 from hybridkv.tiers.disk.format.record import RecordHeader, encode_record, verify
@@ -66,7 +66,7 @@ class Headers:
         )
 
 
-class RecordMover:
+class RecordExecutor:
     """Carries out a run of adjacent stores or loads in one segment. Used by every thread of a medium."""
 
     def __init__(
@@ -79,7 +79,7 @@ class RecordMover:
         self._syncs = options.fsync is Fsync.ALWAYS
         self._direct = direct
 
-    def move(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
+    def run(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
         """One completion for each operation of a run that is all stores or all loads."""
         is_direct = self._direct.is_on
         try:
@@ -88,9 +88,9 @@ class RecordMover:
             return self._load(batch, scratch, is_direct)
         except OSError as error:
             if is_direct and self._direct.falls_back(error):
-                return self.move(batch, scratch)
+                return self.run(batch, scratch)
             if len(batch) > 1:  # one bad place must not fail its neighbours
-                return [completion for operation in batch for completion in self.move([operation], scratch)]
+                return [completion for operation in batch for completion in self.run([operation], scratch)]
             if not is_shortage(error):
                 self._cache.forget(number_of(batch[0].address))
             return [Completion(batch[0].ticket, failure_of(batch[0], error))]
@@ -106,8 +106,8 @@ class RecordMover:
         completions = []
         with self._cache.opened(number_of(first.address), is_direct) as segment:
             num_failed = segment.syncs.num_failed
-            place = Place(self._io, segment.fd, offset_of(first.address), is_direct)
-            writer = RecordWriter(place, scratch, self._batch_bytes)
+            position = FilePosition(self._io, segment.fd, offset_of(first.address), is_direct)
+            writer = RecordWriter(position, scratch, self._batch_bytes)
             for operation in batch:
                 payload_checksum = checksum_of(operation.views)
                 writer.add(encode_record(self._headers.of(operation, payload_checksum)), operation.views)
@@ -120,8 +120,8 @@ class RecordMover:
     def _load(self, batch: list[Operation], scratch: Scratch, is_direct: bool) -> list[Completion]:
         first = batch[0]
         with self._cache.opened(number_of(first.address), is_direct) as segment:
-            place = Place(self._io, segment.fd, offset_of(first.address), is_direct)
-            reader = RecordReader(place, scratch, self._batch_bytes)
+            position = FilePosition(self._io, segment.fd, offset_of(first.address), is_direct)
+            reader = RecordReader(position, scratch, self._batch_bytes)
             for operation in batch:
                 reader.add(operation.views)
             reader.flush()

@@ -13,7 +13,7 @@ from hybridkv.tiers.contract import Completion, Failure
 from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.record_io import Scratch
 from hybridkv.tiers.disk.format.layout import record_bytes
-from hybridkv.tiers.disk.medium.operations import DirectMode, Headers, Operation, RecordMover
+from hybridkv.tiers.disk.medium.operations import DirectMode, Headers, Operation, RecordExecutor
 from hybridkv.tiers.disk.medium.runner import CLOSED, NO_THREAD, busy
 from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.medium.syncer import Syncer
@@ -32,7 +32,7 @@ class PythonRunner:
         self._options = options
         self._cache = cache
         direct = DirectMode(options.direct)
-        self._mover = RecordMover(io, cache, headers, options, direct)
+        self._executor = RecordExecutor(io, cache, headers, options, direct)
         self._syncer = Syncer(io, cache, options, clock, direct)
         self._condition = threading.Condition()
         self._loads: deque[Operation] = deque()
@@ -120,7 +120,7 @@ class PythonRunner:
             if not batch:
                 self._syncer.sync()
                 continue
-            completions = self._mover.move(batch, scratch)
+            completions = self._executor.run(batch, scratch)
             for operation, completion in zip(batch, completions, strict=True):
                 self._syncer.ended(operation, completion)
             self._cache.close_unused()

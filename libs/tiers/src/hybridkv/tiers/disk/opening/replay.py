@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.format.changes import Change, Committed, Gone, Moved, Reserved, Used
+from hybridkv.tiers.disk.format.changes import Change, Committed, Gone, Relocated, Reserved, Used
 from hybridkv.tiers.disk.format.layout import number_of, offset_of, record_bytes
 from hybridkv.tiers.disk.format.snapshot import Snapshot
 
@@ -45,7 +45,7 @@ def frontier_of(saved: Snapshot, changes: Iterable[Change]) -> Frontier:
         if isinstance(change, Reserved):
             pending.add(change.address)
             next_address = max(next_address, change.address + record_bytes(change.payload_bytes))
-        elif isinstance(change, Moved):
+        elif isinstance(change, Relocated):
             pending.discard(change.new_address)
         elif isinstance(change, (Committed, Gone)):
             pending.discard(change.address)
@@ -83,7 +83,7 @@ def replay(records: dict[Key, FoundRecord], key_at: dict[int, Key], changes: Ite
                 records[change.key] = FoundRecord(change.key, change.address, change.payload_bytes)
                 key_at[change.address] = change.key
                 placed.add(change.key)
-        elif isinstance(change, Moved):
+        elif isinstance(change, Relocated):
             key = key_at.pop(change.address, None)
             record = records.get(key) if key is not None else None
             if record is not None and record.address == change.address:

@@ -23,10 +23,10 @@ from hybridkv.tiers.disk.tables.records import RecordTable
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable, Stage
 from hybridkv.tiers.disk.upkeep.agenda import Agenda
 from hybridkv.tiers.disk.upkeep.changes_file import ChangesFile
+from hybridkv.tiers.disk.upkeep.chore import Files, run
+from hybridkv.tiers.disk.upkeep.chores.epoch import WriteEpoch
 from hybridkv.tiers.disk.upkeep.compaction import Compaction
 from hybridkv.tiers.disk.upkeep.janitor import InlineJanitor
-from hybridkv.tiers.disk.upkeep.job import Files, run
-from hybridkv.tiers.disk.upkeep.jobs.epoch import WriteEpoch
 from hybridkv.tiers.disk.upkeep.state import Epoch, StoreState, Tables
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.format.changes import Change, Committed, Gone, Moved, Reserved, Used
+from hybridkv.tiers.disk.format.changes import Change, Committed, Gone, Relocated, Reserved, Used
 
 MAX_WAITING = 1 << 17
 """Changes that wait. At a second between two batches as many a second; about 20 MB."""
@@ -63,8 +63,8 @@ class ChangeLog:
     def committed(self, address: int, payload_bytes: int, key: Key) -> None:
         self._add(Committed(address, payload_bytes, key))
 
-    def moved(self, address: int, new_address: int) -> None:
-        self._add(Moved(address, new_address))
+    def relocated(self, address: int, new_address: int) -> None:
+        self._add(Relocated(address, new_address))
 
     def gone(self, address: int) -> None:
         self._add(Gone(address))

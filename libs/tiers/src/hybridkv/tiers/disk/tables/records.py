@@ -14,7 +14,7 @@ from hybridkv.tiers.disk.format.layout import ADDRESS_BITS, record_bytes
 from hybridkv.tiers.disk.options import DiskSizes
 from hybridkv.tiers.disk.tables.change_log import ChangeLog
 from hybridkv.tiers.disk.tables.segments import SegmentTable
-from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyLedger, LeastRecentlyUsed, State
+from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyLedger, KeyState, LeastRecentlyUsed
 from hybridkv.tiers.leftovers import Table
 
 MAX_SIZES = 1024
@@ -22,7 +22,7 @@ MAX_SIZES = 1024
 
 cost_of = lru_cache(MAX_SIZES)(record_bytes)
 """What a record of a payload of so many bytes takes up."""
-_RESERVED, _COMMITTED = State.RESERVED, State.COMMITTED
+_RESERVED, _COMMITTED = KeyState.RESERVED, KeyState.COMMITTED
 
 
 class Record(Entry):
@@ -39,7 +39,7 @@ class Record(Entry):
         return Slot(((self.address, self.payload_bytes),))
 
 
-class _Places:
+class _RecordSpace:
     """Where records lie: the ledger's space and its witness."""
 
     def __init__(self, segments: SegmentTable, log: ChangeLog) -> None:
@@ -98,11 +98,13 @@ class RecordTable(KeyLedger[Record]):
 
     def __init__(self, segments: SegmentTable, log: ChangeLog, sizes: DiskSizes) -> None:
         self._segments = segments
-        self._places = _Places(segments, log)
+        self._record_space = _RecordSpace(segments, log)
         self.log = log
         order: EvictionOrder[Record] = LeastRecentlyUsed()
         largest_bytes = min(sizes.room_bytes, sizes.usable_bytes)
-        super().__init__(self._places, order, sizes.usable_bytes, self._places, largest_bytes, sizes.max_records)
+        super().__init__(
+            self._record_space, order, sizes.usable_bytes, self._record_space, largest_bytes, sizes.max_records
+        )
 
     def restore(self, found: Iterable[tuple[Key, int, int]]) -> None:
         """(key, address, payload bytes) of records that an opening found, least recently used first."""
@@ -120,16 +122,16 @@ class RecordTable(KeyLedger[Record]):
             live_bytes[number] += cost
             by_number[number].keys.append(key)
         self._held.update(by_key)
-        self._places.num_uses = num_uses
+        self._record_space.num_uses = num_uses
         for number, num_bytes in live_bytes.items():
             by_number[number].live_bytes += num_bytes
             self._segments.refile(by_number[number])
             self.evictable_bytes += num_bytes
             self.used_bytes += num_bytes
 
-    def move(self, record: Record, address: int) -> None:
+    def relocate(self, record: Record, address: int) -> None:
         """A record that is committed and not pinned lies elsewhere now."""
         self._segments.change_live(address, record.cost)
         self._segments.change_live(record.address, -record.cost)
-        self.log.moved(record.address, address)
+        self.log.relocated(record.address, address)
         record.address = address

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from hybridkv.tiers.disk.format.journal import Withdrawal
-from hybridkv.tiers.disk.upkeep.jobs.changes import ChangeWriter
-from hybridkv.tiers.disk.upkeep.jobs.copy import SegmentCopier
-from hybridkv.tiers.disk.upkeep.jobs.create import SegmentMaker
-from hybridkv.tiers.disk.upkeep.jobs.drop import SegmentDropper
-from hybridkv.tiers.disk.upkeep.jobs.epoch import EpochWriter, WriteEpoch
-from hybridkv.tiers.disk.upkeep.jobs.journal import JournalWriter
-from hybridkv.tiers.disk.upkeep.jobs.restore import Restorer
-from hybridkv.tiers.disk.upkeep.jobs.seal import SegmentSealer
-from hybridkv.tiers.disk.upkeep.jobs.snapshot import SnapshotWriter
+from hybridkv.tiers.disk.upkeep.chores.changes import ChangeWriter
+from hybridkv.tiers.disk.upkeep.chores.copy import SegmentCopier
+from hybridkv.tiers.disk.upkeep.chores.create import SegmentMaker
+from hybridkv.tiers.disk.upkeep.chores.drop import SegmentDropper
+from hybridkv.tiers.disk.upkeep.chores.epoch import EpochWriter, WriteEpoch
+from hybridkv.tiers.disk.upkeep.chores.journal import JournalWriter
+from hybridkv.tiers.disk.upkeep.chores.restore import Restorer
+from hybridkv.tiers.disk.upkeep.chores.seal import SegmentSealer
+from hybridkv.tiers.disk.upkeep.chores.snapshot import SnapshotWriter
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind
 from hybridkv.tiers.disk.upkeep.state import StoreState
 
@@ -56,7 +56,7 @@ class Agenda:
         self._maker.raise_limit()
         for kind in (*self._clearing, *(storing if state.is_epoch_written else ())):
             piece = kind.plan()
-            if piece is not None and not state.retries.is_resting(type(piece.job)):
+            if piece is not None and not state.retries.is_resting(type(piece.chore)):
                 return piece
         return None
 

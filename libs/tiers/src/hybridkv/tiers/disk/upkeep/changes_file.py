@@ -1,4 +1,4 @@
-"""The file of changes behind the present snapshot. Used by jobs only, so in the janitor's thread.
+"""The file of changes behind the present snapshot. Used by chores only, so in the janitor's thread.
 
 Append only, and only what follows without a gap. Whatever goes wrong, what stands in the file is a beginning of what
 happened, and the next snapshot begins a new one.

@@ -7,11 +7,11 @@ where it is.
 
 from __future__ import annotations
 
-from hybridkv.tiers.disk.files.segment_files import Move
+from hybridkv.tiers.disk.files.segment_files import Relocation
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of
 from hybridkv.tiers.disk.tables.records import Record, RecordTable
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable
-from hybridkv.tiers.ledger import State
+from hybridkv.tiers.ledger import KeyState
 
 
 class Compaction:
@@ -29,17 +29,17 @@ class Compaction:
             self._evict_until_worth_copying(cheapest)
         return self.cheapest()
 
-    def moves(self, victim: Segment) -> tuple[Move, ...]:
+    def relocations(self, victim: Segment) -> tuple[Relocation, ...]:
         """The victim's live records, with new addresses for as many as fit into what is open and empty."""
-        moves = []
+        relocations = []
         for record in self._live(victim):
             if not self._segments.has_room(record.cost, may_take_last=True):
                 break
             address = self._segments.append(record.key, record.cost)
             self._segments.hold(address, is_writing=True)
             self._records.log.reserved(address, record.payload_bytes)
-            moves.append(Move(record.key, record.address, address, record.payload_bytes))
-        return tuple(moves)
+            relocations.append(Relocation(record.key, record.address, address, record.payload_bytes))
+        return tuple(relocations)
 
     def empty(self, victim: Segment) -> None:
         """Evict everything in it."""
@@ -76,6 +76,6 @@ class Compaction:
             record = self._records.by_key.get(key)
             if record is None or number_of(record.address) != segment.number:
                 continue
-            if record.state is State.COMMITTED and not record.num_pins:
+            if record.state is KeyState.COMMITTED and not record.num_pins:
                 found[record.address] = record
         return [found[address] for address in sorted(found)]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from hybridkv.tiers.disk.upkeep.chore import Ending, Files, run
 from hybridkv.tiers.disk.upkeep.janitor import Janitor
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, run
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece
 
 
@@ -83,7 +83,7 @@ class Dispatcher:
 
     def _execute(self, piece: AnyPiece, is_beside: bool, then: Callable[[], None] | None) -> None:
         """In the janitor's thread."""
-        self.ended.append(Outcome(piece, run(piece.job, self._files), is_beside))
+        self.ended.append(Outcome(piece, run(piece.chore, self._files), is_beside))
         self._has_ended.set()
         if then is not None:
             then()

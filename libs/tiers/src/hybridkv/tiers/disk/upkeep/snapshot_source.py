@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.tables.change_log import Cut
 from hybridkv.tiers.disk.tables.records import Record
-from hybridkv.tiers.ledger import State
+from hybridkv.tiers.ledger import KeyState
 from hybridkv.tiers.leftovers import pieces
 
 Numbers: TypeAlias = npt.NDArray[np.uint64]
@@ -91,7 +91,7 @@ class Source(NamedTuple):
 
     def _rows(self, number: int, part: slice) -> list[tuple[int, int, int, int]]:
         """Last use, address, payload bytes and place of the records to which a part of a list leads."""
-        find, committed = self.by_key.get, State.COMMITTED
+        find, committed = self.by_key.get, KeyState.COMMITTED
         rows = []
         for place, key in enumerate(self.key_lists[number][part], (number << _LIST_BITS) + part.start):
             record = find(key)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hybridkv.tiers.disk.counts import DiskTally
-from hybridkv.tiers.disk.files.namespace import TakenError
+from hybridkv.tiers.disk.files.locks import TakenError
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes
 from hybridkv.tiers.disk.tables.records import RecordTable
 from hybridkv.tiers.disk.tables.segments import SegmentTable
-from hybridkv.tiers.disk.upkeep.job import Files, Job
+from hybridkv.tiers.disk.upkeep.chore import Chore, Files
 from hybridkv.tiers.disk.upkeep.retries import Retries
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
@@ -63,9 +63,9 @@ class StoreState:
         """Another engine has the namespace or had it: no file work is done any more, and nothing is stored."""
 
     def note(
-        self, kind: type[Job[Any]], error: Exception | None, stuck: tuple[int, ...] = (), is_all_well: bool = True
+        self, kind: type[Chore[Any]], error: Exception | None, stuck: tuple[int, ...] = (), is_all_well: bool = True
     ) -> None:
-        """A job ended. `stuck`: what failed is these segments alone, and others may be tried; `is_all_well`: none is
+        """A chore ended. `stuck`: what failed is these segments alone, and others may be tried; `is_all_well`: none is
         stuck."""
         if error is None:
             self.retries.succeeded(kind, is_all_well)

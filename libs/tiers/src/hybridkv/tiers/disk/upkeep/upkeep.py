@@ -18,8 +18,8 @@ from hybridkv.tiers.disk.upkeep.kind import AnyPiece
 from hybridkv.tiers.disk.upkeep.state import StoreState
 from hybridkv.tiers.leftovers import Leftovers
 
-MAX_JOBS_IN_A_ROW = 64
-"""That one call starts, where jobs end before they are given back."""
+MAX_CHORES_IN_A_ROW = 64
+"""That one call starts, where chores end before they are given back."""
 
 
 class Upkeep:
@@ -53,7 +53,7 @@ class Upkeep:
         self._work_off(self._agenda.next)
 
     def _work_off(self, choose: Callable[[], AnyPiece | None]) -> None:
-        for _ in range(MAX_JOBS_IN_A_ROW):
+        for _ in range(MAX_CHORES_IN_A_ROW):
             self.collect()
             if self._dispatcher.num_running:
                 return

@@ -163,25 +163,11 @@ class IndexConformance(TierSuite):
         assert is_protocol_error(lambda: index.reserve_all([(A, CHUNK_BYTES), (B, 0)]))
         assert (index.lookup(A), index.lookup(B)) == (LookupResult.PENDING, LookupResult.MISS)
 
-    def test_many_keys_are_committed_each_with_its_own_answer(self) -> None:
-        index = self.make_index(3)
-        index.reserve_all([(key, CHUNK_BYTES) for key in (A, B, C)])
-        index.invalidate(B)
-        assert index.commit_all(iter([A, B, C])) == [True, False, True]
-        assert [index.lookup(key) for key in (A, B, C)] == [LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
-        assert index.commit_all([]) == []
-
-    def test_of_many_commits_those_before_a_mistake_are_made(self) -> None:
-        index = self.make_index(3)
-        index.reserve_all([(A, CHUNK_BYTES), (C, CHUNK_BYTES)])
-        assert is_protocol_error(lambda: index.commit_all([A, B, C]))
-        assert (index.lookup(A), index.lookup(C)) == (LookupResult.HIT, LookupResult.PENDING)
-        assert is_protocol_error(lambda: index.commit_all([C, C]))
-
     def test_many_keys_are_pinned_all_or_none(self) -> None:
         index = self.make_index(3)
         slots = index.reserve_all([(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, CHUNK_BYTES)])
-        index.commit_all([A, B])
+        for key in (A, B):
+            index.commit(key)
         assert index.pin_all([B, A]) == [slots[1], slots[0]]
         for lacking in (b"unknown", C):
             before = (index.generation, index.used_bytes)

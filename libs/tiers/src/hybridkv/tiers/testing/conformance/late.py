@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import Key, Slot, TierIndex
+from hybridkv.tiers.contract import Answer, Key, Slot, TierIndex
 from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 
 A, B, C = b"key a", b"key b", b"key c"
@@ -38,6 +38,7 @@ class AskConformance(TierSuite):
             before = index.generation
             index.ask([A], DEADLINE_S)
             assert (index.lookup(A), index.generation) == (LookupResult.MISS, before)
+            assert index.heard == (0, 0)
 
 
 class LateConformance(TierSuite):
@@ -103,14 +104,106 @@ class LateConformance(TierSuite):
         seen.append(index.generation)
         assert len(set(seen)) == len(seen)
 
+    def test_how_a_question_ended_is_counted_once_for_each_key(self) -> None:
+        index = self.make_late()
+        index.ask([A, C], self.now_s() + DEADLINE_S)
+        assert index.take_counts().answers == {}
+        self.answer_all()
+        assert index.take_counts().answers == {Answer.HELD: 1, Answer.MISSING: 1}
+        assert index.take_counts().answers == {}
+
+    def test_a_question_that_is_over_counts_as_late_and_its_answer_no_more(self) -> None:
+        index = self.asked(A, C)
+        self.pass_time(2.1)
+        assert index.take_counts().answers == {Answer.LATE: 2}
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.HIT and index.take_counts().answers == {}
+        index = self.asked(A, C)
+        self.pass_time(2.1)
+        self.answer_all()
+        assert index.take_counts().answers == {Answer.LATE: 2}, "though nobody looked meanwhile"
+
     def test_an_answer_about_what_was_reserved_meanwhile_changes_nothing(self) -> None:
         index = self.asked(A)
         assert isinstance(index.reserve(A, CHUNK_BYTES), Slot)
         self.answer_all()
         assert index.lookup(A) is LookupResult.PENDING and index.commit(A)
 
+    def test_asking_again_puts_no_answer_off_and_keeps_the_later_deadline(self) -> None:
+        index = self.asked(A)
+        self.pass_time(1.0)
+        index.ask([A], self.now_s() + 0.1)
+        self.pass_time(0.5)
+        assert index.lookup(A) is LookupResult.PENDING
+        index.ask([A], self.now_s() + 2.0)
+        self.pass_time(1.0)
+        assert index.lookup(A) is LookupResult.PENDING
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.HIT
+
+    def test_what_is_asked_while_as_much_is_as_may_be_is_a_miss(self) -> None:
+        index = self.make_late()
+        index.ask([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
+        index.ask([A], self.now_s() + 2.0)
+        assert index.lookup(A) is LookupResult.MISS and index.used_bytes == index.num_keys == 0
+        self.pass_time(2.1)
+        self.answer_all()
+        index.ask([A], self.now_s() + 2.0)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.HIT
+
+    def test_what_was_asked_before_everything_was_withdrawn_is_not_offered_by_the_answer(self) -> None:
+        index = self.asked(A)
+        index.clear()
+        assert index.lookup(A) is LookupResult.MISS
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.MISS
+
+    def test_a_closed_index_hears_no_answer(self) -> None:
+        index = self.asked(A)
+        index.close()
+        self.answer_all()
+        index.ask([B], self.now_s() + 2.0)
+        self.answer_all()
+        assert (index.lookup(A), index.lookup(B)) == (LookupResult.MISS, LookupResult.MISS)
+        assert index.used_bytes == 0
+
+    def test_answers_find_no_more_room_than_there_is(self) -> None:
+        index = self.make_late()
+        for number in range(4):
+            assert isinstance(index.reserve(b"%d" % number, CHUNK_BYTES), Slot)
+        index.ask([A], self.now_s() + 2.0)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.MISS and index.used_bytes <= index.capacity_bytes
+
     def test_what_was_withdrawn_while_it_was_asked_for_is_not_offered_by_the_answer(self) -> None:
         index = self.asked(A)
         index.invalidate(A)
         self.answer_all()
         assert index.lookup(A) is LookupResult.MISS
+
+    def test_what_was_answered_in_time_is_told_from_what_was_not(self) -> None:
+        index = self.make_late()
+        index.ask([A, C], self.now_s() + DEADLINE_S)
+        assert index.heard == (0, 0)
+        self.answer_all()
+        assert index.heard == (2, 0)
+        index = self.asked(A, B, C)
+        self.pass_time(2.1)
+        assert index.heard == (0, 3)
+        self.answer_all()
+        assert index.heard == (0, 3), "an answer after its time is none, and is told of once"
+        index.take_counts()
+        assert index.heard == (0, 3), "it is not taken"
+
+    def test_what_nobody_could_answer_is_not_told_as_unanswered(self) -> None:
+        index = self.asked(A, B)
+        index.invalidate(A)
+        assert isinstance(index.reserve(B, CHUNK_BYTES), Slot)
+        self.pass_time(2.1)
+        assert index.heard == (0, 0)
+        index = self.make_late()
+        index.ask([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
+        assert index.heard == (0, 0), "as much is asked as may be"
+        self.pass_time(2.1)
+        assert 0 < index.heard.not_in_time < 100_000

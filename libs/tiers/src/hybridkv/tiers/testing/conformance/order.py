@@ -8,14 +8,14 @@ what tiers promise of any: what is used again and again outlives what is not.
 from __future__ import annotations
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.ledger import Entry, EvictionOrder, State
+from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyState
 
 A, B, C, D = b"key a", b"key b", b"key c", b"key d"
 ROUNDS = 64
 
 
 def entry(cost: int = 4096) -> Entry:
-    return Entry(cost, State.COMMITTED, 0)
+    return Entry(cost, KeyState.COMMITTED, 0)
 
 
 def picked(order: EvictionOrder[Entry]) -> list[Key]:

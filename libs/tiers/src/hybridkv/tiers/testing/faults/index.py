@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts, TierIndex
+from hybridkv.tiers.contract import UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts, TierIndex
 from hybridkv.tiers.testing.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
@@ -43,6 +43,10 @@ class FaultInjectingIndex:
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
         self._inner.ask(keys, deadline_s)
 
+    @property
+    def heard(self) -> Heard:
+        return self._inner.heard
+
     def lacks(self, key: Key) -> bool:
         return self._inner.lacks(key)
 
@@ -74,9 +78,6 @@ class FaultInjectingIndex:
     def commit(self, key: Key) -> bool:
         self._vanish(Operation.COMMIT, key)
         return self._inner.commit(key)
-
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        return [self.commit(key) for key in keys]
 
     def abort(self, key: Key) -> None:
         self._inner.abort(key)

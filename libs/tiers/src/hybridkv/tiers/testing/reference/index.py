@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import NOTHING_HEARD, UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.tally import Tally
 
 
 @dataclass
-class _Chunk:
+class _Entry:
     num_bytes: int
-    place: int
+    slot_number: int
     is_reserved: bool = True
     is_doomed: bool = False
     num_pins: int = 0
@@ -26,7 +26,7 @@ class _Chunk:
 
 
 class ReferenceIndex:
-    """A `TierIndex` whose slots are numbered places, each as large as the whole tier.
+    """A `TierIndex` whose slots are numbered, each as large as the whole tier.
 
     A chunk takes up whole multiples of `granule_bytes`, so that it can be compared with tiers that round up.
     """
@@ -38,7 +38,7 @@ class ReferenceIndex:
             raise TierConfigurationError("capacity_bytes", f"at least {granule_bytes}", capacity_bytes)
         self._granule_bytes = granule_bytes
         self._capacity_bytes = capacity_bytes // granule_bytes * granule_bytes
-        self._chunks: dict[Key, _Chunk] = {}
+        self._entries: dict[Key, _Entry] = {}
         self._clock = 0
         self._generation = 0
         self._is_closed = False
@@ -50,11 +50,11 @@ class ReferenceIndex:
 
     @property
     def used_bytes(self) -> int:
-        return sum(self.cost(chunk.num_bytes) for chunk in self._chunks.values())
+        return sum(self.cost(entry.num_bytes) for entry in self._entries.values())
 
     @property
     def num_keys(self) -> int:
-        return sum(not chunk.is_doomed for chunk in self._chunks.values())
+        return sum(not entry.is_doomed for entry in self._entries.values())
 
     @property
     def generation(self) -> int:
@@ -67,14 +67,18 @@ class ReferenceIndex:
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
         """Everything is known."""
 
+    @property
+    def heard(self) -> Heard:
+        return NOTHING_HEARD
+
     def lacks(self, key: Key) -> bool:
         return not self._is_held(key)
 
     def lookup(self, key: Key) -> LookupResult:
-        chunk = self._chunks.get(key)
-        if chunk is None or chunk.is_doomed:
+        entry = self._entries.get(key)
+        if entry is None or entry.is_doomed:
             return LookupResult.MISS
-        return LookupResult.PENDING if chunk.is_reserved else LookupResult.HIT
+        return LookupResult.PENDING if entry.is_reserved else LookupResult.HIT
 
     def leading(self, keys: Iterable[Key]) -> int:
         return sum(1 for _ in itertools.takewhile(self._is_held, keys))
@@ -90,13 +94,13 @@ class ReferenceIndex:
 
     def is_doomed(self, key: Key) -> bool:
         """Whether it was invalidated while somebody still writes or reads it."""
-        chunk = self._chunks.get(key)
-        return chunk is not None and chunk.is_doomed
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_doomed
 
     def touch(self, keys: Iterable[Key]) -> None:
         for key in keys:
             if self.lookup(key) is LookupResult.HIT:
-                self._chunks[key].last_used = self._now()
+                self._entries[key].last_used = self._now()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         if num_bytes <= 0:
@@ -107,12 +111,12 @@ class ReferenceIndex:
             return self._tally.refuse(refusal)
         while self.used_bytes + self.cost(num_bytes) > self._capacity_bytes:
             self._evict(victims.pop(0))
-        used_places = {chunk.place for chunk in self._chunks.values()}
-        place = next(place for place in itertools.count() if place not in used_places)
-        self._chunks[key] = _Chunk(num_bytes, place)
+        used_numbers = {entry.slot_number for entry in self._entries.values()}
+        slot_number = next(number for number in itertools.count() if number not in used_numbers)
+        self._entries[key] = _Entry(num_bytes, slot_number)
         self._generation += 1
         self._tally.reservations += 1
-        return self._slot(self._chunks[key])
+        return self._slot(self._entries[key])
 
     def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
         return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
@@ -120,60 +124,57 @@ class ReferenceIndex:
     def _why_not(self, key: Key, cost: int, victims: list[Key]) -> Refusal | None:
         if self._is_closed:
             return Refusal.CLOSED
-        if key in self._chunks:
+        if key in self._entries:
             return Refusal.PRESENT
         if cost > self._capacity_bytes:
             return Refusal.TOO_LARGE
-        evictable_bytes = sum(self.cost(self._chunks[victim].num_bytes) for victim in victims)
+        evictable_bytes = sum(self.cost(self._entries[victim].num_bytes) for victim in victims)
         if cost > self._capacity_bytes - self.used_bytes + evictable_bytes:
             return Refusal.NO_ROOM
         return None
 
     def _victims(self) -> list[Key]:
         """What may be evicted, first to go first."""
-        keys = [key for key, chunk in self._chunks.items() if not chunk.is_reserved and not chunk.num_pins]
-        return sorted(keys, key=lambda key: self._chunks[key].last_used)
+        keys = [key for key, entry in self._entries.items() if not entry.is_reserved and not entry.num_pins]
+        return sorted(keys, key=lambda key: self._entries[key].last_used)
 
     def _evict(self, key: Key) -> None:
         self._tally.evictions += 1
-        self._tally.evicted_bytes += self.cost(self._chunks.pop(key).num_bytes)
+        self._tally.evicted_bytes += self.cost(self._entries.pop(key).num_bytes)
         self._generation += 1
 
     def commit(self, key: Key) -> bool:
-        chunk = self._reserved_chunk("commit", key)
-        if chunk.is_doomed:
-            del self._chunks[key]
+        entry = self._reserved_entry("commit", key)
+        if entry.is_doomed:
+            del self._entries[key]
             return False
-        chunk.is_reserved = False
-        chunk.last_used = self._now()
+        entry.is_reserved = False
+        entry.last_used = self._now()
         self._generation += 1
         self._tally.commits += 1
         return True
 
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        return [self.commit(key) for key in keys]
-
     def abort(self, key: Key) -> None:
-        chunk = self._reserved_chunk("abort", key)
-        del self._chunks[key]
-        if not chunk.is_doomed:
+        entry = self._reserved_entry("abort", key)
+        del self._entries[key]
+        if not entry.is_doomed:
             self._generation += 1
         self._tally.aborts += 1
 
-    def _reserved_chunk(self, operation: str, key: Key) -> _Chunk:
-        chunk = self._chunks.get(key)
-        if chunk is None or not chunk.is_reserved:
+    def _reserved_entry(self, operation: str, key: Key) -> _Entry:
+        entry = self._entries.get(key)
+        if entry is None or not entry.is_reserved:
             raise TierProtocolError(f"{operation}: expected a reserved key, got {key.hex()}")
-        return chunk
+        return entry
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         if self.lookup(key) is LookupResult.MISS:
             return False
-        chunk = self._chunks[key]
-        if chunk.is_reserved or chunk.num_pins:
-            chunk.is_doomed = True
+        entry = self._entries[key]
+        if entry.is_reserved or entry.num_pins:
+            entry.is_doomed = True
         else:
-            del self._chunks[key]
+            del self._entries[key]
         self._generation += 1
         self._tally.invalidations += 1
         return True
@@ -181,9 +182,9 @@ class ReferenceIndex:
     def pin(self, key: Key) -> Slot | None:
         if self.lookup(key) is not LookupResult.HIT:
             return None
-        chunk = self._chunks[key]
-        chunk.num_pins += 1
-        return self._slot(chunk)
+        entry = self._entries[key]
+        entry.num_pins += 1
+        return self._slot(entry)
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
         if any(self.lookup(key) is not LookupResult.HIT for key in keys):
@@ -191,21 +192,21 @@ class ReferenceIndex:
         return [slot for key in keys if (slot := self.pin(key)) is not None]
 
     def unpin(self, key: Key) -> None:
-        chunk = self._chunks.get(key)
-        if chunk is None or not chunk.num_pins:
+        entry = self._entries.get(key)
+        if entry is None or not entry.num_pins:
             raise TierProtocolError(f"unpin: expected a pinned key, got {key.hex()}")
-        chunk.num_pins -= 1
-        if not chunk.num_pins:
-            chunk.last_used = self._now()
-            if chunk.is_doomed:
-                del self._chunks[key]
+        entry.num_pins -= 1
+        if not entry.num_pins:
+            entry.last_used = self._now()
+            if entry.is_doomed:
+                del self._entries[key]
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
         for key in keys:
             self.unpin(key)
 
     def clear(self) -> int:
-        return sum(self.invalidate(key) for key in list(self._chunks))
+        return sum(self.invalidate(key) for key in list(self._entries))
 
     def take_counts(self) -> TierCounts:
         return self._tally.take()
@@ -217,8 +218,8 @@ class ReferenceIndex:
     def cost(self, num_bytes: int) -> int:
         return -(-num_bytes // self._granule_bytes) * self._granule_bytes
 
-    def _slot(self, chunk: _Chunk) -> Slot:
-        return Slot(((chunk.place * self._capacity_bytes, chunk.num_bytes),))
+    def _slot(self, entry: _Entry) -> Slot:
+        return Slot(((entry.slot_number * self._capacity_bytes, entry.num_bytes),))
 
     def _now(self) -> int:
         self._clock += 1

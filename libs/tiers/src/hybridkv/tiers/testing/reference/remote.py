@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import (
     UNSPECIFIED,
+    Answer,
     Completion,
     Failure,
     FailureReason,
+    Heard,
     Key,
     Refusal,
     Slot,
@@ -74,6 +76,10 @@ class RemoteStore:
         """Say from now on that a chunk is there which is not."""
         self.directory[key] = self.allocate(num_bytes)
 
+    def confuse(self, key: Key, other: Key) -> None:
+        """Say from now on that a chunk lies where another does, whose bytes and length are its own."""
+        self.directory[key] = self.directory[other]
+
     def vanish(self, key: Key) -> None:
         """Lose a chunk. Who has heard that it is there will still ask for it."""
         slot = self.directory.pop(key, None)
@@ -104,6 +110,8 @@ class RemoteIndex:
         self._slots: dict[Key, Slot] = {}
         self._asked: dict[Key, _Asked] = {}
         self._changes = 0
+        self._answers: dict[Answer, int] = {}
+        self._heard = Heard()
 
     # What is not known yet.
 
@@ -115,9 +123,16 @@ class RemoteIndex:
         self._hear()
         now_s = self._store.clock()
         for key in keys:
-            if len(self._asked) >= MAX_ASKED:
-                return
-            if self._known.lacks(key) and not self._known.is_doomed(key):
+            asked = self._asked.get(key)
+            if asked is not None:
+                # It is being found out: to ask once more would put the answer off.
+                later_s = max(asked.deadline_s, deadline_s)
+                self._changes += later_s != asked.deadline_s
+                self._asked[key] = _Asked(asked.answers_s, later_s)
+            elif self._known.lacks(key) and not self._known.is_doomed(key):
+                if len(self._asked) >= MAX_ASKED:
+                    self._count(Answer.LATE)
+                    continue
                 self._store.num_asked += 1
                 self._changes += 1
                 answers_s = _NEVER_S if self._store.is_silent else now_s + self._store.answer_s
@@ -130,18 +145,38 @@ class RemoteIndex:
         for key, asked in list(self._asked.items()):
             if now_s >= asked.answers_s:
                 slot = self._store.directory.get(key)
-                if slot is not None and isinstance(self._known.reserve(key, slot.num_bytes), Slot):
+                is_known = slot is not None and isinstance(self._known.reserve(key, slot.num_bytes), Slot)
+                if slot is not None and is_known:
                     self._known.commit(key)
                     self._slots[key] = slot
+                    self._forget_slots()
+                if asked.deadline_s != _OVER_S:
+                    in_time = Answer.HELD if is_known else Answer.MISSING
+                    self._end(in_time if asked.answers_s <= asked.deadline_s else Answer.LATE)
             elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
                 continue
-            elif asked.answers_s < _NEVER_S:
+            else:
+                self._end(Answer.LATE)
+            if now_s < asked.answers_s < _NEVER_S:
                 # An answer may still come. Until then it is a MISS.
                 self._asked[key] = _Asked(asked.answers_s, _OVER_S)
                 self._changes += 1
                 continue
             del self._asked[key]
             self._changes += 1
+
+    def _end(self, answer: Answer) -> None:
+        self._count(answer)
+        is_late = answer is Answer.LATE
+        self._heard = Heard(self._heard.in_time + (not is_late), self._heard.not_in_time + is_late)
+
+    def _count(self, answer: Answer) -> None:
+        self._answers[answer] = self._answers.get(answer, 0) + 1
+
+    @property
+    def heard(self) -> Heard:
+        self._hear()
+        return self._heard
 
     def lacks(self, key: Key) -> bool:
         self._hear()
@@ -214,9 +249,6 @@ class RemoteIndex:
             self._store.directory[key] = self._slots[key]
         return is_committed
 
-    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
-        return [self.commit(key) for key in keys]
-
     def abort(self, key: Key) -> None:
         self._known.abort(key)
 
@@ -250,7 +282,9 @@ class RemoteIndex:
         return self._known.clear()
 
     def take_counts(self) -> TierCounts:
-        return self._known.take_counts()
+        self._hear()
+        answers, self._answers = self._answers, {}
+        return self._known.take_counts().merge(TierCounts(answers=answers))
 
     def close(self) -> None:
         """What was stored stays with the store."""
@@ -258,7 +292,9 @@ class RemoteIndex:
         self._known.close()
 
     def _forget_slots(self) -> None:
-        """Of what made room."""
+        """Of what made room, when that is as many as there are others."""
+        if len(self._slots) <= 2 * self._known.num_keys + MAX_ASKED:
+            return
         for key in [key for key in self._slots if self._known.lacks(key) and not self._known.is_doomed(key)]:
             del self._slots[key]
 

@@ -6,26 +6,26 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from hybridkv.tiers.contract import FailureReason
-from hybridkv.tiers.disk.files.segment_files import Move
+from hybridkv.tiers.disk.files.segment_files import Relocation
+from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
+from hybridkv.tiers.disk.upkeep.chores.create import SegmentMaker
+from hybridkv.tiers.disk.upkeep.chores.drop import SegmentDropper
+from hybridkv.tiers.disk.upkeep.chores.journal import JournalWriter
 from hybridkv.tiers.disk.upkeep.compaction import Compaction
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
-from hybridkv.tiers.disk.upkeep.jobs.create import SegmentMaker
-from hybridkv.tiers.disk.upkeep.jobs.drop import SegmentDropper
-from hybridkv.tiers.disk.upkeep.jobs.journal import JournalWriter
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
-from hybridkv.tiers.ledger import State
+from hybridkv.tiers.ledger import KeyState
 
-Copied: TypeAlias = list[tuple[Move, FailureReason | None]]
+Copied: TypeAlias = list[tuple[Relocation, FailureReason | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy(Job[Copied]):
+class Copy(Chore[Copied]):
     number: int
-    moves: tuple[Move, ...]
+    relocations: tuple[Relocation, ...]
 
     def run(self, files: Files) -> Copied:
-        return files.segments.copy(self.moves)
+        return files.segments.copy(self.relocations)
 
 
 class SegmentCopier(Kind[Copy, Copied]):
@@ -39,7 +39,7 @@ class SegmentCopier(Kind[Copy, Copied]):
         self._dropper = dropper
         self._journal = journal
         self.compaction = Compaction(state.segments, state.records, state.options.compaction_share)
-        self.copying: tuple[Move, ...] = ()
+        self.copying: tuple[Relocation, ...] = ()
         """What is being copied now."""
 
     @property
@@ -69,12 +69,12 @@ class SegmentCopier(Kind[Copy, Copied]):
             return None
         if not victim.live_bytes:
             return self._dropper.plan()
-        moves = self.compaction.moves(victim)
-        if not moves:
+        relocations = self.compaction.relocations(victim)
+        if not relocations:
             return self._give_up_one()
         victim.is_moving = True
         segments.refile(victim)
-        return Piece(self, Copy(victim.number, moves))
+        return Piece(self, Copy(victim.number, relocations))
 
     def _give_up_one(self) -> AnyPiece | None:
         """Nothing can be copied anywhere: evict the segment that costs least."""
@@ -83,45 +83,45 @@ class SegmentCopier(Kind[Copy, Copied]):
             self.compaction.empty(victim)
         return self._dropper.plan()
 
-    def started(self, job: Copy) -> None:
-        self.copying = job.moves
+    def started(self, chore: Copy) -> None:
+        self.copying = chore.relocations
 
-    def refused(self, job: Copy) -> None:
-        self._finish(job, [])
+    def refused(self, chore: Copy) -> None:
+        self._finish(chore, [])
 
-    def apply(self, job: Copy, ending: Ending[Copied]) -> None:
+    def apply(self, chore: Copy, ending: Ending[Copied]) -> None:
         self.copying = ()
-        self._finish(job, ending.value or [])
+        self._finish(chore, ending.value or [])
 
-    def _finish(self, job: Copy, copied: Copied) -> None:
+    def _finish(self, chore: Copy, copied: Copied) -> None:
         """`copied`: nothing when it broke off."""
         segments = self._state.segments
-        for move in job.moves:
-            segments.release(move.new_address, is_writing=True)
+        for relocation in chore.relocations:
+            segments.release(relocation.new_address, is_writing=True)
         if not copied or any(reason is not None for _, reason in copied):
-            for move in job.moves:
-                target = segments.of(move.new_address)
+            for relocation in chore.relocations:
+                target = segments.of(relocation.new_address)
                 target.may_be_sealed = False
                 segments.refile(target)
-        moved = [move for move, reason in copied if self._is_moved(move, reason)]
-        for move in set(job.moves).difference(moved):
-            self._state.records.log.gone(move.new_address)
-        source = segments.by_number[job.number]
+        moved = [relocation for relocation, reason in copied if self._is_moved(relocation, reason)]
+        for relocation in set(chore.relocations).difference(moved):
+            self._state.records.log.gone(relocation.new_address)
+        source = segments.by_number[chore.number]
         source.is_moving = False
         segments.refile(source)
 
-    def _is_moved(self, move: Move, reason: FailureReason | None) -> bool:
+    def _is_moved(self, relocation: Relocation, reason: FailureReason | None) -> bool:
         """Whether the record lies where it was copied to, from now on."""
         state = self._state
-        record = state.records.by_key.get(move.key)
-        if record is None or record.address != move.old_address:
+        record = state.records.by_key.get(relocation.key)
+        if record is None or record.address != relocation.old_address:
             return False
         if reason is not None:
-            self._journal.quarantine(move.key, reason)
+            self._journal.quarantine(relocation.key, reason)
             return False
-        if record.state is not State.COMMITTED or record.num_pins:
+        if record.state is not KeyState.COMMITTED or record.num_pins:
             return False
-        state.records.move(record, move.new_address)
+        state.records.relocate(record, relocation.new_address)
         state.tally.add("moved_records")
         state.tally.add("moved_bytes", record.cost * state.sizes.num_ranks)
         return True

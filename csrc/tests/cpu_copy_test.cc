@@ -2,7 +2,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/cpu/move.h"
+#include "csrc/cpu/copy.h"
 #include "csrc/tests/expect.h"
 #include "hybridkv/reference.h"
 
@@ -12,23 +12,21 @@ using hybridkv::BlockId;
 using hybridkv::CopyRun;
 using hybridkv::Digest128;
 using hybridkv::Direction;
-using hybridkv::PagePermutation;
 using hybridkv::PageSet;
 using hybridkv::cpu::Caching;
 using hybridkv::cpu::Level;
-using hybridkv::cpu::MoveOptions;
+using hybridkv::cpu::CopyOptions;
 using hybridkv::cpu::PageRuns;
 using hybridkv::cpu::RunArrays;
 using hybridkv::cpu::RunSource;
 using hybridkv::cpu::ThreadPool;
-using hybridkv::cpu::UnitRuns;
 using hybridkv::testing::expect;
 using hybridkv::testing::Memory;
 using hybridkv::testing::Noise;
 
 struct Way {
   std::string name;
-  MoveOptions options;
+  CopyOptions options;
 };
 
 std::vector<Way> every_way(ThreadPool& pool) {
@@ -186,41 +184,6 @@ void check_runs(ThreadPool& pool) {
   }
 }
 
-void check_permutation(ThreadPool& pool, const std::string& name, const PagePermutation& permutation) {
-  const std::uint64_t page_bytes = hybridkv::canonical_bytes(permutation);
-  constexpr std::size_t kNumPages = 5;
-  Memory pages(page_bytes * kNumPages, 0);
-  Memory canonical(page_bytes * kNumPages, 0);
-  std::vector<std::int64_t> addresses;
-  for (std::size_t page = 0; page < kNumPages; ++page) {
-    addresses.push_back(static_cast<std::int64_t>(pages.address() + (kNumPages - 1 - page) * page_bytes));
-  }
-  pages.fill(6);
-  canonical.poison();
-  for (std::size_t page = 0; page < kNumPages; ++page) {
-    hybridkv::reference::permute_page(permutation, static_cast<std::uint64_t>(addresses[page]),
-                                      canonical.address() + page * page_bytes, Direction::kGather);
-  }
-  const std::vector<unsigned char> wanted = canonical.everything();
-  canonical.poison();
-  const UnitRuns gather(permutation, addresses.data(), kNumPages, canonical.address(), Direction::kGather);
-  hybridkv::cpu::copy(gather, {});
-  expect(canonical.everything() == wanted, name + ": simplifying does not change where a unit goes");
-  check(name + " to canonical", gather, canonical, pool, {gather.size() / kNumPages});
-  canonical.fill(7);
-  const UnitRuns scatter(permutation, addresses.data(), kNumPages, canonical.address(), Direction::kScatter);
-  check(name + " from canonical", scatter, pages, pool, {gather.size() / kNumPages});
-}
-
-void check_permutations(ThreadPool& pool) {
-  // Canonical (K|V, head, token, content) of pages that keep tokens before heads: 2 x 4 x 16 x 128 bytes.
-  check_permutation(pool, "tokens before heads", {128, 3, {2, 4, 16}, {8192, 128, 512}});
-  check_permutation(pool, "K beside V", {64, 3, {2, 4, 16}, {64, 2048, 128}});
-  check_permutation(pool, "nothing to permute", {128, 3, {2, 4, 16}, {8192, 2048, 128}});
-  check_permutation(pool, "odd units", {3, 4, {5, 1, 7, 2}, {3, 999, 30, 15}});
-  check_permutation(pool, "one unit", {100, 0, {}, {}});
-}
-
 // A run longer than all the threads' shares is cut between them, as are runs that end where a share does.
 void check_shares(ThreadPool& pool) {
   Memory from(9 << 20, 0);
@@ -247,6 +210,5 @@ int main() {
   check_pages(pool);
   check_overlapping_groups(pool);
   check_runs(pool);
-  check_permutations(pool);
   check_shares(pool);
 }

@@ -6,7 +6,7 @@ import errno
 from dataclasses import dataclass
 
 from hybridkv.tiers.disk.tables.segments import Segment, Stage
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
+from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
 
@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
-class Create(Job[None]):
+class Create(Chore[None]):
     number: int
     epoch: int
     segment_bytes: int
@@ -63,11 +63,11 @@ class SegmentMaker(Kind[Create, None]):
         own_bytes = segments.allocated_bytes + self._bytes_on_all_ranks + sizes.metadata_bytes
         return Piece(self, Create(segments.free_number(), state.epoch, sizes.segment_bytes, own_bytes))
 
-    def started(self, job: Create) -> None:
+    def started(self, chore: Create) -> None:
         self._state.segments.take_number()
         self._state.segments.allocated_bytes += self._bytes_on_all_ranks
 
-    def apply(self, job: Create, ending: Ending[None]) -> None:
+    def apply(self, chore: Create, ending: Ending[None]) -> None:
         state, segments = self._state, self._state.segments
         if ending.error is not None:
             segments.allocated_bytes -= self._bytes_on_all_ranks
@@ -76,8 +76,8 @@ class SegmentMaker(Kind[Create, None]):
                 segments.limit_bytes = segments.allocated_bytes
             return
         self._is_full, self._dropped_bytes = False, 0
-        segment = Segment(job.number, job.segment_bytes, job.epoch)
-        if job.epoch != state.epoch:
+        segment = Segment(chore.number, chore.segment_bytes, chore.epoch)
+        if chore.epoch != state.epoch:
             segment.stage = Stage.FULL
         segments.add(segment)
         state.tally.add("segments_created")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
+from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
 from hybridkv.tiers.disk.upkeep.dispatch import Dispatcher
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
 
 
 @dataclass(frozen=True, slots=True)
-class Log(Job[bool]):
+class Log(Chore[bool]):
     """Write down what happened since the last snapshot, as far as that was not done yet."""
 
     def run(self, files: Files) -> bool:
@@ -25,7 +25,7 @@ class Log(Job[bool]):
 
 
 class ChangeWriter(Kind[Log, bool]):
-    """Its jobs wait for their time beside the pieces that go one by one, where the janitor can wait."""
+    """Its chores wait for their time beside the pieces that go one by one, where the janitor can wait."""
 
     def __init__(self, state: StoreState) -> None:
         super().__init__(state)
@@ -56,7 +56,7 @@ class ChangeWriter(Kind[Log, bool]):
         else:
             self._log.is_scheduled = False
 
-    def apply(self, job: Log, ending: Ending[bool]) -> None:
+    def apply(self, chore: Log, ending: Ending[bool]) -> None:
         # A file that somebody removed does not come back by itself.
         is_gone = getattr(ending.error, "errno", None) == errno.ENOENT
         self._state.is_snapshot_owed = self._state.is_snapshot_owed or is_gone or ending.value is True

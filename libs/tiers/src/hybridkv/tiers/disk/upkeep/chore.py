@@ -1,4 +1,4 @@
-"""A job: what is to be done with files, as a value. It runs in the janitor's thread, and touches nothing but files."""
+"""What is to be done with files, as a value. It runs in the janitor's thread, and touches nothing but files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Files(NamedTuple):
-    """What jobs work with."""
+    """What chores work with."""
 
     namespace: Namespace
     segments: SegmentFiles
@@ -23,7 +23,7 @@ class Files(NamedTuple):
     syncs: bool
 
 
-class Job(Generic[ValueT]):
+class Chore(Generic[ValueT]):
     """A frozen value. Its class is the name of what failed, in the counts and in the log."""
 
     __slots__ = ()
@@ -40,7 +40,7 @@ class Job(Generic[ValueT]):
 
 
 class Ending(NamedTuple, Generic[ValueT]):
-    """How a job ended: with what `run` gave back, or with what the system said."""
+    """How a chore ended: with what `run` gave back, or with what the system said."""
 
     value: ValueT | None
     error: Exception | None
@@ -50,14 +50,14 @@ class Ending(NamedTuple, Generic[ValueT]):
         return self.error is None
 
 
-def run(job: Job[ValueT], files: Files) -> Ending[ValueT]:
+def run(chore: Chore[ValueT], files: Files) -> Ending[ValueT]:
     """Never raises."""
     try:
-        if job.needs_own:
+        if chore.needs_own:
             files.namespace.require_own()
-        return Ending(job.run(files), None)
+        return Ending(chore.run(files), None)
     except Exception as error:  # a janitor that dies would take nothing more
-        job.fail(files)
+        chore.fail(files)
         if not isinstance(error, OSError):
             logger.exception("file work of the disk tier went wrong")
         return Ending(None, error)

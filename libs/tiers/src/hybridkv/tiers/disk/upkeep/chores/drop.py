@@ -6,9 +6,9 @@ import errno
 from dataclasses import dataclass
 
 from hybridkv.tiers.disk.tables.segments import Stage
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
-from hybridkv.tiers.disk.upkeep.jobs.create import Create, SegmentMaker
-from hybridkv.tiers.disk.upkeep.jobs.epoch import WriteEpoch
+from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
+from hybridkv.tiers.disk.upkeep.chores.create import Create, SegmentMaker
+from hybridkv.tiers.disk.upkeep.chores.epoch import WriteEpoch
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
 
@@ -27,7 +27,7 @@ class DropError(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class Drop(Job[None]):
+class Drop(Chore[None]):
     """Each for itself: one that cannot be deleted keeps no other one."""
 
     numbers: tuple[int, ...]
@@ -67,19 +67,19 @@ class SegmentDropper(Kind[Drop, None]):
         numbers = (*segments.dead, *(number for number in segments.stuck if not is_resting(number)))
         return Piece(self, Drop(numbers)) if numbers else None
 
-    def started(self, job: Drop) -> None:
+    def started(self, chore: Drop) -> None:
         segments = self._state.segments
-        for number in job.numbers:
+        for number in chore.numbers:
             segment = segments.by_number[number]
             segment.stage = Stage.LEAVING
             segments.refile(segment)
-        segments.num_leaving += len(job.numbers)
+        segments.num_leaving += len(chore.numbers)
 
-    def ended(self, job: Drop, ending: Ending[None]) -> None:
+    def ended(self, chore: Drop, ending: Ending[None]) -> None:
         state, segments = self._state, self._state.segments
-        left = _left(job, ending.error)
+        left = _left(chore, ending.error)
         may_be_stuck = self._may_be_stuck(left, ending.error)
-        for number in job.numbers:
+        for number in chore.numbers:
             segment = segments.by_number[number]
             segment.stage = Stage.STUCK if may_be_stuck else Stage.FULL
             segments.num_leaving -= 1
@@ -90,7 +90,7 @@ class SegmentDropper(Kind[Drop, None]):
                 state.retries.forget(number)
                 self._maker.dropped(segment.segment_bytes)
                 state.tally.add("segments_dropped")
-        if len(left) < len(job.numbers):
+        if len(left) < len(chore.numbers):
             state.retries.end(Create)
             state.retries.end(WriteEpoch)
         # Where more could not be deleted than may be stuck, none of them rests alone: the whole kind does.
@@ -102,8 +102,8 @@ class SegmentDropper(Kind[Drop, None]):
         return is_theirs and len(self._state.segments.stuck) + len(left) <= self._most_stuck
 
 
-def _left(job: Drop, error: Exception | None) -> tuple[int, ...]:
+def _left(chore: Drop, error: Exception | None) -> tuple[int, ...]:
     """What could not be deleted."""
     if isinstance(error, DropError):
         return error.left
-    return () if error is None else job.numbers
+    return () if error is None else chore.numbers

@@ -1,8 +1,8 @@
-// Moves runs of bytes, and takes their checksums on the way. The entrance to this folder: what the bindings call.
+// Copies runs of bytes, and takes their checksums on the way. The entrance to this folder: what the bindings call.
 //
 // No function here allocates per run, waits for anything but its own threads, or checks an address: the caller did.
-#ifndef HYBRIDKV_CPU_MOVE_H_
-#define HYBRIDKV_CPU_MOVE_H_
+#ifndef HYBRIDKV_CPU_COPY_H_
+#define HYBRIDKV_CPU_COPY_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -27,7 +27,7 @@ enum class Caching {
 // once. At 128 KiB the latter loses up to 8 %.
 inline constexpr std::size_t kStreamedBytes = 512 * 1024;
 
-struct MoveOptions {
+struct CopyOptions {
   Level level = best_level();
   Caching caching = Caching::kBySize;
   ThreadPool* pool = nullptr;  // null: the calling thread alone
@@ -37,20 +37,20 @@ struct MoveOptions {
 inline constexpr std::size_t kMinPartBytes = 1024 * 1024;
 
 // Copies every run. With a pool the bytes are shared out evenly, and runs are cut where a share ends.
-void copy(const RunSource& runs, const MoveOptions& options);
+void copy(const RunSource& runs, const CopyOptions& options);
 
 // Copies every run, and takes the digest of each record. Record i is runs `record_ends[i - 1]` to `record_ends[i]`,
 // in order; the last end is the number of runs. With a pool, whole records are shared out.
 void copy_and_digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records,
-                     Digest128* digests, const MoveOptions& options);
+                     Digest128* digests, const CopyOptions& options);
 
 // The digests without the copies: destinations are not looked at.
 void digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records, Digest128* digests,
-            const MoveOptions& options);
+            const CopyOptions& options);
 
 // The digest of one range of memory.
 Digest128 digest(const void* bytes, std::size_t num_bytes, Level level = best_level());
 
 }  // namespace hybridkv::cpu
 
-#endif  // HYBRIDKV_CPU_MOVE_H_
+#endif  // HYBRIDKV_CPU_COPY_H_

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybridkv.tiers.disk.tables.segments import Segment
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
-from hybridkv.tiers.disk.upkeep.jobs.journal import JournalWriter
+from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
+from hybridkv.tiers.disk.upkeep.chores.journal import JournalWriter
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
 
 
 @dataclass(frozen=True, slots=True)
-class Seal(Job[None]):
+class Seal(Chore[None]):
     number: int
     epoch: int
     end_offset: int
@@ -49,8 +49,8 @@ class SegmentSealer(Kind[Seal, None]):
     def _piece(self, segment: Segment) -> AnyPiece:
         return Piece(self, Seal(segment.number, segment.epoch, segment.end_offset))
 
-    def apply(self, job: Seal, ending: Ending[None]) -> None:
+    def apply(self, chore: Seal, ending: Ending[None]) -> None:
         segments = self._state.segments
-        if ending.is_done and job.number in segments.by_number:
-            segments.by_number[job.number].is_sealed = True
-            segments.refile(segments.by_number[job.number])
+        if ending.is_done and chore.number in segments.by_number:
+            segments.by_number[chore.number].is_sealed = True
+            segments.refile(segments.by_number[chore.number])

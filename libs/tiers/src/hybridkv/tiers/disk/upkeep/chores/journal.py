@@ -14,13 +14,13 @@ from hybridkv.tiers.disk.format import journal
 from hybridkv.tiers.disk.format.journal import Withdrawal, digest_of
 from hybridkv.tiers.disk.tables.records import Record
 from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
+from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
 
 
 @dataclass(frozen=True, slots=True)
-class Append(Job[None]):
+class Append(Chore[None]):
     """Withdrawals behind the `num_before` that the journal holds."""
 
     num_before: int
@@ -44,7 +44,7 @@ class Append(Job[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class Rewrite(Job[None]):
+class Rewrite(Chore[None]):
     """A journal of exactly these withdrawals."""
 
     entries: tuple[Withdrawal, ...]
@@ -118,12 +118,12 @@ class JournalWriter(Kind[AppendOrRewrite, None]):
             return Piece(self, Rewrite(tuple(self._entries.all())))
         return Piece(self, Append(self._num_in_file, tuple(self._pending)))
 
-    def started(self, job: AppendOrRewrite) -> None:
+    def started(self, chore: AppendOrRewrite) -> None:
         self._pending.clear()
         self._must_rewrite = False
-        self._num_in_file = job.num_entries
+        self._num_in_file = chore.num_entries
 
-    def apply(self, job: AppendOrRewrite, ending: Ending[None]) -> None:
+    def apply(self, chore: AppendOrRewrite, ending: Ending[None]) -> None:
         if not ending.is_done:  # all of it again, later
             self._must_rewrite = True
-            self._pending.extend(job.entries[-1:])
+            self._pending.extend(chore.entries[-1:])

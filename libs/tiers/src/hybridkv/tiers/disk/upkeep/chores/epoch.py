@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from hybridkv.tiers.disk.files.names import EPOCH_NAME
 from hybridkv.tiers.disk.format import epoch as epoch_file
 from hybridkv.tiers.disk.tables.segments import Stage
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
+from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 
 
 @dataclass(frozen=True, slots=True)
-class WriteEpoch(Job[None]):
+class WriteEpoch(Chore[None]):
     epoch: int
 
     def run(self, files: Files) -> None:
@@ -39,6 +39,6 @@ class EpochWriter(Kind[WriteEpoch, None]):
         state.records.log.give_up()
         state.is_snapshot_owed = True
 
-    def apply(self, job: WriteEpoch, ending: Ending[None]) -> None:
+    def apply(self, chore: WriteEpoch, ending: Ending[None]) -> None:
         state = self._state
-        state.is_epoch_written = state.is_epoch_written or (ending.is_done and job.epoch == state.epoch)
+        state.is_epoch_written = state.is_epoch_written or (ending.is_done and chore.epoch == state.epoch)

@@ -1,4 +1,4 @@
-"""The movers of hybridkv.native do what numpy and xxhash do, at every level of instructions."""
+"""The copiers of hybridkv.native do what numpy and xxhash do, at every level of instructions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.native import Mover, copy_with_memcpy, levels
+from hybridkv.native import MemoryCopier, copy_with_memcpy, levels
 
 CACHINGS = ("cached", "streamed")
 WAYS = [(level, caching, threads) for level in levels() for caching in CACHINGS for threads in (1, 3)]
-MOVERS = {way: Mover(num_threads=way[2], level=way[0], caching=way[1]) for way in WAYS}
+COPIERS = {way: MemoryCopier(num_threads=way[2], level=way[0], caching=way[1]) for way in WAYS}
 POISON = 0xA5
 
-mover = pytest.mark.parametrize("mover", MOVERS.values(), ids=["-".join(map(str, way)) for way in WAYS])
+copier = pytest.mark.parametrize("copier", COPIERS.values(), ids=["-".join(map(str, way)) for way in WAYS])
 
 
 def integers(values: Any) -> np.ndarray:
@@ -55,7 +55,7 @@ def test_runs_and_their_digests_are_those_of_numpy_and_xxhash(
         b"".join(source[o : o + n].tobytes() for o, n, _ in runs[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)
     ]
     wanted_digests = [xxhash.xxh3_128_digest(record) for record in records]
-    for one in MOVERS.values():
+    for one in COPIERS.values():
         target = np.full_like(wanted, POISON)
         arrays = (
             integers([source.ctypes.data + offset for offset, _, _ in runs]),
@@ -70,11 +70,11 @@ def test_runs_and_their_digests_are_those_of_numpy_and_xxhash(
         assert digests(one.digest(arrays[0], arrays[2], integers(cuts))) == wanted_digests
 
 
-@mover
+@copier
 @pytest.mark.parametrize("num_bytes", [0, 1, 240, 241, 1024, 65536, 3_000_001])
-def test_a_digest_is_xxhashs(mover: Mover, num_bytes: int) -> None:
+def test_a_digest_is_xxhashs(copier: MemoryCopier, num_bytes: int) -> None:
     data = noise(num_bytes + 1)
-    got = mover.digest(integers([data.ctypes.data]), integers([num_bytes]), integers([1]))
+    got = copier.digest(integers([data.ctypes.data]), integers([num_bytes]), integers([1]))
     assert got == xxhash.xxh3_128_digest(data[:num_bytes].tobytes())
 
 
@@ -87,13 +87,13 @@ def test_the_c_librarys_copy_copies() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Mover(num_threads=0), "num_threads"),
-        (lambda: Mover(level="mmx"), "level"),
-        (lambda: Mover(caching="never"), "caching"),
-        (lambda: Mover().copy(integers([1]), integers([]), integers([1])), "one length"),
-        (lambda: Mover().digest(integers([1]), integers([]), integers([])), "one length"),
-        (lambda: Mover().digest(integers([]), integers([]), integers([1])), "record_ends"),
-        (lambda: Mover().digest(integers([]), integers([]), integers([1, 0])), "record_ends"),
+        (lambda: MemoryCopier(num_threads=0), "num_threads"),
+        (lambda: MemoryCopier(level="mmx"), "level"),
+        (lambda: MemoryCopier(caching="never"), "caching"),
+        (lambda: MemoryCopier().copy(integers([1]), integers([]), integers([1])), "one length"),
+        (lambda: MemoryCopier().digest(integers([1]), integers([]), integers([])), "one length"),
+        (lambda: MemoryCopier().digest(integers([]), integers([]), integers([1])), "record_ends"),
+        (lambda: MemoryCopier().digest(integers([]), integers([]), integers([1, 0])), "record_ends"),
     ],
 )
 def test_what_fits_no_call_is_refused(call: Any, message: str) -> None:
@@ -103,13 +103,13 @@ def test_what_fits_no_call_is_refused(call: Any, message: str) -> None:
 
 def test_arrays_of_another_type_are_refused() -> None:
     with pytest.raises(TypeError):
-        Mover().copy(np.zeros(1, dtype=np.int32), integers([0]), integers([0]))  # type: ignore[arg-type]
+        MemoryCopier().copy(np.zeros(1, dtype=np.int32), integers([0]), integers([0]))  # type: ignore[arg-type]
 
 
 COME_BACK_LATE = """
 import builtins, threading
 import numpy as np
-from hybridkv.native import Mover
+from hybridkv.native import MemoryCopier
 
 num_bytes = 64 << 20
 builtins.kept = arrays = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
@@ -117,10 +117,10 @@ runs = [np.array([number], np.int64) for number in (arrays[0].ctypes.data, array
 has_begun = threading.Event()
 
 def copy():
-    mover = Mover()
+    copier = MemoryCopier()
     while True:
         has_begun.set()
-        mover.copy(*runs)
+        copier.copy(*runs)
 
 threading.Thread(target=copy, daemon=True).start()
 has_begun.wait()

@@ -11,7 +11,7 @@ from soak.small_disk import SmallDisk
 from soak.tally import Tally
 
 
-class Place(NamedTuple):
+class WorldContext(NamedTuple):
     """Where a world is, and what is shared with whoever started this life."""
 
     base: Path

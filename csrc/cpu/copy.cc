@@ -1,4 +1,4 @@
-#include "csrc/cpu/move.h"
+#include "csrc/cpu/copy.h"
 
 #include <algorithm>
 #include <array>
@@ -26,7 +26,7 @@ std::uint64_t total_bytes(const RunSource& runs) {
   return total;
 }
 
-Stores stores_for(const MoveOptions& options, const Kernels& kernels, std::uint64_t num_bytes) {
+Stores stores_for(const CopyOptions& options, const Kernels& kernels, std::uint64_t num_bytes) {
   if (!kernels.streams || options.caching == Caching::kCached) return Stores::kCached;
   if (options.caching == Caching::kStreamed) return Stores::kStreaming;
   return num_bytes >= kStreamedBytes ? Stores::kStreaming : Stores::kCached;
@@ -87,7 +87,7 @@ std::vector<Share> shares_of(const RunSource& runs, std::uint64_t num_bytes, std
 }
 
 void digest_records(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records, Digest128* digests,
-                    const MoveOptions& options, bool copies) {
+                    const CopyOptions& options, bool copies) {
   const Kernels& kernels = cpu::kernels(options.level);
   const std::uint64_t num_bytes = total_bytes(runs);
   const Stores stores = stores_for(options, kernels, num_bytes);
@@ -113,7 +113,7 @@ void digest_records(const RunSource& runs, const std::int64_t* record_ends, std:
 
 }  // namespace
 
-void copy(const RunSource& runs, const MoveOptions& options) {
+void copy(const RunSource& runs, const CopyOptions& options) {
   const Kernels& kernels = cpu::kernels(options.level);
   const std::uint64_t num_bytes = total_bytes(runs);
   const Stores stores = stores_for(options, kernels, num_bytes);
@@ -128,12 +128,12 @@ void copy(const RunSource& runs, const MoveOptions& options) {
 }
 
 void copy_and_digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records,
-                     Digest128* digests, const MoveOptions& options) {
+                     Digest128* digests, const CopyOptions& options) {
   digest_records(runs, record_ends, num_records, digests, options, true);
 }
 
 void digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records, Digest128* digests,
-            const MoveOptions& options) {
+            const CopyOptions& options) {
   digest_records(runs, record_ends, num_records, digests, options, false);
 }
 
@@ -142,7 +142,7 @@ Digest128 digest(const void* bytes, std::size_t num_bytes, Level level) {
   const auto size = static_cast<std::int64_t>(num_bytes);
   const std::int64_t end = 1;
   Digest128 result{};
-  MoveOptions options;
+  CopyOptions options;
   options.level = level;
   digest(RunArrays(&source, nullptr, &size, 1), &end, 1, &result, options);
   return result;

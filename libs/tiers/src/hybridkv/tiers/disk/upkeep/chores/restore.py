@@ -8,15 +8,15 @@ from typing import ClassVar
 from hybridkv.tiers.disk.files.names import segment_number
 from hybridkv.tiers.disk.format.layout import number_of
 from hybridkv.tiers.disk.tables.segments import Segment, Stage
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
-from hybridkv.tiers.disk.upkeep.jobs.epoch import WriteEpoch
-from hybridkv.tiers.disk.upkeep.jobs.journal import JournalWriter
+from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
+from hybridkv.tiers.disk.upkeep.chores.epoch import WriteEpoch
+from hybridkv.tiers.disk.upkeep.chores.journal import JournalWriter
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
 
 
 @dataclass(frozen=True, slots=True)
-class Restore(Job[set[int] | None]):
+class Restore(Chore[set[int] | None]):
     epoch: int
 
     needs_own: ClassVar[bool] = False
@@ -50,7 +50,7 @@ class Restorer(Kind[Restore, set[int] | None]):
     def plan(self) -> AnyPiece | None:
         return Piece(self, Restore(self._state.epoch)) if self._state.is_lost else None
 
-    def apply(self, job: Restore, ending: Ending[set[int] | None]) -> None:
+    def apply(self, chore: Restore, ending: Ending[set[int] | None]) -> None:
         state, segments, there = self._state, self._state.segments, ending.value
         if ending.error is not None:
             # Directories without an epoch: what is made in them now would be of an unknown one.
@@ -59,7 +59,7 @@ class Restorer(Kind[Restore, set[int] | None]):
         state.is_lost = False
         if there is None:
             return
-        state.is_epoch_written = state.is_epoch_written or job.epoch == state.epoch
+        state.is_epoch_written = state.is_epoch_written or chore.epoch == state.epoch
         self._journal.lost()
         state.records.log.give_up()
         state.is_snapshot_owed = True

@@ -11,17 +11,17 @@ from hybridkv.tiers.disk.format import snapshot
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import SNAPSHOT_ENTRY_BYTES
 from hybridkv.tiers.disk.tables.change_log import Cut, GivenUpError
-from hybridkv.tiers.disk.upkeep.job import Ending, Files, Job
-from hybridkv.tiers.disk.upkeep.jobs.changes import Log
-from hybridkv.tiers.disk.upkeep.jobs.copy import SegmentCopier
-from hybridkv.tiers.disk.upkeep.jobs.journal import JournalWriter
+from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
+from hybridkv.tiers.disk.upkeep.chores.changes import Log
+from hybridkv.tiers.disk.upkeep.chores.copy import SegmentCopier
+from hybridkv.tiers.disk.upkeep.chores.journal import JournalWriter
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.snapshot_source import Source
 from hybridkv.tiers.disk.upkeep.state import StoreState
 
 
 @dataclass(frozen=True, slots=True)
-class Save(Job[bool]):
+class Save(Chore[bool]):
     """A snapshot of at most `max_bytes`: of the most recently used records, if it cannot name all."""
 
     epoch: int
@@ -128,7 +128,7 @@ class SnapshotWriter(Kind[Save, bool]):
         """
         state, segments, records = self._state, self._state.segments, self._state.records
         scan_from = min([next_written, *segments.written])
-        copied = [move.new_address for move in self._copier.copying]
+        copied = [relocation.new_address for relocation in self._copier.copying]
         pending = [*(record.address for record in records.reserved_now.values()), *copied]
         self._journal.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
         self._last_s = state.clock()
@@ -138,13 +138,13 @@ class SnapshotWriter(Kind[Save, bool]):
         self._cut = records.log.cut()
         return Piece(self, Save(*numbers, tuple(pending), source, self._max_bytes, self._cut))
 
-    def refused(self, job: Save) -> None:
-        job.cut.is_cancelled = True
+    def refused(self, chore: Save) -> None:
+        chore.cut.is_cancelled = True
 
-    def apply(self, job: Save, ending: Ending[bool]) -> None:
+    def apply(self, chore: Save, ending: Ending[bool]) -> None:
         state, is_written = self._state, ending.value is True
         if is_written:
             state.retries.end(Log)
         state.tally.add("snapshots", int(is_written))
         # One of an epoch that is over speaks for nothing.
-        state.is_snapshot_owed = not is_written or job.epoch != state.epoch
+        state.is_snapshot_owed = not is_written or chore.epoch != state.epoch

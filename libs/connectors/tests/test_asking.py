@@ -1,0 +1,75 @@
+"""What a request asks tiers that answer late is a beginning at which it can resume, however much may be asked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from test_lookups import FULL, HASHES, STATE, make_layout
+
+from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.lookups import RequestKeys
+from hybridkv.connectors.vllm.requests import TrackedRequest
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.planner import LoadAdmission, LookupResult
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import SlowerTier, SlowerTierOptions, TierStack
+from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore, remote
+
+CHUNKS, CHUNK_TOKENS = 20, 8
+GROUPS = 2
+
+
+class Bench:
+    """Host memory over a store elsewhere that has not said anything yet."""
+
+    def __init__(self, ask_s: float = 0.001, **deadlines: float) -> None:
+        self.layout = make_layout([FULL, STATE])
+        self.world = RemoteStore(1, lambda: 0.0, answer_s=0.01)
+        options = SlowerTierOptions(ask_timeout_s=ask_s)
+        peer = SlowerTier("peer", RemoteIndex(self.world, 1 << 22), options)
+        self.stack = TierStack(RamIndex(1 << 22, 4096), [peer], 1, lambda: 0.0)
+        waits = Deadlines(10.0, 30.0, lambda: 0.0, **deadlines)
+        admission = LoadAdmission(self.layout.spec, 64)
+        self.planner = LoadPlanner(self.layout.layout, self.stack, admission, waits, Recorder())
+
+    def ask(self, computed_tokens: int = 0) -> bool:
+        """As a request does that has as many chunks as there are. Whether it is to wait."""
+        hashes = HASHES[: CHUNKS * 2]
+        request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=hashes)
+        tracked = TrackedRequest(cast(Any, request), None, RequestKeys(self.layout.spec, self.layout.keys))
+        return self.planner.matched_tokens(tracked, computed_tokens) is None
+
+    def asked(self) -> list[tuple[int, int]]:
+        """(group, chunk) of what was asked."""
+        hashes = HASHES[: CHUNKS * 2]
+        parts = [(group, chunk) for group in range(GROUPS) for chunk in range(CHUNKS)]
+        key = self.layout.keys.key
+        return [
+            (group, chunk)
+            for group, chunk in parts
+            if self.stack.lookup(key(group, hashes, (chunk + 1) * CHUNK_TOKENS)) is LookupResult.PENDING
+        ]
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_where_less_may_be_asked_all_groups_have_the_same_beginning(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MAX_ASKED", 10)
+    bench = Bench()
+    assert bench.ask(first * CHUNK_TOKENS)
+    assert bench.asked() == [(group, chunk) for group in range(GROUPS) for chunk in range(first, first + 5)]
+
+
+def test_every_chunk_of_every_group_is_asked_for() -> None:
+    bench = Bench()
+    assert bench.ask()
+    assert bench.asked() == [(group, chunk) for group in range(GROUPS) for chunk in range(CHUNKS)]
+
+
+@pytest.mark.parametrize(("tokens_per_s", "waits"), [(1.5 * CHUNKS * CHUNK_TOKENS, False), (80.0, True)])
+def test_who_computes_faster_waits_for_less(tokens_per_s: float, waits: bool) -> None:
+    bench = Bench(1.0, tokens_per_s=tokens_per_s)
+    assert bench.ask() is waits and bool(bench.asked()) is waits

@@ -1,0 +1,137 @@
+"""What an operator says of each tier reaches it: its place in the stack, and its deadlines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from test_worker_facts import layout
+
+from hybridkv.connectors.config import (
+    DiskTierConfig,
+    OffloadConfig,
+    RamTierConfig,
+    SlowerTierConfig,
+    TierConfig,
+    decode_config,
+    name_of,
+)
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import tiers
+from hybridkv.metrics import CATALOGUE, Label
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Refusal, TierIndex
+from hybridkv.tiers.stack import Hold, HoldFailure, TierStack
+from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
+
+KEY = b"key"
+LAYOUT = layout()
+SIZES = tiers.ArenaSizes(1 << 20, 4096)
+
+
+class PeerTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="peer"):
+    """A tier that answers late, as somebody might add one."""
+
+
+class World:
+    """Where each stack is built with a peer beside the disk, and a clock that the test holds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.peer = RemoteStore(1, self.clock, is_silent=True)
+        open_index = tiers.open_index
+
+        def with_peer(tier: SlowerTierConfig, setting: tiers.Setting) -> TierIndex:
+            return RemoteIndex(self.peer, 1 << 20) if isinstance(tier, PeerTierConfig) else open_index(tier, setting)
+
+        monkeypatch.setattr(tiers, "open_index", with_peer)
+        monkeypatch.setattr(tiers, "clock", self.clock)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def stack(self, *slower: SlowerTierConfig) -> TierStack:
+        # What decodes a list of tiers knows none but those of the product.
+        everything: Any = (RamTierConfig(capacity=1 << 20), *slower)
+        return tiers.build_stack(OffloadConfig(tiers=everything), LAYOUT, LAYOUT.fingerprint({"model": "m"}), SIZES)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def disk(path: Path, **keys: Any) -> DiskTierConfig:
+    return DiskTierConfig(path=str(path / "store"), capacity=64 << 20, **keys)
+
+
+def test_the_order_of_the_list_is_the_stack(world: World, tmp_path: Path) -> None:
+    for expected in (["disk", "peer"], ["peer", "disk"]):
+        configured = {"disk": disk(tmp_path), "peer": PeerTierConfig()}
+        stack = world.stack(*(configured[name] for name in expected))
+        assert list(stack.slower) == expected
+        stack.close()
+
+
+def test_host_memory_alone_is_a_stack(world: World) -> None:
+    stack = world.stack()
+    assert dict(stack.slower) == {} and not stack.has_late
+    stack.close()
+
+
+@pytest.mark.parametrize(("keys", "ask_s"), [({}, 1.0), ({"ask_timeout_seconds": 0.25}, 0.25)])
+def test_an_asked_key_is_a_miss_when_the_time_of_its_tier_is_over(
+    keys: dict[str, float], ask_s: float, world: World, tmp_path: Path
+) -> None:
+    stack = world.stack(disk(tmp_path), PeerTierConfig(**keys))
+    assert stack.ask_s == ask_s
+    stack.ask([KEY])
+    world.now_s += ask_s * 0.9
+    assert stack.lookup(KEY) is LookupResult.PENDING
+    world.now_s += ask_s * 0.2
+    assert stack.lookup(KEY) is LookupResult.MISS
+    stack.close()
+
+
+def test_who_waits_for_a_tier_waits_as_long_as_that_may_take(world: World, tmp_path: Path) -> None:
+    world.peer.is_silent = False
+    stack = world.stack(disk(tmp_path), PeerTierConfig(load_timeout_seconds=5))
+    world.peer.lie(KEY, 16)
+    stack.ask([KEY])
+    hold = stack.acquire("request", [KEY])
+    assert isinstance(hold, Hold) and hold.source == "peer"
+    for seconds in (4.0, 2.0):
+        assert hold.failure is None
+        world.now_s += seconds
+        stack.tick()
+        stack.tick()
+    assert hold.failure is HoldFailure.TIMEOUT
+    stack.close()
+
+
+def test_a_tier_that_is_only_read_is_given_nothing(world: World, tmp_path: Path) -> None:
+    stack = world.stack(disk(tmp_path), PeerTierConfig(cascade="nothing"))
+    assert not isinstance(stack.reserve(KEY, 16), Refusal)
+    assert stack.commit(KEY)
+    assert {move.tier for move in stack.take_moves()} == {"disk"}
+    stack.close()
+
+
+def test_a_time_to_answer_in_is_refused_where_a_tier_answers_at_once(world: World, tmp_path: Path) -> None:
+    keys = {"type": "disk", "path": str(tmp_path / "store"), "capacity": "64MiB", "ask_timeout_seconds": 0.5}
+    config = decode_config({"tiers": [{"type": "ram", "capacity": "1MiB"}, keys]})
+    with pytest.raises(ConfigurationError) as caught:
+        tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), SIZES)
+    error = caught.value
+    assert error.path == "kv_connector_extra_config.tiers[1].ask_timeout_seconds"
+    assert "answers late" in error.expected and "disk" in str(error.got) and error.hint == "leave it out"
+    stack = world.stack(disk(tmp_path))  # and gave its directory back
+    stack.close()
+
+
+def test_every_type_of_tier_that_can_be_configured_can_be_counted() -> None:
+    [label] = CATALOGUE.named("vllm:hybridkv_tier_used_bytes").labels
+    assert isinstance(label, Label)
+    assert {str(kind.__struct_config__.tag) for kind in get_args(TierConfig)} <= set(label.values)
+    assert name_of(PeerTierConfig()) == "peer"

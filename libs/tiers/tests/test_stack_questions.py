@@ -1,0 +1,204 @@
+"""A tier that answers no question is left alone as one whose loads are late: not every prompt waits for it in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Failure, FailureReason, Key
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import (
+    BreakerOptions,
+    BreakerState,
+    CascadePolicy,
+    Direction,
+    Hold,
+    MoveOutcome,
+    SlowerTier,
+    SlowerTierOptions,
+    TierStack,
+)
+from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
+
+CHUNK = 16
+A, B, C = b"a", b"b", b"c"
+ASK_S, ANSWER_S = 1.0, 0.25
+BREAKER = BreakerOptions(failures=3, first_pause_s=5.0, longest_pause_s=20.0)
+OPTIONS = SlowerTierOptions(cascades=CascadePolicy.NOTHING, ask_timeout_s=ASK_S, breaker=BREAKER)
+
+
+class Elsewhere:
+    """Host memory over a store elsewhere, which somebody else fills."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.world = RemoteStore(1, lambda: self.now_s, answer_s=ANSWER_S)
+        self.index = RemoteIndex(self.world, 64 * CHUNK)
+        peer = SlowerTier("peer", self.index, OPTIONS)
+        self.stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [peer], 1, lambda: self.now_s)
+        self.num_questions = 0
+
+    @property
+    def state(self) -> BreakerState:
+        return self.stack.breaker_state(Direction.PROMOTE, "peer")
+
+    def question(self) -> Key:
+        """About a key that nobody was asked about."""
+        self.num_questions += 1
+        key = b"question %d" % self.num_questions
+        self.stack.ask([key])
+        return key
+
+    def be_silent(self, num_questions: int = BREAKER.failures) -> None:
+        """So many questions in a row come to nothing."""
+        self.world.is_silent = True
+        for _ in range(num_questions):
+            self.question()
+            self.now_s += ASK_S
+            self.stack.tick()
+
+    def know(self, key: Key) -> None:
+        """It was answered before that this is there."""
+        self.world.lie(key, CHUNK)
+        self.stack.ask([key])
+        self.now_s += ANSWER_S
+        assert self.stack.lookup(key) is LookupResult.HIT
+
+
+def test_a_tier_that_answers_no_question_is_left_alone_for_a_pause() -> None:
+    it = Elsewhere()
+    it.be_silent(BREAKER.failures - 1)
+    assert it.state is BreakerState.CLOSED and it.stack.ask_s == ASK_S
+    it.be_silent(1)
+    assert it.state is BreakerState.OPEN
+    assert it.stack.ask_s == 0.0, "nobody waits"
+    asked = it.world.num_asked
+    assert it.stack.lookup(it.question()) is LookupResult.MISS and it.world.num_asked == asked
+    it.now_s += BREAKER.first_pause_s
+    assert it.state is BreakerState.PROBING and it.stack.ask_s == ASK_S
+    assert it.stack.take_counts().tiers["peer"].breaker_openings == {"promote": 1}
+
+
+def test_one_question_at_a_time_is_the_probe_and_each_that_fails_doubles_the_pause() -> None:
+    it = Elsewhere()
+    it.be_silent()
+    pause_s = BREAKER.first_pause_s
+    it.now_s += pause_s
+    for _ in range(2):
+        assert it.state is BreakerState.PROBING
+        assert it.stack.lookup(it.question()) is LookupResult.PENDING
+        assert it.stack.ask_s == 0.0 and it.stack.lookup(it.question()) is LookupResult.MISS
+        it.now_s += ASK_S
+        assert it.state is BreakerState.OPEN
+        it.now_s += pause_s
+        assert it.state is BreakerState.OPEN, "it is left alone for longer"
+        it.now_s += pause_s
+        pause_s *= 2
+
+
+def test_a_probe_that_is_answered_ends_the_pause_at_once() -> None:
+    it = Elsewhere()
+    it.be_silent()
+    it.world.is_silent = False
+    it.now_s += BREAKER.first_pause_s
+    it.world.lie(A, CHUNK)
+    it.stack.ask([A])
+    it.now_s += ANSWER_S
+    assert it.stack.ask_s == ASK_S and it.state is BreakerState.CLOSED
+    assert it.stack.lookup(A) is LookupResult.HIT
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_answer_between_begins_the_count_anew_whatever_it_says(is_there: bool) -> None:
+    it = Elsewhere()
+    for _ in range(3):
+        it.be_silent(BREAKER.failures - 1)
+        it.world.is_silent = False
+        if is_there:
+            it.world.lie(A, CHUNK)
+        it.stack.ask([A])
+        it.now_s += ASK_S
+        assert it.state is BreakerState.CLOSED
+        it.index.invalidate(A)
+
+
+def test_an_answer_after_its_time_is_none() -> None:
+    it = Elsewhere()
+    it.world.answer_s = 1.5 * ASK_S
+    for _ in range(BREAKER.failures):
+        it.question()
+        it.now_s += 2 * ASK_S
+    assert it.state is BreakerState.OPEN
+
+
+def test_what_a_tier_knows_already_is_not_asked_for_while_it_is_left_alone() -> None:
+    it = Elsewhere()
+    it.know(A)
+    it.be_silent()
+    assert it.stack.lookup(A) is LookupResult.MISS
+    it.now_s += BREAKER.first_pause_s
+    assert it.stack.lookup(A) is LookupResult.HIT
+    it.question()
+    assert it.stack.lookup(A) is LookupResult.HIT, "a question keeps no load away"
+    assert isinstance(it.stack.acquire("request", [A]), Hold)
+
+
+def test_loads_that_end_well_answer_no_question_and_answers_excuse_no_load() -> None:
+    it = Elsewhere()
+    for number in range(BREAKER.failures):
+        it.know(b"%d" % number)
+    for number in range(BREAKER.failures - 1):
+        it.be_silent(1)
+        assert isinstance(it.stack.acquire("request", [b"%d" % number]), Hold)
+        [move] = it.stack.take_moves()
+        it.stack.on_move(move.move_id, MoveOutcome(1))
+    it.be_silent(1)
+    assert it.state is BreakerState.OPEN
+    it = Elsewhere()
+    for _ in range(BREAKER.failures):
+        it.know(A)
+        assert isinstance(it.stack.acquire("request", [A]), Hold)
+        [move] = it.stack.take_moves()
+        it.stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.IO)))
+    assert it.state is BreakerState.OPEN
+
+
+def test_a_question_of_which_nothing_is_left_says_nothing() -> None:
+    it = Elsewhere()
+    it.be_silent(BREAKER.failures - 1)
+    it.index.invalidate(it.question())
+    it.now_s += ASK_S
+    assert it.state is BreakerState.CLOSED
+    it.be_silent(1)
+    assert it.state is BreakerState.OPEN, "nor does it begin the count anew"
+    it.now_s += BREAKER.first_pause_s
+    it.index.invalidate(it.question())
+    it.now_s += ASK_S
+    assert it.state is BreakerState.PROBING and it.stack.ask_s == ASK_S
+
+
+def test_a_tier_that_cannot_be_asked_is_as_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Elsewhere()
+
+    def ask(keys: Iterable[Key], deadline_s: float) -> None:
+        raise OSError("no route")
+
+    it.be_silent(BREAKER.failures - 1)
+    monkeypatch.setattr(it.index, "ask", ask)
+    it.question()
+    assert it.state is BreakerState.OPEN and it.stack.ask_s == 0.0
+
+
+def test_an_opening_is_heard_of_by_whoever_looks_at_the_generation() -> None:
+    it = Elsewhere()
+    it.know(A)
+    it.be_silent(BREAKER.failures - 1)
+    it.question()
+    before = it.stack.generation
+    it.now_s += ASK_S
+    after = it.stack.generation
+    assert before != after and it.stack.lookup(A) is LookupResult.MISS
+    it.now_s += BREAKER.first_pause_s
+    assert it.stack.generation != after and it.stack.lookup(A) is LookupResult.HIT
