@@ -18,11 +18,11 @@ TRANSPORT = os.environ.get("HYBRIDKV_E2E_TRANSPORT", "tcp")
 
 
 class Two:
-    """A producer and a consumer."""
+    """A producer and a consumer. `free`: blocks of each while nothing is held."""
 
-    def __init__(self, producer: PeerProcess, consumer: PeerProcess) -> None:
+    def __init__(self, producer: PeerProcess, consumer: PeerProcess, free: tuple[int, int]) -> None:
         self.producer, self.consumer = producer, consumer
-        self.free = producer.wait_until_ready(), consumer.wait_until_ready()
+        self.free = free
         self._count = 0
 
     def name(self, word: str) -> str:
@@ -54,7 +54,7 @@ def two(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     producer = PeerProcess(kind, directory / "producer", transfer_config("kv_producer", **extra))
     consumer = PeerProcess(kind, directory / "consumer", transfer_config("kv_consumer", **extra))
     try:
-        yield Two(producer, consumer)
+        yield Two(producer, consumer, (producer.wait_until_ready(), consumer.wait_until_ready()))
     finally:
         consumer.end()
         producer.end()
@@ -64,6 +64,19 @@ def two(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 def pair(two: Two) -> Iterator[Two]:
     yield two
     two.forget()
+
+
+@pytest.fixture
+def careless(kind: str, two: Two, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    """A second consumer, which compares no digests."""
+    directory = scratch_directory(tmp_path_factory.mktemp("careless"))
+    consumer = PeerProcess(kind, directory, transfer_config("kv_consumer", transport=TRANSPORT, verify=False))
+    try:
+        both = Two(two.producer, consumer, (two.free[0], consumer.wait_until_ready()))
+        yield both
+        both.forget()
+    finally:
+        consumer.end()
 
 
 def first_computed(result: dict[str, Any]) -> int:
@@ -89,19 +102,42 @@ def test_what_one_engine_computed_another_goes_on_with(pair: Two, num_tokens: in
         assert theirs and all(ours[place] == digest for place, digest in theirs.items())
 
 
-def test_each_group_is_read(pair: Two) -> None:
-    """The control of the test above: another block of one group gives another answer."""
-    prompt = make_prompt(1025, seed=7)
-    _, cold = pair.decode(prompt, None)
-    other = make_prompt(1025, seed=8)
-    num_groups = len(pair.prefill(prompt)["remote_block_ids"])
-    for group in range(num_groups):
-        pair.consumer.ask("forget")
-        wrong, params = pair.prefill(other), pair.prefill(prompt)
-        mixed = copy.deepcopy(params)
-        mixed["remote_block_ids"][group] = wrong["remote_block_ids"][group]
-        _, got = pair.decode(prompt, mixed)
+def mixed_up(pair: Two, prompt: list[int], other: list[int], group: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of a prompt with one group's blocks of another one's, and those of that."""
+    wrong, params = pair.prefill(other), pair.prefill(prompt)
+    mixed = copy.deepcopy(params)
+    mixed["remote_block_ids"][group] = wrong["remote_block_ids"][group]
+    return mixed, wrong
+
+
+def test_each_group_is_read(careless: Two) -> None:
+    """The control of the tests above: another block of one group gives another answer where nobody looks."""
+    prompt, other = make_prompt(1025, seed=7), make_prompt(1025, seed=8)
+    _, cold = careless.decode(prompt, None)
+    params = careless.prefill(prompt)
+    careless.consumer.ask("forget")
+    careless.decode(prompt, params)
+    for group in range(len(params["remote_block_ids"])):
+        careless.consumer.ask("forget")
+        mixed, wrong = mixed_up(careless, prompt, other, group)
+        _, got = careless.decode(prompt, mixed)
         assert first_computed(got) == 1024
         assert (got["tokens"], got["logprobs"]) != (cold["tokens"], cold["logprobs"]), f"group {group}"
+        careless.decode(other, wrong)
+    careless.consumer.ask("forget")
+
+
+def test_blocks_that_the_lease_does_not_hold_are_not_taken(pair: Two) -> None:
+    """The producer digests the blocks of the lease, whatever a proxy made of the list: the prompt is computed."""
+    prompt, other = make_prompt(1025, seed=7), make_prompt(1025, seed=8)
+    _, cold = pair.decode(prompt, None)
+    params = pair.prefill(prompt)
+    pair.decode(prompt, params)
+    for group in range(len(params["remote_block_ids"])):
+        pair.consumer.ask("forget")
+        mixed, wrong = mixed_up(pair, prompt, other, group)
+        _, got = pair.decode(prompt, mixed)
+        assert first_computed(got) == 0
+        require_same_written([cold], [got])
         pair.decode(other, wrong)
     pair.consumer.ask("forget")

@@ -13,7 +13,7 @@ import pytest
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.reading import Reading
+from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 from oracle.content import VOCABULARY_TOKENS
 from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Mix
 from oracle.pairs import Pair
@@ -148,33 +148,52 @@ def test_without_the_comparison_it_would_be(mix: Mix, monkeypatch: pytest.Monkey
             pair.drain()
 
 
+def mixed_up(pair: Pair, group: int) -> tuple[list[int], dict[str, Any]]:
+    """A prompt, and parameters in which one group's blocks are those of another prompt."""
+    prompt = tokens(150, seed=5)
+    params, other = pair.prefill("p", prompt), pair.prefill("q", tokens(150, seed=6))
+    assert params is not None and other is not None
+    mixed = copy.deepcopy(params)
+    mixed["remote_block_ids"][group] = other["remote_block_ids"][group]
+    return prompt, mixed
+
+
 @pytest.mark.parametrize("group", range(len(GEMMA3.groups)))
 def test_a_block_of_any_group_in_the_place_of_another_is_seen(group: int) -> None:
-    """The control of the byte comparison: a wrong table, which no digest and no lease can see."""
-    prompt = tokens(150, seed=5)
-    with a_pair(GEMMA3) as pair:
-        params, other = pair.prefill("p", prompt), pair.prefill("q", tokens(150, seed=6))
-        assert params is not None and other is not None
-        mixed = copy.deepcopy(params)
-        mixed["remote_block_ids"][group] = other["remote_block_ids"][group]
-        pair.decode("d", prompt, 5, mixed)
+    """The control of the byte comparison: a wrong table, which no lease can see."""
+    with a_pair(GEMMA3, verify=False) as pair:
+        pair.decode("d", *_with_outputs(mixed_up(pair, group)))
         with pytest.raises(CorruptionError):
             pair.drain()
+
+
+@pytest.mark.parametrize("group", range(len(GEMMA3.groups)))
+def test_blocks_that_the_lease_does_not_hold_are_not_taken(group: int) -> None:
+    """The producer digests the blocks of the lease, whatever a proxy made of the list."""
+    with a_pair(GEMMA3) as pair:
+        pair.decode("d", *_with_outputs(mixed_up(pair, group)))
+        pair.drain()
+        assert pair.consumer.failed_loads == 1
+
+
+def _with_outputs(mixed: tuple[list[int], dict[str, Any]]) -> tuple[list[int], int, dict[str, Any]]:
+    return mixed[0], 5, mixed[1]
 
 
 def test_bytes_that_changed_on_the_way_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = tokens(150, seed=7)
     with a_pair(GEMMA3) as pair:
         params = pair.prefill("p", prompt)
-        begin = Reading._read_lease
+        check = RankRead.check
 
-        def damaged(self: Reading, read: Any, peer: Any) -> Any:
-            at = read.ranges
+        def damaged(self: RankRead, timeout_s: float) -> None:
+            assert self._pairing is not None
+            at = self._pairing.ranges
             region, offset = int(at.local_regions[0]), int(at.local_offsets[0])
-            self._memory._view(region)[offset] ^= 1
-            return begin(self, read, peer)
+            self._tools.memory._views[region][offset] ^= 1
+            check(self, timeout_s)
 
-        monkeypatch.setattr(Reading, "_read_lease", damaged)
+        monkeypatch.setattr(RankRead, "check", damaged)
         pair.decode("d", prompt, 5, params)
         pair.drain()
         assert pair.consumer.failed_loads == 1

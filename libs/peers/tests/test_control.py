@@ -9,6 +9,7 @@ from control_pair import Recorder, Stranger, counted
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.errors import PeersProtocolError
+from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import (
     NO_SECRET,
     Channel,
@@ -17,7 +18,6 @@ from hybridkv.peers.wire import (
     Describe,
     Done,
     Identity,
-    LeaseId,
     Message,
     Renew,
     Renewed,
@@ -83,13 +83,13 @@ def test_messages_arrive_in_order_and_both_ways(make_loop: MakeLoop) -> None:
     listening, heard_there, connecting, heard_here = connected(make_loop)
     assert heard_there.opened[0][1] == "consumer"
     assert heard_here.opened[0][1] == "producer"
-    sent: list[Message] = [Renew(LeaseId(number, 1)) for number in range(200)]
+    sent: list[Message] = [Renew(Lease(number, 1)) for number in range(200)]
     for message in sent:
         assert connecting.send(heard_here.opened[0][0], message)
     heard_there.until(lambda: len(heard_there.received) == 200)
     assert heard_there.received == sent
-    assert listening.send(heard_there.opened[0][0], Renewed(LeaseId(1, 1), 3.0))
-    heard_here.until(lambda: heard_here.received == [Renewed(LeaseId(1, 1), 3.0)])
+    assert listening.send(heard_there.opened[0][0], Renewed(Lease(1, 1), 3.0))
+    heard_here.until(lambda: heard_here.received == [Renewed(Lease(1, 1), 3.0)])
 
 
 def test_a_handler_may_answer(make_loop: MakeLoop) -> None:
@@ -102,8 +102,8 @@ def test_a_handler_may_answer(make_loop: MakeLoop) -> None:
     host, port = listening.listen("127.0.0.1", 0, Recorder(reply).handlers)
     heard = Recorder()
     connecting.connect(host, port, None, heard.handlers)
-    connecting.send(heard.until_open(), Renew(LeaseId(4, 2)))
-    heard.until(lambda: heard.received == [Renewed(LeaseId(4, 2), 1.0)])
+    connecting.send(heard.until_open(), Renew(Lease(4, 2)))
+    heard.until(lambda: heard.received == [Renewed(Lease(4, 2), 1.0)])
 
 
 def test_a_frame_of_megabytes_arrives(make_loop: MakeLoop) -> None:
@@ -171,8 +171,8 @@ def test_what_a_stranger_says_ends_its_connection_alone(make_loop: MakeLoop) -> 
         stranger.hear_all()
         stranger.close()
         counted(listening, reason)
-    assert connecting.send(heard_here.opened[0][0], Done(LeaseId(1, 2), True))
-    heard_there.until(lambda: heard_there.received == [Done(LeaseId(1, 2), True)])
+    assert connecting.send(heard_here.opened[0][0], Done(Lease(1, 2), True))
+    heard_there.until(lambda: heard_there.received == [Done(Lease(1, 2), True)])
 
 
 @pytest.mark.parametrize("reason", [CloseReason.SEAL, CloseReason.OVERSIZED, CloseReason.MALFORMED])
@@ -213,9 +213,9 @@ def test_an_exception_in_a_handler_ends_that_connection_alone(make_loop: MakeLoo
     good = listening.listen("127.0.0.1", 0, fine.handlers)
     connecting.connect(*bad, None, heard.handlers)
     connecting.connect(*good, None, heard_fine.handlers)
-    connecting.send(heard.until_open(), Renew(LeaseId(1, 1)))
+    connecting.send(heard.until_open(), Renew(Lease(1, 1)))
     assert failing.until_closed() is CloseReason.HANDLER
-    connecting.send(heard_fine.until_open(), Renew(LeaseId(1, 1)))
+    connecting.send(heard_fine.until_open(), Renew(Lease(1, 1)))
     fine.until(lambda: len(fine.received) == 1)
 
 
@@ -334,14 +334,14 @@ def test_an_end_is_heard_on_the_other_side(make_loop: MakeLoop) -> None:
     connecting.end(heard_here.opened[0][0])
     assert heard_here.until_closed() is CloseReason.DONE
     assert heard_there.until_closed() is CloseReason.ENDED
-    assert not connecting.send(heard_here.opened[0][0], Renew(LeaseId(1, 1)))
+    assert not connecting.send(heard_here.opened[0][0], Renew(Lease(1, 1)))
     assert connecting.counts().refused_sends == 1
 
 
 def test_a_close_sends_what_waits_and_tells_everybody(make_loop: MakeLoop) -> None:
     _, heard_there, connecting, heard_here = connected(make_loop)
     for number in range(50):
-        connecting.send(heard_here.opened[0][0], Done(LeaseId(number, 1), True))
+        connecting.send(heard_here.opened[0][0], Done(Lease(number, 1), True))
     assert connecting.close(60.0)
     assert heard_here.until_closed() is CloseReason.DONE
     heard_there.until(lambda: len(heard_there.received) == 50)

@@ -140,6 +140,30 @@ def test_any_request_is_answered_from_the_leases_blocks_or_refused(request_: Dig
         assert offset >= 0 and offset + size <= theirs.regions[region].size
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(1, 40)), max_size=5), st.integers(1, 20))
+def test_a_request_in_parts_asks_for_the_same_cells_in_the_same_order(
+    rows: list[tuple[int, int, int]], most: int
+) -> None:
+    def cells(asked: DigestRequest) -> list[tuple[int, int]]:
+        return [(span.group_index, span.first_cell + i) for span in asked.spans for i in range(span.num_cells)]
+
+    request = DigestRequest(7, tuple(DigestSpan(*row) for row in rows))
+    parts = request.parts(most)
+    assert [cell for part in parts for cell in cells(part)] == cells(request)
+    assert all(0 < part.num_digests <= most and part.num_tokens == 7 for part in parts)
+    assert len(parts) == -(-request.num_digests // most)
+    assert DigestRequest.of(7, request.columns) == request
+
+
+def test_a_run_that_leaves_its_region_is_not_digested() -> None:
+    column = lambda *numbers: np.array(numbers, dtype=np.int64)  # noqa: E731
+    digest = plain_digester([b"1234"], hashlib.sha256)
+    assert digest(DigestRuns(column(0), column(1), column(3), column(1))) == [hashlib.sha256(b"234").digest()]
+    with pytest.raises(ValueError, match="leave region 0"):
+        digest(DigestRuns(column(0), column(1), column(4), column(1)))
+
+
 def test_no_bytes_make_no_digest() -> None:
     empty = np.empty(0, dtype=np.int64)
     assert list(plain_digester([b""], hashlib.sha256)(DigestRuns(empty, empty, empty, empty))) == []

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from hybridkv.peers.ranks import HeadShare, HeadSource, head_share, head_sources, reader_ranks, source_ranks
+from hybridkv.peers.ranks import (
+    HeadShare,
+    HeadSource,
+    RankLink,
+    head_share,
+    head_sources,
+    rank_links,
+    reader_ranks,
+    source_ranks,
+    telling_links,
+)
 
 SIZES = [1, 2, 4, 8]
 
@@ -54,3 +64,32 @@ def test_what_is_not_split_by_heads_is_read_from_the_same_rank_of_as_many() -> N
     assert source_ranks([0, 8], 4, 3, 2) is None
     assert reader_ranks([0], 4, 3, 2) is None
     assert source_ranks([6], 2, 0, 4) is None
+
+
+@pytest.mark.parametrize("totals", [(8, 2, 1), (1,), (8,)])
+@pytest.mark.parametrize("ours", SIZES)
+@pytest.mark.parametrize("theirs", SIZES)
+def test_every_remote_rank_hears_from_all_of_its_readers_and_from_nobody_else(
+    ours: int, theirs: int, totals: tuple[int, ...]
+) -> None:
+    linked = {rank: rank_links(totals, ours, rank, theirs) for rank in range(ours)}
+    for remote in range(theirs):
+        readers = reader_ranks(totals, theirs, remote, ours)
+        assert readers is not None
+        told = [(rank, link) for rank, links in linked.items() for link in links or () if link.rank == remote]
+        assert [link.reader for _, link in told] == list(range(len(told)))
+        assert {link.num_readers for _, link in told} == {len(told)}
+        if readers:
+            assert tuple(rank for rank, _ in told) == readers and all(link.reads for _, link in told)
+        else:
+            assert len(told) == 1 and not told[0][1].reads
+    for rank, links in linked.items():
+        assert tuple(link.rank for link in links or () if link.reads) == source_ranks(totals, ours, rank, theirs)
+
+
+def test_sizes_that_do_not_fit_are_not_linked_and_each_rank_is_still_told_once() -> None:
+    assert rank_links([0, 8], 2, 0, 4) is None
+    assert rank_links([0, 8], 4, 3, 4) == (RankLink(3, True, 0, 1),)
+    told = [link.rank for rank in range(3) for link in telling_links(3, rank, 5)]
+    assert sorted(told) == [0, 1, 2, 3, 4]
+    assert telling_links(3, 2, 2) == ()

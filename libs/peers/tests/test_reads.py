@@ -66,8 +66,8 @@ def test_a_full_local_prefix_reads_nothing_reports_nothing_and_tells_the_produce
 
 
 def test_a_lease_that_ended_fails_the_request() -> None:
-    life, commands = run(begin((True,), BOUNDS, 0.0), Connected(0), TransferEnded(0), Checked(0, Reason.LEASE_ENDED))
-    assert commands[-2:] == [Release(0), Report(Reason.LEASE_ENDED)]
+    life, commands = run(begin((True,), BOUNDS, 0.0), Connected(0), TransferEnded(0), Checked(0, Reason.LEASE))
+    assert commands[-2:] == [Release(0), Report(Reason.LEASE)]
     assert life.peers[0].stage is Stage.FAILED
 
 
@@ -77,7 +77,7 @@ def test_an_aborted_read_is_reported_only_when_its_transfer_has_ended() -> None:
     life, commands = run(life, Abort(), Checked(0))
     assert commands == []
     life, commands = run(life, TransferEnded(0))
-    assert commands == [Release(0), Report(Reason.ABORTED)]
+    assert commands == [Release(0), Report(Reason.CANCELLED)]
 
 
 def test_a_transfer_that_will_not_end_is_severed_once_and_still_waited_for() -> None:
@@ -90,14 +90,14 @@ def test_a_transfer_that_will_not_end_is_severed_once_and_still_waited_for() -> 
     assert commands == [Sever(0)]
     assert life.next_deadline_s is None
     life, commands = run(life, TransferEnded(0, Reason.GONE), now_s=99.0)
-    assert commands == [Release(0), Report(Reason.READ_TIMEOUT)]
+    assert commands == [Release(0), Report(Reason.TIMEOUT)]
 
 
 def test_a_peer_that_never_answers_fails_the_request_at_its_deadline() -> None:
     life, commands = run(begin((True,), BOUNDS, 0.0), Tick(), now_s=9.9)
     assert commands == []
     life, commands = run(life, Tick(), now_s=10.0)
-    assert commands == [Report(Reason.CONNECT_TIMEOUT)]
+    assert commands == [Report(Reason.TIMEOUT)]
     assert life.over
 
 
@@ -110,6 +110,23 @@ def test_one_rank_that_fails_ends_the_others_and_one_that_comes_late_is_told() -
     life, commands = run(life, Connected(2))
     assert commands == [Release(2)]
     assert life.over
+
+
+def test_no_stage_goes_on_when_the_whole_has_had_its_time() -> None:
+    bounds = ReadBounds(connect_s=10, read_s=30, check_s=5, end_s=3, whole_s=12)
+    life, _ = run(begin((True,), bounds, 0.0), Connected(0), now_s=9.0)
+    assert life.next_deadline_s == 12.0
+    life, _ = run(life, TransferEnded(0), now_s=11.0)
+    life, commands = run(life, Tick(), now_s=11.9)
+    assert commands == []
+    life, commands = run(life, Tick(), now_s=12.0)
+    assert commands == [Release(0), Report(Reason.TIMEOUT)]
+    assert run(begin((True,), BOUNDS, 0.0), Connected(0), now_s=9.0)[0].next_deadline_s == 39.0
+
+
+def test_whoever_drives_a_read_may_say_why_it_ends() -> None:
+    _, commands = run(begin((True,), BOUNDS, 0.0), Abort(Reason.OTHER))
+    assert commands == [Report(Reason.OTHER)]
 
 
 class ReadMachine(RuleBasedStateMachine):
@@ -166,7 +183,7 @@ class ReadMachine(RuleBasedStateMachine):
         self.feed(TransferEnded(peer, failure))
 
     @precondition(lambda self: self.checking)
-    @rule(data=st.data(), failure=st.sampled_from([None, None, Reason.DIGEST, Reason.LEASE_ENDED]))
+    @rule(data=st.data(), failure=st.sampled_from([None, None, Reason.DIGEST, Reason.LEASE]))
     def check_ends(self, data: st.DataObject, failure: Reason | None) -> None:
         peer = data.draw(st.sampled_from(sorted(self.checking)))
         self.checking.remove(peer)
@@ -174,7 +191,7 @@ class ReadMachine(RuleBasedStateMachine):
             self.good.add(peer)
         self.feed(Checked(peer, failure))
 
-    @rule(peer=st.integers(-1, 3), failure=st.sampled_from([Reason.UNREACHABLE, Reason.GONE, Reason.REFUSED]))
+    @rule(peer=st.integers(-1, 3), failure=st.sampled_from([Reason.OTHER, Reason.GONE, Reason.REFUSED]))
     def lose(self, peer: int, failure: Reason) -> None:
         self.feed(Lost(peer, failure))
 

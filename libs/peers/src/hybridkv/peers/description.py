@@ -227,6 +227,11 @@ class Description(msgspec.Struct, frozen=True):
                     f"got {piece.heads.count}"
                 )
 
+    @property
+    def total_heads(self) -> frozenset[int]:
+        """That any piece has; see `ranks.source_ranks`."""
+        return frozenset(p.total_heads for group in self.groups for layer in group.layers for p in layer.pieces)
+
     def share(self, piece: Piece) -> HeadShare:
         """Which heads of the model a piece of this rank holds."""
         share = head_share(piece.total_heads, self.tp_size, self.rank) if piece.total_heads else None

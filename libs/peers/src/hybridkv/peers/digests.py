@@ -52,6 +52,33 @@ class DigestRequest(msgspec.Struct, frozen=True):
     def num_digests(self) -> int:
         return sum(span.num_cells for span in self.spans)
 
+    @property
+    def columns(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Of the spans: group_index, first_cell, num_cells, as they travel."""
+        table = np.array([msgspec.structs.astuple(span) for span in self.spans], dtype=np.int64).reshape(-1, 3)
+        return table[:, 0], table[:, 1], table[:, 2]
+
+    @staticmethod
+    def of(num_tokens: int, columns: Sequence[Int64Array]) -> DigestRequest:
+        """From `columns`. They may be a stranger's: `digest_runs` looks at every number."""
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return DigestRequest(num_tokens, tuple(DigestSpan(*row) for row in rows))
+
+    def parts(self, max_digests: int) -> tuple[DigestRequest, ...]:
+        """The same cells in the same order, asked for in questions of at most so many, of few spans each."""
+        parts: list[list[DigestSpan]] = []
+        room = 0
+        for span in self.spans:
+            first, end = span.first_cell, span.first_cell + span.num_cells
+            while first < end:
+                if not room:
+                    parts.append([])
+                    room = max_digests
+                count = min(room, end - first)
+                parts[-1].append(DigestSpan(span.group_index, first, count))
+                first, room = first + count, room - count
+        return tuple(DigestRequest(self.num_tokens, tuple(part)) for part in parts)
+
 
 @dataclass(frozen=True, slots=True)
 class DigestRuns:
@@ -183,6 +210,8 @@ def plain_digester(regions: Sequence[Any], new: Callable[[], Any]) -> Digester:
     Args:
         regions: one buffer of bytes for each region.
         new: makes a hash with `update` and `digest`, for instance `xxhash.xxh3_128`.
+
+    The digester raises ValueError for a run that leaves its region.
     """
     views = [memoryview(region).cast("B") for region in regions]
 
@@ -196,7 +225,10 @@ def plain_digester(regions: Sequence[Any], new: Callable[[], Any]) -> Digester:
                 runs.num_bytes[start:end].tolist(),
                 strict=True,
             ):
-                state.update(views[region][offset : offset + size])
+                part = views[region][offset : offset + size]
+                if len(part) != size:
+                    raise ValueError(f"{size} bytes at {offset} leave region {region}")
+                state.update(part)
             found.append(state.digest())
             start = end
         return found

@@ -16,7 +16,7 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -28,16 +28,19 @@ NO_NONCE: Final = 0
 MAX_NONCE: Final = (1 << 63) - 1
 
 
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_NONCE)]
+
+
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """What a reader shows and compares.
+    """What a reader shows and compares, also on the wire.
 
     Args:
         slot: where it stands.
         nonce: 1 to `MAX_NONCE`; no lease before it in this slot had the same.
     """
 
-    slot: int
-    nonce: int
+    slot: Natural
+    nonce: Natural
 
 
 class LeaseSlots:

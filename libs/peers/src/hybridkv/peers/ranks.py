@@ -87,3 +87,45 @@ def reader_ranks(total_heads: Iterable[int], tp_size: int, rank: int, reader_tp_
         if rank in sources:
             readers.append(reader)
     return tuple(readers)
+
+
+class RankLink(NamedTuple):
+    """What a rank of a reader has to do with one remote rank.
+
+    Args:
+        rank: the remote one.
+        reads: something is read from it. One that nobody reads from is only told that its lease may end.
+        reader: which of its readers this rank is, from 0.
+        num_readers: that it has, or is told by.
+    """
+
+    rank: int
+    reads: bool
+    reader: int
+    num_readers: int
+
+
+def rank_links(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_size: int) -> tuple[RankLink, ...] | None:
+    """The remote ranks that a rank of a reader speaks with, ascending; None where sizes do not fit.
+
+    Over all ranks of the reader every remote rank is linked to, and each of its readers has a number of its own: so its
+    lease ends when all of them are done. Arguments as for `source_ranks`.
+    """
+    totals = set(total_heads)
+    readers: list[list[int]] = [[] for _ in range(remote_tp_size)]
+    for reader in range(tp_size):
+        sources = source_ranks(totals, tp_size, reader, remote_tp_size)
+        if sources is None:
+            return None
+        for remote in sources:
+            readers[remote].append(reader)
+    return tuple(
+        RankLink(remote, bool(found), found.index(rank) if found else 0, max(1, len(found)))
+        for remote, found in enumerate(readers)
+        if rank in (found or (remote % tp_size,))
+    )
+
+
+def telling_links(tp_size: int, rank: int, remote_tp_size: int) -> tuple[RankLink, ...]:
+    """The same for sizes that do not fit: nothing is read, and each remote rank is told by one rank."""
+    return tuple(RankLink(remote, False, 0, 1) for remote in range(rank, remote_tp_size, tp_size))

@@ -12,6 +12,7 @@ Nothing here waits or reads: whoever drives it carries out the commands and tell
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -30,40 +31,47 @@ class Stage(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why a read failed."""
+    """Why a read failed: one word for a counter's label."""
 
-    UNREACHABLE = "unreachable"
+    GONE = "gone"
+    """The peer went away, or cannot be reached."""
     REFUSED = "refused"
     """The two sides do not fit, or the other one does not hold what is asked for."""
-    GONE = "gone"
-    """The peer went away."""
-    CONNECT_TIMEOUT = "connect_timeout"
-    READ_TIMEOUT = "read_timeout"
-    CHECK_TIMEOUT = "check_timeout"
-    TRANSPORT = "transport"
-    LEASE_ENDED = "lease_ended"
+    TIMEOUT = "timeout"
+    """A stage, or the whole read, took longer than it may."""
+    LEASE = "lease"
     """It ended while the bytes were read: they may be another request's."""
     DIGEST = "digest"
     """What arrived is not what was sent."""
-    ABORTED = "aborted"
+    PAIRING = "pairing"
+    """The lists of blocks do not fit each other."""
+    PROTOCOL = "protocol"
+    """The peer says what does not belong here."""
+    TRANSPORT = "transport"
+    BUSY = "busy"
+    """One of the two sides has as much to do as it may have."""
+    CANCELLED = "cancelled"
     """By this side."""
+    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBounds:
-    """Times in seconds, each for one rank.
+    """Times in seconds, all but the last for one rank.
 
     Args:
         connect_s: to be connected, agreed and ready to read.
         read_s: for the transfer.
         check_s: for the lease and the digests.
         end_s: for a transfer that was cancelled to end, before its connection is cut.
+        whole_s: from the beginning until every rank is checked, whatever the stages may take.
     """
 
     connect_s: float = 10.0
     read_s: float = 30.0
     check_s: float = 10.0
     end_s: float = 10.0
+    whole_s: float = math.inf
 
 
 # Events.
@@ -102,7 +110,9 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody wants the request any more."""
+    """Nobody wants the request any more, or whoever drives it cannot."""
+
+    failure: Reason = Reason.CANCELLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +195,7 @@ class ReadLife:
     Args:
         peers: one for each remote rank.
         bounds: of times.
+        latest_s: when all must be checked.
         wanted: something was to be read: the engine waits for a report.
         failure: the first one.
         reported: the engine has been told.
@@ -192,6 +203,7 @@ class ReadLife:
 
     peers: tuple[PeerRead, ...]
     bounds: ReadBounds
+    latest_s: float
     wanted: bool
     failure: Reason | None = None
     reported: bool = False
@@ -210,11 +222,6 @@ class ReadLife:
 _OVER = frozenset((Stage.DONE, Stage.FAILED))
 _WRITING = frozenset((Stage.READING, Stage.ENDING))
 """Stages in which a transfer may still write."""
-_TIMEOUTS = {
-    Stage.CONNECTING: Reason.CONNECT_TIMEOUT,
-    Stage.READING: Reason.READ_TIMEOUT,
-    Stage.CHECKING: Reason.CHECK_TIMEOUT,
-}
 
 _NOTHING: tuple[Command, ...] = ()
 _Step: TypeAlias = tuple[PeerRead, tuple[Command, ...], Reason | None]
@@ -228,8 +235,9 @@ def begin(reads: tuple[bool, ...], bounds: ReadBounds, now_s: float) -> ReadLife
     """
     if not reads:
         raise ValueError("a read needs one remote rank at least")
-    peers = tuple(PeerRead(Stage.CONNECTING, now_s + bounds.connect_s, each) for each in reads)
-    return ReadLife(peers, bounds, any(reads))
+    latest_s = now_s + bounds.whole_s
+    peers = tuple(PeerRead(Stage.CONNECTING, min(now_s + bounds.connect_s, latest_s), each) for each in reads)
+    return ReadLife(peers, bounds, latest_s, any(reads))
 
 
 def advance(life: ReadLife, event: Event, now_s: float) -> tuple[ReadLife, tuple[Command, ...]]:
@@ -237,12 +245,12 @@ def advance(life: ReadLife, event: Event, now_s: float) -> tuple[ReadLife, tuple
     if life.over:
         return life, ()
     if isinstance(event, Abort):
-        return _settled(life, (), life.failure or Reason.ABORTED, now_s)
+        return _settled(life, (), life.failure or event.failure, now_s)
     if isinstance(event, Tick):
         return _ticked(life, now_s)
     if not 0 <= event.peer < len(life.peers):
         return life, ()
-    peer, commands, failure = _peer_step(life.peers[event.peer], event, life.bounds, now_s)
+    peer, commands, failure = _peer_step(life, event, now_s)
     changed = replace(life, peers=_with(life.peers, event.peer, peer))
     return _settled(changed, commands, life.failure or failure, now_s)
 
@@ -260,23 +268,23 @@ def _ticked(life: ReadLife, now_s: float) -> tuple[ReadLife, tuple[Command, ...]
             given_up, more = _given_up(index, peer, life.bounds, now_s)
             life = replace(life, peers=_with(life.peers, index, given_up))
             commands += more
-            failure = failure or _TIMEOUTS[peer.stage]
+            failure = failure or Reason.TIMEOUT
     return _settled(life, commands, failure, now_s)
 
 
-def _peer_step(
-    peer: PeerRead, event: Connected | TransferEnded | Checked | Lost, bounds: ReadBounds, now_s: float
-) -> _Step:
+def _peer_step(life: ReadLife, event: Connected | TransferEnded | Checked | Lost, now_s: float) -> _Step:
     """One rank's next stage, what to do, and why it failed if it did."""
-    stage, index = peer.stage, event.peer
+    index, bounds = event.peer, life.bounds
+    peer = life.peers[index]
+    stage = peer.stage
     if type(event) is Connected and stage is Stage.CONNECTING:
         if not peer.reads:
             return _at(peer, Stage.DONE), (Release(index),), None
-        return _at(peer, Stage.READING, now_s + bounds.read_s), (Start(index),), None
+        return _at(peer, Stage.READING, min(now_s + bounds.read_s, life.latest_s)), (Start(index),), None
     if type(event) is TransferEnded and stage is Stage.READING:
         if event.failure is not None:
             return _at(peer, Stage.FAILED), (Release(index),), event.failure
-        return _at(peer, Stage.CHECKING, now_s + bounds.check_s), (Check(index),), None
+        return _at(peer, Stage.CHECKING, min(now_s + bounds.check_s, life.latest_s)), (Check(index),), None
     if type(event) is TransferEnded and stage is Stage.ENDING:
         return _at(peer, Stage.FAILED), (Release(index),), None
     if type(event) is Checked and stage is Stage.CHECKING:

@@ -14,26 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.peers.errors import PeersProtocolError
+from hybridkv.peers.leases import Lease, Natural
 from hybridkv.peers.wire.closing import CloseReason, WireError
 from hybridkv.peers.wire.limits import WireLimits
 from hybridkv.peers.wire.sealing import SEAL_BYTES
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
-Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-
 DIGEST_BYTES = 16
+MAX_READERS = 1024
+"""Ranks of one engine that read from one rank."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
     pass
-
-
-class LeaseId(msgspec.Struct, frozen=True, array_like=True):
-    """One lease of the side that is read from: its slot in the table, and the number that is there while it holds."""
-
-    slot: Natural
-    nonce: Natural
 
 
 class Describe(_Message, frozen=True, tag="describe"):
@@ -59,14 +53,16 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class AskDigests(_Message, frozen=True, tag="ask_digests"):
-    """What are the digests of these ranges of your memory? `request` comes back with the answer."""
+    """What are the digests of these cells of what the lease holds? `request` comes back with the answer.
+
+    See `hybridkv.peers.digests.DigestRequest`. Nothing but what the lease holds is digested, whatever is asked for.
+    """
 
     request: Natural
-    lease: LeaseId
-    ranges: bytes
-    """Three columns: region, offset, num_bytes."""
-    ends: bytes
-    """One column: digest i is of the ranges from `ends[i - 1]` to `ends[i]`."""
+    lease: Lease
+    num_tokens: Natural
+    spans: bytes
+    """Three columns: group_index, first_cell, num_cells."""
 
 
 class Digests(_Message, frozen=True, tag="digests"):
@@ -80,21 +76,26 @@ class Digests(_Message, frozen=True, tag="digests"):
 class Renew(_Message, frozen=True, tag="renew"):
     """This lease is still needed."""
 
-    lease: LeaseId
+    lease: Lease
 
 
 class Renewed(_Message, frozen=True, tag="renewed"):
     """For how long it holds from now on; 0 when it does not."""
 
-    lease: LeaseId
+    lease: Lease
     remaining_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Done(_Message, frozen=True, tag="done"):
-    """This lease is needed no more. `is_read`: its blocks were read, and checked."""
+    """A reader needs this lease no more. `is_read`: it has read the blocks, and checked them.
 
-    lease: LeaseId
+    The lease ends when all of its `num_readers` have said so; `reader` counts them from 0.
+    """
+
+    lease: Lease
     is_read: bool
+    reader: Natural = 0
+    num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
 
 
 class Ping(_Message, frozen=True, tag="ping"):
@@ -150,7 +151,10 @@ class MessageCodec:
             if isinstance(value, str) and len(value) > self._limits.max_text_bytes:
                 raise WireError(CloseReason.OVERSIZED, f"{name}: a text of {len(value)} characters")
         if isinstance(message, AskDigests):
-            _check_digest_ranges(message, self._limits.max_items)
+            _check_digest_spans(message, self._limits.max_items)
+        elif isinstance(message, Done):
+            if message.reader >= message.num_readers:
+                raise WireError(CloseReason.MALFORMED, f"reader {message.reader} of {message.num_readers}")
         elif isinstance(message, Digests):
             if len(message.digests) % DIGEST_BYTES:
                 raise WireError(CloseReason.MALFORMED, f"digests: {len(message.digests)} bytes")
@@ -158,12 +162,11 @@ class MessageCodec:
                 raise WireError(CloseReason.OVERSIZED, f"digests: {len(message.digests)} bytes")
 
 
-def _check_digest_ranges(message: AskDigests, max_items: int) -> None:
-    columns = unpack_columns(message.ranges, 3, max_items)
-    (ends,) = unpack_columns(message.ends, 1, max_items)
+def _check_digest_spans(message: AskDigests, max_items: int) -> None:
+    columns = unpack_columns(message.spans, 3, max_items)
     if any(len(column) and int(column.min()) < 0 for column in columns):
-        raise WireError(CloseReason.MALFORMED, "ranges: a number below 0")
-    rises = len(ends) == 0 or (int(ends[0]) >= 0 and bool((ends[1:] >= ends[:-1]).all()))
-    last = int(ends[-1]) if len(ends) else 0
-    if not rises or last != len(columns[0]):
-        raise WireError(CloseReason.MALFORMED, "ends: not rising to the number of ranges")
+        raise WireError(CloseReason.MALFORMED, "spans: a number below 0")
+    counts = columns[2]
+    # One that is too large by itself is found before their sum could turn around.
+    if len(counts) and (int(counts.max()) > max_items or int(counts.sum()) > max_items):
+        raise WireError(CloseReason.OVERSIZED, f"spans: more than {max_items} cells")

@@ -71,7 +71,7 @@ class Agent:
         self._serving = Serving(offer, memory, control, recorder)
         self._peers = Peers(offer.description, transport, control)
         self._reading = Reading(memory, self._peers, transport, control, recorder, options)
-        self._holding = Holding(self._peers, control, options.rank, options.tp_size, options.clock)
+        self._holding = Holding(self._peers, control, options.clock)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._results = Results()
@@ -125,6 +125,9 @@ class Agent:
             pass
         self._serving.tick()
         self._reading.tick()
+        for request_id, rank, is_read in self._reading.parted:
+            self._holding.part(request_id, rank, is_read)
+        self._reading.parted = []
         for request_id, failure in self._reading.ended:
             self._holding.end(request_id, failure is None)
         self._holding.tick()
@@ -147,8 +150,8 @@ class Agent:
             self._serving.drop(request_id)
         for opened in plan.opened:
             self._serving.open(opened)
-        for request_id in plan.offered:
-            self._serving.offer(request_id)
+        for offered in plan.offered:
+            self._serving.offer(offered)
         for held in plan.held:
             self._holding.begin(held.request_id, held.prompt)
         for load in plan.loads:
@@ -190,7 +193,7 @@ class Agent:
         if peer is None or self._peers.received(peer, message):
             return
         if isinstance(message, Digests):
-            self._reading.answered(message)
+            self._reading.answered(peer, message)
 
     def _closed(self, link: LinkId, reason: CloseReason) -> None:
         self._peers.closed(link, reason)

@@ -1,24 +1,34 @@
 """What a consumer's rank says to producers of the blocks that they hold for it: hold them on, and need them no more.
 
-A producer that cannot be reached is not waited for: its lease ends by itself.
+Each rank of the producer hears it from those that read from it, and one that nobody reads from hears it from one. A
+producer that cannot be reached is not waited for: its lease ends by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers, PeerState
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
-from hybridkv.peers.wire import Done, LeaseId, Renew
+from hybridkv.peers.ranks import RankLink
+from hybridkv.peers.wire import Done, Renew
 
 RENEWALS_A_LEASE = 4
+
+
+class _Tie(NamedTuple):
+    """A rank that holds blocks for us."""
+
+    link: RankLink
+    peer: Peer
 
 
 @dataclass(slots=True)
 class _Hold:
     prompt: RemotePrompt
-    peers: tuple[Peer, ...]
+    ties: tuple[_Tie, ...]
     next_renewal_s: float
     until_s: float
     """When the lease has ended if nothing was said of it since it was last renewed."""
@@ -32,16 +42,12 @@ class Holding:
     Args:
         peers: connections to producers.
         control: says things on them.
-        rank: of this worker: it speaks with the same one of the producer, and those that have no other.
-        tp_size: ranks of this engine.
         clock: seconds.
     """
 
-    def __init__(self, peers: Peers, control: Control, rank: int, tp_size: int, clock: Callable[[], float]) -> None:
+    def __init__(self, peers: Peers, control: Control, clock: Callable[[], float]) -> None:
         self._peers = peers
         self._control = control
-        self._rank = rank
-        self._tp_size = tp_size
         self._clock = clock
         self._holds: dict[str, _Hold] = {}
 
@@ -51,44 +57,54 @@ class Holding:
 
     def begin(self, request_id: str, prompt: RemotePrompt) -> None:
         """Its producer is to go on holding the blocks. The connection is made now: it will be needed."""
-        ranks = prompt.ranks[self._rank :: self._tp_size]
-        peers = tuple(self._peers.get(prompt.host, rank) for rank in ranks)
+        links = self._peers.told_links(len(prompt.ranks))
+        ties = tuple(_Tie(link, self._peers.get(prompt.host, prompt.ranks[link.rank])) for link in links)
         now_s = self._clock()
         every_s = prompt.lease_seconds / RENEWALS_A_LEASE
-        self._holds[request_id] = _Hold(prompt, peers, now_s + every_s, now_s + prompt.lease_seconds)
+        self._holds[request_id] = _Hold(prompt, ties, now_s + every_s, now_s + prompt.lease_seconds)
+
+    def part(self, request_id: str, rank: int, is_read: bool) -> None:
+        """One rank's blocks are needed no more, while those of others may be. Its connection stands."""
+        hold = self._holds.get(request_id)
+        if hold is None:
+            return
+        for tie in hold.ties:
+            if tie.link.rank == rank and self._say_done(hold, tie, is_read):
+                hold.ties = tuple(other for other in hold.ties if other is not tie)
 
     def end(self, request_id: str, is_read: bool) -> None:
         """The blocks are needed no more."""
         hold = self._holds.get(request_id)
         if hold is not None and hold.is_read is None:
             hold.is_read = is_read
-            self._part(request_id, hold)
+            self._part(request_id, hold, is_read)
 
     def tick(self) -> None:
         """Renews what is due, and says what could not be said before."""
         now_s = self._clock()
         for request_id, hold in list(self._holds.items()):
             if hold.is_read is not None:
-                self._part(request_id, hold)
+                self._part(request_id, hold, hold.is_read)
             elif now_s >= hold.next_renewal_s:
                 self._renew(hold, now_s)
 
     def _renew(self, hold: _Hold, now_s: float) -> None:
         hold.next_renewal_s = now_s + hold.prompt.lease_seconds / RENEWALS_A_LEASE
-        for peer in hold.peers:
-            if peer.is_open and self._control.send(peer.link, Renew(_lease(hold.prompt))):
+        for tie in hold.ties:
+            if tie.peer.is_open and self._control.send(tie.peer.link, Renew(hold.prompt.lease)):
                 hold.until_s = now_s + hold.prompt.lease_seconds
 
-    def _part(self, request_id: str, hold: _Hold) -> None:
+    def _part(self, request_id: str, hold: _Hold, is_read: bool) -> None:
         """Says it to those that are connected, and keeps those that may still be."""
-        waiting = tuple(peer for peer in hold.peers if not peer.is_open and peer.state is not PeerState.OVER)
-        for peer in hold.peers:
-            if peer.is_open:
-                self._control.send(peer.link, Done(_lease(hold.prompt), bool(hold.is_read)))
-        hold.peers = waiting
+        waiting = tuple(tie for tie in hold.ties if not tie.peer.is_open and tie.peer.state is not PeerState.OVER)
+        for tie in hold.ties:
+            if tie not in waiting:
+                self._say_done(hold, tie, is_read)
+        hold.ties = waiting
         if not waiting or self._clock() >= hold.until_s:
             del self._holds[request_id]
 
-
-def _lease(prompt: RemotePrompt) -> LeaseId:
-    return LeaseId(prompt.lease.slot, prompt.lease.nonce)
+    def _say_done(self, hold: _Hold, tie: _Tie, is_read: bool) -> bool:
+        link = tie.link
+        done = Done(hold.prompt.lease, is_read, link.reader, link.num_readers)
+        return tie.peer.is_open and self._control.send(tie.peer.link, done)

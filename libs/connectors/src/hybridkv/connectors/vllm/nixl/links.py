@@ -13,6 +13,7 @@ from hybridkv.peers.comparison import compare
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.description import Description, decode, encode
 from hybridkv.peers.pairing import Exchange
+from hybridkv.peers.ranks import RankLink, rank_links, telling_links
 from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.transport import Failed, RemoteId, Transport
 from hybridkv.peers.wire import Accepted, CloseReason, Describe, Message, Refused
@@ -81,6 +82,25 @@ class Peers:
         self._control = control
         self._by_address: dict[tuple[str, int, str], Peer] = {}
         self._by_link: dict[LinkId, Peer] = {}
+        self._links: dict[int, tuple[RankLink, ...] | None] = {}
+
+    def links_to(self, num_ranks: int) -> tuple[RankLink, ...] | None:
+        """What this rank has to do with each rank of a producer of so many; None where the sizes do not fit."""
+        if num_ranks not in self._links:
+            ours = self._ours
+            self._links[num_ranks] = rank_links(ours.total_heads, ours.tp_size, ours.rank, num_ranks)
+        return self._links[num_ranks]
+
+    def told_links(self, num_ranks: int) -> tuple[RankLink, ...]:
+        """The same; where sizes do not fit, ranks that are only told that their blocks are not needed."""
+        return self.links_to(num_ranks) or telling_links(self._ours.tp_size, self._ours.rank, num_ranks)
+
+    def why_no_links(self, num_ranks: int) -> str:
+        """Why nothing can be read from a producer of so many ranks."""
+        layers = (layer for group in self._ours.groups for layer in group.layers)
+        whole = next((f" ({each.name})" for each in layers if any(not p.total_heads for p in each.pieces)), "")
+        ours = self._ours.tp_size
+        return f"tp_size: ours is {ours}, theirs is {num_ranks}, and heads are not shared so that both fit{whole}"
 
     def get(self, host: str, rank: RankAddress) -> Peer:
         """The connection to a rank, which is begun where there is none."""
@@ -133,6 +153,11 @@ class Peers:
             self._refuse(peer, f"{remote.reason}: {remote.detail}")
             return
         peer.exchange, peer.remote = Exchange(agreement), remote
+
+    def sever(self, peer: Peer) -> None:
+        """A transfer of it will not end: nothing of it is written any more once it is cut off."""
+        if peer.state is not PeerState.OVER:
+            self._over(peer, LoadFailure("timeout", "a transfer could not be ended"), CloseReason.DONE)
 
     def closed(self, link: LinkId, reason: CloseReason) -> None:
         """The connection is no more."""

@@ -6,18 +6,16 @@ A number of a region is its place in `regions`; the table is the last but one, a
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+import xxhash
 
 from hybridkv.connectors.vllm.nixl.describing import Region
+from hybridkv.peers.digests import DigestRuns, plain_digester
 
 SCRATCH_SLOTS = 256
 """Leases that may be read at the same time."""
-
-Columns = Sequence[npt.NDArray[np.int64]]
 
 
 class RankMemory:
@@ -35,8 +33,8 @@ class RankMemory:
         self.regions = (*kv, *own)
         self.scratch_region = len(self.regions) - 1
         self._free = list(range(SCRATCH_SLOTS))
-        self._views: dict[int, memoryview] = {}
-        self._lock = threading.Lock()
+        self._views = [_view(region) for region in kv]
+        self._digester = plain_digester(self._views, xxhash.xxh3_128)
 
     @staticmethod
     def table_region(num_regions: int) -> int:
@@ -68,44 +66,14 @@ class RankMemory:
 
     # Digests.
 
-    def digests(self, regions: Columns, ends: npt.NDArray[np.int64]) -> bytes:
-        """Digest i is of the ranges from `ends[i - 1]` to `ends[i]`. Any thread may ask.
-
-        Args:
-            regions: columns of region, offset and size. They may be a stranger's.
+    def digests(self, runs: DigestRuns) -> list[bytes]:
+        """XXH3-128 of runs in the KV cache. Any thread may ask.
 
         Raises:
-            ValueError: a range does not lie in the KV cache.
+            ValueError: a run leaves its region.
         """
-        numbers, offsets, sizes = regions
-        sizes_of = np.array([region.num_bytes for region in self.regions[:-2]], dtype=np.int64)
-        known = (numbers >= 0) & (numbers < len(sizes_of)) & (offsets >= 0) & (sizes > 0)
-        if not known.all() or bool((sizes > sizes_of[numbers] - offsets).any()):
-            raise ValueError("a range outside of the KV cache")
-        views = [
-            self._view(number)[offset : offset + size]
-            for number, offset, size in zip(numbers.tolist(), offsets.tolist(), sizes.tolist(), strict=True)
-        ]
-        found, first = [], 0
-        for end in ends.tolist():
-            found.append(_digest(views[first:end]))
-            first = end
-        return b"".join(found)
-
-    def _view(self, number: int) -> memoryview:
-        with self._lock:
-            if number not in self._views:
-                region = self.regions[number]
-                self._views[number] = memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast(
-                    "B"
-                )
-            return self._views[number]
+        return list(self._digester(runs))
 
 
-def _digest(views: Sequence[memoryview]) -> bytes:
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    for view in views:
-        digest.update(view)
-    return digest.digest()
+def _view(region: Region) -> memoryview:
+    return memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")

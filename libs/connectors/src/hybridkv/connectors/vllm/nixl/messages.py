@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.leases import Lease
+from hybridkv.peers.tables import BlockTables
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True):
@@ -20,6 +21,18 @@ class Opened(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     lease: Lease
+
+
+class Offered(msgspec.Struct, frozen=True, array_like=True):
+    """A finished request whose blocks are held until its consumers are done, or say nothing for too long.
+
+    Args:
+        request_id: whose.
+        tables: its blocks: of nothing else are digests given.
+    """
+
+    request_id: str
+    tables: BlockTables
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -56,8 +69,7 @@ class StepPlan(KVConnectorMetadata):
     dropped: list[str] = field(default_factory=list)
     """Producer: leases that nobody was told of end, by request."""
     opened: list[Opened] = field(default_factory=list)
-    offered: list[str] = field(default_factory=list)
-    """Producer: finished requests whose blocks are held until their consumers are done, or say nothing for too long."""
+    offered: list[Offered] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)

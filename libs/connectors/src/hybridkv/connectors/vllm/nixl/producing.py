@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.nixl.messages import Opened, StepPlan
+from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, asks_to_produce, compose
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.leases import Lease, LeaseSlots
-from hybridkv.peers.tables import offered
+from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupSpec
 
 if TYPE_CHECKING:
@@ -114,12 +114,12 @@ class Producer:
             self._recorder.lease("dropped")
             return False, None
         self._offered.add(name)
-        plan.offered.append(name)
-        return True, compose(self._prompt(request, block_ids, lease))
-
-    def _prompt(self, request: Request, block_ids: Sequence[Sequence[int]], lease: Lease) -> RemotePrompt:
-        num_tokens, terms = request.num_computed_tokens, self._terms
         tables = offered(self._groups, block_ids, num_tokens)
+        plan.offered.append(Offered(name, tables))
+        return True, compose(self._prompt(request, tables, lease))
+
+    def _prompt(self, request: Request, tables: BlockTables, lease: Lease) -> RemotePrompt:
+        num_tokens, terms = tables.num_tokens, self._terms
         return RemotePrompt(
             engine_id=terms.engine_id,
             request_id=request.request_id,

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from hybridkv.connectors.vllm.identity.background import Background, Outcome
 from hybridkv.connectors.vllm.nixl.links import Control
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Opened
+from hybridkv.connectors.vllm.nixl.messages import Offered, Opened
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.peers.cells import Side
 from hybridkv.peers.comparison import compare
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.description import Description, decode, encode
+from hybridkv.peers.digests import DigestRequest, digest_runs
 from hybridkv.peers.leases import Ended, Lease, LeaseBounds, LeaseEnd, Leases
+from hybridkv.peers.pairing import Exchange
 from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.wire import (
     Accepted,
     AskDigests,
@@ -27,7 +31,6 @@ from hybridkv.peers.wire import (
     Describe,
     Digests,
     Done,
-    LeaseId,
     Message,
     Refused,
     Renew,
@@ -38,8 +41,10 @@ from hybridkv.peers.wire import (
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MAX_ITEMS = 65536
-ENDED, BUSY, OUTSIDE = "the lease has ended", "busy", "the ranges are not in the KV cache"
-"""Why digests are not given."""
+MAX_QUESTIONS = 1024
+"""For digests, that may wait at the same time; one more is not answered."""
+ENDED, BUSY = "the lease has ended", "busy"
+"""Why digests are not given, besides what is wrong with a question."""
 LONGEST_LEASES = 20
 """How many times its length a lease may last, however often it is renewed."""
 
@@ -63,6 +68,18 @@ class Offer:
     max_leases: int
     lease_s: float
     clock: Callable[[], float]
+
+
+@dataclass(slots=True)
+class _Question:
+    """A consumer's, for digests."""
+
+    link: LinkId
+    number: int
+    lease: Lease
+    exchange: Exchange
+    request: DigestRequest
+    taken: Outcome[list[bytes]] | None = None
 
 
 class Serving:
@@ -90,15 +107,17 @@ class Serving:
         self._ended_early: set[str] = set()
         """Of these, those that were done before it."""
         self._digesting = Background("hybridkv-peer-digests")
-        self._fits: dict[LinkId, bool] = {}
-        self._answers: list[tuple[LinkId, AskDigests, Outcome[bytes]]] = []
+        self._tables: dict[str, BlockTables] = {}
+        """Of finished requests whose plan has come."""
+        self._fits: dict[LinkId, Exchange | None] = {}
+        self._questions: list[_Question] = []
         self.released: set[str] = set()
         """Requests whose blocks may be given away, since somebody looked."""
 
     @property
     def is_busy(self) -> bool:
         """Whether there is something that goes on by itself."""
-        return bool(self._answers)
+        return bool(self._questions)
 
     # What the engine says.
 
@@ -112,12 +131,14 @@ class Serving:
         self._forget(request_id)
         self._leases.abort(request_id)
 
-    def offer(self, request_id: str) -> None:
+    def offer(self, offered: Offered) -> None:
         """It has finished, and its consumer may be told by now; it may even be done."""
+        request_id = offered.request_id
         self._forget(request_id)
+        self._tables[request_id] = offered.tables
         if request_id in self._ended_early:
             self._ended_early.discard(request_id)
-            self.released.add(request_id)
+            self._release(request_id)
         elif request_id in self._early:
             self._early.discard(request_id)
         else:
@@ -130,11 +151,12 @@ class Serving:
 
     def opened(self, link: LinkId) -> None:
         """Somebody has proven the secret."""
-        self._fits[link] = False
+        self._fits[link] = None
 
     def closed(self, link: LinkId) -> None:
         """A connection is no more. Its leases run on: the consumer may come back."""
         self._fits.pop(link, None)
+        self._questions = [question for question in self._questions if question.link != link]
 
     def received(self, link: LinkId, message: Message) -> None:
         """Whatever a consumer says. What does not belong here ends its connection."""
@@ -142,12 +164,12 @@ class Serving:
             case Describe():
                 self._described(link, message)
             case Renew():
-                holds = self._holds(message.lease) and self._leases.renew(_lease(message.lease), self._offer.clock())
+                holds = self._holds(message.lease) is not None
+                holds = holds and self._leases.renew(message.lease, self._offer.clock())
                 self._control.send(link, Renewed(message.lease, self._offer.lease_s if holds else 0.0))
             case Done():
                 self._holds(message.lease)
-                # Ranks of one size read from each other one to one.
-                ended = self._leases.done(_lease(message.lease), reader=0, num_readers=1)
+                ended = self._leases.done(message.lease, message.reader, message.num_readers)
                 if ended is not None:
                     self._end(ended)
             case AskDigests():
@@ -166,49 +188,66 @@ class Serving:
             logger.warning("a consumer does not fit: %s: theirs is %s, ours is %s", field, theirs_is, ours_is)
             self._control.send(link, Refused(field[:4096], ours_is[:4096], theirs_is[:4096], agreement.hint[:4096]))
             return
-        self._fits[link] = True
+        self._fits[link] = Exchange(agreement)
         self._control.send(link, Describe(self._encoded, self._offer.transport, self._offer.capability))
         self._control.send(link, Accepted())
 
-    def _holds(self, shown: LeaseId) -> bool:
-        """Whether a lease holds. Who knows its nonce was told by a request that has finished, so if its plan is still
+    def _holds(self, lease: Lease) -> str | None:
+        """The request whose lease holds. Who knows its nonce was told by a request that has finished, so if its plan is still
         on the way from the scheduler, which keeps the blocks until it hears from here, the time begins now."""
-        lease, now_s = _lease(shown), self._offer.clock()
+        now_s = self._offer.clock()
         request_id = self._opened.pop(lease, None)
         if request_id is not None:
             self._leases.hold(request_id, now_s)
             self._early.add(request_id)
-        return self._leases.holds(lease, now_s) is not None
+        return self._leases.holds(lease, now_s)
 
     def _asked(self, link: LinkId, message: AskDigests) -> None:
-        if not self._fits.get(link):
+        exchange = self._fits.get(link)
+        if exchange is None:
             self._control.end(link, CloseReason.UNEXPECTED)
-            return
-        if not self._holds(message.lease):
-            self._control.send(link, Digests(message.request, b"", ENDED))
-            return
-        columns = unpack_columns(message.ranges, 3, MAX_ITEMS)
-        (ends,) = unpack_columns(message.ends, 1, MAX_ITEMS)
-        taken = self._digesting.submit(lambda: self._memory.digests(columns, ends))
-        if taken is None:
+        elif len(self._questions) >= MAX_QUESTIONS:
             self._control.send(link, Digests(message.request, b"", BUSY))
         else:
-            self._answers.append((link, message, taken))
+            columns = unpack_columns(message.spans, 3, MAX_ITEMS)
+            request = DigestRequest.of(message.num_tokens, columns)
+            self._questions.append(_Question(link, message.request, message.lease, exchange, request))
+
+    def _answer(self, question: _Question) -> Digests | None:
+        """None until there is one: the plan that says which blocks these are may be on its way."""
+        number, request_id = question.number, self._holds(question.lease)
+        if request_id is None:
+            return Digests(number, b"", ENDED)
+        taken = question.taken
+        if taken is None:
+            return self._begin_digests(question, request_id)
+        if not taken.is_done:
+            return None
+        if taken.error is not None or taken.value is None:
+            return Digests(number, b"", f"digests could not be taken: {taken.error}")
+        return Digests(number, b"".join(taken.value))
+
+    def _begin_digests(self, question: _Question, request_id: str) -> Digests | None:
+        tables = self._tables.get(request_id)
+        if tables is None:
+            return None
+        runs = digest_runs(question.exchange, Side.THEIRS, tables, question.request)
+        if isinstance(runs, Refusal):
+            return Digests(question.number, b"", str(runs)[:4096])
+        question.taken = self._digesting.submit(lambda: self._memory.digests(runs))
+        # Where the thread has much to do the question waits, no longer than its lease.
+        return None
 
     def tick(self) -> None:
         """Answers what can be answered, and ends what has run out."""
         waiting = []
-        for link, message, taken in self._answers:
-            if not taken.is_done:
-                waiting.append((link, message, taken))
-                continue
-            failure = ""
-            if taken.error is not None:
-                failure = OUTSIDE
-            elif not self._holds(message.lease):
-                failure = ENDED
-            self._control.send(link, Digests(message.request, b"" if failure else taken.value or b"", failure))
-        self._answers = waiting
+        for question in self._questions:
+            answer = self._answer(question)
+            if answer is None:
+                waiting.append(question)
+            else:
+                self._control.send(question.link, answer)
+        self._questions = waiting
         for ended in self._leases.expire(self._offer.clock()):
             logger.warning("nobody fetched request %s in time; its blocks are free", ended.request_id)
             self._end(ended)
@@ -224,8 +263,8 @@ class Serving:
             self._early.discard(ended.request_id)
             self._ended_early.add(ended.request_id)
         else:
-            self.released.add(ended.request_id)
+            self._release(ended.request_id)
 
-
-def _lease(shown: LeaseId) -> Lease:
-    return Lease(shown.slot, shown.nonce)
+    def _release(self, request_id: str) -> None:
+        self._tables.pop(request_id, None)
+        self.released.add(request_id)

@@ -29,6 +29,7 @@ from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.nixl.transports import open_transport
 from hybridkv.peers.control import ControlLoop
 from hybridkv.peers.errors import PeersConfigurationError
+from hybridkv.peers.reads import ReadBounds
 from hybridkv.peers.transport import Region
 from hybridkv.peers.wire import NO_SECRET, Secret, WireLimits, read_secret
 
@@ -104,9 +105,6 @@ class NixlWorker:
         description = msgspec.structs.replace(
             description, region_bytes=tuple(region.num_bytes for region in memory.regions)
         )
-        description = msgspec.structs.replace(
-            description, region_bytes=tuple(region.num_bytes for region in memory.regions)
-        )
         limits = WireLimits(handshake_timeout_s=config.connect_timeout_seconds)
         transport = open_transport(config, self._secret, name)
         capability = transport.register([Region(each.address, each.num_bytes) for each in memory.regions])
@@ -116,7 +114,7 @@ class NixlWorker:
             transport,
             memory,
             Offer(description, transport.name, capability, config.max_leases, config.lease_seconds, clock),
-            ReadOptions(settings.rank, settings.tp_size, config.load_timeout_seconds, config.verify, clock),
+            ReadOptions(_bounds(config), config.verify, clock),
             self._recorder,
         )
         if settings.duties.stores:
@@ -165,6 +163,13 @@ class NixlWorker:
         if self._agent is None:
             raise RuntimeError("the KV caches of HybridNixlConnector were not registered, or it was shut down")
         return self._agent
+
+
+def _bounds(config: NixlConfig) -> ReadBounds:
+    """No stage of a load has less than the whole of it, but for a peer's answer."""
+    whole_s = config.load_timeout_seconds
+    # To prove the secret, and once more to say what it is.
+    return ReadBounds(2 * config.connect_timeout_seconds, whole_s, whole_s, whole_s=whole_s)
 
 
 def _secret(config: NixlConfig) -> Secret:

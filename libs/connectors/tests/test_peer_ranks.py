@@ -1,0 +1,204 @@
+"""Engines with several ranks: every rank reads its heads from those that have them, and each lease ends once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+
+peer_ranks = pytest.importorskip("peer_ranks", reason="vLLM makes the messages of these tests")
+
+from peer_ranks import Engine, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens  # noqa: E402
+
+from hybridkv.connectors.vllm.nixl.memory import RankMemory  # noqa: E402
+from hybridkv.connectors.vllm.nixl.messages import StepPlan  # noqa: E402
+from hybridkv.metrics import PEER_FAILURES  # noqa: E402
+from hybridkv.peers.ranges import Ranges  # noqa: E402
+from hybridkv.peers.reads import Reason  # noqa: E402
+from hybridkv.peers.tables import offered  # noqa: E402
+from hybridkv.peers.testing.reference import ReferenceTransport, World  # noqa: E402
+from hybridkv.peers.transport import TransferId, Transport  # noqa: E402
+from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport  # noqa: E402
+from hybridkv.peers.wire import NO_SECRET  # noqa: E402
+
+Opener = Callable[[str], Transport]
+NUM_TOKENS = 23
+SIZES = [(2, 1), (1, 2), (2, 2), (4, 2), (1, 4), (8, 2), (2, 8)]
+
+
+@pytest.fixture(params=["reference", "tcp"])
+def opener(request: pytest.FixtureRequest) -> Opener:
+    world = World()
+    if request.param == "tcp":
+        return lambda name: TcpTransport(name, NO_SECRET, TcpOptions())
+    return lambda name: ReferenceTransport(name, world)
+
+
+@contextmanager
+def engines(theirs: Side, ours: Side, opener: Opener, verify: bool = True) -> Iterator[tuple[Engine, Engine]]:
+    producer, consumer = Engine.start(theirs, opener), Engine.start(ours, opener, verify)
+    try:
+        yield producer, consumer
+    finally:
+        consumer.close()
+        producer.close()
+
+
+def require_released(producer: Engine, request_id: str) -> None:
+    for rank in producer.ranks:
+        rank.until(lambda results: request_id in results.released)
+
+
+@pytest.mark.parametrize(("their_size", "our_size"), SIZES)
+def test_every_rank_has_every_token_of_its_heads(opener: Opener, their_size: int, our_size: int) -> None:
+    theirs, ours = Side(4, their_size), Side(8, our_size, heads_first=False)
+    with engines(theirs, ours, opener) as (producer, consumer):
+        there, here = tables_of(theirs, NUM_TOKENS), tables_of(ours, NUM_TOKENS)
+        write_prompt(producer, there, NUM_TOKENS)
+        assert wrong_tokens(consumer, here, NUM_TOKENS), "nothing is there before"
+        load(consumer, "d", hand_over(producer, "p", there, NUM_TOKENS), here)
+        assert failures(consumer, "d") == [None] * our_size
+        assert wrong_tokens(consumer, here, NUM_TOKENS) == []
+        # The leases would hold for a day.
+        require_released(producer, "p")
+
+
+def test_a_lease_holds_until_every_reader_is_done() -> None:
+    world = World()
+    theirs, ours = Side(tp_size=1), Side(tp_size=2)
+    with engines(theirs, ours, lambda name: ReferenceTransport(name, world)) as (producer, consumer):
+        there, here = tables_of(theirs, NUM_TOKENS), tables_of(ours, NUM_TOKENS)
+        write_prompt(producer, there, NUM_TOKENS)
+        prompt = hand_over(producer, "p", there, NUM_TOKENS)
+        first, second = (Engine(ours, [rank]) for rank in consumer.ranks)
+        load(first, "d", prompt, here)
+        assert failures(first, "d") == [None]
+        # Were it over by now, this would fail for its lease.
+        load(second, "d", prompt, here)
+        assert failures(second, "d") == [None]
+        assert wrong_tokens(consumer, here, NUM_TOKENS) == []
+        require_released(producer, "p")
+
+
+def test_a_consumer_that_is_faster_than_the_plan_waits_for_its_digests(opener: Opener) -> None:
+    side = Side(tp_size=2)
+    with engines(side, Side(), opener) as (producer, consumer):
+        there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
+        write_prompt(producer, there, NUM_TOKENS)
+        load(consumer, "d", hand_over(producer, "p", there, NUM_TOKENS, is_planned=False), here)
+        consumer.ranks[0].until(lambda results: not np.all(consumer.ranks[0].pages[0] == 0xEE))
+        assert not consumer.ranks[0].results.finished
+        offer(producer, "p", offered(side.groups, there, NUM_TOKENS))
+        assert failures(consumer, "d") == [None]
+        require_released(producer, "p")
+
+
+class Damaging(ReferenceTransport):
+    """The first byte of everything that is read in several ranges becomes another one."""
+
+    def release(self, transfer: TransferId) -> bool:
+        ranges = self._reads[transfer][1] if transfer in self._reads else Ranges.of([])
+        if len(ranges) > 1:
+            ctypes.memset(int(self.memory.places(ranges.local_regions, ranges.local_offsets)[0]), 0xFF, 1)
+        return super().release(transfer)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_byte_that_changed_on_the_way_is_found_where_bytes_are_compared(verify: bool) -> None:
+    world = World()
+    side = Side(tp_size=2)
+    opened = iter([ReferenceTransport, ReferenceTransport, Damaging])
+    with engines(side, Side(), lambda name: next(opened)(name, world), verify) as (producer, consumer):
+        there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
+        write_prompt(producer, there, NUM_TOKENS)
+        load(consumer, "d", hand_over(producer, "p", there, NUM_TOKENS), here)
+        (failure,) = failures(consumer, "d")
+        assert wrong_tokens(consumer, here, NUM_TOKENS)
+        assert (failure is None) is not verify
+        if failure is not None:
+            assert failure.reason == "digest" and "of group" in failure.detail
+        require_released(producer, "p")
+
+
+def test_a_lease_that_ended_on_one_rank_fails_the_whole_request(opener: Opener) -> None:
+    side = Side(tp_size=2)
+    with engines(side, Side(), opener, verify=False) as (producer, consumer):
+        there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
+        write_prompt(producer, there, NUM_TOKENS)
+        prompt = hand_over(producer, "p", there, NUM_TOKENS)
+        producer.ranks[1].agent.submit(StepPlan(dropped=["p"]))
+        load(consumer, "d", prompt, here)
+        (failure,) = failures(consumer, "d")
+        assert failure is not None and failure.reason == "lease"
+        producer.ranks[0].until(lambda results: "p" in results.released)
+
+
+def test_without_the_comparison_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(RankMemory, "shows", lambda self, place, nonce: True)
+    world = World()
+    side = Side(tp_size=2)
+    opener = lambda name: ReferenceTransport(name, world)  # noqa: E731
+    with engines(side, Side(), opener, verify=False) as (producer, consumer):
+        there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
+        write_prompt(producer, there, NUM_TOKENS)
+        prompt = hand_over(producer, "p", there, NUM_TOKENS)
+        producer.ranks[1].agent.submit(StepPlan(dropped=["p"]))
+        load(consumer, "d", prompt, here)
+        assert failures(consumer, "d") == [None]
+
+
+def test_blocks_that_the_lease_does_not_hold_are_not_taken(opener: Opener) -> None:
+    """A proxy's list may name any block; the producer digests those of the lease."""
+    side = Side(tp_size=2)
+    with engines(side, Side(), opener) as (producer, consumer):
+        there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
+        write_prompt(producer, there, NUM_TOKENS)
+        prompt = hand_over(producer, "p", there, NUM_TOKENS)
+        ids = list(prompt.block_ids)
+        ids[0] = (*ids[0][1:], ids[0][0])
+        load(consumer, "d", msgspec.structs.replace(prompt, block_ids=tuple(ids)), here)
+        (failure,) = failures(consumer, "d")
+        assert failure is not None and failure.reason == "digest"
+        require_released(producer, "p")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        (Side(tp_size=2, total_heads=0), Side(tp_size=1, total_heads=0), "tp_size"),
+        (Side(tp_size=1, total_heads=6), Side(tp_size=2, total_heads=4), "total_heads"),
+        (Side(tp_size=1, total_heads=0), Side(tp_size=1, total_heads=4), "total_heads"),
+        (Side(block_tokens=6), Side(block_tokens=4), "block_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_and_the_blocks_are_free(theirs: Side, ours: Side, words: str) -> None:
+    world = World()
+    with engines(theirs, ours, lambda name: ReferenceTransport(name, world)) as (producer, consumer):
+        there, here = tables_of(theirs, NUM_TOKENS), tables_of(ours, NUM_TOKENS)
+        load(consumer, "d", hand_over(producer, "p", there, NUM_TOKENS), here)
+        for failure in failures(consumer, "d"):
+            assert failure is not None and failure.reason == "refused" and words in failure.detail
+        require_released(producer, "p")
+
+
+def test_a_request_that_ends_first_ends_its_read_and_frees_all_ranks(opener: Opener) -> None:
+    side = Side(tp_size=2)
+    with engines(side, Side(), opener) as (producer, consumer):
+        there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
+        # No plan, so no digests: the read cannot end by itself.
+        prompt = hand_over(producer, "p", there, NUM_TOKENS, is_planned=False)
+        load(consumer, "d", prompt, here)
+        consumer.submit(lambda: StepPlan(ended=["d"]))
+        (failure,) = failures(consumer, "d")
+        assert failure is not None and failure.reason == "cancelled"
+        offer(producer, "p", offered(side.groups, there, NUM_TOKENS))
+        require_released(producer, "p")
+
+
+def test_every_reason_has_a_label_of_its_own() -> None:
+    assert {str(reason) for reason in Reason} == set(PEER_FAILURES)
