@@ -148,36 +148,31 @@ def test_without_the_comparison_it_would_be(mix: Mix, monkeypatch: pytest.Monkey
             pair.drain()
 
 
-def mixed_up(pair: Pair, group: int) -> tuple[list[int], dict[str, Any]]:
-    """A prompt, and parameters in which one group's blocks are those of another prompt."""
-    prompt = tokens(150, seed=5)
-    params, other = pair.prefill("p", prompt), pair.prefill("q", tokens(150, seed=6))
-    assert params is not None and other is not None
+def mixed_up(pair: Pair, group: int) -> None:
+    """Two prompts are handed over; the parameters of the first have another's blocks in one group."""
+    prompts = tokens(150, seed=5), tokens(150, seed=6)
+    params, others = pair.prefill("p0", prompts[0]), pair.prefill("p1", prompts[1])
+    assert params is not None and others is not None
     mixed = copy.deepcopy(params)
-    mixed["remote_block_ids"][group] = other["remote_block_ids"][group]
-    return prompt, mixed
+    mixed["remote_block_ids"][group] = others["remote_block_ids"][group]
+    pair.decode("d1", prompts[1], 5, others)
+    pair.decode("d0", prompts[0], 5, mixed)
+    pair.drain()
 
 
 @pytest.mark.parametrize("group", range(len(GEMMA3.groups)))
 def test_a_block_of_any_group_in_the_place_of_another_is_seen(group: int) -> None:
     """The control of the byte comparison: a wrong table, which no lease can see."""
-    with a_pair(GEMMA3, verify=False) as pair:
-        pair.decode("d", *_with_outputs(mixed_up(pair, group)))
-        with pytest.raises(CorruptionError):
-            pair.drain()
+    with a_pair(GEMMA3, verify=False) as pair, pytest.raises(CorruptionError):
+        mixed_up(pair, group)
 
 
 @pytest.mark.parametrize("group", range(len(GEMMA3.groups)))
 def test_blocks_that_the_lease_does_not_hold_are_not_taken(group: int) -> None:
     """The producer digests the blocks of the lease, whatever a proxy made of the list."""
     with a_pair(GEMMA3) as pair:
-        pair.decode("d", *_with_outputs(mixed_up(pair, group)))
-        pair.drain()
+        mixed_up(pair, group)
         assert pair.consumer.failed_loads == 1
-
-
-def _with_outputs(mixed: tuple[list[int], dict[str, Any]]) -> tuple[list[int], int, dict[str, Any]]:
-    return mixed[0], 5, mixed[1]
 
 
 def test_bytes_that_changed_on_the_way_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,11 @@ def test_what_is_said_is_taken() -> None:
         ({"load_timeout_seconds": float("inf")}, "load_timeout_seconds", "above 0"),
         ({"connect_timeout_seconds": -1}, "connect_timeout_seconds", "above 0"),
         ({"max_leases": 0}, "max_leases", "1 to"),
+        ({"allowed_hosts": "10.0.0.1"}, "allowed_hosts", "a list such as"),
+        ({"allowed_hosts": ["10.0.0.1/8"]}, "allowed_hosts", "host bits"),
+        ({"allowed_hosts": ["10.1"]}, "allowed_hosts", "10.1"),
+        ({"allowed_hosts": [""]}, "allowed_hosts", "networks"),
+        ({"allowed_hosts": ["a b"]}, "allowed_hosts", "a b"),
         ({"secret_file": 7}, "secret_file", "path"),
         ({"weights_digest": " "}, "weights_digest", "sampled"),
     ],
@@ -48,3 +53,44 @@ def test_a_mistake_is_named(raw: dict[str, Any], path: str, words: str) -> None:
         decode_config(raw)
     assert caught.value.path == f"{ROOT}.{path}"
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_allowed"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("LOCALHOST", True),
+        ("localhost.", True),
+        ("::ffff:127.0.0.1", True),
+        ("10.0.0.2", True),
+        ("kv-2", True),
+        ("10.0.0.3", False),
+        ("::ffff:10.0.0.3", False),
+        ("169.254.169.254", False),
+        ("kv-3", False),
+        ("kv-2.example", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("127.1", False),
+        ("2130706433", False),
+        ("127.0.0.1 ", False),
+        ("", False),
+    ],
+)
+def test_unless_told_otherwise_a_request_leads_to_this_host_alone(host: str, is_allowed: bool) -> None:
+    config = decode_config({"listen": {"host": "10.0.0.2", "advertise": "kv-2"}})
+    assert (host in config.hosts) is is_allowed
+
+
+def test_an_address_to_listen_on_everywhere_is_no_place_to_go_to() -> None:
+    hosts = decode_config({"listen": {"host": "0.0.0.0"}}).hosts
+    assert "0.0.0.0" not in hosts and "10.0.0.1" not in hosts and "127.0.0.1" in hosts
+
+
+def test_a_list_is_taken_as_it_is() -> None:
+    hosts = decode_config({"allowed_hosts": ["10.0.0.0/30", "prefill-1", "fd00::/8"]}).hosts
+    assert all(each in hosts for each in ("10.0.0.3", "Prefill-1", "fd00::7", "::ffff:10.0.0.1"))
+    assert not any(each in hosts for each in ("10.0.0.4", "127.0.0.1", "localhost", "fe80::1", "prefill-10"))
+    assert "127.0.0.1" not in decode_config({"allowed_hosts": []}).hosts

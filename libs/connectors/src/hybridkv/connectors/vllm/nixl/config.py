@@ -10,6 +10,7 @@ import msgspec
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
+from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts, default_hosts
 
 MAX_LEASES = 1 << 16
 _SECONDS = ("connect_timeout_seconds", "load_timeout_seconds", "lease_seconds")
@@ -41,6 +42,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         secret_file: holds what both sides must know before one tells the other anything. Without one only the loopback
             is listened on and connected to.
         listen: where consumers ask.
+        allowed_hosts: names, addresses and networks of producers that a request may name. None: the loopback, and the
+            addresses of `listen`.
         transport: "nixl", "tcp", or "auto": nixl where it is installed.
         verify: compare digests of both sides' pages after each read.
         lease_seconds: how long blocks are held for a consumer that says nothing.
@@ -54,6 +57,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     secret_file: str | None = None
     listen: ListenConfig = ListenConfig()
+    allowed_hosts: tuple[str, ...] | None = None
     transport: Literal["auto", "nixl", "tcp"] = "auto"
     verify: bool = True
     lease_seconds: float = 30.0
@@ -64,10 +68,18 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weights_digest: str = "sampled"
     identity_ignores: tuple[str, ...] = ()
 
+    @property
+    def hosts(self) -> AllowedHosts:
+        """The producers' hosts to which a request may lead. ValueError: an entry is none."""
+        if self.allowed_hosts is None:
+            return AllowedHosts(default_hosts(self.listen.host, self.listen.advertise))
+        return AllowedHosts(self.allowed_hosts)
+
 
 _EXPECTED = {
     "transport": '"auto", "nixl" or "tcp"',
     "secret_file": "the path of a file",
+    "allowed_hosts": 'a list such as ["10.0.0.0/8", "prefill-1"]',
     "listen": 'an object such as {"host": "127.0.0.1", "port": 14579}',
 }
 
@@ -99,6 +111,12 @@ def _require_sense(config: NixlConfig) -> None:
         raise ConfigurationError(f"{ROOT}.listen.port", "a port, or 0", config.listen.port, "14579 is as good as any")
     if not config.listen.host.strip():
         raise ConfigurationError(f"{ROOT}.listen.host", "an address", "nothing", '"127.0.0.1" for this machine alone')
+    try:
+        _ = config.hosts
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{ROOT}.allowed_hosts", "names, addresses and networks", str(error), '["10.0.0.0/8", "prefill-1"]'
+        ) from None
     if not config.weights_digest.strip():
         hint = "two models of one name would be taken for each other"
         raise ConfigurationError(

@@ -78,7 +78,12 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             terms = _terms(vllm_config, self._config, self._layout, str(transfer.engine_id))
             self._scheduler = NixlScheduler(
-                self._layout.spec.groups, terms, self._duties, self._layout.world_size, self._recorder
+                self._layout.spec.groups,
+                terms,
+                self._duties,
+                self._config.hosts,
+                self._layout.world_size,
+                self._recorder,
             )
             _announce(vllm_config, self._config, self._layout)
         else:

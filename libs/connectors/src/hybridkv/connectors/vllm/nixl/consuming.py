@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import Held, Load, StepPlan
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, asks_to_consume, parse
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens
@@ -52,12 +53,16 @@ class Consumer:
     Args:
         groups: of the model.
         withheld_tokens: at the end of a prompt, computed here in any case.
+        hosts: that a request may name.
         recorder: counts what happens.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec], withheld_tokens: int, recorder: PeerRecorder) -> None:
+    def __init__(
+        self, groups: Sequence[GroupSpec], withheld_tokens: int, hosts: AllowedHosts, recorder: PeerRecorder
+    ) -> None:
         self._groups = tuple(groups)
         self._withheld_tokens = withheld_tokens
+        self._hosts = hosts
         self._recorder = recorder
         self._reads: dict[str, _Read] = {}
 
@@ -67,6 +72,8 @@ class Consumer:
             return
         try:
             prompt = parse(request.kv_transfer_params or {})
+            if prompt.host not in self._hosts:
+                raise ParamsError("remote_host", f"{prompt.host[:80]!r} is not among allowed_hosts")
         except ParamsError as error:
             self._refuse(request, error)
             return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.duties import Duties
 from hybridkv.connectors.vllm.nixl.consuming import Consumer
+from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.connectors.vllm.nixl.producing import Producer, Terms
@@ -29,18 +30,25 @@ class NixlScheduler:
         groups: of the model.
         terms: of handing over.
         duties: whether it produces, consumes, or does both.
+        hosts: of producers, that a request may name.
         num_ranks: of this engine.
         recorder: counts what happens.
     """
 
     def __init__(
-        self, groups: Sequence[GroupSpec], terms: Terms, duties: Duties, num_ranks: int, recorder: PeerRecorder
+        self,
+        groups: Sequence[GroupSpec],
+        terms: Terms,
+        duties: Duties,
+        hosts: AllowedHosts,
+        num_ranks: int,
+        recorder: PeerRecorder,
     ) -> None:
         self._num_ranks = num_ranks
         self._recorder = recorder
         self._addresses: dict[int, WorkerAddress] = {}
         self._producer = Producer(groups, terms, recorder) if duties.stores else None
-        self._consumer = Consumer(groups, terms.withheld_tokens, recorder) if duties.loads else None
+        self._consumer = Consumer(groups, terms.withheld_tokens, hosts, recorder) if duties.loads else None
         self._plan = StepPlan()
 
     def bind_addresses(self, addresses: Mapping[int, WorkerAddress]) -> None:

@@ -1,0 +1,78 @@
+"""Which hosts a request may send this engine to.
+
+`remote_host` comes with a request, from whoever may ask for a completion. Without a list a client could make an engine
+open connections wherever it can reach. No name is looked up here: one that is not on the list is refused, whatever it
+stands for, for a name may stand for another address a moment later.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from typing import TypeAlias
+
+LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
+_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
+_Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+_Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class AllowedHosts:
+    """Names and networks.
+
+    Args:
+        entries: each a name, an address, or a network such as "10.0.0.0/8".
+
+    Raises:
+        ValueError: an entry is neither; it says which.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._names: set[str] = set()
+        self._networks: list[_Network] = []
+        for entry in entries:
+            try:
+                self._networks.append(ipaddress.ip_network(entry))
+            except ValueError as error:
+                # What looks like numbers is no name: "10.0.0.1/8" is a mistake, and "10.1" another way to write one.
+                if not _is_name(entry):
+                    raise ValueError(f"{entry!r}: {error}") from None
+                self._names.add(_folded(entry))
+
+    def __contains__(self, host: str) -> bool:
+        address = _address(host)
+        if address is None:
+            return _folded(host) in self._names
+        return any(each.version == network.version and each in network for network in self._networks for each in address)
+
+
+def default_hosts(*own: str | None) -> tuple[str, ...]:
+    """The loopback, and the addresses at which this engine itself is asked."""
+    given = (host for host in own if host and not _is_any(host))
+    return tuple(dict.fromkeys((*LOOPBACK, *given)))
+
+
+def _address(host: str) -> tuple[_Address, ...] | None:
+    """An address, and the one that it stands for; None for a name."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (address,) if mapped is None else (mapped,)
+
+
+def _is_name(entry: str) -> bool:
+    folded = _folded(entry)
+    return len(folded) <= 253 and _NAME.fullmatch(folded) is not None and not folded.split(".")[-1].isdigit()
+
+
+def _is_any(host: str) -> bool:
+    """Whether it is where one listens, and no place to go to."""
+    address = _address(host)
+    return address is not None and address[0].is_unspecified
+
+
+def _folded(name: str) -> str:
+    return name.lower().removesuffix(".")
