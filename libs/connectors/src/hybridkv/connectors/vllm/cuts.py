@@ -43,13 +43,14 @@ def part_tokens(
     specs = {name: per_layer.get(name, group.kv_cache_spec) for name in group.layer_names}
     if vllm_config.device_config.device_type == "cpu":
         return None
-    if not all(_is_divisible(spec, page_bytes[name]) for name, spec in specs.items()):
+    if not all(is_divisible(spec, page_bytes[name]) for name, spec in specs.items()):
         return None
     block_tokens = group.kv_cache_spec.block_size
     return hash_tokens if hash_tokens < block_tokens and block_tokens % hash_tokens == 0 else None
 
 
-def _is_divisible(spec: KVCacheSpec, page_bytes: int) -> bool:
+def is_divisible(spec: KVCacheSpec, page_bytes: int) -> bool:
+    """Whether a layer's page is, by what the engine says of it, as many bytes for each token and nothing besides."""
     quantized = getattr(spec, "kv_quant_mode", None)
     return (
         type(spec).__name__ in DIVISIBLE_SPECS
@@ -70,7 +71,7 @@ def require_divisible(vllm_config: VllmConfig, layout: CacheLayout) -> None:
     layers = vllm_config.compilation_config.static_forward_context
     for index in layout.spec.cut_groups:
         names = [layer.name for layer in layout.layers[index]]
-        backends = {name: _backend(layers.get(name)) for name in names}
+        backends = {name: backend_name(layers.get(name)) for name in names}
         others = {name: backend for name, backend in backends.items() if backend not in DIVISIBLE_BACKENDS}
         if others:
             raise not_divisible(layout, index, ", ".join(f"{backend} ({name})" for name, backend in others.items()))
@@ -87,6 +88,7 @@ def not_divisible(layout: CacheLayout, group_index: int, got: str) -> Configurat
     )
 
 
-def _backend(layer: Any) -> str:
+def backend_name(layer: Any) -> str:
+    """What vLLM calls the attention backend of a layer that a worker has built."""
     name = getattr(getattr(layer, "attn_backend", None), "get_name", None)
     return str(name()) if name is not None else "an unknown backend"

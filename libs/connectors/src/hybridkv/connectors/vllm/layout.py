@@ -183,7 +183,7 @@ def resolve_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> R
             continue
         spec = _group_spec(path, group, hash_tokens)
         prints = tuple(
-            _layer_fingerprint(name, _layer_spec(group, name), None if in_pieces else placements.get(name))
+            _layer_fingerprint(name, layer_spec(group, name), None if in_pieces else placements.get(name))
             for name in group.layer_names
         )
         if spec.kind in (GroupKind.FULL, GroupKind.WINDOW) and not in_pieces:
@@ -240,7 +240,7 @@ def _require_plain_parallelism(vllm_config: VllmConfig) -> None:
 
 def _group_spec(path: str, group: KVCacheGroupSpec, hash_tokens: int) -> GroupSpec:
     lookahead = hash_tokens if group.is_eagle_group else 0
-    translated = {_translate(path, _layer_spec(group, name), group, lookahead) for name in group.layer_names}
+    translated = {_translate(path, layer_spec(group, name), group, lookahead) for name in group.layer_names}
     if len(translated) != 1:
         raise ConfigurationError(
             f"{path}.kv_cache_spec",
@@ -300,7 +300,7 @@ _KINDS: dict[str, Callable[[Any, int], GroupSpec]] = {
 }
 
 
-def _layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
+def layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
     """A layer's own spec: groups of one type may keep pages of different sizes."""
     per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return per_layer[name] if per_layer else group.kv_cache_spec

@@ -15,14 +15,14 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.errors import ConfigurationError
 
-_TOKEN_DIM = 2
+TOKEN_DIM = 2
 """Of vLLM's views of attention layers, (blocks, heads, tokens, content), whatever their order in memory."""
 
 
 def with_token_dims(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayout]) -> tuple[LayerLayout, ...]:
     """The same layers, with the dimension that counts tokens where a tensor's shape says which one does."""
     return tuple(
-        layer._replace(token_dim=_TOKEN_DIM) if _has_token_dim(kv_caches.get(layer.name), layer) else layer
+        layer._replace(token_dim=TOKEN_DIM) if has_token_dim(kv_caches.get(layer.name), layer) else layer
         for layer in layers
     )
 
@@ -56,5 +56,6 @@ def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLa
             )
 
 
-def _has_token_dim(cache: KVCache | None, layer: LayerLayout) -> bool:
+def has_token_dim(cache: KVCache | None, layer: LayerLayout) -> bool:
+    """Whether a layer's tensor has the shape of vLLM's views of attention layers."""
     return isinstance(cache, torch.Tensor) and cache.dim() == 4 and layer.block_dim == 0

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 PREFIX = "worker"
+ELEMENT_ORDER = f"{PREFIX}.element_order"
 
 
 def worker_facts(
@@ -43,7 +44,7 @@ def worker_facts(
         "attention_backend": lambda name: _backend(built.get(name)),
         "attention_isa": lambda name: str(getattr(built.get(name), "isa", "none")),
         "kv_scales": lambda name: _scales(built.get(name)),
-        "element_order": lambda name: _element_order(kv_caches[name]),
+        "element_order": lambda name: element_order(kv_caches[name]),
     }
     facts = {f"{PREFIX}.{fact}": _of_layers(fact, {name: of(name) for name in names}) for fact, of in per_layer.items()}
     if any(layout.spec.groups[group].kind is GroupKind.RECURRENT for group in layout.spec.stored_groups):
@@ -97,13 +98,13 @@ def _scales(layer: Any) -> str:
     return " ".join("none" if scale is None else float(scale).hex() for scale in scales)
 
 
-def _element_order(cache: KVCache) -> str:
+def element_order(cache: KVCache) -> str:
     """Types, and the dimensions of a kernel's block in their order in memory.
 
     How a backend packs tokens within its block is its own business, so how many these are is a part of the order.
     """
     if not isinstance(cache, torch.Tensor):
-        return "; ".join(_element_order(each) for each in cache)
+        return "; ".join(element_order(each) for each in cache)
     # A dimension of one element has a stride, but no place in the order.
     inner = [dim for dim in range(1, cache.dim()) if cache.shape[dim] != 1]
     inner.sort(key=lambda dim: -cache.stride(dim))

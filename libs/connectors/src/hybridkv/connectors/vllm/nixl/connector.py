@@ -101,7 +101,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         # Once more: whatever was switched off in this process since the connector was built.
         self._require_resumable()
-        self._of_worker().register(self._vllm_config, kv_caches, self._kv_cache_config.num_blocks, os.environ)
+        self._of_worker().register(self._vllm_config, self._kv_cache_config, kv_caches, os.environ)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._of_worker().take_address() if compat.carries_handshakes() else None

@@ -1,28 +1,43 @@
 """What a rank says of itself to its peers: what its bytes depend on, and where they lie.
 
-Pages are described whole, as pieces that nobody may cut: where tokens and heads lie within a page is its attention
-backend's affair, on a CPU above all, and nothing that a tensor's shape says. Two ranks whose pages are whole must agree
-on block sizes and on tensor-parallel sizes.
+Pages of which `page_parts` knows where heads and tokens lie are described so. All others are pieces that nobody may
+cut, and two ranks of these must agree on block sizes and on tensor-parallel sizes.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridkv.canonical.torch_view import CanonicalKVCaches, KVCache, LayoutError, canonical_kv_caches
+from hybridkv.canonical import LayerLayout
+from hybridkv.canonical.torch_view import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    KVCache,
+    LayoutError,
+    canonical_kv_caches,
+)
 from hybridkv.connectors.config import OffloadConfig
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.identity import engine_facts, without_ignored
 from hybridkv.connectors.vllm.identity.recurrent import that_matter
-from hybridkv.connectors.vllm.identity.worker_facts import merged, worker_facts
+from hybridkv.connectors.vllm.identity.worker_facts import ELEMENT_ORDER, merged, worker_facts
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
+from hybridkv.connectors.vllm.nixl.page_parts import (
+    SAID_BY_PIECES,
+    LayerParts,
+    PageOrder,
+    layer_parts,
+    locator,
+    whole_format,
+)
 from hybridkv.hashing import LayerFingerprint
 from hybridkv.peers.description import (
+    MAX_ITEMS,
     MAX_TEXT,
     PROTOCOL,
     Description,
@@ -45,6 +60,15 @@ class Region(NamedTuple):
     num_bytes: int
 
 
+class Pages(NamedTuple):
+    """Where pages lie: as registered, and as `canonical` has looked through them."""
+
+    kv_caches: Mapping[str, KVCache]
+    canonical: CanonicalKVCaches
+    num_blocks: int
+    regions: tuple[Region, ...]
+
+
 class Place(NamedTuple):
     """Which rank of which start of which engine."""
 
@@ -60,7 +84,8 @@ def identity_facts(
     kv_caches: Mapping[str, KVCache],
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Everything that the bytes of this rank depend on, as for a store; only that a peer needs no chunk.
+    """Everything that the bytes of this rank depend on, as for a store; only that a peer needs no chunk, and that each
+    layer says itself in which order its bytes lie.
 
     Raises:
         ConfigurationError: a value has no canonical text, or a file of the weights cannot be read.
@@ -74,13 +99,27 @@ def identity_facts(
         )
     ranks = {0: worker_facts(vllm_config, layout, kv_caches, environ)}
     facts = without_ignored(found.facts | merged(ranks, found.facts), config.identity_ignores)
-    return {name: _short(value) for name, value in that_matter(facts, layout.spec).items()}
+    matter = that_matter(facts, layout.spec)
+    return {name: _short(value) for name, value in matter.items() if name != ELEMENT_ORDER}
 
 
 def describe(
-    place: Place, facts: dict[str, str], layout: CacheLayout, kv_caches: Mapping[str, KVCache], num_blocks: int
+    place: Place,
+    facts: dict[str, str],
+    layout: CacheLayout,
+    kv_caches: Mapping[str, KVCache],
+    num_blocks: int,
+    orders: Mapping[str, PageOrder],
 ) -> tuple[Description, tuple[Region, ...]]:
     """This rank, and its memory in the order in which it is to be registered.
+
+    Args:
+        place: which rank this is.
+        facts: what its bytes depend on.
+        layout: of the model.
+        kv_caches: as the engine registers them.
+        num_blocks: of its pool.
+        orders: what is known of the pages of each layer; one that is not named is taken whole.
 
     Raises:
         ConfigurationError: the tensors are not as the engine describes them.
@@ -92,14 +131,11 @@ def describe(
             "kv_caches", "tensors as the engine describes them", str(error), "report the model and vLLM's version"
         ) from error
     regions = _regions(caches)
-    stored = iter(layout.groups)
-    groups = []
-    for index, spec in enumerate(layout.spec.groups):
-        if spec.kind is GroupKind.SCRATCH:
-            groups.append(GroupDescription(spec))
-            continue
-        prints = next(stored).layers
-        groups.append(GroupDescription(spec, tuple(_layers(caches, index, prints, regions))))
+    pages = Pages(kv_caches, caches, num_blocks, regions)
+    groups = _groups(layout, pages, orders)
+    if sum(piece.num_items for group in groups for layer in group.layers for piece in layer.pieces) > MAX_ITEMS:
+        logger.warning("HybridNixlConnector: too many tokens and heads to name them, so pages move whole")
+        groups = _groups(layout, pages, {})
     description = Description(
         PROTOCOL,
         place.engine,
@@ -108,7 +144,7 @@ def describe(
         place.tp_size,
         num_blocks,
         tuple(region.num_bytes for region in regions),
-        tuple(groups),
+        groups,
     )
     return description, regions
 
@@ -122,30 +158,49 @@ def _regions(caches: CanonicalKVCaches) -> tuple[Region, ...]:
     return tuple(found.values())
 
 
+def _groups(layout: CacheLayout, pages: Pages, orders: Mapping[str, PageOrder]) -> tuple[GroupDescription, ...]:
+    stored = iter(layout.groups)
+    groups = []
+    for index, spec in enumerate(layout.spec.groups):
+        if spec.kind is GroupKind.SCRATCH:
+            groups.append(GroupDescription(spec))
+            continue
+        layers = zip(layout.layers[index], next(stored).layers, strict=True)
+        groups.append(GroupDescription(spec, tuple(_layers(index, list(layers), pages, orders))))
+    return tuple(groups)
+
+
 def _layers(
-    caches: CanonicalKVCaches, group: int, prints: tuple[LayerFingerprint, ...], regions: tuple[Region, ...]
-) -> list[LayerDescription]:
-    numbers = {region.address: number for number, region in enumerate(regions)}
-    layers = []
-    for layer_idx, refs in itertools.groupby(caches.group_data_refs[group], key=lambda ref: ref.layer_idx):
-        pieces = []
-        for ref in refs:
-            view = caches.tensors[ref.tensor_idx].tensor
-            base = view.untyped_storage().data_ptr()
-            pieces.append(
-                Piece(
-                    region=numbers[base],
-                    offset_bytes=view.data_ptr() - base,
-                    block_stride_bytes=view.stride(0),
-                    item_bytes=ref.page_size_bytes,
-                )
-            )
-        layers.append(LayerDescription(prints[layer_idx].name, _format(prints[layer_idx]), tuple(pieces)))
-    return layers
+    group: int,
+    layers: Sequence[tuple[LayerLayout, LayerFingerprint]],
+    pages: Pages,
+    orders: Mapping[str, PageOrder],
+) -> Iterator[LayerDescription]:
+    """Of a group, those that share no page with one before them."""
+    for layer_idx, refs in itertools.groupby(pages.canonical.group_data_refs[group], key=lambda ref: ref.layer_idx):
+        (layer, known), uses = layers[layer_idx], list(refs)
+        order, cache = orders.get(layer.name), pages.kv_caches[layer.name]
+        parts, left_out = None, SAID_BY_PIECES
+        if sum(ref.page_size_bytes for ref in uses) == layer.page_bytes:
+            parts = layer_parts(layer, cache, order, pages.num_blocks, locator(pages.regions))
+        if parts is None:
+            total_heads = int(order is not None and order.is_shared)
+            left_out = frozenset()
+            parts = LayerParts(whole_format(cache), tuple(_whole(ref, pages, total_heads) for ref in uses))
+        words = "; ".join(f"{name} {value}" for name, value in sorted(known.facts.items()) if name not in left_out)
+        yield LayerDescription(layer.name, _short(f"{parts.item_format}; {words}"), parts.pieces)
 
 
-def _format(layer: LayerFingerprint) -> str:
-    return _short("; ".join(f"{name} {value}" for name, value in sorted(layer.facts.items())))
+def _whole(ref: CanonicalKVCacheRef, pages: Pages, total_heads: int) -> Piece:
+    view = pages.canonical.tensors[ref.tensor_idx].tensor
+    region, offset_bytes = locator(pages.regions)(view.data_ptr())
+    return Piece(
+        region=region,
+        offset_bytes=offset_bytes,
+        block_stride_bytes=view.stride(0),
+        item_bytes=ref.page_size_bytes,
+        total_heads=total_heads,
+    )
 
 
 def _short(text: str) -> str:

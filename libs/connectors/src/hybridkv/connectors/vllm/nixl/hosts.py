@@ -44,7 +44,7 @@ class AllowedHosts:
         address = _address(host)
         if address is None:
             return _folded(host) in self._names
-        return any(each.version == network.version and each in network for network in self._networks for each in address)
+        return any(address.version == network.version and address in network for network in self._networks)
 
 
 def default_hosts(*own: str | None) -> tuple[str, ...]:
@@ -53,14 +53,13 @@ def default_hosts(*own: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*LOOPBACK, *given)))
 
 
-def _address(host: str) -> tuple[_Address, ...] | None:
-    """An address, and the one that it stands for; None for a name."""
+def _address(host: str) -> _Address | None:
+    """An address, or the one that it stands for; None for a name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return None
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (address,) if mapped is None else (mapped,)
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _is_name(entry: str) -> bool:
@@ -71,7 +70,7 @@ def _is_name(entry: str) -> bool:
 def _is_any(host: str) -> bool:
     """Whether it is where one listens, and no place to go to."""
     address = _address(host)
-    return address is not None and address[0].is_unspecified
+    return address is not None and address.is_unspecified
 
 
 def _folded(name: str) -> str:

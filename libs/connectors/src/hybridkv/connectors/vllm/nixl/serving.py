@@ -193,7 +193,7 @@ class Serving:
         self._control.send(link, Accepted())
 
     def _holds(self, lease: Lease) -> str | None:
-        """The request whose lease holds. Who knows its nonce was told by a request that has finished, so if its plan is still
+        """The request whose lease holds. Who knows its nonce was told by a request that has finished: if its plan is still
         on the way from the scheduler, which keeps the blocks until it hears from here, the time begins now."""
         now_s = self._offer.clock()
         request_id = self._opened.pop(lease, None)

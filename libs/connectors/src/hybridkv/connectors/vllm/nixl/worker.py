@@ -23,6 +23,7 @@ from hybridkv.connectors.vllm.nixl.config import NixlConfig
 from hybridkv.connectors.vllm.nixl.describing import Place, describe, identity_facts
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan, WorkerAddress
+from hybridkv.connectors.vllm.nixl.page_parts import page_orders
 from hybridkv.connectors.vllm.nixl.reading import ReadOptions
 from hybridkv.connectors.vllm.nixl.serving import Offer
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
@@ -35,6 +36,7 @@ from hybridkv.peers.wire import NO_SECRET, Secret, WireLimits, read_secret
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
@@ -89,7 +91,11 @@ class NixlWorker:
         self._failures: dict[str, tuple[LoadFailure, ...]] = {}
 
     def register(
-        self, vllm_config: VllmConfig, kv_caches: Mapping[str, Any], num_blocks: int, environ: Mapping[str, str]
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        kv_caches: Mapping[str, Any],
+        environ: Mapping[str, str],
     ) -> None:
         """Takes the engine's KV tensors, and begins to listen.
 
@@ -100,7 +106,9 @@ class NixlWorker:
         name = f"{settings.engine_id[:64]}.{secrets.token_hex(8)}.{settings.rank}"
         facts = identity_facts(vllm_config, config, self._layout, kv_caches, environ)
         place = Place(name, settings.rank, settings.tp_size)
-        description, regions = describe(place, facts, self._layout, kv_caches, num_blocks)
+        orders = page_orders(vllm_config, kv_cache_config, self._layout)
+        num_blocks = kv_cache_config.num_blocks
+        description, regions = describe(place, facts, self._layout, kv_caches, num_blocks, orders)
         memory = RankMemory(regions, config.max_leases)
         description = msgspec.structs.replace(
             description, region_bytes=tuple(region.num_bytes for region in memory.regions)

@@ -1,0 +1,145 @@
+"""Which parts of a page a peer may address: tokens and heads where their order is known, else nothing but the whole.
+
+What a tensor's shape says is not enough. An attention backend may pack the tokens of its block its own way, as that of
+CPUs does with a head's; so tokens are told apart for backends of `cuts.DIVISIBLE_BACKENDS` alone, and heads for those
+and `HEADS_APART_BACKENDS`. States, packed and quantised pages, and whatever nobody here has tried, move whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from hybridkv.canonical import LayerLayout, LayoutError, Strides
+from hybridkv.canonical.torch_view import KVCache
+from hybridkv.connectors.vllm import compat, cuts, page_order
+from hybridkv.connectors.vllm.identity.worker_facts import element_order
+from hybridkv.connectors.vllm.layout import CacheLayout, layer_spec
+from hybridkv.peers.description import Piece
+from hybridkv.peers.pieces import AttentionDims, Locate, attention_piece
+from hybridkv.peers.ranks import head_share
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+HEADS_APART_BACKENDS = frozenset({"CPU_ATTN"})
+"""Attention backends that keep a head's K and V of a kernel block in a row, in an order of their own."""
+SHARED_SPECS = frozenset({"MLAAttentionSpec"})
+"""Exact classes whose pages are the same on every rank: latents, which no rank has a part of."""
+BLOCK_DIM, HEAD_DIM, TOKEN_DIM = 0, 1, page_order.TOKEN_DIM
+SAID_BY_PIECES = frozenset({"num_kv_heads"})
+"""Facts of a layer that a piece of heads says, for all ranks together."""
+
+
+class PageOrder(NamedTuple):
+    """What is known of a layer's pages besides its tensor.
+
+    Args:
+        backend: of its attention; it names the order where tokens are packed.
+        tokens_apart: one token after another, each of as many bytes.
+        heads_apart: one head's bytes of a kernel block never lie between another's of the same token.
+        is_shared: every rank has the same bytes.
+        num_heads: on this rank.
+        total_heads: of the model; 0 where that is not known.
+        block_tokens: of a block.
+    """
+
+    backend: str
+    tokens_apart: bool
+    heads_apart: bool
+    is_shared: bool
+    num_heads: int
+    total_heads: int
+    block_tokens: int
+
+
+class LayerParts(NamedTuple):
+    """How a layer is described: see `LayerDescription`."""
+
+    item_format: str
+    pieces: tuple[Piece, ...]
+
+
+def page_orders(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: CacheLayout) -> dict[str, PageOrder]:
+    """What is known of the pages of every layer that peers may read, in the worker: there its backend is known."""
+    built = compat.layers(vllm_config)
+    found = {}
+    for group, layers in zip(kv_cache_config.kv_cache_groups, layout.layers, strict=True):
+        for layer in layers:
+            spec = layer_spec(group, layer.name)
+            found[layer.name] = _page_order(vllm_config, spec, cuts.backend_name(built.get(layer.name)), layer)
+    return found
+
+
+def _page_order(vllm_config: VllmConfig, spec: KVCacheSpec, backend: str, layer: LayerLayout) -> PageOrder:
+    is_plain = cuts.is_divisible(spec, layer.page_bytes) and getattr(spec, "num_head_slots", None) is None
+    tokens_apart = is_plain and backend in cuts.DIVISIBLE_BACKENDS
+    heads_apart = is_plain and (tokens_apart or backend in HEADS_APART_BACKENDS)
+    num_heads = int(getattr(spec, "num_kv_heads", 0))
+    total_heads = _total_heads(vllm_config, num_heads) if heads_apart else 0
+    is_shared = type(spec).__name__ in SHARED_SPECS
+    return PageOrder(backend, tokens_apart, heads_apart, is_shared, num_heads, total_heads, spec.block_size)
+
+
+def _total_heads(vllm_config: VllmConfig, num_heads: int) -> int:
+    """Of the model, if this layer has its share of them. Layers of some models have other numbers of heads."""
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    share = head_share(total, vllm_config.parallel_config.tensor_parallel_size, 0) if total > 0 else None
+    return total if share is not None and share.num_heads == num_heads else 0
+
+
+def layer_parts(
+    layer: LayerLayout, cache: KVCache, order: PageOrder | None, num_blocks: int, locate: Locate
+) -> LayerParts | None:
+    """The layer as one piece of heads and tokens; None where it must be taken whole.
+
+    Args:
+        layer: whose tensor lies as `canonical` says.
+        cache: as the engine registers it.
+        order: what is known of its pages.
+        num_blocks: of the engine's pool.
+        locate: see `Locate`.
+    """
+    if order is None or not order.heads_apart or num_blocks < 2 or not isinstance(cache, torch.Tensor):
+        return None
+    if not page_order.has_token_dim(cache, layer) or cache.shape[HEAD_DIM] != order.num_heads:
+        return None
+    if cache.shape[BLOCK_DIM] * cache.shape[TOKEN_DIM] != num_blocks * order.block_tokens:
+        return None
+    dims = AttentionDims(BLOCK_DIM, HEAD_DIM, TOKEN_DIM if order.tokens_apart else None, order.total_heads)
+    try:
+        piece = attention_piece(layer.name, strides_of(cache), dims, num_blocks, locate)
+    except (LayoutError, ValueError):
+        # Its heads or tokens lie otherwise than such a piece can say: then nothing of it is cut.
+        return None
+    if piece.page_bytes != layer.page_bytes or (not order.tokens_apart and piece.rows.count != 1):
+        return None
+    packing = "one token after another" if order.tokens_apart else f"a head's tokens as {order.backend} packs them"
+    return LayerParts(f"{str(cache.dtype).removeprefix('torch.')}; {packing}", (piece,))
+
+
+def whole_format(cache: KVCache) -> str:
+    """The order of bytes in pages that are not cut: all that the tensor says of it."""
+    return f"whole; {element_order(cache)}"
+
+
+def strides_of(tensor: Any) -> Strides:
+    """A tensor as numbers."""
+    width = tensor.element_size()
+    address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * width
+    return Strides(address, width, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def locator(regions: Sequence[tuple[int, int]]) -> Locate:
+    """From addresses to regions, each of which is an address and a size."""
+
+    def locate(address: int) -> tuple[int, int]:
+        for number, (start, num_bytes) in enumerate(regions):
+            if start <= address < start + num_bytes:
+                return number, address - start
+        raise LayoutError(f"address {address} lies in no allocation")
+
+    return locate
