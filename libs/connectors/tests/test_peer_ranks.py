@@ -9,21 +9,18 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
+from peer_ranks import Engine, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens
 
-peer_ranks = pytest.importorskip("peer_ranks", reason="vLLM makes the messages of these tests")
-
-from peer_ranks import Engine, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens  # noqa: E402
-
-from hybridkv.connectors.vllm.nixl.memory import RankMemory  # noqa: E402
-from hybridkv.connectors.vllm.nixl.messages import StepPlan  # noqa: E402
-from hybridkv.metrics import PEER_FAILURES  # noqa: E402
-from hybridkv.peers.ranges import Ranges  # noqa: E402
-from hybridkv.peers.reads import Reason  # noqa: E402
-from hybridkv.peers.tables import offered  # noqa: E402
-from hybridkv.peers.testing.reference import ReferenceTransport, World  # noqa: E402
-from hybridkv.peers.transport import TransferId, Transport  # noqa: E402
-from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport  # noqa: E402
-from hybridkv.peers.wire import NO_SECRET  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.messages import StepPlan
+from hybridkv.metrics import PEER_FAILURES
+from hybridkv.peers.ranges import Ranges
+from hybridkv.peers.reads import Reason
+from hybridkv.peers.tables import offered
+from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.transport import TransferId, Transport
+from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
+from hybridkv.peers.wire import NO_SECRET
 
 Opener = Callable[[str], Transport]
 NUM_TOKENS = 23

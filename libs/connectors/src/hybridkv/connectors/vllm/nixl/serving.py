@@ -193,8 +193,11 @@ class Serving:
         self._control.send(link, Accepted())
 
     def _holds(self, lease: Lease) -> str | None:
-        """The request whose lease holds. Who knows its nonce was told by a request that has finished: if its plan is still
-        on the way from the scheduler, which keeps the blocks until it hears from here, the time begins now."""
+        """The request whose lease holds.
+
+        Who knows its nonce was told by a request that has finished. So if its plan is still on the way from the
+        scheduler, which keeps the blocks until it hears from here, the time begins now.
+        """
         now_s = self._offer.clock()
         request_id = self._opened.pop(lease, None)
         if request_id is not None:
