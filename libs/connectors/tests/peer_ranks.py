@@ -30,6 +30,7 @@ from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 
 NUM_BLOCKS, MAX_LEASES, ITEM_BYTES = 24, 8, 16
 WAIT_S = 120.0
+PATIENT = ReadBounds(WAIT_S, WAIT_S, WAIT_S, WAIT_S, WAIT_S)
 _starts = itertools.count()
 
 
@@ -64,7 +65,14 @@ class Side:
 class Rank:
     """One rank: its memory, a page of each group in a region of its own, and its agent."""
 
-    def __init__(self, side: Side, rank: int, open_transport: Callable[[str], Transport], verify: bool = True) -> None:
+    def __init__(
+        self,
+        side: Side,
+        rank: int,
+        open_transport: Callable[[str], Transport],
+        verify: bool = True,
+        bounds: ReadBounds = PATIENT,
+    ) -> None:
         self.side, self.rank = side, rank
         self.name = f"engine-{next(_starts)}.{rank}"
         heads, tokens = side.num_heads(rank), side.block_tokens
@@ -86,7 +94,7 @@ class Rank:
                 lease_s=1e5,
                 clock=time.monotonic,
             ),
-            ReadOptions(ReadBounds(WAIT_S, WAIT_S, WAIT_S, WAIT_S, WAIT_S), verify, time.monotonic),
+            ReadOptions(bounds, verify, time.monotonic),
             self.recorder,
         )
         self.results = Results()
@@ -135,8 +143,10 @@ class Engine:
     addresses: list[RankAddress] = field(default_factory=list)
 
     @staticmethod
-    def start(side: Side, open_transport: Callable[[str], Transport], verify: bool = True) -> Engine:
-        engine = Engine(side, [Rank(side, rank, open_transport, verify) for rank in range(side.tp_size)])
+    def start(
+        side: Side, open_transport: Callable[[str], Transport], verify: bool = True, bounds: ReadBounds = PATIENT
+    ) -> Engine:
+        engine = Engine(side, [Rank(side, rank, open_transport, verify, bounds) for rank in range(side.tp_size)])
         engine.addresses = [RankAddress(rank.agent.listen("127.0.0.1", 0), rank.name) for rank in engine.ranks]
         return engine
 

@@ -1,0 +1,108 @@
+"""However a read ends, it ends once, with its reason, and not while a byte of it may still be written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from peer_ranks import (
+    PATIENT,
+    WAIT_S,
+    Engine,
+    Side,
+    failures,
+    hand_over,
+    load,
+    tables_of,
+    write_prompt,
+    wrong_tokens,
+)
+
+from hybridkv.connectors.vllm.nixl.rank_read import RankRead
+from hybridkv.peers.reads import ReadBounds
+from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.transport import PENDING, RemoteId, TransferId, TransferState
+
+NUM_TOKENS = 23
+IMPATIENT = ReadBounds(connect_s=WAIT_S, read_s=0.05, check_s=WAIT_S, end_s=0.05, whole_s=WAIT_S)
+THERE, HERE = tables_of(Side(tp_size=2), NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
+
+
+class Endless(ReferenceTransport):
+    """No read ends, cancelled or not, before its peer is cut off."""
+
+    def __init__(self, name: str, world: World) -> None:
+        super().__init__(name, world)
+        self.cut: set[RemoteId] = set()
+
+    def detach(self, remote: RemoteId) -> None:
+        self.cut.add(remote)
+        super().detach(remote)
+
+    def poll(self, transfer: TransferId) -> TransferState:
+        return PENDING if self._is_going_on(transfer) else super().poll(transfer)
+
+    def release(self, transfer: TransferId) -> bool:
+        return not self._is_going_on(transfer) and super().release(transfer)
+
+    def _is_going_on(self, transfer: TransferId) -> bool:
+        return transfer in self._reads and self._reads[transfer][0] not in self.cut
+
+
+def pair(
+    consumers_transport: type[ReferenceTransport], bounds: ReadBounds, verify: bool = True
+) -> tuple[Engine, Engine]:
+    world = World()
+    producer = Engine.start(Side(tp_size=2), lambda name: ReferenceTransport(name, world))
+    consumer = Engine.start(Side(), lambda name: consumers_transport(name, world), verify, bounds)
+    write_prompt(producer, THERE, NUM_TOKENS)
+    return producer, consumer
+
+
+def test_a_transfer_that_does_not_end_is_cut_off_before_the_engine_hears_of_it() -> None:
+    producer, consumer = pair(Endless, IMPATIENT)
+    transport = consumer.ranks[0].transport
+    assert isinstance(transport, Endless)
+    load(consumer, "d", hand_over(producer, "p", THERE, NUM_TOKENS), HERE)
+    (failure,) = failures(consumer, "d")
+    assert failure is not None and failure.reason == "timeout" and "reading" in failure.detail
+    assert len(transport.cut) == 2 and not transport._reads
+    # What was cut off is connected to again.
+    transport.cut.clear()
+    consumer.close()
+    producer.close()
+
+
+def test_a_producer_that_goes_while_digests_are_waited_for_costs_one_load() -> None:
+    producer, consumer = pair(ReferenceTransport, PATIENT)
+    # Without a plan there are no digests, so the read waits.
+    load(consumer, "d", hand_over(producer, "p", THERE, NUM_TOKENS, is_planned=False), HERE)
+    consumer.ranks[0].until(lambda results: wrong_tokens(consumer, HERE, NUM_TOKENS) == [])
+    producer.close()
+    (failure,) = failures(consumer, "d")
+    # One that ends in order may still say that its leases have ended.
+    assert failure is not None and failure.reason in ("gone", "lease")
+    consumer.close()
+
+
+def test_a_bug_costs_its_own_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = pair(ReferenceTransport, PATIENT)
+    check = RankRead.check
+
+    def broken(self: RankRead, timeout_s: float) -> None:
+        if self._load.request_id == "d":
+            raise RuntimeError("a bug")
+        check(self, timeout_s)
+
+    monkeypatch.setattr(RankRead, "check", broken)
+    prompt: Any = hand_over(producer, "p", THERE, NUM_TOKENS)
+    load(consumer, "d", prompt, HERE)
+    (failure,) = failures(consumer, "d")
+    assert failure is not None and failure.reason == "other" and "a bug" in failure.detail
+    for rank in producer.ranks:
+        rank.until(lambda results: "p" in results.released)
+    load(consumer, "e", hand_over(producer, "q", THERE, NUM_TOKENS), HERE)
+    assert failures(consumer, "e") == [None]
+    assert wrong_tokens(consumer, HERE, NUM_TOKENS) == []
+    consumer.close()
+    producer.close()
