@@ -23,10 +23,13 @@ from hybridkv.peers.wire import (
     LeaseId,
     Message,
     MessageCodec,
+    Notice,
     Ping,
+    Question,
     Refused,
     Renew,
     Renewed,
+    Reply,
     WireError,
     WireLimits,
     pack_columns,
@@ -58,6 +61,9 @@ messages = st.one_of(
     st.builds(Renew, lease),
     st.builds(Renewed, lease, st.floats(0, 1e9)),
     st.builds(Done, lease, st.booleans()),
+    st.builds(Question, natural, st.binary(max_size=500)),
+    st.builds(Reply, natural, st.binary(max_size=500)),
+    st.builds(Notice, st.binary(max_size=500)),
     st.builds(Ping),
 )
 
