@@ -13,12 +13,16 @@
 from hybridkv.tiers.peer.courier import Answered, Courier, Lost
 from hybridkv.tiers.peer.index import PeerIndex
 
+from hybridkv.tiers.peer.leases import LeaseCounts, PeerLeases, Shelf
 from hybridkv.tiers.peer.options import PeerOptions
 
 __all__ = [
     "Answered",
     "Courier",
+    "LeaseCounts",
     "Lost",
     "PeerIndex",
+    "PeerLeases",
     "PeerOptions",
+    "Shelf",
 ]
