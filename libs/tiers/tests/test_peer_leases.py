@@ -79,7 +79,7 @@ def test_a_lease_ends_by_itself_and_a_question_renews_it() -> None:
 
 
 def test_a_peer_that_leaves_holds_nothing_up_and_another_keeps_its_own() -> None:
-    world = World()
+    world = World(leased_share=0.5)
     a, b = world.keys[:2]
     world.leases.answer(ONE, [a, b])
     world.leases.answer(OTHER, [b])

@@ -7,6 +7,8 @@ import msgspec
 from hybridkv.tiers.errors import TierConfigurationError
 
 MAX_PEERS = 256
+MAX_KEYS = 4096
+"""Of one message. A longer one is several."""
 
 
 class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +39,12 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     # Bytes.
     load_timeout_s: float = 30.0
-    staging_bytes: int = 64 << 20
-    """Loads that are under way at one time, in one rank. A chunk that is larger is read by itself."""
+    reach_timeout_s: float = 5.0
+    """A load waits for so long for a connection to its peer."""
+    reading_bytes: int = 256 << 20
+    """That are on their way to one rank at one time. A chunk that is larger is read by itself."""
+    max_reads: int = 64
+    """Chunks that are."""
     max_waiting: int = 4096
     """Loads that wait for their turn. One more is BUSY."""
 
@@ -47,5 +53,7 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise TierConfigurationError(name, "a number > 0", value)
+        if self.max_asked > MAX_KEYS:
+            raise TierConfigurationError("max_asked", f"at most {MAX_KEYS}, which is one message", self.max_asked)
         if self.leased_share > 1:
             raise TierConfigurationError("leased_share", "at most 1", self.leased_share)
