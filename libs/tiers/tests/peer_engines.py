@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from hybridkv.hashing import Fingerprint
 from hybridkv.peers.transport.tcp import TcpTransport
 from hybridkv.peers.wire import Secret
-from hybridkv.tiers import Key, Slot, Ticket, TierConfigurationError
-from hybridkv.tiers.peer import Neighbourhood, PeerIndex, PeerMedium, PeerOptions, open_index, open_medium
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import FailureReason, Key, Slot, Ticket, TierConfigurationError
+from hybridkv.tiers.peer import Neighbourhood, PeerIndex, PeerMedium, PeerMessenger, PeerOptions, open_index, open_medium
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.testing.copying import CopyingMedium
 
 GRANULE_BYTES = 1024
+CHUNK_BYTES = 4096
 SECRET = Secret(b"a secret that all peers know")
 TIMEOUT_S = 60.0
 OPTIONS = PeerOptions(retry_s=0.05)
@@ -45,6 +47,32 @@ def free_port() -> int:
         except OSError:
             continue
         return port
+
+
+def chunk_bytes(seed: int, num_bytes: int = CHUNK_BYTES) -> bytes:
+    """Bytes that tell which chunk they are of."""
+    return bytes((seed + 31 * position) % 251 for position in range(num_bytes))
+
+
+def found(asker: Engine, *keys: Key) -> list[LookupResult]:
+    """What its peers say."""
+    until(asker.messenger.ready)
+    asker.index.ask(keys, 1e12)
+    until(lambda: not asker.index.any_pending(keys))
+    return [asker.index.lookup(key) for key in keys]
+
+
+def load(asker: Engine, key: Key, num_bytes: int = CHUNK_BYTES) -> bytes | FailureReason:
+    """Its bytes, by way of the engine's own memory."""
+    far, near = asker.index.pin(key), asker.ram.reserve(key, num_bytes)
+    assert far is not None and isinstance(near, Slot)
+    views = asker.arena.views(near)
+    asker.medium.load(Ticket(1), key, far, views)
+    assert asker.medium.drain(TIMEOUT_S)
+    [completion] = asker.medium.poll()
+    asker.index.unpin(key)
+    asker.ram.abort(key)
+    return b"".join(views) if completion.failure is None else completion.failure.reason
 
 
 class Engine:
@@ -92,6 +120,13 @@ class Engine:
         assert completion.failure is None
         assert self.ram.commit(key)
         return slot
+
+    @property
+    def messenger(self) -> PeerMessenger:
+        """What carries the index's questions."""
+        courier = self.index._courier
+        assert isinstance(courier, PeerMessenger)
+        return courier
 
     def close(self) -> None:
         self.index.close()

@@ -10,7 +10,7 @@ import pytest
 
 pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 
-from peer_engines import OPTIONS, Engine, until  # noqa: E402
+from peer_engines import OPTIONS, Engine, found, load, until  # noqa: E402
 
 from hybridkv.peers.wire import Secret  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
@@ -124,7 +124,7 @@ class TestPeerIndexOverLoopback(ReadOnlyConformance):
             holder.put(key, chunk_bytes(1, CHUNK_BYTES))
         asker = Engine([holder.port], clock=self.now_s)
         self.made += [holder, asker]
-        gate, answering, hearing = threading.Event(), holder.index._courier, asker.index._courier
+        gate, answering, hearing = threading.Event(), holder.messenger, asker.messenger
         self.gates.append(gate)
         answer, ask, reply = answering.leases.answer, hearing.ask, hearing.reply  # type: ignore[attr-defined]
         self.num_asked = self.num_heard = 0
@@ -180,34 +180,13 @@ def engine() -> Iterator[object]:
         each.close()
 
 
-def found(asker: Engine, *keys: Key) -> list[LookupResult]:
-    """What its peers say."""
-    until(asker.index._courier.ready)
-    asker.index.ask(keys, 1e12)
-    until(lambda: not asker.index.any_pending(keys))
-    return [asker.index.lookup(key) for key in keys]
-
-
-def load(asker: Engine, key: Key, num_bytes: int = CHUNK_BYTES) -> bytes | FailureReason:
-    """Its bytes, by way of the engine's own memory."""
-    far, near = asker.index.pin(key), asker.ram.reserve(key, num_bytes)
-    assert far is not None and isinstance(near, Slot)
-    views = asker.arena.views(near)
-    asker.medium.load(FIRST, key, far, views)
-    assert asker.medium.drain(60.0)
-    [completion] = asker.medium.poll()
-    asker.index.unpin(key)
-    asker.ram.abort(key)
-    return b"".join(views) if completion.failure is None else completion.failure.reason
-
-
 def test_engines_give_each_other_what_they_hold(engine: MakeEngine) -> None:
     first = engine()
     second = engine([first.port])
     third = engine([first.port, second.port])
     first.put(A, chunk_bytes(1, CHUNK_BYTES))
     second.put(B, chunk_bytes(2, CHUNK_BYTES))
-    until(lambda: len(third.index._courier.ready()) == 2)
+    until(lambda: len(third.messenger.ready()) == 2)
     assert found(third, A, B, C) == [HIT, HIT, MISS]
     assert [load(third, key) for key in (A, B)] == [chunk_bytes(1, CHUNK_BYTES), chunk_bytes(2, CHUNK_BYTES)]
     assert found(second, A, B) == [HIT, MISS], "what it holds itself is its host memory's to say"
@@ -215,7 +194,7 @@ def test_engines_give_each_other_what_they_hold(engine: MakeEngine) -> None:
 
 
 def test_a_chunk_in_pieces_comes_whole_into_pieces(engine: MakeEngine) -> None:
-    holder = engine(capacity_bytes=16 * 1024)
+    holder = engine(capacity_bytes=16 * 1024, options=PeerOptions(leased_share=1.0))
     asker = engine([holder.port], capacity_bytes=16 * 1024)
     for made in (holder, asker):
         for number in range(16):
@@ -244,19 +223,19 @@ def test_what_is_being_read_is_not_evicted_and_goes_afterwards(engine: MakeEngin
 
 
 def test_what_was_withdrawn_and_overwritten_is_a_failure_and_no_wrong_bytes(engine: MakeEngine) -> None:
-    holder = engine(capacity_bytes=CHUNK_BYTES)
+    holder = engine(capacity_bytes=CHUNK_BYTES, options=PeerOptions(leased_share=1.0))
     asker = engine([holder.port])
     for change in ("withdrawn", "another", "torn"):
-        holder.ram.clear()
-        holder.index._courier.leases.leave(next(iter(holder.index._courier.leases._live), (0, b""))[0])  # type: ignore[attr-defined]
-        holder.index._courier.leases.settle()  # type: ignore[attr-defined]
-        slot = holder.put(A, chunk_bytes(1, CHUNK_BYTES))
         asker.index.clear()
+        until(lambda: not len(holder.messenger.leases))
+        holder.ram.clear()
+        slot = holder.put(A, chunk_bytes(1, CHUNK_BYTES))
         assert found(asker, A) == [HIT]
         if change == "withdrawn":
             holder.arena.discard(slot)
         elif change == "another":
             holder.copying.store(FIRST, B, slot, [chunk_bytes(2, CHUNK_BYTES)])
+            assert holder.copying.poll() == [Completion(FIRST)]
         else:
             holder.arena.views(slot)[0][7] ^= 1
         expected = {"withdrawn": "MISSING", "another": "WRONG_KEY", "torn": "CHECKSUM"}[change]
@@ -271,7 +250,7 @@ def test_another_model_is_refused_and_what_differs_is_said(
     other, like = engine([holder.port], model="another"), engine([holder.port])
     assert found(like, A) == [HIT]
     until(lambda: "model.name" in caplog.text)
-    assert other.index._courier.ready() == []
+    assert other.messenger.ready() == []
     other.index.ask([A], 1e12)
     assert other.index.lookup(A) is MISS
 
@@ -281,7 +260,7 @@ def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: 
     stranger = engine([holder.port], secret=Secret(b"a secret that nobody else knows"))
     until(lambda: "secret" in caplog.text)
     stranger.index.ask([A], 1e12)
-    assert stranger.index.lookup(A) is MISS and stranger.index._courier.ready() == []
+    assert stranger.index.lookup(A) is MISS and stranger.messenger.ready() == []
 
 
 def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
@@ -294,7 +273,7 @@ def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
 
 def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: MakeEngine) -> None:
     holder = engine()
-    asker = engine([holder.port])
+    asker = engine([holder.port], options=PeerOptions(retry_s=0.05, reach_timeout_s=0.05))
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
     assert found(asker, A) == [HIT]
     far = asker.index.pin(A)
@@ -306,6 +285,7 @@ def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: Mak
     [completion] = asker.medium.poll()
     assert completion.failure is not None and completion.failure.reason is FailureReason.IO
     asker.index.unpin(A)
+    until(lambda: not asker.messenger.ready())
     again = engine(port=holder.port)
     again.put(A, chunk_bytes(4, CHUNK_BYTES))
     assert found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(4, CHUNK_BYTES)
