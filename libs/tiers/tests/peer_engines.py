@@ -12,7 +12,15 @@ from hybridkv.peers.transport.tcp import TcpTransport
 from hybridkv.peers.wire import Secret
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Key, Slot, Ticket, TierConfigurationError
-from hybridkv.tiers.peer import Neighbourhood, PeerIndex, PeerMedium, PeerMessenger, PeerOptions, open_index, open_medium
+from hybridkv.tiers.peer import (
+    Neighbourhood,
+    PeerIndex,
+    PeerMedium,
+    PeerMessenger,
+    PeerOptions,
+    open_index,
+    open_medium,
+)
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.testing.copying import CopyingMedium
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 
-from peer_engines import OPTIONS, Engine, found, load, until  # noqa: E402
+from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load, until  # noqa: E402
 
 from hybridkv.peers.wire import Secret  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
@@ -24,7 +24,7 @@ from hybridkv.tiers import (  # noqa: E402
     TierIndex,
     TierMedium,
 )
-from hybridkv.tiers.peer import PeerOptions  # noqa: E402
+from hybridkv.tiers.peer import Neighbourhood, PeerOptions, open_index  # noqa: E402
 from hybridkv.tiers.peer.places import at_peer  # noqa: E402
 from hybridkv.tiers.ram import RamIndex  # noqa: E402
 from hybridkv.tiers.testing.conformance import (  # noqa: E402
@@ -329,10 +329,6 @@ def test_a_load_from_an_unknown_peer_ends(engine: MakeEngine) -> None:
 
 
 def test_an_address_that_is_taken_is_refused(engine: MakeEngine) -> None:
-    from hybridkv.tiers.peer import Neighbourhood, open_index
-
-    from peer_engines import SECRET, fingerprint
-
     taken = engine()
     near = Neighbourhood(SECRET, ("127.0.0.1", taken.port), (), lambda name: pytest.fail("no bytes are moved"))
     with pytest.raises(TierConfigurationError) as caught:

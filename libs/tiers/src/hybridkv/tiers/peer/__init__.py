@@ -1,4 +1,4 @@
-"""What other engines hold in host memory, as a slower tier: asked for by key, read by whoever needs it, never stored to.
+"""What other engines hold in host memory, as a slower tier: asked for by key, read when needed, never stored to.
 
     index.py     what peers answered: the scheduler's half of who asks
     leases.py    what peers were promised: the scheduler's half of who is asked

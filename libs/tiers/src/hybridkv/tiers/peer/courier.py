@@ -23,7 +23,7 @@ class Answered(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A peer that was ready is not any more: what it was asked will not be answered, and nothing stays for this side."""
+    """A peer that was ready is not any more: what it was asked is not answered, and nothing stays for this side."""
 
     peer: int
     heard_s: float

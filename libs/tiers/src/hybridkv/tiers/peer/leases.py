@@ -1,11 +1,11 @@
 """What peers were told that this engine holds, and for how long it stays: the scheduler's half of who is asked.
 
-Peers ask at any time, also while the engine does nothing, and the index belongs to the engine's thread. So a question is
-answered on the thread that it arrives on, which looks at the index's table and changes nothing in it; the pin that goes
-with the answer is made by the engine's thread, before it takes space for anything else: `settle`, which the index of
-host memory calls first in each reservation. Nothing is evicted but by a reservation, so that is soon enough. A chunk
-that left between the look and the pin is one whose lease nobody keeps: its reader finds another seal, or none, and a
-digest that is not that of the bytes. No lease is needed for what is read to be right, only for reading it to be of use.
+Peers ask at any time, also while the engine does nothing, and the index belongs to the engine's thread. So a question
+is answered on the thread that it arrives on, which looks at the index's table and changes nothing in it; the pin that
+goes with the answer is made by the engine's thread, before it takes space for anything else: `settle`, which the index
+of host memory calls first in each reservation. Nothing is evicted but by a reservation, so that is soon enough. A chunk
+that left between the look and the pin is one whose lease nobody keeps: its reader finds another seal, or none, or a
+digest that is not that of the bytes. No lease is needed for what is read to be right, only for it to be of use.
 """
 
 from __future__ import annotations

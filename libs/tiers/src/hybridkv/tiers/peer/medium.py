@@ -1,9 +1,9 @@
 """Reads chunks from peers' memory: a rank's half of a tier of peers. Also lets their ranks read this one's.
 
-Bytes come by a `Transport`, straight to where they belong if that is registered memory, and past it if not. What came is
-good if its digest is the one under which the peer sealed the chunk: so a slot that was given to another chunk while it
-was read, a torn read and a peer that lies are a failed load, whatever the peer promised. One thread makes every call of
-the transport; callers leave loads and take completions.
+Bytes come by a `Transport`, straight to where they belong if that is registered memory, and past it if not. What came
+is good if its digest is the one under which the peer sealed the chunk: so a slot that was given to another chunk while
+it was read, a torn read and a peer that lies are a failed load, whatever the peer promised. One thread makes every call
+of the transport; callers leave loads and take completions.
 """
 
 from __future__ import annotations

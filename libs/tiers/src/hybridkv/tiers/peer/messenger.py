@@ -11,12 +11,10 @@ from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.peer import words
 from hybridkv.tiers.peer.courier import Answered, Lost
 from hybridkv.tiers.peer.leases import PeerLeases
-from hybridkv.tiers.peer.node import Address, Node
+from hybridkv.tiers.peer.node import Address, Ears, Node, Presence
 from hybridkv.tiers.peer.options import MAX_KEYS, PeerOptions
 
 CLOSE_S = 2.0
-NO_DATA = ("", b"")
-"""A scheduler has no memory that is read."""
 
 
 class PeerMessenger:
@@ -43,7 +41,7 @@ class PeerMessenger:
         self.news: deque[Answered | Lost] = deque()
         self.leases = leases
         self._clock = clock
-        self._node = Node(loop, about, NO_DATA, self, self, peers, options.retry_s, clock)
+        self._node = Node(loop, Presence(about), Ears(self, self), peers, options.retry_s, clock)
         # So that the first question finds somebody.
         self._node.ready()
 

@@ -50,6 +50,23 @@ class Asking(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What a process tells its peers of itself. `transport` and `capability` are of its memory, if any may be read."""
+
+    about: About
+    transport: str = ""
+    capability: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """Who hears what peers say."""
+
+    asked: Asked
+    asking: Asking
+
+
 @dataclass(slots=True)
 class _Peer:
     link: LinkId | None = None
@@ -64,10 +81,8 @@ class Node:
 
     Args:
         loop: control connections.
-        about: what this process is.
-        data: (transport, capability) of its memory; empty for one that has none.
-        asked: answers questions.
-        asking: hears answers.
+        presence: what this process is.
+        ears: who hears what peers say.
         peers: where each listens; a peer's number is its place.
         retry_s: how long a peer that is not to be had is left alone.
         clock: seconds.
@@ -76,19 +91,16 @@ class Node:
     def __init__(
         self,
         loop: ControlLoop,
-        about: About,
-        data: tuple[str, bytes],
-        asked: Asked,
-        asking: Asking,
+        presence: Presence,
+        ears: Ears,
         peers: Sequence[Address],
         retry_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._loop = loop
-        self._about = about
-        self._describe = Describe(words.encode_about(about), *data)
-        self._asked = asked
-        self._asking = asking
+        self._about = presence.about
+        self._describe = Describe(words.encode_about(presence.about), presence.transport, presence.capability)
+        self._asked, self._asking = ears.asked, ears.asking
         self._addresses = tuple(peers)
         self._retry_s = retry_s
         self._clock = clock

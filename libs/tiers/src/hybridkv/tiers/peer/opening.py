@@ -18,7 +18,7 @@ from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium
 from hybridkv.tiers.peer.messenger import CLOSE_S, PeerMessenger
-from hybridkv.tiers.peer.node import Address, Node
+from hybridkv.tiers.peer.node import Address, Ears, Node, Presence
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.reading import Post, Reading
 from hybridkv.tiers.peer.seals import RankSeals
@@ -102,8 +102,9 @@ def open_medium(
 
         def make_reading(post: Post) -> Reading:
             reading = Reading(transport, view, options, clock, post)
-            data = (transport.name, transport.register([Region(memory.base_address, memory.capacity_bytes)]))
-            node = Node(loop, about, data, RankSeals(memory), reading, peers, options.retry_s, clock)
+            capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
+            presence, ears = Presence(about, transport.name, capability), Ears(RankSeals(memory), reading)
+            node = Node(loop, presence, ears, peers, options.retry_s, clock)
             reading.node = node
             _listen(node.listen, address)
             return reading

@@ -219,13 +219,15 @@ class Reading:
         if failure is None:
             assert load.seal is not None
             state, sealed = load.seal
-            views = load.views if load.past is None else [memoryview(load.past)]
+            views = load.views if load.past is None else [load.past.data]
             if state != words.SEALED:
                 is_another = state == words.ANOTHER
                 reason = FailureReason.WRONG_KEY if is_another else FailureReason.MISSING
                 failure = Failure(reason, f"the peer holds {load.key.hex()} no more")
             elif (digest := view_digest()(views)) != sealed:
-                failure = Failure(FailureReason.CHECKSUM, f"the bytes of {load.key.hex()} are not those that were sealed")
+                failure = Failure(
+                    FailureReason.CHECKSUM, f"the bytes of {load.key.hex()} are not those that were sealed"
+                )
         if load.past is not None:
             self._transport.deregister([load.past_region])
             if failure is None:
@@ -304,12 +306,13 @@ def _ranges(local: Sequence[tuple[int, int, int]], remote: Sequence[tuple[int, i
     pieces = iter(remote)
     start, left = 0, 0
     for region, offset, num_bytes in local:
-        while num_bytes:
+        done = 0
+        while done < num_bytes:
             if not left:
                 start, left = next(pieces)
-            size = min(left, num_bytes)
-            rows.append((region, offset, MEMORY_REGION, start, size))
-            offset, num_bytes, start, left = offset + size, num_bytes - size, start + size, left - size
+            size = min(left, num_bytes - done)
+            rows.append((region, offset + done, MEMORY_REGION, start, size))
+            done, start, left = done + size, start + size, left - size
     return Ranges.of(rows)
 
 

@@ -6,6 +6,7 @@ fit is a `WireError`, which ends the connection. Many of anything travel as colu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -158,9 +159,9 @@ def unpack_keys(keys: bytes, ends: bytes) -> list[Key]:
     """`WireError` where these are not so many keys within the limits."""
     (column,) = unpack_columns(ends, 1, MAX_KEYS)
     places = [0, *column.tolist()]
-    if places[-1] != len(keys) or any(not 0 < b - a <= MAX_KEY_BYTES for a, b in zip(places, places[1:], strict=False)):
+    if places[-1] != len(keys) or any(not 0 < b - a <= MAX_KEY_BYTES for a, b in itertools.pairwise(places)):
         raise WireError(CloseReason.MALFORMED, "keys: their ends do not fit")
-    return [keys[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [keys[a:b] for a, b in itertools.pairwise(places)]
 
 
 def found(slots: Sequence[Slot | None], lease_s: float) -> Found:

@@ -37,7 +37,7 @@ class RamIndex(KeyLedger[SlotEntry]):
         self._cost = lru_cache(_MAX_SIZES)(partial(_in_granules, granule_bytes))
         self._leftovers = Leftovers()
         self.before_reserving: Callable[[], None] | None = None
-        """Called before space is taken, which alone evicts: for whoever reads from elsewhere and has something to pin."""
+        """Called before space is taken, which alone evicts, for whoever has something to pin that peers read."""
 
     def find(self, key: Key) -> Slot | None:
         """Where a committed key lies. Also for other threads, to whom it may not be true any more when they hear it."""
