@@ -18,6 +18,7 @@ _CHOICES = {
     "load": '"async" or "sync"',
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
+    "transport": '"auto", "nixl" or "tcp"',
     "cascade": '"all" or "nothing"; of peers "nothing"',
     "weights_digest": '"sampled", "full", or your own name for these weights',
     "identity_ignores": "a list of names of facts",
