@@ -279,27 +279,35 @@ class PeerIndex:
 
     def lookup(self, key: Key) -> LookupResult:
         self._hear()
+        return self._answer(key)
+
+    def _answer(self, key: Key) -> LookupResult:
         answer = self._known.lookup(key)
         if answer is _MISS and (asked := self._asked.get(key)) and asked.deadline_s != _OVER_S:
             return _PENDING
         return answer
 
     def leading(self, keys: Iterable[Key]) -> int:
+        self._hear()
         held = 0
         for key in keys:
-            if self.lookup(key) is _MISS:
+            if self._answer(key) is _MISS:
                 break
             held += 1
         return held
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
+        self._hear()
+        if not self._asked and not self._known.num_keys:
+            return None
         for place in range(len(keys) - 1, -1, -1):
-            if self.lookup(keys[place]) is not _MISS:
+            if self._answer(keys[place]) is not _MISS:
                 return place
         return None
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
-        return any(self.lookup(key) is _PENDING for key in keys)
+        self._hear()
+        return any(self._answer(key) is _PENDING for key in keys)
 
     def touch(self, keys: Iterable[Key]) -> None:
         self._known.touch(keys)
