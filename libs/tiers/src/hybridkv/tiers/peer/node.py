@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 Address: TypeAlias = tuple[str, int]
 
+MISFIT_RETRIES = 60
+"""A peer that does not fit is left alone for so many times as long as one that is not there: it may be made to fit."""
+MAX_SAID = 64
+"""Differences of those that connect here, of which the log has a line each."""
+
 
 class Asked(Protocol):
     """What answers peers that connect here. Called on the loop's thread; a `WireError` ends that connection."""
@@ -72,6 +77,7 @@ class _Peer:
     link: LinkId | None = None
     is_ready: bool = False
     retry_s: float = 0.0
+    is_misfit: bool = False
     said: str = ""
     """Why it could not be had, as it was logged last."""
 
@@ -106,6 +112,7 @@ class Node:
         self._clock = clock
         self._lock = threading.Lock()
         self._peers = [_Peer() for _ in peers]
+        self._misfits: set[str] = set()
         self._guests: dict[LinkId, bool] = {}
         """Connections that came, and whether each has described itself."""
 
@@ -168,38 +175,44 @@ class Node:
     def _said(self, number: int, link: LinkId, message: Message) -> None:
         peer = self._peers[number]
         if isinstance(message, Describe) and not peer.is_ready:
-            if self._fits(link, message, f"peer {number}"):
+            differs = self._refuse(link, message)
+            if differs is not None:
+                peer.is_misfit = True
+                self._complain(number, differs)
+            else:
                 self._asking.found(number, message)
                 with self._lock:
                     peer.is_ready, peer.said = True, ""
         elif isinstance(message, Reply) and peer.is_ready:
             self._asking.reply(number, message.request, message.body)
         elif isinstance(message, Refused):
-            self._complain(number, f"{message.field}: there {message.ours}, here {message.theirs}")
+            peer.is_misfit = True
+            self._complain(number, _words(message.field, message.theirs, message.ours))
             self._loop.end(link, CloseReason.DONE)
         else:
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
 
-    def _fits(self, link: LinkId, message: Describe, who: str) -> bool:
-        """Whether the other side is another engine's like process. If not it is told, and left."""
+    def _refuse(self, link: LinkId, message: Describe) -> str | None:
+        """None if the other side is another engine's like process. If not it is told, and left: in what it differs."""
         theirs = words.decode_about(message.description)
         differs = words.difference(self._about, theirs)
         if differs is None and self._describe.transport != message.transport:
             differs = ("transport", self._describe.transport, message.transport)
         if differs is None:
-            return True
-        field, mine, other = differs
-        logger.warning("%s does not fit: %s: here %s, there %s", who, field, mine, other)
-        self._loop.send(link, Refused(field, mine, other))
+            return None
+        self._loop.send(link, Refused(*differs))
         self._loop.end(link, CloseReason.DONE)
-        return False
+        return _words(*differs)
 
     def _closed(self, number: int, link: LinkId, reason: CloseReason) -> None:
         with self._lock:
             peer = self._peers[number]
-            was_ready = peer.is_ready
-            peer.link, peer.is_ready, peer.retry_s = None, False, self._clock() + self._retry_s
-        self._complain(number, f"the connection ended: {reason}")
+            was_ready, was_misfit = peer.is_ready, peer.is_misfit
+            pause_s = self._retry_s * (MISFIT_RETRIES if was_misfit else 1)
+            peer.link, peer.is_ready, peer.is_misfit = None, False, False
+            peer.retry_s = self._clock() + pause_s
+        if not was_misfit and reason is not CloseReason.DONE:
+            self._complain(number, f"the connection ended: {reason}")
         if was_ready:
             self._asking.lost(number)
 
@@ -219,7 +232,11 @@ class Node:
     def _guest_said(self, link: LinkId, message: Message) -> None:
         is_known = self._guests.get(link, False)
         if isinstance(message, Describe) and not is_known:
-            self._guests[link] = self._fits(link, message, "a peer that connected here")
+            differs = self._refuse(link, message)
+            self._guests[link] = differs is None
+            if differs is not None and differs not in self._misfits and len(self._misfits) < MAX_SAID:
+                self._misfits.add(differs)
+                logger.warning("a peer that connected here does not fit: %s", differs)
         elif isinstance(message, Question) and is_known:
             self._loop.send(link, Reply(message.request, self._asked.question(link, message.body)))
         elif isinstance(message, Notice) and is_known:
@@ -230,3 +247,7 @@ class Node:
     def _guest_left(self, link: LinkId, _: CloseReason) -> None:
         self._guests.pop(link, None)
         self._asked.left(link)
+
+
+def _words(field: str, ours: str, theirs: str) -> str:
+    return f"{field} is {ours} here and {theirs} there"
