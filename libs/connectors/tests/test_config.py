@@ -4,6 +4,7 @@ from hybridkv.connectors.config import OffloadConfig, RamTierConfig, decode_conf
 from hybridkv.connectors.errors import ConfigurationError
 
 RAM = {"type": "ram", "capacity": "4GiB"}
+PEER = {"type": "peer", "listen": "127.0.0.1:14700"}
 DISK = {"type": "disk", "path": "/cache", "capacity": "1GiB"}
 
 
@@ -57,6 +58,13 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [RAM, RAM]}, "tiers[1].type", "no other tier has", '"ram"', "tiers[0] is one"),
         ({"tiers": [RAM, DISK, RAM]}, "tiers[2].type", "no other tier has", '"ram"', "tiers[0] is one"),
         ({"tiers": [RAM, DISK, DISK]}, "tiers[2].type", "no other tier has", '"disk"', "tiers[1] is one"),
+        ({"tiers": [RAM, {**PEER, "listen": "here"}]}, "tiers[1].listen", "HOST:PORT", "'here'", "10.0.0.1:14700"),
+        ({"tiers": [RAM, {**PEER, "listen": "::1:80"}]}, "tiers[1].listen", "HOST:PORT", "'::1:80'", "brackets"),
+        ({"tiers": [RAM, {**PEER, "peers": ["a:1", "b:0"]}]}, "tiers[1].peers[1]", "HOST:PORT", "'b:0'", "14700"),
+        ({"tiers": [RAM, {**PEER, "peers": ["a:1"] * 65}]}, "tiers[1].peers", "at most 64 peers", "65", "every prompt"),
+        ({"tiers": [RAM, {**PEER, "cascade": "all"}]}, "tiers[1].cascade", '"nothing"', "'all'", "configuration.md"),
+        ({"tiers": [RAM, {"type": "peer"}]}, "tiers[1].listen", "a value", "nothing", 'add "listen"'),
+        ({"tiers": [RAM, {**PEER, "transport": "udp"}]}, "tiers[1].transport", '"auto"', "'udp'", "configuration.md"),
         ({"tiers": [DISK]}, "tiers", 'a "ram" tier first', '"disk"', "passes through host memory"),
         ({"tiers": [DISK, RAM]}, "tiers", 'a "ram" tier first', '"disk", "ram"', "passes through host memory"),
         ({"tiers": [RAM, DISK | {"cascade": "some"}]}, "tiers[1].cascade", '"nothing"', "'some'", "configuration.md"),

@@ -23,10 +23,13 @@ from hybridkv.peers.wire import (
     Done,
     Message,
     MessageCodec,
+    Notice,
     Ping,
+    Question,
     Refused,
     Renew,
     Renewed,
+    Reply,
     WireError,
     WireLimits,
     pack_columns,
@@ -61,6 +64,9 @@ messages = st.one_of(
     st.integers(1, 1024).flatmap(
         lambda count: st.builds(Done, lease, st.booleans(), st.integers(0, count - 1), st.just(count))
     ),
+    st.builds(Question, natural, st.binary(max_size=500)),
+    st.builds(Reply, natural, st.binary(max_size=500)),
+    st.builds(Notice, st.binary(max_size=500)),
     st.builds(Ping),
 )
 

@@ -18,10 +18,12 @@ _CHOICES = {
     "load": '"async" or "sync"',
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
-    "cascade": '"all" or "nothing"',
+    "transport": '"auto", "nixl" or "tcp"',
+    "cascade": '"all" or "nothing"; of peers "nothing"',
     "weights_digest": '"sampled", "full", or your own name for these weights',
     "identity_ignores": "a list of names of facts",
 }
+MAX_PEERS = 64
 ASK_TIMEOUT_S = 1.0
 """How long a tier that answers late has for it, where the operator does not say."""
 _SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
@@ -67,7 +69,25 @@ class DiskTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="disk"
     direct: bool | Literal["auto"] = "auto"
 
 
-TierConfig = RamTierConfig | DiskTierConfig
+class PeerTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="type", tag="peer"):
+    """Host memory of other engines, which are asked for what they hold, and are let read this one's.
+
+    Args:
+        listen: "HOST:PORT", where this engine's scheduler is asked; rank n is at the port behind it plus n.
+        peers: where others listen. One's own address among them is passed over.
+        secret_file: holds what all of them must know before one tells another anything. Without one only the loopback
+            is listened on and connected to.
+        transport: "nixl", "tcp", or "auto": nixl where it is installed; the same on all of them.
+    """
+
+    listen: str
+    peers: tuple[str, ...] = ()
+    secret_file: str | None = None
+    transport: Literal["auto", "nixl", "tcp"] = "auto"
+    cascade: Literal["nothing"] = "nothing"
+
+
+TierConfig = RamTierConfig | DiskTierConfig | PeerTierConfig
 _TIER_TYPES: dict[str, type[msgspec.Struct]] = {str(kind.__struct_config__.tag): kind for kind in get_args(TierConfig)}
 
 
@@ -115,6 +135,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def disk(self) -> DiskTierConfig | None:
         """The tier on disk, if there is one."""
         return next((tier for tier in self.tiers if isinstance(tier, DiskTierConfig)), None)
+
+    @property
+    def peer(self) -> PeerTierConfig | None:
+        """The tier of peers, if there is one."""
+        return next((tier for tier in self.tiers if isinstance(tier, PeerTierConfig)), None)
 
     def path_of(self, name: str) -> str:
         """Where a slower tier stands in the configuration."""
@@ -214,8 +239,38 @@ def _require_stack(config: OffloadConfig) -> None:
             repr(config.disk.path),
             "the engine has several processes",
         )
+    if config.peer is not None:
+        _require_addresses(config.path_of("peer"), config.peer)
     for name, tier in config.slower.items():
         _require_timeouts(config, config.path_of(name), tier)
+
+
+def _require_addresses(path: str, tier: PeerTierConfig) -> None:
+    named = [(f"{path}.listen", tier.listen), *((f"{path}.peers[{i}]", peer) for i, peer in enumerate(tier.peers))]
+    for field, address in named:
+        if parse_address(address) is None:
+            raise ConfigurationError(
+                field,
+                "HOST:PORT, with a port from 1 to 65535",
+                repr(address),
+                'for example "10.0.0.1:14700"; in front of an IPv6 address\'s port it stands in brackets',
+            )
+    if len(tier.peers) > MAX_PEERS:
+        raise ConfigurationError(
+            f"{path}.peers", f"at most {MAX_PEERS} peers", len(tier.peers), "each is asked for every prompt: name a few"
+        )
+
+
+def parse_address(text: str) -> tuple[str, int] | None:
+    """The host and the port of "HOST:PORT"; None where it is not that."""
+    host, _, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        return None
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        return None
+    return host, int(port)
 
 
 def _require_timeouts(config: OffloadConfig, path: str, tier: SlowerTierConfig) -> None:

@@ -99,7 +99,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
             self._worker = OffloadWorker(layout, arena, paths, self._recorder)
             if config.slower:
-                self._worker.bind_slower_tiers(tiers.media(config, compat.rank(vllm_config)))
+                self._worker.bind_slower_tiers(
+                    tiers.media(config, compat.rank(vllm_config), arena), tiers.serves_peers(config)
+                )
         _live.add(self)
 
     @property

@@ -92,6 +92,7 @@ class OffloadScheduler:
         self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder)
         self._stores = StorePlanner(layout, stack, identity.adapters, recorder)
         self._planned_loads: list[Load] = []
+        self._has_told_namespace = False
         """Since the last step was planned."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -167,7 +168,9 @@ class OffloadScheduler:
 
     def _with_moves(self, loads: Iterable[Load], stores: Iterable[Store]) -> StepPlan:
         moves = tuple(self._stack.take_moves())
-        return StepPlan(tuple(loads), tuple(stores), moves, self._identity.namespace if moves else b"")
+        is_needed = bool(moves) or not self._has_told_namespace
+        self._has_told_namespace = True
+        return StepPlan(tuple(loads), tuple(stores), moves, self._identity.namespace if is_needed else b"")
 
     def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> list[Store]:
         stores: list[Store] = []

@@ -8,11 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, SlowerTierConfig, format_size
+from hybridkv.connectors.config import (
+    ROOT,
+    DiskTierConfig,
+    OffloadConfig,
+    PeerTierConfig,
+    SlowerTierConfig,
+    format_size,
+)
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.peer_tier import peer_index, peer_medium
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers import TierConfigurationError, TierIndex, TierMedium
+from hybridkv.tiers import SealedMemory, TierConfigurationError, TierIndex, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import CascadePolicy, SlowerTier, SlowerTierOptions, TierStack
@@ -32,11 +40,30 @@ class Setting:
         layout: of the engine's groups.
         fingerprint: whose content it is.
         burst_bytes: that may come to it at one time, over all ranks.
+        near: the fast tier's index, which others may be told of.
+        load_timeout_s: how long somebody waits for it.
     """
 
     layout: CacheLayout
     fingerprint: Fingerprint
     burst_bytes: int = 0
+    near: RamIndex | None = None
+    load_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPart:
+    """What a worker's half of a slower tier may depend on besides the configuration.
+
+    Args:
+        rank: of the worker.
+        arena: its part of the fast tier.
+        load_timeout_s: how long somebody waits for this tier.
+    """
+
+    rank: int
+    arena: SealedMemory
+    load_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +112,14 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
         ConfigurationError: a tier cannot be opened.
     """
     near = RamIndex(sizes.rank_bytes, sizes.granule_bytes)
-    slower = slower_tiers(config, layout, fingerprint, near.capacity_bytes)
+    slower = slower_tiers(config, layout, fingerprint, near)
     return TierStack(near, slower, layout.world_size, clock)
 
 
 def slower_tiers(
-    config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, near_bytes: int
+    config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, near: RamIndex
 ) -> list[SlowerTier]:
-    """The tiers under host memory, of which each rank has `near_bytes`.
+    """The tiers under host memory, of which `near` is the index.
 
     Raises:
         ConfigurationError: a tier cannot be opened.
@@ -104,9 +131,9 @@ def slower_tiers(
             load_timeout_s=config.load_timeout_of(tier),
             ask_timeout_s=config.ask_timeout_of(tier),
         )
-        burst_bytes = int(options.cascading_share * near_bytes) * layout.world_size
+        burst_bytes = int(options.cascading_share * near.capacity_bytes) * layout.world_size
         try:
-            index = open_index(tier, Setting(layout, fingerprint, burst_bytes))
+            index = open_index(tier, Setting(layout, fingerprint, burst_bytes, near, options.load_timeout_s))
         except TierConfigurationError as error:
             path = f"{config.path_of(name)}.{_FIELDS.get(error.field, error.field)}"
             raise ConfigurationError(path, error.expected, repr(error.got), error.hint) from error
@@ -131,41 +158,53 @@ def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:
     match tier:
         case DiskTierConfig():
             return disk_index(tier, setting)
+        case PeerTierConfig():
+            assert setting.near is not None
+            return peer_index(tier, setting.near, setting.fingerprint, setting.load_timeout_s, clock)
     raise AssertionError(f"no index for {type(tier).__name__}")
 
 
-def open_medium(tier: SlowerTierConfig, namespace: bytes, rank: int) -> TierMedium:
+def open_medium(tier: SlowerTierConfig, namespace: bytes, worker: WorkerPart) -> TierMedium:
     """A worker's half of a slower tier, by its type."""
     match tier:
         case DiskTierConfig():
-            return disk_medium(tier, namespace, rank)
+            return disk_medium(tier, namespace, worker.rank)
+        case PeerTierConfig():
+            return peer_medium(tier, worker.arena, namespace, worker.rank, worker.load_timeout_s, clock)
     raise AssertionError(f"no medium for {type(tier).__name__}")
 
 
 def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Refuses engines whose processes cannot all use one directory, and those that would share it.
+    """Refuses engines whose processes cannot all use one directory or one address, and those that would share it.
 
     Raises:
         ConfigurationError: the engine's workers are on several hosts, or it is one of several of a data-parallel group.
     """
-    if config.disk is None:
-        return
-    for field in ("nnodes", "data_parallel_size"):
-        number = getattr(vllm_config.parallel_config, field, 1)
-        if number != 1:
-            raise ConfigurationError(
-                field,
-                "1 with a disk tier",
-                number,
-                "a directory belongs to one engine on one host; use host memory alone",
-            )
+    owned = [("a disk tier", "a directory")] if config.disk is not None else []
+    owned += [("a peer tier", "an address")] if config.peer is not None else []
+    for tier, what in owned:
+        for field in ("nnodes", "data_parallel_size"):
+            number = getattr(vllm_config.parallel_config, field, 1)
+            if number != 1:
+                raise ConfigurationError(
+                    field,
+                    f"1 with {tier}",
+                    number,
+                    f"{what} belongs to one engine on one host; use host memory alone",
+                )
 
 
-def media(config: OffloadConfig, rank: int) -> dict[str, Callable[[bytes], TierMedium]]:
-    """What opens a worker's half of each slower tier, given the namespace."""
+def serves_peers(config: OffloadConfig) -> frozenset[str]:
+    """Tiers whose medium others read from, so that a worker opens it before it needs it itself."""
+    return frozenset() if config.peer is None else frozenset({"peer"})
+
+
+def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Callable[[bytes], TierMedium]]:
+    """What opens a worker's half of each slower tier, given the namespace. `arena` is its part of the fast tier."""
 
     def opener(tier: SlowerTierConfig) -> Callable[[bytes], TierMedium]:
-        return lambda namespace: open_medium(tier, namespace, rank)
+        worker = WorkerPart(rank, arena, config.load_timeout_of(tier))
+        return lambda namespace: open_medium(tier, namespace, worker)
 
     return {name: opener(tier) for name, tier in config.slower.items()}
 

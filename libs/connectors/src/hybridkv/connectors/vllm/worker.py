@@ -92,6 +92,7 @@ class OffloadWorker:
         self._engines = paths.engines()
         self._mover = TierMover(arena, {}, paths.clock)
         self._open_medium: Mapping[str, Callable[[bytes], TierMedium]] = {}
+        self._at_once: frozenset[str] = frozenset()
         self._recorder = recorder
         self._pages: dict[int, GroupPages] = {}
         self._cut: dict[int, GroupBlocks] = {}
@@ -103,9 +104,13 @@ class OffloadWorker:
         self._results = LoadResults()
         self._facts: dict[str, str] | None = None
 
-    def bind_slower_tiers(self, open_medium: Mapping[str, Callable[[bytes], TierMedium]]) -> None:
-        """How to reach each slower tier by its name. The namespace comes with the first moves."""
+    def bind_slower_tiers(
+        self, open_medium: Mapping[str, Callable[[bytes], TierMedium]], at_once: frozenset[str] = frozenset()
+    ) -> None:
+        """How to reach each slower tier by its name. The namespace comes with the first moves, or with the first step:
+        those that are `at_once` are open from then on, whether anything moves or not."""
         self._open_medium = open_medium
+        self._at_once = at_once
 
     @property
     def has_slower_tiers(self) -> bool:
@@ -177,6 +182,9 @@ class OffloadWorker:
     def start_moves(self, plan: StepPlan) -> None:
         """Submits moves between the tiers."""
         moves = plan.moves
+        if plan.namespace:
+            for tier in self._at_once - {move.tier for move in moves} - self._mover.media.keys():
+                self._open(tier, plan.namespace)
         for tier in {move.tier for move in moves} - self._mover.media.keys():
             failure = self._open(tier, plan.namespace)
             if failure is not None:

@@ -98,11 +98,33 @@ class Done(_Message, frozen=True, tag="done"):
     num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
 
 
+class Question(_Message, frozen=True, tag="question"):
+    """What `body` asks is for the two owners of the connection to know, and so is what the answer says."""
+
+    request: Natural
+    body: bytes
+
+
+class Reply(_Message, frozen=True, tag="reply"):
+    """To one question; its `request` comes back."""
+
+    request: Natural
+    body: bytes
+
+
+class Notice(_Message, frozen=True, tag="notice"):
+    """As a question to which nobody replies."""
+
+    body: bytes
+
+
 class Ping(_Message, frozen=True, tag="ping"):
     """Still here. Not handed to anybody."""
 
 
-Message: TypeAlias = Describe | Accepted | Refused | AskDigests | Digests | Renew | Renewed | Done | Ping
+Message: TypeAlias = (
+    Describe | Accepted | Refused | AskDigests | Digests | Renew | Renewed | Done | Question | Reply | Notice | Ping
+)
 
 
 def pack_columns(columns: Sequence[npt.ArrayLike]) -> bytes:

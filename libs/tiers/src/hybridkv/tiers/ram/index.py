@@ -6,12 +6,12 @@ Every operation costs O(1) in the number of keys (a reservation: plus what it ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 from hybridkv.tiers.contract import Key, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.ledger import EvictionOrder, KeyLedger, LeastRecentlyUsed
+from hybridkv.tiers.ledger import EvictionOrder, KeyLedger, KeyState, LeastRecentlyUsed
 from hybridkv.tiers.leftovers import Leftovers
 from hybridkv.tiers.ram.granules import GranuleAllocator, SlotEntry
 from hybridkv.tiers.ram.sizes import count_granules
@@ -36,6 +36,13 @@ class RamIndex(KeyLedger[SlotEntry]):
         self.granule_bytes = granule_bytes
         self._cost = lru_cache(_MAX_SIZES)(partial(_in_granules, granule_bytes))
         self._leftovers = Leftovers()
+        self.before_reserving: Callable[[], None] | None = None
+        """Called before space is taken, which alone evicts, for whoever has something to pin that peers read."""
+
+    def find(self, key: Key) -> Slot | None:
+        """Where a committed key lies. Also for other threads, to whom it may not be true any more when they hear it."""
+        entry = self.by_key.get(key)
+        return entry.slot if entry is not None and entry.state is KeyState.COMMITTED else None
 
     def cost(self, num_bytes: int) -> int:
         return _in_granules(self.granule_bytes, num_bytes)
@@ -43,6 +50,8 @@ class RamIndex(KeyLedger[SlotEntry]):
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
+        if self.before_reserving is not None:
+            self.before_reserving()
         cost = self._cost(num_bytes)
         refusal = self.why_not(key, cost)
         if refusal is not None:

@@ -6,10 +6,11 @@ collects `test_*` methods of classes will do.
 
 from hybridkv.tiers.testing.conformance.eviction import EvictionConformance, ExactEvictionConformance
 from hybridkv.tiers.testing.conformance.index import IndexConformance
-from hybridkv.tiers.testing.conformance.late import AskConformance, LateConformance
+from hybridkv.tiers.testing.conformance.late import AskConformance, LateAnswersConformance, LateConformance
 from hybridkv.tiers.testing.conformance.medium import MediumConformance
 from hybridkv.tiers.testing.conformance.memory import SealedMemoryConformance
 from hybridkv.tiers.testing.conformance.order import EvictionOrderConformance, LeastRecentlyUsedConformance
+from hybridkv.tiers.testing.conformance.read_only import ReadOnlyConformance
 from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, Tier, TierSuite
 
 
@@ -29,9 +30,11 @@ __all__ = [
     "ExactEvictionConformance",
     "ExactTierConformance",
     "IndexConformance",
+    "LateAnswersConformance",
     "LateConformance",
     "LeastRecentlyUsedConformance",
     "MediumConformance",
+    "ReadOnlyConformance",
     "SealedMemoryConformance",
     "Tier",
     "TierConformance",

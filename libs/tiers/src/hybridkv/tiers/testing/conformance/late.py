@@ -41,8 +41,9 @@ class AskConformance(TierSuite):
             assert index.heard == (0, 0)
 
 
-class LateConformance(TierSuite):
-    """Of a tier whose index hears late what the tier holds. Needs a world whose time the suite may move."""
+class LateAnswersConformance(TierSuite):
+    """Of a tier whose index hears late what the tier holds, also of one that nothing is stored to. Needs a world whose
+    time the suite may move."""
 
     def make_late(self) -> TierIndex:
         """An index with room for four usual chunks, over a store that somebody else has filled with A and B."""
@@ -123,12 +124,6 @@ class LateConformance(TierSuite):
         self.answer_all()
         assert index.take_counts().answers == {Answer.LATE: 2}, "though nobody looked meanwhile"
 
-    def test_an_answer_about_what_was_reserved_meanwhile_changes_nothing(self) -> None:
-        index = self.asked(A)
-        assert isinstance(index.reserve(A, CHUNK_BYTES), Slot)
-        self.answer_all()
-        assert index.lookup(A) is LookupResult.PENDING and index.commit(A)
-
     def test_asking_again_puts_no_answer_off_and_keeps_the_later_deadline(self) -> None:
         index = self.asked(A)
         self.pass_time(1.0)
@@ -168,14 +163,6 @@ class LateConformance(TierSuite):
         assert (index.lookup(A), index.lookup(B)) == (LookupResult.MISS, LookupResult.MISS)
         assert index.used_bytes == 0
 
-    def test_answers_find_no_more_room_than_there_is(self) -> None:
-        index = self.make_late()
-        for number in range(4):
-            assert isinstance(index.reserve(b"%d" % number, CHUNK_BYTES), Slot)
-        index.ask([A], self.now_s() + 2.0)
-        self.answer_all()
-        assert index.lookup(A) is LookupResult.MISS and index.used_bytes <= index.capacity_bytes
-
     def test_what_was_withdrawn_while_it_was_asked_for_is_not_offered_by_the_answer(self) -> None:
         index = self.asked(A)
         index.invalidate(A)
@@ -195,6 +182,24 @@ class LateConformance(TierSuite):
         assert index.heard == (0, 3), "an answer after its time is none, and is told of once"
         index.take_counts()
         assert index.heard == (0, 3), "it is not taken"
+
+
+class LateConformance(LateAnswersConformance):
+    """The same, and more, of one that chunks are stored to as well."""
+
+    def test_an_answer_about_what_was_reserved_meanwhile_changes_nothing(self) -> None:
+        index = self.asked(A)
+        assert isinstance(index.reserve(A, CHUNK_BYTES), Slot)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.PENDING and index.commit(A)
+
+    def test_answers_find_no_more_room_than_there_is(self) -> None:
+        index = self.make_late()
+        for number in range(4):
+            assert isinstance(index.reserve(b"%d" % number, CHUNK_BYTES), Slot)
+        index.ask([A], self.now_s() + 2.0)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.MISS and index.used_bytes <= index.capacity_bytes
 
     def test_what_nobody_could_answer_is_not_told_as_unanswered(self) -> None:
         index = self.asked(A, B)

@@ -1,0 +1,71 @@
+"""The tier of peers, from what an operator says of it: addresses, a secret, and what moves the bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from hybridkv.connectors.config import PeerTierConfig, parse_address
+from hybridkv.hashing import Fingerprint
+from hybridkv.peers.errors import PeersConfigurationError
+from hybridkv.peers.transport import Transport
+from hybridkv.peers.transport.nixl_library import has_nixl
+from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
+from hybridkv.peers.wire import NO_SECRET, Secret, read_secret
+from hybridkv.tiers import SealedMemory, TierConfigurationError
+from hybridkv.tiers.peer import Neighbourhood, PeerIndex, PeerMedium, PeerOptions, open_index, open_medium
+from hybridkv.tiers.ram import RamIndex
+
+logger = logging.getLogger("vllm.hybridkv")
+
+
+def peer_index(
+    config: PeerTierConfig, ram: RamIndex, fingerprint: Fingerprint, load_timeout_s: float, clock: Callable[[], float]
+) -> PeerIndex:
+    """The scheduler's half. Peers are told what `ram` holds.
+
+    Raises:
+        TierConfigurationError: the secret cannot be read, or the address not be listened on.
+    """
+    return open_index(_neighbourhood(config), ram, fingerprint, _options(load_timeout_s), clock)
+
+
+def peer_medium(
+    config: PeerTierConfig,
+    memory: SealedMemory,
+    namespace: bytes,
+    rank: int,
+    load_timeout_s: float,
+    clock: Callable[[], float],
+) -> PeerMedium:
+    """One rank's medium. Peers read `memory`.
+
+    Raises:
+        TierConfigurationError: as `peer_index`, or what is to move the bytes is not there.
+    """
+    return open_medium(_neighbourhood(config), memory, namespace, rank, _options(load_timeout_s), clock)
+
+
+def _options(load_timeout_s: float) -> PeerOptions:
+    # What was promised is offered for half of the time, and has the other half to be loaded.
+    return PeerOptions(load_timeout_s=load_timeout_s, lease_s=max(PeerOptions().lease_s, 2 * load_timeout_s))
+
+
+def _neighbourhood(config: PeerTierConfig) -> Neighbourhood:
+    try:
+        secret = read_secret(config.secret_file) if config.secret_file is not None else NO_SECRET
+    except PeersConfigurationError as error:
+        raise TierConfigurationError("secret_file", error.expected, error.got, error.hint) from None
+    listen, peers = parse_address(config.listen), tuple(map(parse_address, config.peers))
+    assert listen is not None
+    known = tuple(peer for peer in peers if peer is not None)
+    return Neighbourhood(secret, listen, known, lambda name: _transport(config, listen[0], secret, name))
+
+
+def _transport(config: PeerTierConfig, host: str, secret: Secret, name: str) -> Transport:
+    if config.transport == "tcp" or (config.transport == "auto" and not has_nixl()):
+        return TcpTransport(name, secret, TcpOptions(host=host))
+    # Not at the top: it is an extra, and brings libraries that a process without it should not load.
+    from hybridkv.peers.transport.nixl import NixlTransport
+
+    return NixlTransport(name)

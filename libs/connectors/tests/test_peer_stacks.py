@@ -1,0 +1,185 @@
+"""Two engines whose configurations name each other: what one holds in host memory, the other promotes into its own."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_worker_facts import layout
+
+from hybridkv.connectors.config import OffloadConfig, decode_config
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import tiers
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Key, Slot, TierMedium
+from hybridkv.tiers.ram import RamArena
+from hybridkv.tiers.stack import Hold, MoveOutcome, TierMover
+
+LAYOUT = layout()
+SIZES = tiers.ArenaSizes(1 << 20, 4096)
+CHUNK = bytes(number % 251 for number in range(10_000))
+KEY, OTHER = b"key", b"other"
+TIMEOUT_S = 60.0
+
+
+def until(holds: Callable[[], object]) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+
+
+def free_port() -> int:
+    """One behind which another one is free."""
+    while True:
+        port = random.randrange(20000, 32000)
+        try:
+            for number in (port, port + 1):
+                socket.create_server(("127.0.0.1", number)).close()
+        except OSError:
+            continue
+        return port
+
+
+def configured(port: int, *peers: int, **keys: Any) -> OffloadConfig:
+    named = [f"127.0.0.1:{peer}" for peer in peers]
+    tier = {"type": "peer", "listen": f"127.0.0.1:{port}", "peers": named, "transport": "tcp", **keys}
+    return decode_config({"tiers": [{"type": "ram", "capacity": 1 << 20}, tier]})
+
+
+class Engine:
+    """Both halves of all tiers, as the connector builds them, and steps."""
+
+    def __init__(self, config: OffloadConfig, model: str = "m") -> None:
+        fingerprint = LAYOUT.fingerprint({"model": model})
+        self.stack = tiers.build_stack(config, LAYOUT, fingerprint, SIZES)
+        self.arena = RamArena(SIZES.rank_bytes, SIZES.granule_bytes)
+        opened: dict[str, TierMedium] = {
+            name: make(fingerprint.digest()) for name, make in tiers.media(config, 0, self.arena).items()
+        }
+        self.mover = TierMover(self.arena, opened, tiers.clock)
+
+    def step(self) -> None:
+        self.stack.tick()
+        self.mover.start(self.stack.take_moves())
+        for move, failure, _ in self.mover.poll():
+            self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+
+    def store(self, key: Key, chunk: bytes) -> None:
+        slot = self.stack.reserve(key, len(chunk))
+        assert isinstance(slot, Slot)
+        views, rest = self.arena.views(slot), chunk
+        for view in views:
+            view[:], rest = rest[: len(view)], rest[len(view) :]
+        assert self.arena.seal(key, slot) is None
+        assert self.stack.commit(key)
+
+    def finds(self, *keys: Key) -> list[LookupResult]:
+        """What is known when everybody has answered."""
+        self.stack.ask(keys)
+        until(lambda: not self.stack.any_pending(keys))
+        return [self.stack.lookup(key) for key in keys]
+
+    def load(self, key: Key) -> bytes | None:
+        """By way of a hold, as a request does."""
+        hold = self.stack.acquire("request", [key])
+        assert isinstance(hold, Hold)
+
+        def is_over() -> bool:
+            self.step()
+            now = self.stack.hold("request")
+            return now is None or now.is_ready or now.failure is not None
+
+        until(is_over)
+        slots = self.stack.pin_all([key])
+        chunk = None if slots is None else b"".join(self.arena.views(slots[0]))
+        if slots is not None:
+            assert self.arena.check(key, slots[0]) is None
+            self.stack.unpin_all([key])
+        self.stack.release("request")
+        return chunk
+
+    def close(self) -> None:
+        assert self.mover.close(10.0)
+        self.stack.close()
+        self.arena.close()
+
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def engine() -> Iterator[MakeEngine]:
+    made: list[Engine] = []
+
+    def make(*arguments: Any, **keys: Any) -> Engine:
+        made.append(Engine(*arguments, **keys))
+        return made[-1]
+
+    yield make
+    for each in reversed(made):
+        each.close()
+
+
+def test_an_engine_promotes_what_its_peer_holds(engine: MakeEngine) -> None:
+    port, other_port = free_port(), free_port()
+    first, second = engine(configured(port, other_port)), engine(configured(other_port, port))
+    first.store(KEY, CHUNK)
+    until(lambda: second.finds(KEY, OTHER) == [LookupResult.HIT, LookupResult.MISS])
+    assert not second.stack.in_near(KEY)
+    assert second.load(KEY) == CHUNK
+    assert second.stack.in_near(KEY)
+    counts = second.stack.take_counts().tiers["peer"]
+    assert counts.promoted_bytes == len(CHUNK) and not counts.failures and not counts.cascades
+    second.store(OTHER, CHUNK[::-1])
+    until(lambda: first.finds(OTHER) == [LookupResult.HIT])
+    assert first.load(OTHER) == CHUNK[::-1]
+
+
+def test_what_changed_at_the_peer_is_computed_and_not_loaded(engine: MakeEngine) -> None:
+    port, other_port = free_port(), free_port()
+    first, second = engine(configured(port)), engine(configured(other_port, port))
+    first.store(KEY, CHUNK)
+    until(lambda: second.finds(KEY) == [LookupResult.HIT])
+    slots = first.stack.pin_all([KEY])
+    assert slots is not None
+    first.arena.views(slots[0])[0][5] ^= 1
+    assert second.load(KEY) is None and not second.stack.in_near(KEY)
+    assert second.stack.take_counts().tiers["peer"].failures == {"checksum": 1}
+
+
+def test_a_peer_of_another_model_is_nobody(engine: MakeEngine) -> None:
+    port, other_port = free_port(), free_port()
+    first, second = engine(configured(port)), engine(configured(other_port, port), model="another")
+    first.store(KEY, CHUNK)
+    for _ in range(5):
+        assert second.finds(KEY) == [LookupResult.MISS]
+
+
+def test_without_peers_nobody_waits(engine: MakeEngine) -> None:
+    alone = engine(configured(free_port(), free_port()))
+    assert alone.finds(KEY) == [LookupResult.MISS]
+
+
+def test_a_secret_and_an_address_that_cannot_be_used_are_named(engine: MakeEngine, tmp_path: Path) -> None:
+    path = "kv_connector_extra_config.tiers[1]"
+    port = free_port()
+    engine(configured(port))
+    open_to_all = tmp_path / "secret"
+    open_to_all.write_text("a secret that others may read")
+    open_to_all.chmod(0o644)
+    host = f"0.0.0.0:{free_port()}"
+    for config, field in (
+        (configured(port), "listen"),
+        (configured(free_port(), secret_file=str(open_to_all)), "secret_file"),
+        (configured(free_port(), secret_file=str(tmp_path / "nowhere")), "secret_file"),
+        (configured(free_port(), listen=host), "listen"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            engine(config)
+        assert str(caught.value).startswith(f"{path}.{field}:")

@@ -1,0 +1,144 @@
+"""Reads chunks from peers' memory: a rank's half of a tier of peers. Also lets their ranks read this one's.
+
+Bytes come by a `Transport`, straight to where they belong if that is registered memory, and past it if not. What came
+is good if its digest is the one under which the peer sealed the chunk: so a slot that was given to another chunk while
+it was read, a torn read and a peer that lies are a failed load, whatever the peer promised. One thread makes every call
+of the transport; callers leave loads and take completions.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hybridkv.tiers.buffers import byte_views
+from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
+from hybridkv.tiers.peer.options import PeerOptions
+from hybridkv.tiers.peer.reading import Load, Post, Reading
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+logger = logging.getLogger(__name__)
+
+BUSY_S, IDLE_S = 0.001, 0.05
+"""How long the thread looks away while something is under way, and while nothing is."""
+CLOSE_S = 5.0
+
+
+class PeerMedium:
+    """A `TierMedium` to which nothing is stored.
+
+    Args:
+        make_reading: builds what reads, given what has something done on the thread that does.
+        options: bounds.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        make_reading: Callable[[Post], Reading],
+        options: PeerOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        self._options = options
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._completions: list[Completion] = []
+        self._num_open = 0
+        """Loads without a completion."""
+        self._is_closed = False
+        self._is_closing = False
+        self._reading = make_reading(self._inbox.put)
+        self._reading.on_ended = self._complete
+        self._thread = threading.Thread(target=self._run, name="hybridkv-peer-reader", daemon=True)
+        self._thread.start()
+
+    def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
+        reason, detail = FailureReason.IO, "nothing is stored at a peer"
+        if self._is_closed:
+            reason, detail = FailureReason.CLOSED, "the medium was closed"
+        self._begin()
+        self._complete(Completion(ticket, Failure(reason, detail)))
+
+    def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
+        self._begin()
+        load = self._checked(ticket, key, slot, destination)
+        if isinstance(load, Failure):
+            self._complete(Completion(ticket, load))
+        else:
+            self._inbox.put(lambda: self._reading.begin(load))
+
+    def _checked(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> Load | Failure:
+        if self._is_closed:
+            return Failure(FailureReason.CLOSED, "the medium was closed")
+        if self._num_open > self._options.max_waiting:
+            return Failure(FailureReason.BUSY, f"{self._options.max_waiting} loads wait")
+        try:
+            views = byte_views(destination)
+        except (TypeError, ValueError, BufferError) as error:
+            return Failure(FailureReason.IO, f"destination: {error}")
+        if any(view.readonly for view in views):
+            return Failure(FailureReason.IO, "the destination is read-only")
+        num_bytes = sum(map(len, views))
+        if not slot.extents or num_bytes != slot.num_bytes:
+            return Failure(FailureReason.IO, f"cannot copy {slot.num_bytes} bytes over {num_bytes} bytes")
+        return Load(ticket, key, slot, [view for view in views if len(view)], self._clock())
+
+    def _begin(self) -> None:
+        with self._changed:
+            self._num_open += 1
+
+    def _complete(self, completion: Completion) -> None:
+        with self._changed:
+            self._num_open -= 1
+            self._completions.append(completion)
+            self._changed.notify_all()
+
+    def poll(self) -> list[Completion]:
+        with self._changed:
+            completions, self._completions = self._completions, []
+        return completions
+
+    def drain(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_open == 0, timeout_s)
+
+    def close(self) -> None:
+        """Every load ends, for CLOSED, within a bounded time; nobody reads here any more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._inbox.put(self._begin_closing)
+        self._thread.join(CLOSE_S)
+        self._reading.close(is_alone=not self._thread.is_alive())
+
+    # On the thread.
+
+    def _begin_closing(self) -> None:
+        self._is_closing = True
+
+    def _run(self) -> None:
+        reading = self._reading
+        while not self._is_closing:
+            wait_s = 0.0 if reading.is_busy else IDLE_S
+            if reading.is_busy:
+                reading.wait(BUSY_S)
+            try:
+                self._take(wait_s)
+                reading.step()
+            except Exception:  # whatever it was, other loads go on, and this one has a deadline
+                logger.exception("the tier of peers met a bug")
+
+    def _take(self, wait_s: float) -> None:
+        """Do what was left in the inbox."""
+        try:
+            self._inbox.get(timeout=wait_s)() if wait_s else self._inbox.get_nowait()()
+            for _ in range(self._inbox.qsize()):
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass

@@ -1,0 +1,104 @@
+"""Carries a scheduler's questions to other schedulers and answers theirs, over one `Node`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hybridkv.peers.control import ControlLoop, LinkId
+from hybridkv.peers.wire import CloseReason, Describe, WireError
+from hybridkv.tiers.contract import Key, Slot
+from hybridkv.tiers.peer import words
+from hybridkv.tiers.peer.courier import Answered, Lost
+from hybridkv.tiers.peer.leases import PeerLeases
+from hybridkv.tiers.peer.node import Address, Ears, Node, Presence
+from hybridkv.tiers.peer.options import MAX_KEYS, PeerOptions
+
+CLOSE_S = 2.0
+
+
+class PeerMessenger:
+    """A `Courier`, and what answers. Its `news` comes from the loop's thread, everything else is called by the index's.
+
+    Args:
+        loop: control connections. Closed with it.
+        about: this scheduler.
+        peers: where other schedulers listen.
+        leases: what they may be promised.
+        options: bounds.
+        clock: seconds, the index's.
+    """
+
+    def __init__(
+        self,
+        loop: ControlLoop,
+        about: words.About,
+        peers: Sequence[Address],
+        leases: PeerLeases,
+        options: PeerOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        self.news: deque[Answered | Lost] = deque()
+        self.leases = leases
+        self._clock = clock
+        self._node = Node(loop, Presence(about), Ears(self, self), peers, options.retry_s, clock)
+        # So that the first question finds somebody.
+        self._node.ready()
+
+    def listen(self, host: str, port: int) -> Address:
+        """Let other engines ask. `OSError` where that address cannot be had."""
+        return self._node.listen(host, port)
+
+    # What the index does.
+
+    def ready(self) -> list[int]:
+        return self._node.ready()
+
+    def ask(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
+        if not 0 < len(keys) <= MAX_KEYS or any(not 0 < len(key) <= words.MAX_KEY_BYTES for key in keys):
+            return False
+        return self._node.ask(peer, request, words.encode(words.Find(*words.pack_keys(keys))))
+
+    def give_up(self, peer: int, keys: Sequence[Key]) -> None:
+        for first in range(0, len(keys), MAX_KEYS):
+            body = words.encode(words.GiveUp(*words.pack_keys(keys[first : first + MAX_KEYS])))
+            if not self._node.tell(peer, body):
+                return  # it is gone, and with it what it kept for this side
+
+    def close(self) -> None:
+        """On the index's thread: what peers were promised is unpinned."""
+        self._node.close(CLOSE_S)
+        self.leases.close()
+
+    # What peers answer.
+
+    def reply(self, peer: int, request: int, body: bytes) -> None:
+        word = words.decode(body)
+        if not isinstance(word, words.Found):
+            raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
+        self.news.append(Answered(peer, request, words.slots_of(word), word.lease_s, self._clock()))
+
+    def lost(self, peer: int) -> None:
+        self.news.append(Lost(peer, self._clock()))
+
+    def found(self, peer: int, description: Describe) -> None:
+        """It fits, and is asked when somebody wants something."""
+
+    # What peers ask.
+
+    def question(self, link: LinkId, body: bytes) -> bytes:
+        word = words.decode(body)
+        if not isinstance(word, words.Find):
+            raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
+        keys = words.unpack_keys(word.keys, word.ends)
+        slots: list[Slot | None] = self.leases.answer(link, keys)
+        return words.encode(words.found(slots, self.leases.lease_s))
+
+    def notice(self, link: LinkId, body: bytes) -> None:
+        word = words.decode(body)
+        if not isinstance(word, words.GiveUp):
+            raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
+        self.leases.give_up(link, words.unpack_keys(word.keys, word.ends))
+
+    def left(self, link: LinkId) -> None:
+        self.leases.leave(link)

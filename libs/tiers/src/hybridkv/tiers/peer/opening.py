@@ -1,0 +1,126 @@
+"""Puts both halves of a tier of peers together, from addresses, a secret and what an engine has."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridkv.hashing import Fingerprint
+from hybridkv.peers.control import ControlLoop
+from hybridkv.peers.errors import PeersConfigurationError
+from hybridkv.peers.transport import Region, Transport
+from hybridkv.peers.wire import Secret, WireLimits
+from hybridkv.tiers.contract import SealedMemory, Slot
+from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.peer import words
+from hybridkv.tiers.peer.index import PeerIndex
+from hybridkv.tiers.peer.leases import PeerLeases
+from hybridkv.tiers.peer.medium import PeerMedium
+from hybridkv.tiers.peer.messenger import CLOSE_S, PeerMessenger
+from hybridkv.tiers.peer.node import Address, Ears, Node, Presence
+from hybridkv.tiers.peer.options import PeerOptions
+from hybridkv.tiers.peer.reading import Post, Reading
+from hybridkv.tiers.peer.seals import RankSeals
+from hybridkv.tiers.ram import RamIndex
+
+SCHEDULER = -1
+"""In the place of a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhood:
+    """Where an engine and its peers are.
+
+    Args:
+        secret: that all of them know.
+        listen: where this engine's scheduler is asked; rank n is at the port behind it plus n. Port 0: any, for tests.
+        peers: where other engines' schedulers are. One's own address among them is passed over.
+        make_transport: what moves bytes, by the name of this process.
+    """
+
+    secret: Secret
+    listen: Address
+    peers: tuple[Address, ...]
+    make_transport: Callable[[str], Transport]
+
+    def of_rank(self, rank: int) -> tuple[Address, tuple[Address, ...]]:
+        """Where this rank listens, and where the like ranks of peers do."""
+        host, port = self.listen
+        peers = tuple((there, at + 1 + rank) for there, at in self.peers)
+        return (host, port + 1 + rank if port else 0), peers
+
+
+def open_index(
+    neighbourhood: Neighbourhood,
+    ram: RamIndex,
+    fingerprint: Fingerprint,
+    options: PeerOptions,
+    clock: Callable[[], float],
+) -> PeerIndex:
+    """The scheduler's half. `ram` is what peers are let read from.
+
+    Raises:
+        TierConfigurationError: the address cannot be listened on, or others would reach it without a secret.
+    """
+    about = words.About(words.PROTOCOL, SCHEDULER, fingerprint.digest(), fingerprint.encode())
+    leases = PeerLeases(ram, options, clock)
+    loop = ControlLoop(f"hybridkv-{uuid.uuid4()}", neighbourhood.secret, WireLimits())
+    try:
+        messenger = PeerMessenger(loop, about, neighbourhood.peers, leases, options, clock)
+        _listen(messenger.listen, neighbourhood.listen)
+    except BaseException:
+        loop.close(CLOSE_S)
+        raise
+    ram.before_reserving = leases.settle
+    return PeerIndex(messenger, options, clock)
+
+
+def open_medium(
+    neighbourhood: Neighbourhood,
+    memory: SealedMemory,
+    namespace: bytes,
+    rank: int,
+    options: PeerOptions,
+    clock: Callable[[], float],
+) -> PeerMedium:
+    """A rank's half. `memory` is what peers are let read, and where what is read from them goes.
+
+    Raises:
+        TierConfigurationError: as `open_index`.
+    """
+    address, peers = neighbourhood.of_rank(rank)
+    name = f"hybridkv-{uuid.uuid4()}"
+    about = words.About(words.PROTOCOL, rank, namespace)
+    [view] = memory.views(Slot(((0, memory.capacity_bytes),)))
+    loop = ControlLoop(name, neighbourhood.secret, WireLimits())
+    try:
+        try:
+            transport = neighbourhood.make_transport(name)
+        except PeersConfigurationError as error:
+            raise TierConfigurationError("transport", error.expected, error.got, error.hint) from None
+
+        def make_reading(post: Post) -> Reading:
+            reading = Reading(transport, view, options, clock, post)
+            capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
+            presence, ears = Presence(about, transport.name, capability), Ears(RankSeals(memory), reading)
+            node = Node(loop, presence, ears, peers, options.retry_s, clock)
+            reading.node = node
+            _listen(node.listen, address)
+            return reading
+
+        return PeerMedium(make_reading, options, clock)
+    except BaseException:
+        loop.close(CLOSE_S)
+        raise
+
+
+def _listen(listen: Callable[[str, int], Address], address: Address) -> None:
+    try:
+        listen(*address)
+    except PeersConfigurationError as error:
+        raise TierConfigurationError("listen", error.expected, error.got, error.hint) from None
+    except OSError as error:
+        got = f"{address[0]}:{address[1]}: {error.strerror or error}"
+        hint = "each engine on a host needs ports of its own: one, and one more for each rank"
+        raise TierConfigurationError("listen", "an address that is free", got, hint) from None

@@ -1,0 +1,59 @@
+"""What bounds a peer tier on both sides. Each has a name and a default; an operator chooses few of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hybridkv.tiers.errors import TierConfigurationError
+
+MAX_PEERS = 256
+MAX_KEYS = 4096
+"""Of one message. A longer one is several."""
+
+
+class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`TierConfigurationError` for a value that cannot work."""
+
+    # Who asks.
+    max_asked: int = 4096
+    """Keys about which answers are waited for at one time."""
+    max_known: int = 65536
+    """Keys of which an answer is remembered."""
+    known_bytes: int = 1 << 40
+    """Of these, in one rank."""
+    missing_s: float = 1.0
+    """For so long nobody is asked again for what every peer lacks."""
+    given_up_s: float = 30.0
+    """What was not answered so long after its deadline is waited for no more."""
+    retry_s: float = 1.0
+    """A peer that could not be reached is left alone for so long."""
+
+    # Who is asked.
+    lease_s: float = 60.0
+    """For so long a chunk that a peer was told of stays. A peer offers it for half of that, and may load it for as long
+    again."""
+    max_leases: int = 16384
+    """Chunks that stay for peers at one time."""
+    leased_share: float = 0.25
+    """Of host memory, which these may take up."""
+
+    # Bytes.
+    load_timeout_s: float = 30.0
+    reach_timeout_s: float = 5.0
+    """A load waits for so long for a connection to its peer."""
+    reading_bytes: int = 256 << 20
+    """That are on their way to one rank at one time. A chunk that is larger is read by itself."""
+    max_reads: int = 64
+    """Chunks that are."""
+    max_waiting: int = 4096
+    """Loads that wait for their turn. One more is BUSY."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise TierConfigurationError(name, "a number > 0", value)
+        if self.max_asked > MAX_KEYS:
+            raise TierConfigurationError("max_asked", f"at most {MAX_KEYS}, which is one message", self.max_asked)
+        if self.leased_share > 1:
+            raise TierConfigurationError("leased_share", "at most 1", self.leased_share)

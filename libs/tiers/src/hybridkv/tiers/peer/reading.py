@@ -1,0 +1,323 @@
+"""Chunks on their way from peers to this rank: which wait, which are read, and whether what came is right.
+
+Every call is made on one thread, but for `close`. What a connection hears is put to that thread first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.peers.transport import Done, Failed, Ranges, Region, RemoteId, TransferId, Transport
+from hybridkv.peers.transport import FailureReason as TransportFailure
+from hybridkv.peers.wire import CloseReason, Describe, WireError, pack_columns
+from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
+from hybridkv.tiers.digests import view_digest
+from hybridkv.tiers.peer import words
+from hybridkv.tiers.peer.node import Node
+from hybridkv.tiers.peer.options import PeerOptions
+from hybridkv.tiers.peer.places import peer_of, there
+
+logger = logging.getLogger(__name__)
+
+Post = Callable[[Callable[[], None]], None]
+"""Have something done on the reading thread."""
+CLOSE_S = 2.0
+MEMORY_REGION: Final = 0
+"""The number of this rank's memory, the first that is registered, here and at every peer."""
+_kept_mapped: list[object] = []
+"""Memory that a transport might still touch though it was closed: it is never given back."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One chunk that is wanted."""
+
+    ticket: Ticket
+    key: Key
+    slot: Slot
+    views: list[memoryview]
+    since_s: float
+    deadline_s: float = 0.0
+    transfer: TransferId | None = None
+    is_read: bool = False
+    seal: tuple[int, bytes] | None = None
+    failure: Failure | None = None
+    past: npt.NDArray[np.uint8] | None = None
+    """Where it is read to if its destination is not registered."""
+    past_region: int = -1
+
+    @property
+    def peer(self) -> int:
+        return peer_of(self.slot)
+
+
+@dataclass(slots=True)
+class _Source:
+    """One peer's rank."""
+
+    remote: RemoteId
+    waiting: dict[int, list[Load]] = field(default_factory=dict)
+    """Loads whose seals were asked for, by question."""
+
+
+class Reading:
+    """What a rank reads from its peers.
+
+    Args:
+        transport: everything that peers may read is registered. Closed with it.
+        memory: this rank's memory, whose region is `MEMORY_REGION`; loads into it come straight to their place.
+        options: bounds.
+        clock: seconds.
+        post: has things done on the reading thread.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        memory: memoryview,
+        options: PeerOptions,
+        clock: Callable[[], float],
+        post: Post,
+    ) -> None:
+        self._transport = transport
+        self._memory: memoryview | None = memory
+        self._base = _address(memory)
+        self._num_bytes = memory.nbytes
+        self._options = options
+        self._clock = clock
+        self._post = post
+        self.node: Node | None = None
+        """Set before the first load."""
+        self.on_ended: Callable[[Completion], None] = lambda completion: None
+        self._sources: dict[int, _Source] = {}
+        self._waiting: deque[Load] = deque()
+        self._reading: list[Load] = []
+        self._reading_bytes = 0
+        self._next_request = 1
+        self._next_region = MEMORY_REGION + 1
+
+    # What is heard, on the connections' thread.
+
+    def found(self, peer: int, description: Describe) -> None:
+        self._post(lambda: self._attach(peer, description.capability))
+
+    def reply(self, peer: int, request: int, body: bytes) -> None:
+        word = words.decode(body)
+        if not isinstance(word, words.Seals):
+            raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
+        self._post(lambda: self._sealed(peer, request, word))
+
+    def lost(self, peer: int) -> None:
+        self._post(lambda: self._detach(peer))
+
+    # On the reading thread.
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._reading or self._waiting)
+
+    def wait(self, timeout_s: float) -> None:
+        self._transport.wait(timeout_s)
+
+    def begin(self, load: Load) -> None:
+        self._waiting.append(load)
+
+    def step(self) -> None:
+        """Go on with everything."""
+        self._transport.progress()
+        for load in [load for load in self._reading if self._is_over(load)]:
+            self._reading.remove(load)
+            self._reading_bytes -= load.slot.num_bytes
+            self._finish(load)
+        if self._waiting:
+            self._start_some()
+
+    def _start_some(self) -> None:
+        assert self.node is not None
+        ready, now_s = set(self.node.ready()), self._clock()
+        put_back: list[Load] = []
+        started: dict[int, list[Load]] = {}
+        while self._waiting:
+            load = self._waiting.popleft()
+            source = self._sources.get(load.peer)
+            if source is None or load.peer not in ready:
+                if now_s - load.since_s < self._options.reach_timeout_s:
+                    put_back.append(load)
+                else:
+                    self._fail(load, FailureReason.IO, "the peer cannot be reached")
+            elif now_s - load.since_s >= self._options.load_timeout_s:
+                self._fail(load, FailureReason.IO, "timeout: others took too long")
+            elif not self._has_room(load.slot.num_bytes):
+                put_back.append(load)
+                break
+            else:
+                self._read(load, source.remote)
+                started.setdefault(load.peer, []).append(load)
+        self._waiting.extendleft(reversed(put_back))
+        for peer, loads in started.items():
+            self._ask_seals(peer, loads)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if len(self._reading) >= self._options.max_reads:
+            return False
+        return not self._reading or self._reading_bytes + num_bytes <= self._options.reading_bytes
+
+    def _read(self, load: Load, remote: RemoteId) -> None:
+        load.deadline_s = load.since_s + self._options.load_timeout_s
+        local = self._local_extents(load)
+        ranges = _ranges(local, there(load.slot).extents)
+        load.transfer = self._transport.read(remote, ranges, max(0.0, load.deadline_s - self._clock()))
+        self._reading.append(load)
+        self._reading_bytes += load.slot.num_bytes
+
+    def _local_extents(self, load: Load) -> list[tuple[int, int, int]]:
+        """(region, offset, num_bytes) of where it goes."""
+        addresses = [_address(view) - self._base for view in load.views]
+        if all(0 <= at <= self._num_bytes - len(view) for at, view in zip(addresses, load.views, strict=True)):
+            return [(MEMORY_REGION, at, len(view)) for at, view in zip(addresses, load.views, strict=True)]
+        load.past = np.empty(load.slot.num_bytes, dtype=np.uint8)
+        self._transport.register([Region(int(load.past.ctypes.data), load.past.nbytes)])
+        load.past_region, self._next_region = self._next_region, self._next_region + 1
+        return [(load.past_region, 0, load.past.nbytes)]
+
+    def _ask_seals(self, peer: int, loads: Sequence[Load]) -> None:
+        assert self.node is not None
+        request, self._next_request = self._next_request, self._next_request + 1
+        keys, ends = words.pack_keys([load.key for load in loads])
+        offsets = pack_columns([[there(load.slot).first_offset for load in loads]])
+        self._sources[peer].waiting[request] = list(loads)
+        if not self.node.ask(peer, request, words.encode(words.AskSeals(keys, ends, offsets))):
+            self._sources[peer].waiting.pop(request, None)
+            for load in loads:
+                self._give_up(load, FailureReason.IO, "the peer is gone")
+
+    def _is_over(self, load: Load) -> bool:
+        """Whether nothing is written for it any more, and what became of it is known."""
+        assert load.transfer is not None
+        if not load.is_read and load.failure is None:
+            state = self._transport.poll(load.transfer)
+            load.is_read = isinstance(state, Done)
+            if isinstance(state, Failed):
+                busy = state.reason is TransportFailure.BUSY
+                reason = FailureReason.BUSY if busy else FailureReason.IO
+                load.failure = Failure(reason, f"{state.reason}: {state.detail}")
+        if load.failure is None and self._clock() >= load.deadline_s and (not load.is_read or load.seal is None):
+            load.failure = Failure(FailureReason.IO, "timeout: the peer took too long")
+        if load.failure is None and (not load.is_read or load.seal is None):
+            return False
+        return self._transport.release(load.transfer)
+
+    def _finish(self, load: Load) -> None:
+        failure, digest = load.failure, None
+        if failure is None:
+            assert load.seal is not None
+            state, sealed = load.seal
+            views = load.views if load.past is None else [load.past.data]
+            if state != words.SEALED:
+                is_another = state == words.ANOTHER
+                reason = FailureReason.WRONG_KEY if is_another else FailureReason.MISSING
+                failure = Failure(reason, f"the peer holds {load.key.hex()} no more")
+            elif (digest := view_digest()(views)) != sealed:
+                failure = Failure(
+                    FailureReason.CHECKSUM, f"the bytes of {load.key.hex()} are not those that were sealed"
+                )
+        if load.past is not None:
+            self._transport.deregister([load.past_region])
+            if failure is None:
+                _scatter(load.past, load.views)
+        self.on_ended(Completion(load.ticket, failure, None if failure else digest))
+
+    def _fail(self, load: Load, reason: FailureReason, detail: str) -> None:
+        self.on_ended(Completion(load.ticket, Failure(reason, detail)))
+
+    def _give_up(self, load: Load, reason: FailureReason, detail: str) -> None:
+        if load.failure is None:
+            load.failure = Failure(reason, detail)
+
+    # What was heard.
+
+    def _attach(self, peer: int, capability: bytes) -> None:
+        self._detach(peer)
+        remote = self._transport.attach(capability)
+        if isinstance(remote, Failed):
+            logger.warning("peer %d cannot be read: %s: %s", peer, remote.reason, remote.detail)
+            assert self.node is not None
+            self.node.end(peer)
+            return
+        self._sources[peer] = _Source(remote)
+
+    def _detach(self, peer: int) -> None:
+        source = self._sources.pop(peer, None)
+        if source is None:
+            return
+        self._transport.detach(source.remote)
+        for load in [load for load in self._reading if load.peer == peer]:
+            self._give_up(load, FailureReason.IO, "the peer is gone")
+
+    def _sealed(self, peer: int, request: int, word: words.Seals) -> None:
+        source = self._sources.get(peer)
+        loads = source.waiting.pop(request, None) if source is not None else None
+        if loads is None:
+            return
+        try:
+            answers = words.seals_of(word, len(loads))
+        except WireError:
+            assert self.node is not None
+            self.node.end(peer)
+            return
+        for load, answer in zip(loads, answers, strict=True):
+            load.seal = answer
+
+    # The end.
+
+    def close(self, is_alone: bool) -> None:
+        """End connections and reads, and fail, for CLOSED, what was not over. What could still be written to or read
+        from stays mapped for ever.
+
+        Args:
+            is_alone: the reading thread has ended.
+        """
+        is_over = self.node is None or self.node.close(CLOSE_S)
+        is_over &= self._transport.close(CLOSE_S) and is_alone
+        loads = [*self._waiting, *self._reading]
+        if not is_over:
+            _kept_mapped.append((self._memory, [(load.past, load.views) for load in loads]))
+        self._memory = None
+        for load in loads:
+            self._fail(load, FailureReason.CLOSED, "the medium was closed")
+        self._waiting.clear()
+        self._reading.clear()
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+def _ranges(local: Sequence[tuple[int, int, int]], remote: Sequence[tuple[int, int]]) -> Ranges:
+    """Two lists of pieces of as many bytes, cut wherever one of them ends."""
+    rows: list[tuple[int, int, int, int, int]] = []
+    pieces = iter(remote)
+    start, left = 0, 0
+    for region, offset, num_bytes in local:
+        done = 0
+        while done < num_bytes:
+            if not left:
+                start, left = next(pieces)
+            size = min(left, num_bytes - done)
+            rows.append((region, offset + done, MEMORY_REGION, start, size))
+            done, start, left = done + size, start + size, left - size
+    return Ranges.of(rows)
+
+
+def _scatter(source: npt.NDArray[np.uint8], views: Sequence[memoryview]) -> None:
+    at = 0
+    for view in views:
+        np.frombuffer(view, dtype=np.uint8)[:] = source[at : at + len(view)]
+        at += len(view)

@@ -1,0 +1,209 @@
+"""What two engines say to each other about chunks, inside the questions and replies of `hybridkv.peers`.
+
+Whoever says it has proven the secret, and may be wrong or broken all the same: every size is bounded, and what does not
+fit is a `WireError`, which ends the connection. Many of anything travel as columns of numbers, never as lists.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from hybridkv.hashing import Fingerprint
+from hybridkv.peers.wire import CloseReason, WireError, pack_columns, unpack_columns
+from hybridkv.tiers.contract import Key, Slot
+from hybridkv.tiers.peer.options import MAX_KEYS
+from hybridkv.tiers.peer.places import MAX_OFFSET
+
+PROTOCOL = 1
+MAX_KEY_BYTES = 256
+MAX_EXTENTS = 1 << 16
+"""Of the places of one answer together."""
+MAX_ABOUT_BYTES = 1 << 20
+DIGEST_BYTES = 16
+
+
+class About(msgspec.Struct, frozen=True, array_like=True):
+    """One process of an engine: its scheduler, or one of its ranks.
+
+    Args:
+        protocol: of these words.
+        rank: -1 for the scheduler.
+        namespace: digest of the fingerprint.
+        fingerprint: encoded, where this process knows it, so that a difference has a name; else empty.
+    """
+
+    protocol: int
+    rank: int
+    namespace: bytes
+    fingerprint: bytes = b""
+
+
+class _Word(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
+    pass
+
+
+class Find(_Word, frozen=True, tag="find"):
+    """Which of these do you hold? To a scheduler."""
+
+    keys: bytes
+    ends: bytes
+
+
+class Found(_Word, frozen=True, tag="found"):
+    """Key i has `counts[i]` extents, none where it is not held. What is held stays for `lease_s`."""
+
+    counts: bytes
+    offsets: bytes
+    sizes: bytes
+    lease_s: float
+
+
+class GiveUp(_Word, frozen=True, tag="give_up"):
+    """These need not stay. To a scheduler."""
+
+    keys: bytes
+    ends: bytes
+
+
+class AskSeals(_Word, frozen=True, tag="ask_seals"):
+    """What is sealed for each key in the slot that begins at its offset? To a rank."""
+
+    keys: bytes
+    ends: bytes
+    offsets: bytes
+
+
+class Seals(_Word, frozen=True, tag="seals"):
+    """A digest each; `states[i]` says whether there is one, or why not."""
+
+    states: bytes
+    digests: bytes
+
+
+SEALED, NOTHING, ANOTHER = 0, 1, 2
+"""States: sealed for this key, nothing is sealed there, or it is another key's."""
+
+Word: TypeAlias = Find | Found | GiveUp | AskSeals | Seals
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Word)
+_about_decoder = msgspec.msgpack.Decoder(About)
+_BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
+
+
+def encode(word: Word) -> bytes:
+    return _encoder.encode(word)
+
+
+def decode(body: bytes) -> Word:
+    """`WireError` for what is none."""
+    try:
+        word: Word = _decoder.decode(body)
+    except _BROKEN as error:
+        raise WireError(CloseReason.MALFORMED, f"no word about chunks: {type(error).__name__}") from None
+    return word
+
+
+def encode_about(about: About) -> bytes:
+    return _encoder.encode(about)
+
+
+def decode_about(data: bytes) -> About:
+    """`WireError` for what is none."""
+    if len(data) > MAX_ABOUT_BYTES:
+        raise WireError(CloseReason.OVERSIZED, f"a description of {len(data)} bytes")
+    try:
+        return _about_decoder.decode(data)
+    except _BROKEN as error:
+        raise WireError(CloseReason.MALFORMED, f"no description: {type(error).__name__}") from None
+
+
+def difference(ours: About, theirs: About) -> tuple[str, str, str] | None:
+    """The field in which two processes may not differ, what is ours, and what is theirs; None where they fit."""
+    for field in ("protocol", "rank", "namespace"):
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            if field == "namespace":
+                return _named_difference(ours, theirs)
+            return field, str(mine), str(other)
+    return None
+
+
+def _named_difference(ours: About, theirs: About) -> tuple[str, str, str]:
+    """What differs in the fingerprints, where both are there."""
+    namespaces = ("fingerprint", ours.namespace.hex()[:16], theirs.namespace.hex()[:16])
+    if not ours.fingerprint or not theirs.fingerprint:
+        return namespaces
+    try:
+        found = Fingerprint.decode(ours.fingerprint).diff(Fingerprint.decode(theirs.fingerprint))
+    except Exception:  # a peer's bytes, which need be no fingerprint
+        return namespaces
+    if not found:
+        return namespaces
+    field, _, values = found[0].partition(": ")
+    mine, _, other = values.partition(" is not ")
+    return field[:200], (mine or values)[:200], other[:200]
+
+
+def pack_keys(keys: Sequence[Key]) -> tuple[bytes, bytes]:
+    """(joined, where each ends)"""
+    return b"".join(keys), pack_columns([np.cumsum([len(key) for key in keys], dtype=np.int64)])
+
+
+def unpack_keys(keys: bytes, ends: bytes) -> list[Key]:
+    """`WireError` where these are not so many keys within the limits."""
+    (column,) = unpack_columns(ends, 1, MAX_KEYS)
+    places = [0, *column.tolist()]
+    if places[-1] != len(keys) or any(not 0 < b - a <= MAX_KEY_BYTES for a, b in itertools.pairwise(places)):
+        raise WireError(CloseReason.MALFORMED, "keys: their ends do not fit")
+    return [keys[a:b] for a, b in itertools.pairwise(places)]
+
+
+def found(slots: Sequence[Slot | None], lease_s: float) -> Found:
+    """An answer. Of more extents than one may have, the last slots are left out."""
+    counts: list[int] = []
+    extents: list[tuple[int, int]] = []
+    for slot in slots:
+        more = slot.extents if slot is not None and len(extents) + len(slot.extents) <= MAX_EXTENTS else ()
+        counts.append(len(more))
+        extents += more
+    return Found(
+        pack_columns([counts]),
+        pack_columns([[offset for offset, _ in extents]]),
+        pack_columns([[num_bytes for _, num_bytes in extents]]),
+        lease_s,
+    )
+
+
+def slots_of(answer: Found) -> tuple[Slot | None, ...]:
+    """What a peer says of as many keys as it counts. `WireError` where that can be no answer."""
+    (counts,) = unpack_columns(answer.counts, 1, MAX_KEYS)
+    (offsets,) = unpack_columns(answer.offsets, 1, MAX_EXTENTS)
+    (sizes,) = unpack_columns(answer.sizes, 1, MAX_EXTENTS)
+    fits = len(offsets) == len(sizes) and 0 <= answer.lease_s < 1e9
+    # One by one: a sum of a stranger's numbers may overflow and fit.
+    fits = fits and all(0 <= count <= MAX_EXTENTS for count in counts.tolist()) and int(counts.sum()) == len(offsets)
+    fits = fits and all(0 <= offset <= MAX_OFFSET for offset in offsets.tolist())
+    if not fits or not all(0 < size <= MAX_OFFSET for size in sizes.tolist()):
+        raise WireError(CloseReason.MALFORMED, "an answer that fits no question")
+    extents = iter(zip(offsets.tolist(), sizes.tolist(), strict=True))
+    return tuple(Slot(tuple(next(extents) for _ in range(count))) if count else None for count in counts.tolist())
+
+
+def seals(found_seals: Iterable[tuple[int, bytes]]) -> Seals:
+    """(state, digest) of each."""
+    rows = list(found_seals)
+    return Seals(bytes(state for state, _ in rows), b"".join(digest for _, digest in rows))
+
+
+def seals_of(answer: Seals, num_keys: int) -> list[tuple[int, bytes]]:
+    """(state, digest) of so many. `WireError` where that is no answer to the question."""
+    if len(answer.states) != num_keys or len(answer.digests) != DIGEST_BYTES * num_keys:
+        raise WireError(CloseReason.MALFORMED, "seals that fit no question")
+    places = range(0, len(answer.digests), DIGEST_BYTES)
+    return [(state, answer.digests[at : at + DIGEST_BYTES]) for state, at in zip(answer.states, places, strict=True)]

@@ -1,0 +1,97 @@
+"""What an index promises that hears what others hold, and to whose tier nothing is stored."""
+
+from __future__ import annotations
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.contract import Refusal, TierIndex
+from hybridkv.tiers.testing.conformance.index import assert_answers_agree
+from hybridkv.tiers.testing.conformance.late import LateAnswersConformance
+from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, is_protocol_error
+
+A, B, C = b"key a", b"key b", b"key c"
+
+
+class ReadOnlyConformance(LateAnswersConformance):
+    """In place of the suites that fill a tier by storing."""
+
+    def heard_of(self) -> TierIndex:
+        """An index that has heard of A and B."""
+        index = self.asked(A, B)
+        self.answer_all()
+        assert [index.lookup(key) for key in (A, B)] == [LookupResult.HIT] * 2
+        return index
+
+    def test_a_read_only_index_is_a_tier_index(self) -> None:
+        assert isinstance(self.make_late(), TierIndex)
+
+    def test_nothing_is_stored_where_nothing_can_be(self) -> None:
+        index = self.heard_of()
+        before = (index.generation, index.used_bytes, index.num_keys)
+        assert index.reserve(C, CHUNK_BYTES) is Refusal.TOO_LARGE
+        assert index.reserve_all([(A, CHUNK_BYTES), (C, CHUNK_BYTES)]) == [Refusal.PRESENT, Refusal.TOO_LARGE]
+        assert (index.generation, index.used_bytes, index.num_keys) == before
+        assert index.take_counts().refusals == {Refusal.TOO_LARGE: 2, Refusal.PRESENT: 1}
+        assert index.take_counts().refusals == {}
+        index.close()
+        assert index.reserve(C, CHUNK_BYTES) is Refusal.CLOSED
+
+    def test_mistakes_are_protocol_errors_where_nothing_is_stored(self) -> None:
+        index = self.heard_of()
+        assert is_protocol_error(lambda: index.reserve(C, 0))
+        for key in (A, C):
+            assert is_protocol_error(lambda key=key: index.commit(key))  # type: ignore[misc]
+            assert is_protocol_error(lambda key=key: index.abort(key))  # type: ignore[misc]
+            assert is_protocol_error(lambda key=key: index.unpin(key))  # type: ignore[misc]
+
+    def test_what_was_heard_of_is_pinned_where_it_lies(self) -> None:
+        index = self.heard_of()
+        slot = index.pin(A)
+        assert slot is not None and slot.num_bytes == CHUNK_BYTES
+        slots = index.pin_all([A, B])
+        assert slots is not None and slots[0] == slot != slots[1]
+        assert index.pin_all([A, C]) is None and index.pin(C) is None
+        index.unpin_all([A, A, B])
+        assert is_protocol_error(lambda: index.unpin(A))
+
+    def test_what_was_heard_of_and_withdrawn_is_not_offered_and_keeps_its_readers(self) -> None:
+        index = self.heard_of()
+        used_bytes = index.used_bytes
+        assert index.pin(A) is not None
+        assert index.invalidate(A) and not index.invalidate(A) and not index.invalidate(C)
+        assert (index.lookup(A), index.pin(A), index.used_bytes) == (LookupResult.MISS, None, used_bytes)
+        index.unpin(A)
+        assert index.used_bytes == used_bytes // 2
+        assert index.take_counts().invalidations == 1
+        index.ask([A], self.now_s() + 2.0)
+        self.answer_all()
+        assert index.lookup(A) is LookupResult.HIT, "it may be asked for again"
+
+    def test_a_reset_withdraws_what_was_heard_of_and_respects_readers(self) -> None:
+        for end in ("clear", "close"):
+            index = self.heard_of()
+            assert index.pin(A) is not None
+            before = index.generation
+            if end == "clear":
+                assert index.clear() == 2
+            else:
+                index.close()
+            assert index.generation != before
+            assert [index.lookup(key) for key in (A, B)] == [LookupResult.MISS] * 2
+            index.unpin(A)
+            assert (index.used_bytes, index.num_keys) == (0, 0)
+
+    def test_a_question_about_many_keys_heard_of_is_answered_as_one_by_one(self) -> None:
+        index = self.heard_of()
+        index.ask([C], self.now_s() + 2.0)
+        assert_answers_agree(index, [A, B, C, b"unknown"])
+        assert_answers_agree(index, [b"unknown", A])
+        assert_answers_agree(index, [])
+        assert index.lacks(C) and not index.lacks(A)
+
+    def test_a_pinned_key_survives_a_touch_and_a_question(self) -> None:
+        index = self.heard_of()
+        slot = index.pin(A)
+        index.touch([B, A, C])
+        index.ask([A, B], self.now_s() + 2.0)
+        assert [index.lookup(key) for key in (A, B)] == [LookupResult.HIT] * 2
+        assert index.pin(A) == slot

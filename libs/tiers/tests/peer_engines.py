@@ -1,0 +1,142 @@
+"""Engines that are peers, over loopback: host memory, a scheduler's half and a rank's half each, in this process."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from hybridkv.hashing import Fingerprint
+from hybridkv.peers.transport.tcp import TcpTransport
+from hybridkv.peers.wire import Secret
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import FailureReason, Key, Slot, Ticket, TierConfigurationError
+from hybridkv.tiers.peer import (
+    Neighbourhood,
+    PeerIndex,
+    PeerMedium,
+    PeerMessenger,
+    PeerOptions,
+    open_index,
+    open_medium,
+)
+from hybridkv.tiers.ram import RamArena, RamIndex
+from hybridkv.tiers.testing.copying import CopyingMedium
+
+GRANULE_BYTES = 1024
+CHUNK_BYTES = 4096
+SECRET = Secret(b"a secret that all peers know")
+TIMEOUT_S = 60.0
+OPTIONS = PeerOptions(retry_s=0.05)
+
+
+def fingerprint(model: str = "model") -> Fingerprint:
+    return Fingerprint(
+        facts={"model.name": model}, chunk_tokens=16, hash_algorithm="sha256", tensor_parallel_size=1, groups=()
+    )
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for another thread, or another process."""
+    until_s = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+
+
+def free_port() -> int:
+    """One behind which another one is free. Somebody else may be quicker; who binds it tries again."""
+    while True:
+        port = random.randrange(20000, 32000)
+        try:
+            for number in (port, port + 1):
+                socket.create_server(("127.0.0.1", number)).close()
+        except OSError:
+            continue
+        return port
+
+
+def chunk_bytes(seed: int, num_bytes: int = CHUNK_BYTES) -> bytes:
+    """Bytes that tell which chunk they are of."""
+    return bytes((seed + 31 * position) % 251 for position in range(num_bytes))
+
+
+def found(asker: Engine, *keys: Key) -> list[LookupResult]:
+    """What its peers say."""
+    until(asker.messenger.ready)
+    asker.index.ask(keys, 1e12)
+    until(lambda: not asker.index.any_pending(keys))
+    return [asker.index.lookup(key) for key in keys]
+
+
+def load(asker: Engine, key: Key, num_bytes: int = CHUNK_BYTES) -> bytes | FailureReason:
+    """Its bytes, by way of the engine's own memory."""
+    far, near = asker.index.pin(key), asker.ram.reserve(key, num_bytes)
+    assert far is not None and isinstance(near, Slot)
+    views = asker.arena.views(near)
+    asker.medium.load(Ticket(1), key, far, views)
+    assert asker.medium.drain(TIMEOUT_S)
+    [completion] = asker.medium.poll()
+    asker.index.unpin(key)
+    asker.ram.abort(key)
+    return b"".join(views) if completion.failure is None else completion.failure.reason
+
+
+class Engine:
+    """One rank. `peers` are ports of others' schedulers."""
+
+    index: PeerIndex
+    medium: PeerMedium
+
+    def __init__(
+        self,
+        peers: Sequence[int] = (),
+        capacity_bytes: int = 64 * GRANULE_BYTES,
+        secret: Secret = SECRET,
+        model: str = "model",
+        options: PeerOptions = OPTIONS,
+        clock: Callable[[], float] = time.monotonic,
+        port: int | None = None,
+    ) -> None:
+        self.ram = RamIndex(capacity_bytes, GRANULE_BYTES)
+        self.arena = RamArena(capacity_bytes, GRANULE_BYTES)
+        self.copying = CopyingMedium(self.arena)
+        found = fingerprint(model)
+        for _ in range(50):
+            self.port = port or free_port()
+            addresses = tuple(("127.0.0.1", each) for each in peers)
+            near = Neighbourhood(secret, ("127.0.0.1", self.port), addresses, lambda name: TcpTransport(name, secret))
+            try:
+                self.index = open_index(near, self.ram, found, options, clock)
+            except TierConfigurationError:
+                continue
+            try:
+                self.medium = open_medium(near, self.arena, found.digest(), 0, options, time.monotonic)
+            except TierConfigurationError:
+                self.index.close()
+                continue
+            return
+        raise AssertionError("no port is free")
+
+    def put(self, key: Key, chunk: bytes) -> Slot:
+        """Hold a chunk."""
+        slot = self.ram.reserve(key, len(chunk))
+        assert isinstance(slot, Slot)
+        self.copying.store(Ticket(0), key, slot, [chunk])
+        [completion] = self.copying.poll()
+        assert completion.failure is None
+        assert self.ram.commit(key)
+        return slot
+
+    @property
+    def messenger(self) -> PeerMessenger:
+        """What carries the index's questions."""
+        courier = self.index._courier
+        assert isinstance(courier, PeerMessenger)
+        return courier
+
+    def close(self) -> None:
+        self.index.close()
+        self.medium.close()
+        self.arena.close()

@@ -1,0 +1,104 @@
+"""A peer that is another process: it is read, and what it does or leaves undone costs a bounded time and no bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from peer_engine_process import EngineProcess
+from peer_engines import CHUNK_BYTES, Engine, chunk_bytes, found, load, until
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Answer, FailureReason, Ticket
+from hybridkv.tiers.peer import PeerOptions
+
+A, B = b"key a", b"key b"
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
+QUICK = PeerOptions(retry_s=0.05, load_timeout_s=0.5, reach_timeout_s=0.1)
+"""For what is going to fail."""
+
+
+@pytest.fixture
+def peer() -> Iterator[EngineProcess]:
+    with EngineProcess() as process:
+        process.tell("put", A, 1)
+        yield process
+
+
+def asking(peer: EngineProcess, options: PeerOptions | None = None) -> Engine:
+    return Engine([peer.port], options=options or PeerOptions(retry_s=0.05))
+
+
+def test_another_process_gives_what_it_holds(peer: EngineProcess) -> None:
+    asker = asking(peer)
+    try:
+        assert found(asker, A, B) == [HIT, MISS]
+        assert load(asker, A) == chunk_bytes(1, CHUNK_BYTES) != chunk_bytes(2, CHUNK_BYTES)
+        peer.tell("put", B, 2)
+        until(lambda: found(asker, B) == [HIT])
+        assert load(asker, B) == chunk_bytes(2, CHUNK_BYTES)
+    finally:
+        asker.close()
+
+
+def test_a_peer_that_is_killed_costs_a_load_and_is_missed(peer: EngineProcess) -> None:
+    asker = asking(peer, QUICK)
+    try:
+        assert found(asker, A) == [HIT]
+        far = asker.index.pin(A)
+        assert far is not None
+        peer.kill()
+        asker.medium.load(Ticket(1), A, far, [bytearray(CHUNK_BYTES)])
+        assert asker.medium.drain(60.0)
+        [completion] = asker.medium.poll()
+        assert completion.failure is not None and completion.failure.reason is FailureReason.IO
+        until(lambda: asker.index.lookup(A) is MISS)
+        asker.index.unpin(A)
+        asker.index.ask([B], time.monotonic() + 60.0)
+        assert asker.index.lookup(B) is MISS, "there is nobody to wait for"
+    finally:
+        asker.close()
+
+
+def test_a_peer_that_is_stopped_costs_the_time_that_was_given(peer: EngineProcess) -> None:
+    asker = asking(peer, QUICK)
+    try:
+        assert found(asker, A) == [HIT]
+        peer.stop()
+        asker.index.ask([B], time.monotonic() + 0.05)
+        assert asker.index.lookup(B) is PENDING
+        until(lambda: asker.index.lookup(B) is MISS)
+        assert asker.index.take_counts().answers == {Answer.HELD: 1, Answer.LATE: 1}
+        assert load(asker, A) is FailureReason.IO
+        peer.go_on()
+        until(lambda: found(asker, A) == [HIT])
+        assert load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
+    finally:
+        asker.close()
+
+
+def test_a_peer_that_lies_costs_a_load_and_gives_no_wrong_bytes(peer: EngineProcess) -> None:
+    asker = asking(peer)
+    try:
+        peer.tell("lie")
+        assert found(asker, B) == [HIT]
+        assert load(asker, B) is FailureReason.WRONG_KEY
+        asker.index.invalidate(B)
+        peer.tell("forge")
+        assert found(asker, B) == [HIT]
+        assert load(asker, B) is FailureReason.CHECKSUM
+    finally:
+        asker.close()
+
+
+def test_an_end_waits_for_no_peer_that_is_stopped(peer: EngineProcess) -> None:
+    asker = asking(peer)
+    assert found(asker, A) == [HIT]
+    far = asker.index.pin(A)
+    assert far is not None
+    peer.stop()
+    asker.medium.load(Ticket(1), A, far, [bytearray(CHUNK_BYTES)])
+    asker.close()
+    [completion] = asker.medium.poll()
+    assert completion.failure is not None and completion.failure.reason in (FailureReason.CLOSED, FailureReason.IO)

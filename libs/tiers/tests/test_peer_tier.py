@@ -1,0 +1,342 @@
+"""A tier of peers over loopback: the suites, and what two engines do for each other. Nothing is played here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+
+from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load, until  # noqa: E402
+
+from hybridkv.peers.wire import Secret  # noqa: E402
+from hybridkv.planner import LookupResult  # noqa: E402
+from hybridkv.tiers import (  # noqa: E402
+    Completion,
+    FailureReason,
+    Key,
+    Slot,
+    Ticket,
+    TierConfigurationError,
+    TierIndex,
+    TierMedium,
+)
+from hybridkv.tiers.peer import Neighbourhood, PeerOptions, open_index  # noqa: E402
+from hybridkv.tiers.peer.places import at_peer  # noqa: E402
+from hybridkv.tiers.ram import RamIndex  # noqa: E402
+from hybridkv.tiers.testing.conformance import (  # noqa: E402
+    CHUNK_BYTES,
+    MediumConformance,
+    ReadOnlyConformance,
+    Tier,
+)
+from hybridkv.tiers.testing.conformance.medium import chunk_bytes  # noqa: E402
+from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+A, B, C = b"key a", b"key b", b"key c"
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
+FIRST = Ticket(1)
+
+
+class StoredAtAPeer:
+    """The medium of one engine, and memory of another in which what the suite stores lies."""
+
+    def __init__(self, reader: Engine, holder: Engine) -> None:
+        self._reader, self._holder = reader, holder
+        self._is_closed = False
+
+    def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
+        medium: TierMedium = self._reader.medium if self._is_closed else self._holder.copying
+        medium.store(ticket, key, slot, source)
+
+    def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
+        self._reader.medium.load(ticket, key, at_peer(0, slot), destination)
+
+    def poll(self) -> list[Completion]:
+        return [*self._holder.copying.poll(), *self._reader.medium.poll()]
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._reader.medium.drain(timeout_s)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._reader.medium.close()
+
+    def views(self, slot: Slot) -> list[memoryview]:
+        return self._holder.arena.views(slot)
+
+
+class TestPeerMedium(MediumConformance):
+    @pytest.fixture(autouse=True)
+    def engines(self) -> Iterator[None]:
+        self.made: list[Engine] = []
+        yield
+        for engine in reversed(self.made):
+            engine.close()
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        holder = Engine(capacity_bytes=capacity_bytes)
+        reader = Engine([holder.port])
+        self.made += [holder, reader]
+        return Tier(RamIndex(capacity_bytes, 1024), StoredAtAPeer(reader, holder))
+
+    def corrupt(self, medium: TierMedium, slot: Slot) -> None:
+        self.made[0].arena.views(slot)[-1][-1] ^= 1
+
+    def test_nothing_is_stored_at_a_peer(self) -> None:
+        self.make_tier_of(1)
+        medium = self.made[-1].medium
+        medium.store(FIRST, A, Slot(((0, 4),)), [b"abcd"])
+        [completion] = medium.poll()
+        assert completion.failure is not None and completion.failure.reason is FailureReason.IO
+
+
+class TestPeerMediumInAnIdleFaultInjector(TestPeerMedium):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        tier = super().make_tier(capacity_bytes)
+        return Tier(tier.index, FaultInjectingMedium(tier.medium, FaultPlan()))
+
+
+class TestPeerIndexOverLoopback(ReadOnlyConformance):
+    """Answers are held back at the peer until the suite lets them through."""
+
+    time_s = 0.0
+
+    @pytest.fixture(autouse=True)
+    def engines(self) -> Iterator[None]:
+        self.made: list[Engine] = []
+        self.gates: list[threading.Event] = []
+        yield
+        for gate in self.gates:
+            gate.set()
+        for engine in reversed(self.made):
+            engine.close()
+
+    def make_late(self) -> TierIndex:
+        holder = Engine()
+        for key in (A, B):
+            holder.put(key, chunk_bytes(1, CHUNK_BYTES))
+        asker = Engine([holder.port], clock=self.now_s)
+        self.made += [holder, asker]
+        gate, answering, hearing = threading.Event(), holder.messenger, asker.messenger
+        self.gates.append(gate)
+        answer, ask, reply = answering.leases.answer, hearing.ask, hearing.reply  # type: ignore[attr-defined]
+        self.num_asked = self.num_heard = 0
+
+        def gated(*arguments: object) -> object:
+            gate.wait()
+            return answer(*arguments)
+
+        def counted_ask(*arguments: object) -> object:
+            self.num_asked += 1
+            return ask(*arguments)  # type: ignore[arg-type]
+
+        def counted_reply(*arguments: object) -> None:
+            reply(*arguments)
+            self.num_heard += 1
+
+        answering.leases.answer = gated  # type: ignore[attr-defined]
+        hearing.ask, hearing.reply = counted_ask, counted_reply  # type: ignore[attr-defined, method-assign, assignment]
+        until(hearing.ready)
+        return asker.index
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def pass_time(self, seconds: float) -> None:
+        self.time_s += seconds
+
+    def answer_all(self) -> None:
+        self.gates[-1].set()
+        # What was closed hears nothing, however long the suite waits.
+        until(lambda: self.num_heard == self.num_asked or self.made[-1].index._known.is_closed)
+        self.gates[-1].clear()
+
+
+class TestPeerIndexOverLoopbackInAnIdleFaultInjector(TestPeerIndexOverLoopback):
+    def make_late(self) -> TierIndex:
+        return FaultInjectingIndex(super().make_late(), FaultPlan())
+
+
+MakeEngine = type[Engine]
+
+
+@pytest.fixture
+def engine() -> Iterator[object]:
+    made: list[Engine] = []
+
+    def make(*arguments: object, **options: object) -> Engine:
+        made.append(Engine(*arguments, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in reversed(made):
+        each.close()
+
+
+def test_engines_give_each_other_what_they_hold(engine: MakeEngine) -> None:
+    first = engine()
+    second = engine([first.port])
+    third = engine([first.port, second.port])
+    first.put(A, chunk_bytes(1, CHUNK_BYTES))
+    second.put(B, chunk_bytes(2, CHUNK_BYTES))
+    until(lambda: len(third.messenger.ready()) == 2)
+    assert found(third, A, B, C) == [HIT, HIT, MISS]
+    assert [load(third, key) for key in (A, B)] == [chunk_bytes(1, CHUNK_BYTES), chunk_bytes(2, CHUNK_BYTES)]
+    assert found(second, A, B) == [HIT, MISS], "what it holds itself is its host memory's to say"
+    assert load(second, A) == chunk_bytes(1, CHUNK_BYTES)
+
+
+def test_a_chunk_in_pieces_comes_whole_into_pieces(engine: MakeEngine) -> None:
+    holder = engine(capacity_bytes=16 * 1024, options=PeerOptions(leased_share=1.0))
+    asker = engine([holder.port], capacity_bytes=16 * 1024)
+    for made in (holder, asker):
+        for number in range(16):
+            made.put(b"%d" % number, bytes(1024))
+        for number in range(0, 16, 2 if made is holder else 3):
+            made.ram.invalidate(b"%d" % number)
+    slot = holder.put(A, chunk_bytes(3, 5000))
+    assert len(slot.extents) > 2
+    assert found(asker, A) == [HIT] and load(asker, A, 5000) == chunk_bytes(3, 5000)
+
+
+def test_what_is_being_read_is_not_evicted_and_goes_afterwards(engine: MakeEngine) -> None:
+    holder = engine()
+    asker = engine([holder.port])
+    holder.put(A, chunk_bytes(1, CHUNK_BYTES))
+    assert found(asker, A) == [HIT]
+
+    def churn() -> bool:
+        for number in range(20):
+            holder.put(b"%d %d" % (number, holder.ram.generation), bytes(CHUNK_BYTES))
+        return holder.ram.lookup(A) is MISS
+
+    assert not churn()
+    assert load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
+    until(churn)
+
+
+def test_what_was_withdrawn_and_overwritten_is_a_failure_and_no_wrong_bytes(engine: MakeEngine) -> None:
+    holder = engine(capacity_bytes=CHUNK_BYTES, options=PeerOptions(leased_share=1.0))
+    asker = engine([holder.port])
+    for change in ("withdrawn", "another", "torn"):
+        asker.index.clear()
+        until(lambda: not len(holder.messenger.leases))
+        holder.ram.clear()
+        slot = holder.put(A, chunk_bytes(1, CHUNK_BYTES))
+        assert found(asker, A) == [HIT]
+        if change == "withdrawn":
+            holder.arena.discard(slot)
+        elif change == "another":
+            holder.copying.store(FIRST, B, slot, [chunk_bytes(2, CHUNK_BYTES)])
+            assert holder.copying.poll() == [Completion(FIRST)]
+        else:
+            holder.arena.views(slot)[0][7] ^= 1
+        expected = {"withdrawn": "MISSING", "another": "WRONG_KEY", "torn": "CHECKSUM"}[change]
+        assert load(asker, A) is FailureReason[expected]
+
+
+def test_another_model_is_refused_and_what_differs_is_said(
+    engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = engine()
+    holder.put(A, chunk_bytes(1, CHUNK_BYTES))
+    other, like = engine([holder.port], model="another"), engine([holder.port])
+    assert found(like, A) == [HIT]
+    until(lambda: caplog.text.count("model.name") >= 2)
+    assert "model.name is" in caplog.text and other.messenger.ready() == []
+    for _ in range(20):
+        other.messenger.ready()
+        time.sleep(0.01)
+    said = [record.message for record in caplog.records if "model.name" in record.message]
+    assert len(said) <= 3, "not with each try"
+    other.index.ask([A], 1e12)
+    assert other.index.lookup(A) is MISS
+
+
+def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    holder = engine()
+    stranger = engine([holder.port], secret=Secret(b"a secret that nobody else knows"))
+    until(lambda: "secret" in caplog.text)
+    stranger.index.ask([A], 1e12)
+    assert stranger.index.lookup(A) is MISS and stranger.messenger.ready() == []
+
+
+def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
+    holder = engine()
+    asker = engine([holder.port])
+    both = engine([holder.port, asker.port, asker.port + 7])
+    holder.put(A, chunk_bytes(1, CHUNK_BYTES))
+    assert found(both, A) == [HIT]
+
+
+def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: MakeEngine) -> None:
+    holder = engine()
+    asker = engine([holder.port], options=PeerOptions(retry_s=0.05, reach_timeout_s=0.05))
+    holder.put(A, chunk_bytes(1, CHUNK_BYTES))
+    assert found(asker, A) == [HIT]
+    far = asker.index.pin(A)
+    assert far is not None
+    holder.close()
+    until(lambda: asker.index.lookup(A) is MISS)
+    asker.medium.load(FIRST, A, far, [bytearray(CHUNK_BYTES)])
+    assert asker.medium.drain(60.0)
+    [completion] = asker.medium.poll()
+    assert completion.failure is not None and completion.failure.reason is FailureReason.IO
+    asker.index.unpin(A)
+    until(lambda: not asker.messenger.ready())
+    again = engine(port=holder.port)
+    again.put(A, chunk_bytes(4, CHUNK_BYTES))
+    assert found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(4, CHUNK_BYTES)
+
+
+def test_as_many_chunks_as_wait_are_read_and_more_are_busy(engine: MakeEngine) -> None:
+    holder = engine(capacity_bytes=1 << 20)
+    options = PeerOptions(retry_s=0.05, reading_bytes=2 * CHUNK_BYTES, max_reads=3, max_waiting=200)
+    asker = engine([holder.port], options=options)
+    keys = [b"%d" % number for number in range(100)]
+    for number, key in enumerate(keys):
+        holder.put(key, chunk_bytes(number, CHUNK_BYTES))
+    places = {key: at_peer(0, slot) for key in keys if (slot := holder.ram.find(key))}
+    buffers = {number: bytearray(CHUNK_BYTES) for number in range(300)}
+    for number, buffer in buffers.items():
+        asker.medium.load(Ticket(number), keys[number % 100], places[keys[number % 100]], [buffer])
+    assert asker.medium.drain(60.0)
+    done = {completion.ticket: completion.failure for completion in asker.medium.poll()}
+    assert len(done) == 300
+    right = [number for number, failure in done.items() if failure is None]
+    assert len(right) >= 200 and all(buffers[number] == chunk_bytes(number % 100, CHUNK_BYTES) for number in right)
+    assert {failure.reason for failure in done.values() if failure} <= {FailureReason.BUSY}
+
+
+def test_a_close_ends_every_load(engine: MakeEngine) -> None:
+    asker = engine([1])
+    for number in range(5):
+        asker.medium.load(Ticket(number), A, at_peer(0, Slot(((0, CHUNK_BYTES),))), [bytearray(CHUNK_BYTES)])
+    asker.medium.close()
+    assert asker.medium.drain(0.0)
+    reasons = {completion.failure.reason for completion in asker.medium.poll() if completion.failure}
+    assert reasons <= {FailureReason.CLOSED, FailureReason.IO} and reasons
+
+
+def test_a_load_from_an_unknown_peer_ends(engine: MakeEngine) -> None:
+    asker = engine(options=PeerOptions(reach_timeout_s=0.05))
+    asker.medium.load(FIRST, A, at_peer(5, Slot(((0, 8),))), [bytearray(8)])
+    assert asker.medium.drain(60.0)
+    [completion] = asker.medium.poll()
+    assert completion.failure is not None and completion.failure.reason is FailureReason.IO
+
+
+def test_an_address_that_is_taken_is_refused(engine: MakeEngine) -> None:
+    taken = engine()
+    near = Neighbourhood(SECRET, ("127.0.0.1", taken.port), (), lambda name: pytest.fail("no bytes are moved"))
+    with pytest.raises(TierConfigurationError) as caught:
+        open_index(near, RamIndex(1024, 1024), fingerprint(), OPTIONS, lambda: 0.0)
+    assert caught.value.field == "listen"
