@@ -77,7 +77,7 @@ def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
 
 
 def read_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
-    """The first token that a group must have from elsewhere to resume at `num_tokens`; `num_tokens` where there is none.
+    """The first token that a group must have from elsewhere to resume at `num_tokens`; `num_tokens` if there is none.
 
     An engine that holds `computed_tokens` of attention needs no more of them, but it holds no state of a later token.
     """

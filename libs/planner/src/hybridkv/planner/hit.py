@@ -100,7 +100,7 @@ class _Search:
         self._spec = spec
         self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
         self._computed = computed_tokens
-        # Of a group's chunks; where chunks end with blocks, the chunk of the token that is read first is that of its block.
+        # Where chunks end with blocks, the token that is read first lies in the chunk in which its block begins.
         self._first_token = load_start if spec.cut_groups else read_start
         if ranges is None:
             scan = Scan(spec, lookup)
