@@ -76,11 +76,22 @@ def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
     return range(span.start // block_tokens, -(-span.end // block_tokens))
 
 
-def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
-    """The first token that a group must load to resume at `num_tokens`; `num_tokens` where there is none.
+def read_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
+    """The first token that a group must have from elsewhere to resume at `num_tokens`; `num_tokens` if there is none.
 
-    It begins a block: what of a block an engine could not read, it would still take for read when it keeps the block.
     An engine that holds `computed_tokens` of attention needs no more of them, but it holds no state of a later token.
+    """
+    start = resume_start(group, num_tokens)
+    if group.kind is _RECURRENT or start >= computed_tokens:
+        return start
+    return min(num_tokens, computed_tokens)
+
+
+def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
+    """The first token that it must load for that: it begins a block, unless the engine holds what is before it.
+
+    What of a block an engine could not read, it would still take for read when it keeps the block. Where no chunk ends
+    inside a block, this token and the one that is read first lie in one chunk.
     """
     start = resume_start(group, num_tokens)
     if group.kind is _RECURRENT or start >= computed_tokens:

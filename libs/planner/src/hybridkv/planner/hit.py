@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from hybridkv.planner.coverage import load_start, resume_start
+from hybridkv.planner.coverage import load_start, read_start, resume_start
 from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.scan import Scan, first_missing
@@ -100,6 +100,8 @@ class _Search:
         self._spec = spec
         self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
         self._computed = computed_tokens
+        # Where chunks end with blocks, the token that is read first lies in the chunk in which its block begins.
+        self._first_token = load_start if spec.cut_groups else read_start
         if ranges is None:
             scan = Scan(spec, lookup)
             self._ask: Lookup = scan.ask
@@ -175,7 +177,7 @@ class _Search:
     def _lower_to_window(self, group_index: int, boundary: int) -> int:
         chunk, step = self._chunk, self._step
         last = boundary // chunk * chunk
-        start = load_start(self._spec.groups[group_index], boundary, self._computed)
+        start = self._first_token(self._spec.groups[group_index], boundary, self._computed)
         if start >= last:
             return boundary
         first = (start // chunk + 1) * chunk
@@ -227,7 +229,7 @@ class _Search:
         last = boundary // chunk * chunk
         for group_index in self._order:
             group = self._spec.groups[group_index]
-            start = load_start(group, boundary, self._computed)
+            start = self._first_token(group, boundary, self._computed)
             if start < last and self._ranges.any_pending(group_index, (start // chunk + 1) * chunk, last):
                 return True
             reads_tail = max(start, last) < boundary

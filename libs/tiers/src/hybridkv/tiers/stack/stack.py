@@ -102,7 +102,7 @@ class TierStack:
         """What each slower tier has room for."""
         return tuple(level.index.capacity_bytes for level in self._levels)
 
-    # What is stored.
+    # What is stored. Where there is no slower tier, nothing has a deadline and the fast one knows all.
 
     @property
     def generation(self) -> int:
@@ -112,21 +112,29 @@ class TierStack:
 
     def lookup(self, key: Key) -> LookupResult:
         """HIT when a tier holds it and may be asked for it; MISS while its promotion is late."""
+        if not self._levels:
+            return self.near.lookup(key)
         self._look_at_clock()
         return self._reading.lookup(key)
 
     def leading(self, keys: Sequence[Key]) -> int:
         """How many keys in a row, from the first, are HIT or PENDING."""
+        if not self._levels:
+            return self.near.leading(keys)
         self._look_at_clock()
         return self._reading.leading(keys)
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
+        if not self._levels:
+            return self.near.last_held(keys)
         self._look_at_clock()
         return self._reading.last_held(keys)
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
         """Whether one of these keys is PENDING."""
+        if not self._levels:
+            return self.near.any_pending(keys)
         self._look_at_clock()
         return self._reading.any_pending(keys)
 
