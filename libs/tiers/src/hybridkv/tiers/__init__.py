@@ -1,5 +1,6 @@
 """Media that hold chunks by key. The contract stands here; each medium has its own folder."""
 
+from hybridkv.tiers.at_once import AnswersAtOnce
 from hybridkv.tiers.contract import (
     Answer,
     Completion,
@@ -21,6 +22,7 @@ from hybridkv.tiers.shortage import is_shortage
 
 __all__ = [
     "Answer",
+    "AnswersAtOnce",
     "Completion",
     "ExposesBytes",
     "Failure",

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import NOTHING_HEARD, UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.at_once import AnswersAtOnce
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.namespace import Namespace
@@ -34,7 +35,7 @@ _SNAPSHOT_SHARE = 0.8
 """Of `close_timeout_s`, which the last snapshot may take with all that comes before it."""
 
 
-class DiskIndex:
+class DiskIndex(AnswersAtOnce):
     """A `TierIndex` over segment files of all ranks of one engine.
 
     Args:
@@ -98,18 +99,6 @@ class DiskIndex:
     @property
     def generation(self) -> int:
         return self._records.generation
-
-    @property
-    def answers_late(self) -> bool:
-        """Never: everything was read when the store was opened."""
-        return False
-
-    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
-        """Nothing to find out."""
-
-    @property
-    def heard(self) -> Heard:
-        return NOTHING_HEARD
 
     def lacks(self, key: Key) -> bool:
         return self._records.lacks(key)

@@ -16,7 +16,8 @@ from typing import Generic
 import msgspec
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import NOTHING_HEARD, UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.at_once import AnswersAtOnce
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger.order import EvictionOrder
 from hybridkv.tiers.ledger.states import E, Forgotten, KeyState, Space, Witness
@@ -39,7 +40,7 @@ _SETS_STOP_EARLY = _sets_stop_early()
 _LISTS = (list, tuple)
 
 
-class KeyLedger(Generic[E]):
+class KeyLedger(AnswersAtOnce, Generic[E]):
     """All keys of one tier. Used by one thread; others may read its tables, which are never emptied under them.
 
     Args:
@@ -90,18 +91,6 @@ class KeyLedger(Generic[E]):
     def num_keys(self) -> int:
         """Keys that are committed or reserved; doomed ones are not counted."""
         return len(self._held)
-
-    @property
-    def answers_late(self) -> bool:
-        """Never: everything is known here."""
-        return False
-
-    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
-        """Nothing to find out."""
-
-    @property
-    def heard(self) -> Heard:
-        return NOTHING_HEARD
 
     def lacks(self, key: Key) -> bool:
         """Whether it is neither committed nor reserved."""

@@ -1,12 +1,12 @@
 """What shall be copied to one slower tier, in order, until there is a way and a place for it.
 
-A chunk waits here while as much is on its way as may be, and while the slow tier says that asking again may help. What
-needs others before it goes only when those are in the slow tier or on their way there, so whatever stops the queue, the
-slow tier has beginnings. What waits is not protected in the fast tier: a store that needs the room is worth more than a
-copy, and what is evicted meanwhile is dropped here, with all that needs it.
+A chunk waits here while as much is on its way as may be, and while the slower tier says that asking again may help.
+What needs others before it goes only when those are there or on their way, so whatever stops the queue, the slower tier
+has beginnings. What waits is not protected in the fast tier: a store that needs the room is worth more than a copy, and
+what is evicted meanwhile is dropped here, with all that needs it.
 
-What failed takes with it what needs it: that is dropped while it waits, and withdrawn from the slow tier where it is on
-its way, or was faster.
+What failed takes with it what needs it: that is dropped while it waits, and withdrawn from the slower tier where it is
+on its way, or was faster.
 
 The order of use follows, in both tiers (`order.py`).
 """
@@ -37,11 +37,11 @@ class Cascades:
 
     Args:
         near: index of the fast tier.
-        far: index of the slow tier.
+        far: index of the slower tier.
         traffic: what is on its way.
         options: bounds.
         plan: makes a move of a chunk, from its place in the fast tier to that in the slow one.
-        position: of the slow tier among those of its stack.
+        position: of the slower tier among those of its stack.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Cascades:
         return bool(self._keys) and now_s - self._patient_s < PATIENCE_S
 
     def add(self, key: Key, on_path: PathPosition, now_s: float) -> MoveResult | None:
-        """A chunk that the slow tier should have, behind all that was added before. Why not, where it is dropped."""
+        """A chunk that the slower tier should have, behind all that was added before. Why not, where it is dropped."""
         if key in self._keys or not self._far.lacks(key):
             return None
         if self.is_full:
@@ -140,7 +140,7 @@ class Cascades:
                 self._is_blocked = False
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used in the slow tier, the last one most, when what was added before is there;
+        """Make keys the most recently used in the slower tier, the last one most, when what was added before is there;
         then in the fast tier too, where what moves is pinned meanwhile.
 
         At once where more wait for that than chunks may.
@@ -158,7 +158,7 @@ class Cascades:
         """Send what may go now. Why others are dropped, one for each.
 
         Args:
-            gate: whether the slow tier may be written to.
+            gate: whether the slower tier may be written to.
             now_s: what waits behind something that is sent now for the first time waits anew.
         """
         dropped: list[MoveResult] = []

@@ -12,7 +12,7 @@ class PathPosition(NamedTuple):
     """Where a chunk stands among those that are used together.
 
     Args:
-        needs: what must be in the slow tier, or on its way there, so that the chunk is worth anything there.
+        needs: what must be in the slower tier, or on its way there, so that the chunk is worth anything there.
         path_bytes: what its path takes up from its beginning on, the chunk included, in each slower tier as
             `TierStack.costs` says; empty if nobody knows. What is beyond the whole of a tier is not copied there: it
             would only push out its own beginning.

@@ -84,7 +84,7 @@ class Reading:
 
     def _last_held(self, keys: Sequence[Key]) -> int | None:
         place = self.near.last_held(keys)
-        if not self._levels or place == len(keys) - 1:
+        if place == len(keys) - 1:
             return place
         for index in self._asked():
             first = 0 if place is None else place + 1
@@ -103,8 +103,6 @@ class Reading:
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
         """Whether one of these keys is PENDING."""
-        if not self._levels:
-            return self.near.any_pending(keys)
         return any(self.lookup(key) is _PENDING for key in keys)
 
     @property

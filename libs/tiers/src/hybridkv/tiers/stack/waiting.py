@@ -11,7 +11,7 @@ from hybridkv.tiers.stack.path import PathPosition
 
 
 class Gate(enum.Enum):
-    """Whether the slow tier may be written to."""
+    """Whether the slower tier may be written to."""
 
     OPEN = "write"
     PROBE = "write once, and see what comes of it"

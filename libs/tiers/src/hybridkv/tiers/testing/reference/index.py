@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import NOTHING_HEARD, UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.at_once import AnswersAtOnce
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.tally import Tally
 
@@ -25,7 +26,7 @@ class _Entry:
     last_used: int = 0
 
 
-class ReferenceIndex:
+class ReferenceIndex(AnswersAtOnce):
     """A `TierIndex` whose slots are numbered, each as large as the whole tier.
 
     A chunk takes up whole multiples of `granule_bytes`, so that it can be compared with tiers that round up.
@@ -59,17 +60,6 @@ class ReferenceIndex:
     @property
     def generation(self) -> int:
         return self._generation
-
-    @property
-    def answers_late(self) -> bool:
-        return False
-
-    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
-        """Everything is known."""
-
-    @property
-    def heard(self) -> Heard:
-        return NOTHING_HEARD
 
     def lacks(self, key: Key) -> bool:
         return not self._is_held(key)
