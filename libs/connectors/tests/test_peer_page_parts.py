@@ -32,7 +32,7 @@ interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="vLLM makes
 kv_cache_utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
 KVCacheLayout = pytest.importorskip("vllm.v1.kv_cache_layout").KVCacheLayout
 
-from hybridkv.connectors.vllm.nixl.describing import Place, describe  # noqa: E402
+from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe  # noqa: E402
 from hybridkv.connectors.vllm.nixl.page_parts import PageOrder, page_orders  # noqa: E402
 
 BLOCKS, TOTAL_HEADS, HEAD_SIZE, NUM_TOKENS = 9, 4, 8, 75
@@ -73,7 +73,7 @@ class Rank:
         spec_of_cache = CacheSpec((GroupSpec(GroupKind.FULL, engine.block),), engine.block)
         layout = CacheLayout(spec_of_cache, (layers,), (group,), engine.block, "sha256", engine.tp_size)
         self.orders = page_orders(_config(engine), placed, layout)
-        place = Place(f"engine.{rank}", rank, engine.tp_size)
+        place = RankPlace(f"engine.{rank}", rank, engine.tp_size)
         described, self.regions = describe(place, {}, layout, self.views, BLOCKS, self.orders)
         found = decode(encode(described))
         assert not isinstance(found, Refusal), found

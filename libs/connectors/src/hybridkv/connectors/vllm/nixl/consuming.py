@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
-from hybridkv.connectors.vllm.nixl.messages import Held, Load, StepPlan
+from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, asks_to_consume, parse
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
@@ -122,7 +122,9 @@ class Consumer:
         if num_tokens != read.usable_tokens:
             refused = f"the engine loads up to token {num_tokens}, and was offered {read.usable_tokens}"
         tables = tuple(tuple(_NULL if b.is_null else b.block_id for b in group) for group in blocks.blocks)
-        plan.loads.append(Load(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused))
+        plan.loads.append(
+            PromptLoad(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
+        )
 
     def on_loaded(self, finished: set[str], failed: set[str]) -> None:
         """All ranks have ended these loads."""

@@ -69,7 +69,7 @@ class Pages(NamedTuple):
     regions: tuple[Region, ...]
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Which rank of which start of which engine."""
 
     engine: str
@@ -104,7 +104,7 @@ def identity_facts(
 
 
 def describe(
-    place: Place,
+    place: RankPlace,
     facts: dict[str, str],
     layout: CacheLayout,
     kv_caches: Mapping[str, KVCache],

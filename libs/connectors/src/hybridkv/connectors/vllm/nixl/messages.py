@@ -35,7 +35,7 @@ class Offered(msgspec.Struct, frozen=True, array_like=True):
     tables: BlockTables
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
+class PromptLoad(msgspec.Struct, frozen=True, array_like=True):
     """Everything that one request loads from its producer.
 
     Args:
@@ -71,7 +71,7 @@ class StepPlan(KVConnectorMetadata):
     opened: list[Opened] = field(default_factory=list)
     offered: list[Offered] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[PromptLoad] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     """Consumer: requests that need nothing of their producer any more. A load that is under way is given up."""
 

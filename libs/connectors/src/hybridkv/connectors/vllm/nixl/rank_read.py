@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hybridkv.connectors.vllm.identity.background import Background, Outcome
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, PeerState
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Load
+from hybridkv.connectors.vllm.nixl.messages import PromptLoad
 from hybridkv.connectors.vllm.nixl.serving import BUSY, ENDED
 from hybridkv.peers.cells import Side
 from hybridkv.peers.digests import DigestRequest, digest_request, digest_runs, mismatches
@@ -90,7 +90,7 @@ class RankRead:
         load: the request's.
     """
 
-    def __init__(self, tools: ReadTools, index: int, rank: int, peer: Peer, load: Load) -> None:
+    def __init__(self, tools: ReadTools, index: int, rank: int, peer: Peer, load: PromptLoad) -> None:
         self._tools = tools
         self._index = index
         self.rank = rank
@@ -304,7 +304,7 @@ class RankRead:
         return None
 
 
-def _ours(load: Load) -> BlockTables:
+def _ours(load: PromptLoad) -> BlockTables:
     return BlockTables.whole(load.num_tokens, load.block_ids)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hybridkv.connectors.vllm.identity.background import Background
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Load, LoadFailure
+from hybridkv.connectors.vllm.nixl.messages import LoadFailure, PromptLoad
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead, ReadTools
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.ranks import RankLink
@@ -64,7 +64,7 @@ class ReadOptions:
 class _Read:
     """One request's read. Times are seconds of the clock."""
 
-    load: Load
+    load: PromptLoad
     began_s: float
     ranks: tuple[RankRead, ...]
     life: ReadLife
@@ -114,7 +114,7 @@ class Reading:
         """Whether a read is under way, which somebody must look at."""
         return bool(self._reads or self._leftovers)
 
-    def begin(self, load: Load) -> None:
+    def begin(self, load: PromptLoad) -> None:
         """Begins a read. Its end is in `ended`."""
         prompt = load.prompt
         links = self._peers.links_to(len(prompt.ranks))
@@ -126,7 +126,7 @@ class Reading:
             read = self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])
             self._advance(read)
 
-    def _begun(self, load: Load, links: list[RankLink]) -> _Read:
+    def _begun(self, load: PromptLoad, links: list[RankLink]) -> _Read:
         prompt, now_s = load.prompt, self._options.clock()
         ranks = tuple(
             RankRead(self._tools, index, link.rank, self._peers.get(prompt.host, prompt.ranks[link.rank]), load)
@@ -215,7 +215,7 @@ class Reading:
         num_descriptors = sum(rank.num_descriptors for rank in read.ranks)
         self._recorder.read(self._options.clock() - read.began_s, num_bytes, num_descriptors)
 
-    def _report(self, load: Load, failure: LoadFailure) -> None:
+    def _report(self, load: PromptLoad, failure: LoadFailure) -> None:
         self.ended.append((load.request_id, failure))
         self._recorder.failure(failure.reason)
         if failure.reason != "cancelled":

@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.duties import Duties
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.nixl.agent import Agent
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
-from hybridkv.connectors.vllm.nixl.describing import Place, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe, identity_facts
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.page_parts import page_orders
@@ -105,7 +105,7 @@ class NixlWorker:
         settings, config = self._settings, self._settings.config
         name = f"{settings.engine_id[:64]}.{secrets.token_hex(8)}.{settings.rank}"
         facts = identity_facts(vllm_config, config, self._layout, kv_caches, environ)
-        place = Place(name, settings.rank, settings.tp_size)
+        place = RankPlace(name, settings.rank, settings.tp_size)
         orders = page_orders(vllm_config, kv_cache_config, self._layout)
         num_blocks = kv_cache_config.num_blocks
         description, regions = describe(place, facts, self._layout, kv_caches, num_blocks, orders)
