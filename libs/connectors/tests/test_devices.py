@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import devices
+from hybridkv.connectors.vllm import compat, devices
 from hybridkv.transfer import CpuCopyEngine, InlineCopyEngine
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
@@ -75,3 +75,12 @@ def test_a_gpu_is_used_only_where_somebody_asked_for_it(device_type: str) -> Non
     with pytest.raises(ConfigurationError) as caught:
         devices.require_allowed(device_type, experimental_cuda=False)
     assert "experimental_cuda" in caught.value.hint
+
+
+def test_amx_is_asked_for_where_torch_knows_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True), raising=False)
+    compat.permit_amx()
+    assert asked == [True]
+    monkeypatch.delattr(torch.cpu, "_init_amx")
+    compat.permit_amx()

@@ -181,3 +181,16 @@ def carries_handshakes() -> bool:
     if not has_kv_transfer_group():
         return True
     return not any(base.__name__ == "MultiConnector" for base in type(get_kv_transfer_group()).__mro__)
+
+
+def permit_amx() -> None:
+    """Asks the kernel for AMX where there is any, as the engine's own linear layers do in a prompt of some length.
+
+    vLLM's attention takes it for granted, and an engine that begins with what a peer has computed may begin with one
+    token: on such a machine it would end there and then.
+    """
+    import torch
+
+    ask = getattr(torch.cpu, "_init_amx", None)
+    if ask is not None:
+        ask()

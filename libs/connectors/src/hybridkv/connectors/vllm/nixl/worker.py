@@ -16,6 +16,7 @@ import msgspec
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import Duties
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.nixl.agent import Agent
@@ -103,6 +104,7 @@ class NixlWorker:
             ConfigurationError: they are not as described, or the address cannot be listened on.
         """
         settings, config = self._settings, self._settings.config
+        compat.permit_amx()
         name = f"{settings.engine_id[:64]}.{secrets.token_hex(8)}.{settings.rank}"
         facts = identity_facts(vllm_config, config, self._layout, kv_caches, environ)
         place = RankPlace(name, settings.rank, settings.tp_size)
