@@ -1,15 +1,20 @@
 """One engine for each test module; which model and how it loads comes from the environment of the Bazel target."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import harness
 import pytest
 from audit import Audit
 from harness import Engine
 from noise import Noise
+
+if TYPE_CHECKING:
+    from peers import Two
 
 
 @pytest.fixture(scope="session")
@@ -71,3 +76,17 @@ def audit(engine: Engine, watching: Audit) -> Iterator[Audit]:
 @pytest.fixture(scope="module")
 def noise(engine: Engine) -> Noise:
     return Noise(engine)
+
+
+@pytest.fixture(scope="session")
+def two(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    """A producer and a consumer, each in a process of its own."""
+    # Only the targets whose tests ask for it have these files.
+    from peers import TRANSPORT, running_two
+
+    from hybridkv.peers.transport.nixl_library import has_nixl
+
+    if TRANSPORT == "nixl" and not has_nixl():
+        pytest.skip("nixl is not installed")
+    with running_two(kind, harness.scratch_directory(tmp_path_factory.mktemp("peers"))) as pair:
+        yield pair

@@ -1,6 +1,6 @@
 """What equality means in these tests. Every negative control shows one of these functions failing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -31,12 +31,16 @@ def require_close(audit: Audit, expected: Sequence[Result], got: Sequence[Result
     To the last digit where the arithmetic was the same. Elsewhere they deviate no further than the engine's own runs
     do, which is measured only if it is asked for. Bytes stay exact.
     """
+    _require_close_output(expected, got, lambda: noise.tolerance)
+    _require_same_bytes(audit)
+
+
+def _require_close_output(expected: Sequence[Result], got: Sequence[Result], tolerance: Callable[[], float]) -> None:
     for before, after in zip(expected, got, strict=True):
         if same_arithmetic(before, after):
             require_same_output([before], [after])
         else:
-            assert deviation(before, after) <= noise.tolerance
-    _require_same_bytes(audit)
+            assert deviation(before, after) <= tolerance()
 
 
 def same_arithmetic(before: Result, after: Result) -> bool:
@@ -61,7 +65,18 @@ def _last_run(steps: Sequence[Step]) -> list[Step]:
 
 def require_same_written(expected: Sequence[Mapping[str, Any]], got: Sequence[Mapping[str, Any]]) -> None:
     """`require_same_output` of what other processes wrote down (`Result.as_json`)."""
-    require_same_output([Result.from_json(each) for each in expected], [Result.from_json(each) for each in got])
+    require_same_output(_read(expected), _read(got))
+
+
+def require_close_written(
+    expected: Sequence[Mapping[str, Any]], got: Sequence[Mapping[str, Any]], tolerance: Callable[[], float]
+) -> None:
+    """What `require_close` says of answers, of what other processes wrote down."""
+    _require_close_output(_read(expected), _read(got), tolerance)
+
+
+def _read(written: Sequence[Mapping[str, Any]]) -> list[Result]:
+    return [Result.from_json(each) for each in written]
 
 
 def _require_same_bytes(audit: Audit) -> None:

@@ -281,6 +281,11 @@ class Engine:
         internal = next(name for name in self.scheduler.requests if name.rpartition("-")[0] == request_id)
         return tuple(list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(internal))
 
+    def status(self, request_id: str) -> str | None:
+        """How far a request is, in the scheduler's words; None where it is none of its. Takes the id of ``add``."""
+        found = (request for name, request in self.scheduler.requests.items() if name.rpartition("-")[0] == request_id)
+        return next((request.status.name for request in found), None)
+
     def _record_schedule(self) -> None:
         schedule = self.scheduler.schedule
 

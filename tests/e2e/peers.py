@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,10 @@ import peers_process
 
 START_S = 800.0
 ANSWER_S = 300.0
+REST_S = 120.0
+"""Until nothing is held."""
+LEASE_S = 3600.0
+TRANSPORT = os.environ.get("HYBRIDKV_E2E_TRANSPORT", "tcp")
 
 
 class PeerProcess:
@@ -44,18 +51,29 @@ class PeerProcess:
                 pass_fds=[theirs],
             )
         os.close(theirs)
-        os.set_blocking(ours, False)
-        self._answers = ours
-        self._buffer = b""
         self._heard: dict[str, Any] = {}
+        self._has_ended = False
+        self._news = threading.Condition()
         self._numbers = itertools.count(1)
+        # On a thread of its own: or each might wait for the other to read.
+        threading.Thread(target=self._listen, args=[ours], daemon=True).start()
 
     def wait_until_ready(self) -> int:
         """Until it serves. Its free blocks."""
-        return int(self._wait("ready", START_S))
+        free = int(self._wait("ready", START_S))
+        self._at_rest = self.ask("held")
+        return free
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8, params: dict[str, Any] | None = None) -> None:
-        self._say(name, "add", prompt=list(prompt), max_tokens=max_tokens, params=params)
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        params: dict[str, Any] | None = None,
+        abort_when: str | None = None,
+    ) -> None:
+        """`abort_when`: how far it comes, in the scheduler's words. Then {"aborted": this} is what it gives."""
+        self._say(name, "add", prompt=list(prompt), max_tokens=max_tokens, params=params, abort_when=abort_when)
 
     def result(self, name: str) -> Any:
         """What a request gave."""
@@ -76,7 +94,26 @@ class PeerProcess:
             except (OSError, subprocess.TimeoutExpired):
                 self.process.kill()
                 self.process.wait(30)
-        os.close(self._answers)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It does nothing, and has not ended."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
+    def left_behind(self) -> set[str]:
+        """Of what it holds (`peers_held`), that which it did not hold when it began to serve."""
+        held = self.ask("held")
+        return {word for word, number in held.items() if number != self._at_rest[word]}
+
+    def wait_until_held(self, word: str) -> None:
+        """Until it holds something of this."""
+        until_s = time.monotonic() + ANSWER_S
+        while word not in self.left_behind():
+            assert time.monotonic() < until_s, word
 
     def words(self) -> str:
         """What it has logged."""
@@ -87,19 +124,89 @@ class PeerProcess:
         self.process.stdin.write(json.dumps({"name": name, "do": do, **values}).encode() + b"\n")
         self.process.stdin.flush()
 
+    def _listen(self, answers: int) -> None:
+        with os.fdopen(answers) as lines:
+            for line in lines:
+                answer = json.loads(line)
+                with self._news:
+                    self._heard[answer["name"]] = answer["value"]
+                    self._news.notify_all()
+        with self._news:
+            self._has_ended = True
+            self._news.notify_all()
+
     def _wait(self, name: str, limit_s: float) -> Any:
-        until_s = time.monotonic() + limit_s
-        while name not in self._heard:
-            try:
-                data = os.read(self._answers, 1 << 20)
-            except BlockingIOError:
-                data = b""
-                time.sleep(0.005)
-            *lines, self._buffer = (self._buffer + data).split(b"\n")
-            self._heard |= {each["name"]: each["value"] for each in map(json.loads, lines)}
-            if name not in self._heard and (self.process.poll() is not None or time.monotonic() > until_s):
-                raise RuntimeError(f"no answer to {name} (exit {self.process.poll()}):\n{self.words()[-6000:]}")
-        return self._heard.pop(name)
+        with self._news:
+            self._news.wait_for(lambda: name in self._heard or self._has_ended, limit_s)
+            if name in self._heard:
+                return self._heard.pop(name)
+        raise RuntimeError(f"no answer to {name} (exit {self.process.poll()}):\n{self.words()[-6000:]}")
+
+
+class Two:
+    """A producer and a consumer."""
+
+    def __init__(self, producer: PeerProcess, consumer: PeerProcess) -> None:
+        self.producer, self.consumer = producer, consumer
+        self._count = 0
+        self._tolerance: float | None = None
+
+    def name(self, word: str) -> str:
+        self._count += 1
+        return f"{word}{self._count}"
+
+    def ask_to_prefill(self, prompt: Sequence[int], **options: Any) -> str:
+        """Does not wait. The options are those of `PeerProcess.add`."""
+        name = self.name("p")
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        self.producer.add(name, prompt, max_tokens=1, params=params, **options)
+        return name
+
+    def ask_to_decode(self, prompt: Sequence[int], params: dict[str, Any] | None, **options: Any) -> str:
+        """Does not wait. The options are those of `PeerProcess.add`."""
+        name = self.name("d")
+        self.consumer.add(name, prompt, params=params, **options)
+        return name
+
+    def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """What the producer answers; `params` is for the consumer."""
+        result: dict[str, Any] = self.producer.result(self.ask_to_prefill(prompt))
+        return result
+
+    def decode(self, prompt: Sequence[int], params: dict[str, Any] | None) -> dict[str, Any]:
+        """What the consumer answers."""
+        result: dict[str, Any] = self.consumer.result(self.ask_to_decode(prompt, params))
+        return result
+
+    def left_behind(self) -> dict[str, set[str]]:
+        """What either holds and did not at first."""
+        return {"producer": self.producer.left_behind(), "consumer": self.consumer.left_behind()}
+
+    def require_rest(self) -> None:
+        """Both come to hold nothing, and forget what they have cached."""
+        until_s = time.monotonic() + REST_S
+        while any((left := self.left_behind()).values()):
+            assert time.monotonic() < until_s, left
+            time.sleep(0.01)
+        self.producer.ask("forget")
+        self.consumer.ask("forget")
+        assert not any(self.left_behind().values())
+
+    def tolerance(self) -> float:
+        """How far two answers of the consumer may lie apart that were not computed in the same steps."""
+        if self._tolerance is None:
+            self._tolerance = float(self.consumer.ask("tolerance"))
+        return self._tolerance
+
+
+def require_same_pages(prefilled: Mapping[str, Any], decoded: Mapping[str, Any]) -> None:
+    """What one engine handed over is what the other began with, but for what that held itself."""
+    block_tokens = prefilled["params"]["hybridkv"]["block_tokens"]
+    groups = zip(prefilled["handed_over"], decoded["loaded"], block_tokens, strict=True)
+    for group, (theirs, ours, tokens) in enumerate(groups):
+        read = {place: digest for place, digest in theirs.items() if int(place) * tokens >= decoded["local"]}
+        assert read, f"group {group}: nothing was to be read"
+        assert {place: ours.get(place) for place in read} == read, f"group {group}: other pages"
 
 
 def transfer_config(role: str, **extra: Any) -> dict[str, Any]:
@@ -108,5 +215,20 @@ def transfer_config(role: str, **extra: Any) -> dict[str, Any]:
         "kv_connector": "HybridNixlConnector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"transport": "tcp", **extra},
+        # A lease that somebody forgot to end must not end by itself before anybody sees it.
+        "kv_connector_extra_config": {"transport": TRANSPORT, "lease_seconds": LEASE_S, **extra},
     }
+
+
+@contextlib.contextmanager
+def running_two(kind: str, directory: Path) -> Iterator[Two]:
+    """A producer and a consumer of one model, until the block ends."""
+    producer = PeerProcess(kind, directory / "producer", transfer_config("kv_producer"))
+    consumer = PeerProcess(kind, directory / "consumer", transfer_config("kv_consumer"))
+    try:
+        producer.wait_until_ready()
+        consumer.wait_until_ready()
+        yield Two(producer, consumer)
+    finally:
+        consumer.end()
+        producer.end()

@@ -7,6 +7,7 @@ each line that it writes to the file descriptor it was given answers one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import logging
@@ -16,7 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness import Engine, running_engine
+from harness import Engine, Result, running_engine
+from noise import Noise
+from peers_held import held_by
 
 from hybridkv.connectors.vllm import register
 
@@ -24,11 +27,15 @@ PAUSE_S = 0.002
 
 
 class Pages:
-    """What a group's blocks hold, as digests, and what each load brought."""
+    """What a group's blocks hold, as digests, and what each load brought.
+
+    `loaded` and `local`: by request, the pages that it began with, and how many of its tokens this engine held before.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.loaded: dict[str, list[dict[str, str]]] = {}
+        self.local: dict[str, int] = {}
         worker = engine.worker_connector._worker
         scheduler = engine.connector._scheduler
         take_plan, results = scheduler.take_plan, worker.results
@@ -42,8 +49,9 @@ class Pages:
         def reporting() -> Any:
             found = results()
             for name in found.finished - found.failed:
-                load = self._loads.pop(name)
-                self.loaded[name.rpartition("-")[0]] = self.of_tables(load.block_ids, (0,) * len(load.block_ids))
+                load, asked = self._loads.pop(name), name.rpartition("-")[0]
+                self.loaded[asked] = self.of_tables(load.block_ids, (0,) * len(load.block_ids))
+                self.local[asked] = load.computed_tokens
             return found
 
         scheduler.take_plan, worker.results = planning, reporting
@@ -75,7 +83,7 @@ class Commands:
         self._engine = engine
         self._answers = answers
         self._pages = Pages(engine)
-        self._wanted: dict[str, int] = {}
+        self._aborts: dict[str, str] = {}
         self.is_over = False
 
     def run(self) -> None:
@@ -85,7 +93,8 @@ class Commands:
             busy = self._engine.scheduler.has_requests()
             if busy:
                 for result in self._engine.step():
-                    self._answer(result.request_id, result.as_json() | {"params": result.kv_transfer_params})
+                    self._answer(result.request_id, self._written(result))
+                self._abort_those_due()
             ready, _, _ = select.select([sys.stdin], [], [], PAUSE_S)
             if not ready:
                 continue
@@ -106,13 +115,17 @@ class Commands:
                     request_id=name,
                     kv_transfer_params=command["params"],
                 )
-            case "abort":
-                engine.abort(command["request"])
+                if command["abort_when"] is not None:
+                    self._aborts[name] = command["abort_when"]
+                    self._abort_those_due()
+            case "held":
+                self._answer(name, held_by(engine))
+            case "verify":
+                reading = engine.worker_connector._worker._agent._reading
+                reading._tools = dataclasses.replace(reading._tools, verify=command["is_on"])
                 self._answer(name, None)
-            case "digests":
-                self._answer(name, self._pages.of_tables(command["block_ids"], command["first_blocks"]))
-            case "loaded":
-                self._answer(name, self._pages.loaded.get(command["request"]))
+            case "tolerance":
+                self._answer(name, Noise(engine).tolerance)
             case "idle":
                 engine.drain()
                 self._answer(name, engine.num_free_blocks)
@@ -121,10 +134,25 @@ class Commands:
                 self._answer(name, None)
             case "counters":
                 self._answer(name, engine.counters())
-            case "requests":
-                self._answer(name, len(engine.scheduler.requests))
             case "end":
                 self.is_over = True
+
+    def _written(self, result: Result) -> dict[str, Any]:
+        """A result, and what its blocks hold: those that are handed over, and those that were."""
+        name, params = result.request_id, result.kv_transfer_params
+        written = result.as_json() | {"params": params, "loaded": self._pages.loaded.pop(name, None)}
+        if params is not None:
+            tables = params["remote_block_ids"], params["hybridkv"]["first_blocks"]
+            written["handed_over"] = self._pages.of_tables(*tables)
+        return written | {"local": self._pages.local.pop(name, 0)}
+
+    def _abort_those_due(self) -> None:
+        """Requests that are as far as they were to come. What has come further by now gives its result."""
+        for name, when in list(self._aborts.items()):
+            if self._engine.status(name) == when:
+                del self._aborts[name]
+                self._engine.abort(name)
+                self._answer(name, {"aborted": when})
 
     def _answer(self, name: str, value: Any) -> None:
         self._answers.write(json.dumps({"name": name, "value": value}) + "\n")

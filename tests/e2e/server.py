@@ -79,7 +79,8 @@ class Server:
         return text
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One of the loopback that nobody listened on a moment ago."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -106,7 +107,7 @@ def started(
     """Starts a server in `directory` and ends all its processes with the block. It may not answer yet, or ever."""
     directory.mkdir(exist_ok=True)
     model = tiny_models.make_tiny_model(kind, directory / kind)
-    server = Server(_free_port(), directory / "server.log")
+    server = Server(free_port(), directory / "server.log")
     # Resetting caches over HTTP is for development.
     environment = outside_environment() | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     environment |= environment_variables
@@ -138,13 +139,18 @@ def running_server(
 ) -> Iterator[Server]:
     """A server that answers requests, until the block ends."""
     with started(python, kind, directory, kv_transfer_config, **environment_variables) as (process, server):
-        deadline = time.monotonic() + START_DEADLINE_S
-        while True:
-            with contextlib.suppress(OSError, RuntimeError):
-                server.get("/health")
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                print(server.log.read_text())
-                raise RuntimeError(f"the server did not start; exit status {process.poll()}, log above")
-            time.sleep(_POLL_S)
+        wait_until_ready(process, server)
         yield server
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], server: Server) -> None:
+    """Until a server that was started answers requests."""
+    deadline = time.monotonic() + START_DEADLINE_S
+    while True:
+        with contextlib.suppress(OSError, RuntimeError):
+            server.get("/health")
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            print(server.log.read_text())
+            raise RuntimeError(f"the server did not start; exit status {process.poll()}, log above")
+        time.sleep(_POLL_S)

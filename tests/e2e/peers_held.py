@@ -1,0 +1,40 @@
+"""What a connector to peers, and the engine around it, still keep of requests: all of it is nothing when all are over.
+
+It reads the connector's own books, of both halves and of the thread that speaks with peers, and the engine's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness import Engine
+
+Held = dict[str, int]
+
+
+def held_by(engine: Engine) -> Held:
+    """By word, how many; and the engine's free blocks."""
+    scheduler = engine.connector._scheduler
+    agent: Any = engine.worker_connector._worker._agent
+    memory, serving, reading = agent._reading._tools.memory, agent._serving, agent._reading
+    held = {
+        "free blocks": engine.num_free_blocks,
+        "requests": len(engine.scheduler.requests),
+        "plans under way": int(scheduler.has_plan()),
+        "leases": len(serving._leases),
+        "tables of leases": len(serving._tables),
+        "leases before or after their plan": len(serving._opened) + len(serving._early) + len(serving._ended_early),
+        "slots with a nonce": int(memory._table.any(axis=1).sum()),
+        "questions": len(serving._questions),
+        "reads": len(reading._reads),
+        "reads that were left": len(reading._leftovers),
+        "digests asked for": len(reading._asked),
+        "slots being read": int(len(memory._scratch) - len(memory._free)),
+        "leases of others": agent._holding.num_holds,
+    }
+    if scheduler._producer is not None:
+        held |= {"offered": scheduler._producer.num_offered, "slots": len(scheduler._producer._slots)}
+        held["shortened"] = len(scheduler._producer._shortened)
+    if scheduler._consumer is not None:
+        held["requests with a producer"] = len(scheduler._consumer._reads)
+    return held

@@ -1,0 +1,142 @@
+"""The guide's recipe with two servers of vLLM, as they are started, and `examples/peers_proxy.py` before them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import server as servers
+from server import Server
+
+import peers_proxy
+
+KIND = "qwen3-next"
+PROMPT_TOKENS = 1153
+SECRET = "a secret of this test and of nobody else"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Two servers, and a proxy that is asked like one."""
+
+    prefill: Server
+    decode: Server
+    proxy: Server
+
+
+def transfer_config(role: str, secret: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "HybridNixlConnector",
+        "kv_connector_module_path": "hybridkv.connectors.vllm.nixl",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        # Longer than it takes until a cache must have been reset: no lease ends by itself before.
+        "kv_connector_extra_config": {"secret_file": str(secret), "lease_seconds": 600},
+    }
+
+
+@contextlib.contextmanager
+def running_proxy(directory: Path, prefill: Server, decode: Server) -> Iterator[Server]:
+    proxy = Server(servers.free_port(), directory / "proxy.log")
+    asked = [f"--{side}=http://127.0.0.1:{each.port}" for side, each in (("prefill", prefill), ("decode", decode))]
+    with proxy.log.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, peers_proxy.__file__, *asked, f"--port={proxy.port}"], stdout=log, stderr=log
+        )
+    try:
+        wait_until_it_listens(process, proxy)
+        yield proxy
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_until_it_listens(process: subprocess.Popen[bytes], proxy: Server) -> None:
+    until_s = time.monotonic() + servers.START_DEADLINE_S
+    while True:
+        try:
+            proxy.get("/")
+        except RuntimeError:
+            return  # it answers, though not this
+        except OSError:
+            assert process.poll() is None and time.monotonic() < until_s, proxy.log.read_text()
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    directory = harness.scratch_directory(tmp_path_factory.mktemp("proxy"))
+    harness.prepare_environment(directory / "environment")
+    secret = directory / "secret"
+    secret.write_text(SECRET)
+    secret.chmod(0o600)
+    path = os.pathsep.join(part for part in sys.path if part)
+    with contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(
+                servers.started(
+                    Path(sys.executable), KIND, directory / role, transfer_config(role, secret), PYTHONPATH=path
+                )
+            )
+            for role in ("kv_producer", "kv_consumer")
+        ]
+        for process, server in both:
+            servers.wait_until_ready(process, server)
+        prefill, decode = (server for _, server in both)
+        yield Place(prefill, decode, stack.enter_context(running_proxy(directory, prefill, decode)))
+
+
+def count(server: Server, name: str, labels: str = "") -> float:
+    return server.counts().get((f"vllm:hybridkv_peer_{name}", labels), 0.0)
+
+
+def streamed(server: Server, prompt: list[int]) -> str:
+    """The text of a greedy completion that comes in pieces."""
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True, "stream": True}
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=servers.REPLY_DEADLINE_S) as reply:
+        assert reply.headers["Content-Type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in reply.read().decode().splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+def test_an_answer_through_the_proxy_is_the_decoding_servers_own(place: Place) -> None:
+    prompt = harness.make_prompt(PROMPT_TOKENS, seed=1)
+    cold = place.decode.complete(prompt)
+    place.decode.reset_prefix_cache()
+    loaded = count(place.decode, "prompts_total", "outcome=loaded")
+    warm = place.proxy.complete(prompt)
+    assert warm["choices"][0]["logprobs"] == cold["choices"][0]["logprobs"]
+    assert count(place.decode, "prompts_total", "outcome=loaded") == loaded + 1
+    place.decode.reset_prefix_cache()
+    assert streamed(place.proxy, prompt) == cold["choices"][0]["text"]
+    assert count(place.decode, "prompts_total", "outcome=loaded") == loaded + 2
+
+
+def test_several_answers_are_of_one_prefill(place: Place) -> None:
+    """No lease is left for each of the others: the producer's cache can be reset once all are answered."""
+    answer = place.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=2), n=2, min_tokens=8, temperature=1, seed=1)
+    assert len(answer["choices"]) == 2
+    place.prefill.reset_prefix_cache()
+    place.decode.reset_prefix_cache()
+
+
+def test_what_a_server_says_is_wrong_is_passed_on(place: Place) -> None:
+    """Control: the proxy answers for nobody."""
+    with pytest.raises(RuntimeError, match="400"):
+        place.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=3), temperature=-1)
+    with pytest.raises(RuntimeError, match="404"):
+        place.proxy.post("/v1/models")
