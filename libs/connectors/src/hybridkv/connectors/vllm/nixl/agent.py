@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from hybridkv.connectors.vllm.nixl.holding import Holding
 from hybridkv.connectors.vllm.nixl.links import Control, Peers
@@ -98,18 +99,25 @@ class Agent:
         self._inbox.put(self._begin_closing)
         self._thread.join(CLOSE_S)
         is_over = self._loop.close(CLOSE_S) and not self._thread.is_alive()
+        is_over = self._serving.is_closed(CLOSE_S) and self._reading.is_closed(CLOSE_S) and is_over
         return self._transport.close(CLOSE_S) and is_over
 
     # On the thread.
 
     def _run(self) -> None:
+        parts = (self._obey, self._serving.tick, self._reading.tick, self._tell, self._holding.tick, self._publish)
         while not self._is_closing:
-            try:
-                self._turn()
-            except Exception:  # whatever it was, other requests go on
-                logger.exception("the connector to peers met a bug")
+            for part in parts:
+                self._try(part)
 
-    def _turn(self) -> None:
+    def _try(self, part: Callable[[], None]) -> None:
+        """What fails stops nothing else: a request that nobody reports would wait for ever, and so would its blocks."""
+        try:
+            part()
+        except Exception:
+            logger.exception("the connector to peers met a bug")
+
+    def _obey(self) -> None:
         is_busy = self._reading.is_busy or self._serving.is_busy
         if is_busy:
             self._transport.wait(BUSY_S)
@@ -118,20 +126,18 @@ class Agent:
             self._transport.progress()
             wait_s = IDLE_S
         try:
-            self._inbox.get(timeout=wait_s)() if wait_s else self._inbox.get_nowait()()
+            self._try(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
             for _ in range(self._inbox.qsize()):
-                self._inbox.get_nowait()()
+                self._try(self._inbox.get_nowait())
         except queue.Empty:
             pass
-        self._serving.tick()
-        self._reading.tick()
+
+    def _tell(self) -> None:
         for request_id, rank, is_read in self._reading.parted:
             self._holding.part(request_id, rank, is_read)
         self._reading.parted = []
         for request_id, failure in self._reading.ended:
             self._holding.end(request_id, failure is None)
-        self._holding.tick()
-        self._publish()
 
     def _publish(self) -> None:
         ended, released = self._reading.ended, self._serving.released
@@ -147,18 +153,21 @@ class Agent:
 
     def _carry_out(self, plan: StepPlan) -> None:
         for request_id in plan.dropped:
-            self._serving.drop(request_id)
+            self._try(partial(self._serving.drop, request_id))
         for opened in plan.opened:
-            self._serving.open(opened)
+            self._try(partial(self._serving.open, opened))
         for offered in plan.offered:
-            self._serving.offer(offered)
+            self._try(partial(self._serving.offer, offered))
         for held in plan.held:
-            self._holding.begin(held.request_id, held.prompt)
+            self._try(partial(self._holding.begin, held.request_id, held.prompt))
         for load in plan.loads:
-            self._reading.begin(load)
+            self._try(partial(self._reading.begin, load))
         for request_id in plan.ended:
-            if not self._reading.cancel(request_id):
-                self._holding.end(request_id, False)
+            self._try(partial(self._need_no_more, request_id))
+
+    def _need_no_more(self, request_id: str) -> None:
+        if not self._reading.cancel(request_id):
+            self._holding.end(request_id, False)
 
     def _begin_closing(self) -> None:
         self._is_closing = True

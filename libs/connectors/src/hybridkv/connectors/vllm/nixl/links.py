@@ -27,6 +27,14 @@ _CLOSED = {
     CloseReason.WRONG_PEER: "gone",
     CloseReason.TOO_SLOW: "timeout",
     CloseReason.SILENT: "timeout",
+    CloseReason.BACKLOG: "timeout",
+    CloseReason.SELF: "refused",
+    CloseReason.MALFORMED: "protocol",
+    CloseReason.OVERSIZED: "protocol",
+    CloseReason.SEAL: "protocol",
+    CloseReason.UNEXPECTED: "protocol",
+    CloseReason.TOO_MANY: "busy",
+    CloseReason.HANDLER: "other",
 }
 
 

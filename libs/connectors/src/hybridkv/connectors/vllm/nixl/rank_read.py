@@ -12,7 +12,7 @@ from hybridkv.connectors.vllm.identity.background import Background, Outcome
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, PeerState
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad
-from hybridkv.connectors.vllm.nixl.serving import BUSY, ENDED
+from hybridkv.connectors.vllm.nixl.serving import BUSY, ENDED, UNTAKEN
 from hybridkv.peers.cells import Side
 from hybridkv.peers.digests import DigestRequest, digest_request, digest_runs, mismatches
 from hybridkv.peers.leases import SLOT_BYTES
@@ -25,7 +25,7 @@ from hybridkv.peers.wire import AskDigests, Digests, pack_columns
 from hybridkv.peers.wire.messages import DIGEST_BYTES
 
 CELLS_A_QUESTION = 16384
-_OF_DIGESTS = {ENDED: Reason.LEASE, BUSY: Reason.BUSY}
+_OF_DIGESTS = {ENDED: Reason.LEASE, BUSY: Reason.BUSY, UNTAKEN: Reason.OTHER}
 _OF_TRANSPORT = {
     FailureReason.GONE: Reason.GONE,
     FailureReason.REFUSED: Reason.REFUSED,

@@ -115,7 +115,14 @@ class Reading:
         return bool(self._reads or self._leftovers)
 
     def begin(self, load: PromptLoad) -> None:
-        """Begins a read. Its end is in `ended`."""
+        """Begins a read. Its end is in `ended`, whatever happens: the engine waits for it."""
+        try:
+            self._begin(load)
+        except Exception as error:
+            logger.exception("a read met a bug")
+            self._report(load, LoadFailure("other", f"{type(error).__name__}: {error}"))
+
+    def _begin(self, load: PromptLoad) -> None:
         prompt = load.prompt
         links = self._peers.links_to(len(prompt.ranks))
         if load.refused is not None:
@@ -123,8 +130,8 @@ class Reading:
         elif links is None:
             self._report(load, LoadFailure("refused", self._peers.why_no_links(len(prompt.ranks))))
         else:
-            read = self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])
-            self._advance(read)
+            # It goes on with the next tick, as all do.
+            self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])
 
     def _begun(self, load: PromptLoad, links: list[RankLink]) -> _Read:
         prompt, now_s = load.prompt, self._options.clock()
@@ -164,6 +171,10 @@ class Reading:
     def close(self) -> None:
         """No more digests are taken."""
         self._digesting.close()
+
+    def is_closed(self, timeout_s: float) -> bool:
+        """Whether nothing looks at the engine's memory any more, by then."""
+        return self._digesting.has_ended(timeout_s)
 
     def _advance(self, read: _Read) -> None:
         for index, rank in enumerate(read.ranks):

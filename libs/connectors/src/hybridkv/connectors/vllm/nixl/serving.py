@@ -43,7 +43,7 @@ logger = logging.getLogger("vllm.hybridkv.nixl")
 MAX_ITEMS = 65536
 MAX_QUESTIONS = 1024
 """For digests, that may wait at the same time; one more is not answered."""
-ENDED, BUSY = "the lease has ended", "busy"
+ENDED, BUSY, UNTAKEN = "the lease has ended", "busy", "digests could not be taken"
 """Why digests are not given, besides what is wrong with a question."""
 LONGEST_LEASES = 20
 """How many times its length a lease may last, however often it is renewed."""
@@ -141,8 +141,10 @@ class Serving:
             self._release(request_id)
         elif request_id in self._early:
             self._early.discard(request_id)
-        else:
-            self._leases.hold(request_id, self._offer.clock())
+        elif not self._leases.hold(request_id, self._offer.clock()):
+            # Without a lease nobody can read these blocks, and nobody would ever say that he has.
+            self._recorder.lease("dropped")
+            self._release(request_id)
 
     def _forget(self, request_id: str) -> None:
         self._opened = {lease: name for lease, name in self._opened.items() if name != request_id}
@@ -227,7 +229,8 @@ class Serving:
         if not taken.is_done:
             return None
         if taken.error is not None or taken.value is None:
-            return Digests(number, b"", f"digests could not be taken: {taken.error}")
+            logger.warning("%s: %s", UNTAKEN, taken.error)
+            return Digests(number, b"", UNTAKEN)
         return Digests(number, b"".join(taken.value))
 
     def _begin_digests(self, question: _Question, request_id: str) -> Digests | None:
@@ -245,7 +248,11 @@ class Serving:
         """Answers what can be answered, and ends what has run out."""
         waiting = []
         for question in self._questions:
-            answer = self._answer(question)
+            try:
+                answer = self._answer(question)
+            except Exception:  # a bug costs its own question: leases end, and others are answered
+                logger.exception("a question about digests met a bug")
+                answer = Digests(question.number, b"", UNTAKEN)
             if answer is None:
                 waiting.append(question)
             else:
@@ -259,6 +266,10 @@ class Serving:
         """No more digests are taken, and no lease holds any more."""
         self._digesting.close()
         self._leases.close()
+
+    def is_closed(self, timeout_s: float) -> bool:
+        """Whether nothing looks at the engine's memory any more, by then."""
+        return self._digesting.has_ended(timeout_s)
 
     def _end(self, ended: Ended) -> None:
         self._recorder.lease("expired" if ended.why is LeaseEnd.EXPIRED else "done")
