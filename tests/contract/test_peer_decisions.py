@@ -47,7 +47,7 @@ class Half:
             )
         started.append(self.connector)
         self.connector.set_xfer_handshake_metadata({0: WorkerAddress(14579, "rank 0")})
-        self.groups = len(mix.groups)
+        self.block_tokens = [group.block_tokens for group in mix.groups]
 
     def request(self, name: str, num_tokens: int, params: dict[str, Any] | None, **sampling: Any) -> Request:
         extra = {"kv_transfer_params": params} if params is not None else None
@@ -56,17 +56,20 @@ class Half:
         self.connector.on_new_request(request)
         return request
 
+    def blocks(self, num_tokens: int) -> tuple[list[int], ...]:
+        """What the engine gives a request: 10, 11, ... of the first group, 110, ... of the second."""
+        counts = [-(-num_tokens // size) for size in self.block_tokens]
+        return tuple([100 * g + 10 + i for i in range(count)] for g, count in enumerate(counts))
+
     def admit(self, request: Request, external_tokens: int) -> None:
-        """The engine gives it blocks: 10, 11, ... of the first group, 110, ... of the second."""
-        count = -(-request.num_tokens // 16)
-        blocks = tuple([KVCacheBlock(100 * g + 10 + i) for i in range(count)] for g in range(self.groups))
+        """The engine gives it blocks."""
+        blocks = tuple([KVCacheBlock(each) for each in ids] for ids in self.blocks(request.num_tokens))
         self.connector.update_state_after_alloc(request, KVCacheBlocks(blocks), external_tokens)
 
     def finish(self, request: Request, status: RequestStatus, tables: Any = None) -> tuple[bool, Any]:
         request.status = status
         request.num_computed_tokens = request.num_prompt_tokens
-        count = -(-request.num_prompt_tokens // 16)
-        blocks = tables or tuple([100 * g + 10 + i for i in range(count)] for g in range(self.groups))
+        blocks = tables or self.blocks(request.num_prompt_tokens)
         answer: tuple[bool, Any] = self.connector.request_finished_all_groups(request, blocks)
         return answer
 
@@ -88,7 +91,7 @@ def handed_over(mix: Mix, num_tokens: int, started: list[Any]) -> dict[str, Any]
 
 def test_the_parameters_are_those_of_vllms_own_connector_and_one_more(started: list[Any]) -> None:
     """Read in its source: what proxies pass on, and what is left out because this version has one size of it."""
-    source = ast.parse(inspect.cleandoc(inspect.getsource(pull_scheduler.NixlPullConnectorScheduler)))
+    source = ast.parse(inspect.getsource(pull_scheduler))
     returned = [
         {str(keyword.arg) for keyword in call.keywords}
         for call in ast.walk(source)

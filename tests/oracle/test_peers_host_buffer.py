@@ -13,6 +13,7 @@ import pytest
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.nixl.host_buffer import HostBuffer
+from hybridkv.connectors.vllm.nixl.saving import Saving
 from oracle.content import VOCABULARY_TOKENS
 from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Group, Kind, Mix
 from oracle.pairs import Pair
@@ -20,7 +21,6 @@ from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
 
 LENGTHS = (1, 17, 64, 129, 200)
-ENDS = (("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,13 +28,13 @@ def _registered() -> None:
     register()
 
 
-def settings(role: str, device: str, **extra: Any) -> EngineSettings:
+def settings(role: str, **extra: Any) -> EngineSettings:
     config = {"transport": "tcp", "weights_digest": "oracle", "load_timeout_seconds": 60, **extra}
-    return EngineSettings(num_blocks=400, connector=Connector(PEER_CONNECTOR, config, role=role), device=device)
+    return EngineSettings(num_blocks=400, connector=Connector(PEER_CONNECTOR, config, role=role), device="cuda")
 
 
-def a_pair(mix: Mix, devices: tuple[str, str] = ("cuda", "cuda"), **extra: Any) -> Pair:
-    return Pair(mix, settings("kv_producer", devices[0], **extra), settings("kv_consumer", devices[1], **extra))
+def a_pair(mix: Mix) -> Pair:
+    return Pair(mix, settings("kv_producer"), settings("kv_consumer"))
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -42,10 +42,9 @@ def tokens(count: int, seed: int) -> list[int]:
     return [generator.randrange(VOCABULARY_TOKENS) for _ in range(count)]
 
 
-@pytest.mark.parametrize("devices", ENDS)
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
-def test_a_prompt_goes_from_device_to_device_by_host_memory(mix: Mix, devices: tuple[str, str]) -> None:
-    with a_pair(mix, devices) as pair:
+def test_a_prompt_goes_from_device_to_device_by_host_memory(mix: Mix) -> None:
+    with a_pair(mix) as pair:
         for number, num_tokens in enumerate(LENGTHS):
             prompt = tokens(num_tokens, seed=num_tokens)
             pair.consumer.restored_tokens = 0
@@ -81,8 +80,6 @@ def test_without_a_copy_it_would_be_something_else(way: str, monkeypatch: pytest
 
 
 def test_what_was_not_copied_out_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridkv.connectors.vllm.nixl.saving import Saving
-
     monkeypatch.setattr(Saving, "of_step", lambda self, scheduled_tokens, tables: [])
     with a_pair(GEMMA3) as pair:
         assert pair.prefill("p", tokens(150, seed=3)) is None
@@ -94,8 +91,8 @@ def test_a_load_that_failed_is_not_copied_in(monkeypatch: pytest.MonkeyPatch) ->
     load = HostBuffer.load
     monkeypatch.setattr(HostBuffer, "load", lambda self, block_ids: copied.append(block_ids) or load(self, block_ids))
     prompt = tokens(150, seed=4)
-    consumer = settings("kv_consumer", "cuda", weights_digest="another")
-    with Pair(GEMMA3, settings("kv_producer", "cuda"), consumer) as pair:
+    consumer = settings("kv_consumer", weights_digest="another")
+    with Pair(GEMMA3, settings("kv_producer"), consumer) as pair:
         pair.decode("d", prompt, 5, pair.prefill("p", prompt))
         pair.drain()
         assert pair.consumer.failed_loads == 1 and not copied
@@ -108,8 +105,8 @@ def test_a_load_that_failed_is_not_copied_in(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_producer_that_was_preempted_copies_its_new_blocks() -> None:
     """Preempted as it generates, which it may where all groups keep everything."""
     mix = Mix("full", (Group(Kind.FULL, 16),))
-    few = replace(settings("kv_producer", "cuda"), num_blocks=40)
-    with Pair(mix, few, settings("kv_consumer", "cuda")) as pair:
+    few = replace(settings("kv_producer"), num_blocks=40)
+    with Pair(mix, few, settings("kv_consumer")) as pair:
         prompts = [tokens(100 + i, seed=30 + i) for i in range(6)]
         for i, prompt in enumerate(prompts):
             pair.producer.hand_on(f"p{i}", prompt, 40, {"do_remote_decode": True})

@@ -69,6 +69,8 @@ class Rank:
             head_size=HEAD_SIZE,
             dtype=torch.bfloat16 if engine.quantised == "NONE" else torch.int8,
             kv_quant_mode=interface.KVQuantMode[engine.quantised],
+            # As a backend asks for that keeps a scale of K and one of V behind them.
+            state_content_bytes=None if engine.quantised == "NONE" else 2 * HEAD_SIZE + 8,
         )
         placed, self.views = _views(engine, spec)
         facts, size = spec_facts(spec), compat.unpadded_page_bytes(spec)
