@@ -65,7 +65,8 @@ class EngineSettings:
     `runner` picks the order of the worker's calls: "v1" (CPU, and models that runner 2 does not support) tells the
     connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. Another `model` is
     another configuration of the same weights: it turns its keys otherwise, so that no byte in its cache is the same.
-    Below 0 the bytes differ as well, but the configuration says nothing of it.
+    Below 0 the bytes differ as well, but the configuration says nothing of it. `device` is where the engine says that
+    its KV cache lies; here it is host memory whatever it says.
     """
 
     num_blocks: int
@@ -78,6 +79,7 @@ class EngineSettings:
     connector: Connector | None = None
     seed: int = 0
     model: int = 0
+    device: str = "cpu"
 
 
 class _NoModel(torch.nn.Module):
@@ -157,6 +159,8 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
     config.model_config = _turned(config.model_config, settings.model)
     config.cache_config = cache = copy.copy(config.cache_config)
     config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
+    config.device_config = copy.copy(config.device_config)
+    config.device_config.device_type = settings.device
     scheduler.max_num_seqs = settings.max_running
     scheduler.max_num_batched_tokens = settings.max_step_tokens
     cache.enable_prefix_caching = settings.prefix_caching
