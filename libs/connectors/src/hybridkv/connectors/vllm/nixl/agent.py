@@ -68,12 +68,13 @@ class Agent:
             lambda host, port, name: loop.connect(host, port, name, self._handlers(self._of_producer)),
             loop.send,
             loop.end,
+            lambda: self._inbox.put(lambda: None),
         )
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._serving = Serving(offer, memory, control, recorder)
         self._peers = Peers(offer.description, transport, control)
         self._reading = Reading(memory, self._peers, transport, control, recorder, options)
         self._holding = Holding(self._peers, control, options.clock)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._results = Results()
         self._is_closing = False
@@ -118,13 +119,13 @@ class Agent:
             logger.exception("the connector to peers met a bug")
 
     def _obey(self) -> None:
-        is_busy = self._reading.is_busy or self._serving.is_busy
-        if is_busy:
+        if self._reading.is_moving:
             self._transport.wait(BUSY_S)
             wait_s = 0.0
         else:
+            # Whatever else is waited for comes as a word.
             self._transport.progress()
-            wait_s = IDLE_S
+            wait_s = BUSY_S if self._reading.is_busy or self._serving.is_busy else IDLE_S
         try:
             self._try(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
             for _ in range(self._inbox.qsize()):

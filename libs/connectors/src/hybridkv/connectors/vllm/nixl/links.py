@@ -61,17 +61,22 @@ class Peer:
 
 
 class Control:
-    """What is asked of the control connections. Implemented by `agent.py` over `hybridkv.peers.control`."""
+    """What is asked of the control connections, and `wake`, for other threads: have the agent's look again.
+
+    Implemented by `agent.py` over `hybridkv.peers.control`.
+    """
 
     def __init__(
         self,
         connect: Callable[[str, int, str], LinkId],
         send: Callable[[LinkId, Message], bool],
         end: Callable[[LinkId, CloseReason], None],
+        wake: Callable[[], None],
     ) -> None:
         self.connect = connect
         self.send = send
         self.end = end
+        self.wake = wake
 
 
 class Peers:

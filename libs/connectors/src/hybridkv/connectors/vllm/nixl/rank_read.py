@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hybridkv.connectors.vllm.identity.background import Background, Outcome
+from hybridkv.connectors.vllm.identity.background import Outcome
+from hybridkv.connectors.vllm.nixl.digesting import Digesting
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, PeerState
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad
@@ -51,7 +52,7 @@ class ReadTools:
     memory: RankMemory
     transport: Transport
     control: Control
-    digesting: Background
+    digesting: Digesting
     numbers: Iterator[int]
     verify: bool
 
@@ -113,6 +114,11 @@ class RankRead:
     def questions(self) -> tuple[int, ...]:
         """That were asked, by number."""
         return tuple(self._asked.theirs) if self._asked is not None else ()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the transport moves bytes for it."""
+        return self._transfer is not None or (self._check is not None and self._check.transfer is not None)
 
     def look(self, stage: Stage) -> Event | None:
         """What has happened since, in a stage that waits for something."""
@@ -300,7 +306,7 @@ class RankRead:
             self.detail = str(runs)
             return Reason.PAIRING
         # None where the thread has much to do: then once more, until the deadline.
-        check.ours = self._tools.digesting.submit(lambda: self._tools.memory.digests(runs))
+        check.ours = self._tools.digesting.take(runs)
         return None
 
 

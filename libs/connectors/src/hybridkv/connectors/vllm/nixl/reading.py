@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.identity.background import Background
+from hybridkv.connectors.vllm.nixl.digesting import Digesting
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, PromptLoad
@@ -98,7 +98,7 @@ class Reading:
         self._peers = peers
         self._recorder = recorder
         self._options = options
-        self._digesting = Background("hybridkv-peer-digests")
+        self._digesting = Digesting(memory, control.wake)
         self._tools = ReadTools(memory, transport, control, self._digesting, itertools.count(1), options.verify)
         self._reads: dict[str, _Read] = {}
         self._asked: dict[int, RankRead] = {}
@@ -113,6 +113,11 @@ class Reading:
     def is_busy(self) -> bool:
         """Whether a read is under way, which somebody must look at."""
         return bool(self._reads or self._leftovers)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the transport moves bytes for a read."""
+        return any(rank.is_moving for read in self._reads.values() for rank in read.ranks) or bool(self._leftovers)
 
     def begin(self, load: PromptLoad) -> None:
         """Begins a read. Its end is in `ended`, whatever happens: the engine waits for it."""

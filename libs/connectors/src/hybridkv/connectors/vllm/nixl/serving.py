@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.identity.background import Background, Outcome
+from hybridkv.connectors.vllm.identity.background import Outcome
+from hybridkv.connectors.vllm.nixl.digesting import Digesting
 from hybridkv.connectors.vllm.nixl.links import Control
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Offered, Opened
@@ -106,18 +107,23 @@ class Serving:
         """Of the latter, those whose consumers came before the plan."""
         self._ended_early: set[str] = set()
         """Of these, those that were done before it."""
-        self._digesting = Background("hybridkv-peer-digests")
+        self._digesting = Digesting(memory, control.wake)
         self._tables: dict[str, BlockTables] = {}
         """Of finished requests whose plan has come."""
         self._fits: dict[LinkId, Exchange | None] = {}
         self._questions: list[_Question] = []
+        self._new: set[LinkId] = set()
+        """Consumers that may read, and have read nothing yet."""
         self.released: set[str] = set()
         """Requests whose blocks may be given away, since somebody looked."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something that goes on by itself."""
-        return bool(self._questions)
+        """Whether there is something that goes on by itself: an answer, or a first read.
+
+        A transport may need both sides for its first read from a peer, and turns of this side make it go on.
+        """
+        return bool(self._questions or self._new)
 
     # What the engine says.
 
@@ -158,6 +164,7 @@ class Serving:
     def closed(self, link: LinkId) -> None:
         """A connection is no more. Its leases run on: the consumer may come back."""
         self._fits.pop(link, None)
+        self._new.discard(link)
         self._questions = [question for question in self._questions if question.link != link]
 
     def received(self, link: LinkId, message: Message) -> None:
@@ -170,6 +177,7 @@ class Serving:
                 holds = holds and self._leases.renew(message.lease, self._offer.clock())
                 self._control.send(link, Renewed(message.lease, self._offer.lease_s if holds else 0.0))
             case Done():
+                self._new.discard(link)
                 self._holds(message.lease)
                 ended = self._leases.done(message.lease, message.reader, message.num_readers)
                 if ended is not None:
@@ -191,6 +199,7 @@ class Serving:
             self._control.send(link, Refused(field[:4096], ours_is[:4096], theirs_is[:4096], agreement.hint[:4096]))
             return
         self._fits[link] = Exchange(agreement)
+        self._new.add(link)
         self._control.send(link, Describe(self._encoded, self._offer.transport, self._offer.capability))
         self._control.send(link, Accepted())
 
@@ -223,15 +232,7 @@ class Serving:
         number, request_id = question.number, self._holds(question.lease)
         if request_id is None:
             return Digests(number, b"", ENDED)
-        taken = question.taken
-        if taken is None:
-            return self._begin_digests(question, request_id)
-        if not taken.is_done:
-            return None
-        if taken.error is not None or taken.value is None:
-            logger.warning("%s: %s", UNTAKEN, taken.error)
-            return Digests(number, b"", UNTAKEN)
-        return Digests(number, b"".join(taken.value))
+        return self._begin_digests(question, request_id) if question.taken is None else self._taken(question)
 
     def _begin_digests(self, question: _Question, request_id: str) -> Digests | None:
         tables = self._tables.get(request_id)
@@ -240,9 +241,18 @@ class Serving:
         runs = digest_runs(question.exchange, Side.THEIRS, tables, question.request)
         if isinstance(runs, Refusal):
             return Digests(question.number, b"", str(runs)[:4096])
-        question.taken = self._digesting.submit(lambda: self._memory.digests(runs))
+        question.taken = self._digesting.take(runs)
         # Where the thread has much to do the question waits, no longer than its lease.
-        return None
+        return self._taken(question)
+
+    def _taken(self, question: _Question) -> Digests | None:
+        number, taken = question.number, question.taken
+        if taken is None or not taken.is_done:
+            return None
+        if taken.error is not None or taken.value is None:
+            logger.warning("%s: %s", UNTAKEN, taken.error)
+            return Digests(number, b"", UNTAKEN)
+        return Digests(number, b"".join(taken.value))
 
     def tick(self) -> None:
         """Answers what can be answered, and ends what has run out."""
