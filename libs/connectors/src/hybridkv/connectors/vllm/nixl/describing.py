@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
+SAID_BY_LAYERS = frozenset({ELEMENT_ORDER, "cache_config.kv_cache_layout"})
+"""Facts of the order in which bytes lie: pieces and formats say it, and those of two engines may differ."""
+
 
 class Region(NamedTuple):
     """Memory that peers may read or that is read into, whole: one of the engine's allocations."""
@@ -100,7 +103,7 @@ def identity_facts(
     ranks = {0: worker_facts(vllm_config, layout, kv_caches, environ)}
     facts = without_ignored(found.facts | merged(ranks, found.facts), config.identity_ignores)
     matter = that_matter(facts, layout.spec)
-    return {name: _short(value) for name, value in matter.items() if name != ELEMENT_ORDER}
+    return {name: _short(value) for name, value in matter.items() if name not in SAID_BY_LAYERS}
 
 
 def describe(
