@@ -131,13 +131,15 @@ MIXED = tuple(
 )
 
 
-@pytest.mark.parametrize("layouts", itertools.product(LAYOUTS, LAYOUTS), ids=lambda layouts: " from ".join(layouts))
+@pytest.mark.parametrize("layouts", itertools.product(LAYOUTS, LAYOUTS), ids=" from ".join)
 def test_bytes_in_any_order_are_read_from_any_other(layouts: tuple[str, str]) -> None:
     for resume in ((45, 0), (45, 16), (48, 40)):
         require_read(world((MIXED, MIXED), resume, layouts=layouts))
 
 
-@pytest.mark.parametrize("tp_sizes", itertools.product((1, 2, 4, 8), repeat=2), ids=lambda sizes: f"{sizes[0]}of{sizes[1]}")
+@pytest.mark.parametrize(
+    "tp_sizes", itertools.product((1, 2, 4, 8), repeat=2), ids=lambda sizes: f"{sizes[0]}of{sizes[1]}"
+)
 @pytest.mark.parametrize("total_heads", [0, 1, 4])
 def test_ranks_of_any_number_are_read_or_refused_by_name(tp_sizes: tuple[int, int], total_heads: int) -> None:
     """None of 0 heads is shared out, 1 lies on every rank as a latent does, and 4 of 8 ranks have each head twice."""

@@ -77,7 +77,7 @@ class Agent:
         self._results = Results()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-agent", daemon=True)
-        self._thread.start()
+        self._begin()
 
     def listen(self, host: str, port: int) -> int:
         """Lets consumers in; at which port. `OSError` where it cannot be bound."""
@@ -96,27 +96,39 @@ class Agent:
     def close(self) -> bool:
         """Ends everything. False where something could not be ended in time, and memory must stay mapped."""
         self._inbox.put(self._begin_closing)
-        self._thread.join(CLOSE_S)
-        is_over = self._loop.close(CLOSE_S) and not self._thread.is_alive()
+        is_over = self._join()
+        is_over = self._loop.close(CLOSE_S) and is_over
         return self._transport.close(CLOSE_S) and is_over
+
+    # What a simulation, which takes the turns itself, replaces.
+
+    def _begin(self) -> None:
+        """Turns are taken from now on."""
+        self._thread.start()
+
+    def _join(self) -> bool:
+        """No turn is taken any more; False where one does not end."""
+        self._thread.join(CLOSE_S)
+        return not self._thread.is_alive()
 
     # On the thread.
 
     def _run(self) -> None:
         while not self._is_closing:
             try:
-                self._turn()
+                self._turn(BUSY_S, IDLE_S)
             except Exception:  # whatever it was, other requests go on
                 logger.exception("the connector to peers met a bug")
 
-    def _turn(self) -> None:
+    def _turn(self, busy_s: float, idle_s: float) -> None:
+        """Goes on with everything, once it has looked away as long as it may."""
         is_busy = self._reading.is_busy or self._serving.is_busy
         if is_busy:
-            self._transport.wait(BUSY_S)
+            self._transport.wait(busy_s)
             wait_s = 0.0
         else:
             self._transport.progress()
-            wait_s = IDLE_S
+            wait_s = idle_s
         try:
             self._inbox.get(timeout=wait_s)() if wait_s else self._inbox.get_nowait()()
             for _ in range(self._inbox.qsize()):
