@@ -24,7 +24,7 @@ from hybridkv.connectors.vllm import PEER_CONNECTOR
 from hybridkv.connectors.vllm.identity.recurrent import OF_CONVOLUTIONS
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
-from hybridkv.connectors.vllm.nixl.describing import Place, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe, identity_facts
 from hybridkv.connectors.vllm.nixl.page_parts import page_orders
 from hybridkv.connectors.vllm.spec_table import KNOWN
 from hybridkv.peers.comparison import Agreement, compare
@@ -173,7 +173,7 @@ class Worker:
         orders = page_orders(configs.vllm, configs.worker, layout)
         config = NixlConfig(weights_digest="none")
         facts = identity_facts(configs.vllm, config, layout, self.memory.tensors, {})
-        place = Place("engine", 0, 1)
+        place = RankPlace("engine", 0, 1)
         self.description, self.regions = describe(place, facts, layout, self.memory.tensors, BLOCKS, orders)
 
 

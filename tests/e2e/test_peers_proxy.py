@@ -27,7 +27,7 @@ SECRET = "a secret of this test and of nobody else"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Servers:
     """Two servers, and a proxy that is asked like one."""
 
     prefill: Server
@@ -75,7 +75,7 @@ def wait_until_it_listens(process: subprocess.Popen[bytes], proxy: Server) -> No
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     directory = harness.scratch_directory(tmp_path_factory.mktemp("proxy"))
     harness.prepare_environment(directory / "environment")
     secret = directory / "secret"
@@ -94,7 +94,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         for process, server in both:
             servers.wait_until_ready(process, server)
         prefill, decode = (server for _, server in both)
-        yield Place(prefill, decode, stack.enter_context(running_proxy(directory, prefill, decode)))
+        yield Servers(prefill, decode, stack.enter_context(running_proxy(directory, prefill, decode)))
 
 
 def count(server: Server, name: str, labels: str = "") -> float:
@@ -113,7 +113,7 @@ def streamed(server: Server, prompt: list[int]) -> str:
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 
-def test_an_answer_through_the_proxy_is_the_decoding_servers_own(place: Place) -> None:
+def test_an_answer_through_the_proxy_is_the_decoding_servers_own(place: Servers) -> None:
     prompt = harness.make_prompt(PROMPT_TOKENS, seed=1)
     cold = place.decode.complete(prompt)
     place.decode.reset_prefix_cache()
@@ -126,7 +126,7 @@ def test_an_answer_through_the_proxy_is_the_decoding_servers_own(place: Place) -
     assert count(place.decode, "prompts_total", "outcome=loaded") == loaded + 2
 
 
-def test_several_answers_are_of_one_prefill(place: Place) -> None:
+def test_several_answers_are_of_one_prefill(place: Servers) -> None:
     """No lease is left for each of the others: the producer's cache can be reset once all are answered."""
     answer = place.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=2), n=2, min_tokens=8, temperature=1, seed=1)
     assert len(answer["choices"]) == 2
@@ -134,7 +134,7 @@ def test_several_answers_are_of_one_prefill(place: Place) -> None:
     place.decode.reset_prefix_cache()
 
 
-def test_what_a_server_says_is_wrong_is_passed_on(place: Place) -> None:
+def test_what_a_server_says_is_wrong_is_passed_on(place: Servers) -> None:
     """Control: the proxy answers for nobody."""
     with pytest.raises(RuntimeError, match="400"):
         place.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=3), temperature=-1)

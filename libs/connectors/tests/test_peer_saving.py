@@ -9,7 +9,7 @@ import pytest
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.nixl.messages import Load
+from hybridkv.connectors.vllm.nixl.messages import PromptLoad
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.connectors.vllm.nixl.saving import Saving, loaded_blocks
 from hybridkv.peers.leases import Lease
@@ -85,7 +85,7 @@ def test_a_request_that_is_not_in_the_step_is_left_alone() -> None:
 )
 def test_what_a_load_writes_is_copied_in(num_tokens: int, computed_tokens: int, blocks: Any) -> None:
     prompt = RemotePrompt("e", "r", "h", (RankAddress(1, "n"),), 16, (), (), (), Lease(0, 1), 1.0, 0, "x")
-    load = Load("d", prompt, num_tokens, computed_tokens, tuple(map(tuple, TABLES)))
+    load = PromptLoad("d", prompt, num_tokens, computed_tokens, tuple(map(tuple, TABLES)))
     assert loaded_blocks(GROUPS, load) == blocks
 
 

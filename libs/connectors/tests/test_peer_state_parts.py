@@ -32,7 +32,7 @@ MambaBase = pytest.importorskip("vllm.model_executor.layers.mamba.abstract").Mam
 MambaType = pytest.importorskip("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
 
 from hybridkv.connectors.vllm.nixl import describing  # noqa: E402
-from hybridkv.connectors.vllm.nixl.describing import Place, describe  # noqa: E402
+from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe  # noqa: E402
 from hybridkv.connectors.vllm.nixl.page_parts import page_orders  # noqa: E402
 
 BLOCKS, STEPS, PADDING_BYTES = 5, 3, 24
@@ -97,7 +97,7 @@ class Rank:
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
         placed = SimpleNamespace(kv_cache_groups=[interface.KVCacheGroupSpec(list(LAYERS), spec)])
-        place = Place(f"engine.{self.rank}", self.rank, self.engine.tp_size)
+        place = RankPlace(f"engine.{self.rank}", self.rank, self.engine.tp_size)
         described, regions = describe(place, {}, layout, caches, BLOCKS, page_orders(config, placed, layout))
         found = decode(encode(described))
         assert not isinstance(found, Refusal), found

@@ -78,8 +78,9 @@ class Agent:
         self._lock = threading.Lock()
         self._results = Results()
         self._is_closing = False
+        self._parts = (self._serving.tick, self._reading.tick, self._tell, self._holding.tick, self._publish)
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-agent", daemon=True)
-        self._thread.start()
+        self._begin()
 
     def listen(self, host: str, port: int) -> int:
         """Lets consumers in; at which port. `OSError` where it cannot be bound."""
@@ -98,18 +99,33 @@ class Agent:
     def close(self) -> bool:
         """Ends everything. False where something could not be ended in time, and memory must stay mapped."""
         self._inbox.put(self._begin_closing)
-        self._thread.join(CLOSE_S)
-        is_over = self._loop.close(CLOSE_S) and not self._thread.is_alive()
+        is_over = self._join()
+        is_over = self._loop.close(CLOSE_S) and is_over
         is_over = self._serving.is_closed(CLOSE_S) and self._reading.is_closed(CLOSE_S) and is_over
         return self._transport.close(CLOSE_S) and is_over
+
+    # What a simulation, which takes the turns itself, replaces.
+
+    def _begin(self) -> None:
+        """Turns are taken from now on."""
+        self._thread.start()
+
+    def _join(self) -> bool:
+        """No turn is taken any more; False where one does not end."""
+        self._thread.join(CLOSE_S)
+        return not self._thread.is_alive()
 
     # On the thread.
 
     def _run(self) -> None:
-        parts = (self._obey, self._serving.tick, self._reading.tick, self._tell, self._holding.tick, self._publish)
         while not self._is_closing:
-            for part in parts:
-                self._try(part)
+            self._turn(BUSY_S, IDLE_S)
+
+    def _turn(self, busy_s: float, idle_s: float) -> None:
+        """Goes on with everything, once it has looked away as long as it may."""
+        self._try(lambda: self._obey(busy_s, idle_s))
+        for part in self._parts:
+            self._try(part)
 
     def _try(self, part: Callable[[], None]) -> None:
         """What fails stops nothing else: a request that nobody reports would wait for ever, and so would its blocks."""
@@ -118,14 +134,14 @@ class Agent:
         except Exception:
             logger.exception("the connector to peers met a bug")
 
-    def _obey(self) -> None:
+    def _obey(self, busy_s: float, idle_s: float) -> None:
         if self._reading.is_moving:
-            self._transport.wait(BUSY_S)
+            self._transport.wait(busy_s)
             wait_s = 0.0
         else:
             # Whatever else is waited for comes as a word.
             self._transport.progress()
-            wait_s = BUSY_S if self._reading.is_busy or self._serving.is_busy else IDLE_S
+            wait_s = busy_s if self._reading.is_busy or self._serving.is_busy else idle_s
         try:
             self._try(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
             for _ in range(self._inbox.qsize()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm.nixl.messages import Load, Saved
+from hybridkv.connectors.vllm.nixl.messages import PromptLoad, Saved
 from hybridkv.peers.spans import moved_span
 from hybridkv.peers.tables import offered
 from hybridkv.planner import GroupKind, GroupSpec
@@ -73,7 +73,7 @@ class Saving:
         return tuple(blocks)
 
 
-def loaded_blocks(groups: Sequence[GroupSpec], load: Load) -> tuple[tuple[int, ...], ...]:
+def loaded_blocks(groups: Sequence[GroupSpec], load: PromptLoad) -> tuple[tuple[int, ...], ...]:
     """Of every group, the blocks that a load writes.
 
     Args:

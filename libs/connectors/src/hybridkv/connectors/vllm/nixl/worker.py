@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
+clock = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,6 @@ class NixlWorker:
         limits = WireLimits(handshake_timeout_s=config.connect_timeout_seconds)
         transport = open_transport(config, self._secret, name)
         capability = transport.register([Region(each.address, each.num_bytes) for each in memory.regions])
-        clock = time.monotonic
         self._agent = Agent(
             ControlLoop(name, self._secret, limits, clock),
             transport,
