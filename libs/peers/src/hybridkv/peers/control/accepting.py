@@ -1,7 +1,6 @@
 """Who is let in: listeners, and what strangers at them may take up until they have proven the secret.
 
-Their number is bounded. One more ends the oldest of the host that has most of them: an honest peer needs its place for
-milliseconds, and a host that takes many takes them from itself.
+Their number is bounded; one more ends another's handshake (`who_gives_way`).
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import itertools
 import selectors
 import socket
 import time
-from collections import Counter
 
 from hybridkv.peers.control.connection import Connection
 from hybridkv.peers.control.connections import Connections
 from hybridkv.peers.control.handlers import Handlers, LinkId
 from hybridkv.peers.control.sessions import Sessions
-from hybridkv.peers.wire import CloseReason, WireLimits
+from hybridkv.peers.wire import CloseReason, WireLimits, who_gives_way
 
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SHORTAGE_S = 0.01
@@ -89,6 +87,5 @@ class Accepting:
 
     def _make_room(self, strangers: list[Connection]) -> None:
         if strangers:
-            [(crowd, _)] = Counter(each.host for each in strangers).most_common(1)
-            oldest = next(each for each in strangers if each.host == crowd)
-            self._connections.close(oldest, CloseReason.TOO_MANY)
+            gone = strangers[who_gives_way([each.host for each in strangers])]
+            self._connections.close(gone, CloseReason.TOO_MANY)

@@ -19,7 +19,16 @@ import numpy as np
 
 from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
 from hybridkv.peers.ranges import Ranges
-from hybridkv.peers.transport.contract import Done, Failed, FailureReason, Region, RemoteId, TransferId, TransferState
+from hybridkv.peers.transport.contract import (
+    Done,
+    Failed,
+    FailureReason,
+    MayReach,
+    Region,
+    RemoteId,
+    TransferId,
+    TransferState,
+)
 from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.transport.nixl_capability import decode_capability, encode_capability
 from hybridkv.peers.transport.nixl_library import load_nixl, reason_of
@@ -84,7 +93,7 @@ class NixlTransport:
             for number in regions:
                 self._agent.deregister_memory(self._handles.pop(number))
 
-    def attach(self, capability: bytes) -> RemoteId | Failed:
+    def attach(self, capability: bytes, may_reach: MayReach | None = None) -> RemoteId | Failed:
         self._demand_open("attach")
         decoded = decode_capability(capability)
         if isinstance(decoded, str):
