@@ -103,12 +103,13 @@ class NixlTransport:
             return Failed(FailureReason.REFUSED, "this side's own capability")
         with self._lock:
             try:
-                name = self._agent.add_remote_agent(metadata)
+                added = self._agent.add_remote_agent(metadata)
             except Exception as error:
                 return Failed(reason_of(error), f"attach: {error}")
-            name = name.decode() if isinstance(name, bytes) else name
+            # The metadata has a name of its own, which may be any bytes.
+            name = added.decode(errors="replace") if isinstance(added, bytes) else added
             if name != agent:
-                self._reads.forget_agent(name)
+                self._reads.forget_agent(added)
                 return Failed(FailureReason.REFUSED, f"the metadata is of another agent, {name!r}")
             number = RemoteId(next(self._remote_numbers))
             self._remotes[number] = NixlRemote(agent, memory)

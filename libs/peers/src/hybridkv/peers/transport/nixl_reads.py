@@ -213,7 +213,7 @@ class NixlReads:
             self.quietly(remote.dlist.release)
         self.forget_agent(remote.agent)
 
-    def forget_agent(self, agent: str) -> None:
+    def forget_agent(self, agent: str | bytes) -> None:
         self.quietly(lambda: self._agent.remove_remote_agent(agent))
 
     def quietly(self, call: Callable[[], object]) -> None:
