@@ -132,10 +132,15 @@ class Reading:
     def step(self) -> None:
         """Go on with everything."""
         self._transport.progress()
-        for load in [load for load in self._reading if self._is_over(load)]:
-            self._reading.remove(load)
-            self._reading_bytes -= load.slot.num_bytes
-            self._finish(load)
+        for load in list(self._reading):
+            try:
+                if not self._is_over(load):
+                    continue
+                self._reading.remove(load)
+                self._reading_bytes -= load.slot.num_bytes
+                self._finish(load)
+            except Exception as error:  # a bug costs its own load, and no other
+                self._meet_bug(load, error)
         if self._waiting:
             self._start_some()
 
@@ -158,8 +163,12 @@ class Reading:
                 put_back.append(load)
                 break
             else:
-                self._read(load, source.remote)
-                started.setdefault(load.peer, []).append(load)
+                try:
+                    self._read(load, source.remote)
+                except Exception as error:
+                    self._meet_bug(load, error)
+                else:
+                    started.setdefault(load.peer, []).append(load)
         self._waiting.extendleft(reversed(put_back))
         for peer, loads in started.items():
             self._ask_seals(peer, loads)
@@ -237,6 +246,16 @@ class Reading:
     def _fail(self, load: PeerLoad, reason: FailureReason, detail: str) -> None:
         self.on_ended(Completion(load.ticket, Failure(reason, detail)))
 
+    def _meet_bug(self, load: PeerLoad, error: Exception) -> None:
+        """It fails, now, or when nothing is written for it any more."""
+        detail = f"{type(error).__name__}: {error}"
+        if load.failure is None:
+            logger.error("a load from a peer met a bug", exc_info=error)
+        if load in self._reading:
+            self._give_up(load, FailureReason.IO, detail)
+        else:
+            self._fail(load, FailureReason.IO, detail)
+
     def _give_up(self, load: PeerLoad, reason: FailureReason, detail: str) -> None:
         if load.failure is None:
             load.failure = Failure(reason, detail)
@@ -245,10 +264,11 @@ class Reading:
 
     def _attach(self, peer: int, capability: bytes) -> None:
         self._detach(peer)
-        remote = self._transport.attach(capability)
+        assert self.node is not None
+        reached = self.node.host_of(peer)
+        remote = self._transport.attach(capability, lambda host: host == reached)
         if isinstance(remote, Failed):
             logger.warning("peer %d cannot be read: %s: %s", peer, remote.reason, remote.detail)
-            assert self.node is not None
             self.node.end(peer)
             return
         self._sources[peer] = _Source(remote)

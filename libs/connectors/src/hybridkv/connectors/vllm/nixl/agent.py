@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from hybridkv.connectors.vllm.nixl.backlog import Backlog, message_bytes
 from hybridkv.connectors.vllm.nixl.holding import Holding
 from hybridkv.connectors.vllm.nixl.links import Control, Peers
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
@@ -69,12 +70,14 @@ class Agent:
             loop.send,
             loop.end,
             lambda: self._inbox.put(lambda: None),
+            self._host_of,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._serving = Serving(offer, memory, control, recorder)
-        self._peers = Peers(offer.description, transport, control)
+        self._peers = Peers(offer.description, transport, control, options.hosts)
         self._reading = Reading(memory, self._peers, transport, control, recorder, options)
         self._holding = Holding(self._peers, control, options.clock)
+        self._backlog = Backlog()
         self._lock = threading.Lock()
         self._results = Results()
         self._is_closing = False
@@ -193,15 +196,19 @@ class Agent:
 
     # On the control connections' thread.
 
+    def _host_of(self, link: LinkId) -> str | None:
+        return self._loop.host_of(link)
+
     def _handlers(self, received: Callable[[LinkId, Message], None]) -> Handlers:
         is_server = received == self._of_consumer
         opened: Callable[[LinkId], None] = self._serving.opened if is_server else self._peers.opened
 
         def say(link: LinkId, message: Message) -> None:
-            if self._inbox.qsize() > MAX_WAITING:
+            num_bytes = message_bytes(message)
+            if self._inbox.qsize() > MAX_WAITING or not self._backlog.add(link, num_bytes):
                 self._loop.end(link, CloseReason.BACKLOG)
             else:
-                self._inbox.put(lambda: received(link, message))
+                self._inbox.put(lambda: self._hear(link, message, num_bytes, received))
 
         return Handlers(
             opened=lambda link, name: self._inbox.put(lambda: opened(link)),
@@ -210,6 +217,17 @@ class Agent:
         )
 
     # On the thread again.
+
+    def _hear(
+        self, link: LinkId, message: Message, num_bytes: int, received: Callable[[LinkId, Message], None]
+    ) -> None:
+        self._backlog.remove(link, num_bytes)
+        try:
+            received(link, message)
+        except Exception:
+            # It got through every check: nobody knows what this peer believes now.
+            self._loop.end(link, CloseReason.HANDLER)
+            raise
 
     def _of_consumer(self, link: LinkId, message: Message) -> None:
         self._serving.received(link, message)

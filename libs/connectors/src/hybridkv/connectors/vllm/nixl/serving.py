@@ -42,8 +42,10 @@ from hybridkv.peers.wire import (
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MAX_ITEMS = 65536
-MAX_QUESTIONS = 1024
+MAX_QUESTIONS, MAX_QUESTIONS_A_LINK = 1024, 256
 """For digests, that may wait at the same time; one more is not answered."""
+SAID = 200
+"""Of what a peer says, so much comes into a log."""
 ENDED, BUSY, UNTAKEN = "the lease has ended", "busy", "digests could not be taken"
 """Why digests are not given, besides what is wrong with a question."""
 LONGEST_LEASES = 20
@@ -111,6 +113,8 @@ class Serving:
         self._tables: dict[str, BlockTables] = {}
         """Of finished requests whose plan has come."""
         self._fits: dict[LinkId, Exchange | None] = {}
+        """Connections, and what was agreed on them, None until then."""
+        self._described_links: set[LinkId] = set()
         self._questions: list[_Question] = []
         self._new: set[LinkId] = set()
         """Consumers that may read, and have read nothing yet."""
@@ -165,6 +169,7 @@ class Serving:
         """A connection is no more. Its leases run on: the consumer may come back."""
         self._fits.pop(link, None)
         self._new.discard(link)
+        self._described_links.discard(link)
         self._questions = [question for question in self._questions if question.link != link]
 
     def received(self, link: LinkId, message: Message) -> None:
@@ -188,6 +193,10 @@ class Serving:
                 self._control.end(link, CloseReason.UNEXPECTED)
 
     def _described(self, link: LinkId, message: Describe) -> None:
+        if link in self._described_links:
+            self._control.end(link, CloseReason.UNEXPECTED)
+            return
+        self._described_links.add(link)
         theirs = decode(message.description)
         # The consumer reads, so it is the one whose side is "ours".
         agreement = compare(theirs, self._offer.description) if isinstance(theirs, Description) else theirs
@@ -195,7 +204,8 @@ class Serving:
             agreement = Refusal("transport", message.transport, self._offer.transport, "name one on both sides")
         if isinstance(agreement, Refusal):
             field, theirs_is, ours_is = agreement.field, agreement.ours, agreement.theirs
-            logger.warning("a consumer does not fit: %s: theirs is %s, ours is %s", field, theirs_is, ours_is)
+            said = [each[:SAID] for each in (field, theirs_is, ours_is)]
+            logger.warning("a consumer does not fit: %r: theirs is %r, ours is %r", *said)
             self._control.send(link, Refused(field[:4096], ours_is[:4096], theirs_is[:4096], agreement.hint[:4096]))
             return
         self._fits[link] = Exchange(agreement)
@@ -220,12 +230,15 @@ class Serving:
         exchange = self._fits.get(link)
         if exchange is None:
             self._control.end(link, CloseReason.UNEXPECTED)
-        elif len(self._questions) >= MAX_QUESTIONS:
+        elif len(self._questions) >= MAX_QUESTIONS or self._num_questions(link) >= MAX_QUESTIONS_A_LINK:
             self._control.send(link, Digests(message.request, b"", BUSY))
         else:
             columns = unpack_columns(message.spans, 3, MAX_ITEMS)
             request = DigestRequest.of(message.num_tokens, columns)
             self._questions.append(_Question(link, message.request, message.lease, exchange, request))
+
+    def _num_questions(self, link: LinkId) -> int:
+        return sum(question.link == link for question in self._questions)
 
     def _answer(self, question: _Question) -> Digests | None:
         """None until there is one: the plan that says which blocks these are may be on its way."""

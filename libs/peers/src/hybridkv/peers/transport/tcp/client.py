@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import secrets
 import selectors
 import socket
@@ -24,6 +25,8 @@ from hybridkv.peers.transport.tcp.parts import Part, Transfer
 from hybridkv.peers.transport.tcp.protocol import failure_of
 from hybridkv.peers.wire import Channel as ChannelKind
 from hybridkv.peers.wire import ClientHandshake, CloseReason, Identity, Session, WireError
+
+logger = logging.getLogger(__name__)
 
 Address: TypeAlias = tuple[int, "tuple[object, ...]"]
 
@@ -108,7 +111,10 @@ class TcpClient:
 
     def _obey(self) -> None:
         while self._commands:
-            self._commands.popleft()()
+            try:
+                self._commands.popleft()()
+            except Exception:  # what it was about has a deadline
+                logger.exception("reads of peers met a bug")
 
     def _begin(self, transfer: Transfer, parts: list[Part]) -> None:
         if transfer.state.__class__ in (Done, Failed):
@@ -186,6 +192,10 @@ class TcpClient:
             channel.flush()
         except WireError as error:
             self._broke(channel, remote, error)
+            return
+        except Exception as error:  # a bug costs this connection, and no other read
+            logger.exception("a data connection met a bug")
+            self._broke(channel, remote, WireError(CloseReason.HANDLER, type(error).__name__))
             return
         if channel in self._owners:
             self._watch(channel)

@@ -22,7 +22,16 @@ import numpy as np
 from hybridkv.peers.transport.memory import Pieces, RegisteredMemory
 from hybridkv.peers.transport.tcp.options import TcpOptions
 from hybridkv.peers.transport.tcp.protocol import Answer, decode_read, encode
-from hybridkv.peers.wire import Channel, CloseReason, Identity, ServerHandshake, Session, WireError, unpack_columns
+from hybridkv.peers.wire import (
+    Channel,
+    CloseReason,
+    Identity,
+    ServerHandshake,
+    Session,
+    WireError,
+    unpack_columns,
+    who_gives_way,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +44,9 @@ SENT_AT_A_TIME = 8 << 20
 class _Reader:
     """One connection: somebody who reads this process's memory."""
 
-    def __init__(self, sock: socket.socket, session: Session, now_s: float) -> None:
+    def __init__(self, sock: socket.socket, host: str, session: Session, now_s: float) -> None:
         self.sock = sock
+        self.host = host
         self.session = session
         self.began_s = now_s
         self.moved_s = now_s
@@ -171,7 +181,7 @@ class TcpServer:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, address = self._listener.accept()
         except OSError:
             # Out of files, perhaps: it stays readable, and without a pause this thread would spin.
             time.sleep(0.01)
@@ -179,8 +189,9 @@ class TcpServer:
         limits = self._options.limits
         strangers = [each for each in self._readers.values() if each.session.established is None]
         if len(strangers) >= limits.max_handshakes:
-            self._close(strangers[0], CloseReason.TOO_MANY)
-        if len(self._readers) - len(strangers) >= limits.max_connections:
+            self._close(strangers[who_gives_way([each.host for each in strangers])], CloseReason.TOO_MANY)
+        friends = [each for each in self._readers.values() if each.session.established is not None]
+        if len(friends) >= limits.max_connections and not self._leave_idle(friends):
             sock.close()
             self._count(CloseReason.TOO_MANY)
             return
@@ -188,9 +199,16 @@ class TcpServer:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         handshake = ServerHandshake(self._identity, Channel.DATA, secrets.token_bytes(32))
-        reader = _Reader(sock, Session(handshake, limits), self._clock())
+        reader = _Reader(sock, str(address[0]), Session(handshake, limits), self._clock())
         self._readers[sock] = reader
         self._selector.register(sock, reader.events)
+
+    def _leave_idle(self, readers: Sequence[_Reader]) -> bool:
+        """Make room: who has asked for nothing for longest connects anew when it wants something."""
+        idle = [each for each in readers if not each.is_answering]
+        if idle:
+            self._close(min(idle, key=lambda each: each.moved_s), CloseReason.TOO_MANY)
+        return bool(idle)
 
     def _serve(self, reader: _Reader) -> None:
         before = reader.events
@@ -200,6 +218,10 @@ class TcpServer:
             self._send(reader)
         except WireError as error:
             self._close(reader, error.reason)
+            return
+        except Exception:  # a bug costs this connection, and no other
+            logger.exception("a data connection met a bug")
+            self._close(reader, CloseReason.HANDLER)
             return
         if reader.events != before:
             self._selector.modify(reader.sock, reader.events)
