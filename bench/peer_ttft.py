@@ -138,7 +138,9 @@ def show(name: str, found: dict[str, Any]) -> None:
     whole = formula["full_attention_bytes"]
     share = formula["per_group_bytes"] / whole
     print(f"\n{name}: groups {', '.join(formula['groups'])}")
-    print(f"  by the table of groups {formula['per_group_bytes']:,} bytes, {share:.3f} of {whole:,} as if all were full")
+    print(
+        f"  by the table of groups {formula['per_group_bytes']:,} bytes, {share:.3f} of {whole:,} as if all were full"
+    )
     for variant, row in found["variants"].items():
         words = [f"{variant:16} {row['ms']:8.2f} ms (first {row['first_ms']:.0f})"]
         words += [f"{word} {row[word]:.2f}" for word in row if word.endswith("over this")]

@@ -66,8 +66,8 @@ class EngineSettings:
     connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. Another `model` is
     another configuration of the same weights: it turns its keys otherwise, so that no byte in its cache is the same.
     Below 0 the bytes differ as well, but the configuration says nothing of it. `device` is where the engine says that
-    its KV cache lies; here it is host memory whatever it says. With a `tp_size` above 1 the mix says what one of the ranks
-    has.
+    its KV cache lies; here it is host memory whatever it says. With a `tp_size` above 1 the mix says what one of the
+    ranks has.
     """
 
     num_blocks: int

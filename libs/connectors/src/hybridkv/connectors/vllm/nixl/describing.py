@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 SAID_BY_LAYERS = frozenset({ELEMENT_ORDER, "cache_config.kv_cache_layout", *OF_CONVOLUTIONS})
-"""Facts of the order in which bytes lie: each layer's description says it where it matters, and those of two engines may
-differ."""
+"""Facts of the order in which bytes lie: each layer's description says it where it matters, and those of two engines
+may differ."""
 
 
 class Region(NamedTuple):
