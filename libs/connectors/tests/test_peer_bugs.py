@@ -116,11 +116,13 @@ def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.Mo
     digests = RankMemory.digests
 
     def slow(self: RankMemory, runs: Any) -> list[bytes]:
-        begun.set()
-        assert go_on.wait(60)
+        if self is producer.ranks[0].agent._serving._memory:
+            begun.set()
+            assert go_on.wait(60)
         return digests(self, runs)
 
     monkeypatch.setattr(RankMemory, "digests", slow)
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.digesting.AT_ONCE_BYTES", 0)
     monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.CLOSE_S", 0.05)
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
@@ -163,7 +165,9 @@ EXPECTED = {
 def test_a_connection_that_ended_says_why_its_reads_failed(reason: CloseReason) -> None:
     with engines() as (producer, _):
         rank = producer.ranks[0]
-        control = Control(lambda host, port, name: LinkId(1), lambda link, message: False, lambda link, why: None)
+        control = Control(
+            lambda host, port, name: LinkId(1), lambda link, message: False, lambda link, why: None, lambda: None
+        )
         peers = Peers(rank.agent._serving._offer.description, rank.transport, control)
         peer: Peer = peers.get("127.0.0.1", RankAddress(1, "somebody"))
         peers.closed(peer.link, reason)
