@@ -11,6 +11,7 @@ import numpy as np
 
 from hybridkv.connectors.vllm.nixl.agent import Agent, Results
 from hybridkv.connectors.vllm.nixl.describing import Region
+from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, Offered, Opened, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
@@ -65,6 +66,8 @@ class Side:
 class Rank:
     """One rank: its memory, a page of each group in a region of its own, and its agent."""
 
+    hosts = NO_HOSTS
+
     def __init__(
         self,
         side: Side,
@@ -94,7 +97,7 @@ class Rank:
                 lease_s=1e5,
                 clock=time.monotonic,
             ),
-            ReadOptions(bounds, verify, time.monotonic),
+            ReadOptions(bounds, verify, time.monotonic, self.hosts),
             self.recorder,
         )
         self.results = Results()

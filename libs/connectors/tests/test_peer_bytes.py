@@ -12,6 +12,7 @@ import peer_ranks
 import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load
 
+from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, LayerDescription, Piece
@@ -46,7 +47,9 @@ class Windows(Side):
 
 
 class WholeRank(Rank):
-    """Its pages are pieces that nobody may cut."""
+    """Its pages are pieces that nobody may cut. It may read by way of the relay."""
+
+    hosts = AllowedHosts((RELAY_HOST,))
 
     def _description(self, memory: RankMemory) -> Description:
         groups = []

@@ -234,7 +234,7 @@ def test_a_lease_of_no_time_is_not_renewed_without_a_pause() -> None:
     peer = SimpleNamespace(link=LinkId(1), is_open=True)
     links = (RankLink(0, True, 0, 1),)
     peers: Any = SimpleNamespace(told_links=lambda count: links, get=lambda host, rank: peer)
-    control = Control(lambda host, port, name: LinkId(1), send, lambda link, why: None)
+    control = Control(lambda host, port, name: LinkId(1), send, lambda link, why: None, lambda: None)
     kept = holding.Holding(peers, control, lambda: now_s)
     prompt: Any = SimpleNamespace(host="h", ranks=(RankAddress(1, "n"),), lease="lease", lease_seconds=1e-9)
     kept.begin("r", prompt)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.nixl.params import (
@@ -106,6 +106,7 @@ def test_what_is_missing_is_named(key: str, prompt: RemotePrompt) -> None:
 
 @pytest.mark.parametrize("name", ["a\nb", "\0", "\ud800", "\x1b[2J", "\u202e", "", "x" * 513, 7, None])
 @pytest.mark.parametrize("key", ["remote_host", "remote_engine_id", "remote_request_id", "prefix", "ranks"])
+@settings(max_examples=2)
 @given(prompt=prompts())
 def test_a_name_can_be_printed(key: str, name: Any, prompt: RemotePrompt) -> None:
     """It comes out in logs, and travels to every rank."""
