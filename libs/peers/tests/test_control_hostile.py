@@ -144,7 +144,7 @@ def test_a_command_that_fails_ends_no_connection(make_loop: MakeLoop, caplog: py
     def fail() -> None:
         raise RuntimeError("a bug")
 
-    connecting._post(fail)
+    connecting._commands.post(fail)
     require_heard(connecting, here, there)
     assert "a bug" in caplog.text
 

@@ -6,7 +6,6 @@ from other threads go into a queue that the loop empties. Nothing that a connect
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -15,9 +14,9 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
+from hybridkv.peers.commands import Commands
 from hybridkv.peers.control.accepting import Accepting
 from hybridkv.peers.control.connection import Connection
 from hybridkv.peers.control.connections import Connections
@@ -62,18 +61,14 @@ class ControlLoop:
         self._clock = clock
         self._codec = MessageCodec(limits)
         self._selector = selectors.DefaultSelector()
+        self._commands = Commands(self._selector)
         self._links = itertools.count(1)
         sessions = Sessions(Identity(name, secret.derive(b"control")), limits, random_bytes)
         self._connections = Connections(self._selector, clock)
         self._accepting = Accepting(sessions, self._connections, self._selector, limits, self._links)
-        self._dialing = Dialing(sessions, self._connections, limits, bool(secret), self._post, clock)
-        self._commands: deque[Callable[[], None]] = deque()
+        self._dialing = Dialing(sessions, self._connections, limits, bool(secret), self._commands.post, clock)
         self._closing_until_s: float | None = None
         self._is_closed = False
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
         self._next_sweep_s = clock()
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-control", daemon=True)
         self._thread.start()
@@ -91,7 +86,7 @@ class ControlLoop:
         sock = socket.create_server(address[:2], family=family, backlog=LISTEN_BACKLOG)
         sock.setblocking(False)
         bound = sock.getsockname()
-        self._post(lambda: self._let_in(sock, handlers))
+        self._commands.post(lambda: self._let_in(sock, handlers))
         return bound[0], bound[1]
 
     def connect(self, host: str, port: int, expected_peer: str | None, handlers: Handlers) -> LinkId:
@@ -102,7 +97,7 @@ class ControlLoop:
         self._demand_open("connect")
         link = LinkId(next(self._links))
         call = Call(host, port, expected_peer, handlers)
-        self._post(lambda: self._begin(link, call))
+        self._commands.post(lambda: self._begin(link, call))
         return link
 
     def send(self, link: LinkId, message: Message) -> bool:
@@ -113,14 +108,14 @@ class ControlLoop:
         body = self._codec.encode(message)
         is_taken = self._connections.queue(link, len(body), self._limits.max_buffered_bytes)
         if is_taken:
-            self._post(lambda: self._say(link, body))
+            self._commands.post(lambda: self._say(link, body))
         elif self._connections.is_open(link):
             self.end(link, CloseReason.BACKLOG)
         return is_taken
 
     def end(self, link: LinkId, reason: CloseReason = CloseReason.DONE) -> None:
         """Close a connection. A link that is no more is passed over."""
-        self._post(lambda: self._end_link(link, reason))
+        self._commands.post(lambda: self._end_link(link, reason))
 
     def host_of(self, link: LinkId) -> str | None:
         """The address of an open link's other side; None where it is not open."""
@@ -138,7 +133,7 @@ class ControlLoop:
             raise PeersProtocolError("close: called by a handler")
         until_s = self._clock() + timeout_s
         self._is_closed = True
-        self._post(lambda: self._begin_closing(until_s))
+        self._commands.post(lambda: self._begin_closing(until_s))
         self._thread.join(timeout_s + 1.0)
         return not self._thread.is_alive()
 
@@ -146,34 +141,23 @@ class ControlLoop:
         if self._is_closed:
             raise PeersProtocolError(f"{call}: called after close")
 
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        # A full socket pair has woken it already; a closed one has no thread to wake.
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
-
     # Called on the loop's thread.
 
     def _run(self) -> None:
         while not self._is_over():
             for key, mask in self._selector.select(self._pause_s()):
                 self._safely(functools.partial(self._look_at, key, mask))
-            self._obey()
+            self._commands.obey()
             self._safely(self._sweep)
         self._finish()
 
     def _look_at(self, key: selectors.SelectorKey, mask: int) -> None:
-        if key.fileobj is self._woken:
-            with contextlib.suppress(OSError):
-                self._woken.recv(4096)
-        elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._accepting:
+        if self._commands.take_wake(key):
+            return
+        if isinstance(key.fileobj, socket.socket) and key.fileobj in self._accepting:
             self._accepting.accept(key.fileobj)
         elif (connection := self._connections.get(key.data)) is not None:
             self._serve(connection, mask)
-
-    def _obey(self) -> None:
-        for _ in range(len(self._commands)):
-            self._safely(self._commands.popleft())
 
     def _safely(self, action: Callable[[], None]) -> None:
         """A bug met over one connection is logged, and the others go on."""
@@ -202,13 +186,12 @@ class ControlLoop:
         self._accepting.close()
 
     def _finish(self) -> None:
-        self._obey()
+        self._commands.obey()
         for connection in self._connections:
             self._connections.close(connection, CloseReason.DONE)
         self._dialing.close()
         self._selector.close()
-        self._woken.close()
-        self._waker.close()
+        self._commands.close()
 
     def _let_in(self, listener: socket.socket, handlers: Handlers) -> None:
         if self._closing_until_s is not None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hybridkv.peers.commands import Commands
 from hybridkv.peers.transport.memory import Pieces, RegisteredMemory
 from hybridkv.peers.transport.tcp.options import TcpOptions
 from hybridkv.peers.transport.tcp.protocol import Answer, decode_read, encode
@@ -106,7 +107,6 @@ class TcpServer:
         self._memory = memory
         self._clock = clock
         self._readers: dict[socket.socket, _Reader] = {}
-        self._commands: deque[Callable[[], None]] = deque()
         self._is_closing = False
         self._lock = threading.Lock()
         self._closed: dict[CloseReason, int] = {}
@@ -115,10 +115,7 @@ class TcpServer:
         self._listener = socket.create_server(address[:2], family=family, backlog=64)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._commands = Commands(self._selector)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-server", daemon=True)
         self._thread.start()
@@ -140,44 +137,34 @@ class TcpServer:
             done.set()
 
         if self._thread.is_alive():
-            self._post(break_off)
+            self._commands.post(break_off)
             while not done.wait(0.1) and self._thread.is_alive():
                 pass
 
     def close(self, timeout_s: float) -> bool:
         """Serve nobody any more. False when the thread has not ended in time."""
         self._is_closing = True
-        self._post(lambda: None)
+        self._commands.post(lambda: None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
 
     def _run(self) -> None:
         while not self._is_closing:
             for key, _ in self._selector.select(1.0 if self._readers else None):
-                if key.fileobj is self._woken:
-                    with contextlib.suppress(OSError):
-                        self._woken.recv(4096)
-                elif key.fileobj is self._listener:
+                if self._commands.take_wake(key):
+                    continue
+                if key.fileobj is self._listener:
                     self._accept()
                 elif (reader := self._readers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                     self._serve(reader)
-            self._obey()
+            self._commands.obey()
             self._sweep()
         for reader in list(self._readers.values()):
             self._close(reader, CloseReason.DONE)
-        self._obey()
-        for sock in (self._listener, self._woken, self._waker):
-            sock.close()
+        self._commands.obey()
+        self._commands.close()
+        self._listener.close()
         self._selector.close()
-
-    def _obey(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
 
     def _accept(self) -> None:
         try:
