@@ -19,6 +19,7 @@ import peers_process
 
 START_S = 800.0
 ANSWER_S = 300.0
+END_S = 30.0
 REST_S = 120.0
 """Until nothing is held."""
 LEASE_S = 3600.0
@@ -85,15 +86,19 @@ class PeerProcess:
         self._say(name, do, **values)
         return self._wait(name, ANSWER_S)
 
+    def tell_to_end(self) -> None:
+        """Does not wait."""
+        with contextlib.suppress(OSError):
+            self._say("end", "end")
+
     def end(self) -> None:
         """Ends it, if it has not ended."""
-        if self.process.poll() is None and self.process.stdin is not None:
-            try:
-                self._say("end", "end")
-                self.process.wait(30)
-            except (OSError, subprocess.TimeoutExpired):
-                self.process.kill()
-                self.process.wait(30)
+        self.tell_to_end()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -230,5 +235,6 @@ def running_two(kind: str, directory: Path) -> Iterator[Two]:
         consumer.wait_until_ready()
         yield Two(producer, consumer)
     finally:
-        consumer.end()
+        consumer.tell_to_end()
         producer.end()
+        consumer.end()

@@ -38,7 +38,7 @@ class Servers:
 def transfer_config(role: str, secret: Path) -> dict[str, Any]:
     return {
         "kv_connector": "HybridNixlConnector",
-        "kv_connector_module_path": "hybridkv.connectors.vllm.nixl",
+        "kv_connector_module_path": "hybridkv.connectors.vllm.nixl.connector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
         # Longer than it takes until a cache must have been reset: no lease ends by itself before.

@@ -18,6 +18,7 @@ from peer_ranks import (
     wrong_tokens,
 )
 
+from hybridkv.connectors.vllm.nixl.messages import Held, Load, StepPlan
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 from hybridkv.peers.reads import ReadBounds
 from hybridkv.peers.testing.reference import ReferenceTransport, World
@@ -69,6 +70,22 @@ def test_a_transfer_that_does_not_end_is_cut_off_before_the_engine_hears_of_it()
     assert len(transport.cut) == 2 and not transport._reads
     # What was cut off is connected to again.
     transport.cut.clear()
+    consumer.close()
+    producer.close()
+
+
+def test_answers_to_one_prompt_read_the_same_blocks_and_the_last_gives_them_back() -> None:
+    """As of a request for several: all of them show one lease."""
+    producer, consumer = pair(ReferenceTransport, PATIENT)
+    prompt = hand_over(producer, "p", THERE, NUM_TOKENS)
+    consumer.submit(lambda: StepPlan(held=[Held("e", prompt), Held("f", prompt)]))
+    load(consumer, "d", prompt, HERE)
+    assert failures(consumer, "d") == [None]
+    consumer.submit(lambda: StepPlan(ended=["f"]))
+    consumer.submit(lambda: StepPlan(loads=[Load("e", prompt, NUM_TOKENS, 0, HERE)]))
+    assert failures(consumer, "e") == [None]
+    for rank in producer.ranks:
+        rank.until(lambda results: "p" in results.released)
     consumer.close()
     producer.close()
 

@@ -1,7 +1,8 @@
 """What a consumer's rank says to producers of the blocks that they hold for it: hold them on, and need them no more.
 
 Each rank of the producer hears it from those that read from it, and one that nobody reads from hears it from one. A
-producer that cannot be reached is not waited for: its lease ends by itself.
+producer that cannot be reached is not waited for: its lease ends by itself. Several requests may show one lease, as the
+answers to one prompt do: the last of them says that it is needed no more.
 """
 
 from __future__ import annotations
@@ -106,9 +107,15 @@ class Holding:
             del self._holds[request_id]
 
     def _say_done(self, hold: _Hold, tie: _Tie, is_read: bool) -> bool:
+        if any(self._is_held_by(other, hold, tie) for other in self._holds.values() if other is not hold):
+            return True
         link = tie.link
         done = Done(hold.prompt.lease, is_read, link.reader, link.num_readers)
         return tie.peer.is_open and self._control.send(tie.peer.link, done)
+
+    @staticmethod
+    def _is_held_by(other: _Hold, hold: _Hold, tie: _Tie) -> bool:
+        return other.prompt.lease == hold.prompt.lease and any(each.peer is tie.peer for each in other.ties)
 
 
 def _every_s(prompt: RemotePrompt) -> float:
