@@ -157,8 +157,8 @@ class Faults:
     def strict(self) -> FaultyProcess:
         """A consumer whose requests fail with their loads."""
         if self._strict is None:
-            options = {"policy": "fail", "load_timeout_seconds": LOAD_S}
-            self._strict = FaultyProcess(self._kind, self._directory / "strict", "kv_consumer", **options)
+            where = self._directory / "strict"
+            self._strict = FaultyProcess(self._kind, where, "kv_consumer", "fail", load_timeout_seconds=LOAD_S)
             self._strict.wait_until_ready()
         return self._strict
 
