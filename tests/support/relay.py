@@ -189,11 +189,12 @@ class Relay:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, ON_THE_WAY_BYTES)
             try:
                 server.connect(("127.0.0.1", port))
-            except OSError:
+                for each in (client, server):
+                    each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError:  # whoever listened is no more, or whoever called has gone again
                 client.close()
+                server.close()
                 continue
-            for each in (client, server):
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._pipes += [
                 _Pipe(client, server, ways.requests, is_framed=True),
                 _Pipe(server, client, ways.answers, is_framed=ways.has_framed_answers),
