@@ -120,12 +120,9 @@ def of_layouts(mix: Mix, ours: str, theirs: str) -> Sides:
     return Sides((replace(plain, layout=ours), replace(plain, layout=theirs)))
 
 
+LAYOUTS: Final = (("LBHNC", "BLHNC"), ("BLHNC", "BHLNC"), ("BHLNC", "LBHNC"))
 UNEQUAL_LAYOUTS: Final = (
-    *(
-        of_layouts(mix, *pair)
-        for mix in (GPT_OSS, CUT_WINDOWS)
-        for pair in (("LBHNC", "BLHNC"), ("BLHNC", "BHLNC"), ("BHLNC", "LBHNC"))
-    ),
+    *(of_layouts(mix, *pair) for mix in (GPT_OSS, CUT_WINDOWS) for pair in LAYOUTS),
     of_layouts(LLAMA4, "LBHNC", "BLHNC"),
     of_layouts(QWEN3_NEXT, "BLHNC", "LBHNC"),
 )

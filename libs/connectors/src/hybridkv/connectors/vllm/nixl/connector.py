@@ -150,7 +150,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
         # Asynchronous always: only so can a load fail without taking other requests with it.
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._of_scheduler().on_allocated(request, blocks, num_external_tokens)

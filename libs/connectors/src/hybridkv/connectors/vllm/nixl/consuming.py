@@ -45,6 +45,8 @@ class _Read:
     stage: Stage = Stage.WAITING
     computed_tokens: int = 0
     """What the engine said it holds when it last asked."""
+    steps_back: bool = False
+    """Its load has failed, and the engine has not asked since."""
 
 
 class Consumer:
@@ -98,9 +100,17 @@ class Consumer:
         self._recorder.prompt("refused")
         logger.warning("request %s is computed here: %s", request.request_id, error)
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Tokens beyond `computed_tokens` that the producer's blocks hold."""
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens beyond `computed_tokens` that the producer's blocks hold; None: to be asked again in the next step.
+
+        The engine looks first at requests that hold blocks for a load, and at no other behind one that cannot have
+        what it needs. One whose load has failed holds nothing any more and still stands among them: if it does not fit
+        beside those behind it, whose loads have ended, nobody ever goes on. Passed over once, it waits with the others.
+        """
         read = self._read_of(request)
+        if read is not None and read.steps_back:
+            read.steps_back = False
+            return None
         if read is None or read.stage is not Stage.WAITING:
             return 0
         read.computed_tokens = computed_tokens
@@ -133,6 +143,7 @@ class Consumer:
             if read is None or read.stage is not Stage.LOADING:
                 continue
             read.stage = Stage.OVER
+            read.steps_back = name in failed
             self._recorder.prompt("failed" if name in failed else "loaded")
             if read.request.is_finished():
                 del self._reads[name]

@@ -67,8 +67,8 @@ class NixlScheduler:
         if self._consumer is not None:
             self._consumer.begin(request, self._plan)
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Tokens beyond `computed_tokens` that a producer holds."""
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens beyond `computed_tokens` that a producer holds; None: see `Consumer.matched_tokens`."""
         return self._consumer.matched_tokens(request, computed_tokens) if self._consumer is not None else 0
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
