@@ -91,7 +91,7 @@ def measure(model: Model, names: Sequence[str], rounds: int, num_tokens: int, di
     pairs: dict[str, Pair] = {}
     try:
         for name in names:
-            # One after the other: two engines at a time are as many as start well on two cores.
+            # Two engines at a time are as many as start well on two cores.
             pair = pairs[name] = Pair(model.kind, model.arguments, VARIANTS[name], directory / name.replace(" ", "-"))
             for each in pair.both:
                 each.wait_until_ready()
@@ -138,9 +138,7 @@ def show(name: str, found: dict[str, Any]) -> None:
     whole = formula["full_attention_bytes"]
     share = formula["per_group_bytes"] / whole
     print(f"\n{name}: groups {', '.join(formula['groups'])}")
-    print(
-        f"  by the table of groups {formula['per_group_bytes']:,} bytes, {share:.3f} of {whole:,} as if all were full"
-    )
+    print(f"  by the table of groups {formula['per_group_bytes']:,} bytes, {share:.3f} of {whole:,} if all were full")
     for variant, row in found["variants"].items():
         words = [f"{variant:16} {row['ms']:8.2f} ms (first {row['first_ms']:.0f})"]
         words += [f"{word} {row[word]:.2f}" for word in row if word.endswith("over this")]

@@ -157,7 +157,9 @@ def main() -> None:
     transfer = json.loads(chosen.transfer)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # What `hybridkv.peers` sets before it loads NIXL, for both connectors alike.
     os.environ.setdefault("UCX_MODULES", "^ib")
+    os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(chosen.port)
     if transfer["kv_connector"] == "NixlConnector":
         name_nixl()
