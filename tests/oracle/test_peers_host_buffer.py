@@ -105,14 +105,20 @@ def test_a_load_that_failed_is_not_copied_in(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_producer_that_was_preempted_copies_its_new_blocks() -> None:
     """Preempted as it generates, which it may where all groups keep everything."""
     mix = Mix("full", (Group(Kind.FULL, 16),))
-    few = replace(settings("kv_producer"), num_blocks=40)
+    few = replace(settings("kv_producer"), num_blocks=30)
     with Pair(mix, few, settings("kv_consumer")) as pair:
-        prompts = [tokens(100 + i, seed=30 + i) for i in range(6)]
-        for i, prompt in enumerate(prompts):
-            pair.producer.hand_on(f"p{i}", prompt, 40, {"do_remote_decode": True})
-        pair.until(lambda: len(pair.producer.answered) == len(prompts))
-        assert pair.producer.preemptions > 0
-        for i, prompt in enumerate(prompts):
-            pair.decode(f"d{i}", prompt, 5, pair.producer.answered[f"p{i}"])
+        prompts = {f"{i}": tokens(100 + i, seed=30 + i) for i in range(6)}
+        for name, prompt in prompts.items():
+            pair.producer.hand_on(name, prompt, 40, {"do_remote_decode": True})
+        read: set[str] = set()
+
+        def all_are_read() -> bool:
+            for name in pair.producer.answered.keys() - read:
+                read.add(name)
+                pair.decode(name, prompts[name], 5, pair.producer.answered[name])
+            return len(read) == len(prompts)
+
+        pair.until(all_are_read)
         pair.drain()
-        assert pair.consumer.failed_loads == 0
+        assert pair.producer.preemptions > 0 and pair.consumer.failed_loads == 0
+        assert pair.consumer.restored_tokens == sum(len(prompt) - 1 for prompt in prompts.values())
