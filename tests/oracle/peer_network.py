@@ -189,6 +189,10 @@ class SimulatedControl:
         if (found := self.network.of(self, link)) is not None:
             self.network.end(*found, reason)
 
+    def host_of(self, link: LinkId) -> str | None:
+        """No transport here asks for it."""
+        return None
+
     def counts(self) -> ControlCounts:
         return Tally().value()
 
