@@ -12,7 +12,6 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "--prefix-cache-retention-interval",
         "--prefix-caching-hash-algo",
         "--prefix-match-unit",
-        "NixlConnector",
         "NixlPushConnector",
         "VLLM_KV_CACHE_LAYOUT",
         "VLLM_SSM_CONV_STATE_LAYOUT",
