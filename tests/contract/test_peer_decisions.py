@@ -24,7 +24,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR
-from hybridkv.connectors.vllm.nixl.messages import Load, StepPlan, WorkerAddress
+from hybridkv.connectors.vllm.nixl.messages import PromptLoad, StepPlan, WorkerAddress
 from oracle.mixes import GEMMA3, LLAMA4, QWEN3_NEXT, Group, Kind, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 
@@ -178,7 +178,7 @@ def test_a_local_hit_in_part_is_told_for_all_groups_and_trims_none_by_its_place_
     consumer.connector.get_num_new_matched_tokens(request, 32)
     consumer.admit(request, 27)
     (load,) = consumer.plan().loads
-    assert isinstance(load, Load) and load.refused is None
+    assert isinstance(load, PromptLoad) and load.refused is None
     assert (load.num_tokens, load.computed_tokens) == (59, 32)
     assert load.block_ids == tuple(tuple(100 * g + 10 + i for i in range(4)) for g in range(4))
     assert [len(ids) for ids in load.prompt.block_ids] == [1, 1, 1, 4]

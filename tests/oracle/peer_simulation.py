@@ -15,7 +15,7 @@ import pytest
 from hybridkv.connectors.vllm.identity.background import Outcome
 from hybridkv.connectors.vllm.nixl import reading, serving, worker
 from hybridkv.connectors.vllm.nixl.agent import Agent
-from hybridkv.connectors.vllm.nixl.memory import SCRATCH_SLOTS
+from hybridkv.connectors.vllm.nixl.memory import SCRATCH_SLOTS, RankMemory
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.testing.faults import FaultInjectingTransport, FaultPlan
 from hybridkv.peers.testing.reference import World
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from random import Random
 
+    from hybridkv.peers.digests import DigestRuns
     from hybridkv.peers.transport import Transport
     from hybridkv.peers.wire import WireLimits
 
@@ -54,19 +55,23 @@ class LateOutcome(Outcome[T]):
         return self._work is None
 
 
-class LateBackground:
+class LateDigesting:
     """Stands for the thread that takes digests. At times it has too much to do."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, memory: RankMemory, random: Random) -> None:
+        self._memory = memory
         self._random = random
 
-    def submit(self, work: Callable[[], T]) -> Outcome[T] | None:
+    def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
         if self._random.random() < 0.05:
             return None
-        return LateOutcome(work, self._random.choice((0, 0, 1, 3)))
+        return LateOutcome(lambda: self._memory.digests(runs), self._random.choice((0, 0, 1, 3)))
 
     def close(self) -> None:
         """Nothing waits."""
+
+    def has_ended(self, timeout_s: float) -> bool:
+        return True
 
 
 @dataclass
@@ -152,13 +157,18 @@ class SteppedAgent(Agent):
         return True
 
     def turn(self) -> None:
-        try:
-            self._turn(0.0, 0.0)
-        except Exception as error:
-            raise BugError(f"{self.name}: {type(error).__name__}: {error}") from error
+        self._turn(0.0, 0.0)
         broken = [read.detail for read in self._reading._reads.values() if read.is_broken]
         if broken:
             raise BugError(f"{self.name}: {broken}")
+
+    def _try(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except BugError:
+            raise
+        except Exception as error:
+            raise BugError(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def _publish(self) -> None:
         for _, failure in self._reading.ended:
@@ -201,7 +211,7 @@ def installed(simulation: Simulation) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(worker, "Agent", ItsAgent)
         patch.setattr(worker, "open_transport", simulation.open_transport)
         for module in (reading, serving):
-            patch.setattr(module, "Background", lambda name: LateBackground(simulation.random))
+            patch.setattr(module, "Digesting", lambda memory, wake: LateDigesting(memory, simulation.random))
         patch.setattr(PeerRecorder, "lease", lambda self, name: simulation.count(simulation.outcomes, f"lease {name}"))
         patch.setattr(
             PeerRecorder, "prompt", lambda self, name: simulation.count(simulation.outcomes, f"prompt {name}")

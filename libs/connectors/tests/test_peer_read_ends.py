@@ -18,7 +18,7 @@ from peer_ranks import (
     wrong_tokens,
 )
 
-from hybridkv.connectors.vllm.nixl.messages import Held, Load, StepPlan
+from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 from hybridkv.peers.reads import ReadBounds
 from hybridkv.peers.testing.reference import ReferenceTransport, World
@@ -82,7 +82,7 @@ def test_answers_to_one_prompt_read_the_same_blocks_and_the_last_gives_them_back
     load(consumer, "d", prompt, HERE)
     assert failures(consumer, "d") == [None]
     consumer.submit(lambda: StepPlan(ended=["f"]))
-    consumer.submit(lambda: StepPlan(loads=[Load("e", prompt, NUM_TOKENS, 0, HERE)]))
+    consumer.submit(lambda: StepPlan(loads=[PromptLoad("e", prompt, NUM_TOKENS, 0, HERE)]))
     assert failures(consumer, "e") == [None]
     for rank in producer.ranks:
         rank.until(lambda results: "p" in results.released)
