@@ -14,7 +14,7 @@ from typing import Any
 import peers_faults_process
 from equality import require_same_written
 from harness import make_prompt
-from peers import REST_S, PeerProcess, transfer_config
+from peers import ANSWER_S, REST_S, PeerProcess, transfer_config
 from relay import ADDRESS, Relay
 
 NUM_TOKENS = 1025
@@ -43,6 +43,12 @@ class FaultyProcess(PeerProcess):
 
     def name(self) -> str:
         return f"r{next(self._names)}"
+
+    def end(self) -> None:
+        """In order, however long that takes here."""
+        if self.process.poll() is None:
+            self._say("end", "end")
+            self.process.wait(ANSWER_S)
 
     def later(self, seconds: float) -> None:
         """Its leases and reads are so much older."""
