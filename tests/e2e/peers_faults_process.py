@@ -42,7 +42,7 @@ class FaultyCommands(peers_process.Commands):
         name, engine = command["name"], self._engine
         match command["do"]:
             case "ports":
-                (control,) = self._agent._loop._listeners or [None]
+                (control,) = self._agent._loop._accepting._listeners or [None]
                 ports = {"data": self._agent._transport._server.port}
                 self._answer(name, ports | ({"control": control.getsockname()[1]} if control is not None else {}))
             case "peers":
