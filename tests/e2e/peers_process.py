@@ -41,8 +41,8 @@ class Pages:
         take_plan, results = scheduler.take_plan, worker.results
         self._loads: dict[str, Any] = {}
 
-        def planning() -> Any:
-            plan = take_plan()
+        def planning(*arguments: Any) -> Any:
+            plan = take_plan(*arguments)
             self._loads |= {load.request_id: load for load in plan.loads}
             return plan
 

@@ -72,6 +72,30 @@ def test_blocks_of_a_request_without_a_lease_are_given_back_at_once() -> None:
         require_handed_over(producer, consumer, "q")
 
 
+def test_a_lease_stands_before_the_ranks_thread_has_had_a_turn() -> None:
+    """A consumer that is connected reads it with nobody's help."""
+    go_on = threading.Event()
+    with engines() as (producer, consumer):
+        rank = producer.ranks[0]
+        table = rank.agent._serving._memory._table
+        rank.agent._inbox.put(lambda: go_on.wait(60))
+        producer.submit(lambda: StepPlan(opened=[Opened("p", Lease(3, 77)), Opened("q", Lease(1 << 20, 77))]))
+        assert tuple(table[3]) == (77, 0)
+        go_on.set()
+        producer.submit(lambda: StepPlan(dropped=["p"]))
+        require_handed_over(producer, consumer, "r")
+
+
+def test_a_lease_that_cannot_be_opened_stands_in_no_slot() -> None:
+    with engines() as (producer, _):
+        rank = producer.ranks[0]
+        twice = [Opened("p", Lease(3, 77)), Opened("p", Lease(4, 78))]
+        producer.submit(lambda: StepPlan(opened=twice, offered=[Offered("q", KEPT)]))
+        rank.until(lambda results: results.released == {"q"})
+        table = rank.agent._serving._memory._table
+        assert tuple(table[3]) == (77, 0) and tuple(table[4]) == (0, 0)
+
+
 def test_a_part_of_a_plan_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, Serving, "open", lambda opened: opened.request_id == "p")
     with engines() as (producer, consumer):

@@ -91,6 +91,9 @@ class Agent:
 
     def submit(self, plan: StepPlan) -> None:
         """What the scheduler says. Called by the engine's thread."""
+        # A consumer that is connected may read before this rank's thread has a turn, and would find no lease.
+        for opened in plan.opened:
+            self._serving.show(opened.lease)
         self._inbox.put(lambda: self._carry_out(plan))
 
     def take_results(self) -> Results:

@@ -21,7 +21,7 @@ from hybridkv.peers.comparison import compare
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.description import Description, decode, encode
 from hybridkv.peers.digests import DigestRequest, digest_runs
-from hybridkv.peers.leases import Ended, Lease, LeaseBounds, LeaseEnd, Leases
+from hybridkv.peers.leases import NO_NONCE, Ended, Lease, LeaseBounds, LeaseEnd, Leases
 from hybridkv.peers.pairing import Exchange
 from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables
@@ -131,9 +131,20 @@ class Serving:
 
     # What the engine says.
 
+    def show(self, lease: Lease) -> None:
+        """Writes a lease that `open` is about to tell of. Called by the engine's thread: nobody else writes into a slot
+        between its last lease and this one."""
+        if 0 <= lease.slot < self._offer.max_leases:
+            self._memory.write_slot(lease.slot, lease.nonce)
+
     def open(self, opened: Opened) -> None:
         """A request whose blocks may be handed over."""
-        self._leases.open(opened.request_id, opened.lease)
+        try:
+            self._leases.open(opened.request_id, opened.lease)
+        except Exception:
+            # Nobody would ever take it out of the slot again.
+            self.show(Lease(opened.lease.slot, NO_NONCE))
+            raise
         self._opened[opened.lease] = opened.request_id
 
     def drop(self, request_id: str) -> None:
