@@ -205,6 +205,11 @@ class Faults:
             each.require_rest()
         self._bury()
 
+    def expire(self) -> None:
+        """The producer's leases have run out."""
+        if self._producer is not None:
+            self._producer.later(LEASE_S)
+
     def _bury(self) -> None:
         while self._dead:
             self._dead.pop().end()

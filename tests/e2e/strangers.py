@@ -25,7 +25,7 @@ class Stranger:
         handlers = Handlers(
             opened=lambda link, name: self._set("open"),
             received=lambda link, message: self._hear(message),
-            closed=lambda link, reason: self._set(f"closed: {reason}"),
+            closed=lambda link, reason: self._set("closed"),
         )
         self._link: LinkId = self._loop.connect("127.0.0.1", port, None, handlers)
         self._wait_for("open")
@@ -41,7 +41,7 @@ class Stranger:
         assert self._loop.send(self._link, message)
 
     def wait_until_thrown_out(self) -> None:
-        self._wait_for("closed: unexpected")
+        self._wait_for("closed")
         self.close()
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Stranger:
 
     def _wait_for(self, state: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._state == state, REST_S), self._state
+            assert self._changed.wait_for(lambda: self._state == state, REST_S), self._state or "not met"
 
     def _set(self, state: str) -> None:
         with self._changed:
