@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
+from hybridkv.connectors.vllm.nixl.room import LoadRoom
 from hybridkv.peers.testing.faults import FaultPlan
+from hybridkv.planner.admission import Verdict
+from oracle.engine import StuckError
 from oracle.mixes import Mix
 from oracle.peer_mixes import (
     CUT_WINDOWS,
@@ -89,6 +92,10 @@ def test_engines_that_do_not_fit_say_why_and_compute(sides: Sides) -> None:
     assert refusals
 
 
+def room_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoadRoom, "verdict", lambda *_: Verdict.ADMIT)
+
+
 def test_a_request_whose_load_failed_does_not_stand_before_one_whose_load_has_ended() -> None:
     """The pool holds one prompt whole, or one and what another resumes from. The engine asks first for the request that
     failed, which does not fit: it must not be all that the engine asks for, for nothing else would ever be freed."""
@@ -115,6 +122,50 @@ def test_a_request_whose_load_failed_does_not_stand_before_one_whose_load_has_en
     )
     troubles = (Trouble(1, What.JUMP, seconds=12.0), Trouble(12, What.JUMP, seconds=1.0))
     prompts = (Prompt(0, 0, 64), Prompt(0, 64, 43), Prompt(0, 64, 13), Prompt(1, 107, 23))
-    ended = play(sides, PeerScenario((settings[0], settings[1]), prompts, talks, troubles, FaultPlan(), seed=2))
+    scenario = PeerScenario((settings[0], settings[1]), prompts, talks, troubles, FaultPlan(), seed=2)
+    # Room beside other loads would keep it from loading at all.
+    ended = play(sides, scenario, room_is_not_looked_at)
     assert ended.simulation.failures["pairing"] > 0
     assert ended.simulation.outcomes["prompt loaded"] > 0
+
+
+def test_two_loads_that_each_need_more_than_is_left_do_not_wait_for_each_other() -> None:
+    """The pool of the second engine holds what two prompts resume from, and not one block more for either."""
+    mix = next(mix for mix in ONE_SIZE if mix.name == "deepseek_v4")
+    settings = [
+        EngineSettings(
+            num_blocks=num_blocks,
+            max_running=3,
+            max_step_tokens=step_tokens,
+            retention_tokens=0,
+            seed=seed,
+            runner=runner,
+            connector=Connector(
+                PEER_CONNECTOR,
+                {
+                    "transport": "tcp",
+                    "weights_digest": "oracle",
+                    "verify": False,
+                    "lease_seconds": 6.0,
+                    "load_timeout_seconds": 40.0,
+                    "connect_timeout_seconds": 2.0,
+                    "max_leases": 64,
+                    "listen": {"host": "127.0.0.1", "port": port},
+                },
+                role="kv_both",
+            ),
+        )
+        for num_blocks, step_tokens, seed, runner, port in ((150, 64, 0, "v2", 30000), (68, 24, 1, "v1", 30100))
+    ]
+    talks = (
+        Talk(2, 6, (Turn(0, 1, 1, 3), Turn(6, 0, 3, 11))),
+        Talk(2, 12, (Turn(0, 0, 3, 1), Turn(20, 1, 1, 10))),
+        Talk(0, 10, (Turn(0, 0, 0, 8),)),
+        Talk(0, 2, (Turn(0, 1, 30, 1), Turn(1, 0, 0, 3))),
+    )
+    prompts = (Prompt(0, 0, 448), Prompt(0, 111, 31), Prompt(0, 385, 32))
+    scenario = PeerScenario((settings[0], settings[1]), prompts, talks, (), FaultPlan(), seed=4_294_967_295)
+    ended = play(alike(mix), scenario)
+    assert ended.simulation.outcomes["prompt loaded"] > 2
+    with pytest.raises(StuckError):
+        play(alike(mix), scenario, room_is_not_looked_at)

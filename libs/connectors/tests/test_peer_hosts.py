@@ -13,7 +13,10 @@ from hybridkv.connectors.vllm.nixl.consuming import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import StepPlan
 from hybridkv.connectors.vllm.nixl.params import compose
+from hybridkv.connectors.vllm.nixl.room import LoadRoom
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.planner import CacheSpec
+from hybridkv.planner.admission import LoadAdmission
 
 
 def asked(host: str, recorder: PeerRecorder) -> StepPlan:
@@ -22,7 +25,8 @@ def asked(host: str, recorder: PeerRecorder) -> StepPlan:
     # It reads no cache, so that its tokens are not looked at.
     request: Any = SimpleNamespace(request_id="r", kv_transfer_params=params, skip_reading_prefix_cache=True)
     plan = StepPlan()
-    Consumer((FULL,), 0, AllowedHosts(["10.0.0.0/8", "kv-1"]), recorder).begin(request, plan)
+    room = LoadRoom(LoadAdmission(CacheSpec((FULL,), FULL.block_tokens), 64), lambda: 0.0)
+    Consumer((FULL,), 0, AllowedHosts(["10.0.0.0/8", "kv-1"]), room, recorder).begin(request, plan)
     return plan
 
 

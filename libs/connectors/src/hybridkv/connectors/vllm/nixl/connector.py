@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,20 @@ from hybridkv.connectors.vllm.nixl.host_buffer import needs_host_buffer
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.producing import Terms
 from hybridkv.connectors.vllm.nixl.prompts import withheld_tokens
+from hybridkv.connectors.vllm.nixl.room import LoadRoom
 from hybridkv.connectors.vllm.nixl.scheduler import NixlScheduler
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.nixl.worker import NixlWorker, WorkerSettings
 from hybridkv.connectors.vllm.resume_facts import require_resumable
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats
 from hybridkv.planner import CacheSpec
+from hybridkv.planner.admission import LoadAdmission
 from hybridkv.planner.groups import whole_chunk_unit
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -78,11 +82,11 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             terms = _terms(vllm_config, self._config, self._layout, uses_host_buffer)
             self._scheduler = NixlScheduler(
-                self._layout.spec.groups,
+                self._layout,
                 terms,
                 self._duties,
                 self._config.hosts,
-                self._layout.world_size,
+                LoadRoom(LoadAdmission(self._layout.spec, compat.max_in_flight_tokens(vllm_config)), time.monotonic),
                 self._recorder,
             )
             _announce(vllm_config, self._config, terms, self._layout)
@@ -143,6 +147,9 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         """Where the ranks listen. What is not ours, another connector's worker has said."""
         found = {rank: each for rank, each in metadata.items() if isinstance(each, WorkerAddress)}
         self._of_scheduler().bind_addresses(found)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._of_scheduler().bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         self._of_scheduler().track(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,10 @@ from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, asks_to_consume, parse
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens
+from hybridkv.connectors.vllm.nixl.room import LoadRoom
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.planner import GroupSpec
+from hybridkv.planner.admission import Verdict
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -56,15 +58,22 @@ class Consumer:
         groups: of the model.
         withheld_tokens: at the end of a prompt, computed here in any case.
         hosts: that a request may name.
+        room: for loads, beside each other.
         recorder: counts what happens.
     """
 
     def __init__(
-        self, groups: Sequence[GroupSpec], withheld_tokens: int, hosts: AllowedHosts, recorder: PeerRecorder
+        self,
+        groups: Sequence[GroupSpec],
+        withheld_tokens: int,
+        hosts: AllowedHosts,
+        room: LoadRoom,
+        recorder: PeerRecorder,
     ) -> None:
         self._groups = tuple(groups)
         self._withheld_tokens = withheld_tokens
         self._hosts = hosts
+        self._room = room
         self._recorder = recorder
         self._reads: dict[str, _Read] = {}
 
@@ -96,9 +105,9 @@ class Consumer:
             raise ParamsError("hybridkv.prefix", "the producer computed another prompt")
         return num_tokens
 
-    def _refuse(self, request: Request, error: ParamsError) -> None:
+    def _refuse(self, request: Request, why: ParamsError | str) -> None:
         self._recorder.prompt("refused")
-        logger.warning("request %s is computed here: %s", request.request_id, error)
+        logger.warning("request %s is computed here: %s", request.request_id, why)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that the producer's blocks hold; None: to be asked again in the next step.
@@ -114,7 +123,15 @@ class Consumer:
         if read is None or read.stage is not Stage.WAITING:
             return 0
         read.computed_tokens = computed_tokens
-        return max(0, read.usable_tokens - computed_tokens)
+        num_tokens = max(0, read.usable_tokens - computed_tokens)
+        if not num_tokens:
+            return 0
+        verdict = self._room.verdict(request.request_id, request.num_tokens)
+        if verdict is Verdict.REFUSE:
+            self._refuse(request, "there is no room beside other loads")
+            read.usable_tokens = 0
+            return 0
+        return num_tokens if verdict is Verdict.ADMIT else None
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: StepPlan) -> None:
         """The engine has given the request blocks, to load `num_external_tokens` into or to compute."""
@@ -127,6 +144,7 @@ class Consumer:
                 self._recorder.prompt("held_already")
             return
         read.stage = Stage.LOADING
+        self._room.take(request.request_id, request.num_tokens)
         num_tokens = read.computed_tokens + num_external_tokens
         refused = None
         if num_tokens != read.usable_tokens:
@@ -146,7 +164,10 @@ class Consumer:
             read.steps_back = name in failed
             self._recorder.prompt("failed" if name in failed else "loaded")
             if read.request.is_finished():
+                self._room.give_back((name,))
                 del self._reads[name]
+            elif name in failed:
+                self._room.fail(name, read.request.num_tokens)
 
     def finish(self, request: Request, plan: StepPlan) -> None:
         """The request has ended, in whatever way. A load that is under way ends before its blocks are free."""
@@ -158,7 +179,12 @@ class Consumer:
             return
         if read.stage is Stage.WAITING:
             self._end(read, plan)
+        self._room.give_back((request.request_id,))
         del self._reads[request.request_id]
+
+    def on_scheduled(self, request_ids: Iterable[str]) -> None:
+        """The engine runs these requests in this step: what they need they have."""
+        self._room.give_back(request_ids)
 
     def _end(self, read: _Read, plan: StepPlan) -> None:
         read.stage = Stage.OVER

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import Duties
+from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.nixl.consuming import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.connectors.vllm.nixl.producing import Producer, Terms
+from hybridkv.connectors.vllm.nixl.room import LoadRoom
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.planner import GroupSpec
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -29,28 +31,30 @@ class NixlScheduler:
     """Decides what is handed over and what is read.
 
     Args:
-        groups: of the model.
+        layout: the model's groups, and how many ranks there are.
         terms: of handing over.
         duties: whether it produces, consumes, or does both.
         hosts: of producers, that a request may name.
-        num_ranks: of this engine.
+        room: for loads, beside each other.
         recorder: counts what happens.
     """
 
     def __init__(
         self,
-        groups: Sequence[GroupSpec],
+        layout: CacheLayout,
         terms: Terms,
         duties: Duties,
         hosts: AllowedHosts,
-        num_ranks: int,
+        room: LoadRoom,
         recorder: PeerRecorder,
     ) -> None:
-        self._num_ranks = num_ranks
+        groups = layout.spec.groups
+        self._num_ranks = layout.world_size
+        self._room = room
         self._recorder = recorder
         self._addresses: dict[int, WorkerAddress] = {}
         self._producer = Producer(groups, terms, recorder) if duties.stores else None
-        self._consumer = Consumer(groups, terms.withheld_tokens, hosts, recorder) if duties.loads else None
+        self._consumer = Consumer(groups, terms.withheld_tokens, hosts, room, recorder) if duties.loads else None
         self._plan = StepPlan()
 
     def bind_addresses(self, addresses: Mapping[int, WorkerAddress]) -> None:
@@ -59,6 +63,10 @@ class NixlScheduler:
         if self._producer is not None and len(self._addresses) >= self._num_ranks:
             ranks = [self._addresses[rank] for rank in sorted(self._addresses)]
             self._producer.ranks = tuple(RankAddress(each.port, each.name) for each in ranks)
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The engine's blocks."""
+        self._room.pool = pool
 
     def track(self, request: Request) -> None:
         """A new request."""
@@ -90,6 +98,8 @@ class NixlScheduler:
         if self._producer is not None and self._producer.saving is not None:
             tables = compat.block_tables(scheduler_output)
             plan.saved = self._producer.saving.of_step(scheduler_output.num_scheduled_tokens, tables)
+        if self._consumer is not None:
+            self._consumer.on_scheduled(scheduler_output.num_scheduled_tokens)
         return plan
 
     def has_plan(self) -> bool:
