@@ -5,7 +5,8 @@
 What is measured, in wall time of the reading process: so many MiB of ranges at random places of a region of another
 process, into random places here, for each size of a range. All variants take turns in each round, so that whatever
 else the machine does is shared out. GB/s is of the best round; a ratio is the median over rounds of the time of
-`memcpy`, and of `socket`, over the variant's in the same round: larger is faster, 1 is as fast.
+`memcpy`, and of `socket`, over the variant's in the same round: larger is faster, 1 is as fast. Beside it stand seconds
+of processors, those of both processes together, for each GB: what a read takes from an engine.
 
 Variants: `memcpy` copies the same ranges within this process. `socket` is the least that two processes can do over
 loopback: one blocking connection, `sendall` of one buffer, `recv_into` of another, nothing in pieces and nothing
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from hybridkv.peers.transport.nixl_library import has_nixl
 from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
 from hybridkv.peers.wire import NO_SECRET
 
-SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+SIZES_KIB = (64, 256, 1024, 4096)
 UNIT_BYTES = 64 << 10
 VARIANTS = ("socket", "tcp", "tcp x2", "nixl", "nixl tcp")
 
@@ -133,17 +134,25 @@ class Subject:
             text=True,
         )
 
-    def seconds(self, size: int, seed: int) -> float:
+    def seconds(self, size: int, seed: int) -> tuple[float, float]:
+        """Of the wall, and of processors."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{size} {seed}\n")
         self.process.stdin.flush()
-        return float(self.process.stdout.readline())
+        wall_s, cpu_s = self.process.stdout.readline().split()
+        return float(wall_s), float(cpu_s)
 
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
+
+
+def busy_s(pids: Sequence[int]) -> float:
+    """That threads of these processes have had a processor for."""
+    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def reader(variant: str, num_bytes: int) -> None:
@@ -159,31 +168,32 @@ def reader(variant: str, num_bytes: int) -> None:
         said = other.stdout.readline().strip()
         is_socket = variant == "socket"
         read = read_socket(int(said), target) if is_socket else read_transport(variant, base64.b64decode(said), target)
+    pids = [os.getpid(), *([other.pid] if other is not None else [])]
     for line in sys.stdin:
         size, seed = (int(word) for word in line.split())
         count = num_bytes // size
         rng = np.random.default_rng(seed)
         there, here = (rng.permutation(count).astype(np.int64) * size for _ in range(2))
-        began = time.perf_counter()
+        began_s, cpu_s = time.perf_counter(), busy_s(pids)
         read(there, here, size)
-        seconds = time.perf_counter() - began
+        seconds, cpu_s = time.perf_counter() - began_s, busy_s(pids) - cpu_s
         if variant == "socket":
             assert np.array_equal(target, source)
         else:
             rows = target.reshape(count, size)
             assert np.array_equal(rows[here // size], source.reshape(count, size)[there // size])
-        print(seconds, flush=True)
+        print(seconds, cpu_s, flush=True)
     if other is not None:
         other.kill()
     os._exit(0)
 
 
-def measure(num_bytes: int, rounds: int) -> dict[str, Any]:
-    names = ["memcpy", *(each for each in VARIANTS if has_nixl() or not each.startswith("nixl"))]
+def measure(num_bytes: int, rounds: int, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+    names = ["memcpy", "socket", *(each for each in names if has_nixl() or not each.startswith("nixl"))]
     subjects = {name: Subject(name, num_bytes) for name in names}
     results: dict[str, Any] = {}
-    for size in SIZES:
-        found: dict[str, list[float]] = {name: [] for name in names}
+    for size in sizes:
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for number in range(rounds + 1):
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
@@ -196,7 +206,7 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Any]:
         for name, each in results[label].items():
             print(
                 f"  {name:9} {each['gb_per_s']:6.2f} GB/s   {each['to_memcpy']:5.2f} of memcpy"
-                f"   {each['to_socket']:5.2f} of socket",
+                f"   {each['to_socket']:5.2f} of socket   {each['cpu_s_per_gb']:5.2f} s of processors a GB",
                 flush=True,
             )
     for subject in subjects.values():
@@ -204,20 +214,25 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Any]:
     return results
 
 
-def row(seconds: list[float], found: dict[str, list[float]], num_bytes: int) -> dict[str, float]:
+def row(
+    seconds: list[tuple[float, float]], found: dict[str, list[tuple[float, float]]], num_bytes: int
+) -> dict[str, float]:
     def ratio(name: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(found[name], seconds, strict=True)), 3)
+        return round(statistics.median(a / b for (a, _), (b, _) in zip(found[name], seconds, strict=True)), 3)
 
     return {
-        "gb_per_s": round(num_bytes / min(seconds) / 1e9, 2),
+        "gb_per_s": round(num_bytes / min(wall_s for wall_s, _ in seconds) / 1e9, 2),
         "to_memcpy": ratio("memcpy"),
         "to_socket": ratio("socket"),
+        "cpu_s_per_gb": round(statistics.median(cpu_s for _, cpu_s in seconds) / num_bytes * 1e9, 3),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Reads of another process's memory.")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS[1:], default=VARIANTS[1:])
+    parser.add_argument("--kib", nargs="+", type=int, default=SIZES_KIB)
     parser.add_argument("--total-mib", type=int, default=128)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -229,7 +244,8 @@ def main() -> None:
     elif options.read:
         reader(options.read, num_bytes)
     else:
-        results = measure(num_bytes, options.rounds)
+        sizes = [each << 10 for each in options.kib]
+        results = measure(num_bytes, options.rounds, options.variants, sizes)
         about = {
             "cores": os.cpu_count(),
             "kernel": platform.release(),

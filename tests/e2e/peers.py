@@ -37,6 +37,8 @@ class PeerProcess:
         arguments: that override the engine's usual ones.
     """
 
+    script = peers_process.__file__
+
     def __init__(self, kind: str, directory: Path, transfer: dict[str, Any], **arguments: Any) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "log.txt"
@@ -45,7 +47,7 @@ class PeerProcess:
         given |= {"transfer": json.dumps(transfer), "arguments": json.dumps(arguments)}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, peers_process.__file__, *(f"--{name}={value}" for name, value in given.items())],
+                [sys.executable, self.script, *(f"--{name}={value}" for name, value in given.items())],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -105,6 +107,8 @@ class PeerProcess:
     def stopped(self) -> Iterator[None]:
         """It does nothing, and has not ended."""
         os.kill(self.process.pid, signal.SIGSTOP)
+        # The signal is on its way for a while, in which its threads do what they did.
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
         try:
             yield
         finally:

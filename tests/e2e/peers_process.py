@@ -41,8 +41,8 @@ class Pages:
         take_plan, results = scheduler.take_plan, worker.results
         self._loads: dict[str, Any] = {}
 
-        def planning() -> Any:
-            plan = take_plan()
+        def planning(*arguments: Any) -> Any:
+            plan = take_plan(*arguments)
             self._loads |= {load.request_id: load for load in plan.loads}
             return plan
 
@@ -159,7 +159,7 @@ class Commands:
         self._answers.flush()
 
 
-def main() -> None:
+def main(commands: type[Commands] = Commands) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True)
     parser.add_argument("--directory", type=Path, required=True)
@@ -182,7 +182,7 @@ def main() -> None:
     ):
         answers.write(json.dumps({"name": "ready", "value": engine.num_free_blocks}) + "\n")
         answers.flush()
-        Commands(engine, answers).run()
+        commands(engine, answers).run()
 
 
 if __name__ == "__main__":

@@ -30,8 +30,11 @@ WINDOW = "2m"
 DEPLOY = next(folder / "deploy" for folder in Path(__file__).resolve().parents if (folder / "deploy").is_dir())
 DASHBOARD = DEPLOY / "grafana/hybridkv.json"
 QUERIES = panel_queries(DASHBOARD, WINDOW)
-# This server has one tier, and one store, and none of its loads and moves fail.
-NOT_HERE = {f"vllm:hybridkv_{name}" for name in ("breaker_open", "cascades_waiting", "move_seconds")}
+# This server has one tier, one store and no peers, and none of its loads and moves fail.
+NOT_HERE = {
+    f"vllm:hybridkv_{name}"
+    for name in ("breaker_open", "cascades_waiting", "move_seconds", "peer_read_seconds", "peer_leases_held")
+}
 PREFIX = "vllm:hybridkv_"
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -22,9 +23,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from oracle.content import Transcript
-from oracle.memory import KVMemory
+from oracle.memory import KVMemory, RankShare
 from oracle.runner import FakeRunner, OracleError
-from oracle.settings import make_configs
+from oracle.settings import make_configs, of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,12 +35,15 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
 
     from oracle.mixes import Mix
     from oracle.settings import EngineSettings
 
 IDLE_STEPS_LIMIT = 1000
 IDLE_PAUSE_S = 0.0005
+"""For the connector's threads. 0 where it has none."""
 IDLE_LIMIT_S = 20.0
 """A machine may stand still for a while with a copy under way; only a hang lasts this long."""
 
@@ -112,13 +116,10 @@ class OracleEngine:
             )
             self.scheduler.use_v2_model_runner = settings.runner == "v2"
             self.scheduler_connector: KVConnectorBase_V1 | None = self.scheduler.connector
-            self.worker_connector: KVConnectorBase_V1 | None = None
-            if settings.connector is not None:
-                self.worker_connector = KVConnectorFactory.create_connector(
-                    config, KVConnectorRole.WORKER, configs.worker
-                )
-            self.memory = KVMemory(config, configs.worker, mix, settings.seed)
-            self.runner = FakeRunner(mix, self.memory, settings.runner, self._transcripts, self.worker_connector)
+            self.runners = [self._make_runner(rank) for rank in range(settings.tp_size)]
+            self.runner, self.memory = self.runners[0], self.runners[0].memory
+            self.worker_connector: KVConnectorBase_V1 | None = self.runner.connector
+            self._aggregator = KVOutputAggregator(settings.tp_size)
             self._shake_hands()
         self._hasher = None
         if settings.prefix_caching or settings.connector is not None:
@@ -128,14 +129,39 @@ class OracleEngine:
         self._watch()
         self._num_free_blocks = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
+    def _make_runner(self, rank: int) -> FakeRunner:
+        """One tensor-parallel rank, with a connector of its own."""
+        config = of_rank(self.configs.vllm, rank)
+        connector = None
+        if self.settings.connector is not None:
+            connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.configs.worker)
+        share = RankShare(rank, self.settings.tp_size)
+        memory = KVMemory(config, self.configs.worker, self.mix, self.settings.seed + rank, share)
+        return FakeRunner(self.mix, memory, self.settings.runner, self._transcripts, connector)
+
     def _shake_hands(self) -> None:
         """What EngineCore does once both halves are there and the caches are registered (v1/engine/core.py)."""
-        if self.scheduler_connector is None or self.worker_connector is None:
+        if self.scheduler_connector is None:
             return
-        metadata = self.worker_connector.get_handshake_metadata()
-        if metadata is not None:
-            carried: KVConnectorHandshakeMetadata = pickle.loads(pickle.dumps(metadata))
-            self.scheduler_connector.set_xfer_handshake_metadata_pp_aware({(0, 0): carried})
+        told = {
+            (0, rank): runner.connector.get_handshake_metadata()
+            for rank, runner in enumerate(self.runners)
+            if runner.connector is not None
+        }
+        carried: dict[tuple[int, int], KVConnectorHandshakeMetadata] = pickle.loads(
+            pickle.dumps({place: metadata for place, metadata in told.items() if metadata is not None})
+        )
+        if carried:
+            self.scheduler_connector.set_xfer_handshake_metadata_pp_aware(carried)
+
+    def _execute(self, output: SchedulerOutput, fresh: Sequence[int]) -> ModelRunnerOutput:
+        """On all ranks, as an executor does it."""
+        results = [runner.execute(output, fresh) for runner in self.runners]
+        if len(results) == 1:
+            return results[0]
+        merged = self._aggregator.aggregate(list(results))
+        assert merged is not None
+        return merged
 
     def __enter__(self) -> OracleEngine:
         return self
@@ -223,7 +249,7 @@ class OracleEngine:
         self.preemptions += len(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
             self.local_hit_tokens += new.num_computed_tokens
-        result = self.runner.execute(output, fresh)
+        result = self._execute(output, fresh)
         if result.kv_connector_output is not None:
             self.failed_loads += len(result.kv_connector_output.failed_recving)
         for request_id in self._aborts_in_step:
@@ -234,7 +260,7 @@ class OracleEngine:
                 self._produced[each.request_id].extend(each.new_token_ids)
                 if each.finish_reason is not None:
                     self._finish(each.request_id)
-        if output.total_num_scheduled_tokens == 0 and self.worker_connector is not None:
+        if output.total_num_scheduled_tokens == 0 and self.worker_connector is not None and IDLE_PAUSE_S:
             time.sleep(IDLE_PAUSE_S)
         return output.total_num_scheduled_tokens > 0
 
@@ -281,6 +307,6 @@ class OracleEngine:
         return self.scheduler.reset_connector_cache()
 
     def close(self) -> None:
-        for connector in (self.worker_connector, self.scheduler_connector):
+        for connector in (*(runner.connector for runner in self.runners), self.scheduler_connector):
             if connector is not None:
                 connector.shutdown()

@@ -29,8 +29,22 @@ _WORD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
+class RankShare:
+    """Which part of each layer a tensor-parallel rank has: its heads of all that the ranks have together."""
+
+    rank: int = 0
+    tp_size: int = 1
+
+
+ONLY_RANK = RankShare()
+
+
+@dataclass(frozen=True, slots=True)
 class Plane:
-    """Layers of one shape in one group. `words` is `[kernel block, cell in it, layer, head, word]`, a writable view."""
+    """Layers of one shape in one group. `words` is `[kernel block, cell in it, layer, head, word]`, a writable view.
+
+    Its heads are `first_head` and those that follow of the model's `total_heads`.
+    """
 
     index: int
     group: int
@@ -40,10 +54,14 @@ class Plane:
     recurrent: bool
     tokens_per_cell: int
     cells_per_block: int
+    first_head: int
+    total_heads: int
 
     def expected(self, transcript: Transcript) -> Words:
         """Every cell of a transcript: `[cell, layer, head, word]`."""
-        return transcript.expected(self.index, self.salts, self.tokens_per_cell, self.words.shape[2:])
+        _, _, layers, heads, words = self.words.shape
+        whole = transcript.expected(self.index, self.salts, self.tokens_per_cell, (layers, self.total_heads, words))
+        return whole[:, :, self.first_head : self.first_head + heads]
 
     def locate(
         self, table: np.ndarray[tuple[int], np.dtype[np.int64]], first: int, end: int
@@ -62,7 +80,9 @@ class Plane:
 class KVMemory:
     """The allocation, the tensors that a connector registers, and the worker's writes that are not a forward pass."""
 
-    def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, mix: Mix, seed: int) -> None:
+    def __init__(
+        self, config: VllmConfig, kv_cache: KVCacheConfig, mix: Mix, seed: int, share: RankShare = ONLY_RANK
+    ) -> None:
         layout = config.cache_config.get_resolved_kv_cache_layout()
         kernel_tokens = [group.kernel_tokens or group.block_tokens for group in mix.groups]
         self.tensors = allocate_kv_cache(kv_cache, torch.device("cpu"), layout, kernel_tokens)
@@ -70,7 +90,7 @@ class KVMemory:
         whole = torch.empty(0, dtype=torch.int8).set_(storage)
         self._bytes = whole.numpy()
         self._generator = np.random.default_rng(seed)
-        self.planes: tuple[tuple[Plane, ...], ...] = self._make_planes(kv_cache)
+        self.planes: tuple[tuple[Plane, ...], ...] = self._make_planes(kv_cache, mix, share)
         first = kv_cache.kv_cache_tensors[0]
         stride = first.block_stride
         if layout.is_block_outermost:
@@ -88,7 +108,7 @@ class KVMemory:
         assert base is not None, "the allocation is a multiple of 8 bytes"
         return np.lib.stride_tricks.as_strided(base, shape, strides)
 
-    def _make_planes(self, kv_cache: KVCacheConfig) -> tuple[tuple[Plane, ...], ...]:
+    def _make_planes(self, kv_cache: KVCacheConfig, mix: Mix, share: RankShare) -> tuple[tuple[Plane, ...], ...]:
         planes: list[list[Plane]] = [[] for _ in kv_cache.kv_cache_groups]
         for number, placed in enumerate(kv_cache.kv_cache_tensors):
             name = placed.layers[0]
@@ -109,6 +129,8 @@ class KVMemory:
             )
             recurrent = isinstance(spec, MambaSpec)
             per_cell = 1 if recurrent else int(spec.tokens_per_state)
+            # A latent is the same on every rank.
+            rank, tp_size = (0, 1) if mix.groups[group].latent else (share.rank, share.tp_size)
             salts = tuple(layer_salt(group, of_group.layer_names.index(layer)) for layer in placed.layers)
             planes[group].append(
                 Plane(
@@ -120,6 +142,8 @@ class KVMemory:
                     recurrent,
                     per_cell,
                     1 if recurrent else spec.block_size // per_cell,
+                    rank * heads,
+                    tp_size * heads,
                 )
             )
         return tuple(tuple(of_group) for of_group in planes)

@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from oracle.content import Transcript
 from oracle.engine import IDLE_LIMIT_S, OracleEngine, StuckError
+from oracle.mixes import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,12 +61,17 @@ class PeerEngine(OracleEngine):
         self.scheduler.add_request(Request(request_id, list(prompt), parameters, None, block_hasher=self._hasher))
 
 
+def withheld_tokens(mix: Mix) -> int:
+    """Tokens of a prompt that a producer leaves to its consumer."""
+    return 0 if all(group.kind is Kind.FULL for group in mix.groups) else 1
+
+
 class Pair:
     """A producer and a consumer."""
 
     def __init__(self, mix: Mix, producer: EngineSettings, consumer: EngineSettings) -> None:
         self.mix = mix
-        self.withheld_tokens = 0 if all(group.kind.value == "full" for group in mix.groups) else 1
+        self.withheld_tokens = withheld_tokens(mix)
         self.producer = PeerEngine(mix, producer)
         self.consumer = PeerEngine(mix, consumer)
 

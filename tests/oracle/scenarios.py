@@ -58,13 +58,17 @@ class Scenario:
     waves: tuple[Wave, ...]
 
     def tokens(self) -> list[list[int]]:
-        """The prompts as tokens. Fresh tokens depend on the prompt's number only."""
-        built: list[list[int]] = []
-        for number, prompt in enumerate(self.prompts):
-            stem = built[prompt.parent][: prompt.shared] if built else []
-            generator = random.Random(number)
-            built.append([*stem, *(generator.randrange(VOCABULARY_TOKENS) for _ in range(prompt.fresh))])
-        return built
+        return tokens_of(self.prompts)
+
+
+def tokens_of(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The prompts as tokens. Fresh tokens depend on the prompt's number only."""
+    built: list[list[int]] = []
+    for number, prompt in enumerate(prompts):
+        stem = built[prompt.parent][: prompt.shared] if built else []
+        generator = random.Random(number)
+        built.append([*stem, *(generator.randrange(VOCABULARY_TOKENS) for _ in range(prompt.fresh))])
+    return built
 
 
 @dataclass(slots=True)
@@ -102,7 +106,8 @@ def _lengths(mix: Mix) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def _prompts(draw: st.DrawFn, mix: Mix) -> tuple[Prompt, ...]:
+def prompt_trees(draw: st.DrawFn, mix: Mix) -> tuple[Prompt, ...]:
+    """Prompts that share their beginnings."""
     prompts = [Prompt(0, 0, draw(_lengths(mix)))]
     sizes = [prompts[0].fresh]
     for _ in range(draw(st.integers(1, 4))):
@@ -139,7 +144,7 @@ def _wave(draw: st.DrawFn, num_prompts: int) -> Wave:
 @st.composite
 def scenarios(draw: st.DrawFn, mix: Mix, prefix_caching: st.SearchStrategy[bool] | None = None) -> Scenario:
     """A scenario for a mix, without a connector: set one with `with_connector`."""
-    prompts = draw(_prompts(mix))
+    prompts = draw(prompt_trees(mix))
     waves = tuple(draw(_wave(len(prompts))) for _ in range(draw(st.integers(2, 3))))
     step_tokens = draw(st.sampled_from((16, 24, 64, 256)))
     if mix.has_recurrent:

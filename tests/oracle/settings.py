@@ -65,7 +65,9 @@ class EngineSettings:
     `runner` picks the order of the worker's calls: "v1" (CPU, and models that runner 2 does not support) tells the
     connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. Another `model` is
     another configuration of the same weights: it turns its keys otherwise, so that no byte in its cache is the same.
-    Below 0 the bytes differ as well, but the configuration says nothing of it.
+    Below 0 the bytes differ as well, but the configuration says nothing of it. `device` is where the engine says that
+    its KV cache lies; here it is host memory whatever it says. With a `tp_size` above 1 the mix says what one of the
+    ranks has.
     """
 
     num_blocks: int
@@ -78,6 +80,8 @@ class EngineSettings:
     connector: Connector | None = None
     seed: int = 0
     model: int = 0
+    device: str = "cpu"
+    tp_size: int = 1
 
 
 class _NoModel(torch.nn.Module):
@@ -157,6 +161,8 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
     config.model_config = _turned(config.model_config, settings.model)
     config.cache_config = cache = copy.copy(config.cache_config)
     config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
+    config.device_config = copy.copy(config.device_config)
+    config.device_config.device_type = settings.device
     scheduler.max_num_seqs = settings.max_running
     scheduler.max_num_batched_tokens = settings.max_step_tokens
     cache.enable_prefix_caching = settings.prefix_caching
@@ -165,6 +171,8 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
     cache.kv_cache_layout = mix.layout
     cache.mamba_cache_mode = "align" if mix.has_recurrent else "none"
     cache.num_gpu_blocks_override = settings.num_blocks
+    config.parallel_config = parallel = copy.copy(config.parallel_config)
+    parallel.tensor_parallel_size = parallel.world_size = settings.tp_size
     if settings.connector is not None:
         config.kv_transfer_config = KVTransferConfig(
             kv_connector=settings.connector.name,
@@ -185,3 +193,11 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
         each.hash_block_size = hash_tokens
         each.cache_hit_alignment_tokens = alignment_tokens
     return Configs(config, kv_cache, of_scheduler, block_tokens, hash_tokens)
+
+
+def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
+    """The same as one of its ranks sees it."""
+    seen = copy.copy(config)
+    seen.parallel_config = copy.copy(config.parallel_config)
+    seen.parallel_config.rank = rank
+    return seen

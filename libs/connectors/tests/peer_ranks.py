@@ -11,8 +11,9 @@ import numpy as np
 
 from hybridkv.connectors.vllm.nixl.agent import Agent, Results
 from hybridkv.connectors.vllm.nixl.describing import Region
+from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Held, Load, LoadFailure, Offered, Opened, StepPlan
+from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, Offered, Opened, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.connectors.vllm.nixl.reading import ReadOptions
 from hybridkv.connectors.vllm.nixl.serving import Offer
@@ -65,6 +66,8 @@ class Side:
 class Rank:
     """One rank: its memory, a page of each group in a region of its own, and its agent."""
 
+    hosts = NO_HOSTS
+
     def __init__(
         self,
         side: Side,
@@ -94,7 +97,7 @@ class Rank:
                 lease_s=1e5,
                 clock=time.monotonic,
             ),
-            ReadOptions(bounds, verify, time.monotonic),
+            ReadOptions(bounds, verify, time.monotonic, self.hosts),
             self.recorder,
         )
         self.results = Results()
@@ -236,7 +239,7 @@ def offer(producer: Engine, request_id: str, kept: BlockTables) -> None:
 def load(
     consumer: Engine, request_id: str, prompt: RemotePrompt, tables: tuple[tuple[int, ...], ...], computed: int = 0
 ) -> None:
-    asked = Load(request_id, prompt, prompt.num_tokens, computed, tables)
+    asked = PromptLoad(request_id, prompt, prompt.num_tokens, computed, tables)
     consumer.submit(lambda: StepPlan(held=[Held(request_id, prompt)], loads=[asked]))
 
 

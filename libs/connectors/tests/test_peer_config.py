@@ -77,6 +77,10 @@ def test_a_mistake_is_named(raw: dict[str, Any], path: str, words: str) -> None:
         ("2130706433", False),
         ("127.0.0.1 ", False),
         ("", False),
+        ("::1%lo", True),
+        ("::1%lo\n", False),
+        ("::1%\0", False),
+        ("::1%" + "x" * 33, False),
     ],
 )
 def test_unless_told_otherwise_a_request_leads_to_this_host_alone(host: str, is_allowed: bool) -> None:

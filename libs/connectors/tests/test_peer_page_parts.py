@@ -32,7 +32,7 @@ interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="vLLM makes
 kv_cache_utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
 KVCacheLayout = pytest.importorskip("vllm.v1.kv_cache_layout").KVCacheLayout
 
-from hybridkv.connectors.vllm.nixl.describing import Place, describe  # noqa: E402
+from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe  # noqa: E402
 from hybridkv.connectors.vllm.nixl.page_parts import PageOrder, page_orders  # noqa: E402
 
 BLOCKS, TOTAL_HEADS, HEAD_SIZE, NUM_TOKENS = 9, 4, 8, 75
@@ -52,6 +52,7 @@ class Engine:
     total_heads: int = TOTAL_HEADS
     said_heads: int = TOTAL_HEADS
     """What the model's configuration says of all layers."""
+    quantised: str = "NONE"
 
 
 class Rank:
@@ -63,7 +64,13 @@ class Rank:
         assert share is not None
         self.heads = range(share.first, share.first + share.num_heads)
         spec = getattr(interface, engine.spec)(
-            block_size=engine.block, num_kv_heads=len(self.heads), head_size=HEAD_SIZE, dtype=torch.bfloat16
+            block_size=engine.block,
+            num_kv_heads=len(self.heads),
+            head_size=HEAD_SIZE,
+            dtype=torch.bfloat16 if engine.quantised == "NONE" else torch.int8,
+            kv_quant_mode=interface.KVQuantMode[engine.quantised],
+            # As a backend asks for that keeps a scale of K and one of V behind them.
+            state_content_bytes=None if engine.quantised == "NONE" else 2 * HEAD_SIZE + 8,
         )
         placed, self.views = _views(engine, spec)
         facts, size = spec_facts(spec), compat.unpadded_page_bytes(spec)
@@ -73,7 +80,7 @@ class Rank:
         spec_of_cache = CacheSpec((GroupSpec(GroupKind.FULL, engine.block),), engine.block)
         layout = CacheLayout(spec_of_cache, (layers,), (group,), engine.block, "sha256", engine.tp_size)
         self.orders = page_orders(_config(engine), placed, layout)
-        place = Place(f"engine.{rank}", rank, engine.tp_size)
+        place = RankPlace(f"engine.{rank}", rank, engine.tp_size)
         described, self.regions = describe(place, {}, layout, self.views, BLOCKS, self.orders)
         found = decode(encode(described))
         assert not isinstance(found, Refusal), found
@@ -272,6 +279,24 @@ def test_latents_are_the_same_on_every_rank_and_move_whole() -> None:
             assert torch.equal(rank.views[layer][block], there[0].views[layer][block])
     refusal = exchanged(Rank(latent(block=32), 0), there)
     assert refusal is not None and ("unit_tokens" in refusal.field or "item_format" in refusal.field)
+
+
+def test_scales_that_lie_in_a_page_move_with_it() -> None:
+    """One for each token and head, in the bytes behind them: so nothing of such a page is cut."""
+    quantised = Engine(quantised="INT8_PER_TOKEN_HEAD")
+    there, here = Rank(quantised, 0), Rank(quantised, 0)
+    (piece,) = here.description.groups[0].layers[0].pieces
+    assert piece.page_bytes > TOTAL_HEADS * quantised.block * HEAD_SIZE * 2, "K, V, and scales"
+    assert (piece.heads.count, piece.num_units, piece.total_heads) == (1, 1, 0)
+    for layer in LAYERS:
+        there.views[layer].copy_(torch.arange(there.views[layer].numel()).reshape(there.views[layer].shape) % 127)
+    assert exchanged(here, [there]) is None
+    for layer, block in itertools.product(LAYERS, range(BLOCKS)):
+        is_read = block in table_of(quantised)
+        assert torch.equal(here.views[layer][block], there.views[layer][block]) is is_read
+    for other, words in ((Engine(32, quantised="INT8_PER_TOKEN_HEAD"), "unit_tokens"), (Engine(), "item_format")):
+        refusal = exchanged(Rank(other, 0), [there])
+        assert refusal is not None and (words in refusal.field or "item_format" in refusal.field), refusal
 
 
 def test_what_is_known_of_a_page_is_said_by_the_spec_and_the_backend() -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.nixl.params import (
@@ -21,7 +21,7 @@ from hybridkv.connectors.vllm.nixl.params import (
 )
 from hybridkv.peers.leases import MAX_NONCE, Lease
 
-NAMES = st.text(min_size=1, max_size=40)
+NAMES = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=40)
 BLOCKS = st.lists(st.integers(0, 1 << 30), max_size=8).map(tuple)
 GROUPS = st.integers(1, 6)
 JUNK = st.recursive(
@@ -102,6 +102,22 @@ def test_what_is_missing_is_named(key: str, prompt: RemotePrompt) -> None:
     with pytest.raises(ParamsError) as caught:
         parse(params)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\0", "\ud800", "\x1b[2J", "\u202e", "", "x" * 513, 7, None])
+@pytest.mark.parametrize("key", ["remote_host", "remote_engine_id", "remote_request_id", "prefix", "ranks"])
+@settings(max_examples=2)
+@given(prompt=prompts())
+def test_a_name_can_be_printed(key: str, name: Any, prompt: RemotePrompt) -> None:
+    """It comes out in logs, and travels to every rank."""
+    params = carried(prompt)
+    if key == "ranks":
+        params[OURS][key][0][1] = name
+    else:
+        (params if key.startswith("remote") else params[OURS])[key] = name
+    with pytest.raises(ParamsError) as caught:
+        parse(params)
+    assert caught.value.key.endswith(key) and str(caught.value).isprintable()
 
 
 def test_another_version_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from peer_ranks import (
     wrong_tokens,
 )
 
-from hybridkv.connectors.vllm.nixl.messages import Held, Load, StepPlan
+from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 from hybridkv.peers.reads import ReadBounds
 from hybridkv.peers.testing.reference import ReferenceTransport, World
@@ -82,7 +84,7 @@ def test_answers_to_one_prompt_read_the_same_blocks_and_the_last_gives_them_back
     load(consumer, "d", prompt, HERE)
     assert failures(consumer, "d") == [None]
     consumer.submit(lambda: StepPlan(ended=["f"]))
-    consumer.submit(lambda: StepPlan(loads=[Load("e", prompt, NUM_TOKENS, 0, HERE)]))
+    consumer.submit(lambda: StepPlan(loads=[PromptLoad("e", prompt, NUM_TOKENS, 0, HERE)]))
     assert failures(consumer, "e") == [None]
     for rank in producer.ranks:
         rank.until(lambda results: "p" in results.released)
@@ -121,5 +123,43 @@ def test_a_bug_costs_its_own_request_and_no_other(monkeypatch: pytest.MonkeyPatc
     load(consumer, "e", hand_over(producer, "q", THERE, NUM_TOKENS), HERE)
     assert failures(consumer, "e") == [None]
     assert wrong_tokens(consumer, HERE, NUM_TOKENS) == []
+    consumer.close()
+    producer.close()
+
+
+class Overtaken(ReferenceTransport):
+    """Other bytes than were sent, and a lease that is not read before a test says so."""
+
+    def __init__(self, name: str, world: World) -> None:
+        super().__init__(name, world)
+        self.goes_on = threading.Event()
+
+    def poll(self, transfer: TransferId) -> TransferState:
+        ranges = self._reads[transfer][1]
+        if len(ranges) == 1 and not self.goes_on.is_set():
+            return PENDING
+        state = super().poll(transfer)
+        if len(ranges) > 1:
+            ctypes.memset(int(self.memory.places(ranges.local_regions, ranges.local_offsets)[0]), 0xFF, 1)
+        return state
+
+
+@pytest.mark.parametrize(("has_ended", "reason"), [(True, "lease"), (False, "digest")])
+def test_bytes_that_differ_are_laid_to_the_lease_where_that_has_ended(has_ended: bool, reason: str) -> None:
+    producer, consumer = pair(Overtaken, PATIENT)
+    rank = consumer.ranks[0]
+    assert isinstance(rank.transport, Overtaken)
+    load(consumer, "d", hand_over(producer, "p", THERE, NUM_TOKENS), HERE)
+
+    def are_compared() -> bool:
+        return any(each.detail for read in list(rank.agent._reading._reads.values()) for each in read.ranks)
+
+    rank.until(lambda results: are_compared() or "d" in results.finished)
+    if has_ended:
+        for each in producer.ranks:
+            each.agent._serving._memory.write_slot(3, 0)
+    rank.transport.goes_on.set()
+    (failure,) = failures(consumer, "d")
+    assert failure is not None and failure.reason == reason
     consumer.close()
     producer.close()

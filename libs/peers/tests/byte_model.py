@@ -31,7 +31,7 @@ class Names:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ItemPlace:
     """Where an item lies."""
 
     item: Item
@@ -44,7 +44,7 @@ def pieces_of(group: GroupDescription) -> list[Piece]:
     return [piece for layer in group.layers for piece in layer.pieces]
 
 
-def places(side: Description, index: int, table_place: int, block_id: int, num_tokens: int) -> Iterator[Place]:
+def places(side: Description, index: int, table_place: int, block_id: int, num_tokens: int) -> Iterator[ItemPlace]:
     """The items of one block; `num_tokens` names a state."""
     group = side.groups[index]
     for number, piece in enumerate(pieces_of(group)):
@@ -64,7 +64,7 @@ def places(side: Description, index: int, table_place: int, block_id: int, num_t
                             token = table_place * group.spec.block_tokens
                             token += (kernel * piece.units.count + unit) * unit_tokens
                         item = (index, number, row, first_head + head, token)
-                        yield Place(item, piece.region, offset, piece.item_bytes)
+                        yield ItemPlace(item, piece.region, offset, piece.item_bytes)
 
 
 def unit_tokens(group: GroupDescription, item: Item) -> int:
@@ -95,12 +95,12 @@ class Side:
                 if group.spec.kind is GroupKind.RECURRENT or first_token <= place.item[-1] < num_tokens:
                     self.write(place)
 
-    def write(self, place: Place) -> None:
+    def write(self, place: ItemPlace) -> None:
         self.regions[place.region][place.offset : place.offset + place.num_bytes] = self.names.of(
             place.item, place.num_bytes
         )
 
-    def holds(self, place: Place) -> bool:
+    def holds(self, place: ItemPlace) -> bool:
         found = self.regions[place.region][place.offset : place.offset + place.num_bytes]
         return bool((found == self.names.of(place.item, place.num_bytes)).all())
 

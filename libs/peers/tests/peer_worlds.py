@@ -109,14 +109,14 @@ def layouts(
         for g, shape in enumerate(group_shapes)
         for p in range(len(shape.pieces))
     }
-    return tuple(_rank(group_shapes, side, (tp_size, rank), num_blocks, packed, choices) for rank in range(tp_size))
+    return tuple(rank_of(group_shapes, side, (tp_size, rank), num_blocks, packed, choices) for rank in range(tp_size))
 
 
 Choice = tuple[tuple[str, ...], bool, int, int]
 """Of a piece: axes from outside, whether heads lie outside of blocks, bytes of padding, kernel blocks."""
 
 
-def _rank(
+def rank_of(
     group_shapes: tuple[GroupShape, ...],
     side: int,
     ranks: tuple[int, int],

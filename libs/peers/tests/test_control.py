@@ -356,7 +356,7 @@ def test_a_close_with_a_peer_that_reads_nothing_ends(make_loop: MakeLoop) -> Non
     link = heard.until_open()
     for _ in range(3):
         listening.send(link, Describe(bytes(7 << 20), "tcp", b""))
-    assert listening.close(0.2)
+    assert listening.close(5.0)
     stranger.close()
 
 

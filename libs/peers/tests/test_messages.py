@@ -123,6 +123,10 @@ def test_a_list_that_is_too_long_is_refused() -> None:
     for counts in ([LIMITS.max_items, 1], [(1 << 62), (1 << 62)], [(1 << 63) - 1] * 2):
         ask = AskDigests(1, LEASE, 5, pack_columns([[0, 1], [0, 0], counts]))
         assert reason_of(msgspec.msgpack.encode(ask)) is CloseReason.OVERSIZED
+    # However many numbers a list may have: a group has one span.
+    many = AskDigests(1, LEASE, 5, pack_columns([[0] * 65] * 3))
+    with pytest.raises(WireError, match="oversized"):
+        MessageCodec(WireLimits()).decode(msgspec.msgpack.encode(many))
     answer = Digests(1, bytes(16 * len(zeros)))
     assert reason_of(msgspec.msgpack.encode(answer)) is CloseReason.OVERSIZED
 

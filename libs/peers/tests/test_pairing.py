@@ -11,7 +11,8 @@ from peer_worlds import World, worlds
 from plain_worlds import group, world
 from played_worlds import Played, agreed, play
 
-from hybridkv.peers import pairing, spans
+from hybridkv.peers import digests, pairing, spans
+from hybridkv.peers.cells import Side
 from hybridkv.peers.description import NULL_BLOCK
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
 from hybridkv.peers.refusal import Refusal
@@ -100,6 +101,28 @@ def test_a_block_that_would_be_found_with_a_hole_is_not_read_into() -> None:
     assert refused is not None
     assert refused.field == "block_ids[0]"
     assert play(case, 0, serves_blocks=False).refusal is None
+
+
+def test_a_request_of_too_many_runs_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both sides: a producer takes the digests of the same runs."""
+    exchange = Exchange(agreed(MIXED))
+    tables = BlockTables.whole(200, MIXED.tables[0])
+    remote = offered([shape.spec(1) for shape in MIXED.shapes], MIXED.tables[1], 200)
+    found = exchange.pair(tables, remote, Resume(200))
+    assert isinstance(found, Pairing)
+    num_runs = sum(moves.num_runs for moves in found.groups)
+    assert num_runs >= found.num_descriptors > 4
+    for most, fits in ((num_runs, True), (num_runs - 1, False)):
+        monkeypatch.setattr(pairing, "MAX_RUNS", most)
+        monkeypatch.setattr(digests, "MAX_RUNS", most)
+        again = exchange.pair(tables, remote, Resume(200))
+        runs = digests.digest_runs(exchange, Side.THEIRS, remote, digests.digest_request(found))
+        for each in (again, runs):
+            assert isinstance(each, Refusal) is not fits
+            assert fits or (isinstance(each, Refusal) and each.field == "groups[3]: runs of bytes")
+    monkeypatch.setattr(pairing, "MAX_RUNS", 0)
+    monkeypatch.setattr(pairing, "joined", None)
+    assert isinstance(exchange.pair(tables, remote, Resume(200)), Refusal)
 
 
 # Controls: the model sees what it is there to see.

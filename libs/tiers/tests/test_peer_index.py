@@ -249,3 +249,13 @@ def test_options_of_peers_that_cannot_work_name_the_field(field: str) -> None:
     with pytest.raises(TierConfigurationError) as caught:
         PeerOptions(**{field: 0})
     assert caught.value.field == field
+
+
+def test_no_load_may_outlast_the_lease_of_what_it_reads() -> None:
+    """It may begin when half of the lease is over."""
+    from hybridkv.tiers import TierConfigurationError
+
+    assert PeerOptions(lease_s=60.0, load_timeout_s=30.0)
+    with pytest.raises(TierConfigurationError) as caught:
+        PeerOptions(lease_s=60.0, load_timeout_s=30.1)
+    assert caught.value.field == "load_timeout_s"

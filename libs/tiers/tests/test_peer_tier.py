@@ -11,8 +11,10 @@ import pytest
 
 pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 
+import peer_engines  # noqa: E402
 from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load, until  # noqa: E402
 
+from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport  # noqa: E402
 from hybridkv.peers.wire import Secret  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import (  # noqa: E402
@@ -25,7 +27,7 @@ from hybridkv.tiers import (  # noqa: E402
     TierIndex,
     TierMedium,
 )
-from hybridkv.tiers.peer import Neighbourhood, PeerOptions, open_index  # noqa: E402
+from hybridkv.tiers.peer import Neighbourhood, PeerOptions, open_index, reading  # noqa: E402
 from hybridkv.tiers.peer.places import at_peer  # noqa: E402
 from hybridkv.tiers.ram import RamIndex  # noqa: E402
 from hybridkv.tiers.testing.conformance import (  # noqa: E402
@@ -314,6 +316,37 @@ def test_as_many_chunks_as_wait_are_read_and_more_are_busy(engine: MakeEngine) -
     right = [number for number, failure in done.items() if failure is None]
     assert len(right) >= 200 and all(buffers[number] == chunk_bytes(number % 100, CHUNK_BYTES) for number in right)
     assert {failure.reason for failure in done.values() if failure} <= {FailureReason.BUSY}
+
+
+@pytest.mark.parametrize("call", ["read", "poll", "view_digest"])
+def test_a_bug_over_one_load_costs_that_load(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    holder = engine()
+    asker = engine([holder.port])
+    for number, key in enumerate((A, B)):
+        holder.put(key, chunk_bytes(number, CHUNK_BYTES))
+    assert found(asker, A, B) == [HIT, HIT]
+    assert load(asker, B) == chunk_bytes(1, CHUNK_BYTES)
+    owner = reading if call == "view_digest" else asker.medium._reading._transport
+
+    def fail(*arguments: object) -> None:
+        raise KeyError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, call, fail)
+        assert load(asker, A) is FailureReason.IO
+    assert found(asker, B) == [HIT] and load(asker, B) == chunk_bytes(1, CHUNK_BYTES)
+
+
+def test_memory_is_read_where_its_engine_was_reached(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(name: str, secret: Secret) -> TcpTransport:
+        return TcpTransport(name, secret, TcpOptions(host="127.0.0.2"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(peer_engines, "TcpTransport", elsewhere)
+        holder = engine()
+    holder.put(A, chunk_bytes(1, CHUNK_BYTES))
+    asker = engine([holder.port], options=PeerOptions(retry_s=0.05, reach_timeout_s=0.2))
+    assert found(asker, A) == [HIT] and load(asker, A) is FailureReason.IO
 
 
 def test_a_close_ends_every_load(engine: MakeEngine) -> None:

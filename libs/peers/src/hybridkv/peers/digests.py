@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from hybridkv.peers.cells import Side
-from hybridkv.peers.pairing import Exchange, Pairing
+from hybridkv.peers.pairing import MAX_RUNS, Exchange, Pairing, too_many_runs
 from hybridkv.peers.ranges import Int64Array
 from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables, lists_refused
@@ -137,15 +137,19 @@ def digest_runs(exchange: Exchange, side: Side, tables: BlockTables, request: Di
         return Refusal("digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), "it must hold as many")
     columns: list[list[Int64Array]] = [[], [], [], []]
     seen: set[int] = set()
+    room = MAX_RUNS
     for span in request.spans:
         if span.group_index in seen or not 0 <= span.group_index < len(groups):
             return Refusal("digests.group_index", f"each of {len(groups)} groups once", str(span.group_index))
         seen.add(span.group_index)
-        found = _refused(exchange, side, tables, span) or _span_runs(exchange, side, tables, span, request.num_tokens)
+        found = _refused(exchange, side, tables, span) or _span_runs(
+            exchange, side, tables, span, request.num_tokens, room
+        )
         if isinstance(found, Refusal):
             return found
         for column, part in zip(columns, found, strict=True):
             column.append(part)
+        room -= found[0].size
     empty = np.empty(0, dtype=np.int64)
     regions, offsets, sizes, counts = (np.concatenate([empty, *column]) for column in columns)
     return DigestRuns(regions, offsets, sizes, np.cumsum(counts))
@@ -166,13 +170,16 @@ def _refused(exchange: Exchange, side: Side, tables: BlockTables, span: DigestSp
 
 
 def _span_runs(
-    exchange: Exchange, side: Side, tables: BlockTables, span: DigestSpan, num_tokens: int
+    exchange: Exchange, side: Side, tables: BlockTables, span: DigestSpan, num_tokens: int, room: int
 ) -> _Columns | Refusal:
     """Regions, offsets and sizes of runs, cell after cell, and how many runs each cell has."""
     cells = np.arange(span.first_cell, span.first_cell + span.num_cells, dtype=np.int64)
     ids = exchange.block_ids(span.group_index, side, tables, cells, num_tokens)
     if isinstance(ids, Refusal):
         return ids
+    num_runs = exchange.num_runs(span.group_index, cells, num_tokens)
+    if num_runs > room:
+        return too_many_runs(span.group_index, num_runs)
     owners, regions, offsets, sizes = [], [], [], []
     for chosen, template in exchange.chosen_templates(span.group_index, cells, num_tokens):
         where, starts, strides = template.local if side is Side.OURS else template.remote

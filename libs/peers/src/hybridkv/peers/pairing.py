@@ -21,6 +21,10 @@ from hybridkv.peers.tables import BlockTables, blocks_at, lists_refused
 from hybridkv.peers.templates import cell_template
 from hybridkv.planner import GroupKind
 
+MAX_RUNS = 1 << 22
+"""Of one request, before neighbours are joined: two sides whose items lie in different orders have one for each item.
+It bounds what either makes of the other's description."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resume:
@@ -48,6 +52,7 @@ class GroupMoves:
         num_blocks: local blocks that are written.
         partial_blocks: those of them that are not written from their first byte to their last, by all remote ranks
             together. An engine that does not zero what a load overwrites must zero these.
+        num_runs: before neighbours were joined.
     """
 
     ranges: Ranges
@@ -55,6 +60,7 @@ class GroupMoves:
     num_cells: int = 0
     num_blocks: int = 0
     partial_blocks: tuple[int, ...] = ()
+    num_runs: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -123,6 +129,11 @@ class Exchange:
         if last.size:
             yield last, self.template(group_index, int(cells[last[0]]), tail_tokens)
 
+    def num_runs(self, group_index: int, cells: Int64Array, num_tokens: int) -> int:
+        """Into how many runs of bytes cells fall apart. Takes no memory for them."""
+        chosen = self.chosen_templates(group_index, cells, num_tokens)
+        return sum(part.size * template.num_bytes.size for part, template in chosen)
+
     def block_ids(
         self, group_index: int, side: Side, tables: BlockTables, cells: Int64Array, num_tokens: int
     ) -> Int64Array | Refusal:
@@ -149,18 +160,22 @@ class Exchange:
             return refusal
         if not 0 <= resume.num_tokens <= remote.num_tokens:
             return Refusal("num_tokens", str(resume.num_tokens), str(remote.num_tokens), "it must hold as many")
-        moves = []
+        moves: list[GroupMoves] = []
+        room = MAX_RUNS
         for index in range(num_groups):
-            moved = self._group_moves(index, local, remote, resume)
+            moved = self._group_moves(index, local, remote, resume, room)
             if isinstance(moved, Refusal):
                 return moved
             moves.append(moved)
+            room -= moved.num_runs
         pairing = Pairing(resume.num_tokens, tuple(moves))
         if pairing.ranges.overlap:
             return Refusal("block_ids", "a block in two places", "needed: each block once")
         return pairing
 
-    def _group_moves(self, index: int, local: BlockTables, remote: BlockTables, resume: Resume) -> GroupMoves | Refusal:
+    def _group_moves(
+        self, index: int, local: BlockTables, remote: BlockTables, resume: Resume, room: int
+    ) -> GroupMoves | Refusal:
         pair, num_tokens = self.agreement.groups[index], resume.num_tokens
         span = moved_span(pair.local.spec, pair.cell_tokens, num_tokens, resume.computed_tokens, resume.serves_blocks)
         if span.num_tokens == 0:
@@ -174,6 +189,9 @@ class Exchange:
         remote_ids = self.block_ids(index, Side.THEIRS, remote, cells, num_tokens)
         if isinstance(remote_ids, Refusal):
             return remote_ids
+        num_runs = self.num_runs(index, cells, num_tokens)
+        if num_runs > room:
+            return too_many_runs(index, num_runs)
         ranges = joined(
             [
                 template.at(local_ids[chosen], remote_ids[chosen])
@@ -181,7 +199,12 @@ class Exchange:
             ]
         )
         partial = partial_blocks(pair, cells, local_ids, num_tokens)
-        return GroupMoves(merged(ranges), int(cells[0]), cells.size, np.unique(local_ids).size, partial)
+        return GroupMoves(merged(ranges), int(cells[0]), cells.size, np.unique(local_ids).size, partial, num_runs)
+
+
+def too_many_runs(index: int, num_runs: int) -> Refusal:
+    hint = "use the same KV cache layout on both sides, so that neighbours lie together"
+    return Refusal(f"groups[{index}]: runs of bytes", f"{num_runs} more", f"at most {MAX_RUNS} in all", hint)
 
 
 def _boundary_refused(index: int, pair: GroupPair, remote: BlockTables, resume: Resume) -> Refusal | None:

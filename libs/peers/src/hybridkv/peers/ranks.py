@@ -6,6 +6,7 @@ several ranks in a row. Latents are one head that lies on every rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ def head_share(total_heads: int, tp_size: int, rank: int) -> HeadShare | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
 def head_sources(total_heads: int, tp_size: int, rank: int, remote_tp_size: int) -> tuple[HeadSource, ...] | None:
     """From which remote ranks a rank reads which of its heads, each head once; None where heads are not shared equally.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.errors import ConfigurationError
@@ -169,6 +170,16 @@ def platform() -> str:
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
+
+
+def waits_for_device() -> AbstractContextManager[Any]:
+    """In which a copy may be waited for: an engine that looks for waits by mistake is told that this is none."""
+    try:
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+    except ImportError:
+        return nullcontext()
+    allowed: AbstractContextManager[Any] = gpu_sync_allowed()
+    return allowed
 
 
 def carries_handshakes() -> bool:

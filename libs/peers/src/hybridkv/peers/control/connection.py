@@ -23,9 +23,16 @@ class Connection:
         self.handlers = handlers
         self.is_server = False
         self.is_connecting = False
+        self.host = ""
+        """The address of the other side."""
         self.began_s = now_s
         self.heard_s = now_s
         self.spoke_s = now_s
+
+    @property
+    def is_established(self) -> bool:
+        """Both sides have proven the secret."""
+        return self.session.established is not None
 
     @property
     def events(self) -> int:

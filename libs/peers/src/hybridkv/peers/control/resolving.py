@@ -20,10 +20,10 @@ class Resolver:
         self._places = threading.BoundedSemaphore(MAX_NAMES)
 
     def at_once(self, host: str, port: int) -> Address | None:
-        """The address, where `host` is one already."""
+        """The address, where `host` is one already. `ValueError` is for a text that the system takes for no name."""
         try:
             return _first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
-        except (OSError, UnicodeError):
+        except (OSError, ValueError):
             return None
 
     def begin(self, host: str, port: int, then: Callable[[Address | None], None]) -> bool:
@@ -37,7 +37,7 @@ class Resolver:
         def ask() -> None:
             try:
                 then(_first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
-            except (OSError, UnicodeError):
+            except (OSError, ValueError):
                 then(None)
             finally:
                 self._places.release()

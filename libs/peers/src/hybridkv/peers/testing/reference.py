@@ -12,6 +12,7 @@ from hybridkv.peers.transport import (
     Done,
     Failed,
     FailureReason,
+    MayReach,
     Ranges,
     Region,
     RemoteId,
@@ -57,7 +58,7 @@ class ReferenceTransport:
         self._demand_open("deregister")
         self.memory = self.memory.without(regions)
 
-    def attach(self, capability: bytes) -> RemoteId | Failed:
+    def attach(self, capability: bytes, may_reach: MayReach | None = None) -> RemoteId | Failed:
         self._demand_open("attach")
         peer, _, known = capability.partition(b"/")
         if not known.isdigit() or peer == self._peer:

@@ -6,6 +6,7 @@ Holds no socket, no thread and no clock. `hybridkv.peers.control` and the data c
 
 from hybridkv.peers.wire.addresses import demand_secret, is_loopback
 from hybridkv.peers.wire.closing import CloseReason, WireError
+from hybridkv.peers.wire.crowding import who_gives_way
 from hybridkv.peers.wire.framing import FrameReader, frame
 from hybridkv.peers.wire.handshake import Channel, ClientHandshake, Established, Identity, ServerHandshake
 from hybridkv.peers.wire.limits import WireLimits
@@ -67,4 +68,5 @@ __all__ = [
     "pack_columns",
     "read_secret",
     "unpack_columns",
+    "who_gives_way",
 ]

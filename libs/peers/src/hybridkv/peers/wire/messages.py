@@ -22,6 +22,8 @@ from hybridkv.peers.wire.sealing import SEAL_BYTES
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 DIGEST_BYTES = 16
+MAX_SPANS = 64
+"""Of one question for digests: a group has one, and this is how many groups there may be."""
 MAX_READERS = 1024
 """Ranks of one engine that read from one rank."""
 
@@ -185,7 +187,7 @@ class MessageCodec:
 
 
 def _check_digest_spans(message: AskDigests, max_items: int) -> None:
-    columns = unpack_columns(message.spans, 3, max_items)
+    columns = unpack_columns(message.spans, 3, MAX_SPANS)
     if any(len(column) and int(column.min()) < 0 for column in columns):
         raise WireError(CloseReason.MALFORMED, "spans: a number below 0")
     counts = columns[2]

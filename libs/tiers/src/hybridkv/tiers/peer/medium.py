@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hybridkv.tiers.buffers import byte_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.peer.options import PeerOptions
-from hybridkv.tiers.peer.reading import Load, Post, Reading
+from hybridkv.tiers.peer.reading import PeerLoad, Post, Reading
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -73,7 +73,7 @@ class PeerMedium:
         else:
             self._inbox.put(lambda: self._reading.begin(load))
 
-    def _checked(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> Load | Failure:
+    def _checked(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> PeerLoad | Failure:
         if self._is_closed:
             return Failure(FailureReason.CLOSED, "the medium was closed")
         if self._num_open > self._options.max_waiting:
@@ -87,7 +87,7 @@ class PeerMedium:
         num_bytes = sum(map(len, views))
         if not slot.extents or num_bytes != slot.num_bytes:
             return Failure(FailureReason.IO, f"cannot copy {slot.num_bytes} bytes over {num_bytes} bytes")
-        return Load(ticket, key, slot, [view for view in views if len(view)], self._clock())
+        return PeerLoad(ticket, key, slot, [view for view in views if len(view)], self._clock())
 
     def _begin(self) -> None:
         with self._changed:

@@ -156,6 +156,12 @@ class Node:
             link = self._peers[peer].link if self._peers[peer].is_ready else None
         return link is not None and self._loop.send(link, message)
 
+    def host_of(self, peer: int) -> str | None:
+        """The address at which this peer was reached."""
+        with self._lock:
+            link = self._peers[peer].link
+        return self._loop.host_of(link) if link is not None else None
+
     def end(self, peer: int) -> None:
         """Have nothing more to do with this connection."""
         with self._lock:

@@ -31,7 +31,7 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     # Who is asked.
     lease_s: float = 60.0
     """For so long a chunk that a peer was told of stays. A peer offers it for half of that, and may load it for as long
-    again."""
+    again: so no load outlasts its lease, and none is renewed. One that did all the same would find another digest."""
     max_leases: int = 16384
     """Chunks that stay for peers at one time."""
     leased_share: float = 0.25
@@ -55,5 +55,9 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise TierConfigurationError(name, "a number > 0", value)
         if self.max_asked > MAX_KEYS:
             raise TierConfigurationError("max_asked", f"at most {MAX_KEYS}, which is one message", self.max_asked)
+        if self.load_timeout_s > self.lease_s / 2:
+            expected = f"at most {self.lease_s / 2:g}, half of lease_s"
+            hint = "a chunk may be loaded for the second half of its lease, and may be gone after it"
+            raise TierConfigurationError("load_timeout_s", expected, self.load_timeout_s, hint)
         if self.leased_share > 1:
             raise TierConfigurationError("leased_share", "at most 1", self.leased_share)

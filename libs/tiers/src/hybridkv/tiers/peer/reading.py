@@ -36,7 +36,7 @@ _kept_mapped: list[object] = []
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class PeerLoad:
     """One chunk that is wanted."""
 
     ticket: Ticket
@@ -63,7 +63,7 @@ class _Source:
     """One peer's rank."""
 
     remote: RemoteId
-    waiting: dict[int, list[Load]] = field(default_factory=dict)
+    waiting: dict[int, list[PeerLoad]] = field(default_factory=dict)
     """Loads whose seals were asked for, by question."""
 
 
@@ -97,8 +97,8 @@ class Reading:
         """Set before the first load."""
         self.on_ended: Callable[[Completion], None] = lambda completion: None
         self._sources: dict[int, _Source] = {}
-        self._waiting: deque[Load] = deque()
-        self._reading: list[Load] = []
+        self._waiting: deque[PeerLoad] = deque()
+        self._reading: list[PeerLoad] = []
         self._reading_bytes = 0
         self._next_request = 1
         self._next_region = MEMORY_REGION + 1
@@ -126,24 +126,29 @@ class Reading:
     def wait(self, timeout_s: float) -> None:
         self._transport.wait(timeout_s)
 
-    def begin(self, load: Load) -> None:
+    def begin(self, load: PeerLoad) -> None:
         self._waiting.append(load)
 
     def step(self) -> None:
         """Go on with everything."""
         self._transport.progress()
-        for load in [load for load in self._reading if self._is_over(load)]:
-            self._reading.remove(load)
-            self._reading_bytes -= load.slot.num_bytes
-            self._finish(load)
+        for load in list(self._reading):
+            try:
+                if not self._is_over(load):
+                    continue
+                self._reading.remove(load)
+                self._reading_bytes -= load.slot.num_bytes
+                self._finish(load)
+            except Exception as error:  # a bug costs its own load, and no other
+                self._meet_bug(load, error)
         if self._waiting:
             self._start_some()
 
     def _start_some(self) -> None:
         assert self.node is not None
         ready, now_s = set(self.node.ready()), self._clock()
-        put_back: list[Load] = []
-        started: dict[int, list[Load]] = {}
+        put_back: list[PeerLoad] = []
+        started: dict[int, list[PeerLoad]] = {}
         while self._waiting:
             load = self._waiting.popleft()
             source = self._sources.get(load.peer)
@@ -158,8 +163,12 @@ class Reading:
                 put_back.append(load)
                 break
             else:
-                self._read(load, source.remote)
-                started.setdefault(load.peer, []).append(load)
+                try:
+                    self._read(load, source.remote)
+                except Exception as error:
+                    self._meet_bug(load, error)
+                else:
+                    started.setdefault(load.peer, []).append(load)
         self._waiting.extendleft(reversed(put_back))
         for peer, loads in started.items():
             self._ask_seals(peer, loads)
@@ -169,7 +178,7 @@ class Reading:
             return False
         return not self._reading or self._reading_bytes + num_bytes <= self._options.reading_bytes
 
-    def _read(self, load: Load, remote: RemoteId) -> None:
+    def _read(self, load: PeerLoad, remote: RemoteId) -> None:
         load.deadline_s = load.since_s + self._options.load_timeout_s
         local = self._local_extents(load)
         ranges = _ranges(local, there(load.slot).extents)
@@ -177,7 +186,7 @@ class Reading:
         self._reading.append(load)
         self._reading_bytes += load.slot.num_bytes
 
-    def _local_extents(self, load: Load) -> list[tuple[int, int, int]]:
+    def _local_extents(self, load: PeerLoad) -> list[tuple[int, int, int]]:
         """(region, offset, num_bytes) of where it goes."""
         addresses = [_address(view) - self._base for view in load.views]
         if all(0 <= at <= self._num_bytes - len(view) for at, view in zip(addresses, load.views, strict=True)):
@@ -187,7 +196,7 @@ class Reading:
         load.past_region, self._next_region = self._next_region, self._next_region + 1
         return [(load.past_region, 0, load.past.nbytes)]
 
-    def _ask_seals(self, peer: int, loads: Sequence[Load]) -> None:
+    def _ask_seals(self, peer: int, loads: Sequence[PeerLoad]) -> None:
         assert self.node is not None
         request, self._next_request = self._next_request, self._next_request + 1
         keys, ends = words.pack_keys([load.key for load in loads])
@@ -198,7 +207,7 @@ class Reading:
             for load in loads:
                 self._give_up(load, FailureReason.IO, "the peer is gone")
 
-    def _is_over(self, load: Load) -> bool:
+    def _is_over(self, load: PeerLoad) -> bool:
         """Whether nothing is written for it any more, and what became of it is known."""
         assert load.transfer is not None
         if not load.is_read and load.failure is None:
@@ -214,7 +223,7 @@ class Reading:
             return False
         return self._transport.release(load.transfer)
 
-    def _finish(self, load: Load) -> None:
+    def _finish(self, load: PeerLoad) -> None:
         failure, digest = load.failure, None
         if failure is None:
             assert load.seal is not None
@@ -234,10 +243,20 @@ class Reading:
                 _scatter(load.past, load.views)
         self.on_ended(Completion(load.ticket, failure, None if failure else digest))
 
-    def _fail(self, load: Load, reason: FailureReason, detail: str) -> None:
+    def _fail(self, load: PeerLoad, reason: FailureReason, detail: str) -> None:
         self.on_ended(Completion(load.ticket, Failure(reason, detail)))
 
-    def _give_up(self, load: Load, reason: FailureReason, detail: str) -> None:
+    def _meet_bug(self, load: PeerLoad, error: Exception) -> None:
+        """It fails, now, or when nothing is written for it any more."""
+        detail = f"{type(error).__name__}: {error}"
+        if load.failure is None:
+            logger.error("a load from a peer met a bug", exc_info=error)
+        if load in self._reading:
+            self._give_up(load, FailureReason.IO, detail)
+        else:
+            self._fail(load, FailureReason.IO, detail)
+
+    def _give_up(self, load: PeerLoad, reason: FailureReason, detail: str) -> None:
         if load.failure is None:
             load.failure = Failure(reason, detail)
 
@@ -245,10 +264,11 @@ class Reading:
 
     def _attach(self, peer: int, capability: bytes) -> None:
         self._detach(peer)
-        remote = self._transport.attach(capability)
+        assert self.node is not None
+        reached = self.node.host_of(peer)
+        remote = self._transport.attach(capability, lambda host: host == reached)
         if isinstance(remote, Failed):
             logger.warning("peer %d cannot be read: %s: %s", peer, remote.reason, remote.detail)
-            assert self.node is not None
             self.node.end(peer)
             return
         self._sources[peer] = _Source(remote)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class Background:
         self._name = name
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
+        self._is_closing = False
 
     def submit(self, work: Callable[[], T]) -> Outcome[T] | None:
         """None where too much is waiting already."""
@@ -70,12 +72,20 @@ class Background:
 
     def close(self) -> None:
         """Ends the thread when it has done what waits, or leaves it where it is kept."""
+        self._is_closing = True
         if self._thread is not None:
-            try:
+            # Where there is no room the thread has something to do, and looks when it has done it.
+            with contextlib.suppress(queue.Full):
                 self._work.put_nowait(None)
-            except queue.Full:
-                return
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Whether, by then, nothing is done any more. It does not end before `close`."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+            if self._is_closing and self._work.empty():
+                return

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from hybridkv.planner import CacheSpec, GroupKind
 
-OF_STATES = (
-    "cache_config.mamba_cache_dtype",
-    "cache_config.mamba_ssm_cache_dtype",
+OF_CONVOLUTIONS = (
     "environment.VLLM_SSM_CONV_STATE_LAYOUT",
     "worker.environment.VLLM_SSM_CONV_STATE_LAYOUT",
+    "worker.conv_state_layout",
 )
+"""How what a convolution remembers is laid out. Only who reads it by element need not have it alike."""
+OF_STATES = ("cache_config.mamba_cache_dtype", "cache_config.mamba_ssm_cache_dtype", *OF_CONVOLUTIONS)
 """A CPU platform settles these by its instruction set, whatever the model is."""
 
 

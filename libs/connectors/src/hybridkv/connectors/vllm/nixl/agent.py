@@ -10,7 +10,9 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
+from hybridkv.connectors.vllm.nixl.backlog import Backlog, message_bytes
 from hybridkv.connectors.vllm.nixl.holding import Holding
 from hybridkv.connectors.vllm.nixl.links import Control, Peers
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
@@ -67,17 +69,21 @@ class Agent:
             lambda host, port, name: loop.connect(host, port, name, self._handlers(self._of_producer)),
             loop.send,
             loop.end,
+            lambda: self._inbox.put(lambda: None),
+            self._host_of,
         )
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._serving = Serving(offer, memory, control, recorder)
-        self._peers = Peers(offer.description, transport, control)
+        self._peers = Peers(offer.description, transport, control, options.hosts)
         self._reading = Reading(memory, self._peers, transport, control, recorder, options)
         self._holding = Holding(self._peers, control, options.clock)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._backlog = Backlog()
         self._lock = threading.Lock()
         self._results = Results()
         self._is_closing = False
+        self._parts = (self._serving.tick, self._reading.tick, self._tell, self._holding.tick, self._publish)
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-agent", daemon=True)
-        self._thread.start()
+        self._begin()
 
     def listen(self, host: str, port: int) -> int:
         """Lets consumers in; at which port. `OSError` where it cannot be bound."""
@@ -85,6 +91,9 @@ class Agent:
 
     def submit(self, plan: StepPlan) -> None:
         """What the scheduler says. Called by the engine's thread."""
+        # A consumer that is connected may read before this rank's thread has a turn, and would find no lease.
+        for opened in plan.opened:
+            self._serving.show(opened.lease)
         self._inbox.put(lambda: self._carry_out(plan))
 
     def take_results(self) -> Results:
@@ -96,42 +105,62 @@ class Agent:
     def close(self) -> bool:
         """Ends everything. False where something could not be ended in time, and memory must stay mapped."""
         self._inbox.put(self._begin_closing)
-        self._thread.join(CLOSE_S)
-        is_over = self._loop.close(CLOSE_S) and not self._thread.is_alive()
+        is_over = self._join()
+        is_over = self._loop.close(CLOSE_S) and is_over
+        is_over = self._serving.is_closed(CLOSE_S) and self._reading.is_closed(CLOSE_S) and is_over
         return self._transport.close(CLOSE_S) and is_over
+
+    # What a simulation, which takes the turns itself, replaces.
+
+    def _begin(self) -> None:
+        """Turns are taken from now on."""
+        self._thread.start()
+
+    def _join(self) -> bool:
+        """No turn is taken any more; False where one does not end."""
+        self._thread.join(CLOSE_S)
+        return not self._thread.is_alive()
 
     # On the thread.
 
     def _run(self) -> None:
         while not self._is_closing:
-            try:
-                self._turn()
-            except Exception:  # whatever it was, other requests go on
-                logger.exception("the connector to peers met a bug")
+            self._turn(BUSY_S, IDLE_S)
 
-    def _turn(self) -> None:
-        is_busy = self._reading.is_busy or self._serving.is_busy
-        if is_busy:
-            self._transport.wait(BUSY_S)
+    def _turn(self, busy_s: float, idle_s: float) -> None:
+        """Goes on with everything, once it has looked away as long as it may."""
+        self._try(lambda: self._obey(busy_s, idle_s))
+        for part in self._parts:
+            self._try(part)
+
+    def _try(self, part: Callable[[], None]) -> None:
+        """What fails stops nothing else: a request that nobody reports would wait for ever, and so would its blocks."""
+        try:
+            part()
+        except Exception:
+            logger.exception("the connector to peers met a bug")
+
+    def _obey(self, busy_s: float, idle_s: float) -> None:
+        if self._reading.is_moving:
+            self._transport.wait(busy_s)
             wait_s = 0.0
         else:
+            # Whatever else is waited for comes as a word.
             self._transport.progress()
-            wait_s = IDLE_S
+            wait_s = busy_s if self._reading.is_busy or self._serving.is_busy else idle_s
         try:
-            self._inbox.get(timeout=wait_s)() if wait_s else self._inbox.get_nowait()()
+            self._try(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
             for _ in range(self._inbox.qsize()):
-                self._inbox.get_nowait()()
+                self._try(self._inbox.get_nowait())
         except queue.Empty:
             pass
-        self._serving.tick()
-        self._reading.tick()
+
+    def _tell(self) -> None:
         for request_id, rank, is_read in self._reading.parted:
             self._holding.part(request_id, rank, is_read)
         self._reading.parted = []
         for request_id, failure in self._reading.ended:
             self._holding.end(request_id, failure is None)
-        self._holding.tick()
-        self._publish()
 
     def _publish(self) -> None:
         ended, released = self._reading.ended, self._serving.released
@@ -147,18 +176,21 @@ class Agent:
 
     def _carry_out(self, plan: StepPlan) -> None:
         for request_id in plan.dropped:
-            self._serving.drop(request_id)
+            self._try(partial(self._serving.drop, request_id))
         for opened in plan.opened:
-            self._serving.open(opened)
+            self._try(partial(self._serving.open, opened))
         for offered in plan.offered:
-            self._serving.offer(offered)
+            self._try(partial(self._serving.offer, offered))
         for held in plan.held:
-            self._holding.begin(held.request_id, held.prompt)
+            self._try(partial(self._holding.begin, held.request_id, held.prompt))
         for load in plan.loads:
-            self._reading.begin(load)
+            self._try(partial(self._reading.begin, load))
         for request_id in plan.ended:
-            if not self._reading.cancel(request_id):
-                self._holding.end(request_id, False)
+            self._try(partial(self._need_no_more, request_id))
+
+    def _need_no_more(self, request_id: str) -> None:
+        if not self._reading.cancel(request_id):
+            self._holding.end(request_id, False)
 
     def _begin_closing(self) -> None:
         self._is_closing = True
@@ -167,15 +199,19 @@ class Agent:
 
     # On the control connections' thread.
 
+    def _host_of(self, link: LinkId) -> str | None:
+        return self._loop.host_of(link)
+
     def _handlers(self, received: Callable[[LinkId, Message], None]) -> Handlers:
         is_server = received == self._of_consumer
         opened: Callable[[LinkId], None] = self._serving.opened if is_server else self._peers.opened
 
         def say(link: LinkId, message: Message) -> None:
-            if self._inbox.qsize() > MAX_WAITING:
+            num_bytes = message_bytes(message)
+            if self._inbox.qsize() > MAX_WAITING or not self._backlog.add(link, num_bytes):
                 self._loop.end(link, CloseReason.BACKLOG)
             else:
-                self._inbox.put(lambda: received(link, message))
+                self._inbox.put(lambda: self._hear(link, message, num_bytes, received))
 
         return Handlers(
             opened=lambda link, name: self._inbox.put(lambda: opened(link)),
@@ -184,6 +220,17 @@ class Agent:
         )
 
     # On the thread again.
+
+    def _hear(
+        self, link: LinkId, message: Message, num_bytes: int, received: Callable[[LinkId, Message], None]
+    ) -> None:
+        self._backlog.remove(link, num_bytes)
+        try:
+            received(link, message)
+        except Exception:
+            # It got through every check: nobody knows what this peer believes now.
+            self._loop.end(link, CloseReason.HANDLER)
+            raise
 
     def _of_consumer(self, link: LinkId, message: Message) -> None:
         self._serving.received(link, message)

@@ -27,11 +27,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups
 from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config
+from hybridkv.connectors.vllm.nixl.host_buffer import needs_host_buffer
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.producing import Terms
 from hybridkv.connectors.vllm.nixl.prompts import withheld_tokens
@@ -70,13 +70,13 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = decode_config(transfer.kv_connector_extra_config)
         self._duties = duties_of(transfer)
         self._require_resumable()
-        _require_host_memory(vllm_config)
+        uses_host_buffer = needs_host_buffer(vllm_config)
         self._layout = _layout(vllm_config, kv_cache_config)
         self._recorder = PeerRecorder()
         self._scheduler: NixlScheduler | None = None
         self._worker: NixlWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            terms = _terms(vllm_config, self._config, self._layout, str(transfer.engine_id))
+            terms = _terms(vllm_config, self._config, self._layout, uses_host_buffer)
             self._scheduler = NixlScheduler(
                 self._layout.spec.groups,
                 terms,
@@ -85,10 +85,15 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 self._layout.world_size,
                 self._recorder,
             )
-            _announce(vllm_config, self._config, self._layout)
+            _announce(vllm_config, self._config, terms, self._layout)
         else:
             settings = WorkerSettings(
-                self._config, str(transfer.engine_id), compat.rank(vllm_config), self._layout.world_size, self._duties
+                self._config,
+                str(transfer.engine_id),
+                compat.rank(vllm_config),
+                self._layout.world_size,
+                self._duties,
+                uses_host_buffer,
             )
             self._worker = NixlWorker(settings, self._layout, self._recorder)
 
@@ -116,7 +121,8 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: blocks are read where they lie, when their request has finished."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for, unless what is handed over must be copied to host memory."""
+        self._of_worker().save(self._step_plan())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._of_worker().results()
@@ -144,13 +150,13 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
         # Asynchronous always: only so can a load fail without taking other requests with it.
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._of_scheduler().on_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._of_scheduler().take_plan()
+        return self._of_scheduler().take_plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._of_scheduler().on_output(connector_output)
@@ -224,15 +230,16 @@ def _layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheLay
     )
 
 
-def _terms(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout, engine_id: str) -> Terms:
+def _terms(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout, saves: bool) -> Terms:
     return Terms(
-        engine_id=engine_id,
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
         host=config.listen.told,
         lease_seconds=config.lease_seconds,
         max_leases=config.max_leases,
         withheld_tokens=withheld_tokens(layout.spec.groups, compat.prefill_lookahead_tokens(vllm_config)),
         hash_block_tokens=layout.hash_block_tokens,
         new_nonce=_new_nonce,
+        saves=saves,
     )
 
 
@@ -240,20 +247,12 @@ def _new_nonce() -> int:
     return secrets.randbits(62) + 1
 
 
-def _require_host_memory(vllm_config: VllmConfig) -> None:
-    device = vllm_config.device_config.device_type
-    if device != "cpu":
-        raise ConfigurationError(
-            "device", "KV caches in host memory", device, "this version reads no device memory; run vLLM on a CPU"
-        )
-
-
-def _announce(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout) -> None:
+def _announce(vllm_config: VllmConfig, config: NixlConfig, terms: Terms, layout: CacheLayout) -> None:
     transfer = vllm_config.kv_transfer_config
     duties = duties_of(transfer)
     logger.info(
-        "HybridNixlConnector: groups %s; kv_role %s, so it %s; listens at %s; transport %s; reads are %s; blocks are "
-        "held %.3g s for a consumer that says nothing, of %d requests at most; kv_load_failure_policy %s",
+        "HybridNixlConnector: groups %s; kv_role %s, so it %s; listens at %s; transport %s, %s; reads are %s; "
+        "blocks are held %.3g s for a consumer that says nothing, of %d requests at most; kv_load_failure_policy %s",
         ", ".join(
             f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(layout.spec.groups)
         ),
@@ -261,6 +260,7 @@ def _announce(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout) 
         " and ".join(word for word, does in (("hands over", duties.stores), ("reads", duties.loads)) if does),
         f"{config.listen.host}, port {config.listen.port or 'any'}" if duties.stores else "nothing",
         config.transport,
+        "by a copy in host memory" if terms.saves else "of the engine's own memory",
         "verified" if config.verify else "not verified",
         config.lease_seconds,
         config.max_leases,

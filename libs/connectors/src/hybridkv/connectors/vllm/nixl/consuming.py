@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
-from hybridkv.connectors.vllm.nixl.messages import Held, Load, StepPlan
+from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, asks_to_consume, parse
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
@@ -45,6 +45,8 @@ class _Read:
     stage: Stage = Stage.WAITING
     computed_tokens: int = 0
     """What the engine said it holds when it last asked."""
+    steps_back: bool = False
+    """Its load has failed, and the engine has not asked since."""
 
 
 class Consumer:
@@ -98,9 +100,17 @@ class Consumer:
         self._recorder.prompt("refused")
         logger.warning("request %s is computed here: %s", request.request_id, error)
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Tokens beyond `computed_tokens` that the producer's blocks hold."""
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens beyond `computed_tokens` that the producer's blocks hold; None: to be asked again in the next step.
+
+        The engine looks first at requests that hold blocks for a load, and at no other behind one that cannot have
+        what it needs. One whose load has failed holds nothing any more and still stands among them: if it does not fit
+        beside those behind it, whose loads have ended, nobody ever goes on. Passed over once, it waits with the others.
+        """
         read = self._read_of(request)
+        if read is not None and read.steps_back:
+            read.steps_back = False
+            return None
         if read is None or read.stage is not Stage.WAITING:
             return 0
         read.computed_tokens = computed_tokens
@@ -122,7 +132,9 @@ class Consumer:
         if num_tokens != read.usable_tokens:
             refused = f"the engine loads up to token {num_tokens}, and was offered {read.usable_tokens}"
         tables = tuple(tuple(_NULL if b.is_null else b.block_id for b in group) for group in blocks.blocks)
-        plan.loads.append(Load(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused))
+        plan.loads.append(
+            PromptLoad(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
+        )
 
     def on_loaded(self, finished: set[str], failed: set[str]) -> None:
         """All ranks have ended these loads."""
@@ -131,6 +143,7 @@ class Consumer:
             if read is None or read.stage is not Stage.LOADING:
                 continue
             read.stage = Stage.OVER
+            read.steps_back = name in failed
             self._recorder.prompt("failed" if name in failed else "loaded")
             if read.request.is_finished():
                 del self._reads[name]

@@ -23,19 +23,18 @@ from hybridkv.canonical.torch_view import (
 from hybridkv.connectors.config import OffloadConfig
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.identity import engine_facts, without_ignored
-from hybridkv.connectors.vllm.identity.recurrent import that_matter
+from hybridkv.connectors.vllm.identity.recurrent import OF_CONVOLUTIONS, that_matter
 from hybridkv.connectors.vllm.identity.worker_facts import ELEMENT_ORDER, merged, worker_facts
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
 from hybridkv.connectors.vllm.nixl.page_parts import (
-    SAID_BY_PIECES,
     LayerParts,
     PageOrder,
     layer_parts,
     locator,
     whole_format,
 )
-from hybridkv.hashing import LayerFingerprint
+from hybridkv.hashing import GroupFingerprint
 from hybridkv.peers.description import (
     MAX_ITEMS,
     MAX_TEXT,
@@ -51,6 +50,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
+
+SAID_BY_LAYERS = frozenset({ELEMENT_ORDER, "cache_config.kv_cache_layout", *OF_CONVOLUTIONS})
+"""Facts of the order in which bytes lie: each layer's description says it where it matters, and those of two engines
+may differ."""
 
 
 class Region(NamedTuple):
@@ -69,7 +72,7 @@ class Pages(NamedTuple):
     regions: tuple[Region, ...]
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Which rank of which start of which engine."""
 
     engine: str
@@ -100,11 +103,11 @@ def identity_facts(
     ranks = {0: worker_facts(vllm_config, layout, kv_caches, environ)}
     facts = without_ignored(found.facts | merged(ranks, found.facts), config.identity_ignores)
     matter = that_matter(facts, layout.spec)
-    return {name: _short(value) for name, value in matter.items() if name != ELEMENT_ORDER}
+    return {name: _short(value) for name, value in matter.items() if name not in SAID_BY_LAYERS}
 
 
 def describe(
-    place: Place,
+    place: RankPlace,
     facts: dict[str, str],
     layout: CacheLayout,
     kv_caches: Mapping[str, KVCache],
@@ -133,7 +136,10 @@ def describe(
     regions = _regions(caches)
     pages = Pages(kv_caches, caches, num_blocks, regions)
     groups = _groups(layout, pages, orders)
-    if sum(piece.num_items for group in groups for layer in group.layers for piece in layer.pieces) > MAX_ITEMS:
+    if _num_items(groups) > MAX_ITEMS:
+        logger.warning("HybridNixlConnector: too many elements of states to name them, so states move whole")
+        groups = _groups(layout, pages, {name: order._replace(state=()) for name, order in orders.items()})
+    if _num_items(groups) > MAX_ITEMS:
         logger.warning("HybridNixlConnector: too many tokens and heads to name them, so pages move whole")
         groups = _groups(layout, pages, {})
     description = Description(
@@ -147,6 +153,10 @@ def describe(
         groups,
     )
     return description, regions
+
+
+def _num_items(groups: Sequence[GroupDescription]) -> int:
+    return sum(piece.num_items for group in groups for layer in group.layers for piece in layer.pieces)
 
 
 def _regions(caches: CanonicalKVCaches) -> tuple[Region, ...]:
@@ -165,29 +175,30 @@ def _groups(layout: CacheLayout, pages: Pages, orders: Mapping[str, PageOrder]) 
         if spec.kind is GroupKind.SCRATCH:
             groups.append(GroupDescription(spec))
             continue
-        layers = zip(layout.layers[index], next(stored).layers, strict=True)
-        groups.append(GroupDescription(spec, tuple(_layers(index, list(layers), pages, orders))))
+        known = next(stored)
+        groups.append(GroupDescription(spec, tuple(_layers(index, layout.layers[index], known, pages, orders))))
     return tuple(groups)
 
 
 def _layers(
     group: int,
-    layers: Sequence[tuple[LayerLayout, LayerFingerprint]],
+    layers: Sequence[LayerLayout],
+    fingerprint: GroupFingerprint,
     pages: Pages,
     orders: Mapping[str, PageOrder],
 ) -> Iterator[LayerDescription]:
     """Of a group, those that share no page with one before them."""
+    is_state = fingerprint.kind is GroupKind.RECURRENT
     for layer_idx, refs in itertools.groupby(pages.canonical.group_data_refs[group], key=lambda ref: ref.layer_idx):
-        (layer, known), uses = layers[layer_idx], list(refs)
+        layer, known, uses = layers[layer_idx], fingerprint.layers[layer_idx], list(refs)
         order, cache = orders.get(layer.name), pages.kv_caches[layer.name]
-        parts, left_out = None, SAID_BY_PIECES
+        parts = None
         if sum(ref.page_size_bytes for ref in uses) == layer.page_bytes:
             parts = layer_parts(layer, cache, order, pages.num_blocks, locator(pages.regions))
         if parts is None:
             total_heads = int(order is not None and order.is_shared)
-            left_out = frozenset()
-            parts = LayerParts(whole_format(cache), tuple(_whole(ref, pages, total_heads) for ref in uses))
-        words = "; ".join(f"{name} {value}" for name, value in sorted(known.facts.items()) if name not in left_out)
+            parts = LayerParts(whole_format(cache, is_state), tuple(_whole(ref, pages, total_heads) for ref in uses))
+        words = "; ".join(f"{name} {value}" for name, value in sorted(known.facts.items()) if name not in parts.said)
         yield LayerDescription(layer.name, _short(f"{parts.item_format}; {words}"), parts.pieces)
 
 

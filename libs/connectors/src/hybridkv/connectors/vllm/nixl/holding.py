@@ -17,6 +17,8 @@ from hybridkv.peers.ranks import RankLink
 from hybridkv.peers.wire import Done, Renew
 
 RENEWALS_A_LEASE = 4
+LEAST_RENEWAL_S = 0.05
+"""Between two renewals: how long a lease holds is what a proxy says."""
 
 
 class _Tie(NamedTuple):
@@ -61,8 +63,7 @@ class Holding:
         links = self._peers.told_links(len(prompt.ranks))
         ties = tuple(_Tie(link, self._peers.get(prompt.host, prompt.ranks[link.rank])) for link in links)
         now_s = self._clock()
-        every_s = prompt.lease_seconds / RENEWALS_A_LEASE
-        self._holds[request_id] = _Hold(prompt, ties, now_s + every_s, now_s + prompt.lease_seconds)
+        self._holds[request_id] = _Hold(prompt, ties, now_s + _every_s(prompt), now_s + prompt.lease_seconds)
 
     def part(self, request_id: str, rank: int, is_read: bool) -> None:
         """One rank's blocks are needed no more, while those of others may be. Its connection stands."""
@@ -90,7 +91,7 @@ class Holding:
                 self._renew(hold, now_s)
 
     def _renew(self, hold: _Hold, now_s: float) -> None:
-        hold.next_renewal_s = now_s + hold.prompt.lease_seconds / RENEWALS_A_LEASE
+        hold.next_renewal_s = now_s + _every_s(hold.prompt)
         for tie in hold.ties:
             if tie.peer.is_open and self._control.send(tie.peer.link, Renew(hold.prompt.lease)):
                 hold.until_s = now_s + hold.prompt.lease_seconds
@@ -115,3 +116,7 @@ class Holding:
     @staticmethod
     def _is_held_by(other: _Hold, hold: _Hold, tie: _Tie) -> bool:
         return other.prompt.lease == hold.prompt.lease and any(each.peer is tie.peer for each in other.ties)
+
+
+def _every_s(prompt: RemotePrompt) -> float:
+    return max(LEAST_RENEWAL_S, prompt.lease_seconds / RENEWALS_A_LEASE)

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 LOOPBACK = ("127.0.0.0/8", "::1/128", "localhost")
 _NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 _Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -47,6 +48,9 @@ class AllowedHosts:
         return any(address.version == network.version and address in network for network in self._networks)
 
 
+NO_HOSTS = AllowedHosts(())
+
+
 def default_hosts(*own: str | None) -> tuple[str, ...]:
     """The loopback, and the addresses at which this engine itself is asked."""
     given = (host for host in own if host and not _is_any(host))
@@ -54,10 +58,13 @@ def default_hosts(*own: str | None) -> tuple[str, ...]:
 
 
 def _address(host: str) -> _Address | None:
-    """An address, or the one that it stands for; None for a name."""
+    """An address, or the one that it stands for; None for a name, and for an address with a zone that is no name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
+        return None
+    zone = getattr(address, "scope_id", None)
+    if zone is not None and not _ZONE.fullmatch(zone):
         return None
     return getattr(address, "ipv4_mapped", None) or address
 

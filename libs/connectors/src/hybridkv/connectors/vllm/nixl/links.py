@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS, AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.comparison import compare
@@ -27,6 +28,14 @@ _CLOSED = {
     CloseReason.WRONG_PEER: "gone",
     CloseReason.TOO_SLOW: "timeout",
     CloseReason.SILENT: "timeout",
+    CloseReason.BACKLOG: "timeout",
+    CloseReason.SELF: "refused",
+    CloseReason.MALFORMED: "protocol",
+    CloseReason.OVERSIZED: "protocol",
+    CloseReason.SEAL: "protocol",
+    CloseReason.UNEXPECTED: "protocol",
+    CloseReason.TOO_MANY: "busy",
+    CloseReason.HANDLER: "other",
 }
 
 
@@ -53,17 +62,24 @@ class Peer:
 
 
 class Control:
-    """What is asked of the control connections. Implemented by `agent.py` over `hybridkv.peers.control`."""
+    """What is asked of the control connections, and `wake`, for other threads: have the agent's look again.
+
+    Implemented by `agent.py` over `hybridkv.peers.control`.
+    """
 
     def __init__(
         self,
         connect: Callable[[str, int, str], LinkId],
         send: Callable[[LinkId, Message], bool],
         end: Callable[[LinkId, CloseReason], None],
+        wake: Callable[[], None],
+        host_of: Callable[[LinkId], str | None] = lambda link: None,
     ) -> None:
         self.connect = connect
         self.send = send
         self.end = end
+        self.wake = wake
+        self.host_of = host_of
 
 
 class Peers:
@@ -73,13 +89,17 @@ class Peers:
         ours: this rank.
         transport: attaches what a producer lets this one read.
         control: connections.
+        hosts: to which memory may be attached besides the one that the connection has reached.
     """
 
-    def __init__(self, ours: Description, transport: Transport, control: Control) -> None:
+    def __init__(
+        self, ours: Description, transport: Transport, control: Control, hosts: AllowedHosts = NO_HOSTS
+    ) -> None:
         self._ours = ours
         self._encoded = encode(ours)
         self._transport = transport
         self._control = control
+        self._hosts = hosts
         self._by_address: dict[tuple[str, int, str], Peer] = {}
         self._by_link: dict[LinkId, Peer] = {}
         self._links: dict[int, tuple[RankLink, ...] | None] = {}
@@ -148,7 +168,8 @@ class Peers:
         if isinstance(agreement, Refusal):
             self._refuse(peer, str(agreement))
             return
-        remote = self._transport.attach(message.capability)
+        reached = self._control.host_of(peer.link)
+        remote = self._transport.attach(message.capability, lambda host: host == reached or host in self._hosts)
         if isinstance(remote, Failed):
             self._refuse(peer, f"{remote.reason}: {remote.detail}")
             return
@@ -171,7 +192,7 @@ class Peers:
         """Nothing is read from this one. The connection stays, so that it is not asked again for each request and
         hears when its blocks are not needed."""
         if peer.state is not PeerState.OVER:
-            logger.warning("peer %s at %s:%d does not fit: %s", peer.address[2], *peer.address[:2], detail)
+            logger.warning("peer %s at %s:%d does not fit: %.500r", peer.address[2], *peer.address[:2], detail)
         peer.state, peer.failure = PeerState.OVER, LoadFailure("refused", detail)
 
     def _over(self, peer: Peer, failure: LoadFailure, reason: CloseReason) -> None:

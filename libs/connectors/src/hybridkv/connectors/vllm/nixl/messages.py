@@ -35,7 +35,19 @@ class Offered(msgspec.Struct, frozen=True, array_like=True):
     tables: BlockTables
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
+class Saved(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that are to be copied to host memory behind the step, where peers do not read the engine's own.
+
+    Args:
+        request_id: whose.
+        block_ids: for every group; 0 where there is none.
+    """
+
+    request_id: str
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+class PromptLoad(msgspec.Struct, frozen=True, array_like=True):
     """Everything that one request loads from its producer.
 
     Args:
@@ -70,14 +82,17 @@ class StepPlan(KVConnectorMetadata):
     """Producer: leases that nobody was told of end, by request."""
     opened: list[Opened] = field(default_factory=list)
     offered: list[Offered] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    """Done behind the step, by the engine's thread."""
     held: list[Held] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[PromptLoad] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     """Consumer: requests that need nothing of their producer any more. A load that is under way is given up."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.dropped or self.opened or self.offered or self.held or self.loads or self.ended)
+        told = self.dropped or self.opened or self.offered or self.saved or self.held or self.loads or self.ended
+        return not told
 
 
 @dataclass(slots=True)

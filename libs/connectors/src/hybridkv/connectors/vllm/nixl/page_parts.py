@@ -2,7 +2,8 @@
 
 What a tensor's shape says is not enough. An attention backend may pack the tokens of its block its own way, as that of
 CPUs does with a head's; so tokens are told apart for backends of `cuts.DIVISIBLE_BACKENDS` alone, and heads for those
-and `HEADS_APART_BACKENDS`. States, packed and quantised pages, and whatever nobody here has tried, move whole.
+and `HEADS_APART_BACKENDS`. States are arrays (`state_parts`). Packed and quantised pages, and whatever nobody here has
+tried, move whole.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm import compat, cuts, page_order
 from hybridkv.connectors.vllm.identity.worker_facts import element_order
 from hybridkv.connectors.vllm.layout import CacheLayout, layer_spec
+from hybridkv.connectors.vllm.nixl.state_parts import SAID_BY_ARRAYS, StateArray, state_arrays, state_pieces
 from hybridkv.peers.description import Piece
 from hybridkv.peers.pieces import AttentionDims, Locate, attention_piece
 from hybridkv.peers.ranks import head_share
@@ -30,7 +32,7 @@ HEADS_APART_BACKENDS = frozenset({"CPU_ATTN"})
 SHARED_SPECS = frozenset({"MLAAttentionSpec"})
 """Exact classes whose pages are the same on every rank: latents, which no rank has a part of."""
 BLOCK_DIM, HEAD_DIM, TOKEN_DIM = 0, 1, page_order.TOKEN_DIM
-SAID_BY_PIECES = frozenset({"num_kv_heads"})
+SAID_BY_HEADS = frozenset({"num_kv_heads"})
 """Facts of a layer that a piece of heads says, for all ranks together."""
 
 
@@ -45,6 +47,7 @@ class PageOrder(NamedTuple):
         num_heads: on this rank.
         total_heads: of the model; 0 where that is not known.
         block_tokens: of a block.
+        state: of a recurrent layer, the arrays of its page; nothing where they are not known.
     """
 
     backend: str
@@ -54,13 +57,21 @@ class PageOrder(NamedTuple):
     num_heads: int
     total_heads: int
     block_tokens: int
+    state: tuple[StateArray, ...] = ()
 
 
 class LayerParts(NamedTuple):
-    """How a layer is described: see `LayerDescription`."""
+    """How a layer is described: see `LayerDescription`.
+
+    Args:
+        item_format: what the tensor says of it; the layer's facts follow.
+        pieces: of the layer.
+        said: names of its facts that the pieces say already, for all ranks together.
+    """
 
     item_format: str
     pieces: tuple[Piece, ...]
+    said: frozenset[str] = frozenset()
 
 
 def page_orders(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: CacheLayout) -> dict[str, PageOrder]:
@@ -78,10 +89,11 @@ def _page_order(vllm_config: VllmConfig, spec: KVCacheSpec, backend: str, layer:
     is_plain = cuts.is_divisible(spec, layer.page_bytes) and getattr(spec, "num_head_slots", None) is None
     tokens_apart = is_plain and backend in cuts.DIVISIBLE_BACKENDS
     heads_apart = is_plain and (tokens_apart or backend in HEADS_APART_BACKENDS)
+    arrays = state_arrays(spec, compat.conv_state_layout(), vllm_config.parallel_config.tensor_parallel_size)
     num_heads = int(getattr(spec, "num_kv_heads", 0))
     total_heads = _total_heads(vllm_config, num_heads) if heads_apart else 0
     is_shared = type(spec).__name__ in SHARED_SPECS
-    return PageOrder(backend, tokens_apart, heads_apart, is_shared, num_heads, total_heads, spec.block_size)
+    return PageOrder(backend, tokens_apart, heads_apart, is_shared, num_heads, total_heads, spec.block_size, arrays)
 
 
 def _total_heads(vllm_config: VllmConfig, num_heads: int) -> int:
@@ -103,7 +115,11 @@ def layer_parts(
         num_blocks: of the engine's pool.
         locate: see `Locate`.
     """
-    if order is None or not order.heads_apart or num_blocks < 2 or not isinstance(cache, torch.Tensor):
+    if order is None or num_blocks < 2 or not isinstance(cache, torch.Tensor):
+        return None
+    if order.state:
+        return _state_parts(layer, cache, order.state, num_blocks, locate)
+    if not order.heads_apart:
         return None
     if not page_order.has_token_dim(cache, layer) or cache.shape[HEAD_DIM] != order.num_heads:
         return None
@@ -118,12 +134,27 @@ def layer_parts(
     if piece.page_bytes != layer.page_bytes or (not order.tokens_apart and piece.rows.count != 1):
         return None
     packing = "one token after another" if order.tokens_apart else f"a head's tokens as {order.backend} packs them"
-    return LayerParts(f"{str(cache.dtype).removeprefix('torch.')}; {packing}", (piece,))
+    return LayerParts(f"{str(cache.dtype).removeprefix('torch.')}; {packing}", (piece,), SAID_BY_HEADS)
 
 
-def whole_format(cache: KVCache) -> str:
-    """The order of bytes in pages that are not cut: all that the tensor says of it."""
-    return f"whole; {element_order(cache)}"
+def _state_parts(
+    layer: LayerLayout, cache: torch.Tensor, arrays: tuple[StateArray, ...], num_blocks: int, locate: Locate
+) -> LayerParts | None:
+    """The arrays of a recurrent layer, whose tensor is pages of bytes."""
+    view = strides_of(cache)
+    is_pages = cache.shape[BLOCK_DIM] == num_blocks and all(size == 1 for size in cache.shape[1:-1])
+    if not is_pages or view.item_bytes != 1 or cache.shape[-1] < layer.page_bytes or view.strides[-1] != 1:
+        return None
+    pieces = state_pieces(arrays, view.address, view.strides[BLOCK_DIM], locate)
+    if sum(piece.page_bytes for piece in pieces) != layer.page_bytes:
+        return None
+    return LayerParts("a state's arrays by element", pieces, SAID_BY_ARRAYS)
+
+
+def whole_format(cache: KVCache, is_state: bool) -> str:
+    """The order of bytes in pages that are not cut: all that is known of it."""
+    convolutions = f"; convolutions {compat.conv_state_layout()}" if is_state else ""
+    return f"whole; {element_order(cache)}{convolutions}"
 
 
 def strides_of(tensor: Any) -> Strides:

@@ -198,7 +198,8 @@ def _seconds(found: Any) -> float:
 
 
 def _name(key: str, found: Any) -> str:
-    if not isinstance(found, str) or not 0 < len(found) <= MAX_NAME:
+    # What cannot be printed has no business in a name, and would come out in logs.
+    if not isinstance(found, str) or not 0 < len(found) <= MAX_NAME or not found.isprintable():
         raise ParamsError(key, "no name" if found is None else f"{str(found)[:40]!r} is no name")
     return found
 

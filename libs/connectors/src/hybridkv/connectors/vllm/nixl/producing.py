@@ -15,6 +15,7 @@ from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, asks_to_produce, compose
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest
+from hybridkv.connectors.vllm.nixl.saving import Saving
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.leases import Lease, LeaseSlots
 from hybridkv.peers.tables import BlockTables, offered
@@ -38,6 +39,7 @@ class Terms:
         withheld_tokens: at the end of a prompt, left to its consumer.
         hash_block_tokens: that each of the engine's block hashes adds.
         new_nonce: a whole number of 63 bits that nobody can guess.
+        saves: peers read a copy in host memory, to be made first.
     """
 
     engine_id: str
@@ -47,6 +49,7 @@ class Terms:
     withheld_tokens: int
     hash_block_tokens: int
     new_nonce: Callable[[], int]
+    saves: bool = False
 
 
 class Producer:
@@ -65,6 +68,8 @@ class Producer:
         self._slots = LeaseSlots(terms.max_leases, terms.new_nonce)
         self._offered: set[str] = set()
         self._shortened: set[str] = set()
+        self.saving = Saving(groups) if terms.saves else None
+        """What is copied to host memory; None where peers read the engine's own."""
         self.ranks: tuple[RankAddress, ...] = ()
         """Of this engine, once they have said where they are."""
 
@@ -91,8 +96,10 @@ class Producer:
         lease = self._slots.issue(name)
         if lease is None:
             self._recorder.lease("no_room")
-        else:
-            plan.opened.append(Opened(name, lease))
+            return
+        plan.opened.append(Opened(name, lease))
+        if self.saving is not None:
+            self.saving.begin(request)
 
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]], plan: StepPlan
@@ -108,7 +115,8 @@ class Producer:
         if lease is None:
             return False, None
         num_tokens = request.num_computed_tokens
-        if not _has_ended_well(request) or not num_tokens or not self.ranks:
+        is_there = self.saving is None or self.saving.end(request) >= num_tokens
+        if not _has_ended_well(request) or not num_tokens or not is_there or not self.ranks:
             self._slots.retire(name)
             plan.dropped.append(name)
             self._recorder.lease("dropped")

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hybridkv.connectors.vllm.identity.background import Background, Outcome
+from hybridkv.connectors.vllm.identity.background import Outcome
+from hybridkv.connectors.vllm.nixl.digesting import Digesting
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, PeerState
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Load
-from hybridkv.connectors.vllm.nixl.serving import BUSY, ENDED
+from hybridkv.connectors.vllm.nixl.messages import PromptLoad
+from hybridkv.connectors.vllm.nixl.serving import BUSY, ENDED, UNTAKEN
 from hybridkv.peers.cells import Side
 from hybridkv.peers.digests import DigestRequest, digest_request, digest_runs, mismatches
 from hybridkv.peers.leases import SLOT_BYTES
@@ -25,7 +26,7 @@ from hybridkv.peers.wire import AskDigests, Digests, pack_columns
 from hybridkv.peers.wire.messages import DIGEST_BYTES
 
 CELLS_A_QUESTION = 16384
-_OF_DIGESTS = {ENDED: Reason.LEASE, BUSY: Reason.BUSY}
+_OF_DIGESTS = {ENDED: Reason.LEASE, BUSY: Reason.BUSY, UNTAKEN: Reason.OTHER}
 _OF_TRANSPORT = {
     FailureReason.GONE: Reason.GONE,
     FailureReason.REFUSED: Reason.REFUSED,
@@ -51,7 +52,7 @@ class ReadTools:
     memory: RankMemory
     transport: Transport
     control: Control
-    digesting: Background
+    digesting: Digesting
     numbers: Iterator[int]
     verify: bool
 
@@ -90,7 +91,7 @@ class RankRead:
         load: the request's.
     """
 
-    def __init__(self, tools: ReadTools, index: int, rank: int, peer: Peer, load: Load) -> None:
+    def __init__(self, tools: ReadTools, index: int, rank: int, peer: Peer, load: PromptLoad) -> None:
         self._tools = tools
         self._index = index
         self.rank = rank
@@ -113,6 +114,11 @@ class RankRead:
     def questions(self) -> tuple[int, ...]:
         """That were asked, by number."""
         return tuple(self._asked.theirs) if self._asked is not None else ()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the transport moves bytes for it."""
+        return self._transfer is not None or (self._check is not None and self._check.transfer is not None)
 
     def look(self, stage: Stage) -> Event | None:
         """What has happened since, in a stage that waits for something."""
@@ -197,6 +203,9 @@ class RankRead:
         check = self._check
         assert check is not None
         failure = self._look_at_lease(check) or self._look_at_digests(check)
+        if failure is Reason.DIGEST and not check.lease_stands:
+            # Bytes differ where others have the blocks by now, too. Whether they have, the lease says.
+            failure = None
         if failure is not None or (check.lease_stands and check.digests_agree):
             return Checked(self._index, failure)
         return self._lost() if self.peer.state is PeerState.OVER else None
@@ -300,11 +309,11 @@ class RankRead:
             self.detail = str(runs)
             return Reason.PAIRING
         # None where the thread has much to do: then once more, until the deadline.
-        check.ours = self._tools.digesting.submit(lambda: self._tools.memory.digests(runs))
+        check.ours = self._tools.digesting.take(runs)
         return None
 
 
-def _ours(load: Load) -> BlockTables:
+def _ours(load: PromptLoad) -> BlockTables:
     return BlockTables.whole(load.num_tokens, load.block_ids)
 
 

@@ -12,10 +12,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.identity.background import Background
+from hybridkv.connectors.vllm.nixl.digesting import Digesting
+from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS, AllowedHosts
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Load, LoadFailure
+from hybridkv.connectors.vllm.nixl.messages import LoadFailure, PromptLoad
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead, ReadTools
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.ranks import RankLink
@@ -53,18 +54,20 @@ class ReadOptions:
         bounds: of times.
         verify: whether digests are compared.
         clock: seconds.
+        hosts: from which memory may be read besides the one at which a producer was reached.
     """
 
     bounds: ReadBounds
     verify: bool
     clock: Callable[[], float]
+    hosts: AllowedHosts = NO_HOSTS
 
 
 @dataclass(slots=True)
 class _Read:
     """One request's read. Times are seconds of the clock."""
 
-    load: Load
+    load: PromptLoad
     began_s: float
     ranks: tuple[RankRead, ...]
     life: ReadLife
@@ -98,7 +101,7 @@ class Reading:
         self._peers = peers
         self._recorder = recorder
         self._options = options
-        self._digesting = Background("hybridkv-peer-digests")
+        self._digesting = Digesting(memory, control.wake)
         self._tools = ReadTools(memory, transport, control, self._digesting, itertools.count(1), options.verify)
         self._reads: dict[str, _Read] = {}
         self._asked: dict[int, RankRead] = {}
@@ -114,8 +117,20 @@ class Reading:
         """Whether a read is under way, which somebody must look at."""
         return bool(self._reads or self._leftovers)
 
-    def begin(self, load: Load) -> None:
-        """Begins a read. Its end is in `ended`."""
+    @property
+    def is_moving(self) -> bool:
+        """Whether the transport moves bytes for a read."""
+        return any(rank.is_moving for read in self._reads.values() for rank in read.ranks) or bool(self._leftovers)
+
+    def begin(self, load: PromptLoad) -> None:
+        """Begins a read. Its end is in `ended`, whatever happens: the engine waits for it."""
+        try:
+            self._begin(load)
+        except Exception as error:
+            logger.exception("a read met a bug")
+            self._report(load, LoadFailure("other", f"{type(error).__name__}: {error}"))
+
+    def _begin(self, load: PromptLoad) -> None:
         prompt = load.prompt
         links = self._peers.links_to(len(prompt.ranks))
         if load.refused is not None:
@@ -123,10 +138,10 @@ class Reading:
         elif links is None:
             self._report(load, LoadFailure("refused", self._peers.why_no_links(len(prompt.ranks))))
         else:
-            read = self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])
-            self._advance(read)
+            # It goes on with the next tick, as all do.
+            self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])
 
-    def _begun(self, load: Load, links: list[RankLink]) -> _Read:
+    def _begun(self, load: PromptLoad, links: list[RankLink]) -> _Read:
         prompt, now_s = load.prompt, self._options.clock()
         ranks = tuple(
             RankRead(self._tools, index, link.rank, self._peers.get(prompt.host, prompt.ranks[link.rank]), load)
@@ -164,6 +179,10 @@ class Reading:
     def close(self) -> None:
         """No more digests are taken."""
         self._digesting.close()
+
+    def is_closed(self, timeout_s: float) -> bool:
+        """Whether nothing looks at the engine's memory any more, by then."""
+        return self._digesting.has_ended(timeout_s)
 
     def _advance(self, read: _Read) -> None:
         for index, rank in enumerate(read.ranks):
@@ -215,7 +234,7 @@ class Reading:
         num_descriptors = sum(rank.num_descriptors for rank in read.ranks)
         self._recorder.read(self._options.clock() - read.began_s, num_bytes, num_descriptors)
 
-    def _report(self, load: Load, failure: LoadFailure) -> None:
+    def _report(self, load: PromptLoad, failure: LoadFailure) -> None:
         self.ended.append((load.request_id, failure))
         self._recorder.failure(failure.reason)
         if failure.reason != "cancelled":

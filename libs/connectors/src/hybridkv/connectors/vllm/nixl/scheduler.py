@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import Duties
 from hybridkv.connectors.vllm.nixl.consuming import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
@@ -19,6 +20,7 @@ from hybridkv.planner import GroupSpec
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -65,8 +67,8 @@ class NixlScheduler:
         if self._consumer is not None:
             self._consumer.begin(request, self._plan)
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Tokens beyond `computed_tokens` that a producer holds."""
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens beyond `computed_tokens` that a producer holds; None: see `Consumer.matched_tokens`."""
         return self._consumer.matched_tokens(request, computed_tokens) if self._consumer is not None else 0
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -82,9 +84,12 @@ class NixlScheduler:
             self._consumer.finish(request, self._plan)
         return self._producer.finish(request, block_ids, self._plan) if self._producer is not None else (False, None)
 
-    def take_plan(self) -> StepPlan:
+    def take_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """The step's plan."""
         plan, self._plan = self._plan, StepPlan()
+        if self._producer is not None and self._producer.saving is not None:
+            tables = compat.block_tables(scheduler_output)
+            plan.saved = self._producer.saving.of_step(scheduler_output.num_scheduled_tokens, tables)
         return plan
 
     def has_plan(self) -> bool:

@@ -21,11 +21,13 @@ from hybridkv.connectors.vllm.duties import Duties
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.nixl.agent import Agent
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
-from hybridkv.connectors.vllm.nixl.describing import Place, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.host_buffer import BlockIds, HostBuffer
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.page_parts import page_orders
 from hybridkv.connectors.vllm.nixl.reading import ReadOptions
+from hybridkv.connectors.vllm.nixl.saving import loaded_blocks
 from hybridkv.connectors.vllm.nixl.serving import Offer
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.nixl.transports import open_transport
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
+clock = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class WorkerSettings:
         rank: tensor-parallel.
         tp_size: ranks of this engine.
         duties: whether it produces, consumes, or does both.
+        uses_host_buffer: peers read and write a copy in host memory.
     """
 
     config: NixlConfig
@@ -59,6 +63,7 @@ class WorkerSettings:
     rank: int
     tp_size: int
     duties: Duties
+    uses_host_buffer: bool = False
 
 
 @dataclass(slots=True)
@@ -90,6 +95,9 @@ class NixlWorker:
         self._agent: Agent | None = None
         self._address: WorkerAddress | None = None
         self._failures: dict[str, tuple[LoadFailure, ...]] = {}
+        self._buffer: HostBuffer | None = None
+        self._loading: dict[str, BlockIds] = {}
+        """Of loads that are under way into the copy in host memory."""
 
     def register(
         self,
@@ -107,9 +115,13 @@ class NixlWorker:
         compat.permit_amx()
         name = f"{settings.engine_id[:64]}.{secrets.token_hex(8)}.{settings.rank}"
         facts = identity_facts(vllm_config, config, self._layout, kv_caches, environ)
-        place = Place(name, settings.rank, settings.tp_size)
+        place = RankPlace(name, settings.rank, settings.tp_size)
         orders = page_orders(vllm_config, kv_cache_config, self._layout)
         num_blocks = kv_cache_config.num_blocks
+        if settings.uses_host_buffer:
+            self._buffer = HostBuffer(kv_caches, self._layout.layers, num_blocks)
+            kv_caches = self._buffer.kv_caches
+            logger.info("HybridNixlConnector: %d MiB of host memory for peers", self._buffer.num_bytes >> 20)
         description, regions = describe(place, facts, self._layout, kv_caches, num_blocks, orders)
         memory = RankMemory(regions, config.max_leases)
         description = msgspec.structs.replace(
@@ -118,13 +130,12 @@ class NixlWorker:
         limits = WireLimits(handshake_timeout_s=config.connect_timeout_seconds)
         transport = open_transport(config, self._secret, name)
         capability = transport.register([Region(each.address, each.num_bytes) for each in memory.regions])
-        clock = time.monotonic
         self._agent = Agent(
             ControlLoop(name, self._secret, limits, clock),
             transport,
             memory,
             Offer(description, transport.name, capability, config.max_leases, config.lease_seconds, clock),
-            ReadOptions(_bounds(config), config.verify, clock),
+            ReadOptions(_bounds(config), config.verify, clock, config.hosts),
             self._recorder,
         )
         if settings.duties.stores:
@@ -149,12 +160,27 @@ class NixlWorker:
 
     def start(self, plan: StepPlan) -> None:
         """Carries out a step's plan, elsewhere."""
-        if not plan.is_empty:
-            self._of_agent().submit(plan)
+        if plan.is_empty:
+            return
+        if self._buffer is not None:
+            for load in plan.loads:
+                blocks = self._loading[load.request_id] = loaded_blocks(self._layout.spec.groups, load)
+                self._buffer.clear(blocks)
+        self._of_agent().submit(plan)
+
+    def save(self, plan: StepPlan) -> None:
+        """Copies to host memory what is handed over, if peers read that."""
+        if self._buffer is not None:
+            for saved in plan.saved:
+                self._buffer.save(saved.block_ids)
 
     def results(self) -> WorkerResults:
         """Loads and leases that ended since the last call."""
         results = self._of_agent().take_results()
+        for request_id in results.finished:
+            blocks = self._loading.pop(request_id, None)
+            if self._buffer is not None and blocks is not None and request_id not in results.failures:
+                self._buffer.load(blocks)
         self._failures |= {name: (failure,) for name, failure in results.failures.items()}
         return WorkerResults(results.finished, set(results.failures), results.released)
 

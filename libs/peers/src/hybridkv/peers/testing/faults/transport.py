@@ -11,6 +11,7 @@ from hybridkv.peers.transport import (
     Done,
     Failed,
     FailureReason,
+    MayReach,
     Ranges,
     Region,
     RemoteId,
@@ -55,8 +56,8 @@ class FaultInjectingTransport:
         self._inner.deregister(regions)
         self._memory = self._memory.without(regions)
 
-    def attach(self, capability: bytes) -> RemoteId | Failed:
-        return self._inner.attach(capability)
+    def attach(self, capability: bytes, may_reach: MayReach | None = None) -> RemoteId | Failed:
+        return self._inner.attach(capability, may_reach)
 
     def detach(self, remote: RemoteId) -> None:
         self._inner.detach(remote)

@@ -20,6 +20,8 @@ ASKED_AT_A_TIME = 2
 """Requests on their way on one connection: the next is there when an answer ends."""
 VIEWS_AT_A_TIME = 256
 RECEIVED_AT_A_TIME = 8 << 20
+WOKEN_BYTES = 512 << 10
+"""Of an answer, that the system waits for before it wakes the thread: each time costs what copying many pages does."""
 _LENGTH_BYTES = 4
 
 
@@ -36,6 +38,7 @@ class Channel:
         self._views: deque[memoryview] = deque()
         self._next_piece = 0
         self._left_bytes = 0
+        self._woken_bytes = 1
 
     @property
     def events(self) -> int:
@@ -78,12 +81,20 @@ class Channel:
             if not received:
                 break
             total += received
+        self._wake_at(min(WOKEN_BYTES, self._left_bytes) or 1)
         return over
 
     def close(self) -> None:
         self._views.clear()
         with contextlib.suppress(OSError):
             self.sock.close()
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """The socket is readable when so much is there, or when it ends. Never more than is still to come."""
+        if num_bytes != self._woken_bytes:
+            with contextlib.suppress(OSError):
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._woken_bytes = num_bytes
 
     def _receive_head(self, over: list[tuple[Part, str]]) -> int:
         try:

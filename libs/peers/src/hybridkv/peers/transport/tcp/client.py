@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import secrets
 import selectors
 import socket
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+from hybridkv.peers.commands import Commands
 from hybridkv.peers.transport.contract import Done, Failed, FailureReason, RemoteId
 from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.transport.tcp.channel import Channel
@@ -24,6 +26,8 @@ from hybridkv.peers.transport.tcp.parts import Part, Transfer
 from hybridkv.peers.transport.tcp.protocol import failure_of
 from hybridkv.peers.wire import Channel as ChannelKind
 from hybridkv.peers.wire import ClientHandshake, CloseReason, Identity, Session, WireError
+
+logger = logging.getLogger(__name__)
 
 Address: TypeAlias = tuple[int, "tuple[object, ...]"]
 
@@ -49,66 +53,49 @@ class TcpClient:
         self._remotes: dict[RemoteId, _Remote] = {}
         self._owners: dict[Channel, _Remote] = {}
         self._running: dict[int, Transfer] = {}
-        self._commands: deque[Callable[[], None]] = deque()
         self._is_closing = False
         self.changed = threading.Event()
         """Set whenever a transfer is over."""
         self._selector = selectors.DefaultSelector()
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._commands = Commands(self._selector)
         self._next_sweep_s = 0.0
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-client", daemon=True)
         self._thread.start()
 
     def attach(self, remote: RemoteId, identity: Identity, peer_name: str, address: Address) -> None:
-        self._post(lambda: self._remotes.__setitem__(remote, _Remote(identity, peer_name, address)))
+        self._commands.post(lambda: self._remotes.__setitem__(remote, _Remote(identity, peer_name, address)))
 
     def detach(self, remote: RemoteId) -> None:
-        self._post(lambda: self._detach(remote))
+        self._commands.post(lambda: self._detach(remote))
 
     def begin(self, transfer: Transfer, parts: list[Part]) -> None:
-        self._post(lambda: self._begin(transfer, parts))
+        self._commands.post(lambda: self._begin(transfer, parts))
 
     def cancel(self, transfer: Transfer) -> None:
-        self._post(lambda: self._fail(transfer, FailureReason.CANCELLED, ""))
+        self._commands.post(lambda: self._fail(transfer, FailureReason.CANCELLED, ""))
 
     def close(self, timeout_s: float) -> bool:
         self._is_closing = True
-        self._post(lambda: None)
+        self._commands.post(lambda: None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
 
     # On the thread.
 
     def _run(self) -> None:
         while not self._is_closing:
             for key, _ in self._selector.select(SWEEP_S if self._running or self._owners else None):
-                if key.fileobj is self._woken:
-                    with contextlib.suppress(OSError):
-                        self._woken.recv(4096)
-                elif key.data in self._owners:
+                if not self._commands.take_wake(key) and key.data in self._owners:
                     self._serve(key.data)
-            self._obey()
+            self._commands.obey()
             self._sweep()
-        self._obey()
+        self._commands.obey()
         for remote in list(self._remotes):
             self._detach(remote)
         for transfer in list(self._running.values()):
             self._end(transfer, Failed(FailureReason.CLOSED))
-        for sock in (self._woken, self._waker):
-            sock.close()
+        self._commands.close()
         self._selector.close()
-
-    def _obey(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
 
     def _begin(self, transfer: Transfer, parts: list[Part]) -> None:
         if transfer.state.__class__ in (Done, Failed):
@@ -187,6 +174,10 @@ class TcpClient:
         except WireError as error:
             self._broke(channel, remote, error)
             return
+        except Exception as error:  # a bug costs this connection, and no other read
+            logger.exception("a data connection met a bug")
+            self._broke(channel, remote, WireError(CloseReason.HANDLER, type(error).__name__))
+            return
         if channel in self._owners:
             self._watch(channel)
             self._share_out(remote)
@@ -241,7 +232,7 @@ class TcpClient:
             remote.queue = deque(others + kept)
         self._end(transfer, Failed(reason, detail))
         if remote is not None and remote.queue:
-            self._post(lambda: self._share_out(remote))
+            self._commands.post(lambda: self._share_out(remote))
 
     def _drop(self, channel: Channel, remote: _Remote) -> None:
         self._owners.pop(channel, None)

@@ -19,10 +19,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hybridkv.peers.commands import Commands
 from hybridkv.peers.transport.memory import Pieces, RegisteredMemory
 from hybridkv.peers.transport.tcp.options import TcpOptions
 from hybridkv.peers.transport.tcp.protocol import Answer, decode_read, encode
-from hybridkv.peers.wire import Channel, CloseReason, Identity, ServerHandshake, Session, WireError, unpack_columns
+from hybridkv.peers.wire import (
+    Channel,
+    CloseReason,
+    Identity,
+    ServerHandshake,
+    Session,
+    WireError,
+    unpack_columns,
+    who_gives_way,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +45,9 @@ SENT_AT_A_TIME = 8 << 20
 class _Reader:
     """One connection: somebody who reads this process's memory."""
 
-    def __init__(self, sock: socket.socket, session: Session, now_s: float) -> None:
+    def __init__(self, sock: socket.socket, host: str, session: Session, now_s: float) -> None:
         self.sock = sock
+        self.host = host
         self.session = session
         self.began_s = now_s
         self.moved_s = now_s
@@ -96,7 +107,6 @@ class TcpServer:
         self._memory = memory
         self._clock = clock
         self._readers: dict[socket.socket, _Reader] = {}
-        self._commands: deque[Callable[[], None]] = deque()
         self._is_closing = False
         self._lock = threading.Lock()
         self._closed: dict[CloseReason, int] = {}
@@ -105,10 +115,7 @@ class TcpServer:
         self._listener = socket.create_server(address[:2], family=family, backlog=64)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._commands = Commands(self._selector)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-server", daemon=True)
         self._thread.start()
@@ -130,48 +137,38 @@ class TcpServer:
             done.set()
 
         if self._thread.is_alive():
-            self._post(break_off)
+            self._commands.post(break_off)
             while not done.wait(0.1) and self._thread.is_alive():
                 pass
 
     def close(self, timeout_s: float) -> bool:
         """Serve nobody any more. False when the thread has not ended in time."""
         self._is_closing = True
-        self._post(lambda: None)
+        self._commands.post(lambda: None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        with contextlib.suppress(OSError):
-            self._waker.send(b"\0")
 
     def _run(self) -> None:
         while not self._is_closing:
             for key, _ in self._selector.select(1.0 if self._readers else None):
-                if key.fileobj is self._woken:
-                    with contextlib.suppress(OSError):
-                        self._woken.recv(4096)
-                elif key.fileobj is self._listener:
+                if self._commands.take_wake(key):
+                    continue
+                if key.fileobj is self._listener:
                     self._accept()
                 elif (reader := self._readers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                     self._serve(reader)
-            self._obey()
+            self._commands.obey()
             self._sweep()
         for reader in list(self._readers.values()):
             self._close(reader, CloseReason.DONE)
-        self._obey()
-        for sock in (self._listener, self._woken, self._waker):
-            sock.close()
+        self._commands.obey()
+        self._commands.close()
+        self._listener.close()
         self._selector.close()
-
-    def _obey(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, address = self._listener.accept()
         except OSError:
             # Out of files, perhaps: it stays readable, and without a pause this thread would spin.
             time.sleep(0.01)
@@ -179,8 +176,9 @@ class TcpServer:
         limits = self._options.limits
         strangers = [each for each in self._readers.values() if each.session.established is None]
         if len(strangers) >= limits.max_handshakes:
-            self._close(strangers[0], CloseReason.TOO_MANY)
-        if len(self._readers) - len(strangers) >= limits.max_connections:
+            self._close(strangers[who_gives_way([each.host for each in strangers])], CloseReason.TOO_MANY)
+        friends = [each for each in self._readers.values() if each.session.established is not None]
+        if len(friends) >= limits.max_connections and not self._leave_idle(friends):
             sock.close()
             self._count(CloseReason.TOO_MANY)
             return
@@ -188,9 +186,16 @@ class TcpServer:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         handshake = ServerHandshake(self._identity, Channel.DATA, secrets.token_bytes(32))
-        reader = _Reader(sock, Session(handshake, limits), self._clock())
+        reader = _Reader(sock, str(address[0]), Session(handshake, limits), self._clock())
         self._readers[sock] = reader
         self._selector.register(sock, reader.events)
+
+    def _leave_idle(self, readers: Sequence[_Reader]) -> bool:
+        """Make room: who has asked for nothing for longest connects anew when it wants something."""
+        idle = [each for each in readers if not each.is_answering]
+        if idle:
+            self._close(min(idle, key=lambda each: each.moved_s), CloseReason.TOO_MANY)
+        return bool(idle)
 
     def _serve(self, reader: _Reader) -> None:
         before = reader.events
@@ -200,6 +205,10 @@ class TcpServer:
             self._send(reader)
         except WireError as error:
             self._close(reader, error.reason)
+            return
+        except Exception:  # a bug costs this connection, and no other
+            logger.exception("a data connection met a bug")
+            self._close(reader, CloseReason.HANDLER)
             return
         if reader.events != before:
             self._selector.modify(reader.sock, reader.events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import secrets
 import socket
@@ -17,6 +18,7 @@ from hybridkv.peers.transport.contract import (
     Done,
     Failed,
     FailureReason,
+    MayReach,
     Region,
     RemoteId,
     TransferId,
@@ -57,8 +59,12 @@ class TcpTransport:
         self._clock = clock
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._host = self._options.advertised_host or self._options.host
-        if _address_of(self._host, 1) is None:
+        address = _address_of(self._host, 1)
+        if address is None:
             raise PeersConfigurationError("advertised_host", "an address, not a name", self._host)
+        if ipaddress.ip_address(str(address[1][0]).partition("%")[0]).is_unspecified:
+            hint = "listening on every address does not say at which one this host is found"
+            raise PeersConfigurationError("advertised_host", "an address that peers can connect to", self._host, hint)
         self._memory = RegisteredMemory()
         self._lock = threading.Lock()
         self._remote_numbers = itertools.count(1)
@@ -83,7 +89,7 @@ class TcpTransport:
             self._memory = self._memory.without(regions)
         self._server.forget(regions)
 
-    def attach(self, capability: bytes) -> RemoteId | Failed:
+    def attach(self, capability: bytes, may_reach: MayReach | None = None) -> RemoteId | Failed:
         self._demand_open("attach")
         decoded = decode_capability(capability)
         if isinstance(decoded, str):
@@ -91,10 +97,13 @@ class TcpTransport:
         if decoded.name == self._peer_name:
             return Failed(FailureReason.REFUSED, "this side's own capability")
         if not self._secret and not is_loopback(decoded.host):
-            return Failed(FailureReason.REFUSED, f"{decoded.host} is another host's, and this side has no secret")
+            why = f"{decoded.host[:80]!r} is another host's, and this side has no secret"
+            return Failed(FailureReason.REFUSED, why)
         address = _address_of(decoded.host, decoded.port)
         if address is None:
-            return Failed(FailureReason.REFUSED, f"{decoded.host!r} is no address")
+            return Failed(FailureReason.REFUSED, f"{decoded.host[:80]!r} is no address")
+        if may_reach is not None and not may_reach(str(address[1][0])):
+            return Failed(FailureReason.REFUSED, f"{decoded.host[:80]!r} is no address that may be connected to")
         remote = RemoteId(next(self._remote_numbers))
         identity = Identity(self._peer_name, data_key(self._secret, decoded.token))
         self._known_remotes.add(remote)
@@ -188,6 +197,6 @@ def _address_of(host: str, port: int) -> Address | None:
         found = socket.getaddrinfo(
             "127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )
-    except (OSError, UnicodeError):
+    except (OSError, ValueError):
         return None
     return int(found[0][0]), found[0][4]

@@ -1,0 +1,200 @@
+"""What fails in a rank's thread costs the request that it belongs to: others go on, and nothing is held for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from peer_ranks import PATIENT, Engine, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens
+
+from hybridkv.connectors.vllm.identity.background import MAX_WAITING, Background
+from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers
+from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
+from hybridkv.connectors.vllm.nixl.params import RankAddress
+from hybridkv.connectors.vllm.nixl.reading import Reading
+from hybridkv.connectors.vllm.nixl.serving import Serving
+from hybridkv.metrics import PEER_FAILURES
+from hybridkv.peers.control import LinkId
+from hybridkv.peers.leases import Lease
+from hybridkv.peers.reads import Reason
+from hybridkv.peers.tables import offered
+from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.wire import CloseReason
+
+NUM_TOKENS = 23
+SIDE = Side()
+TABLES = tables_of(SIDE, NUM_TOKENS)
+KEPT = offered(SIDE.groups, TABLES, NUM_TOKENS)
+
+
+@contextmanager
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    world = World()
+    both = [Engine.start(SIDE, lambda name: ReferenceTransport(name, world), bounds=PATIENT) for _ in range(2)]
+    write_prompt(both[0], TABLES, NUM_TOKENS)
+    try:
+        yield both[0], both[1]
+    finally:
+        for engine in reversed(both):
+            engine.close()
+
+
+def require_handed_over(producer: Engine, consumer: Engine, request_id: str) -> None:
+    """Both go on."""
+    load(consumer, request_id, hand_over(producer, request_id, TABLES, NUM_TOKENS), TABLES)
+    assert failures(consumer, request_id) == [None]
+    assert wrong_tokens(consumer, TABLES, NUM_TOKENS) == []
+    producer.ranks[0].until(lambda results: request_id in results.released)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Callable[..., bool]) -> None:
+    """The method raises for what it is true of."""
+    method = getattr(owner, name)
+
+    def broken(self: Any, *arguments: Any) -> Any:
+        if when(*arguments):
+            raise RuntimeError("a bug")
+        return method(self, *arguments)
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+def test_blocks_of_a_request_without_a_lease_are_given_back_at_once() -> None:
+    with engines() as (producer, consumer):
+        offer(producer, "p", KEPT)
+        producer.ranks[0].until(lambda results: results.released == {"p"})
+        counted = producer.ranks[0].recorder.take()
+        assert counted is not None and "dropped" in str(counted.data)
+        require_handed_over(producer, consumer, "q")
+
+
+def test_a_lease_stands_before_the_ranks_thread_has_had_a_turn() -> None:
+    """A consumer that is connected reads it with nobody's help."""
+    go_on = threading.Event()
+    with engines() as (producer, consumer):
+        rank = producer.ranks[0]
+        table = rank.agent._serving._memory._table
+        rank.agent._inbox.put(lambda: go_on.wait(60))
+        producer.submit(lambda: StepPlan(opened=[Opened("p", Lease(3, 77)), Opened("q", Lease(1 << 20, 77))]))
+        assert tuple(table[3]) == (77, 0)
+        go_on.set()
+        producer.submit(lambda: StepPlan(dropped=["p"]))
+        require_handed_over(producer, consumer, "r")
+
+
+def test_a_lease_that_cannot_be_opened_stands_in_no_slot() -> None:
+    with engines() as (producer, _):
+        rank = producer.ranks[0]
+        twice = [Opened("p", Lease(3, 77)), Opened("p", Lease(4, 78))]
+        producer.submit(lambda: StepPlan(opened=twice, offered=[Offered("q", KEPT)]))
+        rank.until(lambda results: results.released == {"q"})
+        table = rank.agent._serving._memory._table
+        assert tuple(table[3]) == (77, 0) and tuple(table[4]) == (0, 0)
+
+
+def test_a_part_of_a_plan_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, Serving, "open", lambda opened: opened.request_id == "p")
+    with engines() as (producer, consumer):
+        leases = [Opened(name, Lease(slot, 7)) for slot, name in enumerate("pq")]
+        producer.submit(lambda: StepPlan(opened=leases, offered=[Offered(name, KEPT) for name in "pq"]))
+        producer.ranks[0].until(lambda results: results.released == {"p"})
+        require_handed_over(producer, consumer, "r")
+
+
+def test_a_load_that_cannot_begin_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, Reading, "_begun", lambda load, links: load.request_id == "p")
+    with engines() as (producer, consumer):
+        load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
+        (failure,) = failures(consumer, "p")
+        assert failure is not None and failure.reason == "other" and "a bug" in failure.detail
+        # Its producer hears that it need not wait.
+        producer.ranks[0].until(lambda results: "p" in results.released)
+        require_handed_over(producer, consumer, "q")
+
+
+def test_a_question_that_meets_a_bug_costs_its_own_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, Serving, "_begin_digests", lambda question, request_id: request_id == "p")
+    with engines() as (producer, consumer):
+        load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
+        (failure,) = failures(consumer, "p")
+        assert failure is not None and failure.reason == "other"
+        producer.ranks[0].until(lambda results: "p" in results.released)
+        require_handed_over(producer, consumer, "q")
+
+
+def test_what_fails_every_time_keeps_nothing_else_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, Serving, "tick", lambda: True)
+    with engines() as (producer, consumer):
+        load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), tables_of(SIDE, NUM_TOKENS))
+        consumer.submit(lambda: StepPlan(ended=["p"]))
+        (failure,) = failures(consumer, "p")
+        assert failure is not None and failure.reason == "cancelled"
+
+
+def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    digests = RankMemory.digests
+
+    def slow(self: RankMemory, runs: Any) -> list[bytes]:
+        if self is producer.ranks[0].agent._serving._memory:
+            begun.set()
+            assert go_on.wait(60)
+        return digests(self, runs)
+
+    monkeypatch.setattr(RankMemory, "digests", slow)
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.digesting.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.CLOSE_S", 0.05)
+    with engines() as (producer, consumer):
+        load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
+        assert begun.wait(60)
+        assert not producer.ranks[0].agent.close()
+        go_on.set()
+        monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.CLOSE_S", 60.0)
+
+
+def test_a_thread_with_much_to_do_ends_when_it_is_done() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    background = Background("busy")
+
+    def wait() -> bool:
+        begun.set()
+        return go_on.wait(60)
+
+    background.submit(wait)
+    assert begun.wait(60)
+    done = [background.submit(lambda: None) for _ in range(MAX_WAITING + 1)]
+    assert done.pop() is None
+    background.close()
+    assert not background.has_ended(0.0)
+    go_on.set()
+    assert background.has_ended(60)
+    assert all(outcome is not None and outcome.is_done for outcome in done)
+
+
+EXPECTED = {
+    "gone": ["done", "ended", "reset", "unreachable", "truncated", "wrong_peer"],
+    "timeout": ["too_slow", "silent", "backlog"],
+    "refused": ["secret", "no_secret", "version", "self"],
+    "protocol": ["malformed", "oversized", "seal", "unexpected"],
+    "busy": ["too_many"],
+    "other": ["handler"],
+}
+
+
+@pytest.mark.parametrize("reason", list(CloseReason))
+def test_a_connection_that_ended_says_why_its_reads_failed(reason: CloseReason) -> None:
+    with engines() as (producer, _):
+        rank = producer.ranks[0]
+        control = Control(
+            lambda host, port, name: LinkId(1), lambda link, message: False, lambda link, why: None, lambda: None
+        )
+        peers = Peers(rank.agent._serving._offer.description, rank.transport, control)
+        peer: Peer = peers.get("127.0.0.1", RankAddress(1, "somebody"))
+        peers.closed(peer.link, reason)
+        (word,) = [word for word, reasons in EXPECTED.items() if reason in reasons]
+        assert peer.failure is not None and peer.failure.reason == word
+        assert word in PEER_FAILURES and Reason(word)

@@ -1,0 +1,169 @@
+"""Bytes of a request: what the connector counts, what the table of groups says, and what went over the socket."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import peer_ranks
+import pytest
+from peer_ranks import Engine, Rank, Side, failures, hand_over, load
+
+from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
+from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.params import RankAddress
+from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, LayerDescription, Piece
+from hybridkv.peers.leases import SLOT_BYTES
+from hybridkv.peers.transport import Transport
+from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
+from hybridkv.peers.transport.tcp.protocol import Capability, decode_capability
+from hybridkv.peers.volume import full_attention_bytes, group_table, moved_bytes
+from hybridkv.peers.wire import NO_SECRET
+from hybridkv.planner import GroupKind, GroupSpec
+
+BLOCK_TOKENS, WINDOW_TOKENS = 16, 64
+NUM_BLOCKS = 2048
+WORDS_BYTES = 1024
+"""More than a handshake, two requests' heads and their seals take, and less than a block."""
+RELAY_HOST = "127.0.0.2"
+"""Of the loopback too: where consumers are sent, so that what they are sent can be counted."""
+
+
+@dataclass(frozen=True)
+class Windows(Side):
+    """Five groups with windows, one of full attention, and one whose state stands for all tokens; pages move whole."""
+
+    block_tokens: int = BLOCK_TOKENS
+    total_heads: int = 0
+
+    @property
+    def groups(self) -> tuple[GroupSpec, ...]:
+        window = GroupSpec(GroupKind.WINDOW, self.block_tokens, window_tokens=WINDOW_TOKENS)
+        recurrent = GroupSpec(GroupKind.RECURRENT, self.block_tokens)
+        return (*[window] * 5, GroupSpec(GroupKind.FULL, self.block_tokens), recurrent)
+
+
+class WholeRank(Rank):
+    """Its pages are pieces that nobody may cut. It may read by way of the relay."""
+
+    hosts = AllowedHosts((RELAY_HOST,))
+
+    def _description(self, memory: RankMemory) -> Description:
+        groups = []
+        for index, spec in enumerate(self.side.groups):
+            block_bytes = self.pages[index].strides[0]
+            piece = Piece(index, 0, block_stride_bytes=block_bytes, item_bytes=block_bytes)
+            groups.append(GroupDescription(spec, (LayerDescription(f"layer{index}", "plain", (piece,)),)))
+        sizes = tuple(region.num_bytes for region in memory.regions)
+        whole = Description(PROTOCOL, self.name, {}, self.rank, self.side.tp_size, NUM_BLOCKS, sizes, tuple(groups))
+        self.table = group_table(whole)
+        return whole
+
+
+class Relay:
+    """Stands before a producer's data port, and counts what it sends."""
+
+    def __init__(self, producer: Transport) -> None:
+        capability = decode_capability(producer.register([]))
+        assert isinstance(capability, Capability)
+        self._target = ("127.0.0.1", capability.port)
+        self._listener = socket.create_server((RELAY_HOST, capability.port))
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def num_bytes(self) -> int:
+        with self._lock:
+            return self._num_bytes
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                consumer, _ = self._listener.accept()
+            except OSError:
+                return
+            producer = socket.create_connection(self._target)
+            threading.Thread(target=self._pass_on, args=[consumer, producer, False], daemon=True).start()
+            threading.Thread(target=self._pass_on, args=[producer, consumer, True], daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, is_counted: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if is_counted:
+                    with self._lock:
+                        self._num_bytes += len(data)
+                sink.sendall(data)
+        except OSError:
+            pass
+        finally:
+            for sock in (source, sink):
+                sock.close()
+
+
+def started(host: str = "127.0.0.1") -> WholeRank:
+    options = TcpOptions(advertised_host=host, connections=1)
+    return WholeRank(Windows(), 0, lambda name: TcpTransport(name, NO_SECRET, options))
+
+
+@contextmanager
+def pair() -> Iterator[tuple[WholeRank, WholeRank, Relay]]:
+    producer, consumer = started(RELAY_HOST), started()
+    relay = Relay(producer.transport)
+    try:
+        yield producer, consumer, relay
+    finally:
+        assert consumer.agent.close()
+        assert producer.agent.close()
+        relay.close()
+
+
+@pytest.fixture(autouse=True)
+def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_ranks, "NUM_BLOCKS", NUM_BLOCKS)
+    monkeypatch.setattr(peer_ranks, "ITEM_BYTES", 32)
+
+
+def tables(num_tokens: int, first: int) -> tuple[tuple[int, ...], ...]:
+    """Of all groups, in turns; the state is one block, at the end of its table."""
+    count = -(-num_tokens // BLOCK_TOKENS)
+    found = [tuple(range(first + group * count, first + (group + 1) * count)) for group in range(7)]
+    found[6] = (*[0] * (count - 1), found[6][-1])
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("num_tokens", "computed_tokens"), [(4096, 0), (4090, 0), (4096, 2048), (40, 0), (4096, 4080)])
+def test_what_is_counted_is_what_the_table_says_and_what_the_wire_carries(
+    num_tokens: int, computed_tokens: int
+) -> None:
+    with pair() as (theirs, ours, relay):
+        producer, consumer = Engine(theirs.side, [theirs]), Engine(ours.side, [ours])
+        producer.addresses = [RankAddress(theirs.agent.listen("127.0.0.1", 0), theirs.name)]
+        there, here = tables(num_tokens, 1), tables(num_tokens, 200)
+        for number, page in enumerate(theirs.pages):
+            page[:] = number
+        load(consumer, "d", hand_over(producer, "p", there, num_tokens), here, computed_tokens)
+        assert failures(consumer, "d") == [None]
+        assert all((page[ids[-1]] == n).all() for n, (page, ids) in enumerate(zip(ours.pages, here, strict=True)))
+
+        counted = ours.recorder.take()
+        assert counted is not None
+        totals = {name: value for name, _, value in counted.data["counters"]}
+        formula = moved_bytes(ours.table, num_tokens, computed_tokens)
+        assert totals["vllm:hybridkv_peer_read_bytes_total"] == formula
+        # Nothing moves twice, and nothing but the lease moves besides.
+        assert 0 < relay.num_bytes - formula - SLOT_BYTES < WORDS_BYTES < min(row.block_bytes for row in ours.table)
+
+
+def test_five_windows_at_4096_tokens_cost_a_small_part_of_full_attention() -> None:
+    """What the test above has counted, beside what it would be without groups."""
+    with pair() as (_, ours, _):
+        block = ours.table[0].block_bytes
+        assert moved_bytes(ours.table, 4096) == (5 * 4 + 256 + 1) * block
+        assert full_attention_bytes(ours.table, 4096) == 7 * 256 * block

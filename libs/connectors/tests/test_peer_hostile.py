@@ -1,0 +1,244 @@
+"""Peers that know the secret and keep to nothing else: they cost themselves their connection, and nobody a load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from peer_ranks import (
+    PATIENT,
+    WAIT_S,
+    Engine,
+    Side,
+    failures,
+    hand_over,
+    load,
+    tables_of,
+    write_prompt,
+    wrong_tokens,
+)
+
+from hybridkv.connectors.vllm.nixl import holding, serving
+from hybridkv.connectors.vllm.nixl.backlog import WORD_BYTES, Backlog, message_bytes
+from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS, AllowedHosts
+from hybridkv.connectors.vllm.nixl.links import Control
+from hybridkv.connectors.vllm.nixl.params import RankAddress
+from hybridkv.peers.control import ControlLoop, Handlers, LinkId
+from hybridkv.peers.description import encode
+from hybridkv.peers.ranks import RankLink
+from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.transport import Transport
+from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
+from hybridkv.peers.wire import (
+    NO_SECRET,
+    Accepted,
+    AskDigests,
+    Describe,
+    Digests,
+    Message,
+    Ping,
+    Question,
+    Renew,
+    WireLimits,
+    pack_columns,
+)
+
+NUM_TOKENS = 23
+SIDE = Side()
+TABLES = tables_of(SIDE, NUM_TOKENS)
+
+
+@contextmanager
+def engines(open_transport: Callable[[str], Transport]) -> Iterator[tuple[Engine, Engine]]:
+    both = [Engine.start(SIDE, open_transport, bounds=PATIENT) for _ in range(2)]
+    write_prompt(both[0], TABLES, NUM_TOKENS)
+    try:
+        yield both[0], both[1]
+    finally:
+        for engine in reversed(both):
+            engine.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Engine, Engine]]:
+    world = World()
+    with engines(lambda name: ReferenceTransport(name, world)) as both:
+        yield both
+
+
+def require_loads(pair: tuple[Engine, Engine], request_id: str) -> None:
+    """An honest consumer is served."""
+    producer, consumer = pair
+    load(consumer, request_id, hand_over(producer, request_id, TABLES, NUM_TOKENS), TABLES)
+    assert failures(consumer, request_id) == [None]
+    assert wrong_tokens(consumer, TABLES, NUM_TOKENS) == []
+    producer.ranks[0].until(lambda results: request_id in results.released)
+
+
+class Rogue:
+    """A consumer that says what a test wants."""
+
+    def __init__(self, producer: Engine) -> None:
+        limits = WireLimits(handshake_timeout_s=WAIT_S, silence_timeout_s=WAIT_S)
+        self._changed = threading.Condition()
+        self.heard: list[Message] = []
+        self.is_open, self.is_closed = False, False
+        self._loop = ControlLoop("rogue", NO_SECRET, limits)
+        handlers = Handlers(lambda link, name: self._is("is_open"), self._hear, lambda link, why: self._is("is_closed"))
+        address = producer.addresses[0]
+        self._link = self._loop.connect("127.0.0.1", address.port, address.name, handlers)
+        self.until(lambda: self.is_open)
+
+    def _is(self, name: str) -> None:
+        with self._changed:
+            setattr(self, name, True)
+            self._changed.notify_all()
+
+    def _hear(self, link: LinkId, message: Message) -> None:
+        with self._changed:
+            self.heard.append(message)
+            self._changed.notify_all()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(holds, WAIT_S), self.heard
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            self._loop.send(self._link, message)
+
+    def close(self) -> None:
+        assert self._loop.close(5.0)
+
+
+@pytest.fixture
+def rogue(pair: tuple[Engine, Engine]) -> Iterator[Rogue]:
+    made = Rogue(pair[0])
+    yield made
+    made.close()
+
+
+def described(engine: Engine, **changes: Any) -> Describe:
+    """What a rank of this engine says of itself, but for some of it."""
+    rank = engine.ranks[0]
+    description = msgspec.structs.replace(rank.agent._serving._offer.description, **changes)
+    return Describe(encode(description), rank.transport.name, b"")
+
+
+def test_who_describes_itself_twice_is_left(pair: tuple[Engine, Engine], rogue: Rogue) -> None:
+    rogue.say(described(pair[1]))
+    rogue.until(lambda: Accepted() in rogue.heard)
+    assert not rogue.is_closed
+    rogue.say(described(pair[1]))
+    rogue.until(lambda: rogue.is_closed)
+    require_loads(pair, "p")
+
+
+@pytest.mark.parametrize("message", [Question(1, b"x"), Accepted(), Digests(1, b""), AskDigests(1, None, 1, b"")])  # type: ignore[arg-type]
+def test_what_does_not_belong_here_ends_its_connection(
+    pair: tuple[Engine, Engine], rogue: Rogue, message: Message
+) -> None:
+    if isinstance(message, AskDigests):
+        lease = hand_over(pair[0], "other", TABLES, NUM_TOKENS).lease
+        message = AskDigests(1, lease, NUM_TOKENS, pack_columns([[0], [0], [1]]))
+    rogue.say(message)
+    rogue.until(lambda: rogue.is_closed)
+
+
+def test_what_a_consumer_says_of_itself_fills_no_log(
+    pair: tuple[Engine, Engine], rogue: Rogue, caplog: pytest.LogCaptureFixture
+) -> None:
+    rogue.say(described(pair[1], facts={"model\n" + "x" * 4000: "y" * 4000}))
+    rogue.until(lambda: bool(rogue.heard))
+    [said] = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
+    assert "model" in said and "\n" not in said and len(said) < 1000
+
+
+def test_more_questions_than_allowed_are_answered_at_once(
+    pair: tuple[Engine, Engine], rogue: Rogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MAX_QUESTIONS_A_LINK", 4)
+    rogue.say(described(pair[1]))
+    # Its plan does not come, so that questions wait for it.
+    lease = hand_over(pair[0], "late", TABLES, NUM_TOKENS, is_planned=False).lease
+    rogue.say(Renew(lease))
+    spans = pack_columns([[0], [0], [1]])
+    rogue.say(*(AskDigests(number, lease, NUM_TOKENS, spans) for number in range(6)))
+    rogue.until(lambda: sum(isinstance(each, Digests) for each in rogue.heard) == 2)
+    assert [each for each in rogue.heard if isinstance(each, Digests)] == [
+        Digests(number, b"", serving.BUSY) for number in (4, 5)
+    ]
+
+
+def test_who_says_more_than_may_wait_is_left_and_nobody_else(pair: tuple[Engine, Engine], rogue: Rogue) -> None:
+    agent = pair[0].ranks[0].agent
+    agent._backlog = Backlog(max_link_bytes=1 << 20)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def occupied() -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+
+    agent._inbox.put(occupied)
+    assert begun.wait(WAIT_S)
+    rogue.say(*(Describe(bytes(1 << 18), "tcp", b"") for _ in range(8)))
+    rogue.until(lambda: rogue.is_closed)
+    assert agent._backlog.num_bytes <= 1 << 20
+    go_on.set()
+    require_loads(pair, "p")
+    assert agent._backlog.num_bytes == 0
+
+
+def test_what_waits_is_counted_by_peer_and_in_all() -> None:
+    backlog, (one, other) = Backlog(100, 150), (LinkId(1), LinkId(2))
+    assert backlog.add(one, 100) and not backlog.add(one, 1)
+    assert backlog.add(other, 50) and not backlog.add(other, 1)
+    backlog.remove(one, 100)
+    assert backlog.add(other, 50) and not backlog.add(other, 1) and backlog.add(one, 50)
+    for link, num_bytes in ((one, 50), (other, 50), (other, 50)):
+        backlog.remove(link, num_bytes)
+    assert backlog.num_bytes == 0 and not backlog._by_link
+    assert message_bytes(Describe(b"12345", "tcp", b"67")) == WORD_BYTES + 10
+    assert message_bytes(Ping()) == WORD_BYTES
+
+
+@pytest.mark.parametrize(("hosts", "is_loaded"), [((), False), (("10.0.0.0/8",), False), (("127.0.0.2",), True)])
+def test_memory_is_read_where_the_producer_was_reached_or_may_be(hosts: tuple[str, ...], is_loaded: bool) -> None:
+    """Its ranks are asked at 127.0.0.1, and say that their memory is read at 127.0.0.2."""
+    with engines(lambda name: TcpTransport(name, NO_SECRET, TcpOptions(host="127.0.0.2"))) as (producer, consumer):
+        consumer.ranks[0].agent._peers._hosts = AllowedHosts(hosts)
+        load(consumer, "d", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
+        [failure] = failures(consumer, "d")
+        assert (failure is None) is is_loaded
+        assert failure is None or (failure.reason == "refused" and "127.0.0.2" in failure.detail)
+
+
+def test_a_rank_that_was_told_no_hosts_reads_where_it_was_reached() -> None:
+    with engines(lambda name: TcpTransport(name, NO_SECRET)) as pair:
+        assert pair[1].ranks[0].agent._peers._hosts is NO_HOSTS
+        require_loads(pair, "p")
+
+
+def test_a_lease_of_no_time_is_not_renewed_without_a_pause() -> None:
+    now_s, said = 100.0, list[Message]()
+
+    def send(link: LinkId, message: Message) -> bool:
+        said.append(message)
+        return True
+
+    peer = SimpleNamespace(link=LinkId(1), is_open=True)
+    links = (RankLink(0, True, 0, 1),)
+    peers: Any = SimpleNamespace(told_links=lambda count: links, get=lambda host, rank: peer)
+    control = Control(lambda host, port, name: LinkId(1), send, lambda link, why: None, lambda: None)
+    kept = holding.Holding(peers, control, lambda: now_s)
+    prompt: Any = SimpleNamespace(host="h", ranks=(RankAddress(1, "n"),), lease="lease", lease_seconds=1e-9)
+    kept.begin("r", prompt)
+    for _ in range(1000):
+        now_s += holding.LEAST_RENEWAL_S / 100
+        kept.tick()
+    assert 8 <= len(said) <= 10

@@ -1,0 +1,80 @@
+"""What the connector to peers counts comes to Prometheus under the names that the catalogue has, and all of them do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from test_stats import exposed
+
+from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.stats import OffloadStats
+from hybridkv.metrics import CATALOGUE, PEER_FAILURES
+
+NAMES = {metric.name for metric in CATALOGUE.metrics if metric.name.startswith("vllm:hybridkv_peer_")}
+PROMPTS = ("loaded", "held_already", "refused", "failed")
+LEASES = ("done", "expired", "dropped", "no_room")
+
+
+def everything() -> PeerRecorder:
+    recorder = PeerRecorder()
+    for prompt in PROMPTS:
+        recorder.prompt(prompt)
+    for lease in LEASES:
+        recorder.lease(lease)
+    recorder.held(3)
+    recorder.read(0.02, 4096, 5)
+    for reason in (*PEER_FAILURES, "what nobody has heard of"):
+        recorder.failure(reason)
+    return recorder
+
+
+def taken(recorder: PeerRecorder) -> OffloadStats:
+    stats = recorder.take()
+    assert stats is not None
+    return stats
+
+
+def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
+    text = exposed(taken(everything()))
+    for line in (
+        *(f'vllm:hybridkv_peer_prompts_total{{engine="0",outcome="{outcome}"}} 1.0' for outcome in PROMPTS),
+        *(f'vllm:hybridkv_peer_leases_total{{engine="0",outcome="{outcome}"}} 1.0' for outcome in LEASES),
+        *(
+            f'vllm:hybridkv_peer_read_failures_total{{engine="0",reason="{reason}"}} {1 + (reason == "other")}.0'
+            for reason in PEER_FAILURES
+        ),
+        'vllm:hybridkv_peer_leases_held{engine="0"} 3.0',
+        'vllm:hybridkv_peer_read_bytes_total{engine="0"} 4096.0',
+        'vllm:hybridkv_peer_read_descriptors_total{engine="0"} 5.0',
+        'vllm:hybridkv_peer_read_seconds_count{engine="0"} 1.0',
+        'vllm:hybridkv_peer_read_seconds_sum{engine="0"} 0.02',
+        'vllm:hybridkv_peer_read_seconds_bucket{engine="0",le="0.03"} 1.0',
+        'vllm:hybridkv_peer_read_seconds_bucket{engine="0",le="0.01"} 0.0',
+    ):
+        assert line in text, text
+
+
+def test_every_metric_of_peers_is_counted_and_every_value_of_its_labels() -> None:
+    """A name that is declared and never counted would be a line of zeroes on a dashboard."""
+    counted = re.findall(r"^(vllm:hybridkv_peer_\w+?)(?:_count)?(?:\{.*\})? (?!0\.0$)\S+$", _shown(), re.MULTILINE)
+    assert {name.removesuffix("_sum").removesuffix("_bucket") for name in counted} >= NAMES
+    zeroes = re.findall(r"^(vllm:hybridkv_peer_\w+_total\{.*\}) 0\.0$", _shown(), re.MULTILINE)
+    assert zeroes == []
+
+
+def _shown() -> str:
+    return exposed(taken(everything()))
+
+
+def test_a_value_that_is_not_declared_is_an_error() -> None:
+    with pytest.raises(Exception, match="forgotten"):
+        PeerRecorder().lease("forgotten")
+
+
+def test_stats_of_both_halves_and_of_two_ranks_add_up() -> None:
+    first, second = taken(everything()), taken(everything())
+    merged = first.aggregate(second).reduce()
+    assert merged["vllm:hybridkv_peer_read_bytes_total"] == 8192
+    assert first.reduce()["vllm:hybridkv_peer_read_bytes_total"] == 4096
+    assert PeerRecorder().take() is None

@@ -1,0 +1,228 @@
+"""What was posted to NIXL, and looks after it until it has ended. Errors become states of reads.
+
+A read that fails is over for its owner at once, but its memory only when NIXL says that each of its posts has ended: an
+RDMA read cannot be taken back. Where one does not end, the peer is given up, which ends all that was posted to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hybridkv.peers.ranges import Int64Array, Ranges
+from hybridkv.peers.transport.contract import PENDING, Done, Failed, FailureReason, TransferId, TransferState
+from hybridkv.peers.transport.memory import RegisteredMemory
+from hybridkv.peers.transport.nixl_library import reason_of
+from hybridkv.peers.transport.nixl_lists import HOST_DEVICE, UnitTable, is_on_units, posts_of
+from hybridkv.peers.transport.nixl_options import NixlOptions
+
+logger = logging.getLogger(__name__)
+
+LOCAL = "NIXL_INIT_AGENT"
+KIND = "DRAM"
+
+
+class NixlRemote:
+    def __init__(self, agent: str, memory: RegisteredMemory) -> None:
+        self.agent = agent
+        self.memory = memory
+        self.units = UnitTable.of(memory)
+        self.dlist: Any = None
+        self.is_attached = True
+
+
+class NixlRead:
+    """One transfer. `failure` is set once it cannot succeed, `handles` are the posts that have not ended."""
+
+    def __init__(self, remote: NixlRemote, began_s: float, deadline_s: float) -> None:
+        self.remote = remote
+        self.began_s = began_s
+        self.deadline_s = deadline_s
+        self.failed_s = 0.0
+        self.posts: deque[Ranges] = deque()
+        self.handles: list[Any] = []
+        self.num_bytes = 0
+        self.num_descriptors = 0
+        self.state: TransferState = PENDING
+
+    def fail(self, reason: FailureReason, detail: str, now_s: float) -> None:
+        if self.state is PENDING:
+            self.state = Failed(reason, detail)
+            self.failed_s = now_s
+            self.posts.clear()
+
+
+class NixlReads:
+    """Every read that is not released, of one agent. Each call is made under the lock of who owns it."""
+
+    def __init__(self, agent: Any, options: NixlOptions, clock: Callable[[], float]) -> None:
+        self._agent = agent
+        self._options = options
+        self._clock = clock
+        self._reads: dict[TransferId, NixlRead] = {}
+        self._units = UnitTable.of(RegisteredMemory())
+        self._dlist: Any = None
+        self._dlist_memory: RegisteredMemory | None = None
+        self.memory = RegisteredMemory()
+        """What reads of this side write to. Replaced when it changes."""
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def get(self, number: TransferId) -> NixlRead | None:
+        return self._reads.get(number)
+
+    def add(self, number: TransferId, read: NixlRead) -> None:
+        self._reads[number] = read
+
+    def begin(self, read: NixlRead, ranges: Ranges) -> None:
+        """What will be posted, when `advance` comes to it. The ranges were checked on both sides."""
+        read.posts.extend(posts_of(ranges, self._options.post_bytes))
+
+    def forget(self, number: TransferId) -> bool:
+        """Whether nothing is written for it any more; then it is no more."""
+        read = self._reads[number]
+        if read.handles or read.state is PENDING:
+            read.fail(FailureReason.CANCELLED, "", self._clock())
+            self.advance(read)
+        if read.handles:
+            return False
+        del self._reads[number]
+        return True
+
+    def num_waiting(self) -> int:
+        """Posts that are to be made, or have not ended, of reads that may still succeed."""
+        return sum(len(each.posts) + len(each.handles) for each in self._reads.values() if each.state is PENDING)
+
+    def advance_all(self) -> None:
+        for read in self._reads.values():
+            if read.state is PENDING or read.handles:
+                self.advance(read)
+
+    def fail_all(self, reason: FailureReason, detail: str) -> None:
+        for read in self._reads.values():
+            read.fail(reason, detail, self._clock())
+
+    def is_quiet(self) -> bool:
+        """Whether no post is under way."""
+        for read in self._reads.values():
+            if read.handles:
+                self.advance(read)
+        return not any(read.handles for read in self._reads.values())
+
+    def advance(self, read: NixlRead) -> None:
+        """Look after what was posted, and post the next. Errors become the state."""
+        now_s = self._clock()
+        for handle in list(read.handles):
+            self._look_at(read, handle, now_s)
+        if read.state is PENDING and now_s >= read.deadline_s:
+            read.fail(FailureReason.TIMEOUT, "", now_s)
+        if read.state is not PENDING:
+            if read.handles and read.remote.is_attached and now_s - read.failed_s > self._options.abandon_s:
+                self.give_up(read.remote, FailureReason.GONE, "a read of this peer could not be ended otherwise")
+            return
+        while read.posts and len(read.handles) < self._options.max_posts:
+            if self._post(read, read.posts.popleft(), now_s) or read.state is not PENDING:
+                break
+        if read.state is PENDING and not read.posts and not read.handles:
+            read.state = Done(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
+
+    def _look_at(self, read: NixlRead, handle: Any, now_s: float) -> None:
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except Exception as error:
+            read.fail(reason_of(error), str(error), now_s)
+            state = "ERR"
+        if state == "PROC":
+            return
+        if state != "DONE":
+            read.fail(FailureReason.BROKEN, f"NIXL says {state}", now_s)
+        self._end(read, handle)
+
+    def _post(self, read: NixlRead, ranges: Ranges, now_s: float) -> bool:
+        """Whether it was over when it returned, so that the next call had better be the caller's."""
+        handle = None
+        try:
+            handle = self._make(read, ranges)
+            state = self._agent.transfer(handle)
+        except Exception as error:
+            read.fail(reason_of(error), str(error), now_s)
+            state = "ERR"
+        read.num_bytes += ranges.total_bytes
+        read.num_descriptors += len(ranges)
+        if handle is not None:
+            read.handles.append(handle)
+            if state != "PROC":
+                self._end(read, handle)
+        if state not in ("DONE", "PROC"):
+            read.fail(FailureReason.BROKEN, f"NIXL says {state}", now_s)
+        return bool(state == "DONE")
+
+    def _end(self, read: NixlRead, handle: Any) -> None:
+        """A post that has ended is given back; one that NIXL keeps stays in the list, and its memory with it."""
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception as error:
+            read.fail(reason_of(error), str(error), self._clock())
+            return
+        read.handles.remove(handle)
+
+    def _make(self, read: NixlRead, ranges: Ranges) -> Any:
+        remote = read.remote
+        self._prepare_local()
+        if is_on_units(self._units, remote.units, ranges):
+            if remote.dlist is None:
+                remote.dlist = self._agent.prep_xfer_dlist(remote.agent, remote.units.rows, KIND)
+            ours = self._units.numbers(ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
+            theirs = remote.units.numbers(ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
+            return self._agent.make_prepped_xfer("READ", self._dlist, ours, remote.dlist, theirs)
+        local = _descriptors(self.memory, ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
+        far = _descriptors(remote.memory, ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
+        lists = [self._agent.get_xfer_descs(each, KIND) for each in (local, far)]
+        return self._agent.initialize_xfer("READ", lists[0], lists[1], remote.agent)
+
+    def _prepare_local(self) -> None:
+        if self._dlist_memory is self.memory:
+            return
+        self.drop_local_list()
+        self._units = UnitTable.of(self.memory)
+        if len(self._units):
+            self._dlist = self._agent.prep_xfer_dlist(LOCAL, self._units.rows, KIND)
+        self._dlist_memory = self.memory
+
+    def drop_local_list(self) -> None:
+        if self._dlist is not None:
+            self.quietly(self._dlist.release)
+        self._dlist = None
+        self._dlist_memory = None
+
+    def give_up(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
+        """Close the way to a peer: NIXL ends all that was posted to it."""
+        if not remote.is_attached:
+            return
+        remote.is_attached = False
+        now_s = self._clock()
+        for read in self._reads.values():
+            if read.remote is remote:
+                read.fail(reason, detail, now_s)
+        if remote.dlist is not None:
+            self.quietly(remote.dlist.release)
+        self.forget_agent(remote.agent)
+
+    def forget_agent(self, agent: str | bytes) -> None:
+        self.quietly(lambda: self._agent.remove_remote_agent(agent))
+
+    def quietly(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:
+            logger.debug("NIXL refused to clean up: %s", error)
+
+
+def _descriptors(memory: RegisteredMemory, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> Any:
+    devices = np.full(len(num_bytes), HOST_DEVICE, dtype=np.int64)
+    return np.stack([memory.places(regions, offsets), num_bytes, devices], axis=1).astype(np.uint64)

@@ -1,0 +1,298 @@
+"""What the connector to peers answers vLLM's scheduler, and what it tells its workers, request by request.
+
+The requests, blocks and groups are vLLM's own. The oracle plays whole lives of them (tests/oracle/test_peers.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import pull_scheduler
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from hybridkv.connectors.vllm import PEER_CONNECTOR
+from hybridkv.connectors.vllm.nixl.messages import PromptLoad, StepPlan, WorkerAddress
+from oracle.mixes import GEMMA3, LLAMA4, QWEN3_NEXT, Group, Kind, Mix
+from oracle.settings import Configs, Connector, EngineSettings, make_configs
+
+FULL = Mix("full", (Group(Kind.FULL, 16),))
+WINDOW = Mix("window", (Group(Kind.WINDOW, 16, reach_tokens=24), Group(Kind.FULL, 16)))
+CHUNKED = Mix("chunked", (Group(Kind.CHUNKED, 16, reach_tokens=48), Group(Kind.FULL, 16)))
+PRODUCE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Half:
+    """The scheduler's half of an engine."""
+
+    def __init__(self, mix: Mix, role: str, started: list[Any], **extra: Any) -> None:
+        config: Mapping[str, Any] = {"transport": "tcp", "weights_digest": "none", **extra}
+        connector = Connector(PEER_CONNECTOR, config, role=role)
+        configs: Configs = make_configs(mix, EngineSettings(num_blocks=64, connector=connector))
+        with set_current_vllm_config(configs.vllm):
+            self.connector: Any = KVConnectorFactory.create_connector(
+                configs.vllm, KVConnectorRole.SCHEDULER, configs.scheduler
+            )
+        started.append(self.connector)
+        self.connector.set_xfer_handshake_metadata({0: WorkerAddress(14579, "rank 0")})
+        self.block_tokens = [group.block_tokens for group in mix.groups]
+
+    def request(self, name: str, num_tokens: int, params: dict[str, Any] | None, **sampling: Any) -> Request:
+        extra = {"kv_transfer_params": params} if params is not None else None
+        parameters = SamplingParams(**{"max_tokens": 8, "extra_args": extra, **sampling})
+        request = Request(name, list(range(1, num_tokens + 1)), parameters, None)
+        self.connector.on_new_request(request)
+        return request
+
+    def blocks(self, num_tokens: int) -> tuple[list[int], ...]:
+        """What the engine gives a request: 10, 11, ... of the first group, 110, ... of the second."""
+        counts = [-(-num_tokens // size) for size in self.block_tokens]
+        return tuple([100 * g + 10 + i for i in range(count)] for g, count in enumerate(counts))
+
+    def admit(self, request: Request, external_tokens: int) -> None:
+        """The engine gives it blocks."""
+        blocks = tuple([KVCacheBlock(each) for each in ids] for ids in self.blocks(request.num_tokens))
+        self.connector.update_state_after_alloc(request, KVCacheBlocks(blocks), external_tokens)
+
+    def finish(self, request: Request, status: RequestStatus, tables: Any = None) -> tuple[bool, Any]:
+        request.status = status
+        request.num_computed_tokens = request.num_prompt_tokens
+        blocks = tables or self.blocks(request.num_prompt_tokens)
+        answer: tuple[bool, Any] = self.connector.request_finished_all_groups(request, blocks)
+        return answer
+
+    def plan(self) -> StepPlan:
+        plan = self.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+        assert isinstance(plan, StepPlan)
+        return plan
+
+
+def handed_over(mix: Mix, num_tokens: int, started: list[Any]) -> dict[str, Any]:
+    """What a producer says of a prompt."""
+    half = Half(mix, "kv_producer", started)
+    request = half.request("p", num_tokens, dict(PRODUCE))
+    half.admit(request, 0)
+    holds, params = half.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert holds and isinstance(params, dict)
+    return params
+
+
+def test_the_parameters_are_those_of_vllms_own_connector_and_one_more(started: list[Any]) -> None:
+    """Read in its source: what proxies pass on, and what is left out because this version has one size of it."""
+    source = ast.parse(inspect.getsource(pull_scheduler))
+    returned = [
+        {str(keyword.arg) for keyword in call.keywords}
+        for call in ast.walk(source)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "dict"
+    ]
+    (theirs,) = [keys for keys in returned if "remote_block_ids" in keys]
+    left_out = {"dcp_size", "pp_size", "remote_blocks_expiry_time", "transfer_mode"}
+    assert set(handed_over(WINDOW, 100, started)) == theirs - left_out | {"hybridkv"}
+
+
+@pytest.mark.parametrize(("num_tokens", "places"), [(97, [4, 5]), (101, [4, 5, 6]), (24, [0, 1]), (17, [0])])
+def test_a_window_of_24_tokens_on_blocks_of_16_is_rounded_up(
+    num_tokens: int, places: list[int], started: list[Any]
+) -> None:
+    """Two blocks where it ends with one. The last token of the prompt is the consumer's."""
+    params = handed_over(WINDOW, num_tokens, started)
+    assert params["remote_num_tokens"] == num_tokens - 1
+    assert params["remote_block_ids"][0] == [10 + place for place in places]
+    assert params["hybridkv"]["first_blocks"][0] == places[0]
+    assert len(params["remote_block_ids"][1]) == -(-(num_tokens - 1) // 16), "full attention sends all"
+
+
+@pytest.mark.parametrize(("num_tokens", "places"), [(97, []), (98, [6]), (70, [3, 4]), (49, [])])
+def test_attention_in_chunks_sends_what_lies_behind_the_last_boundary(
+    num_tokens: int, places: list[int], started: list[Any]
+) -> None:
+    params = handed_over(CHUNKED, num_tokens, started)
+    assert params["remote_block_ids"][0] == [10 + place for place in places]
+
+
+def test_a_recurrent_group_sends_the_one_state_and_no_block_of_drafts(started: list[Any]) -> None:
+    half = Half(QWEN3_NEXT, "kv_producer", started)
+    request = half.request("p", 60, dict(PRODUCE))
+    half.admit(request, 0)
+    drafts = ([0, 0, 6, 7, 8, 9], [0, 0, 0, 3, 4, 5], [0, 0, 0, 2, 12, 13], [20, 21, 22, 23])
+    _, params = half.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED, drafts)
+    assert params["remote_block_ids"] == [[7], [3], [2], [20, 21, 22, 23]]
+
+
+def test_a_last_block_that_is_not_full_is_handed_over(started: list[Any]) -> None:
+    params = handed_over(FULL, 40, started)
+    assert params["remote_num_tokens"] == 40 and params["remote_block_ids"] == [[10, 11, 12]]
+    assert handed_over(FULL, 5, started)["remote_block_ids"] == [[10]]
+
+
+@pytest.mark.parametrize(
+    ("mix", "withheld"),
+    [(FULL, 0), (WINDOW, 1), (CHUNKED, 1), (QWEN3_NEXT, 1), (GEMMA3, 1), (LLAMA4, 1)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_the_last_token_is_left_to_the_consumer_where_a_group_drops_what_it_reads(
+    mix: Mix, withheld: int, started: list[Any]
+) -> None:
+    half = Half(mix, "kv_producer", started)
+    request = half.request("p", 60, dict(PRODUCE), max_tokens=128)
+    assert request.num_prompt_tokens == len(request.all_token_ids) == 60 - withheld
+    assert request.max_tokens == (1 if withheld else 128)
+    half.connector.on_new_request(request)
+    assert request.num_prompt_tokens == 60 - withheld, "it is cut once"
+    kept = half.request("q", 60, dict(PRODUCE), prompt_logprobs=1)
+    assert kept.num_prompt_tokens == 60, "its consumer computes all of it"
+    params = handed_over(mix, 60, started)
+    consumer = Half(mix, "kv_consumer", started)
+    again = consumer.request("d", 60, params)
+    assert consumer.connector.get_num_new_matched_tokens(again, 0) == (59, True)
+    assert consumer.connector.get_num_new_matched_tokens(again, 32) == (27, True)
+
+
+def test_a_full_local_hit_loads_nothing_and_tells_the_producer(started: list[Any]) -> None:
+    consumer = Half(WINDOW, "kv_consumer", started)
+    request = consumer.request("d", 50, handed_over(WINDOW, 50, started))
+    assert [held.request_id for held in consumer.plan().held] == ["d"]
+    assert consumer.connector.get_num_new_matched_tokens(request, 49) == (0, False)
+    consumer.admit(request, 0)
+    plan = consumer.plan()
+    assert (plan.loads, plan.ended) == ([], ["d"])
+    assert not consumer.connector.has_pending_push_work()
+
+
+def test_a_local_hit_in_part_is_told_for_all_groups_and_trims_none_by_its_place_in_a_list(started: list[Any]) -> None:
+    """Whole tables travel, with the number of tokens: which blocks are read of each group is paired by tokens."""
+    consumer = Half(QWEN3_NEXT, "kv_consumer", started)
+    request = consumer.request("d", 60, handed_over(QWEN3_NEXT, 60, started))
+    consumer.connector.get_num_new_matched_tokens(request, 32)
+    consumer.admit(request, 27)
+    (load,) = consumer.plan().loads
+    assert isinstance(load, PromptLoad) and load.refused is None
+    assert (load.num_tokens, load.computed_tokens) == (59, 32)
+    assert load.block_ids == tuple(tuple(100 * g + 10 + i for i in range(4)) for g in range(4))
+    assert [len(ids) for ids in load.prompt.block_ids] == [1, 1, 1, 4]
+
+
+def test_a_request_that_is_aborted_before_it_is_admitted_still_tells_its_producer(started: list[Any]) -> None:
+    consumer = Half(WINDOW, "kv_consumer", started)
+    request = consumer.request("d", 50, handed_over(WINDOW, 50, started))
+    consumer.plan()
+    assert consumer.finish(request, RequestStatus.FINISHED_ABORTED) == (False, None)
+    assert consumer.connector.has_pending_push_work(), "a step is needed to carry the word"
+    assert consumer.plan().ended == ["d"]
+    assert not consumer.connector.has_pending_push_work()
+
+
+@pytest.mark.parametrize("mix", [FULL, QWEN3_NEXT], ids=lambda mix: mix.name)
+def test_roles_are_kept(mix: Mix, started: list[Any]) -> None:
+    """A prefill-only engine reads nothing, whatever a request asks for, and a decode-only one holds nothing."""
+    params = handed_over(mix, 50, started)
+    producer = Half(mix, "kv_producer", started)
+    request = producer.request("p", 50, dict(params))
+    assert producer.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    producer.admit(request, 0)
+    assert producer.plan().is_empty
+    consumer = Half(mix, "kv_consumer", started)
+    other = consumer.request("d", 50, dict(PRODUCE))
+    consumer.admit(other, 0)
+    assert other.num_prompt_tokens == 50
+    assert consumer.finish(other, RequestStatus.FINISHED_LENGTH_CAPPED) == (False, None)
+    assert consumer.plan().is_empty
+    both = Half(mix, "kv_both", started)
+    assert both.connector.get_num_new_matched_tokens(both.request("d", 50, dict(params)), 0) == (49, True)
+    third = both.request("p", 50, dict(PRODUCE))
+    both.admit(third, 0)
+    assert both.finish(third, RequestStatus.FINISHED_STOPPED)[0]
+
+
+@pytest.mark.parametrize(
+    "status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED]
+)
+def test_a_prompt_that_did_not_end_well_is_not_handed_over(status: RequestStatus, started: list[Any]) -> None:
+    half = Half(WINDOW, "kv_producer", started)
+    request = half.request("p", 50, dict(PRODUCE))
+    half.admit(request, 0)
+    half.plan()
+    assert half.finish(request, status) == (False, None)
+    assert half.plan().dropped == ["p"]
+
+
+def test_blocks_are_given_back_when_the_ranks_say_so_and_the_slot_with_them(started: list[Any]) -> None:
+    half = Half(WINDOW, "kv_producer", started, max_leases=1)
+    for name in ("p", "q"):
+        request = half.request(name, 50, dict(PRODUCE))
+        half.admit(request, 0)
+        assert [opened.request_id for opened in half.plan().opened] == [name]
+        assert half.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)[0]
+        refused = half.request(f"{name}2", 50, dict(PRODUCE))
+        half.admit(refused, 0)
+        assert half.finish(refused, RequestStatus.FINISHED_LENGTH_CAPPED) == (False, None), "no slot is left"
+        half.connector.update_connector_output(KVConnectorOutput(finished_sending={name}))
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        np.array([[1, 2, 3, 4]] * 2),
+        [np.array([1, 2, 3, 4]), np.array([5, 6, 7, 8])],
+        [np.array([], dtype=np.int64), [5, 6, 7, 8]],
+        [[], []],
+        [[], [5, 6, 7, 8]],
+        [],
+        [None, [5, 6, 7, 8]],
+        "1234",
+        [[1, 2], [5, 6, 7, 8], [9]],
+        [[True, 2], [5, 6, 7, 8]],
+    ],
+    ids=str,
+)
+def test_lists_of_blocks_that_are_no_lists_or_lack_something_are_refused_and_the_prompt_is_computed(
+    lists: Any, started: list[Any]
+) -> None:
+    """An array is neither true nor false: so no list is asked whether it is empty before it is known to be a list."""
+    params = handed_over(WINDOW, 50, started) | {"remote_block_ids": lists}
+    consumer = Half(WINDOW, "kv_consumer", started)
+    request = consumer.request("d", 50, params)
+    assert consumer.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    consumer.admit(request, 0)
+    assert consumer.plan().loads == []
+    stats = consumer.connector.get_kv_connector_stats()
+    assert stats.reduce()["vllm:hybridkv_peer_prompts_total"] == 1
+
+
+def test_where_a_group_has_nothing_to_send_an_empty_list_is_right(started: list[Any]) -> None:
+    params = handed_over(CHUNKED, 97, started)
+    assert params["remote_block_ids"][0] == []
+    consumer = Half(CHUNKED, "kv_consumer", started)
+    assert consumer.connector.get_num_new_matched_tokens(consumer.request("d", 97, params), 0) == (96, True)
+
+
+def test_a_producer_of_vllms_own_connector_is_refused_and_the_prompt_is_computed(started: list[Any]) -> None:
+    theirs = {
+        **{key: value for key, value in handed_over(FULL, 50, started).items() if key != "hybridkv"},
+        "transfer_mode": "pull",
+        "pp_size": 1,
+    }
+    consumer = Half(FULL, "kv_consumer", started)
+    assert consumer.connector.get_num_new_matched_tokens(consumer.request("d", 50, theirs), 0) == (0, False)
+
+
+def test_a_second_turn_that_asks_the_producer_to_read_back_is_computed(started: list[Any]) -> None:
+    """vLLM's own does so where `bidirectional_kv_xfer` is set."""
+    back = {**handed_over(FULL, 50, started), "do_remote_prefill": False, "do_remote_decode": True}
+    half = Half(FULL, "kv_both", started)
+    request = half.request("p", 80, back)
+    assert half.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    half.admit(request, 0)
+    assert half.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)[0]

@@ -1,0 +1,249 @@
+"""The connector to peers in vLLM's hands: what it starts with, what it refuses by name, and what it registers.
+
+Configurations and groups are vLLM's own; both halves are built through its factory.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, KVQuantMode, RSWASpec, SinkFullAttentionSpec
+
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import PEER_CONNECTOR
+from hybridkv.connectors.vllm.identity.recurrent import OF_CONVOLUTIONS
+from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
+from hybridkv.connectors.vllm.nixl.config import NixlConfig
+from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.page_parts import page_orders
+from hybridkv.connectors.vllm.spec_table import KNOWN
+from hybridkv.peers.comparison import Agreement, compare
+from hybridkv.peers.refusal import Refusal
+from oracle.memory import KVMemory
+from oracle.mixes import DEEPSEEK_V4, GPT_OSS, LLAMA4, NAMED, QWEN3_NEXT, Kind, Mix
+from oracle.settings import Configs, Connector, EngineSettings, make_configs
+
+BLOCKS = 64
+TCP: Mapping[str, Any] = {"transport": "tcp", "weights_digest": "none"}
+
+
+def configure(mix: Mix, role: str = "kv_both", extra: Mapping[str, Any] = TCP, **settings: Any) -> Configs:
+    connector = Connector(PEER_CONNECTOR, extra, role=role)
+    return make_configs(mix, EngineSettings(num_blocks=BLOCKS, connector=connector, **settings))
+
+
+def start(configs: Configs, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any:
+    kv_cache = configs.scheduler if role is KVConnectorRole.SCHEDULER else configs.worker
+    with set_current_vllm_config(configs.vllm):
+        return KVConnectorFactory.create_connector(configs.vllm, role, kv_cache)
+
+
+def refused(configs: Configs) -> ConfigurationError:
+    """The error with which both halves refuse to start."""
+    errors = []
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigurationError) as caught:
+            start(configs, role)
+        errors.append(caught.value)
+    assert str(errors[0]) == str(errors[1])
+    assert all(part and str(part) in str(errors[0]) for part in (errors[0].path, errors[0].expected, errors[0].hint))
+    return errors[0]
+
+
+def with_spec(configs: Configs, index: int, change: Any) -> Configs:
+    """Another spec for a group, in what both halves are told."""
+    for kv_cache in (configs.scheduler, configs.worker):
+        group = kv_cache.kv_cache_groups[index]
+        group.kv_cache_spec = change(group.kv_cache_spec)
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("role", "words"), [("kv_producer", "hands over"), ("kv_consumer", "reads"), ("kv_both", "hands over and reads")]
+)
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_it_starts_in_every_role_and_says_what_was_understood(
+    mix: Mix, role: str, words: str, started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("vllm.hybridkv")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "vllm.hybridkv")
+    started += [start(configure(mix, role), each) for each in KVConnectorRole]
+    logger.removeHandler(caplog.handler)
+    (line,) = {record.getMessage() for record in caplog.records if "groups" in record.getMessage()}
+    for index, group in enumerate(mix.groups):
+        assert f"{index} {group.kind.name} blocks of {group.block_tokens}" in line
+    assert f"kv_role {role}, so it {words};" in line and "of the engine's own memory" in line
+    assert ("listens at nothing" in line) is (role == "kv_consumer")
+
+
+@pytest.mark.parametrize("unknown", [SinkFullAttentionSpec, RSWASpec])
+def test_a_group_of_a_spec_that_is_not_on_the_list_is_refused_by_name(unknown: type[FullAttentionSpec]) -> None:
+    extra = {"rswa_window": 64} if unknown is RSWASpec else {"sink_len": 4}
+
+    def changed(spec: Any) -> Any:
+        return unknown(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            **extra,
+        )
+
+    error = refused(with_spec(configure(GPT_OSS), 1, changed))
+    assert error.path == "kv_cache_groups[1].kv_cache_spec"
+    assert unknown.__name__ in str(error.got) and "FullAttentionSpec" in error.expected
+
+
+def test_every_spec_of_the_engine_is_on_one_list_or_the_other() -> None:
+    """A class that a later version brings is refused, for it is on neither."""
+    named = {
+        name
+        for name, value in vars(kv_cache_interface).items()
+        if isinstance(value, type) and issubclass(value, KVCacheSpec)
+    }
+    assert named <= set(KNOWN)
+
+
+def test_a_window_that_is_computed_again_is_refused() -> None:
+    index = next(i for i, group in enumerate(DEEPSEEK_V4.groups) if group.kind is Kind.WINDOW)
+
+    def changed(spec: Any) -> Any:
+        layers = getattr(spec, "kv_cache_specs", None)
+        if layers is None:
+            return replace(spec, bounded_replay=True)
+        return replace(spec, kv_cache_specs={name: replace(each, bounded_replay=True) for name, each in layers.items()})
+
+    error = refused(with_spec(configure(DEEPSEEK_V4), index, changed))
+    assert error.path.startswith(f"kv_cache_groups[{index}]") and "--no-swa-bounded-replay" in error.hint
+
+
+@pytest.mark.parametrize("excepted", [True, False])
+def test_states_that_the_engine_keeps_at_no_boundary_are_refused(excepted: bool) -> None:
+    configs = configure(QWEN3_NEXT, extra={**TCP, "without_prefix_caching": excepted})
+    configs.vllm.cache_config.enable_prefix_caching = False
+    for index in range(3):
+        with_spec(configs, index, lambda spec: replace(spec, mamba_cache_mode="none"))
+    error = refused(configs)
+    assert error.path == "kv_cache_groups[0].kv_cache_spec" and "--enable-prefix-caching" in error.hint
+
+
+@pytest.mark.parametrize(
+    "field", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+)
+def test_a_parallel_layout_that_is_not_supported_is_refused_by_name(field: str) -> None:
+    configs = configure(GPT_OSS)
+    configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
+    setattr(configs.vllm.parallel_config, field, 2)
+    assert refused(configs).path == field
+
+
+def test_a_device_is_read_by_way_of_host_memory_or_not_at_all(
+    started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    configs = configure(GPT_OSS, device="cuda")
+    configs.vllm.kv_transfer_config.kv_buffer_device = "cuda"
+    error = refused(configs)
+    assert error.path == "kv_transfer_config.kv_buffer_device" and '"cpu"' in error.expected and error.got == "cuda"
+    configs.vllm.kv_transfer_config.kv_buffer_device = "cpu"
+    logger = logging.getLogger("vllm.hybridkv")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "vllm.hybridkv")
+    started += [start(configs, each) for each in KVConnectorRole]
+    logger.removeHandler(caplog.handler)
+    assert any("by a copy in host memory" in record.getMessage() for record in caplog.records)
+
+
+class Worker:
+    """One rank's memory as vLLM lays it out, and what the connector says of it."""
+
+    def __init__(self, configs: Configs, mix: Mix) -> None:
+        self.memory = KVMemory(configs.vllm, configs.worker, mix, 0)
+        layout: CacheLayout = resolve_layout(configs.vllm, configs.worker, "auto")
+        orders = page_orders(configs.vllm, configs.worker, layout)
+        config = NixlConfig(weights_digest="none")
+        facts = identity_facts(configs.vllm, config, layout, self.memory.tensors, {})
+        place = RankPlace("engine", 0, 1)
+        self.description, self.regions = describe(place, facts, layout, self.memory.tensors, BLOCKS, orders)
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_what_groups_share_is_registered_once(mix: Mix) -> None:
+    worker = Worker(configure(mix), mix)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in worker.memory.tensors.values()}
+    assert {region.address for region in worker.regions} == storages
+    assert len(worker.regions) < len(worker.memory.tensors)
+    spans = sorted((region.address, region.address + region.num_bytes) for region in worker.regions)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "no byte is registered twice"
+
+
+def agreed(ours: Configs, theirs: Configs, mix: Mix = GPT_OSS) -> Agreement | Refusal:
+    return compare(Worker(ours, mix).description, Worker(theirs, mix).description)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4"])
+def test_caches_that_are_quantised_otherwise_are_refused_by_name(dtype: str) -> None:
+    configs = configure(GPT_OSS)
+    configs.vllm.cache_config.cache_dtype = dtype
+    refusal = agreed(configure(GPT_OSS), configs)
+    assert isinstance(refusal, Refusal) and "cache_dtype" in refusal.field and dtype in refusal.theirs
+    assert isinstance(agreed(configs, configs), Agreement), "alike on both sides they are read"
+
+
+class Layer:
+    """Of a model that was built: the scales with which its K and V were quantised."""
+
+    def __init__(self, k_scale: float) -> None:
+        self._k_scale_float, self._v_scale_float = k_scale, 1.0
+
+
+def test_scales_that_differ_are_refused_by_name() -> None:
+    """They lie in the weights of an engine, so the bytes of its cache say nothing of them."""
+    engines = []
+    for scale in (0.5, 0.5, 0.25):
+        configs = configure(GPT_OSS)
+        layers = {name: Layer(scale) for group in configs.worker.kv_cache_groups for name in group.layer_names}
+        configs.vllm.compilation_config = copy.copy(configs.vllm.compilation_config)
+        configs.vllm.compilation_config.static_forward_context = layers
+        engines.append(configs)
+    assert isinstance(agreed(engines[0], engines[1]), Agreement)
+    refusal = agreed(engines[0], engines[2])
+    assert isinstance(refusal, Refusal) and refusal.field == "facts[worker.kv_scales]"
+    assert (0.5).hex() in refusal.ours and (0.25).hex() in refusal.theirs
+
+
+def quantised(mode: Any, block_tokens: int | None = None) -> Configs:
+    configs = configure(LLAMA4)
+    index = next(i for i, g in enumerate(configs.worker.kv_cache_groups) if type(g.kv_cache_spec) is FullAttentionSpec)
+    changes = {"kv_quant_mode": mode} | ({"block_size": block_tokens} if block_tokens else {})
+    return with_spec(configs, index, lambda spec: replace(spec, **changes))
+
+
+def test_pages_that_are_quantised_in_another_way_are_refused_by_name() -> None:
+    plain, fp8 = quantised(KVQuantMode.NONE), quantised(KVQuantMode.FP8_PER_TENSOR)
+    refusal = agreed(plain, fp8, LLAMA4)
+    assert isinstance(refusal, Refusal) and "item_format" in refusal.field
+    assert "kv_quant_mode" in refusal.theirs and "FP8_PER_TENSOR" in refusal.theirs
+    assert isinstance(agreed(fp8, fp8, LLAMA4), Agreement)
+
+
+def test_a_way_to_quantise_that_nobody_has_looked_at_is_refused_at_start() -> None:
+    error = refused(quantised("A_NEW_ONE"))
+    assert error.path.endswith("kv_cache_spec") and "A_NEW_ONE" in str(error.got)
+    assert "kv_quant_mode" in error.expected and "--kv-cache-dtype" in error.hint
+
+
+def test_facts_of_the_worker_that_layers_say_themselves_are_said_once() -> None:
+    facts = Worker(configure(QWEN3_NEXT), QWEN3_NEXT).description.facts
+    assert "worker.byte_order" in facts
+    assert not set(OF_CONVOLUTIONS) & set(facts)

@@ -1,0 +1,107 @@
+"""One engine of two, as in `peers_process`, whose time a test moves, and whose checks it switches off.
+
+The time is that of leases and of reads: it goes on by itself, and further when it is told to. So nothing waits for a
+lease to run out, and no lease runs out because the machine is busy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+import time
+from typing import Any
+
+import peers_process
+from harness import Engine, Result
+from relay import ON_THE_WAY_BYTES
+
+from hybridkv.connectors.vllm.nixl.rank_read import RankRead
+
+ENDS_S = 60.0
+
+
+class FaultyCommands(peers_process.Commands):
+    """What else it is told.
+
+    Args:
+        engine: which steps between commands.
+        answers: where answers are written.
+    """
+
+    def __init__(self, engine: Engine, answers: Any) -> None:
+        super().__init__(engine, answers)
+        self._later_s = 0.0
+        self._agent = engine.worker_connector._worker._agent
+        self._set_clock()
+        # Connections that are accepted inherit it. What is held up on the way is then still in the engine's memory.
+        listener = self._agent._transport._server._listener
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ON_THE_WAY_BYTES)
+
+    def _carry_out(self, command: dict[str, Any]) -> None:
+        name, engine = command["name"], self._engine
+        match command["do"]:
+            case "ports":
+                (control,) = self._agent._loop._accepting._listeners or [None]
+                ports = {"data": self._agent._transport._server.port}
+                self._answer(name, ports | ({"control": control.getsockname()[1]} if control is not None else {}))
+            case "peers":
+                self._answer(name, len(self._agent._peers._by_address))
+            case "settled":
+                self._answer(name, not engine.connector._scheduler.has_plan() and not self._agent._serving._opened)
+            case "seconds":
+                self._answer(name, self._lease_seconds())
+            case "abort":
+                engine.abort(command["request"])
+                self._answer(name, None)
+            case "later":
+                self._later_s += command["seconds"]
+                self._answer(name, None)
+            case "checks":
+                _skip(frozenset(command["skipped"]))
+                self._answer(name, None)
+            case "digests":
+                self._answer(name, self._pages.of_tables(command["block_ids"], command["first_blocks"]))
+            case _:
+                super()._carry_out(command)
+
+    def _written(self, result: Result) -> dict[str, Any]:
+        return super()._written(result) | {"finish_reason": result.finish_reason}
+
+    def _clock(self) -> float:
+        return time.monotonic() + self._later_s
+
+    def _lease_seconds(self) -> float | None:
+        """Until the next lease ends."""
+        until_s = self._agent._serving._leases.next_expiry_s
+        return None if until_s is None else until_s - self._clock()
+
+    def _set_clock(self) -> None:
+        serving, reading = self._agent._serving, self._agent._reading
+        serving._offer = dataclasses.replace(serving._offer, clock=self._clock)
+        reading._options = dataclasses.replace(reading._options, clock=self._clock)
+        self._agent._holding._clock = self._clock
+
+
+_check = RankRead.check
+
+
+def _skip(skipped: frozenset[str]) -> None:
+    """What is not looked at behind a read from now on: the "lease", the "digests"."""
+
+    def check(self: RankRead, timeout_s: float) -> None:
+        _check(self, timeout_s)
+        assert self._check is not None
+        self._check.lease_stands |= "lease" in skipped
+        self._check.digests_agree |= "digests" in skipped
+
+    RankRead.check = check  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    peers_process.main(FaultyCommands)
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("hybridkv")]
+    for thread in ours:
+        thread.join(ENDS_S)
+    left = [thread.name for thread in ours if thread.is_alive()]
+    assert not left, f"threads that did not end: {left}"

@@ -1,0 +1,120 @@
+"""Two engines under everything that users, proxies, networks and operators do: no wrong byte, no leak, no request lost.
+
+Transports fail, are late, lose, stop halfway, lie and vanish; connections end or carry nothing; leases run out and
+their blocks hold something else; engines are killed and come back at the same address; either side gives up.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm import PEER_CONNECTOR, register
+from hybridkv.peers.testing.faults import FaultPlan
+from oracle.mixes import Mix
+from oracle.peer_mixes import (
+    CUT_WINDOWS,
+    EQUAL_RANKS,
+    ONE_SIZE,
+    REFUSED,
+    UNEQUAL_BLOCKS,
+    UNEQUAL_LAYOUTS,
+    UNEQUAL_RANKS,
+    Sides,
+    alike,
+    random_sides,
+    with_blocks,
+)
+from oracle.peer_runs import PeerTally, play
+from oracle.peer_scenarios import PeerScenario, Talk, Trouble, Turn, What, peer_scenarios
+from oracle.profile import profile
+from oracle.scenarios import Prompt
+from oracle.settings import Connector, EngineSettings
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    register()
+
+
+def played(sides: st.SearchStrategy[Sides], num_scenarios: int) -> None:
+    tally = PeerTally()
+
+    @profile(num_scenarios)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        chosen = data.draw(sides)
+        tally.add(play(chosen, data.draw(peer_scenarios(chosen))))
+
+    check()
+    print(tally)
+    assert tally.with_restored > tally.scenarios // 2, tally
+    assert tally.with_failures > 0, tally
+    assert tally.calm > 0 and tally.with_local_hits > 0, tally
+
+
+@pytest.mark.parametrize("mix", ONE_SIZE, ids=lambda mix: mix.name)
+def test_engines_with_equal_blocks_never_take_a_wrong_byte(mix: Mix) -> None:
+    played(st.just(alike(mix)), 25)
+
+
+def test_engines_with_unequal_blocks_never_take_a_wrong_byte() -> None:
+    played(st.sampled_from(UNEQUAL_BLOCKS), 50)
+
+
+def test_engines_with_bytes_in_other_orders_never_take_a_wrong_byte() -> None:
+    played(st.sampled_from(UNEQUAL_LAYOUTS), 25)
+
+
+def test_engines_with_several_ranks_never_take_a_wrong_byte() -> None:
+    played(st.sampled_from(EQUAL_RANKS + UNEQUAL_RANKS), 40)
+
+
+def test_engines_of_any_groups_never_take_a_wrong_byte() -> None:
+    played(random_sides(), 40)
+
+
+@pytest.mark.parametrize("sides", REFUSED, ids=lambda sides: sides.name)
+def test_engines_that_do_not_fit_say_why_and_compute(sides: Sides) -> None:
+    refusals: list[str] = []
+
+    @profile(3)
+    @given(peer_scenarios(sides))
+    def check(scenario: PeerScenario) -> None:
+        ended = play(sides, scenario)
+        refusals.extend(words for words in ended.simulation.details if sides.refused in words)
+
+    check()
+    assert refusals
+
+
+def test_a_request_whose_load_failed_does_not_stand_before_one_whose_load_has_ended() -> None:
+    """The pool holds one prompt whole, or one and what another resumes from. The engine asks first for the request that
+    failed, which does not fit: it must not be all that the engine asks for, for nothing else would ever be freed."""
+    sides = Sides((CUT_WINDOWS, with_blocks(CUT_WINDOWS, 2)))
+    options = {"transport": "tcp", "weights_digest": "oracle", "lease_seconds": 6.0, "load_timeout_seconds": 40.0}
+    settings = tuple(
+        EngineSettings(
+            num_blocks=num_blocks,
+            max_running=1,
+            max_step_tokens=step_tokens,
+            retention_tokens=retention_tokens,
+            connector=Connector(PEER_CONNECTOR, {**options, "max_leases": 2}, role=role),
+        )
+        for num_blocks, step_tokens, retention_tokens, role in (
+            (24, 256, 16, "kv_producer"),
+            (15, 64, 0, "kv_consumer"),
+        )
+    )
+    talks = (
+        Talk(0, 0, (Turn(0, 0, 0, 4), Turn(1, 0, 0, 1))),
+        # The third block of the second turn begins before the producer's window: its load is refused.
+        Talk(0, 0, (Turn(0, 0, 3, 2), Turn(8, 0, 0, 1), Turn(1, 0, 0, 3))),
+        Talk(0, 3, (Turn(0, 0, 30, 1, abort_source_after=0),)),
+    )
+    troubles = (Trouble(1, What.JUMP, seconds=12.0), Trouble(12, What.JUMP, seconds=1.0))
+    prompts = (Prompt(0, 0, 64), Prompt(0, 64, 43), Prompt(0, 64, 13), Prompt(1, 107, 23))
+    ended = play(sides, PeerScenario((settings[0], settings[1]), prompts, talks, troubles, FaultPlan(), seed=2))
+    assert ended.simulation.failures["pairing"] > 0
+    assert ended.simulation.outcomes["prompt loaded"] > 0

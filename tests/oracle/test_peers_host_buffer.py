@@ -1,0 +1,124 @@
+"""What lies in a device goes by host memory: out before anybody hears of it, in when it has been checked.
+
+The device is another part of host memory here. The connector does not know that: it reads and writes its copy alone.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hybridkv.connectors.vllm import PEER_CONNECTOR, register
+from hybridkv.connectors.vllm.nixl.host_buffer import HostBuffer
+from hybridkv.connectors.vllm.nixl.saving import Saving
+from oracle.content import VOCABULARY_TOKENS
+from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Group, Kind, Mix
+from oracle.pairs import Pair
+from oracle.runner import CorruptionError
+from oracle.settings import Connector, EngineSettings
+
+LENGTHS = (1, 17, 64, 129, 200)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    register()
+
+
+def settings(role: str, **extra: Any) -> EngineSettings:
+    config = {"transport": "tcp", "weights_digest": "oracle", "load_timeout_seconds": 60, **extra}
+    return EngineSettings(num_blocks=400, connector=Connector(PEER_CONNECTOR, config, role=role), device="cuda")
+
+
+def a_pair(mix: Mix) -> Pair:
+    return Pair(mix, settings("kv_producer"), settings("kv_consumer"))
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCABULARY_TOKENS) for _ in range(count)]
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_a_prompt_goes_from_device_to_device_by_host_memory(mix: Mix) -> None:
+    with a_pair(mix) as pair:
+        for number, num_tokens in enumerate(LENGTHS):
+            prompt = tokens(num_tokens, seed=num_tokens)
+            pair.consumer.restored_tokens = 0
+            pair.decode(f"d{number}", prompt, 5, pair.prefill(f"p{number}", prompt))
+            pair.drain()
+            assert pair.consumer.restored_tokens == num_tokens - 1
+        assert pair.consumer.failed_loads == 0
+
+
+@pytest.mark.parametrize("mix", [GEMMA3, QWEN3_NEXT, LLAMA4], ids=lambda mix: mix.name)
+def test_what_either_side_holds_already_is_copied_out_and_not_copied_in(mix: Mix) -> None:
+    stem = tokens(96, seed=1)
+    with a_pair(mix) as pair:
+        for turn in range(2):
+            prompts = [stem + tokens(20 + 7 * i, seed=100 * turn + i) for i in range(6)]
+            answers = [pair.prefill(f"p{turn}-{i}", prompt) for i, prompt in enumerate(prompts)]
+            for i, (prompt, params) in enumerate(zip(prompts, answers, strict=True)):
+                pair.decode(f"d{turn}-{i}", prompt, 4, params)
+            pair.drain()
+        assert pair.consumer.failed_loads == 0
+        assert pair.consumer.restored_tokens > 0
+
+
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_without_a_copy_it_would_be_something_else(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the tests above: digests are of host memory, and cannot see it."""
+    monkeypatch.setattr(HostBuffer, way, lambda self, block_ids: None)
+    prompt = tokens(150, seed=2)
+    with a_pair(GEMMA3) as pair:
+        pair.decode("d", prompt, 5, pair.prefill("p", prompt))
+        with pytest.raises(CorruptionError):
+            pair.drain()
+
+
+def test_what_was_not_copied_out_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Saving, "of_step", lambda self, scheduled_tokens, tables: [])
+    with a_pair(GEMMA3) as pair:
+        assert pair.prefill("p", tokens(150, seed=3)) is None
+        pair.drain()
+
+
+def test_a_load_that_failed_is_not_copied_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Any] = []
+    load = HostBuffer.load
+    monkeypatch.setattr(HostBuffer, "load", lambda self, block_ids: copied.append(block_ids) or load(self, block_ids))
+    prompt = tokens(150, seed=4)
+    consumer = settings("kv_consumer", weights_digest="another")
+    with Pair(GEMMA3, settings("kv_producer"), consumer) as pair:
+        pair.decode("d", prompt, 5, pair.prefill("p", prompt))
+        pair.drain()
+        assert pair.consumer.failed_loads == 1 and not copied
+    with a_pair(GEMMA3) as pair:
+        pair.decode("d", prompt, 5, pair.prefill("p", prompt))
+        pair.drain()
+        assert pair.consumer.failed_loads == 0 and len(copied) == 1
+
+
+def test_a_producer_that_was_preempted_copies_its_new_blocks() -> None:
+    """Preempted as it generates, which it may where all groups keep everything."""
+    mix = Mix("full", (Group(Kind.FULL, 16),))
+    few = replace(settings("kv_producer"), num_blocks=30)
+    with Pair(mix, few, settings("kv_consumer")) as pair:
+        prompts = {f"{i}": tokens(100 + i, seed=30 + i) for i in range(6)}
+        for name, prompt in prompts.items():
+            pair.producer.hand_on(name, prompt, 40, {"do_remote_decode": True})
+        read: set[str] = set()
+
+        def all_are_read() -> bool:
+            for name in pair.producer.answered.keys() - read:
+                read.add(name)
+                pair.decode(name, prompts[name], 5, pair.producer.answered[name])
+            return len(read) == len(prompts)
+
+        pair.until(all_are_read)
+        pair.drain()
+        assert pair.producer.preemptions > 0 and pair.consumer.failed_loads == 0
+        assert pair.consumer.restored_tokens == sum(len(prompt) - 1 for prompt in prompts.values())

@@ -1,0 +1,122 @@
+"""The relay hands on what it may, in order, and knows when it holds something."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from relay import ADDRESS, WAIT_S, Relay
+
+
+class Server:
+    """Answers each frame of four bytes length with the same frame, or what `answer` says."""
+
+    def __init__(self, answer: bytes = b"") -> None:
+        self._answer = answer
+        self.heard: list[bytes] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=self._listener.accept()[:1], daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while head := connection.recv(4, socket.MSG_WAITALL):
+                body = connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+                self.heard.append(body)
+                connection.sendall(self._answer or head + body)
+
+
+@contextlib.contextmanager
+def relayed(server: Server, framed: bool = True) -> Iterator[tuple[Relay, socket.socket]]:
+    relay = Relay({"a": server.port}, frozenset({"a"} if framed else ()))
+    try:
+        with socket.create_connection((ADDRESS, server.port), timeout=WAIT_S) as client:
+            yield relay, client
+    finally:
+        relay.close()
+        server.close()
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+def received(client: socket.socket, size: int) -> bytes:
+    return client.recv(size, socket.MSG_WAITALL)
+
+
+def test_everything_passes_both_ways() -> None:
+    with relayed(Server()) as (_, client):
+        for body in (b"one", b"two" * 10_000):
+            client.sendall(frame(body))
+            assert received(client, 4 + len(body)) == frame(body)
+
+
+@pytest.mark.parametrize("way", ["requests", "answers"])
+def test_frames_are_held_after_so_many_and_go_on_in_order(way: str) -> None:
+    server = Server()
+    with relayed(server) as (relay, client):
+        gate = getattr(relay["a"], way)
+        gate.hold(after=1)
+        client.sendall(frame(b"one") + frame(b"two") + frame(b"three"))
+        gate.wait_until_holding()
+        assert received(client, 7) == frame(b"one")
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.recv(1)
+        client.setblocking(True)
+        assert server.heard[1:] == [] or way == "answers"
+        gate.release()
+        assert received(client, 16) == frame(b"two") + frame(b"three")
+
+
+def test_bytes_are_held_after_so_many_and_stay_with_their_sender() -> None:
+    answer = bytes(range(256)) * 64
+    with relayed(Server(answer), framed=False) as (relay, client):
+        gate = relay["a"].answers
+        gate.hold(after=100)
+        client.sendall(frame(b"?"))
+        gate.wait_until_holding()
+        assert received(client, 100) == answer[:100]
+        gate.release()
+        assert received(client, len(answer) - 100) == answer[100:]
+
+
+def test_what_is_spoilt_is_the_next_and_nothing_else() -> None:
+    with relayed(Server()) as (relay, client):
+        relay["a"].answers.release(is_spoilt=True)
+        client.sendall(frame(b"one") + frame(b"two"))
+        assert received(client, 14) == frame(bytes(byte ^ 0xFF for byte in b"one")) + frame(b"two")
+
+
+def test_what_is_cut_has_ended_and_others_may_follow() -> None:
+    with relayed(server := Server()) as (relay, client):
+        client.sendall(frame(b"one"))
+        assert received(client, 7) == frame(b"one")
+        relay.cut()
+        assert client.recv(1) == b""
+        with socket.create_connection((ADDRESS, server.port), timeout=WAIT_S) as other:
+            other.sendall(frame(b"two"))
+            assert received(other, 7) == frame(b"two")
+
+
+def test_a_close_ends_what_is_held() -> None:
+    with relayed(Server()) as (relay, client):
+        relay["a"].answers.hold()
+        client.sendall(frame(b"one"))
+        relay["a"].answers.wait_until_holding()
+        relay.close()
+        assert client.recv(1) == b""
