@@ -6,7 +6,7 @@ from typing import Any
 
 from audit import Audit
 from harness import Result, Step
-from noise import Noise, deviation
+from noise import FLOOR, Noise, deviation
 
 
 def require_same(audit: Audit, expected: Sequence[Result], got: Sequence[Result]) -> None:
@@ -40,7 +40,9 @@ def _require_close_output(expected: Sequence[Result], got: Sequence[Result], tol
         if same_arithmetic(before, after):
             require_same_output([before], [after])
         else:
-            assert deviation(before, after) <= tolerance()
+            moved = deviation(before, after)
+            # No tolerance is less than the floor, and to measure one takes longer than most tests.
+            assert moved <= FLOOR or moved <= tolerance()
 
 
 def same_arithmetic(before: Result, after: Result) -> bool:

@@ -21,7 +21,7 @@ from server import Server
 
 import peers_proxy
 
-KIND = "qwen3-next"
+KIND = "gemma3"
 PROMPT_TOKENS = 1153
 SECRET = "a secret of this test and of nobody else"
 
@@ -75,7 +75,7 @@ def wait_until_it_listens(process: subprocess.Popen[bytes], proxy: Server) -> No
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     directory = harness.scratch_directory(tmp_path_factory.mktemp("proxy"))
     harness.prepare_environment(directory / "environment")
     secret = directory / "secret"
@@ -83,7 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     secret.chmod(0o600)
     path = os.pathsep.join(part for part in sys.path if part)
     with contextlib.ExitStack() as stack:
-        both = [
+        started = [
             stack.enter_context(
                 servers.started(
                     Path(sys.executable), KIND, directory / role, transfer_config(role, secret), PYTHONPATH=path
@@ -91,9 +91,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             )
             for role in ("kv_producer", "kv_consumer")
         ]
-        for process, server in both:
+        for process, server in started:
             servers.wait_until_ready(process, server)
-        prefill, decode = (server for _, server in both)
+        prefill, decode = (server for _, server in started)
         yield Servers(prefill, decode, stack.enter_context(running_proxy(directory, prefill, decode)))
 
 
@@ -113,30 +113,30 @@ def streamed(server: Server, prompt: list[int]) -> str:
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 
-def test_an_answer_through_the_proxy_is_the_decoding_servers_own(place: Servers) -> None:
+def test_an_answer_through_the_proxy_is_the_decoding_servers_own(trio: Servers) -> None:
     prompt = harness.make_prompt(PROMPT_TOKENS, seed=1)
-    cold = place.decode.complete(prompt)
-    place.decode.reset_prefix_cache()
-    loaded = count(place.decode, "prompts_total", "outcome=loaded")
-    warm = place.proxy.complete(prompt)
+    cold = trio.decode.complete(prompt)
+    trio.decode.reset_prefix_cache()
+    loaded = count(trio.decode, "prompts_total", "outcome=loaded")
+    warm = trio.proxy.complete(prompt)
     assert warm["choices"][0]["logprobs"] == cold["choices"][0]["logprobs"]
-    assert count(place.decode, "prompts_total", "outcome=loaded") == loaded + 1
-    place.decode.reset_prefix_cache()
-    assert streamed(place.proxy, prompt) == cold["choices"][0]["text"]
-    assert count(place.decode, "prompts_total", "outcome=loaded") == loaded + 2
+    assert count(trio.decode, "prompts_total", "outcome=loaded") == loaded + 1
+    trio.decode.reset_prefix_cache()
+    assert streamed(trio.proxy, prompt) == cold["choices"][0]["text"]
+    assert count(trio.decode, "prompts_total", "outcome=loaded") == loaded + 2
 
 
-def test_several_answers_are_of_one_prefill(place: Servers) -> None:
+def test_several_answers_are_of_one_prefill(trio: Servers) -> None:
     """No lease is left for each of the others: the producer's cache can be reset once all are answered."""
-    answer = place.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=2), n=2, min_tokens=8, temperature=1, seed=1)
+    answer = trio.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=2), n=2, min_tokens=8, temperature=1)
     assert len(answer["choices"]) == 2
-    place.prefill.reset_prefix_cache()
-    place.decode.reset_prefix_cache()
+    trio.prefill.reset_prefix_cache()
+    trio.decode.reset_prefix_cache()
 
 
-def test_what_a_server_says_is_wrong_is_passed_on(place: Servers) -> None:
+def test_what_a_server_says_is_wrong_is_passed_on(trio: Servers) -> None:
     """Control: the proxy answers for nobody."""
     with pytest.raises(RuntimeError, match="400"):
-        place.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=3), temperature=-1)
+        trio.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=3), temperature=-1)
     with pytest.raises(RuntimeError, match="404"):
-        place.proxy.post("/v1/models")
+        trio.proxy.post("/v1/models")

@@ -109,7 +109,7 @@ def test_another_prompts_blocks_are_seen(two: Two) -> None:
         with pytest.raises(AssertionError, match="other pages"):
             require_same_pages(theirs, got)
         with pytest.raises(AssertionError):
-            require_close_written([ours], [got], two.tolerance)
+            require_close_written([ours], [got], two.tolerance_so_far)
     two.require_rest()
 
 
