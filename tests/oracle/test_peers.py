@@ -250,10 +250,11 @@ def test_only_so_many_leases_as_there_are_slots() -> None:
 
 
 def test_preempted_consumers_compute_what_they_had_loaded() -> None:
-    with Pair(QWEN3_NEXT, settings("kv_producer"), settings("kv_consumer", num_blocks=60)) as pair:
+    # Any two fit when they begin, and no two at their end, which is far enough for the second to be loaded by then.
+    with Pair(QWEN3_NEXT, settings("kv_producer"), settings("kv_consumer", num_blocks=44)) as pair:
         prompts = [tokens(100 + i, seed=30 + i) for i in range(6)]
         answers = [pair.prefill(f"p{i}", prompt) for i, prompt in enumerate(prompts)]
         for i, (prompt, params) in enumerate(zip(prompts, answers, strict=True)):
-            pair.decode(f"d{i}", prompt, 60, params)
+            pair.decode(f"d{i}", prompt, 300, params)
         pair.drain()
         assert pair.consumer.preemptions > 0
