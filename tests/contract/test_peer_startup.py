@@ -13,13 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllm.config import set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from starting import refused, start
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, KVQuantMode, RSWASpec, SinkFullAttentionSpec
 
-from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import PEER_CONNECTOR
 from hybridkv.connectors.vllm.identity.recurrent import OF_CONVOLUTIONS
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
@@ -40,24 +38,6 @@ TCP: Mapping[str, Any] = {"transport": "tcp", "weights_digest": "none"}
 def configure(mix: Mix, role: str = "kv_both", extra: Mapping[str, Any] = TCP, **settings: Any) -> Configs:
     connector = Connector(PEER_CONNECTOR, extra, role=role)
     return make_configs(mix, EngineSettings(num_blocks=BLOCKS, connector=connector, **settings))
-
-
-def start(configs: Configs, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any:
-    kv_cache = configs.scheduler if role is KVConnectorRole.SCHEDULER else configs.worker
-    with set_current_vllm_config(configs.vllm):
-        return KVConnectorFactory.create_connector(configs.vllm, role, kv_cache)
-
-
-def refused(configs: Configs) -> ConfigurationError:
-    """The error with which both halves refuse to start."""
-    errors = []
-    for role in KVConnectorRole:
-        with pytest.raises(ConfigurationError) as caught:
-            start(configs, role)
-        errors.append(caught.value)
-    assert str(errors[0]) == str(errors[1])
-    assert all(part and str(part) in str(errors[0]) for part in (errors[0].path, errors[0].expected, errors[0].hint))
-    return errors[0]
 
 
 def with_spec(configs: Configs, index: int, change: Any) -> Configs:

@@ -16,8 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from starting import refused, start
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SinkFullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -35,29 +34,11 @@ def configure(mix: Mix, extra: Mapping[str, Any], **settings: Any) -> Configs:
     return make_configs(mix, EngineSettings(num_blocks=64, connector=Connector(CONNECTOR, extra), **settings))
 
 
-def start(configs: Configs, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any:
-    kv_cache = configs.scheduler if role is KVConnectorRole.SCHEDULER else configs.worker
-    with set_current_vllm_config(configs.vllm):
-        return KVConnectorFactory.create_connector(configs.vllm, role, kv_cache)
-
-
 def opened(configs: Configs) -> Any:
     """The scheduler's half once the engine has handed it what its workers say."""
     scheduler = start(configs)
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): WorkerFacts({"worker.platform": "cpu"})})
     return scheduler
-
-
-def refused(configs: Configs) -> ConfigurationError:
-    """The error with which both halves refuse to start."""
-    errors = []
-    for role in KVConnectorRole:
-        with pytest.raises(ConfigurationError) as caught:
-            start(configs, role)
-        errors.append(caught.value)
-    assert str(errors[0]) == str(errors[1])
-    assert all(part and str(part) in str(errors[0]) for part in (errors[0].path, errors[0].expected, errors[0].hint))
-    return errors[0]
 
 
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GEMMA3, GPT_OSS, DEEPSEEK_V4], ids=lambda mix: mix.name)

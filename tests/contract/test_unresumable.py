@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import stores
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from starting import refused, start
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
@@ -46,23 +45,6 @@ def configure(
     extra: Mapping[str, Any] = OFFLOAD, name: str = CONNECTOR, mix: Mix = GPT_OSS, **settings: Any
 ) -> Configs:
     return make_configs(mix, EngineSettings(num_blocks=64, connector=Connector(name, extra), **settings))
-
-
-def start(configs: Configs, role: KVConnectorRole) -> Any:
-    kv_cache = configs.scheduler if role is KVConnectorRole.SCHEDULER else configs.worker
-    with set_current_vllm_config(configs.vllm):
-        return KVConnectorFactory.create_connector(configs.vllm, role, kv_cache)
-
-
-def refused(configs: Configs) -> ConfigurationError:
-    """The error of both halves."""
-    errors = []
-    for role in KVConnectorRole:
-        with pytest.raises(ConfigurationError) as caught:
-            start(configs, role)
-        errors.append(caught.value)
-    assert str(errors[0]) == str(errors[1])
-    return errors[0]
 
 
 def warnings(log: pytest.LogCaptureFixture) -> set[str]:

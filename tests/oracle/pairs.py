@@ -5,13 +5,14 @@ Both run in this process and take steps in turn; the connector's threads and soc
 
 from __future__ import annotations
 
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from oracle.content import Transcript
+from oracle.content import VOCABULARY_TOKENS, Transcript
 from oracle.engine import IDLE_LIMIT_S, OracleEngine, StuckError
 from oracle.mixes import Kind
 
@@ -112,3 +113,20 @@ class Pair:
         self.until(lambda: self.producer.is_idle and self.consumer.is_idle)
         self.producer.check_idle()
         self.consumer.check_idle()
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """A prompt."""
+    generator = random.Random(seed)
+    return [generator.randrange(VOCABULARY_TOKENS) for _ in range(count)]
+
+
+def require_handed_over(pair: Pair, lengths: Sequence[int]) -> None:
+    """Prompts of these lengths are restored up to their last token, one after the other."""
+    for number, num_tokens in enumerate(lengths):
+        prompt = tokens(num_tokens, seed=num_tokens)
+        pair.consumer.restored_tokens = 0
+        pair.decode(f"d{number}", prompt, 5, pair.prefill(f"p{number}", prompt))
+        pair.drain()
+        assert pair.consumer.restored_tokens == num_tokens - 1
+    assert pair.consumer.failed_loads == 0

@@ -6,7 +6,6 @@ Every byte that a forward pass would read is compared with what it must be, whoe
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ import pytest
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
-from oracle.content import VOCABULARY_TOKENS
 from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Mix
-from oracle.pairs import Pair
+from oracle.pairs import Pair, require_handed_over, tokens
 from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
 
@@ -41,21 +39,10 @@ def a_pair(mix: Mix, **extra: Any) -> Pair:
     return Pair(mix, settings("kv_producer", **extra), settings("kv_consumer", **extra))
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCABULARY_TOKENS) for _ in range(count)]
-
-
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
 def test_a_prompt_of_any_length_is_handed_over(mix: Mix) -> None:
     with a_pair(mix) as pair:
-        for number, num_tokens in enumerate(LENGTHS):
-            prompt = tokens(num_tokens, seed=num_tokens)
-            pair.consumer.restored_tokens = 0
-            pair.decode(f"d{number}", prompt, 5, pair.prefill(f"p{number}", prompt))
-            pair.drain()
-            assert pair.consumer.restored_tokens == num_tokens - 1
-        assert pair.consumer.failed_loads == 0
+        require_handed_over(pair, LENGTHS)
 
 
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)

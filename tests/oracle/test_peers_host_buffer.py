@@ -5,7 +5,6 @@ The device is another part of host memory here. The connector does not know that
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,8 @@ import pytest
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.nixl.host_buffer import HostBuffer
 from hybridkv.connectors.vllm.nixl.saving import Saving
-from oracle.content import VOCABULARY_TOKENS
 from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Group, Kind, Mix
-from oracle.pairs import Pair
+from oracle.pairs import Pair, require_handed_over, tokens
 from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
 
@@ -37,21 +35,10 @@ def a_pair(mix: Mix) -> Pair:
     return Pair(mix, settings("kv_producer"), settings("kv_consumer"))
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(VOCABULARY_TOKENS) for _ in range(count)]
-
-
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
 def test_a_prompt_goes_from_device_to_device_by_host_memory(mix: Mix) -> None:
     with a_pair(mix) as pair:
-        for number, num_tokens in enumerate(LENGTHS):
-            prompt = tokens(num_tokens, seed=num_tokens)
-            pair.consumer.restored_tokens = 0
-            pair.decode(f"d{number}", prompt, 5, pair.prefill(f"p{number}", prompt))
-            pair.drain()
-            assert pair.consumer.restored_tokens == num_tokens - 1
-        assert pair.consumer.failed_loads == 0
+        require_handed_over(pair, LENGTHS)
 
 
 @pytest.mark.parametrize("mix", [GEMMA3, QWEN3_NEXT, LLAMA4], ids=lambda mix: mix.name)
