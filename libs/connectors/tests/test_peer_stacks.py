@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from test_worker_facts import layout
 from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import tiers
+from hybridkv.peers.testing.suite import until
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Slot, TierMedium
 from hybridkv.tiers.ram import RamArena
@@ -24,14 +24,6 @@ LAYOUT = layout()
 SIZES = tiers.ArenaSizes(1 << 20, 4096)
 CHUNK = bytes(number % 251 for number in range(10_000))
 KEY, OTHER = b"key", b"other"
-TIMEOUT_S = 60.0
-
-
-def until(holds: Callable[[], object]) -> None:
-    until_s = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
 
 
 def free_port() -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
+from hybridkv.peers.testing.suite import until
 from hybridkv.peers.wire import CloseReason, Message
 
 TIMEOUT_S = 120.0
@@ -56,10 +56,7 @@ class Recorder:
 
 def counted(loop: ControlLoop, reason: CloseReason, times: int = 1) -> None:
     """Wait until so many connections ended so."""
-    until_s = time.monotonic() + TIMEOUT_S
-    while loop.counts().closed.get(reason, 0) < times:
-        assert time.monotonic() < until_s, (reason, loop.counts())
-        time.sleep(0.005)
+    until(lambda: loop.counts().closed.get(reason, 0) >= times, TIMEOUT_S)
 
 
 class Stranger:

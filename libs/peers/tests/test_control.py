@@ -10,6 +10,7 @@ from control_pair import Recorder, Stranger, counted
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease
+from hybridkv.peers.testing.suite import until
 from hybridkv.peers.wire import (
     NO_SECRET,
     Channel,
@@ -230,8 +231,7 @@ def test_a_peer_that_says_nothing_is_left(make_loop: MakeLoop) -> None:
 def test_pings_keep_a_connection(make_loop: MakeLoop) -> None:
     limits = WireLimits(heartbeat_s=0.05, silence_timeout_s=60.0, handshake_timeout_s=60.0)
     listening, heard_there, connecting, heard_here = connected(make_loop, limits=limits)
-    while min(loop.counts().received_frames for loop in (listening, connecting)) < 3:
-        pass
+    until(lambda: min(loop.counts().received_frames for loop in (listening, connecting)) >= 3)
     assert heard_there.received == heard_here.received == []
     assert heard_there.closed == heard_here.closed == []
 

@@ -13,7 +13,7 @@ from test_tcp_transport import SECRET, SIZE, Pair
 
 from hybridkv.peers.errors import PeersConfigurationError
 from hybridkv.peers.testing.factories import fresh_name
-from hybridkv.peers.testing.suite import Reader, reason_of, whole
+from hybridkv.peers.testing.suite import Reader, reason_of, until, whole
 from hybridkv.peers.transport import Done, Failed, FailureReason
 from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport, server
 from hybridkv.peers.transport.tcp.channel import Channel
@@ -126,8 +126,8 @@ def test_who_asks_for_nothing_makes_room_and_may_come_back() -> None:
         for turn in (0, 1, 0):
             assert isinstance(readers[turn].finish(remotes[turn], whole(SIZE)), Done)
         assert isinstance(owner.transport, TcpTransport)
-        while owner.transport.closed_connections().get(CloseReason.TOO_MANY, 0) < 2:
-            pass
+        transport = owner.transport
+        until(lambda: transport.closed_connections().get(CloseReason.TOO_MANY, 0) == 2)
     finally:
         for each in (owner, *readers):
             assert each.transport.close(30.0)
@@ -143,8 +143,7 @@ def test_a_bug_over_a_request_costs_its_connection(pair: Pair, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(server, "decode_read", fail)
         assert reason_of(reader.finish(remote, whole(SIZE))) is FailureReason.GONE
-    while not pair.closed(CloseReason.HANDLER):
-        pass
+    pair.until_closed(CloseReason.HANDLER)
     assert isinstance(reader.finish(remote, whole(SIZE)), Done)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hybridkv.hashing import Fingerprint
+from hybridkv.peers.testing.suite import until
 from hybridkv.peers.transport.tcp import TcpTransport
 from hybridkv.peers.wire import Secret
 from hybridkv.planner import LookupResult
@@ -35,14 +36,6 @@ def fingerprint(model: str = "model") -> Fingerprint:
     return Fingerprint(
         facts={"model.name": model}, chunk_tokens=16, hash_algorithm="sha256", tensor_parallel_size=1, groups=()
     )
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait for another thread, or another process."""
-    until_s = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
 
 
 def free_port() -> int:

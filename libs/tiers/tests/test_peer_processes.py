@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from peer_engine_process import EngineProcess
-from peer_engines import CHUNK_BYTES, Engine, chunk_bytes, found, load, until
+from peer_engines import CHUNK_BYTES, Engine, chunk_bytes, found, load
 
+from hybridkv.peers.testing.suite import until
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Answer, FailureReason, Ticket
 from hybridkv.tiers.peer import PeerOptions

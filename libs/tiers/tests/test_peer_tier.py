@@ -12,8 +12,9 @@ import pytest
 pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 
 import peer_engines  # noqa: E402
-from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load, until  # noqa: E402
+from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load  # noqa: E402
 
+from hybridkv.peers.testing.suite import until  # noqa: E402
 from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport  # noqa: E402
 from hybridkv.peers.wire import Secret  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402

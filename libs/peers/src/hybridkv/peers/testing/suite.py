@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from hybridkv.peers.testing.memory import Bytes, expected, pattern, poisoned, region_of
 from hybridkv.peers.transport import (
@@ -19,6 +20,14 @@ from hybridkv.peers.transport import (
 TIMEOUT_S = 60.0
 """Of reads that shall succeed: long enough for a busy machine."""
 MAX_TURNS = 100_000
+
+
+def until(holds: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
+    """Wait for what another thread or process does. AssertionError where it does not in time."""
+    until_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < until_s, holds
+        time.sleep(0.002)
 
 
 class Reader:
