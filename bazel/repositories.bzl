@@ -23,6 +23,10 @@ def hybridkv_repositories():
 
     # 230 MB for the few that read a peer's memory with it. Needs numpy of one of the others.
     locked_packages(name = "pypi_nixl", lock = "//third_party/python:nixl_lock.txt")
+
+    # LMCache's server in two versions, a process for the tests that speak with it. No target imports it.
+    locked_packages(name = "pypi_lmcache_0_5_6", lock = "//third_party/python:lmcache_0_5_6_lock.txt")
+    locked_packages(name = "pypi_lmcache_0_5_7rc2", lock = "//third_party/python:lmcache_0_5_7rc2_lock.txt")
     local_cuda(name = "local_cuda")
     local_gpus(name = "local_gpus", engine_lock = "//third_party/python:engine_lock.txt")
 

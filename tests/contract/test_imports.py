@@ -19,7 +19,7 @@ def _loads(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-@pytest.mark.parametrize("library", ["canonical", "hashing", "metrics", "peers", "planner", "tiers"])
+@pytest.mark.parametrize("library", ["canonical", "hashing", "lmcache", "metrics", "peers", "planner", "tiers"])
 def test_importing_a_library_below_the_connectors_loads_no_engine(library: str) -> None:
     assert _loads(f"import hybridkv.{library}") == set()
 

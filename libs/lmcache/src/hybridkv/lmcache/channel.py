@@ -1,0 +1,354 @@
+"""The thread that speaks with one server: questions out, answers in, a deadline on each.
+
+Other threads leave calls in a bounded queue and never wait. Whatever a server does or leaves undone, each call ends
+once: by its answer, at its deadline, or when the connection is given up. What was late is still told to whoever wants
+to know, because until then its pages are not his.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import zmq
+
+from hybridkv.lmcache.calls import Answer, ChannelCounts, Ended, Lack, Trouble
+from hybridkv.lmcache.errors import LMCacheProtocolError
+from hybridkv.lmcache.wire import MAX_FRAME_BYTES, MAX_FRAMES, Call, MalformedError, read_answer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+IDLE_S = 1.0
+"""The longest wait without looking around."""
+_BATCH = 256
+"""Answers that are read before the clock is looked at again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelLimits:
+    """Bounds of one channel.
+
+    Args:
+        max_calls: that wait for an answer or to be sent; more are BUSY.
+        max_late: answers that are waited for past their deadline; of more nothing is told.
+    """
+
+    max_calls: int = 4096
+    max_late: int = 4096
+
+
+DEFAULT_LIMITS = ChannelLimits()
+
+
+@dataclass(slots=True)
+class _Asked:
+    call: Call[Any]
+    on_end: Callable[[Any], None] | None
+    on_late: Callable[[], None] | None
+
+
+class Channel:
+    """One connection, and the next one after it was given up.
+
+    `on_end` and `on_late` of calls, and what `after` is given, run on the channel's thread and must not wait.
+
+    Args:
+        host: of the server's ZMQ side.
+        port: of the same.
+        limits: bounds.
+        clock: seconds.
+        on_cut: called on the channel's thread when the other side is gone. Whatever was under way is LOST by then.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        limits: ChannelLimits = DEFAULT_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+        on_cut: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        self._limits = limits
+        self._clock = clock
+        self._on_cut = on_cut
+        self._context = zmq.Context(io_threads=1)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._uids = itertools.count(1)
+        self._asked: dict[bytes, _Asked] = {}
+        self._late: dict[bytes, _Asked] = {}
+        """Past their deadline, the oldest first."""
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._lock = threading.Lock()
+        self._num_open = 0
+        """Calls that have not ended."""
+        self._is_closing = False
+        self._is_over = False
+        """The thread takes no command any more."""
+        self._tally: dict[str, int] = {}
+        self._lacks: dict[Trouble, int] = {}
+        self._socket, self._monitor = self._connect()
+        self._thread = threading.Thread(target=self._run, name="hybridkv-lmcache", daemon=True)
+        self._thread.start()
+
+    # Called by anybody.
+
+    def call(
+        self,
+        call: Call[T],
+        timeout_s: float,
+        on_end: Callable[[Ended[T]], None],
+        on_late: Callable[[], None] | None = None,
+    ) -> None:
+        """Ask. `on_end` follows exactly once, on the channel's thread.
+
+        `on_late` follows, after an `on_end` that said TIMEOUT, if the answer comes yet.
+        """
+        trouble = self._begin()
+        if trouble is not None:
+            self._post(lambda: on_end(self._lacking(trouble, call.name)))
+            return
+        until_s = self._clock() + timeout_s
+        self._post(lambda: self._send(_Asked(call, on_end, on_late), until_s))
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Have something done on the channel's thread, later, or when the channel is closed if that is earlier."""
+        due_s = self._clock() + delay_s
+        self._post(lambda: heapq.heappush(self._timers, (due_s, next(self._uids), action)))
+
+    def drop(self) -> None:
+        """Give up the connection and begin another: whatever is under way is LOST, and its late answers with it."""
+        self._post(self._drop)
+
+    @property
+    def num_open(self) -> int:
+        """Calls that have not ended."""
+        return self._num_open
+
+    def counts(self) -> ChannelCounts:
+        return ChannelCounts(**self._tally, lacks=self._lacks.copy())
+
+    def close(self, timeout_s: float) -> bool:
+        """End everything, for CLOSED. False when the thread is still in somebody's callback. Repeatable."""
+        if threading.current_thread() is self._thread:
+            raise LMCacheProtocolError("close: called on the channel's own thread")
+        with self._lock:
+            self._is_closing = True
+        self._wake()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _begin(self) -> Trouble | None:
+        with self._lock:
+            if self._is_closing:
+                return Trouble.CLOSED
+            if self._num_open >= self._limits.max_calls:
+                return Trouble.BUSY
+            self._num_open += 1
+            return None
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            is_over = self._is_over
+            if not is_over:
+                self._commands.append(command)
+        if is_over:
+            command()  # there is no thread for it any more
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        # A full socket pair has woken it already; a closed one has no thread to wake.
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    # On the channel's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._look()
+        finally:
+            self._finish()
+
+    def _look(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        ready = dict(poller.poll(int(self._pause_s() * 1000) + 1))
+        if self._woken.fileno() in ready:
+            with contextlib.suppress(OSError):
+                self._woken.recv(4096)
+        self._obey()
+        for _ in range(_BATCH):
+            if not self._safely(self._read):
+                break
+        if self._monitor in ready:
+            self._safely(self._hear)
+        self._ring()
+
+    def _hear(self) -> None:
+        """What the socket says of its connection. It says nothing but that it is cut."""
+        self._monitor.recv_multipart(zmq.NOBLOCK)
+        self._drop()
+        self._on_cut()
+
+    def _obey(self) -> None:
+        for _ in range(len(self._commands)):
+            self._safely(self._commands.popleft())
+
+    def _pause_s(self) -> float:
+        if self._commands:
+            return 0.0
+        return IDLE_S if not self._timers else min(IDLE_S, max(0.0, self._timers[0][0] - self._clock()))
+
+    def _ring(self) -> None:
+        now_s = self._clock()
+        while self._timers and self._timers[0][0] <= now_s:
+            self._safely(heapq.heappop(self._timers)[2])
+
+    def _safely(self, action: Callable[[], object]) -> object:
+        """A bug over one call is logged, and the others go on."""
+        try:
+            return action()
+        except Exception:
+            logger.exception("what speaks with LMCache's server met a bug")
+            return None
+
+    def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        sock = self._context.socket(zmq.DEALER)
+        # What cannot be sent now is not sent later, when nobody waits for it and its pages are another's.
+        sock.setsockopt(zmq.IMMEDIATE, 1)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.SNDHWM, self._limits.max_calls)
+        sock.setsockopt(zmq.RCVHWM, self._limits.max_calls)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        sock.setsockopt(zmq.RECONNECT_IVL, 100)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        sock.setsockopt(zmq.IPV6, 1)
+        monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        sock.connect(self._address)
+        return sock, monitor
+
+    def _disconnect(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
+    def _drop(self) -> None:
+        self._count("drops")
+        self._disconnect()
+        asked, self._asked = self._asked, {}
+        self._late.clear()
+        for each in asked.values():
+            self._end(each, Lack(Trouble.LOST, each.call.name))
+        self._socket, self._monitor = self._connect()
+
+    def _send(self, asked: _Asked, until_s: float) -> None:
+        """Send, or try again soon: a connection may be on its way."""
+        if self._is_closing or self._clock() >= until_s:
+            self._end(asked, Lack(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, asked.call.name))
+            return
+        uid = next(self._uids).to_bytes(8, "big")
+        try:
+            self._socket.send_multipart((uid, asked.call.operation, *asked.call.payloads), zmq.NOBLOCK)
+        except zmq.Again:
+            heapq.heappush(self._timers, (self._clock() + 0.02, next(self._uids), lambda: self._send(asked, until_s)))
+            return
+        self._count("calls")
+        self._asked[uid] = asked
+        heapq.heappush(self._timers, (until_s, next(self._uids), lambda: self._expire(uid)))
+
+    def _expire(self, uid: bytes) -> None:
+        asked = self._asked.pop(uid, None)
+        if asked is None:
+            return
+        if asked.on_late is not None:
+            if len(self._late) >= self._limits.max_late:
+                del self._late[next(iter(self._late))]
+            self._late[uid] = asked
+        self._end(asked, Lack(Trouble.TIMEOUT, asked.call.name))
+
+    def _read(self) -> bool:
+        """Read one answer. False where there is none."""
+        frames: list[bytes] = []
+        num_frames = 0
+        try:
+            while True:
+                frame = self._socket.recv(zmq.NOBLOCK)
+                num_frames += 1
+                if num_frames <= MAX_FRAMES:
+                    frames.append(frame)
+                if not self._socket.getsockopt(zmq.RCVMORE):
+                    break
+        except zmq.Again:
+            return False
+        asked = self._asked.pop(frames[0], None)
+        if asked is not None:
+            self._end(asked, self._value(asked.call, frames, num_frames))
+        elif (asked := self._late.pop(frames[0], None)) is not None:
+            self._count("late_answers")
+            if asked.on_late is not None:
+                self._safely(asked.on_late)
+        else:
+            self._count("strange_frames")
+        return True
+
+    def _value(self, call: Call[Any], frames: list[bytes], num_frames: int) -> Ended[Any]:
+        try:
+            if num_frames > MAX_FRAMES:
+                raise MalformedError(f"{call.name}: {num_frames} frames")
+            value = read_answer(call, frames[1:])
+        except MalformedError as error:
+            return Lack(Trouble.MALFORMED, str(error))
+        self._count("answers")
+        return Answer(value)
+
+    def _end(self, asked: _Asked, ended: Ended[Any]) -> None:
+        with self._lock:
+            self._num_open -= 1
+        if isinstance(ended, Lack):
+            self._lacks[ended.trouble] = self._lacks.get(ended.trouble, 0) + 1
+        on_end, asked.on_end = asked.on_end, None
+        if on_end is not None:
+            self._safely(lambda: on_end(ended))
+
+    def _lacking(self, trouble: Trouble, name: str) -> Lack:
+        self._lacks[trouble] = self._lacks.get(trouble, 0) + 1
+        return Lack(trouble, name)
+
+    def _count(self, name: str) -> None:
+        self._tally[name] = self._tally.get(name, 0) + 1
+
+    def _finish(self) -> None:
+        self._disconnect()
+        asked, self._asked = self._asked, {}
+        for each in asked.values():
+            self._end(each, Lack(Trouble.CLOSED, each.call.name))
+        self._late.clear()
+        # Sends that wait are among both; each ends for CLOSED.
+        self._obey()
+        timers, self._timers = self._timers, []
+        for _, _, action in timers:
+            self._safely(action)
+        with self._lock:
+            self._is_over = True
+        self._obey()
+        self._woken.close()
+        self._waker.close()
+        self._context.destroy(0)

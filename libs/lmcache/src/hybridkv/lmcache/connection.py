@@ -1,0 +1,312 @@
+"""Stays in touch with one server: finds out what it is, agrees on a chunk, registers, hears whether it lives.
+
+A server that is gone, slow or another one costs whoever asks an answer that says so, at once. What is found at the
+first connection is found again at each later one: a server that was replaced may be of another version or chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
+from hybridkv.lmcache.detection import ServerFacts, detect
+from hybridkv.lmcache.errors import LMCacheConfigurationError
+from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
+from hybridkv.lmcache.wire import Call, Codec, Registration
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Both sides of a server."""
+
+    host: str
+    port: int
+    http_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """Bounds of a connection.
+
+    Args:
+        call_timeout_s: of a call of the connection itself.
+        beat_s: between two looks at a server that lives.
+        max_missed_beats: in a row; then it is taken for gone.
+        retry_s: between two attempts to reach one; doubled each time, up to `retry_max_s`.
+        retry_max_s: the longest.
+        limits: of the channel.
+    """
+
+    call_timeout_s: float = 5.0
+    beat_s: float = 2.0
+    max_missed_beats: int = 3
+    retry_s: float = 0.5
+    retry_max_s: float = 15.0
+    limits: ChannelLimits = DEFAULT_LIMITS
+
+
+DEFAULT_OPTIONS = ConnectionOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A server that can be asked.
+
+    Args:
+        facts: what it says of itself.
+        codec: how it is spoken with.
+        chunk_tokens: that were agreed on.
+        registration: of this process's memory; None where it has none.
+    """
+
+    facts: ServerFacts
+    codec: Codec
+    chunk_tokens: int
+    registration: Registration | None
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """A server that cannot be asked now, and why not. It is tried again."""
+
+    reason: str
+    refusal: LMCacheConfigurationError | None = None
+    """It was there, and is none that can be used. Tried again, because an operator may replace it."""
+
+
+State: TypeAlias = Ready | Down
+
+
+class Member(Protocol):
+    """What a process has registered."""
+
+    @property
+    def alignment_tokens(self) -> int:
+        """The chunk must be a multiple of it."""
+        ...
+
+    def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
+        """What to register with this server; None for a process that only looks.
+
+        Called on the connection's thread for each connection, nothing of an older one being under way.
+
+        Raises:
+            LMCacheConfigurationError: this server cannot be used.
+        """
+        ...
+
+
+class _SilentError(Exception):
+    """A server that did not answer what every server answers."""
+
+
+class Connection:
+    """Begins to connect at once.
+
+    Args:
+        address: of the server.
+        member: what is registered there.
+        options: bounds.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        address: ServerAddress,
+        member: Member,
+        options: ConnectionOptions = DEFAULT_OPTIONS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address
+        self._member = member
+        self._options = options
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._state: State = Down("not tried yet")
+        self._num_tried = 0
+        self._is_suspect = False
+        self._is_cut = False
+        self._is_closed = False
+        self.channel = Channel(address.host, address.port, options.limits, clock, self._cut)
+        self._thread = threading.Thread(target=self._run, name="hybridkv-lmcache-keeper", daemon=True)
+        self._thread.start()
+
+    # Called by anybody.
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def ready(self) -> Ready | None:
+        """The server, where it can be asked."""
+        state = self._state
+        return state if isinstance(state, Ready) else None
+
+    def wait_ready(self, timeout_s: float) -> State:
+        """The state as soon as it is `Ready`, or a refusal, or after so long."""
+
+        def is_settled() -> bool:
+            state = self._state
+            return isinstance(state, Ready) or state.refusal is not None
+
+        with self._changed:
+            self._changed.wait_for(is_settled, timeout_s)
+        return self._state
+
+    def suspect(self) -> None:
+        """Something makes one doubt that this process is registered: look now."""
+        with self._changed:
+            self._is_suspect = True
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Unregister, and end everything that is under way, for CLOSED. Repeatable."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        self.channel.close(timeout_s)
+
+    def _cut(self) -> None:
+        with self._changed:
+            self._is_cut = True
+            self._changed.notify_all()
+
+    # On the connection's thread.
+
+    def _run(self) -> None:
+        retry_s = self._options.retry_s
+        while not self._is_closed:
+            self._is_cut = False
+            try:
+                ready = self._begin()
+            except Exception as error:
+                self._set(self._down(error))
+                self._pause(retry_s)
+                retry_s = min(2 * retry_s, self._options.retry_max_s)
+                continue
+            retry_s = self._options.retry_s
+            self._set(ready)
+            reason = self._watch(ready)
+            self._set(Down(reason))
+            if self._is_closed:
+                self._leave(ready)
+            else:
+                logger.warning("LMCache's server at %s is gone (%s): nothing is read there", self._address, reason)
+                self.channel.drop()
+
+    def _down(self, error: Exception) -> Down:
+        if isinstance(error, LMCacheConfigurationError):
+            before = self._state
+            if not isinstance(before, Down) or str(before.refusal) != str(error):
+                logger.warning("LMCache's server at %s cannot be used: %s", self._address, error)
+            return Down("refused", error)
+        if not isinstance(error, HttpError | _SilentError):
+            logger.exception("what stays in touch with LMCache's server met a bug")
+        return Down(str(error))
+
+    def _begin(self) -> Ready:
+        options = self._options
+        http = HttpAddress(self._address.host, self._address.http_port)
+        facts = detect(http, options.call_timeout_s, get_json)
+        codec = facts.codec
+        self._said(codec.noop())
+        self._said(codec.probe())
+        alignment = self._member.alignment_tokens
+        chunk_tokens = self._agree(codec, facts, alignment)
+        registration = self._member.joining(facts, chunk_tokens)
+        if registration is not None:
+            self._said(codec.register(registration))
+        self._said(codec.ping(registration.instance if registration else None))
+        logger.info(
+            "LMCache %s at %s, chunks of %d tokens (ours end where %d do)",
+            facts.version,
+            self._address,
+            chunk_tokens,
+            alignment,
+        )
+        return Ready(facts, codec, chunk_tokens, registration)
+
+    def _agree(self, codec: Codec, facts: ServerFacts, alignment: int) -> int:
+        ended = self._ask(codec.chunk_tokens(alignment))
+        if isinstance(ended, Answer):
+            chunk_tokens = ended.value
+        elif codec.negotiates and ended.trouble is Trouble.TIMEOUT:
+            chunk_tokens = facts.chunk_tokens  # it lives, and says nothing to what it cannot do
+        else:
+            raise _SilentError(f"no answer about the chunk: {ended}")
+        if chunk_tokens <= 0 or chunk_tokens % alignment:
+            up = -(-max(1, chunk_tokens) // alignment) * alignment
+            raise LMCacheConfigurationError(
+                "chunk_size",
+                f"a multiple of {alignment} tokens, which is what this engine's blocks have in common",
+                chunk_tokens,
+                f"start the server with --chunk-size {up}, or one of its own for this model",
+            )
+        return chunk_tokens
+
+    def _watch(self, ready: Ready) -> str:
+        """Look at a server until it is gone; why it is taken for gone."""
+        missed = 0
+        while True:
+            self._pause(self._options.beat_s, lambda: self._is_suspect or self._is_cut)
+            if self._is_closed:
+                return "closed"
+            if self._is_cut:
+                return "the connection is cut"
+            self._is_suspect = False
+            missed = 0 if self._lives(ready) else missed + 1
+            if missed >= self._options.max_missed_beats:
+                return f"{missed} looks without an answer"
+
+    def _lives(self, ready: Ready) -> bool:
+        # Where it is done already, it does nothing. A server that heard nothing for long forgets it.
+        if ready.registration is not None and isinstance(self._ask(ready.codec.register(ready.registration)), Lack):
+            return False
+        instance = ready.registration.instance if ready.registration else None
+        return isinstance(self._ask(ready.codec.ping(instance)), Answer)
+
+    def _leave(self, ready: Ready) -> None:
+        if ready.registration is not None:
+            self._ask(ready.codec.unregister(ready.registration.instance))
+
+    def _said(self, call: Call[T]) -> T:
+        ended = self._ask(call)
+        if isinstance(ended, Lack):
+            raise _SilentError(f"no answer: {ended}")
+        return ended.value
+
+    def _ask(self, call: Call[T]) -> Ended[T]:
+        """Ask and wait."""
+        done = threading.Event()
+        answers: list[Ended[T]] = []
+
+        def end(ended: Ended[T]) -> None:
+            answers.append(ended)
+            done.set()
+
+        self.channel.call(call, self._options.call_timeout_s, end)
+        done.wait()  # every call ends
+        return answers[0]
+
+    def _pause(self, pause_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or is_over(), pause_s)
+
+    def _set(self, state: State) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()

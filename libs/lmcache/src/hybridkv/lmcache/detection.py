@@ -1,0 +1,87 @@
+"""What kind of server this is, from what it says over HTTP. Whether it also speaks so is for the connection to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from hybridkv.lmcache.errors import LMCacheConfigurationError
+from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
+from hybridkv.lmcache.wire import Codec, codec_of
+
+MAX_NAME_CHARS = 200
+GetJson = Callable[[HttpAddress, str, float], Any]
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    """One server process.
+
+    Args:
+        version: of LMCache.
+        incarnation: another for each process that ever listens there.
+        chunk_tokens: as it was started with; what counts is what the connection is told.
+        separate_groups: windows and states are kept apart from whole attention, and looked up by laws of their own.
+        null_block: the block id that stands for nothing.
+        keeps_whole_windows: it stores every block of a window group, not only the end of each chunk.
+        transport: what it listens with.
+    """
+
+    version: str
+    incarnation: str
+    chunk_tokens: int
+    separate_groups: bool
+    null_block: int
+    keeps_whole_windows: bool
+    transport: str
+
+    @property
+    def codec(self) -> Codec:
+        return codec_of(self.version)
+
+
+class _Mp(msgspec.Struct):
+    instance_id: str
+    chunk_size: int
+    separate_object_groups: bool
+    null_block_id: int = 0
+    transport: str = "zmq"
+    engine_type: str = "default"
+
+
+class _Config(msgspec.Struct):
+    mp: _Mp
+
+
+def detect(address: HttpAddress, timeout_s: float, get: GetJson = get_json) -> ServerFacts:
+    """What listens there.
+
+    Raises:
+        HttpError: nobody, or nobody who says what a server of LMCache says.
+        LMCacheConfigurationError: a server that cannot be spoken with.
+    """
+    version = get(address, "/lmc_version", timeout_s)
+    if not isinstance(version, str) or len(version) > MAX_NAME_CHARS:
+        raise HttpError("GET /lmc_version: not a version")
+    codec_of(version)
+    try:
+        mp = msgspec.convert(get(address, "/config", timeout_s), _Config).mp
+    except msgspec.ValidationError as error:
+        raise HttpError(f"GET /config: {error}") from None
+    if not 0 < mp.chunk_size < 1 << 32 or not 0 <= mp.null_block_id < 1 << 31 or len(mp.instance_id) > MAX_NAME_CHARS:
+        raise HttpError("GET /config: numbers that no server has")
+    if mp.transport != "zmq":
+        raise LMCacheConfigurationError(
+            "url", "a server that listens with zmq", mp.transport, "start it without --transport"
+        )
+    return ServerFacts(
+        version=version,
+        incarnation=mp.instance_id,
+        chunk_tokens=mp.chunk_size,
+        separate_groups=mp.separate_object_groups,
+        null_block=mp.null_block_id,
+        # An engine that blends keeps every block of a window; any other only the end of each chunk.
+        keeps_whole_windows=mp.engine_type != "default",
+        transport=mp.transport,
+    )

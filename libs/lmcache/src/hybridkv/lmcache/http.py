@@ -1,0 +1,71 @@
+"""What a server says of itself over HTTP, read within a deadline and a bound. For a thread that may wait."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+MAX_BODY_BYTES = 1 << 20
+"""Of one answer. `/status` of a busy server has some kilobytes."""
+_PIECE_BYTES = 16 << 10
+
+
+class HttpError(Exception):
+    """No answer that could be read, and why. It does not leave this library."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAddress:
+    """Where a server's HTTP side listens."""
+
+    host: str
+    port: int
+
+
+def get_json(address: HttpAddress, path: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> Any:
+    """What a GET answers, decoded. Waits for `timeout_s` at most, however slowly the answer comes.
+
+    Raises:
+        HttpError: nobody answers in time, or not with JSON, or at a length that no such answer has.
+    """
+    until_s = clock() + timeout_s
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    try:
+        connection.request("GET", path, headers={"Accept": "application/json", "Connection": "close"})
+        sock = connection.sock
+        response = connection.getresponse()
+        if response.status != http.client.OK:
+            raise HttpError(f"GET {path}: status {response.status}")
+        body = _read(response, sock, until_s, clock)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise HttpError(f"GET {path}: {type(error).__name__}: {error}") from None
+    finally:
+        connection.close()
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise HttpError(f"GET {path}: {error}") from None
+
+
+def _read(
+    response: http.client.HTTPResponse, sock: socket.socket | None, until_s: float, clock: Callable[[], float]
+) -> bytes:
+    body = bytearray()
+    while True:
+        left_s = until_s - clock()
+        if left_s <= 0:
+            raise HttpError("no whole answer in time")
+        if sock is not None:
+            sock.settimeout(left_s)
+        piece = response.read1(_PIECE_BYTES)
+        if not piece:
+            return bytes(body)
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise HttpError(f"more than {MAX_BODY_BYTES} bytes")

@@ -1,0 +1,284 @@
+"""What is done with prefixes: looked up, stored, retrieved. Each is a few calls in a row, and ends once.
+
+A lookup that found something holds locks, until it is retrieved to its end or given back. A store that was answered is
+not readable yet; only a lookup says so. Sessions are never used twice: a server remembers the names that it derived
+for one, whatever tokens come with it later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.connection import Connection, Ready
+from hybridkv.lmcache.errors import LMCacheProtocolError
+from hybridkv.lmcache.wire import Call, Key, Moved
+
+POLL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+"""How long between two looks at a lookup or a store; the last one for all later ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens from the first, in whole chunks of a server.
+
+    Args:
+        model: the name of the cache.
+        world_size: ranks that each have a part.
+        words: as `keys` makes them, of the whole prefix.
+    """
+
+    model: str
+    world_size: int
+    words: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.words) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup found, locked: to be retrieved to its end, or given back.
+
+    Args:
+        prefix: what was looked for.
+        rank: whose part; None for all.
+        num_chunks: from the first, that every group can be resumed behind.
+        session: that holds the locks. Empty where nothing was found, and nothing is to be given back.
+    """
+
+    prefix: Prefix
+    rank: int | None
+    num_chunks: int
+    session: str
+
+
+class Operations:
+    """For any thread; what was given as `on_end` and `on_settled` is called on the channel's and must not wait.
+
+    Args:
+        connection: to the server. Whoever made it closes it.
+    """
+
+    def __init__(self, connection: Connection, clock: Callable[[], float]) -> None:
+        self._connection = connection
+        self._channel = connection.channel
+        self._clock = clock
+        self._nonce = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+
+    def lookup(
+        self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[Ended[Found]], None]
+    ) -> None:
+        """Find how much of a prefix the server has, and lock it."""
+        self._lookup(prefix, rank, self._session(), self._clock() + timeout_s, on_end)
+
+    def release(self, found: Found, timeout_s: float = 5.0) -> None:
+        """Give back what a lookup locked, all of it, and end its session."""
+        self._free(found, found.rank, (0, found.num_chunks), timeout_s, ends=True)
+
+    def finish(self, found: Found, timeout_s: float = 5.0) -> None:
+        """End the session of a lookup for all ranks, each of which has retrieved its part."""
+        self._free(found, None, (0, 0), timeout_s, ends=True)
+
+    def retrieve(
+        self,
+        found: Found,
+        rank: int,
+        start_chunk: int,
+        block_ids: Sequence[Sequence[int]],
+        timeout_s: float,
+        on_end: Callable[[Ended[None]], None],
+        on_settled: Callable[[], None],
+    ) -> None:
+        """Have the pages of [start_chunk, the end of what was found) written, and give this rank's locks back.
+
+        That ends the session of a lookup for this rank; one for all ranks is ended by `finish`.
+
+        `on_settled` follows once, as soon as the server certainly writes no more: at the end, or with a late answer. It
+        does not follow where no answer comes: then the pages are nobody's until another process is the server.
+        """
+        ready = self._ready()
+        if isinstance(ready, Lack):
+            on_end(ready)
+            on_settled()
+            return
+        if not 0 <= start_chunk < found.num_chunks:
+            raise LMCacheProtocolError(f"retrieve: chunk {start_chunk} of {found.num_chunks}")
+        instance = self._instance(ready)
+        key = self._key(ready, found.prefix, rank, (start_chunk, found.num_chunks), found.session)
+
+        def finish() -> None:
+            self._free(found, rank, (0, start_chunk), timeout_s, ends=found.rank is not None)
+            on_settled()
+
+        call = ready.codec.retrieve(key, instance, block_ids)
+        self._move(call, timeout_s, on_end, finish)
+
+    def store(
+        self,
+        prefix: Prefix,
+        rank: int,
+        chunks: tuple[int, int],
+        block_ids: Sequence[Sequence[int]],
+        timeout_s: float,
+        on_end: Callable[[Ended[None]], None],
+        on_settled: Callable[[], None],
+    ) -> None:
+        """Have the pages of the chunks [start, end) read. At the end they are taken, and not readable yet.
+
+        `on_settled` is as for `retrieve`.
+        """
+        ready = self._ready()
+        if isinstance(ready, Lack):
+            on_end(ready)
+            on_settled()
+            return
+        session = self._session()
+        key = self._key(ready, prefix, rank, chunks, session)
+
+        def finish() -> None:
+            self._forget(ready, session, timeout_s)
+            on_settled()
+
+        call = ready.codec.store(key, self._instance(ready), block_ids)
+        self._move(call, timeout_s, on_end, finish)
+
+    def confirm(
+        self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[Ended[None]], None]
+    ) -> None:
+        """Whether the whole of a prefix can be read. Looks again until it can be, or the time is up."""
+        until_s = self._clock() + timeout_s
+        pauses = itertools.chain(POLL_S, itertools.repeat(POLL_S[-1]))
+
+        def look() -> None:
+            self._lookup(prefix, rank, self._session(), until_s, hear)
+
+        def hear(ended: Ended[Found]) -> None:
+            if isinstance(ended, Lack):
+                on_end(ended)
+                return
+            self.release(ended.value)
+            ready = self._connection.ready
+            if ready is not None and ended.value.num_chunks * ready.chunk_tokens == prefix.num_tokens:
+                on_end(Answer(None))
+            elif self._clock() >= until_s:
+                on_end(Lack(Trouble.REFUSED, "what was stored cannot be read"))
+            else:
+                self._channel.after(next(pauses), look)
+
+        look()
+
+    # The calls of each.
+
+    def _lookup(
+        self, prefix: Prefix, rank: int | None, session: str, until_s: float, on_end: Callable[[Ended[Found]], None]
+    ) -> None:
+        ready = self._ready()
+        if isinstance(ready, Lack):
+            on_end(ready)
+            return
+        num_chunks = prefix.num_tokens // ready.chunk_tokens
+        key = self._key(ready, prefix, rank, (0, num_chunks), session)
+        nothing = Found(prefix, rank, 0, session)
+        pauses = itertools.chain(POLL_S, itertools.repeat(POLL_S[-1]))
+
+        def give_up(lack: Lack) -> None:
+            # What it locks later is given back by the server itself, after a while; what it has locked, now.
+            if lack.trouble not in (Trouble.UNSENT, Trouble.BUSY):
+                everything = Found(prefix, rank, num_chunks, session)
+                self._free(everything, rank, (0, num_chunks), self._left_s(until_s, 1.0), ends=True)
+            on_end(lack)
+
+        def asked(ended: Ended[None]) -> None:
+            if isinstance(ended, Lack):
+                give_up(ended)
+            else:
+                look()
+
+        def look() -> None:
+            if self._clock() >= until_s:
+                give_up(Lack(Trouble.TIMEOUT, "lookup"))
+                return
+            self._channel.call(ready.codec.found_chunks(session), self._left_s(until_s), seen)
+
+        def seen(ended: Ended[int | None]) -> None:
+            if isinstance(ended, Lack):
+                give_up(ended)
+            elif ended.value is None:
+                self._channel.after(next(pauses), look)
+            elif ended.value > num_chunks:
+                give_up(Lack(Trouble.MALFORMED, f"{ended.value} of {num_chunks} chunks"))
+            elif ended.value == 0:
+                self._forget(ready, session, self._left_s(until_s, 1.0))
+                on_end(Answer(nothing))
+            else:
+                on_end(Answer(Found(prefix, rank, ended.value, session)))
+
+        self._channel.call(ready.codec.lookup(key), self._left_s(until_s), asked)
+
+    def _move(
+        self,
+        call: Call[Moved],
+        timeout_s: float,
+        on_end: Callable[[Ended[None]], None],
+        finish: Callable[[], None],
+    ) -> None:
+        def end(ended: Ended[Moved]) -> None:
+            if isinstance(ended, Answer):
+                if not ended.value.is_registered:
+                    self._connection.suspect()
+                on_end(Answer(None) if ended.value.is_done else Lack(Trouble.REFUSED, call.name))
+                finish()
+            else:
+                on_end(ended)
+                if ended.trouble not in MAY_HAPPEN:
+                    finish()
+
+        self._channel.call(call, timeout_s, end, finish)
+
+    def _free(self, found: Found, rank: int | None, chunks: tuple[int, int], timeout_s: float, *, ends: bool) -> None:
+        """Give back the locks of a rank's part of these chunks, and then end the session if it is to end."""
+        ready = self._connection.ready
+        if ready is None or not found.num_chunks:
+            return
+
+        def freed(ended: Ended[None]) -> None:
+            if ends:
+                self._forget(ready, found.session, timeout_s)
+
+        if chunks[0] < chunks[1]:
+            key = self._key(ready, found.prefix, rank, chunks, found.session)
+            self._channel.call(ready.codec.free_locks(key), timeout_s, freed)
+        elif ends:
+            self._forget(ready, found.session, timeout_s)
+
+    def _forget(self, ready: Ready, session: str, timeout_s: float) -> None:
+        self._channel.call(ready.codec.end_session(session), timeout_s, lambda ended: None)
+
+    def _ready(self) -> Ready | Lack:
+        state = self._connection.state
+        return state if isinstance(state, Ready) else Lack(Trouble.UNSENT, state.reason)
+
+    def _instance(self, ready: Ready) -> int:
+        if ready.registration is None:
+            raise LMCacheProtocolError("a process that registered no memory moves nothing")
+        return ready.registration.instance
+
+    def _key(self, ready: Ready, prefix: Prefix, rank: int | None, chunks: tuple[int, int], session: str) -> Key:
+        chunk_tokens = ready.chunk_tokens
+        start, end = chunks
+        if prefix.num_tokens % chunk_tokens or not 0 <= start <= end <= prefix.num_tokens // chunk_tokens:
+            raise LMCacheProtocolError(f"chunks {chunks} of {prefix.num_tokens} tokens in chunks of {chunk_tokens}")
+        words = prefix.words[: end * chunk_tokens * 4]
+        return Key(prefix.model, prefix.world_size, rank, words, start * chunk_tokens, end * chunk_tokens, session)
+
+    def _session(self) -> str:
+        return f"hybridkv-{self._nonce}-{next(self._numbers)}"
+
+    def _left_s(self, until_s: float, least_s: float = 0.0) -> float:
+        return max(least_s, until_s - self._clock())

@@ -1,0 +1,241 @@
+"""One process's half of a cache at a server, for tests: a pool, a connection, and calls that wait."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from hybridkv.lmcache.block_ids import NULL_BLOCK, kept_blocks, needed_blocks
+from hybridkv.lmcache.calls import Answer, Ended, Lack
+from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionOptions, Down, ServerAddress
+from hybridkv.lmcache.detection import ServerFacts
+from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment, demand_server
+from hybridkv.lmcache.keys import cache_name, page_identity, words_of
+from hybridkv.lmcache.operations import Found, Operations, Prefix
+from hybridkv.lmcache.page import PageState, blank, check, payload_of, seal
+from hybridkv.lmcache.pool import Pool
+from hybridkv.lmcache.wire import Registration
+
+T = TypeVar("T")
+
+WAIT_S = 60.0
+Blocks = dict[int, dict[int, bytes]]
+"""Bytes by group and position in its table."""
+
+
+class Rig:
+    """A rank that stores and retrieves bytes.
+
+    Args:
+        address: of the server.
+        groups: that are stored.
+        fingerprint: of the cache.
+        num_chunks: of the pool.
+        rank: of this process.
+        world_size: of all.
+        options: of the connection.
+    """
+
+    def __init__(
+        self,
+        address: ServerAddress,
+        groups: Sequence[PageGroup],
+        fingerprint: bytes,
+        num_chunks: int = 8,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        options: ConnectionOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.rank = rank
+        self._fingerprint = fingerprint
+        self._world_size = world_size
+        self._num_chunks = num_chunks
+        self._instance = secrets.randbits(48)
+        self.pool: Pool | None = None
+        self.num_joined = 0
+        self.settled = 0
+        self.connection = Connection(address, self, options)
+        self.operations = Operations(self.connection, time.monotonic)
+
+    # What the connection asks.
+
+    @property
+    def alignment_tokens(self) -> int:
+        return chunk_alignment(self.groups)
+
+    def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
+        geometry = Geometry(self.groups, chunk_tokens)
+        demand_server(geometry, facts)
+        if self.pool is None:
+            self.pool = Pool(geometry, self._num_chunks)
+        self.num_joined += 1
+        return Registration(self._instance, self.model, self._world_size, self.pool.wire_groups())
+
+    # What a test does.
+
+    @property
+    def geometry(self) -> Geometry:
+        assert self.pool is not None
+        return self.pool.geometry
+
+    @property
+    def model(self) -> str:
+        assert self.pool is not None
+        return cache_name(self._fingerprint, self.pool.geometry.digest())
+
+    def ready(self) -> Rig:
+        """Return when the server can be asked."""
+        state = self.connection.wait_ready(WAIT_S)
+        if isinstance(state, Down):
+            raise AssertionError(state)
+        return self
+
+    def prefix(self, digests: Sequence[bytes]) -> Prefix:
+        """The prefix that ends with the last of these chunks."""
+        return Prefix(self.model, self._world_size, words_of(digests, self.geometry.chunk_tokens))
+
+    def lookup(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> Ended[Found]:
+        return wait(lambda end: self.operations.lookup(self.prefix(digests), self.rank, timeout_s, end))
+
+    def num_found(self, digests: Sequence[bytes]) -> int:
+        """Chunks that can be read now."""
+        ended = self.lookup(digests)
+        assert isinstance(ended, Answer), ended
+        self.operations.release(ended.value)
+        return ended.value.num_chunks
+
+    def store(
+        self, digests: Sequence[bytes], content: Blocks, start_chunk: int = 0, timeout_s: float = WAIT_S
+    ) -> Ended[None]:
+        """Store what `content` has of the chunks from `start_chunk`; a position that it has not is no block."""
+        geometry, pool, num_chunks = self.geometry, self.pool, len(digests) - start_chunk
+        assert pool is not None
+        positions = {
+            group: [
+                at
+                for at in kept_blocks(geometry, group, num_chunks)
+                if self._at(group, at, start_chunk) in content[group]
+            ]
+            for group in range(len(self.groups))
+        }
+        taken = pool.take({group: len(each) for group, each in positions.items()})
+        assert taken is not None
+        for group, each in positions.items():
+            for block, at in zip(taken[group], each, strict=True):
+                page, size = pool.page(group, block), self.groups[group].payload_bytes
+                position = self._at(group, at, start_chunk)
+                payload_of(page, size)[:] = content[group][position]
+                seal(page, self.identity(digests, group, position), size)
+        tables = self._tables(positions, taken, num_chunks)
+        chunks = (start_chunk, len(digests))
+        prefix = self.prefix(digests)
+        return wait(
+            lambda end: self.operations.store(
+                prefix, self.rank, chunks, tables, timeout_s, end, lambda: self._settle(taken)
+            )
+        )
+
+    def store_readable(self, digests: Sequence[bytes], content: Blocks, start_chunk: int = 0) -> None:
+        """Store, and return when it can be read."""
+        stored = self.store(digests, content, start_chunk)
+        assert stored == Answer(None), stored
+        confirmed: Ended[None] = wait(lambda end: self.operations.confirm(self.prefix(digests), self.rank, WAIT_S, end))
+        assert confirmed == Answer(None), confirmed
+
+    def retrieve(
+        self, digests: Sequence[bytes], start_chunk: int = 0, timeout_s: float = WAIT_S
+    ) -> tuple[Ended[None], Blocks, dict[PageState, int]]:
+        """What a resume at the end of what is found needs: how it ended, what is good, and how pages turned out."""
+        ended = self.lookup(digests)
+        if isinstance(ended, Lack) or not ended.value.num_chunks:
+            return ended if isinstance(ended, Lack) else Answer(None), {}, {}
+        return self.retrieve_found(digests, ended.value, start_chunk, timeout_s)
+
+    def retrieve_found(
+        self, digests: Sequence[bytes], found: Found, start_chunk: int = 0, timeout_s: float = WAIT_S
+    ) -> tuple[Ended[None], Blocks, dict[PageState, int]]:
+        geometry, pool, num_chunks = self.geometry, self.pool, found.num_chunks - start_chunk
+        assert pool is not None
+        positions = {group: needed_blocks(geometry, group, num_chunks) for group in range(len(self.groups))}
+        taken = pool.take({group: len(each) for group, each in positions.items()})
+        assert taken is not None
+        for group, each in taken.items():
+            for block in each:
+                blank(pool.page(group, block))
+        tables = self._tables(positions, taken, num_chunks)
+        content: Blocks = {group: {} for group in positions}
+        states: dict[PageState, int] = {}
+        settled = threading.Event()
+
+        def settle() -> None:
+            self._settle(taken)
+            settled.set()
+
+        ended: Ended[None] = wait(
+            lambda end: self.operations.retrieve(found, self.rank, start_chunk, tables, timeout_s, end, settle)
+        )
+        if isinstance(ended, Answer):
+            for group, each in positions.items():
+                size = self.groups[group].payload_bytes
+                for block, at in zip(taken[group], each, strict=True):
+                    page, position = pool.page(group, block), self._at(group, at, start_chunk)
+                    state = check(page, self.identity(digests, group, position), size)
+                    states[state] = states.get(state, 0) + 1
+                    if state is PageState.GOOD:
+                        content[group][position] = bytes(payload_of(page, size))
+        return ended, content, states
+
+    def identity(self, digests: Sequence[bytes], group: int, position: int) -> bytes:
+        """Of the page of one block."""
+        blocks = self.geometry.blocks_per_chunk[group]
+        return page_identity(digests[position // blocks], group, position % blocks)
+
+    def close(self) -> None:
+        self.connection.close()
+        if self.pool is not None:
+            self.pool.close()
+
+    def __enter__(self) -> Rig:
+        return self.ready()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _at(self, group: int, at: int, start_chunk: int) -> int:
+        return start_chunk * self.geometry.blocks_per_chunk[group] + at
+
+    def _tables(
+        self, positions: Mapping[int, Sequence[int]], taken: Mapping[int, Sequence[int]], num_chunks: int
+    ) -> list[list[int]]:
+        tables = []
+        for group in self.geometry.order:
+            table = [NULL_BLOCK] * (num_chunks * self.geometry.blocks_per_chunk[group])
+            for block, at in zip(taken[group], positions[group], strict=True):
+                table[at] = block
+            tables.append(table)
+        return tables
+
+    def _settle(self, taken: Mapping[int, Sequence[int]]) -> None:
+        assert self.pool is not None
+        self.pool.give_back(taken)
+        self.settled += 1
+
+
+def wait(begin: Callable[[Callable[[Ended[T]], None]], None], timeout_s: float = 2 * WAIT_S) -> Ended[T]:
+    """Begin something that ends with a call, and return what it ended with."""
+    done = threading.Event()
+    answers: list[Ended[T]] = []
+
+    def end(ended: Ended[T]) -> None:
+        answers.append(ended)
+        done.set()
+
+    begin(end)
+    assert done.wait(timeout_s), "it never ended"
+    assert len(answers) == 1
+    return answers[0]

@@ -1,0 +1,122 @@
+"""A real server of LMCache, started from an environment of its own: nothing of it is imported here.
+
+Which one: `HYBRIDKV_LMCACHE_0_5_6` and `HYBRIDKV_LMCACHE_0_5_7RC2` each hold a command that is the `lmcache` of that
+version.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from hybridkv.lmcache.connection import ServerAddress
+from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
+
+START_S = 300.0
+"""It imports torch, and machines are busy."""
+STOP_S = 20.0
+
+
+def variable(version: str) -> str:
+    """The environment variable that holds the command of a version."""
+    return f"HYBRIDKV_LMCACHE_{version.replace('.', '_').upper()}"
+
+
+def command(version: str) -> list[str] | None:
+    """What starts `lmcache` of a version; None where it is not here."""
+    return shlex.split(os.environ.get(variable(version), "")) or None
+
+
+class ServerProcess:
+    """One server on loopback.
+
+    Args:
+        lmcache: the command.
+        directory: where its log goes.
+        arguments: more of `lmcache server`.
+        address: where it listens, to come back where one was; None for free ports.
+    """
+
+    def __init__(
+        self,
+        lmcache: Sequence[str],
+        directory: Path,
+        arguments: Sequence[str] = (),
+        address: ServerAddress | None = None,
+    ) -> None:
+        self.address = address or ServerAddress("127.0.0.1", *_free_ports(2))
+        self.log_path = directory / f"lmcache-{self.address.port}.log"
+        self._log: IO[bytes] = self.log_path.open("ab")
+        listening = ["--host", "127.0.0.1", "--port", str(self.address.port)]
+        http = ["--http-host", "127.0.0.1", "--http-port", str(self.address.http_port)]
+        defaults = ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
+        self._process = subprocess.Popen(
+            [*lmcache, "server", *listening, *http, *defaults, *arguments],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": os.environ.get("LMCACHE_PYTHONPATH", "")},
+            start_new_session=True,
+        )
+
+    def wait(self) -> ServerProcess:
+        """Return when it answers. `RuntimeError` with the end of its log when it does not."""
+        until_s = time.monotonic() + START_S
+        http = HttpAddress(self.address.host, self.address.http_port)
+        while True:
+            try:
+                get_json(http, "/healthcheck", 5.0)
+                return self
+            except HttpError as failure:
+                if self._process.poll() is not None or time.monotonic() > until_s:
+                    raise RuntimeError(f"no server: {failure}\n{self.log()[-4000:]}") from None
+                time.sleep(0.1)
+
+    def log(self) -> str:
+        """What it has said."""
+        return self.log_path.read_text(errors="replace")
+
+    def signal(self, number: int) -> None:
+        """Stop it, or let it go on."""
+        os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """As a crash would."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """As an operator would, with a crash behind it if it takes too long."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        for each in (number, signal.SIGKILL):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGCONT)
+                os.killpg(self._process.pid, each)
+            try:
+                self._process.wait(STOP_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._log.close()
+
+    def __enter__(self) -> ServerProcess:
+        return self.wait()
+
+    def __exit__(self, *error: object) -> None:
+        self._end(signal.SIGTERM)
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports

@@ -1,0 +1,36 @@
+"""The server's words, one codec for each of its versions. FORMAT.md describes every field that is sent or read."""
+
+from hybridkv.lmcache.wire.codec import (
+    MAX_FRAME_BYTES,
+    MAX_FRAMES,
+    Call,
+    Codec,
+    Key,
+    MalformedError,
+    Moved,
+    Registration,
+    TensorPlace,
+    WireGroup,
+    read_answer,
+)
+from hybridkv.lmcache.wire.v0_5_6 import CODEC_0_5_6
+from hybridkv.lmcache.wire.v0_5_7rc2 import CODEC_0_5_7RC2
+from hybridkv.lmcache.wire.versions import CODECS, codec_of
+
+__all__ = [
+    "CODECS",
+    "CODEC_0_5_6",
+    "CODEC_0_5_7RC2",
+    "MAX_FRAMES",
+    "MAX_FRAME_BYTES",
+    "Call",
+    "Codec",
+    "Key",
+    "MalformedError",
+    "Moved",
+    "Registration",
+    "TensorPlace",
+    "WireGroup",
+    "codec_of",
+    "read_answer",
+]

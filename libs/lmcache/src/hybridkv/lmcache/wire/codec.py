@@ -1,0 +1,273 @@
+"""What is said to a server of any version: values, the calls made of them, and how its answers are read.
+
+Between versions the server changes names and numbers of fields without telling, and never answers what it does not
+understand. So each version has a codec of its own, which is a subclass that says what differs, and an answer that is
+not exactly what was asked for is `MalformedError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from hybridkv.lmcache.errors import LMCacheProtocolError
+
+T = TypeVar("T")
+
+MAX_FRAME_BYTES = 64 << 10
+"""No answer to anything that is asked here comes near it."""
+MAX_FRAMES = 3
+"""Of an answer: whose it is, to what, and the value. A server that says nothing leaves the last one out."""
+_ENGINE = "vllm"
+"""The format detector that takes a tensor of three dimensions for what it is: blocks, slots, bytes."""
+_SHM_EXTENSION = 1
+
+_encode = msgspec.msgpack.encode
+
+
+class MalformedError(ValueError):
+    """An answer that does not fit its question. Of a server, so a value for whoever asked, never raised to him."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Which tokens, of whom. A server derives the names of its objects from it.
+
+    Args:
+        model: name that everybody shares whose pages are the same; without "@" and "/".
+        world_size: ranks that each hold a part.
+        rank: whose part; None for that of all, which only lookups may ask for.
+        tokens: words of 32 bits, big-endian: the whole prefix, whatever part of it is meant.
+        start_token: a multiple of the server's chunk.
+        end_token: another.
+        session: names the question and whatever is locked for it.
+    """
+
+    model: str
+    world_size: int
+    rank: int | None
+    tokens: bytes
+    start_token: int
+    end_token: int
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where pages of one group lie: `num_blocks` of `page_bytes`, tight, from `offset` of a segment."""
+
+    segment: str
+    segment_bytes: int
+    offset: int
+    num_blocks: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WireGroup:
+    """One group as the server is told of it. Its position among the groups is the position of its block ids.
+
+    Args:
+        engine_group: groups with the same number share block ids.
+        place: of its pages.
+        tokens_per_block: that one page covers.
+        window_tokens: None where every token is needed.
+        is_recurrent: a page is a state, and only the last one is needed.
+    """
+
+    engine_group: int
+    place: TensorPlace
+    tokens_per_block: int
+    window_tokens: int | None
+    is_recurrent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One rank's memory."""
+
+    instance: int
+    model: str
+    world_size: int
+    groups: tuple[WireGroup, ...]
+
+
+class Moved(NamedTuple):
+    """The answer to a store or a retrieve."""
+
+    is_done: bool
+    is_registered: bool
+    """A server that does not know the instance says so by an empty handle."""
+
+
+class Call(NamedTuple, Generic[T]):
+    """One question: frames, and what its answer is made of."""
+
+    operation: bytes
+    payloads: tuple[bytes, ...]
+    expected: Any
+    name: str
+
+
+class Codec:
+    """The calls of one version. Subclasses say what differs.
+
+    Attributes:
+        version: as the server's `/lmc_version` says it.
+        counts_free_ranges: `free_lookup_locks` takes further ranges.
+        negotiates: the chunk is settled by a call, not by the server's configuration alone.
+    """
+
+    version = ""
+    counts_free_ranges = False
+    negotiates = False
+
+    def key_fields(self, key: Key) -> dict[str, Any]:
+        """The fields of a key that this version has in its own way."""
+        raise NotImplementedError
+
+    # Once a connection.
+
+    def noop(self) -> Call[str]:
+        return _call("noop", 24, (), str)
+
+    def probe(self) -> Call[None]:
+        """A call without effect that only a server of this wire answers: keys and arity have their form in it."""
+        return self.free_locks(Key("hybridkv-probe", 1, None, b"", 0, 0, "hybridkv-probe"))
+
+    def chunk_tokens(self, alignment_tokens: int) -> Call[int]:
+        """The server's chunk; one that negotiates settles it now, or says nothing where it cannot."""
+        raise NotImplementedError
+
+    def register(self, registration: Registration) -> Call[None]:
+        places = [_tensor(group.place) for group in registration.groups]
+        groups = [_group(index, group) for index, group in enumerate(registration.groups)]
+        payloads = (
+            registration.instance,
+            places,
+            registration.model,
+            registration.world_size,
+            _ENGINE,
+            {"kv_layout": "NHD"},
+            groups,
+        )
+        return _call("register_kv_cache", 1, payloads, None)
+
+    def unregister(self, instance: int) -> Call[None]:
+        return _call("unregister_kv_cache", 2, (instance,), None)
+
+    def ping(self, instance: int | None) -> Call[bool]:
+        return _call("ping", 22, (instance,), bool)
+
+    # For each prefix.
+
+    def store(self, key: Key, instance: int, block_ids: Sequence[Sequence[int]]) -> Call[Moved]:
+        return _call("store", 6, (self._key(key), instance, block_ids, b""), Moved)
+
+    def retrieve(
+        self, key: Key, instance: int, block_ids: Sequence[Sequence[int]], skip_tokens: int = 0
+    ) -> Call[Moved]:
+        return _call("retrieve", 7, (self._key(key), instance, block_ids, b"", skip_tokens), Moved)
+
+    def lookup(self, key: Key) -> Call[None]:
+        return _call("lookup", 8, (self._key(key), key.world_size), None)
+
+    def found_chunks(self, session: str) -> Call[int | None]:
+        """What a lookup found; None while it is looking. To be asked again until it says, then no more."""
+        return _call("query_prefetch_status", 9, (session,), int | None)
+
+    def free_locks(self, key: Key) -> Call[None]:
+        payloads: tuple[Any, ...] = (self._key(key), key.world_size)
+        return _call("free_lookup_locks", 12, (*payloads, ()) if self.counts_free_ranges else payloads, None)
+
+    def end_session(self, session: str) -> Call[None]:
+        return _call("end_session", 13, (session,), None)
+
+    def _key(self, key: Key) -> dict[str, Any]:
+        if len(key.tokens) % 4 or key.end_token * 4 > len(key.tokens):
+            raise LMCacheProtocolError(f"{len(key.tokens)} bytes of tokens do not reach to {key.end_token}")
+        return {
+            "model_name": key.model,
+            "world_size": key.world_size,
+            "worker_id": key.rank,
+            "start": key.start_token,
+            "end": key.end_token,
+            "request_id": key.session,
+            "cache_salt": "",
+            "request_configs": None,
+            "num_kv_readers": 1,
+            **self.key_fields(key),
+        }
+
+
+def read_answer(call: Call[T], frames: Sequence[bytes]) -> T:
+    """The value in an answer's frames, without the one that says whose it is.
+
+    Raises:
+        MalformedError: it is none to this call.
+    """
+    if not 1 <= len(frames) < MAX_FRAMES or frames[0] != call.operation:
+        raise MalformedError(f"{call.name}: {len(frames)} frames, or those of another call")
+    if len(frames) == 1:
+        if call.expected is None or call.expected == int | None:
+            return None  # type: ignore[return-value]
+        raise MalformedError(f"{call.name}: no value")
+    if len(frames[1]) > MAX_FRAME_BYTES:
+        raise MalformedError(f"{call.name}: {len(frames[1])} bytes")
+    try:
+        if call.expected is Moved:
+            handle, is_done = msgspec.msgpack.decode(frames[1], type=tuple[bytes, bool])
+            return Moved(is_done, is_done or handle != b"")  # type: ignore[return-value]
+        value = msgspec.msgpack.decode(frames[1], type=call.expected)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MalformedError(f"{call.name}: {error}") from None
+    if type(value) is int and not 0 <= value < 1 << 48:
+        raise MalformedError(f"{call.name}: {value} of anything")
+    return value  # type: ignore[no-any-return]
+
+
+def _call(name: str, number: int | None, payloads: Sequence[Any], expected: Any) -> Call[Any]:
+    operation = _encode(name if number is None else number)
+    return Call(operation, tuple(map(_encode, payloads)), expected, name)
+
+
+def named_call(name: str, payloads: Sequence[Any], expected: Any) -> Call[Any]:
+    """A call that has a name in place of a number, as every one has that is younger than the numbers."""
+    return _call(name, None, payloads, expected)
+
+
+def numbered_call(name: str, number: int, payloads: Sequence[Any], expected: Any) -> Call[Any]:
+    return _call(name, number, payloads, expected)
+
+
+def _tensor(place: TensorPlace) -> msgspec.msgpack.Ext:
+    page = place.page_bytes
+    descriptor = {
+        "type": "cpu_shm",
+        "version": 1,
+        "metadata": {
+            "dtype": "uint8",
+            # One slot a block, whatever tokens it covers: so a page is any run of bytes.
+            "shape": (place.num_blocks, 1, page),
+            "stride": (page, page, 1),
+            "storage_offset": place.offset,
+            "device_uuid": "cpu",
+        },
+        "shm_name": place.segment,
+        "nbytes": place.segment_bytes,
+    }
+    return msgspec.msgpack.Ext(_SHM_EXTENSION, _encode(descriptor))
+
+
+def _group(index: int, group: WireGroup) -> dict[str, Any]:
+    return {
+        "engine_group_id": group.engine_group,
+        "layer_indices": (index,),
+        "tokens_per_block": group.tokens_per_block,
+        "sw_size_tokens": -1 if group.window_tokens is None else group.window_tokens,
+        "extra_object_group_tag": 0,
+        "recurrent_state": group.is_recurrent,
+    }

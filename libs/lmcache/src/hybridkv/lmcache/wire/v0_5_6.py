@@ -1,0 +1,22 @@
+"""LMCache 0.5.6: tokens as a list of numbers; the chunk is what the server was started with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hybridkv.lmcache.wire.codec import Call, Codec, Key, numbered_call
+
+
+class Codec056(Codec):
+    version = "0.5.6"
+
+    def key_fields(self, key: Key) -> dict[str, Any]:
+        return {"token_ids": np.frombuffer(key.tokens, dtype=">u4").tolist()}
+
+    def chunk_tokens(self, alignment_tokens: int) -> Call[int]:
+        return numbered_call("get_chunk_size", 21, (), int)
+
+
+CODEC_0_5_6 = Codec056()

@@ -1,0 +1,36 @@
+"""A busy machine is no reason to fail: properties have no time limit, and neither has making their examples."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from hybridkv.lmcache.testing.server_process import ServerProcess, command, variable
+from hybridkv.lmcache.wire import CODECS
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
+
+def lmcache_of(version: str) -> list[str]:
+    """The command of a version. A test that needs it is skipped where it is not here."""
+    found = command(version)
+    if found is None:
+        pytest.skip(f"{variable(version)} names no lmcache of version {version}")
+    return found
+
+
+@pytest.fixture(scope="module", params=sorted(CODECS))
+def version(request: pytest.FixtureRequest) -> str:
+    """Of a server."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def server(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of each version, with states and windows apart."""
+    directory: Path = tmp_path_factory.mktemp("lmcache")
+    with ServerProcess(lmcache_of(version), directory, ["--chunk-size", "256", "--separate-object-groups"]) as process:
+        yield process
