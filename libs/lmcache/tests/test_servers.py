@@ -6,11 +6,23 @@ import pytest
 from caches import DEEPSEEK_V4, INTERLEAVED, QWEN3_NEXT, content_of, digests_of
 
 from hybridkv.lmcache.block_ids import needed_blocks
-from hybridkv.lmcache.calls import Answer
+from hybridkv.lmcache.calls import Answer, Lack, Trouble
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
-from hybridkv.lmcache.testing.rig import Rig
-from hybridkv.lmcache.testing.server_process import ServerProcess
+from hybridkv.lmcache.testing.rig import Blocks, Rig
+from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
+
+
+def _needed(rig: Rig, content: Blocks, num_chunks: int, start_chunk: int = 0) -> Blocks:
+    """Of `content`, what a resume behind `num_chunks` needs that begins at `start_chunk`."""
+    shift = {group: start_chunk * rig.geometry.blocks_per_chunk[group] for group in content}
+    return {
+        group: {
+            shift[group] + at: content[group][shift[group] + at]
+            for at in needed_blocks(rig.geometry, group, num_chunks - start_chunk)
+        }
+        for group in content
+    }
 
 
 @pytest.mark.parametrize(
@@ -24,8 +36,156 @@ def test_what_a_resume_needs_comes_back_byte_for_byte(server: ServerProcess, gro
         rig.store_readable(digests, content)
         ended, found, states = rig.retrieve(digests)
         assert ended == Answer(None)
-        needed = {group: needed_blocks(rig.geometry, group, 4) for group in range(len(groups))}
-        assert states == {PageState.GOOD: sum(map(len, needed.values()))}
-        assert found == {group: {at: content[group][at] for at in each} for group, each in needed.items()}
-        other = content_of("another prompt", rig.geometry, 4)
-        assert found != {group: {at: other[group][at] for at in each} for group, each in needed.items()}
+        assert set(states) == {PageState.GOOD}
+        assert found == _needed(rig, content, 4)
+        assert found != _needed(rig, content_of("another prompt", rig.geometry, 4), 4)
+
+
+def test_a_long_prompt_of_five_groups_of_four_block_sizes_is_stored_and_found(server: ServerProcess) -> None:
+    with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes, num_chunks=16) as rig:
+        digests = digests_of("4096 tokens", 16)
+        content = content_of("4096 tokens", rig.geometry, 16)
+        assert [len(content[group]) for group in range(5)] == [16, 64, 64, 1024, 512]
+        rig.store_readable(digests, content)
+        _, found, states = rig.retrieve(digests)
+        assert set(states) == {PageState.GOOD}
+        assert found == _needed(rig, content, 16)
+
+
+def test_groups_that_differ_in_nothing_but_their_blocks_stay_apart(server: ServerProcess) -> None:
+    with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
+        assert rig.groups[1] == rig.groups[2]
+        layout = server.status()["cache_context_meta"][str(rig.pool.instance)]["kv_cache_layout"]
+        assert layout["num_layers"] == 5
+        digests = digests_of("twins", 1)
+        content = content_of("twins", rig.geometry, 1)
+        rig.store_readable(digests, content)
+        _, found, _ = rig.retrieve(digests)
+        assert found[1] != found[2]
+        assert (found[1], found[2]) == (_needed(rig, content, 1)[1], _needed(rig, content, 1)[2])
+
+
+def test_a_prefix_is_resumed_only_where_every_group_has_its_state(server: ServerProcess) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        digests = digests_of("states", 5)
+        content = content_of("states", rig.geometry, 5, states_at=[2, 4])
+        stored = rig.store(digests, content)
+        assert stored == Answer(None)
+        assert eventually(lambda: rig.num_found(digests) == 4)
+        assert [rig.num_found(digests[:count]) for count in (1, 2, 3, 4, 5)] == [0, 2, 2, 4, 4]
+        _, found, states = rig.retrieve(digests[:3])
+        assert set(states) == {PageState.GOOD}
+        assert found == _needed(rig, content, 2)
+
+
+def test_a_prefix_that_grew_is_stored_behind_what_was_stored(server: ServerProcess) -> None:
+    with Rig(server.address, INTERLEAVED, uuid.uuid4().bytes) as rig:
+        digests = digests_of("turns", 4)
+        content = content_of("turns", rig.geometry, 4)
+        rig.store_readable(digests[:2], content)
+        assert rig.num_found(digests) == 2
+        rig.store_readable(digests, content, start_chunk=2)
+        _, found, states = rig.retrieve(digests)
+        assert set(states) == {PageState.GOOD}
+        assert found == _needed(rig, content, 4)
+
+
+def test_a_resume_behind_a_local_prefix_reads_only_what_lies_behind_it(server: ServerProcess) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        digests = digests_of("local", 4)
+        content = content_of("local", rig.geometry, 4)
+        rig.store_readable(digests, content)
+        _, found, states = rig.retrieve(digests, start_chunk=3)
+        assert set(states) == {PageState.GOOD}
+        assert found == _needed(rig, content, 4, start_chunk=3)
+
+
+def test_a_block_that_was_not_there_is_seen_as_absent(server: ServerProcess) -> None:
+    with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
+        digests = digests_of("hole", 1)
+        content = content_of("hole", rig.geometry, 1)
+        del content[3][7]
+        rig.store_readable(digests, content)
+        _, found, states = rig.retrieve(digests)
+        assert states[PageState.ABSENT] == 1
+        assert 7 not in found[3]
+
+
+def test_what_was_stored_as_something_else_is_seen_as_foreign(server: ServerProcess) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        digests = digests_of("mine", 1)
+        rig.store_readable(digests, content_of("mine", rig.geometry, 1))
+        ended = rig.lookup(digests)
+        assert isinstance(ended, Answer)
+        _, found, states = rig.retrieve_found(digests_of("yours", 1), ended.value)
+        assert set(states) == {PageState.FOREIGN}
+        assert not any(found.values())
+
+
+def test_caches_of_other_content_or_other_layout_share_nothing(server: ServerProcess) -> None:
+    fingerprint = uuid.uuid4().bytes
+    digests = digests_of("shared", 2)
+    with Rig(server.address, DEEPSEEK_V4, fingerprint) as rig, Rig(server.address, DEEPSEEK_V4, fingerprint) as same:
+        rig.store_readable(digests, content_of("shared", rig.geometry, 2))
+        assert same.num_found(digests) == 2
+        with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as other:
+            assert other.num_found(digests) == 0
+        with Rig(server.address, DEEPSEEK_V4[:4], fingerprint) as other:
+            assert other.num_found(digests) == 0
+
+
+def test_ranks_read_their_own_part_of_what_all_of_them_have(server: ServerProcess) -> None:
+    fingerprint = uuid.uuid4().bytes
+    digests = digests_of("ranks", 2)
+    rigs = [Rig(server.address, QWEN3_NEXT, fingerprint, rank=rank, world_size=2).ready() for rank in (0, 1)]
+    try:
+        contents = [content_of(("ranks", rank), rigs[rank].geometry, 2) for rank in (0, 1)]
+        rigs[0].store_readable(digests, contents[0])
+        everybody = rigs[0].lookup(digests, rank=None)
+        assert isinstance(everybody, Answer) and everybody.value.num_chunks == 0
+        rigs[1].store_readable(digests, contents[1])
+        everybody = rigs[0].lookup(digests, rank=None)
+        assert isinstance(everybody, Answer) and everybody.value.num_chunks == 2
+        for rig, content in zip(rigs, contents, strict=True):
+            _, found, states = rig.retrieve_found(digests, everybody.value, start_chunk=1)
+            assert set(states) == {PageState.GOOD}
+            assert found == _needed(rig, content, 2, start_chunk=1)
+        rigs[0].operations.finish(everybody.value)
+        assert eventually(lambda: _locks(server) == (0, 0))
+    finally:
+        for rig in rigs:
+            rig.close()
+
+
+def test_no_lock_and_no_session_is_left(server: ServerProcess) -> None:
+    with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
+        digests = digests_of("locks", 4)
+        rig.store_readable(digests, content_of("locks", rig.geometry, 4))
+        held = rig.lookup(digests)
+        assert isinstance(held, Answer)
+        assert _locks(server)[0] > 0
+        rig.operations.release(held.value)
+        rig.retrieve(digests)
+        rig.retrieve(digests, start_chunk=2)
+        assert rig.num_found(digests_of("nothing", 2)) == 0
+        assert eventually(lambda: _locks(server) == (0, 0))
+        assert rig.pool.num_taken == 0
+
+
+def test_a_server_that_forgot_the_pool_is_told_again(server: ServerProcess) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        digests = digests_of("forgotten", 1)
+        content = content_of("forgotten", rig.geometry, 1)
+        ready = rig.connection.ready
+        assert ready is not None
+        rig.ask(ready.codec.unregister(rig.pool.instance))
+        ended = rig.store(digests, content)
+        assert isinstance(ended, Lack) and ended.trouble is Trouble.REFUSED
+        assert eventually(lambda: rig.store(digests, content) == Answer(None))
+        assert eventually(lambda: rig.num_found(digests) == 1)
+
+
+def _locks(server: ServerProcess) -> tuple[int, int]:
+    """Objects that are locked for reading, and sessions."""
+    status = server.status()
+    return status["storage_manager"]["l1_manager"]["read_locked_count"], status["active_sessions"]

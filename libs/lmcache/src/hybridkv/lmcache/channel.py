@@ -94,6 +94,7 @@ class Channel:
         """Past their deadline, the oldest first."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._num_open = 0
         """Calls that have not ended."""
         self._is_closing = False
@@ -138,6 +139,11 @@ class Channel:
     def num_open(self) -> int:
         """Calls that have not ended."""
         return self._num_open
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every call has ended, and those that followed from it; False when `timeout_s` passed first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 
     def counts(self) -> ChannelCounts:
         return ChannelCounts(**self._tally, lacks=self._lacks.copy())
@@ -320,13 +326,14 @@ class Channel:
         return Answer(value)
 
     def _end(self, asked: _Asked, ended: Ended[Any]) -> None:
-        with self._lock:
-            self._num_open -= 1
         if isinstance(ended, Lack):
             self._lacks[ended.trouble] = self._lacks.get(ended.trouble, 0) + 1
         on_end, asked.on_end = asked.on_end, None
         if on_end is not None:
             self._safely(lambda: on_end(ended))
+        with self._changed:  # now, so that one who waits for the last call waits for what follows from it
+            self._num_open -= 1
+            self._changed.notify_all()
 
     def _lacking(self, trouble: Trouble, name: str) -> Lack:
         self._lacks[trouble] = self._lacks.get(trouble, 0) + 1

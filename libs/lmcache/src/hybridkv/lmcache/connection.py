@@ -133,9 +133,11 @@ class Connection:
         self._clock = clock
         self._changed = threading.Condition()
         self._state: State = Down("not tried yet")
-        self._num_tried = 0
+        self._registered: int | None = None
+        """What was registered last."""
         self._is_suspect = False
         self._is_cut = False
+        self._is_closing = False
         self._is_closed = False
         self.channel = Channel(address.host, address.port, options.limits, clock, self._cut)
         self._thread = threading.Thread(target=self._run, name="hybridkv-lmcache-keeper", daemon=True)
@@ -171,10 +173,14 @@ class Connection:
             self._changed.notify_all()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Unregister, and end everything that is under way, for CLOSED. Repeatable."""
+        """Let what is under way end, unregister, and end the rest, for CLOSED. Repeatable."""
         with self._changed:
-            if self._is_closed:
+            if self._is_closing:
                 return
+            self._is_closing = True
+        if self.ready is not None:
+            self.channel.drain(timeout_s)
+        with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
@@ -230,6 +236,10 @@ class Connection:
         registration = self._member.joining(facts, chunk_tokens)
         if registration is not None:
             self._said(codec.register(registration))
+            if self._registered not in (None, registration.instance):
+                # A server that was merely slow has it still; another one never had it.
+                self._ask(codec.unregister(self._registered))
+            self._registered = registration.instance
         self._said(codec.ping(registration.instance if registration else None))
         logger.info(
             "LMCache %s at %s, chunks of %d tokens (ours end where %d do)",

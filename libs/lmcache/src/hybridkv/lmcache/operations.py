@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.connection import Connection, Ready
 from hybridkv.lmcache.errors import LMCacheProtocolError
+from hybridkv.lmcache.pool import Taken
 from hybridkv.lmcache.wire import Call, Key, Moved
 
 POLL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
@@ -57,6 +58,19 @@ class Found:
     session: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What an operation reads or writes.
+
+    Args:
+        taken: for it.
+        block_ids: one list a group in the order of registration, for whole chunks, as `block_ids` makes them.
+    """
+
+    taken: Taken
+    block_ids: Sequence[Sequence[int]]
+
+
 class Operations:
     """For any thread; what was given as `on_end` and `on_settled` is called on the channel's and must not wait.
 
@@ -82,7 +96,7 @@ class Operations:
         self._free(found, found.rank, (0, found.num_chunks), timeout_s, ends=True)
 
     def finish(self, found: Found, timeout_s: float = 5.0) -> None:
-        """End the session of a lookup for all ranks, each of which has retrieved its part."""
+        """End the session of a lookup for all ranks, of which each has settled."""
         self._free(found, None, (0, 0), timeout_s, ends=True)
 
     def retrieve(
@@ -90,7 +104,7 @@ class Operations:
         found: Found,
         rank: int,
         start_chunk: int,
-        block_ids: Sequence[Sequence[int]],
+        pages: Pages,
         timeout_s: float,
         on_end: Callable[[Ended[None]], None],
         on_settled: Callable[[], None],
@@ -99,24 +113,23 @@ class Operations:
 
         That ends the session of a lookup for this rank; one for all ranks is ended by `finish`.
 
-        `on_settled` follows once, as soon as the server certainly writes no more: at the end, or with a late answer. It
+        `on_settled` follows once, as soon as the server certainly writes no more and has the locks back: at the end, or
+        behind a late answer. It
         does not follow where no answer comes: then the pages are nobody's until another process is the server.
         """
-        ready = self._ready()
+        ready = self._mover(pages)
         if isinstance(ready, Lack):
             on_end(ready)
             on_settled()
             return
         if not 0 <= start_chunk < found.num_chunks:
             raise LMCacheProtocolError(f"retrieve: chunk {start_chunk} of {found.num_chunks}")
-        instance = self._instance(ready)
         key = self._key(ready, found.prefix, rank, (start_chunk, found.num_chunks), found.session)
 
         def finish() -> None:
-            self._free(found, rank, (0, start_chunk), timeout_s, ends=found.rank is not None)
-            on_settled()
+            self._free(found, rank, (0, start_chunk), timeout_s, ends=found.rank is not None, then=on_settled)
 
-        call = ready.codec.retrieve(key, instance, block_ids)
+        call = ready.codec.retrieve(key, pages.taken.instance, pages.block_ids)
         self._move(call, timeout_s, on_end, finish)
 
     def store(
@@ -124,7 +137,7 @@ class Operations:
         prefix: Prefix,
         rank: int,
         chunks: tuple[int, int],
-        block_ids: Sequence[Sequence[int]],
+        pages: Pages,
         timeout_s: float,
         on_end: Callable[[Ended[None]], None],
         on_settled: Callable[[], None],
@@ -133,7 +146,7 @@ class Operations:
 
         `on_settled` is as for `retrieve`.
         """
-        ready = self._ready()
+        ready = self._mover(pages)
         if isinstance(ready, Lack):
             on_end(ready)
             on_settled()
@@ -145,7 +158,7 @@ class Operations:
             self._forget(ready, session, timeout_s)
             on_settled()
 
-        call = ready.codec.store(key, self._instance(ready), block_ids)
+        call = ready.codec.store(key, pages.taken.instance, pages.block_ids)
         self._move(call, timeout_s, on_end, finish)
 
     def confirm(
@@ -241,21 +254,32 @@ class Operations:
 
         self._channel.call(call, timeout_s, end, finish)
 
-    def _free(self, found: Found, rank: int | None, chunks: tuple[int, int], timeout_s: float, *, ends: bool) -> None:
+    def _free(
+        self,
+        found: Found,
+        rank: int | None,
+        chunks: tuple[int, int],
+        timeout_s: float,
+        *,
+        ends: bool,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         """Give back the locks of a rank's part of these chunks, and then end the session if it is to end."""
         ready = self._connection.ready
         if ready is None or not found.num_chunks:
+            then()
             return
 
         def freed(ended: Ended[None]) -> None:
             if ends:
                 self._forget(ready, found.session, timeout_s)
+            then()
 
         if chunks[0] < chunks[1]:
             key = self._key(ready, found.prefix, rank, chunks, found.session)
             self._channel.call(ready.codec.free_locks(key), timeout_s, freed)
-        elif ends:
-            self._forget(ready, found.session, timeout_s)
+        else:
+            freed(Answer(None))
 
     def _forget(self, ready: Ready, session: str, timeout_s: float) -> None:
         self._channel.call(ready.codec.end_session(session), timeout_s, lambda ended: None)
@@ -264,10 +288,15 @@ class Operations:
         state = self._connection.state
         return state if isinstance(state, Ready) else Lack(Trouble.UNSENT, state.reason)
 
-    def _instance(self, ready: Ready) -> int:
+    def _mover(self, pages: Pages) -> Ready | Lack:
+        ready = self._ready()
+        if isinstance(ready, Lack):
+            return ready
         if ready.registration is None:
             raise LMCacheProtocolError("a process that registered no memory moves nothing")
-        return ready.registration.instance
+        if pages.taken.instance != ready.registration.instance:
+            return Lack(Trouble.UNSENT, "these pages are void: the pool was made anew")
+        return ready
 
     def _key(self, ready: Ready, prefix: Prefix, rank: int | None, chunks: tuple[int, int], session: str) -> Key:
         chunk_tokens = ready.chunk_tokens

@@ -1,14 +1,16 @@
 """Pages in shared memory, between an engine's blocks and a server: who has which, until when.
 
 A page is taken for one operation and given back when the server certainly touches it no more. That an operation was
-given up says nothing of the sort: until its answer comes, or the process that was asked is gone, its pages are lost to
-everybody.
+given up says nothing of the sort: until its answer comes its pages are nobody's. Where no answer can come any more, the
+pool is made anew, in other memory and under another name, and what was taken of the old one is void.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.geometry import Geometry
@@ -17,6 +19,20 @@ from hybridkv.lmcache.wire import TensorPlace, WireGroup
 from hybridkv.planner import GroupKind
 
 _ALIGNMENT_BYTES = 4096
+_INSTANCE_BITS = 62
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Pages of one operation.
+
+    Args:
+        instance: the pool's when they were taken. Of another they are void.
+        blocks: of each group.
+    """
+
+    instance: int
+    blocks: Mapping[int, Sequence[int]]
 
 
 class Pool:
@@ -36,18 +52,42 @@ class Pool:
         self.geometry = geometry
         self._num_blocks = tuple(1 + num_chunks * kept for kept in geometry.kept_per_chunk)  # and the null block
         self._offsets, num_bytes = _offsets(geometry, self._num_blocks)
+        self.num_bytes = num_bytes
         self._memory = SharedMemory(num_bytes)
         self._lock = threading.Lock()
-        self._free = [list(range(num_blocks - 1, 0, -1)) for num_blocks in self._num_blocks]
+        self._instance = secrets.randbits(_INSTANCE_BITS)
+        self._free = self._all()
+
+    def _all(self) -> list[list[int]]:
+        return [list(range(num_blocks - 1, 0, -1)) for num_blocks in self._num_blocks]
 
     @property
-    def num_bytes(self) -> int:
-        return self._memory.num_bytes
+    def instance(self) -> int:
+        """What a server calls this memory. Changes with it."""
+        return self._instance
 
     @property
     def view(self) -> memoryview:
-        """All of it: what a copy engine registers."""
+        """All of it: what a copy engine registers, anew for each `instance`."""
         return self._memory.view
+
+    @property
+    def num_taken(self) -> int:
+        """Pages that were not given back."""
+        with self._lock:
+            return sum(self._num_blocks) - len(self._num_blocks) - sum(map(len, self._free))
+
+    def renew(self) -> None:
+        """Other memory, of the same size, in place of this one. What was taken is void.
+
+        Whoever still has a view of the old memory may go on using it; nobody else will.
+        """
+        memory = SharedMemory(self.num_bytes)
+        with self._lock:
+            old, self._memory = self._memory, memory
+            self._instance = secrets.randbits(_INSTANCE_BITS)
+            self._free = self._all()
+        old.close()
 
     def wire_groups(self) -> tuple[WireGroup, ...]:
         """What a server is told, in its order."""
@@ -84,20 +124,20 @@ class Pool:
         with self._lock:
             return len(self._free[group])
 
-    def take(self, numbers: Mapping[int, int]) -> dict[int, list[int]] | None:
+    def take(self, numbers: Mapping[int, int]) -> Taken | None:
         """So many pages of each group; None, and nothing taken, where one has not as many."""
         with self._lock:
             if any(number > len(self._free[group]) for group, number in numbers.items()):
                 return None
-            return {group: [self._free[group].pop() for _ in range(number)] for group, number in numbers.items()}
+            blocks = {group: [self._free[group].pop() for _ in range(number)] for group, number in numbers.items()}
+            return Taken(self._instance, blocks)
 
-    def give_back(self, taken: Mapping[int, Sequence[int]]) -> None:
-        """Pages that no server touches any more."""
+    def give_back(self, taken: Taken) -> None:
+        """Pages that no server touches any more. Void ones are passed over."""
         with self._lock:
-            for group, blocks in taken.items():
-                if any(not 0 < block < self._num_blocks[group] for block in blocks):
-                    raise LMCacheProtocolError(f"group {group} has no such pages: {blocks}")
-                self._free[group].extend(blocks)
+            if taken.instance == self._instance:
+                for group, blocks in taken.blocks.items():
+                    self._free[group].extend(blocks)
 
     def close(self) -> None:
         self._memory.close()

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hybridkv.lmcache.block_ids import NULL_BLOCK, kept_blocks, needed_blocks
-from hybridkv.lmcache.calls import Answer, Ended, Lack
+from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, Ended, Lack
 from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionOptions, Down, ServerAddress
-from hybridkv.lmcache.detection import ServerFacts
-from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment, demand_server
-from hybridkv.lmcache.keys import cache_name, page_identity, words_of
-from hybridkv.lmcache.operations import Found, Operations, Prefix
+from hybridkv.lmcache.geometry import Geometry, PageGroup
+from hybridkv.lmcache.keys import page_identity, words_of
+from hybridkv.lmcache.member import CacheMember
+from hybridkv.lmcache.operations import Found, Operations, Pages, Prefix
 from hybridkv.lmcache.page import PageState, blank, check, payload_of, seal
-from hybridkv.lmcache.pool import Pool
-from hybridkv.lmcache.wire import Registration
+from hybridkv.lmcache.pool import Pool, Taken
+from hybridkv.lmcache.wire import Call
 
 T = TypeVar("T")
 
 WAIT_S = 60.0
+OWN = -1
 Blocks = dict[int, dict[int, bytes]]
 """Bytes by group and position in its table."""
 
@@ -52,41 +52,21 @@ class Rig:
     ) -> None:
         self.groups = tuple(groups)
         self.rank = rank
-        self._fingerprint = fingerprint
         self._world_size = world_size
-        self._num_chunks = num_chunks
-        self._instance = secrets.randbits(48)
-        self.pool: Pool | None = None
-        self.num_joined = 0
+        self.member = CacheMember(self.groups, fingerprint, world_size, num_chunks)
         self.settled = 0
-        self.connection = Connection(address, self, options)
+        self.connection = Connection(address, self.member, options)
         self.operations = Operations(self.connection, time.monotonic)
-
-    # What the connection asks.
-
-    @property
-    def alignment_tokens(self) -> int:
-        return chunk_alignment(self.groups)
-
-    def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
-        geometry = Geometry(self.groups, chunk_tokens)
-        demand_server(geometry, facts)
-        if self.pool is None:
-            self.pool = Pool(geometry, self._num_chunks)
-        self.num_joined += 1
-        return Registration(self._instance, self.model, self._world_size, self.pool.wire_groups())
 
     # What a test does.
 
     @property
     def geometry(self) -> Geometry:
-        assert self.pool is not None
-        return self.pool.geometry
+        return self.member.geometry
 
     @property
-    def model(self) -> str:
-        assert self.pool is not None
-        return cache_name(self._fingerprint, self.pool.geometry.digest())
+    def pool(self) -> Pool:
+        return self.member.pool
 
     def ready(self) -> Rig:
         """Return when the server can be asked."""
@@ -97,10 +77,21 @@ class Rig:
 
     def prefix(self, digests: Sequence[bytes]) -> Prefix:
         """The prefix that ends with the last of these chunks."""
-        return Prefix(self.model, self._world_size, words_of(digests, self.geometry.chunk_tokens))
+        return Prefix(self.member.model, self._world_size, words_of(digests, self.geometry.chunk_tokens))
 
-    def lookup(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> Ended[Found]:
-        return wait(lambda end: self.operations.lookup(self.prefix(digests), self.rank, timeout_s, end))
+    def ask(self, call: Call[T]) -> Ended[T]:
+        """One call, and how it ended."""
+        return wait(lambda end: self.connection.channel.call(call, WAIT_S, end))
+
+    def lookup(self, digests: Sequence[bytes], timeout_s: float = WAIT_S, *, rank: int | None = OWN) -> Ended[Found]:
+        """For this rank, another or all of them."""
+        whose = self.rank if rank == OWN else rank
+        return wait(lambda end: self.operations.lookup(self.prefix(digests), whose, timeout_s, end))
+
+    def ask_when_down(self, digests: Sequence[bytes], timeout_s: float = 1.0) -> Ended[Found]:
+        """A lookup at a server whose chunk is not known."""
+        prefix = Prefix("nothing", self._world_size, words_of(digests, 256))
+        return wait(lambda end: self.operations.lookup(prefix, self.rank, timeout_s, end))
 
     def num_found(self, digests: Sequence[bytes]) -> int:
         """Chunks that can be read now."""
@@ -114,7 +105,6 @@ class Rig:
     ) -> Ended[None]:
         """Store what `content` has of the chunks from `start_chunk`; a position that it has not is no block."""
         geometry, pool, num_chunks = self.geometry, self.pool, len(digests) - start_chunk
-        assert pool is not None
         positions = {
             group: [
                 at
@@ -126,18 +116,18 @@ class Rig:
         taken = pool.take({group: len(each) for group, each in positions.items()})
         assert taken is not None
         for group, each in positions.items():
-            for block, at in zip(taken[group], each, strict=True):
+            for block, at in zip(taken.blocks[group], each, strict=True):
                 page, size = pool.page(group, block), self.groups[group].payload_bytes
                 position = self._at(group, at, start_chunk)
                 payload_of(page, size)[:] = content[group][position]
                 seal(page, self.identity(digests, group, position), size)
-        tables = self._tables(positions, taken, num_chunks)
+        pages = Pages(taken, self._tables(positions, taken, num_chunks))
         chunks = (start_chunk, len(digests))
         prefix = self.prefix(digests)
-        return wait(
-            lambda end: self.operations.store(
-                prefix, self.rank, chunks, tables, timeout_s, end, lambda: self._settle(taken)
-            )
+        return self._moved(
+            lambda end, settle: self.operations.store(prefix, self.rank, chunks, pages, timeout_s, end, settle),
+            taken,
+            lambda: None,
         )
 
     def store_readable(self, digests: Sequence[bytes], content: Blocks, start_chunk: int = 0) -> None:
@@ -160,34 +150,31 @@ class Rig:
         self, digests: Sequence[bytes], found: Found, start_chunk: int = 0, timeout_s: float = WAIT_S
     ) -> tuple[Ended[None], Blocks, dict[PageState, int]]:
         geometry, pool, num_chunks = self.geometry, self.pool, found.num_chunks - start_chunk
-        assert pool is not None
         positions = {group: needed_blocks(geometry, group, num_chunks) for group in range(len(self.groups))}
         taken = pool.take({group: len(each) for group, each in positions.items()})
         assert taken is not None
-        for group, each in taken.items():
+        for group, each in taken.blocks.items():
             for block in each:
                 blank(pool.page(group, block))
-        tables = self._tables(positions, taken, num_chunks)
+        pages = Pages(taken, self._tables(positions, taken, num_chunks))
         content: Blocks = {group: {} for group in positions}
         states: dict[PageState, int] = {}
-        settled = threading.Event()
 
-        def settle() -> None:
-            self._settle(taken)
-            settled.set()
-
-        ended: Ended[None] = wait(
-            lambda end: self.operations.retrieve(found, self.rank, start_chunk, tables, timeout_s, end, settle)
-        )
-        if isinstance(ended, Answer):
+        def read() -> None:
             for group, each in positions.items():
                 size = self.groups[group].payload_bytes
-                for block, at in zip(taken[group], each, strict=True):
+                for block, at in zip(taken.blocks[group], each, strict=True):
                     page, position = pool.page(group, block), self._at(group, at, start_chunk)
                     state = check(page, self.identity(digests, group, position), size)
                     states[state] = states.get(state, 0) + 1
                     if state is PageState.GOOD:
                         content[group][position] = bytes(payload_of(page, size))
+
+        ended = self._moved(
+            lambda end, settle: self.operations.retrieve(found, self.rank, start_chunk, pages, timeout_s, end, settle),
+            taken,
+            read,
+        )
         return ended, content, states
 
     def identity(self, digests: Sequence[bytes], group: int, position: int) -> bytes:
@@ -197,8 +184,7 @@ class Rig:
 
     def close(self) -> None:
         self.connection.close()
-        if self.pool is not None:
-            self.pool.close()
+        self.member.close()
 
     def __enter__(self) -> Rig:
         return self.ready()
@@ -209,21 +195,43 @@ class Rig:
     def _at(self, group: int, at: int, start_chunk: int) -> int:
         return start_chunk * self.geometry.blocks_per_chunk[group] + at
 
-    def _tables(
-        self, positions: Mapping[int, Sequence[int]], taken: Mapping[int, Sequence[int]], num_chunks: int
-    ) -> list[list[int]]:
+    def _tables(self, positions: Mapping[int, Sequence[int]], taken: Taken, num_chunks: int) -> list[list[int]]:
         tables = []
         for group in self.geometry.order:
             table = [NULL_BLOCK] * (num_chunks * self.geometry.blocks_per_chunk[group])
-            for block, at in zip(taken[group], positions[group], strict=True):
+            for block, at in zip(taken.blocks[group], positions[group], strict=True):
                 table[at] = block
             tables.append(table)
         return tables
 
-    def _settle(self, taken: Mapping[int, Sequence[int]]) -> None:
-        assert self.pool is not None
-        self.pool.give_back(taken)
-        self.settled += 1
+    def _moved(
+        self,
+        begin: Callable[[Callable[[Ended[None]], None], Callable[[], None]], None],
+        taken: Taken,
+        read: Callable[[], None],
+    ) -> Ended[None]:
+        """How a move ended. Its pages are given back when they were read and the server is done with them."""
+        settled, lock, over = threading.Event(), threading.Lock(), [0]
+
+        def one_of_two() -> None:
+            with lock:
+                over[0] += 1
+                is_second = over[0] == 2
+            if is_second:
+                self.pool.give_back(taken)
+
+        def settle() -> None:
+            self.settled += 1
+            one_of_two()
+            settled.set()
+
+        ended: Ended[None] = wait(lambda end: begin(end, settle))
+        if isinstance(ended, Answer) or ended.trouble not in MAY_HAPPEN:
+            assert settled.wait(WAIT_S)
+        if isinstance(ended, Answer):
+            read()
+        one_of_two()
+        return ended
 
 
 def wait(begin: Callable[[Callable[[Ended[T]], None]], None], timeout_s: float = 2 * WAIT_S) -> Ended[T]:

@@ -12,9 +12,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hybridkv.lmcache.connection import ServerAddress
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
@@ -79,6 +79,11 @@ class ServerProcess:
                     raise RuntimeError(f"no server: {failure}\n{self.log()[-4000:]}") from None
                 time.sleep(0.1)
 
+    def status(self) -> dict[str, Any]:
+        """What it says of itself."""
+        status: dict[str, Any] = get_json(HttpAddress(self.address.host, self.address.http_port), "/status", 30.0)
+        return status
+
     def log(self) -> str:
         """What it has said."""
         return self.log_path.read_text(errors="replace")
@@ -112,6 +117,16 @@ class ServerProcess:
 
     def __exit__(self, *error: object) -> None:
         self._end(signal.SIGTERM)
+
+
+def eventually(is_true: Callable[[], bool], within_s: float = 60.0) -> bool:
+    """Whether something that another process does becomes true in time."""
+    until_s = time.monotonic() + within_s
+    while not is_true():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _free_ports(number: int) -> list[int]:

@@ -1,0 +1,91 @@
+"""What a process registers at a server: a rank its pool, one that only looks nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from hybridkv.lmcache.detection import ServerFacts
+from hybridkv.lmcache.errors import LMCacheConfigurationError
+from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment, demand_server
+from hybridkv.lmcache.keys import cache_name
+from hybridkv.lmcache.pool import Pool
+from hybridkv.lmcache.wire import Registration
+
+logger = logging.getLogger(__name__)
+
+
+class CacheMember:
+    """A `Member`, of one cache.
+
+    Args:
+        groups: that are stored; for None every group of a server's chunk, which is not known before a server is.
+        fingerprint: of the content.
+        world_size: ranks that each have a part.
+        num_chunks: of the pool; 0 for a process that only looks.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[PageGroup] | Callable[[int], Sequence[PageGroup]],
+        fingerprint: bytes,
+        world_size: int,
+        num_chunks: int,
+    ) -> None:
+        self._groups = groups
+        self._fingerprint = fingerprint
+        self._world_size = world_size
+        self._num_chunks = num_chunks
+        self._geometry: Geometry | None = None
+        self._pool: Pool | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        """Since the first server that could be used; `AttributeError` before."""
+        if self._geometry is None:
+            raise AttributeError("no server has said its chunk yet")
+        return self._geometry
+
+    @property
+    def pool(self) -> Pool:
+        """The same."""
+        if self._pool is None:
+            raise AttributeError("no server has said its chunk yet, or this process only looks")
+        return self._pool
+
+    @property
+    def model(self) -> str:
+        """The name of the cache."""
+        return cache_name(self._fingerprint, self.geometry.digest())
+
+    @property
+    def alignment_tokens(self) -> int:
+        return 1 if callable(self._groups) else chunk_alignment(self._groups)
+
+    def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
+        groups = self._groups(chunk_tokens) if callable(self._groups) else self._groups
+        geometry = Geometry(tuple(groups), chunk_tokens)
+        demand_server(geometry, facts)
+        if self._geometry is not None and self._geometry != geometry:
+            raise LMCacheConfigurationError(
+                "chunk_size",
+                f"{self._geometry.chunk_tokens} tokens, as before",
+                chunk_tokens,
+                "start the server as it was started before, or the engine anew",
+            )
+        if not self._num_chunks:
+            self._geometry = geometry
+            return None
+        if self._pool is None:
+            self._pool = Pool(geometry, self._num_chunks)
+        elif self._pool.num_taken:
+            # Somebody whom no answer reaches any more may still write there.
+            logger.info("the pool is made anew: %d pages were under way", self._pool.num_taken)
+            self._pool.renew()
+        self._geometry = geometry
+        return Registration(self._pool.instance, self.model, self._world_size, self._pool.wire_groups())
+
+    def close(self) -> None:
+        """Give up the pool. Close the connection first."""
+        if self._pool is not None:
+            self._pool.close()

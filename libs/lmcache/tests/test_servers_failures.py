@@ -1,0 +1,143 @@
+"""Servers that are killed, stopped, brought back, or whose disk lies: nothing hangs, and no wrong byte is believed."""
+
+import json
+import signal
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
+from conftest import lmcache_of
+
+from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
+from hybridkv.lmcache.page import PageState
+from hybridkv.lmcache.testing.rig import Rig
+from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
+
+SOON = ConnectionOptions(call_timeout_s=2.0, beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
+GOOD, CORRUPT = PageState.GOOD, PageState.CORRUPT
+
+
+class Site:
+    """Where a server with a disk is started, killed and started again."""
+
+    def __init__(self, lmcache: Sequence[str], directory: Path) -> None:
+        self.disk = directory / "disk"
+        self.disk.mkdir()
+        self._lmcache, self._directory = lmcache, directory
+        self._address: ServerAddress | None = None
+        self.server = self.start()
+
+    def start(self) -> ServerProcess:
+        disk = json.dumps({"type": "fs_native", "base_path": str(self.disk)})
+        arguments = ["--chunk-size", "256", "--separate-object-groups", "--l2-adapter", disk]
+        self.server = ServerProcess(self._lmcache, self._directory, arguments, self._address).wait()
+        self._address = self.server.address
+        return self.server
+
+    def files(self) -> list[Path]:
+        """What is on the disk, whole."""
+        return sorted(path for path in self.disk.rglob("*") if path.is_file() and ".tmp" not in path.name)
+
+    def has_written(self, num_files: int) -> bool:
+        status = self.server.status()["storage_manager"]["store_controller"]
+        return (
+            len(self.files()) == num_files and not status["pending_keys_count"] and not status["in_flight_task_count"]
+        )
+
+
+@pytest.fixture
+def site(version: str, tmp_path: Path) -> Iterator[Site]:
+    site = Site(lmcache_of(version), tmp_path)
+    try:
+        yield site
+    finally:
+        site.server.kill()
+
+
+def test_what_is_on_a_servers_disk_is_read_by_the_next_one_and_a_changed_byte_is_found(site: Site) -> None:
+    with Rig(site.server.address, DEEPSEEK_V4, uuid.uuid4().bytes, options=SOON) as rig:
+        digests = digests_of("disk", 2)
+        content = content_of("disk", rig.geometry, 2)
+        rig.store_readable(digests, content)
+        assert eventually(lambda: site.has_written(4)), site.files()  # two chunks, of whole attention and of windows
+        site.server.kill()
+        assert eventually(lambda: isinstance(rig.connection.state, Down))
+        ended = rig.lookup(digests)
+        assert isinstance(ended, Lack) and ended.trouble in NEVER_LEFT
+        site.start()
+        rig.ready()
+        _, found, states = rig.retrieve(digests)
+        assert set(states) == {GOOD}
+        assert found[0] == content[0]
+        site.server.kill()
+        for path in site.files():
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        site.start()
+        assert eventually(lambda: rig.connection.ready is not None)
+        ended, found, states = rig.retrieve(digests)
+        assert ended == Answer(None), "the server says that all is well"
+        assert (
+            states[CORRUPT] == 3
+        )  # of the middle: of each chunk's whole attention one, of the last chunk's windows one
+        assert all(content[group][at] == data for group in found for at, data in found[group].items())
+
+
+def test_a_server_that_is_killed_in_mid_flight_ends_every_call_and_serves_again(site: Site) -> None:
+    with Rig(site.server.address, QWEN3_NEXT, uuid.uuid4().bytes, num_chunks=16, options=SOON) as rig:
+        digests = [digests_of(("killed", number), 2) for number in range(4)]
+        contents = [content_of(("killed", number), rig.geometry, 2) for number in range(4)]
+        rig.store_readable(digests[0], contents[0])
+        site.server.signal(signal.SIGSTOP)  # so that they are under way for certain
+        ended: list[Ended[None]] = []
+        threads = [
+            threading.Thread(target=lambda n=n: ended.append(rig.store(digests[n], contents[n]))) for n in (1, 2, 3)
+        ]
+        threads.append(threading.Thread(target=lambda: ended.append(rig.retrieve(digests[0])[0])))
+        for thread in threads:
+            thread.start()
+        assert eventually(lambda: rig.connection.channel.num_open >= 4)
+        site.server.kill()
+        for thread in threads:
+            thread.join(60)
+        assert len(ended) == 4
+        assert all(isinstance(each, Lack) and each.trouble in MAY_HAPPEN | NEVER_LEFT for each in ended), ended
+        instance = rig.pool.instance
+        site.start()
+        rig.ready()
+        assert rig.pool.instance != instance, "what was under way has other memory"
+        assert rig.pool.num_taken == 0
+        again = digests_of("after", 2)
+        rig.store_readable(again, content_of("after", rig.geometry, 2))
+        _, _, states = rig.retrieve(again)
+        assert set(states) == {GOOD}
+
+
+def test_a_server_that_answers_no_more_costs_the_deadline(site: Site) -> None:
+    with Rig(site.server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON) as rig:
+        digests = digests_of("stopped", 1)
+        content = content_of("stopped", rig.geometry, 1)
+        site.server.signal(signal.SIGSTOP)
+        ended = rig.store(digests, content, timeout_s=0.5)
+        assert isinstance(ended, Lack) and ended.trouble in MAY_HAPPEN
+        assert rig.pool.num_taken == 4, "the server may read them yet"
+        assert eventually(lambda: isinstance(rig.connection.state, Down))
+        lookup = rig.lookup(digests, timeout_s=0.5)
+        assert isinstance(lookup, Lack) and lookup.trouble is Trouble.UNSENT
+        site.server.signal(signal.SIGCONT)
+        assert eventually(lambda: isinstance(rig.connection.state, Ready))
+        assert rig.pool.num_taken == 0
+        rig.store_readable(digests_of("goes on", 1), content_of("goes on", rig.geometry, 1))
+        status = site.server.status()
+        assert eventually(lambda: site.server.status()["registered_gpu_ids"] == [rig.pool.instance]), status
+
+
+def test_an_engine_that_leaves_is_forgotten(site: Site) -> None:
+    with Rig(site.server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON) as rig:
+        assert site.server.status()["registered_gpu_ids"] == [rig.pool.instance]
+    assert site.server.status()["registered_gpu_ids"] == []
