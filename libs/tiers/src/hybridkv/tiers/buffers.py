@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from hybridkv.tiers.contract import Failure, FailureReason, Slot
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -12,3 +14,17 @@ if TYPE_CHECKING:
 def byte_views(buffers: Iterable[Buffer]) -> list[memoryview]:
     """Each buffer as bytes. `TypeError` when one is not C-contiguous or no buffer at all."""
     return [memoryview(buffer).cast("B") for buffer in buffers]
+
+
+def slot_views(slot: Slot, buffers: Sequence[Buffer], *, is_written: bool) -> list[memoryview] | Failure:
+    """What a slot is copied to or from, without what is empty, or why it cannot be."""
+    try:
+        views = byte_views(buffers)
+    except (TypeError, ValueError, BufferError) as error:
+        return Failure(FailureReason.IO, f"{'destination' if is_written else 'source'}: {error}")
+    if is_written and any(view.readonly for view in views):
+        return Failure(FailureReason.IO, "the destination is read-only")
+    num_bytes = sum(map(len, views))
+    if not slot.extents or num_bytes != slot.num_bytes:
+        return Failure(FailureReason.IO, f"cannot copy {slot.num_bytes} bytes over {num_bytes} bytes")
+    return [view for view in views if len(view)]

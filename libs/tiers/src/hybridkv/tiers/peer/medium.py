@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hybridkv.tiers.buffers import byte_views
+from hybridkv.tiers.buffers import slot_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
+from hybridkv.tiers.in_flight import InFlight
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.reading import PeerLoad, Post, Reading
 
@@ -47,14 +48,11 @@ class PeerMedium:
         self._options = options
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._completions: list[Completion] = []
-        self._num_open = 0
-        """Loads without a completion."""
+        self._loads = InFlight()
         self._is_closed = False
         self._is_closing = False
         self._reading = make_reading(self._inbox.put)
-        self._reading.on_ended = self._complete
+        self._reading.on_ended = self._loads.complete
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-reader", daemon=True)
         self._thread.start()
 
@@ -62,51 +60,30 @@ class PeerMedium:
         reason, detail = FailureReason.IO, "nothing is stored at a peer"
         if self._is_closed:
             reason, detail = FailureReason.CLOSED, "the medium was closed"
-        self._begin()
-        self._complete(Completion(ticket, Failure(reason, detail)))
+        self._loads.begin()
+        self._loads.complete(Completion(ticket, Failure(reason, detail)))
 
     def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
-        self._begin()
+        self._loads.begin()
         load = self._checked(ticket, key, slot, destination)
         if isinstance(load, Failure):
-            self._complete(Completion(ticket, load))
+            self._loads.complete(Completion(ticket, load))
         else:
             self._inbox.put(lambda: self._reading.begin(load))
 
     def _checked(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> PeerLoad | Failure:
         if self._is_closed:
             return Failure(FailureReason.CLOSED, "the medium was closed")
-        if self._num_open > self._options.max_waiting:
+        if self._loads.num_open > self._options.max_waiting:
             return Failure(FailureReason.BUSY, f"{self._options.max_waiting} loads wait")
-        try:
-            views = byte_views(destination)
-        except (TypeError, ValueError, BufferError) as error:
-            return Failure(FailureReason.IO, f"destination: {error}")
-        if any(view.readonly for view in views):
-            return Failure(FailureReason.IO, "the destination is read-only")
-        num_bytes = sum(map(len, views))
-        if not slot.extents or num_bytes != slot.num_bytes:
-            return Failure(FailureReason.IO, f"cannot copy {slot.num_bytes} bytes over {num_bytes} bytes")
-        return PeerLoad(ticket, key, slot, [view for view in views if len(view)], self._clock())
-
-    def _begin(self) -> None:
-        with self._changed:
-            self._num_open += 1
-
-    def _complete(self, completion: Completion) -> None:
-        with self._changed:
-            self._num_open -= 1
-            self._completions.append(completion)
-            self._changed.notify_all()
+        views = slot_views(slot, destination, is_written=True)
+        return views if isinstance(views, Failure) else PeerLoad(ticket, key, slot, views, self._clock())
 
     def poll(self) -> list[Completion]:
-        with self._changed:
-            completions, self._completions = self._completions, []
-        return completions
+        return self._loads.poll()
 
     def drain(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._num_open == 0, timeout_s)
+        return self._loads.drain(timeout_s)
 
     def close(self) -> None:
         """Every load ends, for CLOSED, within a bounded time; nobody reads here any more."""
