@@ -1,0 +1,44 @@
+"""A chunk as a server sees it: one chunk of one group that is stored whole, under words that are its key's.
+
+A server derives its own key from the name of a cache and from the words that it takes for tokens. So the name says
+whose content it is and how many bytes a page has, and the words say which chunk. What a page says of itself is compared
+when it comes back, and is the whole key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from hybridkv.lmcache.geometry import Geometry, PageGroup
+from hybridkv.lmcache.keys import cache_name, page_identity, words_of
+from hybridkv.lmcache.operations import Prefix
+from hybridkv.planner import GroupKind, GroupSpec
+from hybridkv.tiers.contract import Key
+
+_WORDS_BYTES = 32
+_GROUP = _BLOCK = 0
+
+
+def page_groups(num_bytes: int, chunk_tokens: int) -> tuple[PageGroup, ...]:
+    """The groups of a cache of chunks of so many bytes, at a server with this chunk."""
+    return (PageGroup(GroupSpec(GroupKind.FULL, chunk_tokens), num_bytes),)
+
+
+def cache_of(namespace: bytes, num_bytes: int, chunk_tokens: int) -> str:
+    """The name of that cache."""
+    return cache_name(namespace, Geometry(page_groups(num_bytes, chunk_tokens), chunk_tokens).digest())
+
+
+def prefix_of(model: str, world_size: int, key: Key, chunk_tokens: int) -> Prefix:
+    """What a server is asked for.
+
+    Raises:
+        LMCacheConfigurationError: its chunk has too few words.
+    """
+    digest = hashlib.blake2b(key, digest_size=_WORDS_BYTES, person=b"hybridkv chunk 1").digest()
+    return Prefix(model, world_size, words_of([digest], chunk_tokens))
+
+
+def identity_of(key: Key) -> bytes:
+    """What its page says that it is."""
+    return page_identity(key, _GROUP, _BLOCK)
