@@ -59,8 +59,8 @@ class World:
         def slower_tiers(*arguments: Any) -> list[SlowerTier]:
             return [*indexes(*arguments), SlowerTier(PEER, self.make_index(), options)]
 
-        def all_media(config: Any, rank: int, arena: Any) -> dict[str, Callable[[bytes], TierMedium]]:
-            return {**media(config, rank, arena), PEER: lambda namespace: self.make_medium(rank)}
+        def all_media(config: Any, rank: int, *more: Any) -> dict[str, Callable[[bytes], TierMedium]]:
+            return {**media(config, rank, *more), PEER: lambda namespace: self.make_medium(rank)}
 
         monkeypatch.setattr(tiers, "clock", self.clock)
         monkeypatch.setattr(tiers, "slower_tiers", slower_tiers)

@@ -87,7 +87,21 @@ class PeerTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="typ
     cascade: Literal["nothing"] = "nothing"
 
 
-TierConfig = RamTierConfig | DiskTierConfig | PeerTierConfig
+class LMCacheTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="type", tag="lmcache"):
+    """A server of LMCache on this host, which engines share and which may have tiers of its own.
+
+    Args:
+        url: "tcp://HOST:PORT", where `lmcache server` listens: its --host and --port.
+        http_port: where it answers over HTTP: its --http-port.
+        pool: bytes of shared memory, over all ranks of the engine, through which chunks come and go.
+    """
+
+    url: str
+    http_port: int = 8080
+    pool: int = 512 << 20
+
+
+TierConfig = RamTierConfig | DiskTierConfig | PeerTierConfig | LMCacheTierConfig
 _TIER_TYPES: dict[str, type[msgspec.Struct]] = {str(kind.__struct_config__.tag): kind for kind in get_args(TierConfig)}
 
 
@@ -140,6 +154,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def peer(self) -> PeerTierConfig | None:
         """The tier of peers, if there is one."""
         return next((tier for tier in self.tiers if isinstance(tier, PeerTierConfig)), None)
+
+    @property
+    def lmcache(self) -> LMCacheTierConfig | None:
+        """The tier at a server of LMCache, if there is one."""
+        return next((tier for tier in self.tiers if isinstance(tier, LMCacheTierConfig)), None)
 
     def path_of(self, name: str) -> str:
         """Where a slower tier stands in the configuration."""
@@ -241,6 +260,8 @@ def _require_stack(config: OffloadConfig) -> None:
         )
     if config.peer is not None:
         _require_addresses(config.path_of("peer"), config.peer)
+    if config.lmcache is not None:
+        _require_server(config.path_of("lmcache"), config.lmcache)
     for name, tier in config.slower.items():
         _require_timeouts(config, config.path_of(name), tier)
 
@@ -259,6 +280,26 @@ def _require_addresses(path: str, tier: PeerTierConfig) -> None:
         raise ConfigurationError(
             f"{path}.peers", f"at most {MAX_PEERS} peers", len(tier.peers), "each is asked for every prompt: name a few"
         )
+
+
+def _require_server(path: str, tier: LMCacheTierConfig) -> None:
+    if parse_url(tier.url) is None:
+        raise ConfigurationError(
+            f"{path}.url",
+            "tcp://HOST:PORT, with a port from 1 to 65535",
+            repr(tier.url),
+            'the --host and --port of `lmcache server`, for example "tcp://127.0.0.1:5555"; its HTTP side is http_port',
+        )
+    if not 0 < tier.http_port < 1 << 16:
+        raise ConfigurationError(
+            f"{path}.http_port", "a port from 1 to 65535", tier.http_port, "the --http-port of `lmcache server`"
+        )
+
+
+def parse_url(text: str) -> tuple[str, int] | None:
+    """The host and the port of "tcp://HOST:PORT"; None where it is not that."""
+    scheme, mark, address = text.strip().partition("://")
+    return parse_address(address) if mark and scheme == "tcp" and "/" not in address else None
 
 
 def parse_address(text: str) -> tuple[str, int] | None:
@@ -302,8 +343,9 @@ def _plain_tier(path: str, tier: object) -> object:
         )
     _refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
     plain = dict(tier)
-    if "capacity" in tier:
-        plain["capacity"] = parse_size(f"{path}.capacity", tier["capacity"])
+    for field in ("capacity", "pool"):
+        if field in tier:
+            plain[field] = parse_size(f"{path}.{field}", tier[field])
     return plain
 
 

@@ -23,7 +23,7 @@ _MOVE_RESULTS = (
     "dropped_late",
 )
 """What became of a chunk between two tiers; docs/guides/disk.md explains each."""
-_TIERS = ("ram", "disk", "peer", "object")
+_TIERS = ("ram", "disk", "peer", "lmcache", "object")
 _TIER = Label("tier", _TIERS)
 _SLOWER = Label("tier", _TIERS[1:])
 _REASON = Label(

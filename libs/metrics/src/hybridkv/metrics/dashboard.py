@@ -26,7 +26,7 @@ VARIABLES: Final = {"model_name": "vllm:hybridkv_lookups_total", "engine": "vllm
 _QUANTILES: Final = (0.5, 0.99)
 _UNITS: Final = {"bytes": "bytes", "seconds": "s"}
 _UNITS_A_SECOND: Final = {"bytes": "Bps", "seconds": "percentunit", "tokens": "tokens/s"}
-_TIER_SOURCES: Final = ("ram", "disk", "peer", "object")
+_TIER_SOURCES: Final = ("ram", "disk", "peer", "lmcache", "object")
 
 
 @dataclass(frozen=True, slots=True)

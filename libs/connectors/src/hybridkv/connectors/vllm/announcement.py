@@ -8,7 +8,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.config import DiskTierConfig, OffloadConfig, PeerTierConfig, SlowerTierConfig, format_size
+from hybridkv.connectors.config import (
+    DiskTierConfig,
+    LMCacheTierConfig,
+    OffloadConfig,
+    PeerTierConfig,
+    SlowerTierConfig,
+    format_size,
+)
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.layout import CacheLayout
@@ -95,6 +102,8 @@ def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
 def _slower_words(name: str, tier: SlowerTierConfig, per_chunk: int, chunk: int) -> str:
     if isinstance(tier, PeerTierConfig):
         return f"peer asks {len(tier.peers)} engines and is asked at {tier.listen}; "
+    if isinstance(tier, LMCacheTierConfig):
+        return f"lmcache asks the server at {tier.url}, through {format_size(tier.pool)} of shared memory; "
     if not isinstance(tier, DiskTierConfig):
         return f"{name}; "
     return f"disk {format_size(tier.capacity)} at {tier.path} holds about {tier.capacity // per_chunk * chunk} tokens; "

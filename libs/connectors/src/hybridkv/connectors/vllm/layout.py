@@ -122,6 +122,17 @@ class CacheLayout:
             return chunk // group.block_tokens * self.block_bytes(group_index)
         return self.chunk_bytes(group_index, chunk)
 
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Bytes that a group's part of a chunk may take on one rank: all that occur, the smallest first."""
+        chunk, sizes = self.spec.chunk_tokens, set()
+        for index in self.spec.stored_groups:
+            group = self.spec.groups[index]
+            # Behind the first window, chunks repeat where they begin alike in a block and in an attention chunk.
+            period_tokens = math.lcm(chunk, group.block_tokens, group.align_tokens or 1)
+            num_chunks = -(-(group.window_tokens or 0) // chunk) + period_tokens // chunk
+            sizes |= {self.chunk_bytes(index, chunk * (i + 1)) for i in range(num_chunks)}
+        return tuple(sorted(sizes - {0}))
+
 
 class ResolvedGroups(NamedTuple):
     """The engine's groups, before a chunk is settled: what needs none, such as a peer, needs no more.

@@ -100,7 +100,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = OffloadWorker(layout, arena, paths, self._recorder)
             if config.slower:
                 self._worker.bind_slower_tiers(
-                    tiers.media(config, compat.rank(vllm_config), arena), tiers.serves_peers(config)
+                    tiers.media(config, compat.rank(vllm_config), arena, layout), tiers.opened_at_once(config)
                 )
         _live.add(self)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.config import (
     ROOT,
     DiskTierConfig,
+    LMCacheTierConfig,
     OffloadConfig,
     PeerTierConfig,
     SlowerTierConfig,
@@ -18,6 +19,7 @@ from hybridkv.connectors.config import (
 )
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lmcache_tier import lmcache_index, lmcache_medium
 from hybridkv.connectors.vllm.peer_tier import peer_index, peer_medium
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers import SealedMemory, TierConfigurationError, TierIndex, TierMedium
@@ -58,11 +60,13 @@ class WorkerPart:
     Args:
         rank: of the worker.
         arena: its part of the fast tier.
+        layout: of the engine's groups.
         load_timeout_s: how long somebody waits for this tier.
     """
 
     rank: int
     arena: SealedMemory
+    layout: CacheLayout
     load_timeout_s: float
 
 
@@ -135,7 +139,8 @@ def slower_tiers(
         try:
             index = open_index(tier, Setting(layout, fingerprint, burst_bytes, near, options.load_timeout_s))
         except TierConfigurationError as error:
-            path = f"{config.path_of(name)}.{_FIELDS.get(error.field, error.field)}"
+            of_all = error.field in OffloadConfig.__struct_fields__
+            path = f"{ROOT if of_all else config.path_of(name)}.{_FIELDS.get(error.field, error.field)}"
             raise ConfigurationError(path, error.expected, repr(error.got), error.hint) from error
         if tier.ask_timeout_seconds is not None and not index.answers_late:
             index.close()
@@ -161,6 +166,9 @@ def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:
         case PeerTierConfig():
             assert setting.near is not None
             return peer_index(tier, setting.near, setting.fingerprint, setting.load_timeout_s, clock)
+        case LMCacheTierConfig():
+            namespace = setting.fingerprint.digest()
+            return lmcache_index(tier, setting.layout, namespace, setting.load_timeout_s, clock)
     raise AssertionError(f"no index for {type(tier).__name__}")
 
 
@@ -171,6 +179,8 @@ def open_medium(tier: SlowerTierConfig, namespace: bytes, worker: WorkerPart) ->
             return disk_medium(tier, namespace, worker.rank)
         case PeerTierConfig():
             return peer_medium(tier, worker.arena, namespace, worker.rank, worker.load_timeout_s, clock)
+        case LMCacheTierConfig():
+            return lmcache_medium(tier, worker.layout, namespace, worker.rank, worker.load_timeout_s, clock)
     raise AssertionError(f"no medium for {type(tier).__name__}")
 
 
@@ -192,18 +202,25 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
                     number,
                     f"{what} belongs to one engine on one host; use host memory alone",
                 )
+    num_hosts = getattr(vllm_config.parallel_config, "nnodes", 1)
+    if config.lmcache is not None and num_hosts != 1:
+        raise ConfigurationError(
+            "nnodes", "1 with an lmcache tier", num_hosts, "a server maps the memory of ranks on its own host alone"
+        )
 
 
-def serves_peers(config: OffloadConfig) -> frozenset[str]:
-    """Tiers whose medium others read from, so that a worker opens it before it needs it itself."""
-    return frozenset() if config.peer is None else frozenset({"peer"})
+def opened_at_once(config: OffloadConfig) -> frozenset[str]:
+    """Tiers whose medium a worker opens before it needs it: others read from it, or it takes a while to reach."""
+    return frozenset(config.slower) & {"peer", "lmcache"}
 
 
-def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Callable[[bytes], TierMedium]]:
+def media(
+    config: OffloadConfig, rank: int, arena: SealedMemory, layout: CacheLayout
+) -> dict[str, Callable[[bytes], TierMedium]]:
     """What opens a worker's half of each slower tier, given the namespace. `arena` is its part of the fast tier."""
 
     def opener(tier: SlowerTierConfig) -> Callable[[bytes], TierMedium]:
-        worker = WorkerPart(rank, arena, config.load_timeout_of(tier))
+        worker = WorkerPart(rank, arena, layout, config.load_timeout_of(tier))
         return lambda namespace: open_medium(tier, namespace, worker)
 
     return {name: opener(tier) for name, tier in config.slower.items()}
