@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
-from conftest import lmcache_of
+from real_servers import lmcache_of
 
 from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
