@@ -172,6 +172,10 @@ class Connection:
             self._is_suspect = True
             self._changed.notify_all()
 
+    def doubt(self) -> None:
+        """Give up this connection, and begin another."""
+        self._cut()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Let what is under way end, unregister, and end the rest, for CLOSED. Repeatable."""
         with self._changed:

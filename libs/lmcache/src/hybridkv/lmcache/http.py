@@ -42,7 +42,7 @@ def get_json(address: HttpAddress, path: str, timeout_s: float, clock: Callable[
         response = connection.getresponse()
         if response.status != http.client.OK:
             raise HttpError(f"GET {path}: status {response.status}")
-        body = _read(response, sock, until_s, clock)
+        body = _read(path, response, sock, until_s, clock)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise HttpError(f"GET {path}: {type(error).__name__}: {error}") from None
     finally:
@@ -54,13 +54,17 @@ def get_json(address: HttpAddress, path: str, timeout_s: float, clock: Callable[
 
 
 def _read(
-    response: http.client.HTTPResponse, sock: socket.socket | None, until_s: float, clock: Callable[[], float]
+    path: str,
+    response: http.client.HTTPResponse,
+    sock: socket.socket | None,
+    until_s: float,
+    clock: Callable[[], float],
 ) -> bytes:
     body = bytearray()
     while True:
         left_s = until_s - clock()
         if left_s <= 0:
-            raise HttpError("no whole answer in time")
+            raise HttpError(f"GET {path}: no whole answer in time")
         if sock is not None:
             sock.settimeout(left_s)
         piece = response.read1(_PIECE_BYTES)
@@ -68,4 +72,4 @@ def _read(
             return bytes(body)
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise HttpError(f"more than {MAX_BODY_BYTES} bytes")
+            raise HttpError(f"GET {path}: more than {MAX_BODY_BYTES} bytes")
