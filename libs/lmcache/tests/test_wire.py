@@ -77,7 +77,11 @@ def test_what_all_versions_have_in_common(codec: Codec) -> None:
 
 def test_a_registration_is_one_tensor_of_bytes_a_group(codec: Codec) -> None:
     place = TensorPlace("/segment", 1 << 20, 4096, 9, 128)
-    groups = (WireGroup(0, place, 256, None, False), WireGroup(1, place, 64, 128, False), WireGroup(2, place, 256, 256, True))
+    groups = (
+        WireGroup(0, place, 256, None, False),
+        WireGroup(1, place, 64, 128, False),
+        WireGroup(2, place, 256, 256, True),
+    )
     operation, payloads = _said(codec.register(Registration(7, "model", 2, groups)))
     instance, tensors, model, world_size, engine, hints, infos = payloads
     assert (operation, instance, model, world_size, engine) == (1, 7, "model", 2, "vllm")
@@ -119,7 +123,13 @@ def test_answers_are_read_as_they_were_asked_for(codec: Codec) -> None:
     found = codec.found_chunks("session")
     assert read_answer(found, [found.operation]) is None
     assert read_answer(found, [found.operation, b"\x04"]) == 4
-    for frames in ([store.operation, b"\x04"], [found.operation], [b"", b"\x92\xc4\x01h\xc3"], [], [store.operation] * 3):
+    for frames in (
+        [store.operation, b"\x04"],
+        [found.operation],
+        [b"", b"\x92\xc4\x01h\xc3"],
+        [],
+        [store.operation] * 3,
+    ):
         with pytest.raises(MalformedError):
             read_answer(store, frames)
     for value in (b"\xff", b"\xcf" + b"\xff" * 8):

@@ -84,7 +84,7 @@ class Down:
     """It was there, and is none that can be used. Tried again, because an operator may replace it."""
 
 
-State: TypeAlias = Ready | Down
+ServerState: TypeAlias = Ready | Down
 
 
 class Member(Protocol):
@@ -132,7 +132,7 @@ class Connection:
         self._options = options
         self._clock = clock
         self._changed = threading.Condition()
-        self._state: State = Down("not tried yet")
+        self._state: ServerState = Down("not tried yet")
         self._registered: int | None = None
         """What was registered last."""
         self._is_suspect = False
@@ -146,7 +146,7 @@ class Connection:
     # Called by anybody.
 
     @property
-    def state(self) -> State:
+    def state(self) -> ServerState:
         return self._state
 
     @property
@@ -155,7 +155,7 @@ class Connection:
         state = self._state
         return state if isinstance(state, Ready) else None
 
-    def wait_ready(self, timeout_s: float) -> State:
+    def wait_ready(self, timeout_s: float) -> ServerState:
         """The state as soon as it is `Ready`, or a refusal, or after so long."""
 
         def is_settled() -> bool:
@@ -320,7 +320,7 @@ class Connection:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or is_over(), pause_s)
 
-    def _set(self, state: State) -> None:
+    def _set(self, state: ServerState) -> None:
         with self._changed:
             self._state = state
             self._changed.notify_all()
