@@ -192,6 +192,7 @@ def test_a_server_that_finds_more_than_was_looked_for_is_not_believed(server: Sc
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x05"]])
         ended = rig.lookup(digests_of("more", 4))
         assert isinstance(ended, Lack) and ended.trouble is Trouble.MALFORMED
+        assert rig.operations.counts().lacks == {"lookup malformed": 1}
 
 
 def test_a_lookup_that_never_ends_ends_at_its_deadline(server: ScriptedServer) -> None:
