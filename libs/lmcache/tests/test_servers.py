@@ -12,6 +12,7 @@ from hybridkv.lmcache.geometry import PageGroup, one_record
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.testing.rig import Blocks, Rig
 from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
+from hybridkv.lmcache.withdrawal import withdraw
 
 
 def _needed(rig: Rig, content: Blocks, num_chunks: int, start_chunk: int = 0) -> Blocks:
@@ -190,6 +191,18 @@ def test_no_lock_and_no_session_is_left(server: ServerProcess) -> None:
         counts = rig.operations.counts()
         assert (counts.lookups, counts.found, counts.stores, counts.retrieves) == (4, 3, 1, 2)
         assert (counts.stored_chunks, counts.retrieved_chunks, counts.lacks) == (4, 4 + 2, {})
+
+
+def test_what_is_withdrawn_is_not_found_and_the_rest_is(server: ServerProcess) -> None:
+    with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
+        digests, others = digests_of("withdrawn", 3), digests_of("kept", 3)
+        for each in (digests, others):
+            rig.store_readable(each, content_of(each, rig.geometry, 3))
+        withdraw(rig.connection, rig.prefix(digests), rig.rank, 1, len(rig.groups))
+        assert eventually(lambda: rig.num_found(digests) == 1)
+        assert rig.num_found(others) == 3
+        rig.store_readable(digests, content_of("anew", rig.geometry, 3), start_chunk=1)
+        assert rig.num_found(digests) == 3
 
 
 def test_a_server_that_forgot_the_pool_is_told_again(server: ServerProcess) -> None:
