@@ -17,6 +17,9 @@ ENGINE = {"connectors": {"huggingface_hub", "torch", "vllm"}}
 # Compiled, and carried by the plugin's wheel: these libraries do without it where it is not.
 OPTIONAL = {"tiers": {"hybridkv-native"}, "transfer": {"hybridkv-native"}}
 
+# Distributions that are not called as what they bring.
+DISTRIBUTIONS = {"zmq": "pyzmq"}
+
 
 def _imported(path: pathlib.Path) -> set[str]:
     names: set[str] = set()
@@ -30,7 +33,7 @@ def _imported(path: pathlib.Path) -> set[str]:
 
 def _distribution(module: str) -> str:
     parts = module.split(".")
-    return "-".join(parts[:2]) if parts[0] == "hybridkv" else parts[0]
+    return "-".join(parts[:2]) if parts[0] == "hybridkv" else DISTRIBUTIONS.get(parts[0], parts[0])
 
 
 def _declared(project: dict[str, Any]) -> set[str]:

@@ -5,20 +5,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from real_servers import lmcache_of
 
-from hybridkv.lmcache.testing.server_process import ServerProcess, command, variable
+from hybridkv.lmcache.testing.server_process import ServerProcess
 from hybridkv.lmcache.wire import CODECS
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
-
-
-def lmcache_of(version: str) -> list[str]:
-    """The command of a version. A test that needs it is skipped where it is not here."""
-    found = command(version)
-    if found is None:
-        pytest.skip(f"{variable(version)} names no lmcache of version {version}")
-    return found
 
 
 @pytest.fixture(scope="module", params=sorted(CODECS))

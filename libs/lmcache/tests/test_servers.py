@@ -1,5 +1,6 @@
 """Against real servers of both versions: what was stored is what comes back, byte for byte, and nothing else does."""
 
+import os
 import uuid
 
 import pytest
@@ -7,10 +8,11 @@ from caches import DEEPSEEK_V4, INTERLEAVED, QWEN3_NEXT, content_of, digests_of
 
 from hybridkv.lmcache.block_ids import needed_blocks
 from hybridkv.lmcache.calls import Answer, Lack, Trouble
-from hybridkv.lmcache.geometry import PageGroup
+from hybridkv.lmcache.geometry import PageGroup, one_record
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.testing.rig import Blocks, Rig
 from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
+from hybridkv.lmcache.withdrawal import withdraw
 
 
 def _needed(rig: Rig, content: Blocks, num_chunks: int, start_chunk: int = 0) -> Blocks:
@@ -111,6 +113,22 @@ def test_a_block_that_was_not_there_is_seen_as_absent(server: ServerProcess) -> 
         assert 7 not in found[3]
 
 
+def test_records_that_have_a_key_and_no_tokens_are_kept_under_any_chunk(server: ServerProcess) -> None:
+    fingerprint = uuid.uuid4().bytes
+    with Rig(server.address, one_record(7000), fingerprint, num_chunks=4) as rig:
+        keys = [os.urandom(48) for _ in range(4)]
+        content = [content_of(key, rig.geometry, 1) for key in keys]
+        for key, record in zip(keys[:3], content, strict=False):
+            rig.store_readable([key], record)
+        assert [rig.num_found([key]) for key in keys] == [1, 1, 1, 0]
+        for key, record in zip(keys[:3], content, strict=False):
+            _, found, states = rig.retrieve([key])
+            assert set(states) == {PageState.GOOD}
+            assert found == record
+        with Rig(server.address, one_record(7001), fingerprint) as larger:
+            assert larger.num_found(keys[:1]) == 0
+
+
 def test_what_was_stored_as_something_else_is_seen_as_foreign(server: ServerProcess) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         digests = digests_of("mine", 1)
@@ -170,6 +188,21 @@ def test_no_lock_and_no_session_is_left(server: ServerProcess) -> None:
         assert rig.num_found(digests_of("nothing", 2)) == 0
         assert eventually(lambda: _locks(server) == (0, 0))
         assert rig.pool.num_taken == 0
+        counts = rig.operations.counts()
+        assert (counts.lookups, counts.found, counts.stores, counts.retrieves) == (4, 3, 1, 2)
+        assert (counts.stored_chunks, counts.retrieved_chunks, counts.lacks) == (4, 4 + 2, {})
+
+
+def test_what_is_withdrawn_is_not_found_and_the_rest_is(server: ServerProcess) -> None:
+    with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
+        digests, others = digests_of("withdrawn", 3), digests_of("kept", 3)
+        for each in (digests, others):
+            rig.store_readable(each, content_of(each, rig.geometry, 3))
+        withdraw(rig.connection, rig.prefix(digests), rig.rank, 1, len(rig.groups))
+        assert eventually(lambda: rig.num_found(digests) == 1)
+        assert rig.num_found(others) == 3
+        rig.store_readable(digests, content_of("anew", rig.geometry, 3), start_chunk=1)
+        assert rig.num_found(digests) == 3
 
 
 def test_a_server_that_forgot_the_pool_is_told_again(server: ServerProcess) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
-from conftest import lmcache_of
+from real_servers import lmcache_of
 
 from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.testing.rig import Rig
 from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
+from hybridkv.lmcache.withdrawal import withdraw
 
 SOON = ConnectionOptions(call_timeout_s=2.0, beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
 GOOD, CORRUPT = PageState.GOOD, PageState.CORRUPT
@@ -86,6 +87,12 @@ def test_what_is_on_a_servers_disk_is_read_by_the_next_one_and_a_changed_byte_is
             states[CORRUPT] == 3
         )  # of the middle: of each chunk's whole attention one, of the last chunk's windows one
         assert all(content[group][at] == data for group in found for at, data in found[group].items())
+        for chunk in range(2):
+            withdraw(rig.connection, rig.prefix(digests), rig.rank, chunk, len(rig.groups))
+        assert eventually(lambda: rig.num_found(digests) == 0)
+        rig.store_readable(digests, content)
+        _, found, states = rig.retrieve(digests)
+        assert set(states) == {GOOD}
 
 
 def test_a_server_that_is_killed_in_mid_flight_ends_every_call_and_serves_again(site: Site) -> None:

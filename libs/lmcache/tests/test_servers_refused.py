@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from caches import DEEPSEEK_V4, FULL, QWEN3_NEXT, RECURRENT, content_of, digests_of
-from conftest import lmcache_of
+from real_servers import lmcache_of
 
 from hybridkv.lmcache.calls import Answer, Lack, Trouble
 from hybridkv.lmcache.connection import Down

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.planner import common_block_count, slice_group_blocks
+from hybridkv.planner import TokenSpan, common_block_count, slice_group_blocks
 
 NULL_BLOCK = 0
 """Stands for nothing: never stored as something, and what is written there nobody reads."""
@@ -57,3 +57,23 @@ def needed_blocks(geometry: Geometry, group: int, num_chunks: int) -> list[int]:
     blocks = num_chunks * geometry.blocks_per_chunk[group]
     needed = blocks if window is None else min(blocks, window // geometry.groups[group].spec.block_tokens)
     return list(range(blocks - needed, blocks))
+
+
+def storable(geometry: Geometry, tables: Mapping[int, Sequence[int]], stored_tokens: int, num_tokens: int) -> TokenSpan:
+    """The tokens that a request can store now: whole chunks that every group has, of those that were computed.
+
+    Args:
+        geometry: of the groups.
+        tables: block ids of each group, from token 0.
+        stored_tokens: before which everything is stored.
+        num_tokens: that were computed.
+    """
+    chunk = geometry.chunk_tokens
+    end = min(common_chunks(geometry, tables), num_tokens // chunk) * chunk
+    return TokenSpan(stored_tokens, max(stored_tokens, end))
+
+
+def retrievable(geometry: Geometry, local_tokens: int, found_tokens: int) -> TokenSpan:
+    """The tokens that a request retrieves that has `local_tokens`: whole chunks, from the one in which these end."""
+    start = local_tokens // geometry.chunk_tokens * geometry.chunk_tokens
+    return TokenSpan(start, max(start, found_tokens))

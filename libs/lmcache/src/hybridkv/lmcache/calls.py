@@ -9,6 +9,7 @@ from typing import Generic, TypeAlias, TypeVar
 import msgspec
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Trouble(enum.StrEnum):
@@ -47,10 +48,10 @@ class Lack(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[T]):
+class Answer(Generic[T_co]):
     """What a server said."""
 
-    value: T
+    value: T_co
 
 
 Ended: TypeAlias = Answer[T] | Lack

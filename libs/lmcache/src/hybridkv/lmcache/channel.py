@@ -343,6 +343,8 @@ class Channel:
         self._tally[name] = self._tally.get(name, 0) + 1
 
     def _finish(self) -> None:
+        with self._lock:
+            self._is_closing = True  # also where the thread ends because of a bug
         self._disconnect()
         asked, self._asked = self._asked, {}
         for each in asked.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
@@ -23,6 +24,9 @@ from hybridkv.lmcache.wire import Call, Codec, Registration
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+MAX_ERRANDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class Down:
     """It was there, and is none that can be used. Tried again, because an operator may replace it."""
 
 
-State: TypeAlias = Ready | Down
+ServerState: TypeAlias = Ready | Down
 
 
 class Member(Protocol):
@@ -132,7 +136,8 @@ class Connection:
         self._options = options
         self._clock = clock
         self._changed = threading.Condition()
-        self._state: State = Down("not tried yet")
+        self._state: ServerState = Down("not tried yet")
+        self._errands: deque[Callable[[Ready], None]] = deque(maxlen=MAX_ERRANDS)
         self._registered: int | None = None
         """What was registered last."""
         self._is_suspect = False
@@ -146,7 +151,7 @@ class Connection:
     # Called by anybody.
 
     @property
-    def state(self) -> State:
+    def state(self) -> ServerState:
         return self._state
 
     @property
@@ -155,7 +160,7 @@ class Connection:
         state = self._state
         return state if isinstance(state, Ready) else None
 
-    def wait_ready(self, timeout_s: float) -> State:
+    def wait_ready(self, timeout_s: float) -> ServerState:
         """The state as soon as it is `Ready`, or a refusal, or after so long."""
 
         def is_settled() -> bool:
@@ -171,6 +176,23 @@ class Connection:
         with self._changed:
             self._is_suspect = True
             self._changed.notify_all()
+
+    def post(self, errand: Callable[[Ready], None]) -> None:
+        """Have something done that may wait, on the connection's thread, while the server can be asked.
+
+        Of more than `MAX_ERRANDS` the oldest are dropped.
+        """
+        with self._changed:
+            self._errands.append(errand)
+            self._changed.notify_all()
+
+    @property
+    def address(self) -> ServerAddress:
+        return self._address
+
+    def doubt(self) -> None:
+        """Give up this connection, and begin another."""
+        self._cut()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Let what is under way end, unregister, and end the rest, for CLOSED. Repeatable."""
@@ -272,15 +294,23 @@ class Connection:
         """Look at a server until it is gone; why it is taken for gone."""
         missed = 0
         while True:
-            self._pause(self._options.beat_s, lambda: self._is_suspect or self._is_cut)
+            self._pause(self._options.beat_s, lambda: self._is_suspect or self._is_cut or bool(self._errands))
             if self._is_closed:
                 return "closed"
             if self._is_cut:
                 return "the connection is cut"
             self._is_suspect = False
+            while self._errands:
+                self._run_errand(self._errands.popleft(), ready)
             missed = 0 if self._lives(ready) else missed + 1
             if missed >= self._options.max_missed_beats:
                 return f"{missed} looks without an answer"
+
+    def _run_errand(self, errand: Callable[[Ready], None], ready: Ready) -> None:
+        try:
+            errand(ready)
+        except Exception:
+            logger.exception("what was to be done at LMCache's server met a bug")
 
     def _lives(self, ready: Ready) -> bool:
         # Where it is done already, it does nothing. A server that heard nothing for long forgets it.
@@ -316,7 +346,7 @@ class Connection:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or is_over(), pause_s)
 
-    def _set(self, state: State) -> None:
+    def _set(self, state: ServerState) -> None:
         with self._changed:
             self._state = state
             self._changed.notify_all()

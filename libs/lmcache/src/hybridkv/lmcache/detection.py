@@ -26,6 +26,7 @@ class ServerFacts(msgspec.Struct, frozen=True):
         null_block: the block id that stands for nothing.
         keeps_whole_windows: it stores every block of a window group, not only the end of each chunk.
         transport: what it listens with.
+        hash_algorithm: that names of objects are derived with.
     """
 
     version: str
@@ -35,6 +36,7 @@ class ServerFacts(msgspec.Struct, frozen=True):
     null_block: int
     keeps_whole_windows: bool
     transport: str
+    hash_algorithm: str
 
     @property
     def codec(self) -> Codec:
@@ -48,6 +50,7 @@ class _Mp(msgspec.Struct):
     null_block_id: int = 0
     transport: str = "zmq"
     engine_type: str = "default"
+    hash_algorithm: str = "blake3"
 
 
 class _Config(msgspec.Struct):
@@ -84,4 +87,5 @@ def detect(address: HttpAddress, timeout_s: float, get: GetJson = get_json) -> S
         # An engine that blends keeps every block of a window; any other only the end of each chunk.
         keeps_whole_windows=mp.engine_type != "default",
         transport=mp.transport,
+        hash_algorithm=mp.hash_algorithm,
     )

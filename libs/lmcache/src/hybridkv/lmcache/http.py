@@ -34,33 +34,55 @@ def get_json(address: HttpAddress, path: str, timeout_s: float, clock: Callable[
     Raises:
         HttpError: nobody answers in time, or not with JSON, or at a length that no such answer has.
     """
-    until_s = clock() + timeout_s
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
-    try:
-        connection.request("GET", path, headers={"Accept": "application/json", "Connection": "close"})
-        sock = connection.sock
-        response = connection.getresponse()
-        if response.status != http.client.OK:
-            raise HttpError(f"GET {path}: status {response.status}")
-        body = _read(response, sock, until_s, clock)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise HttpError(f"GET {path}: {type(error).__name__}: {error}") from None
-    finally:
-        connection.close()
+    status, body = _ask(address, "GET", path, b"", timeout_s, clock)
+    if status != http.client.OK:
+        raise HttpError(f"GET {path}: status {status}")
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise HttpError(f"GET {path}: {error}") from None
 
 
+def delete(
+    address: HttpAddress, path: str, body: object, timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> tuple[int, bytes]:
+    """The status, and the body, that a DELETE with a body of JSON is answered with.
+
+    Raises:
+        HttpError: nobody answers in time, or at a length that no such answer has.
+    """
+    return _ask(address, "DELETE", path, msgspec.json.encode(body), timeout_s, clock)
+
+
+def _ask(
+    address: HttpAddress, method: str, path: str, body: bytes, timeout_s: float, clock: Callable[[], float]
+) -> tuple[int, bytes]:
+    until_s = clock() + timeout_s
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    try:
+        headers = {"Accept": "application/json", "Content-Type": "application/json", "Connection": "close"}
+        connection.request(method, path, body=body or None, headers=headers)
+        sock = connection.sock
+        response = connection.getresponse()
+        return response.status, _read(f"{method} {path}", response, sock, until_s, clock)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise HttpError(f"{method} {path}: {type(error).__name__}: {error}") from None
+    finally:
+        connection.close()
+
+
 def _read(
-    response: http.client.HTTPResponse, sock: socket.socket | None, until_s: float, clock: Callable[[], float]
+    what: str,
+    response: http.client.HTTPResponse,
+    sock: socket.socket | None,
+    until_s: float,
+    clock: Callable[[], float],
 ) -> bytes:
     body = bytearray()
     while True:
         left_s = until_s - clock()
         if left_s <= 0:
-            raise HttpError("no whole answer in time")
+            raise HttpError(f"{what}: no whole answer in time")
         if sock is not None:
             sock.settimeout(left_s)
         piece = response.read1(_PIECE_BYTES)
@@ -68,4 +90,4 @@ def _read(
             return bytes(body)
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise HttpError(f"more than {MAX_BODY_BYTES} bytes")
+            raise HttpError(f"{what}: more than {MAX_BODY_BYTES} bytes")

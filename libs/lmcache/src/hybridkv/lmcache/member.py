@@ -19,7 +19,7 @@ class CacheMember:
     """A `Member`, of one cache.
 
     Args:
-        groups: that are stored; for None every group of a server's chunk, which is not known before a server is.
+        groups: that are stored; or what makes them of a server's chunk (`one_record`).
         fingerprint: of the content.
         world_size: ranks that each have a part.
         num_chunks: of the pool; 0 for a process that only looks.

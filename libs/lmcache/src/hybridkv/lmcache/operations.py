@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.connection import Connection, Ready
@@ -58,6 +62,22 @@ class Found:
     session: str
 
 
+class OperationCounts(msgspec.Struct, frozen=True):
+    """What was asked of a server since the start, and what became of it."""
+
+    lookups: int = 0
+    found: int = 0
+    """Lookups that found something."""
+    stores: int = 0
+    stored_chunks: int = 0
+    """That a server took. Whether they can be read is another question."""
+    retrieves: int = 0
+    retrieved_chunks: int = 0
+    """That a server says it wrote. Whether they are what they should be is for their headers to say."""
+    lacks: dict[str, int] = {}
+    """By operation and trouble, as "lookup timeout"; only those that occurred."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pages:
     """What an operation reads or writes.
@@ -84,12 +104,24 @@ class Operations:
         self._clock = clock
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._tally: Counter[str] = Counter()
+        self._lacks: Counter[str] = Counter()
+
+    def counts(self) -> OperationCounts:
+        with self._lock:
+            return OperationCounts(**self._tally, lacks=dict(self._lacks))
 
     def lookup(
         self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[Ended[Found]], None]
     ) -> None:
         """Find how much of a prefix the server has, and lock it."""
-        self._lookup(prefix, rank, self._session(), self._clock() + timeout_s, on_end)
+
+        def count(ended: Ended[Found]) -> None:
+            self._count("lookup", ended, found=int(isinstance(ended, Answer) and ended.value.num_chunks > 0))
+            on_end(ended)
+
+        self._lookup(prefix, rank, self._session(), self._clock() + timeout_s, count)
 
     def release(self, found: Found, timeout_s: float = 5.0) -> None:
         """Give back what a lookup locked, all of it, and end its session."""
@@ -129,8 +161,12 @@ class Operations:
         def finish() -> None:
             self._free(found, rank, (0, start_chunk), timeout_s, ends=found.rank is not None, then=on_settled)
 
+        def count(ended: Ended[None]) -> None:
+            self._count("retrieve", ended, retrieved_chunks=found.num_chunks - start_chunk)
+            on_end(ended)
+
         call = ready.codec.retrieve(key, pages.taken.instance, pages.block_ids)
-        self._move(call, timeout_s, on_end, finish)
+        self._move(call, timeout_s, count, finish)
 
     def store(
         self,
@@ -158,8 +194,12 @@ class Operations:
             self._forget(ready, session, timeout_s)
             on_settled()
 
+        def count(ended: Ended[None]) -> None:
+            self._count("store", ended, stored_chunks=chunks[1] - chunks[0])
+            on_end(ended)
+
         call = ready.codec.store(key, pages.taken.instance, pages.block_ids)
-        self._move(call, timeout_s, on_end, finish)
+        self._move(call, timeout_s, count, finish)
 
     def confirm(
         self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[Ended[None]], None]
@@ -283,6 +323,14 @@ class Operations:
 
     def _forget(self, ready: Ready, session: str, timeout_s: float) -> None:
         self._channel.call(ready.codec.end_session(session), timeout_s, lambda ended: None)
+
+    def _count(self, operation: str, ended: Ended[object], **done: int) -> None:
+        with self._lock:
+            self._tally[f"{operation}s"] += 1
+            if isinstance(ended, Lack):
+                self._lacks[f"{operation} {ended.trouble}"] += 1
+            else:
+                self._tally.update(done)
 
     def _ready(self) -> Ready | Lack:
         state = self._connection.state

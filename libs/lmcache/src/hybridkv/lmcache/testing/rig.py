@@ -42,7 +42,7 @@ class Rig:
     def __init__(
         self,
         address: ServerAddress,
-        groups: Sequence[PageGroup],
+        groups: Sequence[PageGroup] | Callable[[int], Sequence[PageGroup]],
         fingerprint: bytes,
         num_chunks: int = 8,
         *,
@@ -50,15 +50,18 @@ class Rig:
         world_size: int = 1,
         options: ConnectionOptions = DEFAULT_OPTIONS,
     ) -> None:
-        self.groups = tuple(groups)
         self.rank = rank
         self._world_size = world_size
-        self.member = CacheMember(self.groups, fingerprint, world_size, num_chunks)
+        self.member = CacheMember(groups, fingerprint, world_size, num_chunks)
         self.settled = 0
         self.connection = Connection(address, self.member, options)
         self.operations = Operations(self.connection, time.monotonic)
 
     # What a test does.
+
+    @property
+    def groups(self) -> tuple[PageGroup, ...]:
+        return self.geometry.groups
 
     @property
     def geometry(self) -> Geometry:

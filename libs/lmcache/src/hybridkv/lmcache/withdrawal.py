@@ -1,0 +1,104 @@
+"""Takes back what turned out to be wrong, so that it can be stored anew: a server never overwrites what it has.
+
+Its ZMQ side has no word for it. Its HTTP side deletes objects by the names that it derived for them, so these are
+derived here once more: BLAKE3 of the name of what lies before and the words of the chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+from blake3 import blake3
+
+from hybridkv.lmcache.connection import Connection, Ready
+from hybridkv.lmcache.http import HttpAddress, HttpError, delete
+from hybridkv.lmcache.operations import Prefix
+
+logger = logging.getLogger(__name__)
+
+_BEFORE_ALL = blake3(bytes(8) + bytes(4)).digest()
+"""What the first chunk is hashed behind: the number 0 in eight bytes, and one token 0."""
+_NO_DISK = 503
+"""Of a server without a slower tier, whose host memory is dealt with by itself."""
+TIMEOUT_S = 10.0
+MAX_ATTEMPTS, RETRY_S = 50, 0.2
+"""What somebody reads just now is not deleted, so it is tried again."""
+
+
+class _Deleted(msgspec.Struct):
+    skipped: int
+    ok: bool
+
+
+def withdraw(connection: Connection, prefix: Prefix, rank: int, chunk: int, num_groups: int) -> None:
+    """Have one rank's part of a chunk deleted, soon. Nobody is told how that ended.
+
+    Args:
+        connection: to the server.
+        prefix: that has the chunk.
+        rank: whose part.
+        chunk: from 0.
+        num_groups: of the cache.
+    """
+    _begin(connection, _Withdrawal(prefix, rank, chunk, num_groups), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Withdrawal:
+    prefix: Prefix
+    rank: int
+    chunk: int
+    num_groups: int
+
+    def keys(self, chunk_tokens: int) -> list[dict[str, object]]:
+        prefix, rank = self.prefix, self.rank
+        name = object_names(prefix.words, chunk_tokens)[self.chunk]
+        kv_rank = (prefix.world_size << 24) | (rank << 16) | (prefix.world_size << 8) | rank
+        common = {"chunk_hash_hex": name.hex(), "model_name": prefix.model, "kv_rank": kv_rank, "cache_salt": ""}
+        return [{**common, "object_group_id": group} for group in range(self.num_groups)]
+
+
+def _begin(connection: Connection, withdrawal: _Withdrawal, attempt: int) -> None:
+    def again() -> None:
+        _begin(connection, withdrawal, attempt + 1)
+
+    def errand(ready: Ready) -> None:
+        if ready.facts.hash_algorithm != "blake3":
+            return  # it stays until it is evicted
+        keys = withdrawal.keys(ready.chunk_tokens)
+        address = HttpAddress(connection.address.host, connection.address.http_port)
+        try:
+            has_skipped = _delete(address, keys, "l1")
+            _delete(address, keys, "l2")
+        except HttpError as error:
+            logger.warning("what LMCache's server has wrong could not be withdrawn: %s", error)
+            return
+        if has_skipped and attempt < MAX_ATTEMPTS:
+            connection.channel.after(RETRY_S, again)
+
+    connection.post(errand)
+
+
+def _delete(address: HttpAddress, keys: list[dict[str, object]], tier: str) -> bool:
+    """Delete objects of one of a server's tiers; whether some are in use. `HttpError` where it does not."""
+    status, body = delete(address, "/cache/objects", {"keys": keys, "tier": tier, "force": False}, TIMEOUT_S)
+    if status == _NO_DISK and tier == "l2":
+        return False
+    try:
+        deleted = msgspec.json.decode(body, type=_Deleted)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise HttpError(f"DELETE /cache/objects: status {status}: {error}") from None
+    if not deleted.ok:
+        raise HttpError("DELETE /cache/objects: the server could not")
+    return deleted.skipped > 0
+
+
+def object_names(words: bytes, chunk_tokens: int) -> list[bytes]:
+    """How a server calls each chunk."""
+    names, name, chunk_bytes = [], _BEFORE_ALL, 4 * chunk_tokens
+    for at in range(0, len(words), chunk_bytes):
+        name = blake3(name + words[at : at + chunk_bytes]).digest()
+        names.append(name)
+    return names

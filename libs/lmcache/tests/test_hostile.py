@@ -1,0 +1,331 @@
+"""Servers that say anything: every call ends once, memory stays bounded, and nothing is believed that does not fit."""
+
+import itertools
+import os
+import random
+import resource
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
+
+from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
+from hybridkv.lmcache.connection import ConnectionOptions, Down
+from hybridkv.lmcache.testing.rig import Rig, wait
+from hybridkv.lmcache.testing.scripted_server import (
+    CONFIG,
+    Frames,
+    Script,
+    ScriptedServer,
+    polite,
+    silent,
+)
+from hybridkv.lmcache.testing.server_process import eventually
+from hybridkv.lmcache.wire import CODEC_0_5_7RC2, MAX_FRAME_BYTES, MalformedError, read_answer
+
+SOON = ConnectionOptions(call_timeout_s=0.3, beat_s=0.1, retry_s=0.05, retry_max_s=0.1)
+CALLS = (
+    CODEC_0_5_7RC2.noop(),
+    CODEC_0_5_7RC2.ping(7),
+    CODEC_0_5_7RC2.found_chunks("session"),
+    CODEC_0_5_7RC2.end_session("session"),
+    CODEC_0_5_7RC2.chunk_tokens(64),
+)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        yield server
+
+
+def _channel(server: ScriptedServer, limits: ChannelLimits = DEFAULT_LIMITS) -> Channel:
+    return Channel(server.address.host, server.address.port, limits)
+
+
+def _ping(channel: Channel, timeout_s: float = 30.0) -> Ended[bool]:
+    return wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(7), timeout_s, end))
+
+
+def _after(name: str, script: Script) -> Script:
+    """Polite, but for calls of this name."""
+    return lambda called, frames: script(called, frames) if called == name else polite(called, frames)
+
+
+def test_a_polite_server_is_spoken_with(server: ScriptedServer) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        assert rig.num_found(digests_of("nothing", 2)) == 0
+        assert rig.store(digests_of("nothing", 1), content_of("nothing", rig.geometry, 1)) == Answer(None)
+
+
+def test_a_server_that_never_answers_is_down_and_costs_nobody_anything(server: ScriptedServer) -> None:
+    server.script = silent
+    rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
+    try:
+        assert eventually(lambda: len(server.calls) >= 2)
+        ended = rig.ask_when_down(digests_of("silence", 1), timeout_s=3600.0)
+        assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
+    finally:
+        rig.close()
+
+
+def test_a_call_without_an_answer_ends_at_its_deadline_and_is_told_of_a_late_one(server: ScriptedServer) -> None:
+    held: list[list[bytes]] = []
+
+    def hold(name: str, frames: Frames) -> list[Frames]:
+        held.append(list(frames[:3]))
+        return [] if len(held) == 1 else [[*each, b"\xc3"] for each in held]
+
+    server.script = hold
+    channel = _channel(server)
+    try:
+        late: list[bool] = []
+        first: Ended[bool] = wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(1), 0.2, end, lambda: late.append(True)))
+        assert isinstance(first, Lack) and first.trouble is Trouble.TIMEOUT
+        assert not late
+        assert _ping(channel) == Answer(True)
+        assert eventually(lambda: late == [True])
+        assert channel.counts().late_answers == 1
+    finally:
+        channel.close(10)
+
+
+def test_more_calls_than_may_wait_are_busy(server: ScriptedServer) -> None:
+    server.script = silent
+    channel = _channel(server, ChannelLimits(max_calls=2))
+    try:
+        ended: list[Ended[bool]] = []
+        for _ in range(3):
+            channel.call(CODEC_0_5_7RC2.ping(1), 60.0, ended.append)
+        assert eventually(lambda: len(ended) == 1)
+        assert ended == [Lack(Trouble.BUSY, "ping")]
+    finally:
+        channel.close(10)
+    assert ended[1:] == [Lack(Trouble.CLOSED, "ping")] * 2
+    assert isinstance(_ping(channel), Lack)
+
+
+def test_what_was_not_sent_by_its_deadline_is_never_sent() -> None:
+    with ScriptedServer() as server:
+        address = server.address
+    channel = Channel(address.host, address.port)
+    try:
+        ended = _ping(channel, 0.2)
+        assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
+    finally:
+        channel.close(10)
+
+
+def test_a_connection_that_is_given_up_ends_what_is_under_way_and_begins_anew(server: ScriptedServer) -> None:
+    server.script = silent
+    channel = _channel(server)
+    try:
+        ended: list[Ended[bool]] = []
+        channel.call(CODEC_0_5_7RC2.ping(1), 60.0, ended.append)
+        assert eventually(lambda: server.calls == ["ping"])
+        channel.drop()
+        assert eventually(lambda: len(ended) == 1)
+        assert ended == [Lack(Trouble.LOST, "ping")]
+        server.script = polite
+        assert _ping(channel) == Answer(True)
+    finally:
+        channel.close(10)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        [],
+        [b""],
+        [b"\xc0"],
+        [b"\xa2OK"],
+        [b"\x01"],
+        [b"\xc3", b"\xc3"],
+        [b"\xc3"] * 50,
+        [b"\xdd\xff\xff\xff\xff"],
+        [b"\x91" * 5000],
+    ],
+    ids=lambda tail: f"{len(tail)}x{tail[0][:4].hex() if tail else 'none'}",
+)
+def test_an_answer_that_is_none_is_malformed_and_the_next_one_counts(server: ScriptedServer, tail: list[bytes]) -> None:
+    server.script = lambda name, frames: [[*frames[:3], *tail]]
+    channel = _channel(server)
+    try:
+        ended = _ping(channel)
+        assert isinstance(ended, Lack) and ended.trouble is Trouble.MALFORMED
+        server.script = polite
+        assert _ping(channel) == Answer(True)
+    finally:
+        channel.close(10)
+
+
+def test_answers_that_nobody_asked_for_are_counted_and_passed_over(server: ScriptedServer) -> None:
+    strange = [[b"who", b"\x16", b"\xc3"], [b""], [b"\x00" * 8, b"\x16", b"\xc2"]]
+    server.script = lambda name, frames: [*([frames[0], *each] for each in strange), *polite(name, frames)]
+    channel = _channel(server)
+    try:
+        assert _ping(channel) == Answer(True)
+        assert channel.counts().strange_frames == len(strange)
+    finally:
+        channel.close(10)
+
+
+def test_a_frame_that_is_too_long_ends_the_connection_and_takes_no_memory(server: ScriptedServer) -> None:
+    server.script = lambda name, frames: [[*frames[:3], bytes(64 << 20)]]
+    channel = _channel(server)
+    try:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        bytes(64 << 20)  # what the script takes itself
+        ended = _ping(channel)
+        assert isinstance(ended, Lack) and ended.trouble in {Trouble.LOST, Trouble.TIMEOUT}
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+    finally:
+        channel.close(10)
+
+
+def test_a_server_that_finds_more_than_was_looked_for_is_not_believed(server: ScriptedServer) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x05"]])
+        ended = rig.lookup(digests_of("more", 4))
+        assert isinstance(ended, Lack) and ended.trouble is Trouble.MALFORMED
+        assert rig.operations.counts().lacks == {"lookup malformed": 1}
+
+
+def test_a_lookup_that_never_ends_ends_at_its_deadline(server: ScriptedServer) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        server.script = _after("query_prefetch_status", lambda name, frames: [frames[:3]])
+        ended = rig.lookup(digests_of("endless", 4), timeout_s=0.3)
+        assert isinstance(ended, Lack) and ended.trouble is Trouble.TIMEOUT
+        assert eventually(lambda: "free_lookup_locks" in server.calls and "end_session" in server.calls)
+
+
+def test_a_server_that_says_it_wrote_and_did_not_is_found_out(server: ScriptedServer) -> None:
+    with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
+        server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x02"]])
+        ended, found, states = rig.retrieve(digests_of("nothing was written", 2))
+        assert ended == Answer(None)
+        assert set(states) == {"absent"}
+        assert not any(found.values())
+
+
+@pytest.mark.parametrize(
+    ("pages", "expected"),
+    [
+        ({"/lmc_version": b'"0.6.0"'}, "LMCache server of version 0.5.6 or 0.5.7rc2"),
+        ({"/lmc_version": b'"0.5.7"'}, "got '0.5.7'"),
+        ({"/config": msgspec.json.encode({"mp": {**CONFIG, "transport": "grpc"}})}, "--transport"),
+        ({"/config": msgspec.json.encode({"mp": {**CONFIG, "null_block_id": 3}})}, "--null-block-id"),
+        (
+            {"/config": msgspec.json.encode({"mp": {**CONFIG, "separate_object_groups": False}})},
+            "--separate-object-groups",
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_by_name(pages: dict[str, bytes], expected: str) -> None:
+    with ScriptedServer(pages=pages) as server:
+        rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
+        try:
+            state = rig.connection.wait_ready(30.0)
+            assert isinstance(state, Down) and state.refusal is not None
+            assert expected in str(state.refusal)
+        finally:
+            rig.close()
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        {"/lmc_version": b"5"},
+        {"/lmc_version": b"not json"},
+        {"/lmc_version": b"[" * 100_000},
+        {"/lmc_version": b'"' + b"x" * (2 << 20) + b'"'},
+        {"/config": b"{}"},
+        {"/config": msgspec.json.encode({"mp": {**CONFIG, "chunk_size": 0}})},
+        {"/config": msgspec.json.encode({"mp": {**CONFIG, "chunk_size": "256"}})},
+        {"/config": msgspec.json.encode({"mp": {**CONFIG, "instance_id": "x" * 1000}})},
+    ],
+    ids=itertools.count(),
+)
+def test_a_server_that_says_nonsense_of_itself_is_down(pages: dict[str, bytes]) -> None:
+    with ScriptedServer(pages=pages) as server:
+        rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
+        try:
+            assert eventually(lambda: rig.connection.state != Down("not tried yet"))
+            state = rig.connection.state
+            assert isinstance(state, Down) and state.refusal is None and "GET" in state.reason
+            server.pages.update({"/lmc_version": b'"0.5.7rc2"', "/config": msgspec.json.encode({"mp": CONFIG})})
+            rig.ready()
+        finally:
+            rig.close()
+
+
+def test_a_server_that_came_back_with_another_chunk_is_refused(server: ScriptedServer) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON) as rig:
+        server.script = _after(
+            "negotiate_chunk_size", lambda name, frames: [[*frames[:3], msgspec.msgpack.encode(512)]]
+        )
+        rig.connection.channel.drop()
+        rig.connection.doubt()
+
+        def is_refused() -> bool:
+            state = rig.connection.state
+            return isinstance(state, Down) and state.refusal is not None and "as before" in str(state.refusal)
+
+        assert eventually(is_refused)
+
+
+def test_changed_bytes_of_answers_are_values_or_malformed() -> None:
+    """Of what is decoded, without a network: as fast as it goes."""
+    chance = random.Random(int(os.environ.get("FUZZ_SEED", "0")))
+    until_s = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", "2"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    numbers = itertools.count()
+    while time.monotonic() < until_s:
+        call = CALLS[next(numbers) % len(CALLS)]
+        value = bytearray(
+            msgspec.msgpack.encode(chance.choice([True, "OK", 256, [b"x", True], None, [], {"a": 1}, -5, 1e9]))
+        )
+        for _ in range(chance.randrange(4)):
+            value[chance.randrange(len(value))] = chance.randrange(256)
+        value += chance.randbytes(chance.choice([0, 0, 1, 7, 200]))
+        frames: list[Sequence[bytes]] = [[call.operation, bytes(value)], [call.operation], [bytes(value)], []]
+        try:
+            read = read_answer(call, chance.choice(frames))
+        except MalformedError:
+            continue
+        assert read is None or isinstance(read, bool | str) or 0 <= read < 1 << 48
+    assert next(numbers) > 1000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    assert MAX_FRAME_BYTES < 1 << 20
+
+
+def test_changed_bytes_on_the_wire_end_every_call(server: ScriptedServer) -> None:
+    chance = random.Random(int(os.environ.get("FUZZ_SEED", "0")))
+
+    def garble(name: str, frames: Frames) -> list[Frames]:
+        answer = [bytearray(frame) for frame in polite(name, frames)[0]]
+        for _ in range(chance.randrange(3)):
+            at = chance.randrange(1, len(answer))
+            if answer[at]:
+                answer[at][chance.randrange(len(answer[at]))] = chance.randrange(256)
+        if chance.random() < 0.2:
+            answer.append(bytearray(chance.randbytes(20)))
+        return [[bytes(frame) for frame in answer]] * chance.choice([1, 1, 1, 2])
+
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        content = content_of("garbled", rig.geometry, 1)
+        server.script = garble
+        for number in range(60):
+            digests = digests_of(("garbled", number), 1)
+            ended = rig.lookup(digests, timeout_s=0.2)
+            if isinstance(ended, Answer):
+                rig.operations.release(ended.value)
+            rig.store(digests, content, timeout_s=0.2)
+            if rig.pool.num_taken > 16:
+                break
+        server.script = polite
+        assert eventually(lambda: isinstance(rig.lookup(digests_of("polite", 1)), Answer))

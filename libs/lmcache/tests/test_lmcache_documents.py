@@ -1,0 +1,24 @@
+"""README.md runs as printed, and CONTRACT.md names only tests that exist."""
+
+import re
+from pathlib import Path
+
+LIBRARY = Path(__file__).resolve().parent.parent
+
+
+def test_the_example_in_the_readme_runs() -> None:
+    programs = re.findall(r"```python\n(.*?)```", (LIBRARY / "README.md").read_text(), flags=re.DOTALL)
+    assert programs
+    for program in programs:
+        exec(compile(program, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_every_claim_of_the_contract_names_a_test_that_exists() -> None:
+    claims = [line for line in (LIBRARY / "CONTRACT.md").read_text().splitlines() if line.startswith("- ")]
+    text = "\n".join(path.read_text() for path in LIBRARY.glob("tests/*.py"))
+    known = set(re.findall(r"def (test_\w+)\(", text))
+    assert claims
+    for claim in claims:
+        named = re.findall(r"`(test_\w+)`", claim)
+        assert named, f"no test is named: {claim}"
+        assert set(named) <= known, claim
