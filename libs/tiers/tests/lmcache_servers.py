@@ -38,9 +38,9 @@ class Place:
     def start(self) -> ServerProcess:
         disk = json.dumps({"type": "fs_native", "base_path": str(self.disk)})
         arguments = ["--chunk-size", "256", "--l2-adapter", disk, *self._arguments]
-        self.server = ServerProcess(self._lmcache, self._directory, arguments, self._address).wait()
+        self.server = ServerProcess(self._lmcache, self._directory, arguments, self._address)
         self._address = self.server.address
-        return self.server
+        return self.server.wait()
 
     def files(self) -> list[Path]:
         """What is on the disk, whole."""

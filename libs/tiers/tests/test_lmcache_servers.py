@@ -12,13 +12,14 @@ pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 from lmcache_servers import CHUNK_BYTES, SIZES, Engine, chunk_bytes  # noqa: E402
 
 from hybridkv.lmcache.calls import Ended  # noqa: E402
+from hybridkv.lmcache.operations import Prefix  # noqa: E402
 from hybridkv.lmcache.page import HEADER_BYTES  # noqa: E402
 from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable  # noqa: E402
 from hybridkv.lmcache.wire import CODECS  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import FailureReason, Slot, Ticket, TierMedium  # noqa: E402
 from hybridkv.tiers.lmcache import LMCacheMedium, LMCacheOptions  # noqa: E402
-from hybridkv.tiers.lmcache.moving import Move  # noqa: E402
+from hybridkv.tiers.lmcache.moving import Move, _Row  # noqa: E402
 from hybridkv.tiers.lmcache.shelf import Page  # noqa: E402
 from hybridkv.tiers.testing.conformance import MediumConformance, Tier  # noqa: E402
 from hybridkv.tiers.testing.conformance.medium import NUM_BYTES  # noqa: E402
@@ -59,9 +60,9 @@ class TestLMCacheMedium(MediumConformance):
         moving = medium._moving
         read = moving._read
 
-        def changed(move: Move, page: Page, ended: Ended[None]) -> None:
+        def changed(row: _Row, move: Move, page: Page, prefix: Prefix, ended: Ended[None]) -> None:
             page.view[HEADER_BYTES + NUM_BYTES - 1] ^= 1
-            read(move, page, ended)
+            read(row, move, page, prefix, ended)
 
         moving._read = changed  # type: ignore[method-assign]
 

@@ -59,6 +59,10 @@ def test_what_is_on_a_servers_disk_is_read_from_the_next_one_and_a_changed_byte_
     assert [engine.get(key) for key in (A, B)] == [FailureReason.CHECKSUM] * 2
     engine.index.invalidate(A, FailureReason.CHECKSUM)
     assert engine.found(A) == [MISS] and engine.index.reserve(A, CHUNK_BYTES) is Refusal.PRESENT
+    another = Engine(place.server.address, engine.namespace, SHORT)
+    assert eventually(lambda: another.found(A, B) == [MISS, MISS]), "the server was told to delete them"
+    assert another.put(A, chunk_bytes(0)) is None and another.get(A) == chunk_bytes(0)
+    another.close()
     engine.close()
 
 

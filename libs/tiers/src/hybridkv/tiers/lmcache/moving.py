@@ -1,9 +1,9 @@
 """Carries out one rank's loads and stores, on one thread: copies between a caller's memory and pages, and checks.
 
 A load is looked up, so that the server keeps it for the moment, retrieved, and believed if its page says what it is and
-its bytes are those that were sealed. A store is over when a lookup finds it: what a server says that it took need not
-be readable. Whatever a server leaves undone ends at its deadline, and its page is nobody's until the server is heard
-of.
+its bytes are those that were sealed; a server is told to delete what is not. A store is over when a lookup finds it:
+what a server says that it took need not be readable. Whatever a server leaves undone ends at its deadline, and its page
+is nobody's until the server is heard of.
 """
 
 from __future__ import annotations
@@ -160,13 +160,13 @@ class Moving:
                 0,
                 page.pages,
                 self._left_s(move),
-                self._then(move, lambda read: self._read(move, page, read)),
+                self._then(move, lambda read: self._read(row, move, page, prefix, read)),
                 self._settled(row, page),
             )
 
         operations.lookup(prefix, self._rank, self._left_s(move), self._then(move, found))
 
-    def _read(self, move: Move, page: Page, ended: Ended[None]) -> None:
+    def _read(self, row: _Row, move: Move, page: Page, prefix: Prefix, ended: Ended[None]) -> None:
         if isinstance(ended, Lack):
             if ended.trouble is Trouble.REFUSED:
                 self._fail(move, FailureReason.MISSING, f"the server holds {move.key.hex()} no more")
@@ -178,6 +178,7 @@ class Moving:
         num_bytes = sum(map(len, move.views))
         state = pages.check(page.view, identity_of(move.key), num_bytes)
         if state is not PageState.GOOD:
+            row.shelf.withdraw(prefix, self._rank)
             reason, words = _STATES[state]
             self._fail(move, reason, f"{words} {move.key.hex()}")
             return

@@ -29,8 +29,9 @@ class LMCacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     believed_s: float = 60.0
     """For so long a chunk is offered that was found or stored. A server evicts and says nothing, so it is asked again
     then."""
-    bad_s: float = 600.0
-    """For so long a chunk whose bytes were wrong is neither asked for nor stored: a server keeps what it has."""
+    bad_s: float = 30.0
+    """For so long a chunk whose bytes were wrong is neither asked for nor stored. The server is to delete it meanwhile;
+    what it has it does not overwrite."""
 
     # Bytes.
     pool_bytes: int = 256 << 20

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from hybridkv.lmcache import operations
 from hybridkv.lmcache.calls import Answer, Ended
-from hybridkv.lmcache.connection import Connection, Ready, State
+from hybridkv.lmcache.connection import Connection, Ready, ServerState
 from hybridkv.lmcache.operations import Operations
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.lmcache.options import LMCacheOptions
@@ -108,7 +108,7 @@ class Questioner:
         self._sizes = tuple(sizes)
         self._options = options
         self._clock = clock
-        self._state: State = connection.state
+        self._state: ServerState = connection.state
         self._names: tuple[int, tuple[str, ...]] = (0, ())
         """The chunk, and the name of each size's cache under it."""
         self._lock = threading.Lock()

@@ -9,24 +9,18 @@ from __future__ import annotations
 
 import hashlib
 
-from hybridkv.lmcache.geometry import Geometry, PageGroup
+from hybridkv.lmcache.geometry import Geometry, one_record
 from hybridkv.lmcache.keys import cache_name, page_identity, words_of
 from hybridkv.lmcache.operations import Prefix
-from hybridkv.planner import GroupKind, GroupSpec
 from hybridkv.tiers.contract import Key
 
 _WORDS_BYTES = 32
 _GROUP = _BLOCK = 0
 
 
-def page_groups(num_bytes: int, chunk_tokens: int) -> tuple[PageGroup, ...]:
-    """The groups of a cache of chunks of so many bytes, at a server with this chunk."""
-    return (PageGroup(GroupSpec(GroupKind.FULL, chunk_tokens), num_bytes),)
-
-
 def cache_of(namespace: bytes, num_bytes: int, chunk_tokens: int) -> str:
-    """The name of that cache."""
-    return cache_name(namespace, Geometry(page_groups(num_bytes, chunk_tokens), chunk_tokens).digest())
+    """The name of the cache of chunks of so many bytes, at a server with this chunk."""
+    return cache_name(namespace, Geometry(one_record(num_bytes)(chunk_tokens), chunk_tokens).digest())
 
 
 def prefix_of(model: str, world_size: int, key: Key, chunk_tokens: int) -> Prefix:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down, Ready, ServerAddress
+from hybridkv.lmcache.geometry import one_record
 from hybridkv.lmcache.member import CacheMember
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
 from hybridkv.lmcache.page import HEADER_BYTES
 from hybridkv.lmcache.pool import Taken
+from hybridkv.lmcache.withdrawal import withdraw
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.lmcache.records import page_groups, prefix_of
+from hybridkv.tiers.lmcache.records import prefix_of
 
 _GROUP = 0
 _LEAST_PAGES = 2
@@ -60,7 +62,7 @@ class Shelf:
         clock: Callable[[], float],
     ) -> None:
         namespace, self._world_size, self.num_bytes = cache
-        self._member = CacheMember(lambda chunk: page_groups(self.num_bytes, chunk), namespace, self._world_size, pages)
+        self._member = CacheMember(one_record(self.num_bytes), namespace, self._world_size, pages)
         self._spare = pages // 4 or 1
         self._was_ready = False
         self.connection = Connection(address, self._member, options, clock)
@@ -98,6 +100,10 @@ class Shelf:
     def give_back(self, page: Page) -> None:
         """No server touches it any more."""
         self._member.pool.give_back(page.taken)
+
+    def withdraw(self, prefix: Prefix, rank: int) -> None:
+        """What a rank has there is wrong: have it deleted, so that it can be stored anew."""
+        withdraw(self.connection, prefix, rank, chunk=0, num_groups=1)
 
     def close(self) -> None:
         """End what is under way, within a bounded time."""

@@ -1,0 +1,123 @@
+"""What one engine stored at a server of LMCache the next one serves: with equal tokens and log-probabilities.
+
+The server has a disk, so it may be started anew between the two. What its disk gives back changed is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmcache_tier_process
+import pytest
+import restart_process
+from equality import require_same_written
+from harness import scratch_directory
+
+from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
+from hybridkv.lmcache.wire import CODECS
+
+START_S = 800
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a process left behind."""
+
+    results: list[dict[str, Any]]
+    log: str
+
+    @property
+    def cached(self) -> list[int]:
+        return [result["cached"] for result in self.results]
+
+
+class Fleet:
+    """One server, and engines one after the other."""
+
+    def __init__(self, kind: str, lmcache: list[str], directory: Path) -> None:
+        self.disk = directory / "disk"
+        self.disk.mkdir()
+        self._kind, self._lmcache, self._directory = kind, lmcache, directory
+        self.server = ServerProcess(lmcache, directory, self._arguments())
+        self.server.wait()
+
+    def _arguments(self) -> list[str]:
+        disk = json.dumps({"type": "fs_native", "base_path": str(self.disk)})
+        return ["--chunk-size", "256", "--l2-adapter", disk]
+
+    def restart(self) -> None:
+        """As after a crash: what its disk has is what it has."""
+        self.server.kill()
+        self.server = ServerProcess(self._lmcache, self._directory, self._arguments(), self.server.address)
+        self.server.wait()
+
+    def is_written(self) -> bool:
+        """Whether all that it was given is on its disk."""
+        status = self.server.status()["storage_manager"]["store_controller"]
+        return not status["pending_keys_count"] and not status["in_flight_task_count"]
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.disk.rglob("*") if path.is_file() and ".tmp" not in path.name)
+
+    def live(self) -> Life:
+        """One engine's life."""
+        output = self._directory / "results.json"
+        output.unlink(missing_ok=True)
+        address = self.server.address
+        arguments = ["--kind", self._kind, "--directory", str(self._directory), "--output", str(output)]
+        arguments += ["--url", f"tcp://{address.host}:{address.port}", "--http-port", str(address.http_port)]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["VLLM_LOGGING_LEVEL"] = "INFO"
+        process = subprocess.run(
+            [sys.executable, lmcache_tier_process.__file__, *arguments],
+            env=environment,
+            capture_output=True,
+            timeout=START_S,
+            check=False,
+        )
+        log = (process.stdout + process.stderr).decode(errors="replace")
+        assert process.returncode == 0, log
+        return Life(json.loads(output.read_text()), log)
+
+
+@pytest.fixture(scope="module", params=sorted(CODECS))
+def fleet(request: pytest.FixtureRequest, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    lmcache = command(request.param)
+    if lmcache is None:
+        pytest.skip(f"{variable(request.param)} names no lmcache of version {request.param}")
+    directory = scratch_directory(tmp_path_factory.mktemp("lmcache")) / request.param
+    directory.mkdir()
+    fleet = Fleet(kind, lmcache, directory)
+    yield fleet
+    fleet.server.kill()
+
+
+def test_an_engine_restores_from_a_server_what_another_stored_there(fleet: Fleet, kind: str) -> None:
+    cold = fleet.live()
+    assert cold.cached == [0, 0, 0]
+    warm = fleet.live()
+    for cached, prompt in zip(warm.cached, restart_process.prompts(kind), strict=True):
+        assert len(prompt) - 256 <= cached < len(prompt), warm.log
+    require_same_written(cold.results, warm.results)
+    assert eventually(fleet.is_written)
+    fleet.restart()
+    again = fleet.live()
+    assert again.cached == warm.cached
+    require_same_written(cold.results, again.results)
+    fleet.server.kill()
+    for path in fleet.files():
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    fleet.restart()
+    wrong = fleet.live()
+    require_same_written(cold.results, wrong.results)
+    assert wrong.cached == [0, 0, 0], "every byte that is loaded is one that was stored"
