@@ -19,7 +19,7 @@ from typing import IO, Any
 from hybridkv.lmcache.connection import ServerAddress
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
 
-START_S = 300.0
+START_S = 900.0
 """It imports torch, and machines are busy."""
 STOP_S = 20.0
 
@@ -76,6 +76,7 @@ class ServerProcess:
                 return self
             except HttpError as failure:
                 if self._process.poll() is not None or time.monotonic() > until_s:
+                    self.kill()
                     raise RuntimeError(f"no server: {failure}\n{self.log()[-4000:]}") from None
                 time.sleep(0.1)
 
