@@ -71,10 +71,10 @@ class Questions(Generic[Q]):
         self.changes += 1
         self.due_s = min(self.due_s, self.by_key[key].deadline_s)
 
-    def unasked(self, key: Key) -> None:
-        """Nobody can be asked: nobody waits, and nobody is to blame."""
+    def unasked(self, key: Key, answer: Answer = Answer.LATE) -> None:
+        """Nobody is asked: nobody waits, and nobody is to blame or to be praised."""
         self.by_key.pop(key, None)
-        self.count(Answer.LATE)
+        self.count(answer)
 
     def put_off(self, question: Q, deadline_s: float) -> None:
         """It was asked for again: the later deadline holds."""

@@ -65,8 +65,7 @@ class LMCacheIndex(AskedIndex[Question, Known]):
         good = []
         for key in keys:
             if now_s < self._bad.get(key, -math.inf):
-                questions.wait(key)
-                questions.end(key, Answer.MISSING, now_s)
+                questions.unasked(key, Answer.MISSING)
             else:
                 good.append(key)
         is_asked = bool(good) and self._courier.ask(self._request, good, questions.given_up_s(deadline_s))

@@ -67,7 +67,8 @@ class LMCacheMedium:
         if isinstance(views, Failure):
             self._moves.complete(Completion(ticket, views))
             return
-        move = Move(ticket, key, views, is_store, self._clock() + self._options.move_timeout_s)
+        now_s = self._clock()
+        move = Move(ticket, key, views, is_store, now_s, now_s + self._options.move_timeout_s)
         self._inbox.put(lambda: self._moving.begin(move, slot.num_bytes))
 
     def _checked(self, slot: Slot, buffers: Sequence[Buffer], *, is_store: bool) -> list[memoryview] | Failure:

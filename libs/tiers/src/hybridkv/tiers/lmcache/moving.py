@@ -47,6 +47,7 @@ class Move:
     key: Key
     views: list[memoryview]
     is_store: bool
+    began_s: float
     until_s: float
     checksum: bytes | None = None
     is_over: bool = False
@@ -57,6 +58,8 @@ class _Row:
     """What waits for a page of one size."""
 
     shelf: Shelf
+    settled_s: float
+    """When a page was given back last."""
     loads: deque[Move] = field(default_factory=deque)
     stores: deque[Move] = field(default_factory=deque)
 
@@ -82,7 +85,7 @@ class Moving:
         post: Post,
         on_ended: Callable[[Completion], None],
     ) -> None:
-        self._rows = {num_bytes: _Row(shelf) for num_bytes, shelf in shelves.items()}
+        self._rows = {num_bytes: _Row(shelf, clock()) for num_bytes, shelf in shelves.items()}
         self._rank = rank
         self._clock = clock
         self._reach_until_s = clock() + reach_timeout_s
@@ -121,7 +124,7 @@ class Moving:
             while queue:
                 move, ready = queue[0], row.shelf.ready
                 if self._clock() >= move.until_s:
-                    self._fail(queue.popleft(), FailureReason.BUSY, "timeout: no page was free in time")
+                    self._give_up(row, queue.popleft())
                 elif ready is None and self._clock() < self._reach_until_s and row.shelf.is_new:
                     break
                 elif ready is None:
@@ -135,6 +138,13 @@ class Moving:
                     begin = self._store if move.is_store else self._load
                     self._safely(move, lambda begin=begin, p=page, m=move, x=prefix: begin(row, m, p, x))  # type: ignore[misc]
 
+    def _give_up(self, row: _Row, move: Move) -> None:
+        """No page was free in time. Where none came back either, nothing is heard of them: a server that passes over a
+        question says nothing, and lives. Another connection has other memory."""
+        if row.settled_s <= move.began_s:
+            row.shelf.connection.doubt()
+        self._fail(move, FailureReason.BUSY, "timeout: no page was free in time")
+
     # Loads.
 
     def _load(self, row: _Row, move: Move, page: Page, prefix: Prefix) -> None:
@@ -142,7 +152,7 @@ class Moving:
 
         def found(ended: Ended[Found]) -> None:
             if isinstance(ended, Lack) or not ended.value.num_chunks:
-                row.shelf.give_back(page)
+                self._give_back(row, page)
                 if isinstance(ended, Lack):
                     self._lack(move, ended)
                 else:
@@ -150,7 +160,7 @@ class Moving:
                 return
             if self._clock() >= move.until_s or move.is_over:
                 operations.release(ended.value)
-                row.shelf.give_back(page)
+                self._give_back(row, page)
                 self._fail(move, FailureReason.IO, "timeout: the server took too long")
                 return
             pages.blank(page.view)
@@ -242,10 +252,14 @@ class Moving:
         """Gives a page back behind whatever was posted before: it was read by then."""
 
         def give_back() -> None:
-            row.shelf.give_back(page)
+            self._give_back(row, page)
             self._start(row)
 
         return lambda: self._post(give_back)
+
+    def _give_back(self, row: _Row, page: Page) -> None:
+        row.settled_s = self._clock()
+        row.shelf.give_back(page)
 
     def _safely(self, move: Move, action: Callable[[], None]) -> None:
         try:

@@ -6,6 +6,7 @@ locks is given back at once, since whoever reads a chunk looks it up himself.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from hybridkv.lmcache.operations import Operations
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.lmcache.options import LMCacheOptions
 from hybridkv.tiers.lmcache.records import cache_of, prefix_of
+
+logger = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
@@ -149,7 +152,12 @@ class Questioner:
                     return
                 look = self._waiting.popleft()
                 self._num_looking += 1
-            self._look(look)
+            try:
+                self._look(look)
+            except Exception:  # whatever it was, others are asked about
+                logger.exception("a question to LMCache's server met a bug")
+                look.num_open, look.is_unsure = 0, True
+                self._tell(look)
 
     def _look(self, look: _Look) -> None:
         ready, left_s = self._connection.ready, look.until_s - self._clock()
