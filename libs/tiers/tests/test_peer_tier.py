@@ -273,11 +273,17 @@ def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: 
 
 
 def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
-    holder = engine()
-    asker = engine([holder.port])
-    both = engine([holder.port, asker.port, asker.port + 7])
+    holder, other, port = engine(), engine(), peer_engines.free_port()
+    everybody = [port, holder.port, other.port]
+    asker = engine(everybody, port=port)
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
-    assert found(both, A) == [HIT]
+    asker.put(B, chunk_bytes(2, CHUNK_BYTES))
+    until(lambda: len(asker.messenger.ready()) >= 2)
+    for _ in range(20):
+        assert asker.messenger.ready() == [1, 2]
+        time.sleep(0.01)
+    assert found(asker, A, B) == [HIT, MISS], "what it holds itself is its host memory's to say"
+    assert load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
 
 
 def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: MakeEngine) -> None:
