@@ -74,9 +74,16 @@ def _ours(**extra: Any) -> Variant:
     return Variant({"kv_connector": "HybridNixlConnector", "kv_connector_extra_config": extra})
 
 
+def _theirs(are_spinners_last: bool) -> Variant:
+    # It would compare the paths of models, and each engine writes its own.
+    extra = {"enforce_handshake_compat": False}
+    transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+    return Variant(transfer, are_spinners_last)
+
+
 VARIANTS = {
-    "vllm": Variant({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
-    "vllm eased": Variant({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}, are_spinners_last=True),
+    "vllm": _theirs(are_spinners_last=False),
+    "vllm eased": _theirs(are_spinners_last=True),
     "nixl": _ours(transport="nixl"),
     "nixl unverified": _ours(transport="nixl", verify=False),
     "tcp": _ours(transport="tcp"),
