@@ -90,8 +90,9 @@ VARIANTS = {
 }
 
 
-def prompt_of(num_tokens: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(VOCABULARY, k=num_tokens)
+def prompt_of(num_tokens: int, name: str) -> list[int]:
+    """Its name says which: numbers would not, since `Random` takes -1 for 1."""
+    return random.Random(name).choices(VOCABULARY, k=num_tokens)
 
 
 def measure(model: Model, names: Sequence[str], rounds: int, num_tokens: int, directory: Path) -> dict[str, Any]:
@@ -110,9 +111,9 @@ def measure(model: Model, names: Sequence[str], rounds: int, num_tokens: int, di
                 pair = pairs[name]
                 for each in pair.both:
                     each.wake()
-                found[name].append(pair.decode_s(prompt_of(num_tokens, number)))
+                found[name].append(pair.decode_s(prompt_of(num_tokens, f"handed over {number}")))
                 if name == names[-1]:
-                    found["alone"].append(pair.alone_s(prompt_of(num_tokens, -1 - number)))
+                    found["alone"].append(pair.alone_s(prompt_of(num_tokens, f"alone {number}")))
                 for each in pair.both:
                     each.rest()
         return rows(pairs, found, num_tokens)
