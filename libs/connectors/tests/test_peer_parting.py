@@ -11,7 +11,7 @@ import pytest
 from peer_ranks import WAIT_S, Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt, wrong_tokens
 
 from hybridkv.connectors.vllm.nixl import holding
-from hybridkv.connectors.vllm.nixl.holding import MAX_REDIALS, RENEWALS_A_LEASE, Holding
+from hybridkv.connectors.vllm.nixl.holding import MAX_REDIALS, REDIAL_S, RENEWALS_A_LEASE, Holding
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, PeerState
 from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
@@ -200,11 +200,10 @@ def test_who_is_gone_is_dialled_a_few_times_with_a_pause_between() -> None:
     producer.cut()
     for name in ("r", "s"):
         producer.holding.end(name, True)
-    assert producer.dials <= 2
-    producer.turns(LEASE_S / RENEWALS_A_LEASE / 2, 1000)
+    producer.turns(REDIAL_S / 2)
     assert producer.dials <= 2, "of both requests"
-    producer.turns(LEASE_S, 1000)
-    assert 2 * (MAX_REDIALS - 1) <= producer.dials <= 2 * MAX_REDIALS and producer.num_done == 0
+    producer.turns(MAX_REDIALS * REDIAL_S)
+    assert MAX_REDIALS <= producer.dials <= 2 * MAX_REDIALS and producer.num_done == 0
     assert producer.holding.num_holds == 0
 
 

@@ -19,8 +19,8 @@ from hybridkv.peers.wire import Done, Renew
 RENEWALS_A_LEASE = 4
 LEAST_RENEWAL_S = 0.05
 """Between two renewals: how long a lease holds is what a proxy says."""
-MAX_REDIALS = 3
-"""How often a connection that was cut off is made again, one time for each renewal that would be due."""
+MAX_REDIALS, REDIAL_S = 3, 1.0
+"""How often a connection that was cut off is made again, and how long is waited between, if not less."""
 MAX_REDIALED = 1024
 """Where more leases than these are held, those that end while they are cut off end by themselves."""
 _NO_USE = ("refused", "protocol")
@@ -133,7 +133,7 @@ class Holding:
             return
         if self._is_worth_a_dial(tie):
             tie.redials_left -= 1
-            tie.next_dial_s = now_s + _every_s(hold.prompt)
+            tie.next_dial_s = now_s + min(REDIAL_S, _every_s(hold.prompt))
             tie.peer = self._peers.get(hold.prompt.host, hold.prompt.ranks[tie.link.rank])
 
     def _is_worth_a_dial(self, tie: _Tie) -> bool:
