@@ -175,6 +175,12 @@ class RankRead:
             return self._lost()
         if peer.state is PeerState.CONNECTING or peer.exchange is None:
             return None
+        theirs = peer.exchange.agreement.theirs
+        if (theirs.rank, theirs.tp_size) != (self.rank, len(prompt.ranks)):
+            # Which heads are read from whom follows from the list that a proxy carried; digests are of what was read.
+            asked = f"rank {self.rank} of {len(prompt.ranks)}"
+            self.detail = f"{asked} was asked, and rank {theirs.rank} of {theirs.tp_size} answered"
+            return Lost(self._index, Reason.PAIRING)
         pairing = peer.exchange.pair(
             _ours(load),
             BlockTables(prompt.num_tokens, prompt.first_blocks, prompt.block_ids),
