@@ -102,6 +102,8 @@ class RankRead:
         self._asked: _Asked | None = None
         self._check: _Check | None = None
         self.num_descriptors = 0
+        self.is_forsaken = False
+        """The transport has given the peer up: nothing is read from it before it is connected to again."""
         self.detail = ""
         """Of what went wrong, for people."""
 
@@ -223,10 +225,12 @@ class RankRead:
         return Lost(self._index, Reason(failure.reason))
 
     def _reason(self, state: Failed) -> Reason:
-        if state.reason is FailureReason.CLOSED and self.peer.failure is not None:
-            # It was closed because of the connection: that is why.
-            self.detail = self.peer.failure.detail
-            return Reason(self.peer.failure.reason)
+        if state.reason is FailureReason.CLOSED:
+            self.is_forsaken = True
+            if self.peer.failure is not None:
+                # It was closed because of the connection: that is why.
+                self.detail = self.peer.failure.detail
+                return Reason(self.peer.failure.reason)
         self.detail = state.detail or str(state.reason)
         return _OF_TRANSPORT.get(state.reason, Reason.TRANSPORT)
 
