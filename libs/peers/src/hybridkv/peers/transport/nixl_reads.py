@@ -67,6 +67,7 @@ class NixlReads:
         self._units = UnitTable.of(RegisteredMemory())
         self._dlist: Any = None
         self._dlist_memory: RegisteredMemory | None = None
+        self._attached: list[NixlRemote] = []
         self.memory = RegisteredMemory()
         """What reads of this side write to. Replaced when it changes."""
 
@@ -78,6 +79,10 @@ class NixlReads:
 
     def add(self, number: TransferId, read: NixlRead) -> None:
         self._reads[number] = read
+
+    def attach(self, remote: NixlRemote) -> None:
+        """A peer that NIXL knows; it may be attached several times."""
+        self._attached.append(remote)
 
     def begin(self, read: NixlRead, ranges: Ranges) -> None:
         """What will be posted, when `advance` comes to it. The ranges were checked on both sides."""
@@ -201,17 +206,30 @@ class NixlReads:
         self._dlist_memory = None
 
     def give_up(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
-        """Close the way to a peer: NIXL ends all that was posted to it."""
+        """Close the way to a peer: NIXL ends all that was posted to it.
+
+        NIXL has one way to an agent, however often that is attached: it stays for the others while nothing that was
+        posted for this one is under way.
+        """
         if not remote.is_attached:
             return
+        same = [each for each in self._attached if each.agent == remote.agent]
+        is_quiet = not any(read.handles for read in self._reads.values() if read.remote is remote)
+        given_up = [remote] if is_quiet else same
+        for each in given_up:
+            self._leave(each, reason, detail)
+        if len(given_up) == len(same):
+            self.forget_agent(remote.agent)
+
+    def _leave(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
         remote.is_attached = False
+        self._attached.remove(remote)
         now_s = self._clock()
         for read in self._reads.values():
             if read.remote is remote:
                 read.fail(reason, detail, now_s)
         if remote.dlist is not None:
             self.quietly(remote.dlist.release)
-        self.forget_agent(remote.agent)
 
     def forget_agent(self, agent: str | bytes) -> None:
         self.quietly(lambda: self._agent.remove_remote_agent(agent))
