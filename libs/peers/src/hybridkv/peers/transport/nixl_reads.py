@@ -126,15 +126,21 @@ class NixlReads:
             self._look_at(read, handle, now_s)
         if read.state is PENDING and now_s >= read.deadline_s:
             read.fail(FailureReason.TIMEOUT, "", now_s)
-        if read.state is not PENDING:
-            if read.handles and read.remote.is_attached and now_s - read.failed_s > self._options.abandon_s:
-                self.give_up(read.remote, FailureReason.GONE, "a read of this peer could not be ended otherwise")
-            return
-        while read.posts and len(read.handles) < self._options.max_posts:
-            if self._post(read, read.posts.popleft(), now_s) or read.state is not PENDING:
+        while read.state is PENDING and read.posts and len(read.handles) < self._options.max_posts:
+            if self._post(read, read.posts.popleft(), now_s):
                 break
-        if read.state is PENDING and not read.posts and not read.handles:
+        if isinstance(read.state, Failed):
+            self._look_at_peer(read, read.state, now_s)
+        elif read.state is PENDING and not read.posts and not read.handles:
             read.state = Done(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
+
+    def _look_at_peer(self, read: NixlRead, failed: Failed, now_s: float) -> None:
+        """Whether anything can be read from it still, now that this read has failed."""
+        if failed.reason is FailureReason.GONE and not read.handles:
+            # NIXL keeps the broken way, and every later read would fail on it, though the peer may be there.
+            self.give_up(read.remote, FailureReason.GONE, failed.detail)
+        elif read.handles and now_s - read.failed_s > self._options.abandon_s:
+            self.give_up(read.remote, FailureReason.GONE, "a read of this peer could not be ended otherwise")
 
     def _look_at(self, read: NixlRead, handle: Any, now_s: float) -> None:
         try:
