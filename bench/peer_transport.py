@@ -11,8 +11,7 @@ of processors, those of both processes together, for each GB: what a read takes 
 Variants: `memcpy` copies the same ranges within this process. `socket` is the least that two processes can do over
 loopback: one blocking connection, `sendall` of one buffer, `recv_into` of another, nothing in pieces and nothing
 checked. `tcp` is `TcpTransport` with one connection, `tcp x2` with two. `nixl` is UCX as it chooses (memory of the same
-host), with descriptors that are prepared; `nixl tcp` is UCX made to use TCP. Both need NIXL, and are left out where it
-is not.
+host); `nixl tcp` is UCX made to use TCP. Both need NIXL, and are left out where it is not.
 
 What is not: a network, several peers, verification of what was read.
 """
@@ -41,7 +40,6 @@ from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
 from hybridkv.peers.wire import NO_SECRET
 
 SIZES_KIB = (64, 256, 1024, 4096)
-UNIT_BYTES = 64 << 10
 VARIANTS = ("socket", "tcp", "tcp x2", "nixl", "nixl tcp")
 
 Read = Callable[[np.ndarray, np.ndarray, int], None]
@@ -74,7 +72,7 @@ def serve(variant: str, num_bytes: int) -> None:
             connection.sendall(memory[: int.from_bytes(size, "big")])
         return
     transport = make(variant)
-    capability = transport.register([Region(memory.ctypes.data, num_bytes, UNIT_BYTES)])
+    capability = transport.register([Region(memory.ctypes.data, num_bytes)])
     print(base64.b64encode(capability).decode(), flush=True)
     is_polled = variant.startswith("nixl")
     while not select.select([sys.stdin], [], [], 0 if is_polled else None)[0]:
@@ -99,7 +97,7 @@ def read_socket(port: int, target: np.ndarray) -> Read:
 
 def read_transport(variant: str, capability: bytes, target: np.ndarray) -> Read:
     transport = make(variant)
-    transport.register([Region(target.ctypes.data, target.nbytes, UNIT_BYTES)])
+    transport.register([Region(target.ctypes.data, target.nbytes)])
     remote = transport.attach(capability)
     assert isinstance(remote, int), remote
 

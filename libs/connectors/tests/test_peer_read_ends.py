@@ -89,6 +89,8 @@ def test_a_peer_that_the_transport_has_given_up_is_connected_to_again() -> None:
     assert peer.remote is not None
     consumer.ranks[0].transport.detach(peer.remote)
     prompt = hand_over(producer, "p", HERE, NUM_TOKENS)
+    # Another request needs the blocks still, so the first does not end their lease.
+    consumer.submit(lambda: StepPlan(held=[Held("e", prompt)]))
     load(consumer, "d", prompt, HERE)
     (failure,) = failures(consumer, "d")
     assert failure is not None and failure.reason == "transport"

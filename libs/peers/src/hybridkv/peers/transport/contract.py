@@ -30,11 +30,6 @@ class Region(msgspec.Struct, frozen=True):
 
     address: int
     num_bytes: int
-    unit_bytes: int = 0
-    """Ranges begin at multiples of it and are as long as multiples: what descriptors can be prepared for. 0: unknown.
-
-    A promise that may be broken: other ranges are read too, only less quickly. `num_bytes` is a multiple of it.
-    """
 
 
 class FailureReason(enum.StrEnum):

@@ -11,18 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from hybridkv.peers.ranges import Int64Array, Ranges
+from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport.contract import PENDING, Done, Failed, FailureReason, TransferId, TransferState
 from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.transport.nixl_library import reason_of
-from hybridkv.peers.transport.nixl_lists import HOST_DEVICE, UnitTable, is_on_units, posts_of
+from hybridkv.peers.transport.nixl_lists import descriptors, posts_of
 from hybridkv.peers.transport.nixl_options import NixlOptions
 
 logger = logging.getLogger(__name__)
 
-LOCAL = "NIXL_INIT_AGENT"
 KIND = "DRAM"
 
 
@@ -30,8 +27,6 @@ class NixlRemote:
     def __init__(self, agent: str, memory: RegisteredMemory) -> None:
         self.agent = agent
         self.memory = memory
-        self.units = UnitTable.of(memory)
-        self.dlist: Any = None
         self.is_attached = True
 
 
@@ -64,9 +59,6 @@ class NixlReads:
         self._options = options
         self._clock = clock
         self._reads: dict[TransferId, NixlRead] = {}
-        self._units = UnitTable.of(RegisteredMemory())
-        self._dlist: Any = None
-        self._dlist_memory: RegisteredMemory | None = None
         self._attached: list[NixlRemote] = []
         self.memory = RegisteredMemory()
         """What reads of this side write to. Replaced when it changes."""
@@ -184,32 +176,10 @@ class NixlReads:
 
     def _make(self, read: NixlRead, ranges: Ranges) -> Any:
         remote = read.remote
-        self._prepare_local()
-        if is_on_units(self._units, remote.units, ranges):
-            if remote.dlist is None:
-                remote.dlist = self._agent.prep_xfer_dlist(remote.agent, remote.units.rows, KIND)
-            ours = self._units.numbers(ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
-            theirs = remote.units.numbers(ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
-            return self._agent.make_prepped_xfer("READ", self._dlist, ours, remote.dlist, theirs)
-        local = _descriptors(self.memory, ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
-        far = _descriptors(remote.memory, ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
+        local = descriptors(self.memory, ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
+        far = descriptors(remote.memory, ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
         lists = [self._agent.get_xfer_descs(each, KIND) for each in (local, far)]
         return self._agent.initialize_xfer("READ", lists[0], lists[1], remote.agent)
-
-    def _prepare_local(self) -> None:
-        if self._dlist_memory is self.memory:
-            return
-        self.drop_local_list()
-        self._units = UnitTable.of(self.memory)
-        if len(self._units):
-            self._dlist = self._agent.prep_xfer_dlist(LOCAL, self._units.rows, KIND)
-        self._dlist_memory = self.memory
-
-    def drop_local_list(self) -> None:
-        if self._dlist is not None:
-            self.quietly(self._dlist.release)
-        self._dlist = None
-        self._dlist_memory = None
 
     def give_up(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
         """Close the way to a peer: NIXL ends all that was posted to it.
@@ -234,8 +204,6 @@ class NixlReads:
         for read in self._reads.values():
             if read.remote is remote:
                 read.fail(reason, detail, now_s)
-        if remote.dlist is not None:
-            self.quietly(remote.dlist.release)
 
     def forget_agent(self, agent: str | bytes) -> None:
         self.quietly(lambda: self._agent.remove_remote_agent(agent))
@@ -245,8 +213,3 @@ class NixlReads:
             call()
         except Exception as error:
             logger.debug("NIXL refused to clean up: %s", error)
-
-
-def _descriptors(memory: RegisteredMemory, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> Any:
-    devices = np.full(len(num_bytes), HOST_DEVICE, dtype=np.int64)
-    return np.stack([memory.places(regions, offsets), num_bytes, devices], axis=1).astype(np.uint64)
