@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -158,6 +159,21 @@ def test_the_last_token_is_left_to_the_consumer_where_a_group_drops_what_it_read
     again = consumer.request("d", 60, params)
     assert consumer.connector.get_num_new_matched_tokens(again, 0) == (59, True)
     assert consumer.connector.get_num_new_matched_tokens(again, 32) == (27, True)
+
+
+def test_a_prompt_is_cut_for_its_request_alone(started: list[Any]) -> None:
+    """In one process the list is that of whoever asked, and of the other answers to the same prompt."""
+    half = Half(WINDOW, "kv_producer", started)
+    given, is_token = list(range(60)), [True] * 50 + [False] * 10
+    embeddings = torch.zeros(60, 4)
+    parameters = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": dict(PRODUCE)})
+    for name in ("p", "q"):
+        request = Request(name, given, parameters, None, prompt_embeds=embeddings, prompt_is_token_ids=is_token)
+        half.connector.on_new_request(request)
+        assert request.num_prompt_tokens == len(request.all_token_ids) == 59
+        parts: list[Any] = [request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids]
+        assert [len(part) for part in parts] == [59] * 3
+    assert [len(each) for each in (given, is_token, embeddings)] == [60] * 3
 
 
 def test_a_full_local_hit_loads_nothing_and_tells_the_producer(started: list[Any]) -> None:

@@ -306,6 +306,19 @@ def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: Mak
     assert found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(4, CHUNK_BYTES)
 
 
+def test_a_peer_that_the_transport_has_given_up_is_connected_to_again(engine: MakeEngine) -> None:
+    """As NIXL's does with one whose reads it cannot end. The connection beside it does not notice."""
+    holder = engine()
+    asker = engine([holder.port], options=PeerOptions(retry_s=0.05))
+    holder.put(A, chunk_bytes(1, CHUNK_BYTES))
+    assert found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
+    inner = asker.medium._reading
+    [source] = inner._sources.values()
+    inner._transport.detach(source.remote)
+    assert found(asker, A) == [HIT] and load(asker, A) is FailureReason.IO
+    until(lambda: found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES))
+
+
 def test_as_many_chunks_as_wait_are_read_and_more_are_busy(engine: MakeEngine) -> None:
     holder = engine(capacity_bytes=1 << 20)
     options = PeerOptions(retry_s=0.05, reading_bytes=2 * CHUNK_BYTES, max_reads=3, max_waiting=200)

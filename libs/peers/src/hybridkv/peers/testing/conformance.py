@@ -150,6 +150,21 @@ class TransportConformance:
         reader.transport.detach(remote)
         assert reason_of(reader.finish(remote, whole(64))) is FailureReason.CLOSED
 
+    def test_a_peer_that_is_attached_twice_is_detached_one_at_a_time(self) -> None:
+        """As one is that was reached by two addresses, when one of the two connections ends."""
+        reader, owner, first = self.pair()
+        second = reader.attach(owner.capability)
+        for remote in (first, second):
+            assert isinstance(reader.finish(remote, whole(64)), Done)
+        reader.transport.detach(first)
+        assert reason_of(reader.finish(first, whole(64))) is FailureReason.CLOSED
+        before = [each.copy() for each in reader.regions]
+        assert isinstance(reader.finish(second, whole(4096, region=1)), Done)
+        reader.check(owner.regions, whole(4096, region=1), before)
+        reader.transport.detach(second)
+        assert reason_of(reader.finish(second, whole(64))) is FailureReason.CLOSED
+        assert isinstance(reader.finish(reader.attach(owner.capability), whole(64)), Done)
+
     def test_more_reads_than_allowed_are_refused_and_change_nothing(self) -> None:
         owner = Reader(self.transport(), SIZES, neighbours=self._made)
         reader = Reader(self.transport(max_transfers=2), SIZES, neighbours=self._made)

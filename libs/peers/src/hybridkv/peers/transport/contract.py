@@ -44,7 +44,7 @@ class FailureReason(enum.StrEnum):
     BUSY = "busy"
     """As many reads as allowed are not released. Nothing was done."""
     CLOSED = "closed"
-    """This transport was closed, or the peer was detached."""
+    """This transport was closed, or the peer was detached, or it was given up and must be attached anew."""
     BROKEN = "broken"
     """The transport failed in a way of its own."""
 

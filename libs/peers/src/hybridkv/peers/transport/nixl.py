@@ -111,7 +111,8 @@ class NixlTransport:
                 self._reads.forget_agent(added)
                 return Failed(FailureReason.REFUSED, f"the metadata is of another agent, {name!r}")
             number = RemoteId(next(self._remote_numbers))
-            self._remotes[number] = NixlRemote(agent, memory)
+            known = self._remotes[number] = NixlRemote(agent, memory)
+            self._reads.attach(known)
             return number
 
     def detach(self, remote: RemoteId) -> None:

@@ -59,6 +59,7 @@ class NixlReads:
         self._options = options
         self._clock = clock
         self._reads: dict[TransferId, NixlRead] = {}
+        self._attached: list[NixlRemote] = []
         self.memory = RegisteredMemory()
         """What reads of this side write to. Replaced when it changes."""
 
@@ -70,6 +71,10 @@ class NixlReads:
 
     def add(self, number: TransferId, read: NixlRead) -> None:
         self._reads[number] = read
+
+    def attach(self, remote: NixlRemote) -> None:
+        """A peer that NIXL knows; it may be attached several times."""
+        self._attached.append(remote)
 
     def begin(self, read: NixlRead, ranges: Ranges) -> None:
         """What will be posted, when `advance` comes to it. The ranges were checked on both sides."""
@@ -113,15 +118,21 @@ class NixlReads:
             self._look_at(read, handle, now_s)
         if read.state is PENDING and now_s >= read.deadline_s:
             read.fail(FailureReason.TIMEOUT, "", now_s)
-        if read.state is not PENDING:
-            if read.handles and read.remote.is_attached and now_s - read.failed_s > self._options.abandon_s:
-                self.give_up(read.remote, FailureReason.GONE, "a read of this peer could not be ended otherwise")
-            return
-        while read.posts and len(read.handles) < self._options.max_posts:
-            if self._post(read, read.posts.popleft(), now_s) or read.state is not PENDING:
+        while read.state is PENDING and read.posts and len(read.handles) < self._options.max_posts:
+            if self._post(read, read.posts.popleft(), now_s):
                 break
-        if read.state is PENDING and not read.posts and not read.handles:
+        if isinstance(read.state, Failed):
+            self._look_at_peer(read, read.state, now_s)
+        elif read.state is PENDING and not read.posts and not read.handles:
             read.state = Done(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
+
+    def _look_at_peer(self, read: NixlRead, failed: Failed, now_s: float) -> None:
+        """Whether anything can be read from it still, now that this read has failed."""
+        if failed.reason is FailureReason.GONE and not read.handles:
+            # NIXL keeps the broken way, and every later read would fail on it, though the peer may be there.
+            self.give_up(read.remote, FailureReason.GONE, failed.detail)
+        elif read.handles and now_s - read.failed_s > self._options.abandon_s:
+            self.give_up(read.remote, FailureReason.GONE, "a read of this peer could not be ended otherwise")
 
     def _look_at(self, read: NixlRead, handle: Any, now_s: float) -> None:
         try:
@@ -171,15 +182,28 @@ class NixlReads:
         return self._agent.initialize_xfer("READ", lists[0], lists[1], remote.agent)
 
     def give_up(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
-        """Close the way to a peer: NIXL ends all that was posted to it."""
+        """Close the way to a peer: NIXL ends all that was posted to it.
+
+        NIXL has one way to an agent, however often that is attached: it stays for the others while nothing that was
+        posted for this one is under way.
+        """
         if not remote.is_attached:
             return
+        same = [each for each in self._attached if each.agent == remote.agent]
+        is_quiet = not any(read.handles for read in self._reads.values() if read.remote is remote)
+        given_up = [remote] if is_quiet else same
+        for each in given_up:
+            self._leave(each, reason, detail)
+        if len(given_up) == len(same):
+            self.forget_agent(remote.agent)
+
+    def _leave(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
         remote.is_attached = False
+        self._attached.remove(remote)
         now_s = self._clock()
         for read in self._reads.values():
             if read.remote is remote:
                 read.fail(reason, detail, now_s)
-        self.forget_agent(remote.agent)
 
     def forget_agent(self, agent: str | bytes) -> None:
         self.quietly(lambda: self._agent.remove_remote_agent(agent))

@@ -79,14 +79,17 @@ class ParamsError(ValueError):
         self.key = key
 
 
-def asks_to_produce(params: Mapping[str, Any] | None) -> bool:
+def asks_to_produce(params: Any) -> bool:
     """Whether what a request leaves behind is to be handed to a consumer."""
-    return params is not None and params.get("do_remote_decode") is True
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
-def asks_to_consume(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request is to begin with what a producer has computed."""
-    return params is not None and params.get("do_remote_prefill") is True
+def asks_to_consume(params: Any) -> bool:
+    """Whether a request is to begin with what a producer has computed.
+
+    By `vllm_xargs` a client can say anything here, and what is raised over it ends the engine.
+    """
+    return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
 
 
 def compose(prompt: RemotePrompt) -> dict[str, Any]:

@@ -188,6 +188,9 @@ class Reading:
         for index, rank in enumerate(read.ranks):
             while not read.life.reported and (event := rank.look(read.life.peers[index].stage)) is not None:
                 self._feed(read, event)
+            if rank.is_forsaken:
+                # The connection says nothing of it, and would stand: every later read would fail as well.
+                self._peers.sever(rank.peer)
         deadline_s = read.life.next_deadline_s
         if not read.life.reported and deadline_s is not None and self._options.clock() >= deadline_s:
             self._feed(read, Tick())
