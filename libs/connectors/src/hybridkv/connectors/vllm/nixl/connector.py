@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups
-from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config
+from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config, require_ports
 from hybridkv.connectors.vllm.nixl.host_buffer import needs_host_buffer
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.producing import Terms
@@ -77,6 +77,8 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._require_resumable()
         uses_host_buffer = needs_host_buffer(vllm_config)
         self._layout = _layout(vllm_config, kv_cache_config)
+        if self._duties.stores:
+            require_ports(self._config.listen, self._layout.world_size)
         self._recorder = PeerRecorder()
         self._scheduler: NixlScheduler | None = None
         self._worker: NixlWorker | None = None
