@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers, PeerState
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
+from hybridkv.peers.control import LinkId
 from hybridkv.peers.ranks import RankLink
 from hybridkv.peers.wire import Done, Renew
 
@@ -70,6 +71,11 @@ class Holding:
     @property
     def num_holds(self) -> int:
         return len(self._holds)
+
+    @property
+    def links(self) -> set[LinkId]:
+        """Connections to ranks that hold blocks for us, and are to hear of it."""
+        return {tie.peer.link for hold in self._holds.values() for tie in hold.ties}
 
     def begin(self, request_id: str, prompt: RemotePrompt) -> None:
         """Its producer is to go on holding the blocks. The connection is made now: it will be needed."""
