@@ -210,6 +210,32 @@ def test_a_request_that_is_aborted_before_it_is_admitted_still_tells_its_produce
     assert not consumer.connector.has_pending_push_work()
 
 
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [
+        (RequestStatus.FINISHED_ABORTED, "cancelled"),
+        # With kv_load_failure_policy "fail" the engine ends it before the connector hears of the load.
+        (RequestStatus.FINISHED_ERROR, "failed"),
+        (RequestStatus.WAITING, "failed"),
+    ],
+)
+def test_a_load_whose_request_was_aborted_is_no_failure(
+    status: RequestStatus, outcome: str, started: list[Any]
+) -> None:
+    consumer = Half(WINDOW, "kv_consumer", started)
+    request = consumer.request("d", 50, handed_over(WINDOW, 50, started))
+    num_tokens, _ = consumer.connector.get_num_new_matched_tokens(request, 0)
+    consumer.admit(request, num_tokens)
+    assert len(consumer.plan().loads) == 1
+    if status is not RequestStatus.WAITING:
+        consumer.finish(request, status)
+    ended = KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"})
+    consumer.connector.update_connector_output(ended)
+    counters = consumer.connector.get_kv_connector_stats().data["counters"]
+    prompts = [values for name, values, _ in counters if name == "vllm:hybridkv_peer_prompts_total"]
+    assert [tuple(values) for values in prompts] == [(outcome,)]
+
+
 @pytest.mark.parametrize("mix", [FULL, QWEN3_NEXT], ids=lambda mix: mix.name)
 def test_roles_are_kept(mix: Mix, started: list[Any]) -> None:
     """A prefill-only engine reads nothing, whatever a request asks for, and a decode-only one holds nothing."""

@@ -14,7 +14,7 @@ from hybridkv.connectors.vllm.stats import OffloadStats
 from hybridkv.metrics import CATALOGUE, PEER_FAILURES
 
 NAMES = {metric.name for metric in CATALOGUE.metrics if metric.name.startswith("vllm:hybridkv_peer_")}
-PROMPTS = ("loaded", "held_already", "refused", "failed")
+PROMPTS = ("loaded", "held_already", "refused", "failed", "cancelled")
 LEASES = ("done", "expired", "dropped", "no_room")
 
 

@@ -19,7 +19,7 @@ class PeerRecorder:
         self._counts = Counts()
 
     def prompt(self, outcome: str) -> None:
-        """A request that a producer had computed: it was "loaded", "held_already", "refused", or "failed"."""
+        """A request that a producer had computed: "loaded", "held_already", "refused", "failed", or "cancelled"."""
         with self._lock:
             self._counts.add("vllm:hybridkv_peer_prompts_total", 1, outcome=outcome)
 
