@@ -9,6 +9,7 @@ import pytest
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.nixl.config import ListenConfig, NixlConfig, decode_config, require_ports
+from hybridkv.connectors.vllm.nixl.params import MAX_RANKS
 
 
 def test_nothing_needs_to_be_said() -> None:
@@ -109,6 +110,13 @@ def test_an_address_to_listen_on_everywhere_is_no_place_to_go_to() -> None:
 @pytest.mark.parametrize(("port", "num_ranks"), [(65535, 1), (65532, 4), (0, 8)])
 def test_as_many_ports_as_ranks_are_enough(port: int, num_ranks: int) -> None:
     require_ports(ListenConfig(port=port), num_ranks)
+
+
+def test_more_ranks_than_a_consumer_takes_are_refused() -> None:
+    require_ports(ListenConfig(), MAX_RANKS)
+    with pytest.raises(ConfigurationError) as caught:
+        require_ports(ListenConfig(), MAX_RANKS + 1)
+    assert (caught.value.path, caught.value.got) == ("tensor_parallel_size", MAX_RANKS + 1)
 
 
 def test_ports_that_do_not_last_for_all_ranks_are_refused_with_both_numbers() -> None:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.nixl.params import (
+    MAX_RANKS,
     OURS,
     ParamsError,
     RankAddress,
@@ -124,6 +125,19 @@ def test_a_name_can_be_printed(key: str, name: Any, prompt: RemotePrompt) -> Non
     with pytest.raises(ParamsError) as caught:
         parse(params)
     assert caught.value.key.endswith(key) and str(caught.value).isprintable()
+
+
+@PATIENT
+@given(prompts())
+def test_a_request_makes_an_engine_open_so_many_connections_and_no_more(prompt: RemotePrompt) -> None:
+    params = carried(prompt)
+    rank = params[OURS]["ranks"][0]
+    params[OURS]["ranks"] = [rank] * MAX_RANKS
+    assert len(parse(params).ranks) == MAX_RANKS
+    params[OURS]["ranks"] = [rank] * (MAX_RANKS + 1)
+    with pytest.raises(ParamsError, match=f"at most {MAX_RANKS}") as caught:
+        parse(params)
+    assert caught.value.key == f"{OURS}.ranks" and MAX_RANKS <= 64
 
 
 def test_another_version_is_refused() -> None:

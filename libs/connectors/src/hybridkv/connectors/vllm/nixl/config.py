@@ -11,6 +11,7 @@ import msgspec
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts, default_hosts, is_any
+from hybridkv.connectors.vllm.nixl.params import MAX_RANKS
 
 MAX_LEASES = 1 << 16
 MAX_PORT = (1 << 16) - 1
@@ -103,11 +104,14 @@ def decode_config(raw: Mapping[str, Any]) -> NixlConfig:
 
 
 def require_ports(listen: ListenConfig, num_ranks: int) -> None:
-    """Every rank has a port of its own, if rank 0 was given one.
+    """Consumers can find every rank: there are not too many, and each has a port of its own, if rank 0 was given one.
 
     Raises:
-        ConfigurationError: those of the last ranks would be none.
+        ConfigurationError: no consumer would take so many, or the ports of the last ones would be none.
     """
+    if num_ranks > MAX_RANKS:
+        hint = "a consumer connects to no more for one request"
+        raise ConfigurationError("tensor_parallel_size", f"at most {MAX_RANKS} ranks that hand over", num_ranks, hint)
     last = listen.port + num_ranks - 1
     if listen.port and last > MAX_PORT:
         expected = f"at most {MAX_PORT - num_ranks + 1}, since each of {num_ranks} ranks takes the next port"

@@ -16,7 +16,8 @@ from hybridkv.peers.leases import MAX_NONCE, NO_NONCE, Lease
 
 VERSION = 1
 OURS = "hybridkv"
-MAX_RANKS = 1024
+MAX_RANKS = 64
+"""Of a producer. Each is a connection that a request makes an engine open."""
 MAX_GROUPS = 256
 MAX_BLOCKS = 1 << 22
 MAX_NAME = 512
@@ -150,7 +151,7 @@ def parse(params: Mapping[str, Any]) -> RemotePrompt:
 def _ranks(found: Any) -> tuple[RankAddress, ...]:
     key = f"{OURS}.ranks"
     if not _is_list(found) or not 0 < len(found) <= MAX_RANKS:
-        raise ParamsError(key, "no list of one port and name for each rank")
+        raise ParamsError(key, f"no list of one port and name for each of at most {MAX_RANKS} ranks")
     for each in found:
         if not _is_list(each) or len(each) != 2:
             raise ParamsError(key, "a rank without port and name")
