@@ -66,6 +66,8 @@ class _Check:
     """In our scratch memory, into which the lease is read."""
     transfer: TransferId | None = None
     lease_stands: bool = False
+    waits: bool = False
+    """For the thread that digests, which had much to do."""
     ours: Outcome[list[bytes]] | None = None
     digests_agree: bool = False
 
@@ -312,6 +314,8 @@ class RankRead:
         return None
 
     def _take_ours(self, check: _Check, request: DigestRequest) -> Reason | None:
+        if check.waits and self._tools.digesting.is_full:
+            return None
         exchange = self.peer.exchange
         assert exchange is not None
         runs = digest_runs(exchange, Side.OURS, _ours(self._load), request)
@@ -320,6 +324,7 @@ class RankRead:
             return Reason.PAIRING
         # None where the thread has much to do: then once more, until the deadline.
         check.ours = self._tools.digesting.take(runs)
+        check.waits = check.ours is None
         return None
 
 
