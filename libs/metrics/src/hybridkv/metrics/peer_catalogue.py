@@ -25,7 +25,7 @@ PEER_METRICS = (
         "vllm:hybridkv_peer_prompts_total",
         Kind.COUNTER,
         "requests",
-        "Requests whose prompt a peer had computed, by what became of it here. What was refused or failed was computed.",
+        "Requests whose prompt a peer had computed, by what became of it. What was refused or failed was computed.",
         (Label("outcome", ("loaded", "held_already", "refused", "failed", "cancelled")),),
         panel=Panel(Section.PEERS, "Prompts from peers"),
     ),

@@ -76,7 +76,7 @@ def _is_name(entry: str) -> bool:
 
 
 def is_any(host: str) -> bool:
-    """Whether it is where one listens, and no place to go to; also as the system reads it, to whom "0" is an address."""
+    """Whether it is where one listens, and no place to go to; as the system reads it, to whom "0" is one too."""
     address = _address(host)
     if address is not None:
         return address.is_unspecified
