@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import pull_scheduler
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -268,6 +269,19 @@ def test_a_prompt_that_did_not_end_well_is_not_handed_over(status: RequestStatus
     half.plan()
     assert half.finish(request, status) == (False, None)
     assert half.plan().dropped == ["p"]
+
+
+@pytest.mark.parametrize(("params", "is_over"), [(PRODUCE, True), (None, False)], ids=["handed over", "not"])
+def test_a_prompt_that_was_cut_ends_with_its_first_token_whatever_min_tokens_says(
+    params: dict[str, Any] | None, is_over: bool, started: list[Any]
+) -> None:
+    """What follows would be of the shorter prompt. vLLM looks at the most tokens before it looks at the fewest."""
+    half = Half(WINDOW, "kv_producer", started)
+    request = half.request("p", 50, params and dict(params), min_tokens=8)
+    assert request.num_prompt_tokens == (49 if is_over else 50)
+    request.append_output_token_ids(7)
+    assert check_stop(request, max_model_len=1000) is is_over
+    assert (request.status is RequestStatus.FINISHED_LENGTH_CAPPED) is is_over
 
 
 def test_blocks_are_given_back_when_the_ranks_say_so_and_the_slot_with_them(started: list[Any]) -> None:
