@@ -10,15 +10,16 @@ of processors, those of both processes together, for each GB: what a read takes 
 
 Variants: `memcpy` copies the same ranges within this process. `socket` is the least that two processes can do over
 loopback: one blocking connection, `sendall` of one buffer, `recv_into` of another, nothing in pieces and nothing
-checked. `tcp` is `TcpTransport` with one connection, `tcp x2` with two. `nixl` is UCX as it chooses (memory of the same
-host), with descriptors that are prepared; `nixl tcp` is UCX made to use TCP. Both need NIXL, and are left out where it
-is not.
+checked. `readv` is `process_vm_readv`, which is how the kernel has one process read another's memory, and what UCX uses
+for that. `tcp` is `TcpTransport` with one connection, `tcp x2` with two. `nixl` is UCX as it chooses (memory of the
+same host); `nixl tcp` is UCX made to use TCP. Both need NIXL, and are left out where it is not.
 
 What is not: a network, several peers, verification of what was read.
 """
 
 import argparse
 import base64
+import ctypes
 import json
 import os
 import platform
@@ -40,9 +41,10 @@ from hybridkv.peers.transport.nixl_library import has_nixl
 from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
 from hybridkv.peers.wire import NO_SECRET
 
+MAX_VECTORS = 16
+"""In one call of `readv`, as UCX has it."""
 SIZES_KIB = (64, 256, 1024, 4096)
-UNIT_BYTES = 64 << 10
-VARIANTS = ("socket", "tcp", "tcp x2", "nixl", "nixl tcp")
+VARIANTS = ("socket", "readv", "tcp", "tcp x2", "nixl", "nixl tcp")
 
 Read = Callable[[np.ndarray, np.ndarray, int], None]
 """Reads ranges of one size: places there, places here."""
@@ -73,8 +75,12 @@ def serve(variant: str, num_bytes: int) -> None:
         while size := connection.recv(8):
             connection.sendall(memory[: int.from_bytes(size, "big")])
         return
+    if variant == "readv":
+        print(os.getpid(), memory.ctypes.data, flush=True)
+        sys.stdin.read()
+        return
     transport = make(variant)
-    capability = transport.register([Region(memory.ctypes.data, num_bytes, UNIT_BYTES)])
+    capability = transport.register([Region(memory.ctypes.data, num_bytes)])
     print(base64.b64encode(capability).decode(), flush=True)
     is_polled = variant.startswith("nixl")
     while not select.select([sys.stdin], [], [], 0 if is_polled else None)[0]:
@@ -97,9 +103,28 @@ def read_socket(port: int, target: np.ndarray) -> Read:
     return read
 
 
+def read_readv(pid: int, address: int, target: np.ndarray) -> Read:
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    call.restype = ctypes.c_ssize_t
+
+    def vectors(places: np.ndarray, base: int, size: int) -> np.ndarray:
+        return np.stack([places + base, np.full(len(places), size)], axis=1).astype(np.uint64)
+
+    def read(there: np.ndarray, here: np.ndarray, size: int) -> None:
+        ours, theirs = vectors(here, target.ctypes.data, size), vectors(there, address, size)
+        for first in range(0, len(there), MAX_VECTORS):
+            some, others = ours[first : first + MAX_VECTORS], theirs[first : first + MAX_VECTORS]
+            places = [ctypes.c_void_p(each.ctypes.data) for each in (some, others)]
+            count = ctypes.c_ulong(len(some))
+            found = call(pid, places[0], count, places[1], count, ctypes.c_ulong(0))
+            assert found == len(some) * size, os.strerror(ctypes.get_errno())
+
+    return read
+
+
 def read_transport(variant: str, capability: bytes, target: np.ndarray) -> Read:
     transport = make(variant)
-    transport.register([Region(target.ctypes.data, target.nbytes, UNIT_BYTES)])
+    transport.register([Region(target.ctypes.data, target.nbytes)])
     remote = transport.attach(capability)
     assert isinstance(remote, int), remote
 
@@ -166,8 +191,13 @@ def reader(variant: str, num_bytes: int) -> None:
         other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None
         said = other.stdout.readline().strip()
-        is_socket = variant == "socket"
-        read = read_socket(int(said), target) if is_socket else read_transport(variant, base64.b64decode(said), target)
+        if variant == "socket":
+            read = read_socket(int(said), target)
+        elif variant == "readv":
+            pid, address = said.split()
+            read = read_readv(int(pid), int(address), target)
+        else:
+            read = read_transport(variant, base64.b64decode(said), target)
     pids = [os.getpid(), *([other.pid] if other is not None else [])]
     for line in sys.stdin:
         size, seed = (int(word) for word in line.split())

@@ -74,17 +74,25 @@ def _ours(**extra: Any) -> Variant:
     return Variant({"kv_connector": "HybridNixlConnector", "kv_connector_extra_config": extra})
 
 
+def _theirs(are_spinners_last: bool) -> Variant:
+    # It would compare the paths of models, and each engine writes its own.
+    extra = {"enforce_handshake_compat": False}
+    transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+    return Variant(transfer, are_spinners_last)
+
+
 VARIANTS = {
-    "vllm": Variant({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}),
-    "vllm eased": Variant({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}, are_spinners_last=True),
+    "vllm": _theirs(are_spinners_last=False),
+    "vllm eased": _theirs(are_spinners_last=True),
     "nixl": _ours(transport="nixl"),
     "nixl unverified": _ours(transport="nixl", verify=False),
     "tcp": _ours(transport="tcp"),
 }
 
 
-def prompt_of(num_tokens: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(VOCABULARY, k=num_tokens)
+def prompt_of(num_tokens: int, name: str) -> list[int]:
+    """Its name says which: numbers would not, since `Random` takes -1 for 1."""
+    return random.Random(name).choices(VOCABULARY, k=num_tokens)
 
 
 def measure(model: Model, names: Sequence[str], rounds: int, num_tokens: int, directory: Path) -> dict[str, Any]:
@@ -103,9 +111,9 @@ def measure(model: Model, names: Sequence[str], rounds: int, num_tokens: int, di
                 pair = pairs[name]
                 for each in pair.both:
                     each.wake()
-                found[name].append(pair.decode_s(prompt_of(num_tokens, number)))
+                found[name].append(pair.decode_s(prompt_of(num_tokens, f"handed over {number}")))
                 if name == names[-1]:
-                    found["alone"].append(pair.alone_s(prompt_of(num_tokens, -1 - number)))
+                    found["alone"].append(pair.alone_s(prompt_of(num_tokens, f"alone {number}")))
                 for each in pair.both:
                     each.rest()
         return rows(pairs, found, num_tokens)

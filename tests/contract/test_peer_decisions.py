@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import pull_scheduler
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -160,6 +162,21 @@ def test_the_last_token_is_left_to_the_consumer_where_a_group_drops_what_it_read
     assert consumer.connector.get_num_new_matched_tokens(again, 32) == (27, True)
 
 
+def test_a_prompt_is_cut_for_its_request_alone(started: list[Any]) -> None:
+    """In one process the list is that of whoever asked, and of the other answers to the same prompt."""
+    half = Half(WINDOW, "kv_producer", started)
+    given, is_token = list(range(60)), [True] * 50 + [False] * 10
+    embeddings = torch.zeros(60, 4)
+    parameters = SamplingParams(max_tokens=8, extra_args={"kv_transfer_params": dict(PRODUCE)})
+    for name in ("p", "q"):
+        request = Request(name, given, parameters, None, prompt_embeds=embeddings, prompt_is_token_ids=is_token)
+        half.connector.on_new_request(request)
+        assert request.num_prompt_tokens == len(request.all_token_ids) == 59
+        parts: list[Any] = [request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids]
+        assert [len(part) for part in parts] == [59] * 3
+    assert [len(each) for each in (given, is_token, embeddings)] == [60] * 3
+
+
 def test_a_full_local_hit_loads_nothing_and_tells_the_producer(started: list[Any]) -> None:
     consumer = Half(WINDOW, "kv_consumer", started)
     request = consumer.request("d", 50, handed_over(WINDOW, 50, started))
@@ -194,6 +211,32 @@ def test_a_request_that_is_aborted_before_it_is_admitted_still_tells_its_produce
     assert not consumer.connector.has_pending_push_work()
 
 
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [
+        (RequestStatus.FINISHED_ABORTED, "cancelled"),
+        # With kv_load_failure_policy "fail" the engine ends it before the connector hears of the load.
+        (RequestStatus.FINISHED_ERROR, "failed"),
+        (RequestStatus.WAITING, "failed"),
+    ],
+)
+def test_a_load_whose_request_was_aborted_is_no_failure(
+    status: RequestStatus, outcome: str, started: list[Any]
+) -> None:
+    consumer = Half(WINDOW, "kv_consumer", started)
+    request = consumer.request("d", 50, handed_over(WINDOW, 50, started))
+    num_tokens, _ = consumer.connector.get_num_new_matched_tokens(request, 0)
+    consumer.admit(request, num_tokens)
+    assert len(consumer.plan().loads) == 1
+    if status is not RequestStatus.WAITING:
+        consumer.finish(request, status)
+    ended = KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"})
+    consumer.connector.update_connector_output(ended)
+    counters = consumer.connector.get_kv_connector_stats().data["counters"]
+    prompts = [values for name, values, _ in counters if name == "vllm:hybridkv_peer_prompts_total"]
+    assert [tuple(values) for values in prompts] == [(outcome,)]
+
+
 @pytest.mark.parametrize("mix", [FULL, QWEN3_NEXT], ids=lambda mix: mix.name)
 def test_roles_are_kept(mix: Mix, started: list[Any]) -> None:
     """A prefill-only engine reads nothing, whatever a request asks for, and a decode-only one holds nothing."""
@@ -226,6 +269,19 @@ def test_a_prompt_that_did_not_end_well_is_not_handed_over(status: RequestStatus
     half.plan()
     assert half.finish(request, status) == (False, None)
     assert half.plan().dropped == ["p"]
+
+
+@pytest.mark.parametrize(("params", "is_over"), [(PRODUCE, True), (None, False)], ids=["handed over", "not"])
+def test_a_prompt_that_was_cut_ends_with_its_first_token_whatever_min_tokens_says(
+    params: dict[str, Any] | None, is_over: bool, started: list[Any]
+) -> None:
+    """What follows would be of the shorter prompt. vLLM looks at the most tokens before it looks at the fewest."""
+    half = Half(WINDOW, "kv_producer", started)
+    request = half.request("p", 50, params and dict(params), min_tokens=8)
+    assert request.num_prompt_tokens == (49 if is_over else 50)
+    request.append_output_token_ids(7)
+    assert check_stop(request, max_model_len=1000) is is_over
+    assert (request.status is RequestStatus.FINISHED_LENGTH_CAPPED) is is_over
 
 
 def test_blocks_are_given_back_when_the_ranks_say_so_and_the_slot_with_them(started: list[Any]) -> None:

@@ -67,6 +67,21 @@ def test_it_starts_in_every_role_and_says_what_was_understood(
     assert ("listens at nothing" in line) is (role == "kv_consumer")
 
 
+@pytest.mark.parametrize("transport", ["nixl", "tcp"])
+def test_an_address_that_no_consumer_can_go_to_is_refused(transport: str) -> None:
+    """Consumers would refuse every prompt: nothing would say so here."""
+    extra = {**TCP, "transport": transport, "listen": {"host": "0.0.0.0"}}
+    assert refused(configure(GPT_OSS, "kv_producer", extra)).path.endswith("extra_config.listen.advertise")
+
+
+def test_ports_that_end_before_the_ranks_do_are_refused(started: list[Any]) -> None:
+    extra = {**TCP, "listen": {"port": 65535}}
+    error = refused(configure(GPT_OSS, "kv_producer", extra, tp_size=2))
+    assert error.path.endswith("extra_config.listen.port") and "65536" in str(error.got)
+    # One that reads alone listens nowhere.
+    started.append(start(configure(GPT_OSS, "kv_consumer", extra, tp_size=2)))
+
+
 @pytest.mark.parametrize("unknown", [SinkFullAttentionSpec, RSWASpec])
 def test_a_group_of_a_spec_that_is_not_on_the_list_is_refused_by_name(unknown: type[FullAttentionSpec]) -> None:
     extra = {"rswa_window": 64} if unknown is RSWASpec else {"sink_len": 4}

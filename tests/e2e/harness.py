@@ -32,6 +32,7 @@ import tiny_models
 
 _DRAIN_DEADLINE_S: Final = 300.0
 _MAX_STEPS: Final = 100_000
+_PAUSE_S: Final = 0.001
 _PROMPT_STRIDE: Final = 512
 _LONGEST_STEP: Final = 512  # so that short prompts have several steps, and a recurrent layer several states
 
@@ -142,6 +143,7 @@ class Engine:
         self._next_request = 0
         self._finished: dict[str, Result] = {}
         self._steps: dict[str, list[Step]] = {}
+        self._has_computed = True
         self._record_schedule()
 
     # --- running requests -------------------------------------------------------------------------------------------
@@ -184,11 +186,17 @@ class Engine:
         return finished
 
     def run(self) -> None:
-        """Step until no request is waiting or running."""
+        """Step until no request is waiting or running.
+
+        As vLLM's own loop it pauses after a step that computed nothing: what requests wait for needs the processor, and
+        some waits are bounded in steps.
+        """
         for _ in range(_MAX_STEPS):
             if not self.llm.llm_engine.has_unfinished_requests():
                 return
             self.step()
+            if not self._has_computed:
+                time.sleep(_PAUSE_S)
         raise TimeoutError(f"requests unfinished after {_MAX_STEPS} steps")
 
     def drain(self) -> None:
@@ -291,6 +299,7 @@ class Engine:
 
         def recording(*arguments: Any) -> Any:
             output = schedule(*arguments)
+            self._has_computed = output.total_num_scheduled_tokens > 0
             old = output.scheduled_cached_reqs
             first_tokens = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
             first_tokens |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

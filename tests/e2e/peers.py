@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import peers_process
@@ -34,12 +35,20 @@ class PeerProcess:
         kind: of model.
         directory: where it may write.
         transfer: its `kv_transfer_config`.
+        environment: variables besides this process's own.
         arguments: that override the engine's usual ones.
     """
 
     script = peers_process.__file__
 
-    def __init__(self, kind: str, directory: Path, transfer: dict[str, Any], **arguments: Any) -> None:
+    def __init__(
+        self,
+        kind: str,
+        directory: Path,
+        transfer: dict[str, Any],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        **arguments: Any,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "log.txt"
         ours, theirs = os.pipe()
@@ -48,7 +57,7 @@ class PeerProcess:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, self.script, *(f"--{name}={value}" for name, value in given.items())],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -235,10 +244,10 @@ def transfer_config(role: str, **extra: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running_two(kind: str, directory: Path) -> Iterator[Two]:
-    """A producer and a consumer of one model, until the block ends."""
-    producer = PeerProcess(kind, directory / "producer", transfer_config("kv_producer"))
-    consumer = PeerProcess(kind, directory / "consumer", transfer_config("kv_consumer"))
+def running_two(kind: str, directory: Path, environments: Sequence[Mapping[str, str]] = ({}, {})) -> Iterator[Two]:
+    """A producer and a consumer of one model, until the block ends. Each has its environment."""
+    producer = PeerProcess(kind, directory / "producer", transfer_config("kv_producer"), environments[0])
+    consumer = PeerProcess(kind, directory / "consumer", transfer_config("kv_consumer"), environments[1])
     try:
         producer.wait_until_ready()
         consumer.wait_until_ready()

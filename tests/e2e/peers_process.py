@@ -17,9 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from harness import Engine, Result, running_engine
 from noise import Noise
 from peers_held import held_by
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from hybridkv.connectors.vllm import register
 
@@ -30,10 +33,12 @@ class Pages:
     """What a group's blocks hold, as digests, and what each load brought.
 
     `loaded` and `local`: by request, the pages that it began with, and how many of its tokens this engine held before.
+    `are_raw`: digests are of the bytes as they lie. Else what a convolution remembers is put in one order before.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.are_raw = False
         self.loaded: dict[str, list[dict[str, str]]] = {}
         self.local: dict[str, int] = {}
         worker = engine.worker_connector._worker
@@ -67,8 +72,20 @@ class Pages:
     def _digest(self, group: Any, block_id: int) -> str:
         digest = hashlib.blake2b(digest_size=12)
         for name in group.layer_names:
-            digest.update(self._engine.page(name, block_id).numpy().tobytes())
+            page = self._engine.page(name, block_id).numpy()
+            digest.update((page if self.are_raw else in_one_order(group.kv_cache_spec, page)).tobytes())
         return digest.hexdigest()
+
+
+def in_one_order(spec: Any, page: np.ndarray) -> np.ndarray:
+    """The bytes of a page with its convolution's channels innermost, whichever order this engine keeps them in."""
+    if not isinstance(spec, MambaSpec) or get_conv_state_layout() == "SD":
+        return page
+    channels, steps = spec.shapes[0]
+    item_bytes = spec.dtypes[0].itemsize
+    size = channels * steps * item_bytes
+    convolution = page[:size].reshape(channels, steps, item_bytes).swapaxes(0, 1)
+    return np.concatenate([convolution.reshape(-1), page[size:]])
 
 
 class Commands:
@@ -124,6 +141,11 @@ class Commands:
                 reading = engine.worker_connector._worker._agent._reading
                 reading._tools = dataclasses.replace(reading._tools, verify=command["is_on"])
                 self._answer(name, None)
+            case "raw pages":
+                self._pages.are_raw = command["is_on"]
+                self._answer(name, None)
+            case "conv layout":
+                self._answer(name, get_conv_state_layout())
             case "tolerance":
                 self._answer(name, Noise(engine).tolerance)
             case "idle":

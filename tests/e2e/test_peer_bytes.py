@@ -10,6 +10,8 @@ from peer_pair import Pair, Variant
 
 TRANSFER = {"kv_connector": "HybridNixlConnector", "kv_connector_extra_config": {"transport": "tcp"}}
 LENGTHS = (513, 1537, 4097)
+MOST = 0.6
+"""Of what would move if every layer were full attention: half of them are in gpt-oss, fewer in the others."""
 
 
 @pytest.fixture(scope="module")
@@ -34,4 +36,6 @@ def test_a_request_moves_what_the_table_of_groups_says(pair: Pair, num_tokens: i
     formula = pair.consumer.ask("formula", num_tokens=num_tokens - 1)
     assert moved == formula["per_group_bytes"]
     if num_tokens == max(LENGTHS):
-        assert moved < formula["full_attention_bytes"] / 2, "windows and states move a part of what full attention does"
+        assert moved < MOST * formula["full_attention_bytes"], (
+            "windows and states move a part of what full attention does"
+        )

@@ -296,7 +296,7 @@ def test_what_was_changed_on_the_way_is_not_taken(faults: Faults, port: str, rea
             faults.consumer.until("peers", lambda number: number == 0)
             gate.release()
         faults.require_cold(faults.consumer.result(name), first_computed=0)
-    # Without its connection the consumer cannot say that it needs the blocks no more: their lease ends by itself.
+    # Who makes no sense is not connected to again: nobody says that the blocks are needed no more, their lease ends.
     faults.expire()
 
 

@@ -62,6 +62,11 @@ class LateDigesting:
         self._memory = memory
         self._random = random
 
+    @property
+    def is_full(self) -> bool:
+        """Now and then, to one that waits."""
+        return self._random.random() < 0.5
+
     def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
         if self._random.random() < 0.05:
             return None

@@ -14,7 +14,6 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "--prefix-match-unit",
         "NixlPushConnector",
         "VLLM_KV_CACHE_LAYOUT",
-        "VLLM_SSM_CONV_STATE_LAYOUT",
         "_handle_invalid_blocks",
         "additional_config",
         "bidirectional_kv_xfer",

@@ -67,6 +67,7 @@ class Rank:
     """One rank: its memory, a page of each group in a region of its own, and its agent."""
 
     hosts = NO_HOSTS
+    max_links = WireLimits().max_connections
 
     def __init__(
         self,
@@ -85,8 +86,9 @@ class Rank:
         self.recorder = PeerRecorder()
         self.transport = open_transport(self.name)
         capability = self.transport.register([Registered(each.address, each.num_bytes) for each in memory.regions])
+        limits = WireLimits(max_connections=self.max_links, handshake_timeout_s=WAIT_S, silence_timeout_s=WAIT_S)
         self.agent = Agent(
-            ControlLoop(self.name, NO_SECRET, WireLimits(handshake_timeout_s=WAIT_S, silence_timeout_s=WAIT_S)),
+            ControlLoop(self.name, NO_SECRET, limits),
             self.transport,
             memory,
             Offer(
@@ -97,7 +99,7 @@ class Rank:
                 lease_s=1e5,
                 clock=time.monotonic,
             ),
-            ReadOptions(bounds, verify, time.monotonic, self.hosts),
+            ReadOptions(bounds, verify, time.monotonic, self.hosts, self.max_links),
             self.recorder,
         )
         self.results = Results()

@@ -7,8 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CpuCopyEngine, InlineCopyEngine
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
@@ -84,3 +90,27 @@ def test_amx_is_asked_for_where_torch_knows_how(monkeypatch: pytest.MonkeyPatch)
     assert asked == [True]
     monkeypatch.delattr(torch.cpu, "_init_amx")
     compat.permit_amx()
+
+
+@pytest.mark.parametrize(("device_type", "is_asked"), [("cpu", True), ("cuda", False)])
+def test_amx_is_asked_for_where_the_engine_runs_on_the_cpu(
+    device_type: str, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True), raising=False)
+    devices.permit_instructions(device_type)
+    assert bool(asked) is is_asked
+
+
+def test_a_worker_asks_for_amx_when_it_gets_the_kv_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart the first step of an engine may be one token: everything before it comes from a tier."""
+    asked = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True), raising=False)
+    spec = CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16)
+    layout = CacheLayout(spec, ((LayerLayout("layer 0", 64),),), (), 16, "sha256", 1)
+    engine = InlineCopyEngine()
+    worker = OffloadWorker(layout, RamArena(1 << 20), CopyPaths(engine, engine, 30.0, lambda: 0.0), Recorder())
+    assert asked == []
+    worker.register({"layer 0": torch.zeros(4, 64, dtype=torch.int8)}, 4)
+    assert asked == [True]
+    worker.close()

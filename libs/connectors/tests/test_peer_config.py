@@ -8,7 +8,8 @@ import pytest
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.nixl.config import ListenConfig, NixlConfig, decode_config
+from hybridkv.connectors.vllm.nixl.config import ListenConfig, NixlConfig, decode_config, require_ports
+from hybridkv.connectors.vllm.nixl.params import MAX_RANKS
 
 
 def test_nothing_needs_to_be_said() -> None:
@@ -33,6 +34,7 @@ def test_what_is_said_is_taken() -> None:
         ({"listen": "here"}, "listen", "an object"),
         ({"listen": {"port": 65536}}, "listen.port", "a port"),
         ({"listen": {"host": " "}}, "listen.host", "an address"),
+        ({"listen": {"advertise": ""}}, "listen.advertise", "a name"),
         ({"transport": "rdma"}, "transport", '"nixl"'),
         ({"verify": "yes"}, "verify", "bool"),
         ({"lease_seconds": 0}, "lease_seconds", "above 0"),
@@ -88,9 +90,40 @@ def test_unless_told_otherwise_a_request_leads_to_this_host_alone(host: str, is_
     assert (host in config.hosts) is is_allowed
 
 
+@pytest.mark.parametrize("transport", ["nixl", "tcp"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:0.0.0.0", "0"])
+def test_an_address_to_listen_on_everywhere_is_not_what_consumers_are_told(host: str, transport: str) -> None:
+    for listen in ({"host": host}, {"host": "10.0.0.2", "advertise": host}):
+        with pytest.raises(ConfigurationError) as caught:
+            decode_config({"listen": listen, "transport": transport})
+        assert caught.value.path == f"{ROOT}.listen.advertise" and host in str(caught.value.got)
+    config = decode_config({"listen": {"host": host, "advertise": "kv-1"}, "transport": transport})
+    assert config.listen.told == "kv-1"
+
+
 def test_an_address_to_listen_on_everywhere_is_no_place_to_go_to() -> None:
-    hosts = decode_config({"listen": {"host": "0.0.0.0"}}).hosts
-    assert "0.0.0.0" not in hosts and "10.0.0.1" not in hosts and "127.0.0.1" in hosts
+    hosts = decode_config({"listen": {"host": "0.0.0.0", "advertise": "10.0.0.2"}}).hosts
+    assert "0.0.0.0" not in hosts and "10.0.0.1" not in hosts
+    assert "10.0.0.2" in hosts and "127.0.0.1" in hosts
+
+
+@pytest.mark.parametrize(("port", "num_ranks"), [(65535, 1), (65532, 4), (0, 8)])
+def test_as_many_ports_as_ranks_are_enough(port: int, num_ranks: int) -> None:
+    require_ports(ListenConfig(port=port), num_ranks)
+
+
+def test_more_ranks_than_a_consumer_takes_are_refused() -> None:
+    require_ports(ListenConfig(), MAX_RANKS)
+    with pytest.raises(ConfigurationError) as caught:
+        require_ports(ListenConfig(), MAX_RANKS + 1)
+    assert (caught.value.path, caught.value.got) == ("tensor_parallel_size", MAX_RANKS + 1)
+
+
+def test_ports_that_do_not_last_for_all_ranks_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        require_ports(ListenConfig(port=65533), 4)
+    assert caught.value.path == f"{ROOT}.listen.port"
+    assert "at most 65532" in caught.value.expected and caught.value.got == "65533, and 65536 for the last rank"
 
 
 def test_a_list_is_taken_as_it_is() -> None:

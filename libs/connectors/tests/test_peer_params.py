@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.nixl.params import (
+    MAX_RANKS,
     OURS,
     ParamsError,
     RankAddress,
@@ -24,6 +25,7 @@ from hybridkv.peers.leases import MAX_NONCE, Lease
 NAMES = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=40)
 BLOCKS = st.lists(st.integers(0, 1 << 30), max_size=8).map(tuple)
 GROUPS = st.integers(1, 6)
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
@@ -55,11 +57,13 @@ def carried(prompt: RemotePrompt) -> dict[str, Any]:
     return params
 
 
+@PATIENT
 @given(prompts())
 def test_json_loses_nothing(prompt: RemotePrompt) -> None:
     assert parse(carried(prompt)) == prompt
 
 
+@PATIENT
 @given(prompts())
 def test_a_proxy_that_reads_numbers_as_floating_point_loses_nothing(prompt: RemotePrompt) -> None:
     """Whole numbers beyond 2**53 would come out as others."""
@@ -74,6 +78,7 @@ def test_a_proxy_that_reads_numbers_as_floating_point_loses_nothing(prompt: Remo
     assert largest(carried(prompt)) < 1 << 53
 
 
+@PATIENT
 @given(prompts(), JUNK)
 def test_keys_that_are_not_known_are_ignored(prompt: RemotePrompt, junk: Any) -> None:
     params = carried(prompt)
@@ -81,6 +86,7 @@ def test_keys_that_are_not_known_are_ignored(prompt: RemotePrompt, junk: Any) ->
     assert parse(params) == prompt
 
 
+@PATIENT
 @given(prompts(), st.data())
 def test_whatever_a_value_becomes_is_taken_whole_or_refused(prompt: RemotePrompt, data: st.DataObject) -> None:
     params = carried(prompt)
@@ -95,6 +101,7 @@ def test_whatever_a_value_becomes_is_taken_whole_or_refused(prompt: RemotePrompt
 
 
 @pytest.mark.parametrize("key", ["remote_block_ids", "remote_num_tokens", "remote_host", "remote_request_id", OURS])
+@PATIENT
 @given(prompt=prompts())
 def test_what_is_missing_is_named(key: str, prompt: RemotePrompt) -> None:
     params = carried(prompt)
@@ -106,7 +113,7 @@ def test_what_is_missing_is_named(key: str, prompt: RemotePrompt) -> None:
 
 @pytest.mark.parametrize("name", ["a\nb", "\0", "\ud800", "\x1b[2J", "\u202e", "", "x" * 513, 7, None])
 @pytest.mark.parametrize("key", ["remote_host", "remote_engine_id", "remote_request_id", "prefix", "ranks"])
-@settings(max_examples=2)
+@settings(PATIENT, max_examples=2)
 @given(prompt=prompts())
 def test_a_name_can_be_printed(key: str, name: Any, prompt: RemotePrompt) -> None:
     """It comes out in logs, and travels to every rank."""
@@ -120,6 +127,19 @@ def test_a_name_can_be_printed(key: str, name: Any, prompt: RemotePrompt) -> Non
     assert caught.value.key.endswith(key) and str(caught.value).isprintable()
 
 
+@PATIENT
+@given(prompts())
+def test_a_request_makes_an_engine_open_so_many_connections_and_no_more(prompt: RemotePrompt) -> None:
+    params = carried(prompt)
+    rank = params[OURS]["ranks"][0]
+    params[OURS]["ranks"] = [rank] * MAX_RANKS
+    assert len(parse(params).ranks) == MAX_RANKS
+    params[OURS]["ranks"] = [rank] * (MAX_RANKS + 1)
+    with pytest.raises(ParamsError, match=f"at most {MAX_RANKS}") as caught:
+        parse(params)
+    assert caught.value.key == f"{OURS}.ranks" and MAX_RANKS <= 64
+
+
 def test_another_version_is_refused() -> None:
     params: dict[str, Any] = {OURS: {"version": 2}}
     with pytest.raises(ParamsError, match="version"):
@@ -131,6 +151,8 @@ def test_another_connectors_producer_is_refused_and_named() -> None:
         parse({"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "e"})
 
 
-@pytest.mark.parametrize("value", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": "yes"}])
+@pytest.mark.parametrize(
+    "value", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": "yes"}, 0, "", [], "x", 7, ["x"]], ids=repr
+)
 def test_a_request_that_asks_for_nothing_gets_nothing(value: Any) -> None:
     assert not asks_to_consume(value) and not asks_to_produce(value)

@@ -164,6 +164,23 @@ def test_blocks_that_the_lease_does_not_hold_are_not_taken(opener: Opener) -> No
         require_released(producer, "p")
 
 
+@pytest.mark.parametrize("our_size", [1, 2])
+@pytest.mark.parametrize("order", [(0,), (1,), (1, 0), (0, 0)])
+def test_a_list_of_ranks_that_is_not_the_producers_is_not_read_from(order: tuple[int, ...], our_size: int) -> None:
+    """A proxy carries it. Both sides would digest the same, and heads that nobody asked for would be missing."""
+    world = World()
+    side, ours = Side(tp_size=2), Side(tp_size=our_size)
+    with engines(side, ours, lambda name: ReferenceTransport(name, world)) as (producer, consumer):
+        there, here = tables_of(side, NUM_TOKENS), tables_of(ours, NUM_TOKENS)
+        write_prompt(producer, there, NUM_TOKENS)
+        prompt = hand_over(producer, "p", there, NUM_TOKENS)
+        ranks = tuple(prompt.ranks[rank] for rank in order)
+        load(consumer, "d", msgspec.structs.replace(prompt, ranks=ranks), here)
+        # One rank that fails is enough: the request is computed.
+        details = [each.detail for each in failures(consumer, "d") if each is not None and each.reason == "pairing"]
+        assert details and all("was asked" in detail for detail in details)
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "words"),
     [

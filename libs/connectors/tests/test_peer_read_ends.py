@@ -77,6 +77,30 @@ def test_a_transfer_that_does_not_end_is_cut_off_before_the_engine_hears_of_it()
     producer.close()
 
 
+def test_a_peer_that_the_transport_has_given_up_is_connected_to_again() -> None:
+    """As NIXL's does with one whose reads it cannot end. The connection beside it does not notice."""
+    world = World()
+    producer, consumer = (Engine.start(Side(), lambda name: ReferenceTransport(name, world)) for _ in range(2))
+    write_prompt(producer, HERE, NUM_TOKENS)
+    load(consumer, "c", hand_over(producer, "o", HERE, NUM_TOKENS), HERE)
+    assert failures(consumer, "c") == [None]
+    producer.ranks[0].until(lambda results: "o" in results.released)
+    (peer,) = consumer.ranks[0].agent._peers._by_address.values()
+    assert peer.remote is not None
+    consumer.ranks[0].transport.detach(peer.remote)
+    prompt = hand_over(producer, "p", HERE, NUM_TOKENS)
+    # Another request needs the blocks still, so the first does not end their lease.
+    consumer.submit(lambda: StepPlan(held=[Held("e", prompt)]))
+    load(consumer, "d", prompt, HERE)
+    (failure,) = failures(consumer, "d")
+    assert failure is not None and failure.reason == "transport"
+    load(consumer, "e", prompt, HERE)
+    assert failures(consumer, "e") == [None]
+    assert wrong_tokens(consumer, HERE, NUM_TOKENS) == []
+    consumer.close()
+    producer.close()
+
+
 def test_answers_to_one_prompt_read_the_same_blocks_and_the_last_gives_them_back() -> None:
     """As of a request for several: all of them show one lease."""
     producer, consumer = pair(ReferenceTransport, PATIENT)

@@ -67,6 +67,17 @@ def test_a_request_that_was_preempted_is_copied_out_anew() -> None:
     assert step(saving, running, 6) == [((1, 2, 3, 4), (13, 14), (24,), ())]
 
 
+def test_blocks_that_are_hit_after_a_preemption_are_copied_out_as_well() -> None:
+    """They may be another request's, which computed the same tokens and is not handed over."""
+    saving, running = Saving(GROUPS), request(16)
+    saving.begin(running)
+    step(saving, running, 16)
+    saving.preempted({"p"})
+    assert saving.of_step({}, lambda name: TABLES) == []
+    running.num_computed_tokens = 16
+    assert step(saving, running, 1) == [((1, 2, 3, 4, 5), (14, 15), (25,), ())]
+
+
 def test_a_request_that_is_not_in_the_step_is_left_alone() -> None:
     saving, running = Saving(GROUPS), request(14, computed_tokens=12)
     saving.begin(running)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from typing import Any
 
 import pytest
 from test_stats import exposed
@@ -12,7 +14,7 @@ from hybridkv.connectors.vllm.stats import OffloadStats
 from hybridkv.metrics import CATALOGUE, PEER_FAILURES
 
 NAMES = {metric.name for metric in CATALOGUE.metrics if metric.name.startswith("vllm:hybridkv_peer_")}
-PROMPTS = ("loaded", "held_already", "refused", "failed")
+PROMPTS = ("loaded", "held_already", "refused", "failed", "cancelled")
 LEASES = ("done", "expired", "dropped", "no_room")
 
 
@@ -78,3 +80,28 @@ def test_stats_of_both_halves_and_of_two_ranks_add_up() -> None:
     assert merged["vllm:hybridkv_peer_read_bytes_total"] == 8192
     assert first.reduce()["vllm:hybridkv_peer_read_bytes_total"] == 4096
     assert PeerRecorder().take() is None
+
+
+def test_what_is_taken_while_it_is_counted_is_counted_once() -> None:
+    """A rank's thread counts, and the engine's takes: between a look at the old count and the new one, at worst."""
+    recorder = PeerRecorder()
+    taken_away: list[OffloadStats | None] = []
+    threads: list[threading.Thread] = []
+
+    class Overtaken(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            threads.append(threading.Thread(target=lambda: taken_away.append(recorder.take())))
+            threads[-1].start()
+            # It may have to wait until this has been counted.
+            threads[-1].join(0.2)
+            return found
+
+    recorder.lease("done")
+    recorder._counts._counters = Overtaken(recorder._counts._counters)
+    recorder.lease("done")
+    for thread in threads:
+        thread.join()
+    taken_away.append(recorder.take())
+    found = [stats.reduce()["vllm:hybridkv_peer_leases_total"] for stats in taken_away if stats is not None]
+    assert threads and sum(found) == 2

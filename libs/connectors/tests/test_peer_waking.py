@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from functools import partial
+from typing import Any
 
 import numpy as np
+import pytest
 from peer_ranks import WAIT_S, Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt
 
+from hybridkv.connectors.vllm.identity import background
+from hybridkv.connectors.vllm.nixl import digesting, rank_read, serving
+from hybridkv.connectors.vllm.nixl.agent import Agent
 from hybridkv.connectors.vllm.nixl.describing import Region
 from hybridkv.connectors.vllm.nixl.digesting import AT_ONCE_BYTES, Digesting
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Held, StepPlan
-from hybridkv.peers.digests import DigestRuns
+from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
+from hybridkv.peers.digests import DigestRuns, digest_runs
 from hybridkv.peers.testing.reference import ReferenceTransport, World
 
 NUM_TOKENS = 23
@@ -34,27 +41,72 @@ def test_few_bytes_are_digested_at_once_and_more_elsewhere_and_then_somebody_is_
     page = (np.arange(AT_ONCE_BYTES + 1) % 251).astype(np.uint8)
     memory = RankMemory([Region(page.ctypes.data, page.nbytes)], 1)
     woken = threading.Event()
-    digesting = Digesting(memory, woken.set)
-    few = digesting.take(runs(100, AT_ONCE_BYTES - 100))
+    taker = Digesting(memory, woken.set)
+    few = taker.take(runs(100, AT_ONCE_BYTES - 100))
     assert few is not None and few.is_done and not woken.is_set()
-    more = digesting.take(runs(100, AT_ONCE_BYTES - 99))
+    more = taker.take(runs(100, AT_ONCE_BYTES - 99))
     assert more is not None
     assert woken.wait(WAIT_S) and more.is_done, "whoever is woken finds it done"
     assert few.value is not None and more.value is not None
     assert few.value[0] == more.value[0] and few.value[1] != more.value[1]
-    digesting.close()
+    taker.close()
 
 
 def test_digests_that_cannot_be_taken_end_with_their_error_wherever_they_are_taken() -> None:
     page = np.zeros(AT_ONCE_BYTES, dtype=np.uint8)  # `past` ends one byte behind it
     memory = RankMemory([Region(page.ctypes.data, page.nbytes)], 1)
     woken = threading.Event()
-    digesting = Digesting(memory, woken.set)
-    outcomes = [digesting.take(gone) for gone in (past(1), past(AT_ONCE_BYTES + 1))]
+    taker = Digesting(memory, woken.set)
+    outcomes = [taker.take(gone) for gone in (past(1), past(AT_ONCE_BYTES + 1))]
     assert woken.wait(WAIT_S)
     for outcome in outcomes:
         assert outcome is not None and isinstance(outcome.error, ValueError)
-    digesting.close()
+    taker.close()
+
+
+def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_to_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both sides look every millisecond whether there is room."""
+    monkeypatch.setattr(background, "MAX_WAITING", 1)
+    monkeypatch.setattr(digesting, "AT_ONCE_BYTES", -1)
+    may_digest, calls, turns = threading.Event(), Counter[str](), Counter[Agent]()
+    digests, turn = RankMemory.digests, Agent._turn
+
+    def digests_late(memory: RankMemory, asked: DigestRuns) -> list[bytes]:
+        assert may_digest.wait(WAIT_S)
+        return digests(memory, asked)
+
+    def counted_turn(agent: Agent, busy_s: float, idle_s: float) -> None:
+        turns[agent] += 1
+        turn(agent, busy_s, idle_s)
+
+    def counted(name: str, *given: Any) -> Any:
+        calls[name] += 1
+        return digest_runs(*given)
+
+    monkeypatch.setattr(RankMemory, "digests", digests_late)
+    monkeypatch.setattr(Agent, "_turn", counted_turn)
+    for module in (serving, rank_read):
+        monkeypatch.setattr(module, "digest_runs", partial(counted, module.__name__))
+    world = World()
+    producer, consumer = (Engine.start(Side(), lambda name: ReferenceTransport(name, world)) for _ in range(2))
+    tables = tables_of(Side(), NUM_TOKENS)
+    write_prompt(producer, tables, NUM_TOKENS)
+    prompt = hand_over(producer, "p", tables, NUM_TOKENS)
+    names = ("a", "b", "c", "d")
+    loads = [PromptLoad(name, prompt, NUM_TOKENS, 0, tables) for name in names]
+    consumer.submit(lambda: StepPlan(held=[Held(name, prompt) for name in names], loads=loads))
+    agents = [engine.ranks[0].agent for engine in (producer, consumer)]
+    consumer.ranks[0].until(lambda _: len(calls) == 2 and min(calls.values()) >= len(names))
+    later = {agent: turns[agent] + 100 for agent in agents}
+    consumer.ranks[0].until(lambda _: all(turns[agent] >= later[agent] for agent in agents))
+    # At first, and once more when there is room: the thread may take the first only after the second was refused.
+    assert max(calls.values()) <= 2 * len(names)
+    may_digest.set()
+    assert [failures(consumer, name) for name in names] == [[None]] * len(names)
+    consumer.close()
+    producer.close()
 
 
 def is_awake(rank: Rank) -> bool:

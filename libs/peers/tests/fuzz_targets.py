@@ -23,7 +23,6 @@ from hybridkv.peers.transport.contract import Region
 from hybridkv.peers.transport.memory import Pieces, RegisteredMemory
 from hybridkv.peers.transport.nixl_capability import decode_capability as decode_nixl
 from hybridkv.peers.transport.nixl_capability import encode_capability as encode_nixl
-from hybridkv.peers.transport.nixl_lists import UnitTable
 from hybridkv.peers.transport.tcp import protocol
 from hybridkv.peers.wire import (
     Accepted,
@@ -55,7 +54,7 @@ from hybridkv.planner import GroupKind
 CODEC = MessageCodec(LIMITS)
 KEY = b"k" * 32
 LEASE = Lease(3, 77)
-MEMORY = RegisteredMemory((Region(1 << 20, 4096), None, Region(1 << 30, 64 << 10, 64)))
+MEMORY = RegisteredMemory((Region(1 << 20, 4096), None, Region(1 << 30, 64 << 10)))
 
 # The handshake. Both sides draw the same nonces each time, so what one of them says is always the same.
 
@@ -207,7 +206,6 @@ def _nixl(data: bytes) -> None:
     if not isinstance(found, str):
         agent, metadata, memory = found
         assert isinstance(agent, str) and isinstance(metadata, bytes)
-        UnitTable.of(memory)
         memory.why_not("remote", *(np.array([each], dtype=np.int64) for each in (0, 0, 64)))
 
 

@@ -104,6 +104,8 @@ def test_digests_that_are_missing_are_mismatches() -> None:
         ("digests.num_tokens", DigestRequest(0, ())),
         ("digests.num_tokens", DigestRequest(12, ())),
         ("digests.num_tokens", DigestRequest(1 << 70, ())),
+        # A state after 11 tokens, which lies in the block that one after 10 would lie in.
+        ("digests.num_tokens", DigestRequest(10, (DigestSpan(1, 0, 1),))),
         ("digests.group_index", DigestRequest(11, (DigestSpan(3, 0, 1),))),
         ("digests.group_index", DigestRequest(11, (DigestSpan(0, 0, 1), DigestSpan(0, 0, 1)))),
         ("digests.cells of group 0", DigestRequest(11, (DigestSpan(0, 0, 1 << 60),))),

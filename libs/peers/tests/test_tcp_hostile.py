@@ -158,3 +158,22 @@ def test_a_bug_over_an_answer_costs_the_reads_of_its_connection(pair: Pair, monk
         patched.setattr(Channel, "receive", fail)
         assert isinstance(reader.finish(remote, whole(SIZE)), Failed)
     assert isinstance(reader.finish(remote, whole(SIZE)), Done)
+
+
+@pytest.mark.parametrize(("side", "call"), [("client", "_serve"), ("client", "_share_out"), ("server", "_accept")])
+def test_a_bug_over_no_connection_costs_reads_of_its_time(
+    pair: Pair, side: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its thread no read would end any more, and the blocks that it writes to would never be free."""
+    reader = pair.reader()
+    remote = reader.attach(pair.owner.capability)
+    transport = (reader if side == "client" else pair.owner).transport
+    assert isinstance(transport, TcpTransport)
+
+    def fail(*arguments: object) -> None:
+        raise KeyError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transport._client if side == "client" else transport._server, call, fail)
+        assert isinstance(reader.finish(remote, whole(SIZE), timeout_s=0.3), Failed)
+    assert isinstance(reader.finish(remote, whole(SIZE)), Done)

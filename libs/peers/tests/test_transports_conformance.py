@@ -11,7 +11,8 @@ from hybridkv.peers.testing.conformance import TransportConformance  # noqa: E40
 from hybridkv.peers.testing.conformance_processes import ProcessConformance  # noqa: E402
 from hybridkv.peers.testing.faults import FaultInjectingTransport, FaultPlan  # noqa: E402
 from hybridkv.peers.testing.reference import ReferenceTransport, World  # noqa: E402
-from hybridkv.peers.transport import Transport  # noqa: E402
+from hybridkv.peers.testing.suite import reason_of, whole  # noqa: E402
+from hybridkv.peers.transport import Done, FailureReason, Transport  # noqa: E402
 from hybridkv.peers.transport.nixl_library import has_nixl  # noqa: E402
 
 needs_nixl = pytest.mark.skipif(not has_nixl(), reason="nixl is not installed")
@@ -54,6 +55,27 @@ class TestNixl(TransportConformance):
 
     def make_transport(self, max_transfers: int = 64) -> Transport:
         return factories.nixl(max_transfers)
+
+    @pytest.mark.parametrize("call", ["transfer", "check_xfer_state"])
+    def test_a_peer_that_nixl_has_lost_is_read_again_once_it_is_attached_anew(
+        self, call: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """NIXL never mends the way to a peer whose connection broke, whether or not the peer is there."""
+        reader, owner, remote = self.pair()
+        reads = reader.transport._reads  # type: ignore[attr-defined]
+
+        def lost(handle: object) -> str:
+            raise type("nixlRemoteDisconnectError", (Exception,), {})("NIXL_ERR_REMOTE_DISCONNECT")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(reads._agent, "transfer", lambda handle: "PROC")
+            patched.setattr(reads._agent, call, lost)
+            assert reason_of(reader.finish(remote, whole(64))) is FailureReason.GONE
+        assert reason_of(reader.finish(remote, whole(64))) is FailureReason.CLOSED
+        again = reader.attach(owner.capability)
+        before = [each.copy() for each in reader.regions]
+        assert isinstance(reader.finish(again, whole(64)), Done)
+        reader.check(owner.regions, whole(64), before)
 
 
 @needs_nixl

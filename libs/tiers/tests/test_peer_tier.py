@@ -273,11 +273,17 @@ def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: 
 
 
 def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
-    holder = engine()
-    asker = engine([holder.port])
-    both = engine([holder.port, asker.port, asker.port + 7])
+    holder, other, port = engine(), engine(), peer_engines.free_port()
+    everybody = [port, holder.port, other.port]
+    asker = engine(everybody, port=port)
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
-    assert found(both, A) == [HIT]
+    asker.put(B, chunk_bytes(2, CHUNK_BYTES))
+    until(lambda: len(asker.messenger.ready()) >= 2)
+    for _ in range(20):
+        assert asker.messenger.ready() == [1, 2]
+        time.sleep(0.01)
+    assert found(asker, A, B) == [HIT, MISS], "what it holds itself is its host memory's to say"
+    assert load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
 
 
 def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: MakeEngine) -> None:
@@ -298,6 +304,19 @@ def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: Mak
     again = engine(port=holder.port)
     again.put(A, chunk_bytes(4, CHUNK_BYTES))
     assert found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(4, CHUNK_BYTES)
+
+
+def test_a_peer_that_the_transport_has_given_up_is_connected_to_again(engine: MakeEngine) -> None:
+    """As NIXL's does with one whose reads it cannot end. The connection beside it does not notice."""
+    holder = engine()
+    asker = engine([holder.port], options=PeerOptions(retry_s=0.05))
+    holder.put(A, chunk_bytes(1, CHUNK_BYTES))
+    assert found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
+    inner = asker.medium._reading
+    [source] = inner._sources.values()
+    inner._transport.detach(source.remote)
+    assert found(asker, A) == [HIT] and load(asker, A) is FailureReason.IO
+    until(lambda: found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES))
 
 
 def test_as_many_chunks_as_wait_are_read_and_more_are_busy(engine: MakeEngine) -> None:

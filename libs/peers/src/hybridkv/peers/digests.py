@@ -142,6 +142,8 @@ def digest_runs(exchange: Exchange, side: Side, tables: BlockTables, request: Di
         if span.group_index in seen or not 0 <= span.group_index < len(groups):
             return Refusal("digests.group_index", f"each of {len(groups)} groups once", str(span.group_index))
         seen.add(span.group_index)
+        if groups[span.group_index].kind is GroupKind.RECURRENT and request.num_tokens != tables.num_tokens:
+            return Refusal("digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), "a state is of one")
         found = _refused(exchange, side, tables, span) or _span_runs(
             exchange, side, tables, span, request.num_tokens, room
         )

@@ -197,8 +197,8 @@ def carries_handshakes() -> bool:
 def permit_amx() -> None:
     """Asks the kernel for AMX where there is any, as the engine's own linear layers do in a prompt of some length.
 
-    vLLM's attention takes it for granted, and an engine that begins with what a peer has computed may begin with one
-    token: on such a machine it would end there and then.
+    vLLM's attention takes it for granted, and an engine that begins with what a peer has computed, or with what a tier
+    has kept, may begin with one token: on such a machine it would end there and then.
     """
     import torch
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import compat
 from hybridkv.transfer import CopyEngine, CpuCopyEngine, InlineCopyEngine
 
 DEVICE_TYPES = ("cpu", "cuda")
@@ -32,6 +33,12 @@ def require_allowed(device_type: str, experimental_cuda: bool) -> str:
         hint = 'say "experimental_cuda": true to try copies that were compiled and simulated, and never run on a GPU'
         raise ConfigurationError("device", "KV caches in host memory", device_type, hint)
     return device_type
+
+
+def permit_instructions(device_type: str) -> None:
+    """What the engine's kernels take for granted on this device, whatever it runs first."""
+    if device_type == "cpu":
+        compat.permit_amx()
 
 
 def copy_engines(device_type: str, load: str) -> tuple[CopyEngine, CopyEngine]:

@@ -134,6 +134,7 @@ class OffloadWorker:
                 in an order that an engine which reads a slower tier later might not have.
         """
         devices.require_same_device(kv_caches, device_type)
+        devices.permit_instructions(device_type)
         try:
             layers = [page_order.with_token_dims(kv_caches, group) for group in self._layout.layers]
             caches = canonical_kv_caches(kv_caches, layers, num_blocks)

@@ -38,16 +38,16 @@ class TransportConformance:
         self._made.append(self.make_transport(max_transfers))
         return self._made[-1]
 
-    def pair(self, unit_bytes: int = 0) -> tuple[Reader, Reader, RemoteId]:
+    def pair(self) -> tuple[Reader, Reader, RemoteId]:
         """(who reads, who is read from, what the first calls the second)"""
-        owner = Reader(self.transport(), SIZES, unit_bytes, self._made)
+        owner = Reader(self.transport(), SIZES, self._made)
         for number, region in enumerate(owner.regions):
             region[:] = pattern(number, len(region))
-        reader = Reader(self.transport(), SIZES, unit_bytes, self._made)
+        reader = Reader(self.transport(), SIZES, self._made)
         return reader, owner, reader.attach(owner.capability)
 
-    def expect_read(self, rows: list[tuple[int, int, int, int, int]], unit_bytes: int = 0) -> Done:
-        reader, owner, remote = self.pair(unit_bytes)
+    def expect_read(self, rows: list[tuple[int, int, int, int, int]]) -> Done:
+        reader, owner, remote = self.pair()
         before = [each.copy() for each in reader.regions]
         ranges = Ranges.of(rows)
         state = reader.finish(remote, ranges)
@@ -89,15 +89,6 @@ class TransportConformance:
 
     def test_neighbours_are_joined_and_not_mixed_up(self) -> None:
         self.expect_read([(2, 1000 + 8 * at, 2, 8 * at, 8) for at in range(3000)])
-
-    def test_ranges_on_units_are_read(self) -> None:
-        numbers = list(range(0, 100, 2))
-        random.Random(2).shuffle(numbers)
-        rows = [(0, 8 * number, 0, 8 * at, 8 * (1 + at % 2)) for at, number in enumerate(numbers)]
-        self.expect_read(rows, unit_bytes=8)
-
-    def test_ranges_beside_units_are_read(self) -> None:
-        self.expect_read([(0, 3, 0, 5, 11), (0, 64, 0, 128, 64)], unit_bytes=8)
 
     def test_one_place_may_be_read_into_many(self) -> None:
         self.expect_read([(0, 64 * at, 1, 128, 64) for at in range(500)])
@@ -159,6 +150,21 @@ class TransportConformance:
         reader.transport.detach(remote)
         assert reason_of(reader.finish(remote, whole(64))) is FailureReason.CLOSED
 
+    def test_a_peer_that_is_attached_twice_is_detached_one_at_a_time(self) -> None:
+        """As one is that was reached by two addresses, when one of the two connections ends."""
+        reader, owner, first = self.pair()
+        second = reader.attach(owner.capability)
+        for remote in (first, second):
+            assert isinstance(reader.finish(remote, whole(64)), Done)
+        reader.transport.detach(first)
+        assert reason_of(reader.finish(first, whole(64))) is FailureReason.CLOSED
+        before = [each.copy() for each in reader.regions]
+        assert isinstance(reader.finish(second, whole(4096, region=1)), Done)
+        reader.check(owner.regions, whole(4096, region=1), before)
+        reader.transport.detach(second)
+        assert reason_of(reader.finish(second, whole(64))) is FailureReason.CLOSED
+        assert isinstance(reader.finish(reader.attach(owner.capability), whole(64)), Done)
+
     def test_more_reads_than_allowed_are_refused_and_change_nothing(self) -> None:
         owner = Reader(self.transport(), SIZES, neighbours=self._made)
         reader = Reader(self.transport(max_transfers=2), SIZES, neighbours=self._made)
@@ -218,7 +224,6 @@ class TransportConformance:
             lambda: transport.cancel(TransferId(10_000)),
             lambda: transport.register([Region(0, 64)]),
             lambda: transport.register([Region(memory.ctypes.data, 0)]),
-            lambda: transport.register([Region(memory.ctypes.data, 64, 7)]),
             lambda: transport.deregister([17]),
         ]
         for call in calls:

@@ -94,7 +94,8 @@ def changed(random: Random, corpus: tuple[bytes, ...]) -> bytes:
     if random.random() < 0.5:
         data = _other_value(random, data)
     for _ in range(random.choice((0, 1, 1, 1, 2, 4))):
-        data = random.choice(_CHANGES)(random, data, corpus)
+        # Repeated again and again it would be gigabytes, before anybody cut it.
+        data = random.choice(_CHANGES)(random, data, corpus)[:MAX_BYTES]
     return data[:MAX_BYTES]
 
 
@@ -122,7 +123,10 @@ def _cut(random: Random, data: bytes, corpus: tuple[bytes, ...]) -> bytes:
 
 def _repeat(random: Random, data: bytes, corpus: tuple[bytes, ...]) -> bytes:
     first, last = sorted((_place(random, data), _place(random, data)))
-    return data[:first] + data[first:last] * random.choice((2, 3, 64)) + data[last:]
+    times = random.choice((2, 3, 64))
+    if last > first:
+        times = min(times, MAX_BYTES // (last - first) + 1)
+    return data[:first] + data[first:last] * times + data[last:]
 
 
 def _splice(random: Random, data: bytes, corpus: tuple[bytes, ...]) -> bytes:

@@ -25,9 +25,9 @@ def poisoned(num_bytes: int) -> Bytes:
     return np.full(num_bytes, POISON, dtype=np.uint8)
 
 
-def region_of(memory: Bytes, unit_bytes: int = 0) -> Region:
+def region_of(memory: Bytes) -> Region:
     """The caller keeps `memory`."""
-    return Region(memory.ctypes.data, memory.nbytes, unit_bytes)
+    return Region(memory.ctypes.data, memory.nbytes)
 
 
 def expected(local: Sequence[Bytes], remote: Sequence[Bytes], ranges: Ranges) -> list[Bytes]:

@@ -27,7 +27,7 @@ ANSWER_TIMEOUT_S = 120.0
 class PeerProcess:
     """`transport` is a name of `FACTORIES`. Use it as a context."""
 
-    def __init__(self, transport: str, sizes: Sequence[int], unit_bytes: int = 0, seed: int = 0) -> None:
+    def __init__(self, transport: str, sizes: Sequence[int], seed: int = 0) -> None:
         self.regions = [pattern(number, size, seed) for number, size in enumerate(sizes)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, transport],
@@ -35,7 +35,7 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        answer = self.tell({"do": "register", "sizes": list(sizes), "unit_bytes": unit_bytes, "seed": seed})
+        answer = self.tell({"do": "register", "sizes": list(sizes), "seed": seed})
         self.capability = base64.b64decode(answer["capability"])
 
     def __enter__(self) -> PeerProcess:
@@ -84,7 +84,7 @@ def _obey(transport: Any, memory: list[Bytes], command: dict[str, Any]) -> dict[
             first = len(memory)
             sizes = command["sizes"]
             memory += [pattern(number, size, command["seed"]) for number, size in enumerate(sizes, first)]
-            regions = [region_of(each, command["unit_bytes"]) for each in memory[first:]]
+            regions = [region_of(each) for each in memory[first:]]
             return {"capability": base64.b64encode(transport.register(regions)).decode()}
         case "fill":
             memory[command["region"]][:] = command["value"]

@@ -40,13 +40,12 @@ class Reader:
         self,
         transport: Transport,
         sizes: Sequence[int],
-        unit_bytes: int = 0,
         neighbours: Sequence[Transport] = (),
     ) -> None:
         self.transport = transport
         self.neighbours = neighbours
         self.regions: list[Bytes] = [poisoned(size) for size in sizes]
-        self.capability = transport.register([region_of(each, unit_bytes) for each in self.regions])
+        self.capability = transport.register([region_of(each) for each in self.regions])
 
     def attach(self, capability: bytes) -> RemoteId:
         remote = self.transport.attach(capability)

@@ -30,11 +30,6 @@ class Region(msgspec.Struct, frozen=True):
 
     address: int
     num_bytes: int
-    unit_bytes: int = 0
-    """Ranges begin at multiples of it and are as long as multiples: what descriptors can be prepared for. 0: unknown.
-
-    A promise that may be broken: other ranges are read too, only less quickly. `num_bytes` is a multiple of it.
-    """
 
 
 class FailureReason(enum.StrEnum):
@@ -49,7 +44,7 @@ class FailureReason(enum.StrEnum):
     BUSY = "busy"
     """As many reads as allowed are not released. Nothing was done."""
     CLOSED = "closed"
-    """This transport was closed, or the peer was detached."""
+    """This transport was closed, or the peer was detached, or it was given up and must be attached anew."""
     BROKEN = "broken"
     """The transport failed in a way of its own."""
 

@@ -39,14 +39,13 @@ class Pieces:
 class RegisteredMemory:
     """An immutable table, so that one thread may check while another replaces it. A number is never used again."""
 
-    __slots__ = ("_views", "addresses", "num_bytes", "regions", "units")
+    __slots__ = ("_views", "addresses", "num_bytes", "regions")
 
     def __init__(self, regions: tuple[Region | None, ...] = ()) -> None:
         self.regions = regions
         self._views: dict[int, memoryview] = {}
         self.addresses = np.array([each.address if each else 0 for each in regions], dtype=np.int64)
         self.num_bytes = np.array([each.num_bytes if each else 0 for each in regions], dtype=np.int64)
-        self.units = np.array([each.unit_bytes if each else 0 for each in regions], dtype=np.int64)
 
     def with_regions(self, regions: Sequence[Region]) -> RegisteredMemory:
         """`PeersProtocolError` for what cannot be memory."""
@@ -54,9 +53,6 @@ class RegisteredMemory:
             if region.address <= 0 or region.num_bytes <= 0 or region.address + region.num_bytes >= 1 << 63:
                 extent = f"[{region.address:#x}, +{region.num_bytes})"
                 raise PeersProtocolError(f"register: expected a range of memory, got {extent}")
-            if region.unit_bytes < 0 or (region.unit_bytes and region.num_bytes % region.unit_bytes):
-                got = f"{region.unit_bytes} for {region.num_bytes} bytes"
-                raise PeersProtocolError(f"register: unit_bytes: expected a part of the region, or 0, got {got}")
         if len(self.regions) + len(regions) > MAX_REGIONS:
             raise PeersProtocolError(f"register: more than {MAX_REGIONS} regions")
         return RegisteredMemory((*self.regions, *regions))

@@ -89,7 +89,6 @@ class NixlTransport:
         self._demand_open("deregister")
         with self._lock:
             self._reads.memory = self._reads.memory.without(regions)
-            self._reads.drop_local_list()
             for number in regions:
                 self._agent.deregister_memory(self._handles.pop(number))
 
@@ -112,7 +111,8 @@ class NixlTransport:
                 self._reads.forget_agent(added)
                 return Failed(FailureReason.REFUSED, f"the metadata is of another agent, {name!r}")
             number = RemoteId(next(self._remote_numbers))
-            self._remotes[number] = NixlRemote(agent, memory)
+            known = self._remotes[number] = NixlRemote(agent, memory)
+            self._reads.attach(known)
             return number
 
     def detach(self, remote: RemoteId) -> None:
@@ -200,7 +200,6 @@ class NixlTransport:
                 time.sleep(0.001)
             if not self._reads.is_quiet():
                 return False
-            self._reads.drop_local_list()
             for handle in self._handles.values():
                 self._reads.quietly(functools.partial(self._agent.deregister_memory, handle))
             self._handles.clear()

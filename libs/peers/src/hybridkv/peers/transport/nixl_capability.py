@@ -9,7 +9,7 @@ from hybridkv.peers.transport.contract import Region
 from hybridkv.peers.transport.memory import MAX_REGIONS, RegisteredMemory
 from hybridkv.peers.wire import WireError, pack_columns, unpack_columns
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_CAPABILITY_BYTES = 8 << 20
 
 
@@ -18,12 +18,12 @@ class _Capability(msgspec.Struct, frozen=True, array_like=True):
     agent: str
     metadata: bytes
     regions: bytes
-    """Three columns: address, num_bytes (0 of one that is no more), unit_bytes."""
+    """Two columns: address, num_bytes (0 of one that is no more)."""
 
 
 def encode_capability(agent: str, metadata: bytes, memory: RegisteredMemory) -> bytes:
     """`metadata` is NIXL's own: whoever has it reads this memory."""
-    regions = pack_columns((memory.addresses, memory.num_bytes, memory.units))
+    regions = pack_columns((memory.addresses, memory.num_bytes))
     return msgspec.msgpack.encode(_Capability(FORMAT_VERSION, agent, metadata, regions))
 
 
@@ -35,7 +35,7 @@ def decode_capability(data: bytes) -> tuple[str, bytes, RegisteredMemory] | str:
         capability = msgspec.msgpack.decode(data, type=_Capability)
         if capability.version != FORMAT_VERSION:
             return f"a capability of version {capability.version}; this side knows {FORMAT_VERSION}"
-        columns = unpack_columns(capability.regions, 3, MAX_REGIONS)
+        columns = unpack_columns(capability.regions, 2, MAX_REGIONS)
         rows = [Region(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
         RegisteredMemory().with_regions([row for row in rows if row.num_bytes])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -11,18 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from hybridkv.peers.ranges import Int64Array, Ranges
+from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport.contract import PENDING, Done, Failed, FailureReason, TransferId, TransferState
 from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.transport.nixl_library import reason_of
-from hybridkv.peers.transport.nixl_lists import HOST_DEVICE, UnitTable, is_on_units, posts_of
+from hybridkv.peers.transport.nixl_lists import descriptors, posts_of
 from hybridkv.peers.transport.nixl_options import NixlOptions
 
 logger = logging.getLogger(__name__)
 
-LOCAL = "NIXL_INIT_AGENT"
 KIND = "DRAM"
 
 
@@ -30,8 +27,6 @@ class NixlRemote:
     def __init__(self, agent: str, memory: RegisteredMemory) -> None:
         self.agent = agent
         self.memory = memory
-        self.units = UnitTable.of(memory)
-        self.dlist: Any = None
         self.is_attached = True
 
 
@@ -64,9 +59,7 @@ class NixlReads:
         self._options = options
         self._clock = clock
         self._reads: dict[TransferId, NixlRead] = {}
-        self._units = UnitTable.of(RegisteredMemory())
-        self._dlist: Any = None
-        self._dlist_memory: RegisteredMemory | None = None
+        self._attached: list[NixlRemote] = []
         self.memory = RegisteredMemory()
         """What reads of this side write to. Replaced when it changes."""
 
@@ -78,6 +71,10 @@ class NixlReads:
 
     def add(self, number: TransferId, read: NixlRead) -> None:
         self._reads[number] = read
+
+    def attach(self, remote: NixlRemote) -> None:
+        """A peer that NIXL knows; it may be attached several times."""
+        self._attached.append(remote)
 
     def begin(self, read: NixlRead, ranges: Ranges) -> None:
         """What will be posted, when `advance` comes to it. The ranges were checked on both sides."""
@@ -121,15 +118,21 @@ class NixlReads:
             self._look_at(read, handle, now_s)
         if read.state is PENDING and now_s >= read.deadline_s:
             read.fail(FailureReason.TIMEOUT, "", now_s)
-        if read.state is not PENDING:
-            if read.handles and read.remote.is_attached and now_s - read.failed_s > self._options.abandon_s:
-                self.give_up(read.remote, FailureReason.GONE, "a read of this peer could not be ended otherwise")
-            return
-        while read.posts and len(read.handles) < self._options.max_posts:
-            if self._post(read, read.posts.popleft(), now_s) or read.state is not PENDING:
+        while read.state is PENDING and read.posts and len(read.handles) < self._options.max_posts:
+            if self._post(read, read.posts.popleft(), now_s):
                 break
-        if read.state is PENDING and not read.posts and not read.handles:
+        if isinstance(read.state, Failed):
+            self._look_at_peer(read, read.state, now_s)
+        elif read.state is PENDING and not read.posts and not read.handles:
             read.state = Done(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
+
+    def _look_at_peer(self, read: NixlRead, failed: Failed, now_s: float) -> None:
+        """Whether anything can be read from it still, now that this read has failed."""
+        if failed.reason is FailureReason.GONE and not read.handles:
+            # NIXL keeps the broken way, and every later read would fail on it, though the peer may be there.
+            self.give_up(read.remote, FailureReason.GONE, failed.detail)
+        elif read.handles and now_s - read.failed_s > self._options.abandon_s:
+            self.give_up(read.remote, FailureReason.GONE, "a read of this peer could not be ended otherwise")
 
     def _look_at(self, read: NixlRead, handle: Any, now_s: float) -> None:
         try:
@@ -173,45 +176,34 @@ class NixlReads:
 
     def _make(self, read: NixlRead, ranges: Ranges) -> Any:
         remote = read.remote
-        self._prepare_local()
-        if is_on_units(self._units, remote.units, ranges):
-            if remote.dlist is None:
-                remote.dlist = self._agent.prep_xfer_dlist(remote.agent, remote.units.rows, KIND)
-            ours = self._units.numbers(ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
-            theirs = remote.units.numbers(ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
-            return self._agent.make_prepped_xfer("READ", self._dlist, ours, remote.dlist, theirs)
-        local = _descriptors(self.memory, ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
-        far = _descriptors(remote.memory, ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
+        local = descriptors(self.memory, ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
+        far = descriptors(remote.memory, ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
         lists = [self._agent.get_xfer_descs(each, KIND) for each in (local, far)]
         return self._agent.initialize_xfer("READ", lists[0], lists[1], remote.agent)
 
-    def _prepare_local(self) -> None:
-        if self._dlist_memory is self.memory:
-            return
-        self.drop_local_list()
-        self._units = UnitTable.of(self.memory)
-        if len(self._units):
-            self._dlist = self._agent.prep_xfer_dlist(LOCAL, self._units.rows, KIND)
-        self._dlist_memory = self.memory
-
-    def drop_local_list(self) -> None:
-        if self._dlist is not None:
-            self.quietly(self._dlist.release)
-        self._dlist = None
-        self._dlist_memory = None
-
     def give_up(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
-        """Close the way to a peer: NIXL ends all that was posted to it."""
+        """Close the way to a peer: NIXL ends all that was posted to it.
+
+        NIXL has one way to an agent, however often that is attached: it stays for the others while nothing that was
+        posted for this one is under way.
+        """
         if not remote.is_attached:
             return
+        same = [each for each in self._attached if each.agent == remote.agent]
+        is_quiet = not any(read.handles for read in self._reads.values() if read.remote is remote)
+        given_up = [remote] if is_quiet else same
+        for each in given_up:
+            self._leave(each, reason, detail)
+        if len(given_up) == len(same):
+            self.forget_agent(remote.agent)
+
+    def _leave(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
         remote.is_attached = False
+        self._attached.remove(remote)
         now_s = self._clock()
         for read in self._reads.values():
             if read.remote is remote:
                 read.fail(reason, detail, now_s)
-        if remote.dlist is not None:
-            self.quietly(remote.dlist.release)
-        self.forget_agent(remote.agent)
 
     def forget_agent(self, agent: str | bytes) -> None:
         self.quietly(lambda: self._agent.remove_remote_agent(agent))
@@ -221,8 +213,3 @@ class NixlReads:
             call()
         except Exception as error:
             logger.debug("NIXL refused to clean up: %s", error)
-
-
-def _descriptors(memory: RegisteredMemory, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> Any:
-    devices = np.full(len(num_bytes), HOST_DEVICE, dtype=np.int64)
-    return np.stack([memory.places(regions, offsets), num_bytes, devices], axis=1).astype(np.uint64)

@@ -217,6 +217,9 @@ class Reading:
                 busy = state.reason is TransportFailure.BUSY
                 reason = FailureReason.BUSY if busy else FailureReason.IO
                 load.failure = Failure(reason, f"{state.reason}: {state.detail}")
+                if state.reason is TransportFailure.CLOSED and self.node is not None and load.peer in self._sources:
+                    # The transport has given the peer up, and the connection beside it does not notice.
+                    self.node.end(load.peer)
         if load.failure is None and self._clock() >= load.deadline_s and (not load.is_read or load.seal is None):
             load.failure = Failure(FailureReason.IO, "timeout: the peer took too long")
         if load.failure is None and (not load.is_read or load.seal is None):

@@ -51,6 +51,11 @@ class Background:
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
+    @property
+    def is_full(self) -> bool:
+        """Whether too much is waiting for anything more to be submitted."""
+        return self._work.full()
+
     def submit(self, work: Callable[[], T]) -> Outcome[T] | None:
         """None where too much is waiting already."""
         if self._thread is None:

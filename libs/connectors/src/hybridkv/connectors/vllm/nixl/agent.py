@@ -74,14 +74,18 @@ class Agent:
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._serving = Serving(offer, memory, control, recorder)
-        self._peers = Peers(offer.description, transport, control, options.hosts)
+        self._peers = Peers(offer.description, transport, control, options.hosts, options.max_links)
         self._reading = Reading(memory, self._peers, transport, control, recorder, options)
         self._holding = Holding(self._peers, control, options.clock)
+        self._peers.in_use = lambda: self._reading.links | self._holding.links
         self._backlog = Backlog()
         self._lock = threading.Lock()
         self._results = Results()
         self._is_closing = False
-        self._parts = (self._serving.tick, self._reading.tick, self._tell, self._holding.tick, self._publish)
+        self._parts = (
+            *(self._serving.tick, self._reading.tick, self._tell, self._holding.tick, self._publish),
+            self._peers.end_turn,
+        )
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-agent", daemon=True)
         self._begin()
 

@@ -10,9 +10,11 @@ import msgspec
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
-from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts, default_hosts
+from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts, default_hosts, is_any
+from hybridkv.connectors.vllm.nixl.params import MAX_RANKS
 
 MAX_LEASES = 1 << 16
+MAX_PORT = (1 << 16) - 1
 _SECONDS = ("connect_timeout_seconds", "load_timeout_seconds", "lease_seconds")
 
 
@@ -101,16 +103,33 @@ def decode_config(raw: Mapping[str, Any]) -> NixlConfig:
     return config
 
 
+def require_ports(listen: ListenConfig, num_ranks: int) -> None:
+    """Consumers can find every rank: there are not too many, and each has a port of its own, if rank 0 was given one.
+
+    Raises:
+        ConfigurationError: no consumer would take so many, or the ports of the last ones would be none.
+    """
+    if num_ranks > MAX_RANKS:
+        hint = "a consumer connects to no more for one request"
+        raise ConfigurationError("tensor_parallel_size", f"at most {MAX_RANKS} ranks that hand over", num_ranks, hint)
+    last = listen.port + num_ranks - 1
+    if listen.port and last > MAX_PORT:
+        expected = f"at most {MAX_PORT - num_ranks + 1}, since each of {num_ranks} ranks takes the next port"
+        got = f"{listen.port}, and {last} for the last rank"
+        raise ConfigurationError(f"{ROOT}.listen.port", expected, got, "or 0, for any that are free")
+
+
 def _require_sense(config: NixlConfig) -> None:
     for name in _SECONDS:
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
     if not 0 < config.max_leases <= MAX_LEASES:
         raise ConfigurationError(f"{ROOT}.max_leases", f"1 to {MAX_LEASES}", config.max_leases, "1024 is usual")
-    if not 0 <= config.listen.port < 1 << 16:
+    if not 0 <= config.listen.port <= MAX_PORT:
         raise ConfigurationError(f"{ROOT}.listen.port", "a port, or 0", config.listen.port, "14579 is as good as any")
     if not config.listen.host.strip():
         raise ConfigurationError(f"{ROOT}.listen.host", "an address", "nothing", '"127.0.0.1" for this machine alone')
+    _require_told(config.listen)
     try:
         _ = config.hosts
     except ValueError as error:
@@ -122,6 +141,17 @@ def _require_sense(config: NixlConfig) -> None:
         raise ConfigurationError(
             f"{ROOT}.weights_digest", '"sampled", "full", or your own name for these weights', "nothing", hint
         )
+
+
+def _require_told(listen: ListenConfig) -> None:
+    """Whatever moves the bytes: a consumer that is told 0.0.0.0 refuses every prompt."""
+    if listen.advertise is not None and not listen.advertise.strip():
+        hint = "leave it out where it is listen.host"
+        raise ConfigurationError(f"{ROOT}.listen.advertise", "an address or a name", "nothing", hint)
+    if is_any(listen.told):
+        got = repr(listen.advertise) if listen.advertise else f"nothing, and {listen.host!r} for listen.host"
+        hint = "name this host as its consumers know it: an address that stands for all is no place to go to"
+        raise ConfigurationError(f"{ROOT}.listen.advertise", "an address that consumers reach", got, hint)
 
 
 def _refuse_unknown_keys(path: str, raw: Mapping[str, Any], struct: type[msgspec.Struct]) -> None:

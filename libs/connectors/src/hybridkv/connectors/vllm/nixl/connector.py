@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups
-from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config
+from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config, require_ports
 from hybridkv.connectors.vllm.nixl.host_buffer import needs_host_buffer
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.producing import Terms
@@ -41,6 +41,7 @@ from hybridkv.connectors.vllm.nixl.scheduler import NixlScheduler
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.nixl.worker import NixlWorker, WorkerSettings
 from hybridkv.connectors.vllm.resume_facts import require_resumable
+from hybridkv.connectors.vllm.siblings import current_sibling
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats
 from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission
@@ -76,19 +77,16 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._require_resumable()
         uses_host_buffer = needs_host_buffer(vllm_config)
         self._layout = _layout(vllm_config, kv_cache_config)
+        if self._duties.stores:
+            require_ports(self._config.listen, self._layout.world_size)
         self._recorder = PeerRecorder()
         self._scheduler: NixlScheduler | None = None
         self._worker: NixlWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             terms = _terms(vllm_config, self._config, self._layout, uses_host_buffer)
-            self._scheduler = NixlScheduler(
-                self._layout,
-                terms,
-                self._duties,
-                self._config.hosts,
-                LoadRoom(LoadAdmission(self._layout.spec, compat.max_in_flight_tokens(vllm_config)), time.monotonic),
-                self._recorder,
-            )
+            room = _room(vllm_config, self._layout)
+            hosts = self._config.hosts
+            self._scheduler = NixlScheduler(self._layout, terms, self._duties, hosts, room, self._recorder)
             _announce(vllm_config, self._config, terms, self._layout)
         else:
             settings = WorkerSettings(
@@ -248,6 +246,12 @@ def _terms(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout, sav
         new_nonce=_new_nonce,
         saves=saves,
     )
+
+
+def _room(vllm_config: VllmConfig, layout: CacheLayout) -> LoadRoom:
+    if current_sibling().admission is not None:
+        return LoadRoom(None, time.monotonic)
+    return LoadRoom(LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config)), time.monotonic)
 
 
 def _new_nonce() -> int:

@@ -162,7 +162,7 @@ class Consumer:
                 continue
             read.stage = Stage.OVER
             read.steps_back = name in failed
-            self._recorder.prompt("failed" if name in failed else "loaded")
+            self._recorder.prompt(_outcome(read.request, name in failed))
             if read.request.is_finished():
                 self._room.give_back((name,))
                 del self._reads[name]
@@ -193,3 +193,12 @@ class Consumer:
     def _read_of(self, request: Request) -> _Read | None:
         read = self._reads.get(request.request_id)
         return read if read is not None and read.request is request else None
+
+
+def _outcome(request: Request, has_failed: bool) -> str:
+    """Of a load, in counts. One whose request was aborted meanwhile is nobody's failure."""
+    from vllm.v1.request import RequestStatus
+
+    if not has_failed:
+        return "loaded"
+    return "cancelled" if request.status == RequestStatus.FINISHED_ABORTED else "failed"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -53,7 +54,7 @@ NO_HOSTS = AllowedHosts(())
 
 def default_hosts(*own: str | None) -> tuple[str, ...]:
     """The loopback, and the addresses at which this engine itself is asked."""
-    given = (host for host in own if host and not _is_any(host))
+    given = (host for host in own if host and not is_any(host))
     return tuple(dict.fromkeys((*LOOPBACK, *given)))
 
 
@@ -74,10 +75,15 @@ def _is_name(entry: str) -> bool:
     return len(folded) <= 253 and _NAME.fullmatch(folded) is not None and not folded.split(".")[-1].isdigit()
 
 
-def _is_any(host: str) -> bool:
-    """Whether it is where one listens, and no place to go to."""
+def is_any(host: str) -> bool:
+    """Whether it is where one listens, and no place to go to; as the system reads it, to whom "0" is one too."""
     address = _address(host)
-    return address is not None and address.is_unspecified
+    if address is not None:
+        return address.is_unspecified
+    try:
+        return not any(socket.inet_aton(host))
+    except (OSError, ValueError):
+        return False
 
 
 def _folded(name: str) -> str:

@@ -17,7 +17,7 @@ from hybridkv.peers.pairing import Exchange
 from hybridkv.peers.ranks import RankLink, rank_links, telling_links
 from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.transport import Failed, RemoteId, Transport
-from hybridkv.peers.wire import Accepted, CloseReason, Describe, Message, Refused
+from hybridkv.peers.wire import Accepted, CloseReason, Describe, Message, Refused, WireLimits
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
@@ -90,19 +90,32 @@ class Peers:
         transport: attaches what a producer lets this one read.
         control: connections.
         hosts: to which memory may be attached besides the one that the connection has reached.
+        max_links: that may be dialled at the same time. Where there is no room for one more, one that nobody uses is
+            given up.
     """
 
     def __init__(
-        self, ours: Description, transport: Transport, control: Control, hosts: AllowedHosts = NO_HOSTS
+        self,
+        ours: Description,
+        transport: Transport,
+        control: Control,
+        hosts: AllowedHosts = NO_HOSTS,
+        max_links: int = WireLimits().max_connections,
     ) -> None:
         self._ours = ours
         self._encoded = encode(ours)
         self._transport = transport
         self._control = control
         self._hosts = hosts
+        self._max_links = max_links
         self._by_address: dict[tuple[str, int, str], Peer] = {}
+        """The one that was asked for last is the last."""
         self._by_link: dict[LinkId, Peer] = {}
         self._links: dict[int, tuple[RankLink, ...] | None] = {}
+        self._fresh: set[LinkId] = set()
+        """Asked for in this turn: whoever did may be about to use them."""
+        self.in_use: Callable[[], set[LinkId]] = set
+        """Connections of reads, and of leases that are held."""
 
     def links_to(self, num_ranks: int) -> tuple[RankLink, ...] | None:
         """What this rank has to do with each rank of a producer of so many; None where the sizes do not fit."""
@@ -125,11 +138,31 @@ class Peers:
     def get(self, host: str, rank: RankAddress) -> Peer:
         """The connection to a rank, which is begun where there is none."""
         address = (host, rank.port, rank.name)
-        peer = self._by_address.get(address)
+        peer = self._by_address.pop(address, None)
         if peer is None:
+            self._make_room()
             peer = Peer(address, self._control.connect(*address))
-            self._by_address[address] = self._by_link[peer.link] = peer
+            self._by_link[peer.link] = peer
+        self._by_address[address] = peer
+        self._fresh.add(peer.link)
         return peer
+
+    def end_turn(self) -> None:
+        """Whoever asked for a connection uses it by now, or never."""
+        self._fresh.clear()
+
+    def _make_room(self) -> None:
+        """Gives up the connection that nobody has asked for the longest, of those that stand and that nobody uses.
+
+        Where all are in use the control connections say that there are too many.
+        """
+        if len(self._by_link) < self._max_links:
+            return
+        used = self.in_use() | self._fresh
+        idle = next((peer for peer in self._by_address.values() if peer.is_open and peer.link not in used), None)
+        if idle is not None:
+            logger.debug("peer %s at %s:%d makes room for another", idle.address[2], *idle.address[:2])
+            self._end(idle, LoadFailure("gone", "it was given up for another peer"), CloseReason.DONE)
 
     def of_link(self, link: LinkId) -> Peer | None:
         """Whose connection this is."""
@@ -197,6 +230,9 @@ class Peers:
 
     def _over(self, peer: Peer, failure: LoadFailure, reason: CloseReason) -> None:
         logger.warning("peer %s at %s:%d: %s", peer.address[2], peer.address[0], peer.address[1], failure.detail)
+        self._end(peer, failure, reason)
+
+    def _end(self, peer: Peer, failure: LoadFailure, reason: CloseReason) -> None:
         self._by_link.pop(peer.link, None)
         self._forget(peer, failure)
         self._control.end(peer.link, reason)

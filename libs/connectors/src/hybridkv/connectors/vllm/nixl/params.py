@@ -16,7 +16,8 @@ from hybridkv.peers.leases import MAX_NONCE, NO_NONCE, Lease
 
 VERSION = 1
 OURS = "hybridkv"
-MAX_RANKS = 1024
+MAX_RANKS = 64
+"""Of a producer. Each is a connection that a request makes an engine open."""
 MAX_GROUPS = 256
 MAX_BLOCKS = 1 << 22
 MAX_NAME = 512
@@ -79,14 +80,17 @@ class ParamsError(ValueError):
         self.key = key
 
 
-def asks_to_produce(params: Mapping[str, Any] | None) -> bool:
+def asks_to_produce(params: Any) -> bool:
     """Whether what a request leaves behind is to be handed to a consumer."""
-    return params is not None and params.get("do_remote_decode") is True
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
-def asks_to_consume(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request is to begin with what a producer has computed."""
-    return params is not None and params.get("do_remote_prefill") is True
+def asks_to_consume(params: Any) -> bool:
+    """Whether a request is to begin with what a producer has computed.
+
+    By `vllm_xargs` a client can say anything here, and what is raised over it ends the engine.
+    """
+    return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
 
 
 def compose(prompt: RemotePrompt) -> dict[str, Any]:
@@ -147,7 +151,7 @@ def parse(params: Mapping[str, Any]) -> RemotePrompt:
 def _ranks(found: Any) -> tuple[RankAddress, ...]:
     key = f"{OURS}.ranks"
     if not _is_list(found) or not 0 < len(found) <= MAX_RANKS:
-        raise ParamsError(key, "no list of one port and name for each rank")
+        raise ParamsError(key, f"no list of one port and name for each of at most {MAX_RANKS} ranks")
     for each in found:
         if not _is_list(each) or len(each) != 2:
             raise ParamsError(key, "a rank without port and name")

@@ -159,12 +159,11 @@ def _has_ended_well(request: Request) -> bool:
 
 def _shorten(request: Request, num_tokens: int, hash_block_tokens: int) -> None:
     """Takes tokens from the end of a prompt that has not begun. What is sampled behind it nobody reads."""
-    if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-num_tokens:]
-    elif request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-num_tokens]
-    else:
-        return
+    # Not in place: in one process this is the list of whoever asked, and of every other answer to the same prompt.
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        found = getattr(request, name, None)
+        if found is not None:
+            setattr(request, name, found[:-num_tokens])
     del request._all_token_ids[-num_tokens:]
     request.num_prompt_tokens -= num_tokens
     request.max_tokens = 1

@@ -66,6 +66,8 @@ class _Check:
     """In our scratch memory, into which the lease is read."""
     transfer: TransferId | None = None
     lease_stands: bool = False
+    waits: bool = False
+    """For the thread that digests, which had much to do."""
     ours: Outcome[list[bytes]] | None = None
     digests_agree: bool = False
 
@@ -102,6 +104,8 @@ class RankRead:
         self._asked: _Asked | None = None
         self._check: _Check | None = None
         self.num_descriptors = 0
+        self.is_forsaken = False
+        """The transport has given the peer up: nothing is read from it before it is connected to again."""
         self.detail = ""
         """Of what went wrong, for people."""
 
@@ -175,6 +179,12 @@ class RankRead:
             return self._lost()
         if peer.state is PeerState.CONNECTING or peer.exchange is None:
             return None
+        theirs = peer.exchange.agreement.theirs
+        if (theirs.rank, theirs.tp_size) != (self.rank, len(prompt.ranks)):
+            # Which heads are read from whom follows from the list that a proxy carried; digests are of what was read.
+            asked = f"rank {self.rank} of {len(prompt.ranks)}"
+            self.detail = f"{asked} was asked, and rank {theirs.rank} of {theirs.tp_size} answered"
+            return Lost(self._index, Reason.PAIRING)
         pairing = peer.exchange.pair(
             _ours(load),
             BlockTables(prompt.num_tokens, prompt.first_blocks, prompt.block_ids),
@@ -217,10 +227,12 @@ class RankRead:
         return Lost(self._index, Reason(failure.reason))
 
     def _reason(self, state: Failed) -> Reason:
-        if state.reason is FailureReason.CLOSED and self.peer.failure is not None:
-            # It was closed because of the connection: that is why.
-            self.detail = self.peer.failure.detail
-            return Reason(self.peer.failure.reason)
+        if state.reason is FailureReason.CLOSED:
+            self.is_forsaken = True
+            if self.peer.failure is not None:
+                # It was closed because of the connection: that is why.
+                self.detail = self.peer.failure.detail
+                return Reason(self.peer.failure.reason)
         self.detail = state.detail or str(state.reason)
         return _OF_TRANSPORT.get(state.reason, Reason.TRANSPORT)
 
@@ -302,6 +314,8 @@ class RankRead:
         return None
 
     def _take_ours(self, check: _Check, request: DigestRequest) -> Reason | None:
+        if check.waits and self._tools.digesting.is_full:
+            return None
         exchange = self.peer.exchange
         assert exchange is not None
         runs = digest_runs(exchange, Side.OURS, _ours(self._load), request)
@@ -310,6 +324,7 @@ class RankRead:
             return Reason.PAIRING
         # None where the thread has much to do: then once more, until the deadline.
         check.ours = self._tools.digesting.take(runs)
+        check.waits = check.ours is None
         return None
 
 

@@ -19,6 +19,7 @@ from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, PromptLoad
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead, ReadTools
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.peers.control import LinkId
 from hybridkv.peers.ranks import RankLink
 from hybridkv.peers.reads import (
     Abort,
@@ -39,7 +40,7 @@ from hybridkv.peers.reads import (
     begin,
 )
 from hybridkv.peers.transport import Transport
-from hybridkv.peers.wire import Digests
+from hybridkv.peers.wire import Digests, WireLimits
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
@@ -55,12 +56,14 @@ class ReadOptions:
         verify: whether digests are compared.
         clock: seconds.
         hosts: from which memory may be read besides the one at which a producer was reached.
+        max_links: to producers' ranks, at the same time.
     """
 
     bounds: ReadBounds
     verify: bool
     clock: Callable[[], float]
     hosts: AllowedHosts = NO_HOSTS
+    max_links: int = WireLimits().max_connections
 
 
 @dataclass(slots=True)
@@ -121,6 +124,12 @@ class Reading:
     def is_moving(self) -> bool:
         """Whether the transport moves bytes for a read."""
         return any(rank.is_moving for read in self._reads.values() for rank in read.ranks) or bool(self._leftovers)
+
+    @property
+    def links(self) -> set[LinkId]:
+        """Connections to ranks that are read from."""
+        reads = (rank for read in self._reads.values() for rank in read.ranks)
+        return {rank.peer.link for rank in (*reads, *self._leftovers)}
 
     def begin(self, load: PromptLoad) -> None:
         """Begins a read. Its end is in `ended`, whatever happens: the engine waits for it."""
@@ -188,6 +197,9 @@ class Reading:
         for index, rank in enumerate(read.ranks):
             while not read.life.reported and (event := rank.look(read.life.peers[index].stage)) is not None:
                 self._feed(read, event)
+            if rank.is_forsaken:
+                # The connection says nothing of it, and would stand: every later read would fail as well.
+                self._peers.sever(rank.peer)
         deadline_s = read.life.next_deadline_s
         if not read.life.reported and deadline_s is not None and self._options.clock() >= deadline_s:
             self._feed(read, Tick())

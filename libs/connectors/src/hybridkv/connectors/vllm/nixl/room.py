@@ -2,6 +2,9 @@
 
 A request that has loaded keeps its blocks until it is scheduled. Two that both need one more than is left would wait
 for each other for ever.
+
+Below HybridMultiConnector nothing is asked or counted here: it does both, for the loads of all its children. A child
+that asked as well, and said "later", would be passed over for one that has nothing, and the prompt computed.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ class LoadRoom:
     """Blocks of loads, by request.
 
     Args:
-        admission: counts who holds what.
+        admission: counts who holds what; None: a connector above does, and asks.
         clock: seconds.
     """
 
-    def __init__(self, admission: LoadAdmission, clock: Callable[[], float]) -> None:
+    def __init__(self, admission: LoadAdmission | None, clock: Callable[[], float]) -> None:
         self._admission = admission
         self._clock = clock
         self._waits: dict[str, RoomWait] = {}
@@ -34,7 +37,7 @@ class LoadRoom:
 
     def verdict(self, request_id: str, num_tokens: int) -> Verdict:
         """Whether a request may be given blocks for its load now."""
-        if self._admission.is_idle or self.pool is None:
+        if self._admission is None or self._admission.is_idle or self.pool is None:
             return Verdict.ADMIT
         pool_blocks, free_blocks = self.pool.num_gpu_blocks - 1, self.pool.get_num_free_blocks()
         room = self._admission.room(request_id, num_tokens, pool_blocks, free_blocks)
@@ -46,14 +49,18 @@ class LoadRoom:
     def take(self, request_id: str, num_tokens: int) -> None:
         """It was given them."""
         self._waits.pop(request_id, None)
-        self._admission.take(request_id, num_tokens)
+        if self._admission is not None:
+            self._admission.take(request_id, num_tokens)
 
     def fail(self, request_id: str, num_tokens: int) -> None:
         """Its load has failed: its blocks are free, and the engine reserves for it."""
-        self._admission.fail(request_id, num_tokens)
+        if self._admission is not None:
+            self._admission.fail(request_id, num_tokens)
 
     def give_back(self, request_ids: Iterable[str]) -> None:
         """They were scheduled, or are gone."""
+        if self._admission is None:
+            return
         for request_id in request_ids:
             self._waits.pop(request_id, None)
             self._admission.give_back(request_id)

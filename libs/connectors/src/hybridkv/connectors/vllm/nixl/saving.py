@@ -7,7 +7,7 @@ Whatever was not copied out is not handed over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad, Saved
@@ -43,6 +43,12 @@ class Saving:
             return 0
         return self._saved_tokens.pop(request.request_id, 0)
 
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """Their blocks are others' by now. What they are given again may be another request's copy of the same tokens,
+        which host memory does not hold."""
+        for request_id in request_ids:
+            self._saved_tokens.pop(request_id, None)
+
     def of_step(self, scheduled_tokens: Mapping[str, int], tables: BlockTables) -> list[Saved]:
         """What is to be copied behind this step.
 
@@ -57,7 +63,7 @@ class Saving:
             if count is None or before + count < request.num_prompt_tokens:
                 continue
             saved = self._saved_tokens.get(name, 0)
-            # Fewer than were saved: it was preempted, and its blocks are others.
+            # Fewer than were saved: it begins again, and its blocks are others.
             kept = saved if saved <= before else 0
             plans.append(Saved(name, self._blocks(tables(name), kept, before + count)))
             self._saved_tokens[name] = before + count

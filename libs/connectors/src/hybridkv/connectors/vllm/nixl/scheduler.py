@@ -96,6 +96,7 @@ class NixlScheduler:
         """The step's plan."""
         plan, self._plan = self._plan, StepPlan()
         if self._producer is not None and self._producer.saving is not None:
+            self._producer.saving.preempted(getattr(scheduler_output, "preempted_req_ids", None) or ())
             tables = compat.block_tables(scheduler_output)
             plan.saved = self._producer.saving.of_step(scheduler_output.num_scheduled_tokens, tables)
         if self._consumer is not None:

@@ -82,6 +82,8 @@ class _Question:
     lease: Lease
     exchange: Exchange
     request: DigestRequest
+    waits: bool = False
+    """For the thread that digests, which had much to do."""
     taken: Outcome[list[bytes]] | None = None
 
 
@@ -262,11 +264,15 @@ class Serving:
         tables = self._tables.get(request_id)
         if tables is None:
             return None
+        if question.waits and self._digesting.is_full:
+            # What is to be digested is not kept: of all questions it would be much, and is worked out once more.
+            return None
         runs = digest_runs(question.exchange, Side.THEIRS, tables, question.request)
         if isinstance(runs, Refusal):
             return Digests(question.number, b"", str(runs)[:4096])
         question.taken = self._digesting.take(runs)
         # Where the thread has much to do the question waits, no longer than its lease.
+        question.waits = question.taken is None
         return self._taken(question)
 
     def _taken(self, question: _Question) -> Digests | None:

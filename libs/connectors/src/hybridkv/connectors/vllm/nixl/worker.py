@@ -135,7 +135,7 @@ class NixlWorker:
             transport,
             memory,
             Offer(description, transport.name, capability, config.max_leases, config.lease_seconds, clock),
-            ReadOptions(_bounds(config), config.verify, clock, config.hosts),
+            ReadOptions(_bounds(config), config.verify, clock, config.hosts, limits.max_connections),
             self._recorder,
         )
         if settings.duties.stores:

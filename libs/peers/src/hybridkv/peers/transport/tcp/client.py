@@ -84,11 +84,8 @@ class TcpClient:
 
     def _run(self) -> None:
         while not self._is_closing:
-            for key, _ in self._selector.select(SWEEP_S if self._running or self._owners else None):
-                if not self._commands.take_wake(key) and key.data in self._owners:
-                    self._serve(key.data)
-            self._commands.obey()
-            self._sweep()
+            for part in (self._look, self._commands.obey, self._sweep):
+                self._safely(part)
         self._commands.obey()
         for remote in list(self._remotes):
             self._detach(remote)
@@ -96,6 +93,17 @@ class TcpClient:
             self._end(transfer, Failed(FailureReason.CLOSED))
         self._commands.close()
         self._selector.close()
+
+    def _safely(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except Exception:  # without this thread no read would ever end, nor its blocks be free
+            logger.exception("data connections met a bug")
+
+    def _look(self) -> None:
+        for key, _ in self._selector.select(SWEEP_S if self._running or self._owners else None):
+            if not self._commands.take_wake(key) and key.data in self._owners:
+                self._serve(key.data)
 
     def _begin(self, transfer: Transfer, parts: list[Part]) -> None:
         if transfer.state.__class__ in (Done, Failed):

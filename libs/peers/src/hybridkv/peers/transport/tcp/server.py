@@ -150,21 +150,29 @@ class TcpServer:
 
     def _run(self) -> None:
         while not self._is_closing:
-            for key, _ in self._selector.select(1.0 if self._readers else None):
-                if self._commands.take_wake(key):
-                    continue
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif (reader := self._readers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
-                    self._serve(reader)
-            self._commands.obey()
-            self._sweep()
+            for part in (self._look, self._commands.obey, self._sweep):
+                self._safely(part)
         for reader in list(self._readers.values()):
             self._close(reader, CloseReason.DONE)
         self._commands.obey()
         self._commands.close()
         self._listener.close()
         self._selector.close()
+
+    def _safely(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except Exception:  # without this thread nobody would be answered any more
+            logger.exception("data connections met a bug")
+
+    def _look(self) -> None:
+        for key, _ in self._selector.select(1.0 if self._readers else None):
+            if self._commands.take_wake(key):
+                continue
+            if key.fileobj is self._listener:
+                self._accept()
+            elif (reader := self._readers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                self._serve(reader)
 
     def _accept(self) -> None:
         try:

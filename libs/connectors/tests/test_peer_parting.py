@@ -1,0 +1,252 @@
+"""A producer that was cut off hears all the same that its blocks are needed no more, within bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from peer_ranks import WAIT_S, Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt, wrong_tokens
+
+from hybridkv.connectors.vllm.nixl import holding
+from hybridkv.connectors.vllm.nixl.holding import MAX_REDIALS, REDIAL_S, RENEWALS_A_LEASE, Holding
+from hybridkv.connectors.vllm.nixl.links import Control, Peer, PeerState
+from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, StepPlan
+from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
+from hybridkv.peers.control import LinkId
+from hybridkv.peers.leases import Lease
+from hybridkv.peers.ranks import RankLink
+from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.wire import Done, Message, Renew
+
+NUM_TOKENS = 23
+TABLES = tables_of(Side(), NUM_TOKENS)
+LEASE_S = 20.0
+PROMPT = RemotePrompt(
+    engine_id="producer",
+    request_id="p",
+    host="h",
+    ranks=(RankAddress(1, "n"),),
+    num_tokens=NUM_TOKENS,
+    block_ids=((1,), (2,)),
+    first_blocks=(0, 0),
+    block_tokens=(4, 4),
+    lease=Lease(3, 5),
+    lease_seconds=LEASE_S,
+    prefix_tokens=NUM_TOKENS,
+    prefix="prefix",
+)
+GONE = LoadFailure("gone", "the connection ended")
+
+
+# Over real connections. Leases are so long that nothing but a word ends them.
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Engine, Engine]]:
+    world = World()
+    producer, consumer = (Engine.start(Side(), lambda name: ReferenceTransport(name, world)) for _ in range(2))
+    write_prompt(producer, TABLES, NUM_TOKENS)
+    yield producer, consumer
+    consumer.close()
+    producer.close()
+
+
+def peers_of(rank: Rank) -> list[Peer]:
+    return list(rank.agent._peers._by_address.values())
+
+
+def connect(rank: Rank) -> Peer:
+    """The one connection of a consumer's rank, once it is made."""
+    until_s = time.monotonic() + WAIT_S
+    while not [peer for peer in peers_of(rank) if peer.state is PeerState.READY]:
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+    (peer,) = peers_of(rank)
+    return peer
+
+
+def cut_off(rank: Rank) -> None:
+    """The consumer's rank knows that the connection is no more."""
+    peer = connect(rank)
+    rank.agent._loop.end(peer.link)
+    until_s = time.monotonic() + WAIT_S
+    while peer.state is not PeerState.OVER:
+        assert time.monotonic() < until_s
+        time.sleep(0.002)
+
+
+def test_a_request_that_ends_after_a_cut_gives_the_blocks_back(pair: tuple[Engine, Engine]) -> None:
+    producer, consumer = pair
+    prompt = hand_over(producer, "p", TABLES, NUM_TOKENS)
+    consumer.submit(lambda: StepPlan(held=[Held("d", prompt)]))
+    cut_off(consumer.ranks[0])
+    assert producer.ranks[0].agent.take_results().released == set(), "the consumer may come back"
+    consumer.submit(lambda: StepPlan(ended=["d"]))
+    producer.ranks[0].until(lambda results: "p" in results.released)
+
+
+def test_a_read_after_a_cut_gives_the_blocks_back(pair: tuple[Engine, Engine]) -> None:
+    """The read connects anew, and what is said behind it goes the same way."""
+    producer, consumer = pair
+    prompt = hand_over(producer, "p", TABLES, NUM_TOKENS)
+    consumer.submit(lambda: StepPlan(held=[Held("e", prompt)]))
+    cut_off(consumer.ranks[0])
+    load(consumer, "d", prompt, TABLES)
+    assert failures(consumer, "d") == [None] and wrong_tokens(consumer, TABLES, NUM_TOKENS) == []
+    assert producer.ranks[0].agent.take_results().released == set(), "another request shows the same lease"
+    consumer.submit(lambda: StepPlan(ended=["e"]))
+    producer.ranks[0].until(lambda results: "p" in results.released)
+
+
+# Turn by turn.
+
+
+@dataclass
+class Producer:
+    """Where a Holding finds its one producer's rank. `failure`: why it cannot be connected to."""
+
+    failure: LoadFailure | None = None
+    now_s: float = 100.0
+    said: list[Message] = field(default_factory=list)
+    dials: int = 0
+    peer: Peer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.peer = Peer(("h", 1, "n"), LinkId(1), PeerState.READY, is_open=True)
+        control = Control(lambda host, port, name: LinkId(1), self._say, lambda link, why: None, lambda: None)
+        self.holding = Holding(cast(Any, self), control, lambda: self.now_s)
+
+    def told_links(self, num_ranks: int) -> tuple[RankLink, ...]:
+        return (RankLink(0, True, 0, 1),)
+
+    def get(self, host: str, rank: RankAddress) -> Peer:
+        if self.peer.state is PeerState.OVER:
+            self.dials += 1
+            self.peer = Peer(self.peer.address, LinkId(1 + self.dials))
+            if self.failure is not None:
+                self.cut(self.failure)
+        return self.peer
+
+    def cut(self, failure: LoadFailure = GONE) -> None:
+        self.peer.state, self.peer.is_open, self.peer.failure = PeerState.OVER, False, failure
+
+    def answer(self) -> None:
+        self.peer.state, self.peer.is_open = PeerState.READY, True
+
+    def _say(self, link: LinkId, message: Message) -> bool:
+        if link != self.peer.link or not self.peer.is_open:
+            return False
+        self.said.append(message)
+        return True
+
+    def hold(self, *names: str) -> None:
+        for name in names:
+            self.holding.begin(name, PROMPT)
+
+    def turns(self, seconds: float, count: int = 100) -> None:
+        for _ in range(count):
+            self.now_s += seconds / count
+            self.holding.tick()
+
+    @property
+    def num_done(self) -> int:
+        return sum(isinstance(message, Done) for message in self.said)
+
+
+def test_who_was_cut_off_is_connected_to_again_and_told_once() -> None:
+    producer = Producer()
+    producer.hold("r")
+    producer.cut()
+    producer.holding.end("r", True)
+    producer.turns(1.0)
+    assert (producer.dials, producer.num_done, producer.holding.num_holds) == (1, 0, 1), "nobody has answered yet"
+    producer.answer()
+    producer.turns(1.0)
+    assert (producer.dials, producer.num_done, producer.holding.num_holds) == (1, 1, 0)
+
+
+def test_a_word_that_is_not_taken_is_said_on_the_next_connection() -> None:
+    """The connection has ended, and that is not heard yet."""
+    producer = Producer()
+    producer.hold("r")
+    producer.holding.tick()
+    stale, producer.peer = producer.peer, Peer(producer.peer.address, LinkId(9), PeerState.READY, is_open=True)
+    producer.holding.end("r", True)
+    assert (producer.num_done, producer.holding.num_holds) == (0, 1)
+    stale.state, stale.is_open = PeerState.OVER, False
+    producer.turns(1.0)
+    assert (producer.dials, producer.num_done, producer.holding.num_holds) == (0, 1, 0)
+
+
+def test_requests_of_one_lease_that_were_cut_off_say_once_that_it_is_needed_no_more() -> None:
+    producer = Producer()
+    producer.hold("r", "s")
+    producer.cut()
+    producer.holding.end("r", True)
+    producer.answer()
+    producer.turns(1.0)
+    assert producer.num_done == 0, "the other request needs it"
+    producer.holding.end("s", True)
+    producer.turns(1.0)
+    assert (producer.num_done, producer.holding.num_holds) == (1, 0)
+
+
+def test_who_is_gone_is_dialled_a_few_times_with_a_pause_between() -> None:
+    producer = Producer(GONE)
+    producer.hold("r", "s")
+    producer.cut()
+    for name in ("r", "s"):
+        producer.holding.end(name, True)
+    producer.turns(REDIAL_S / 2)
+    assert producer.dials <= 2, "of both requests"
+    producer.turns(MAX_REDIALS * REDIAL_S)
+    assert MAX_REDIALS <= producer.dials <= 2 * MAX_REDIALS and producer.num_done == 0
+    assert producer.holding.num_holds == 0
+
+
+@pytest.mark.parametrize("lateness_s", [-0.1, 0.0])
+def test_nobody_is_dialled_once_the_lease_has_ended(lateness_s: float) -> None:
+    producer = Producer()
+    producer.hold("r")
+    producer.cut()
+    producer.now_s += LEASE_S + lateness_s
+    producer.holding.end("r", True)
+    producer.turns(LEASE_S)
+    assert producer.dials == (1 if lateness_s < 0 else 0) and producer.num_done == 0
+    assert producer.holding.num_holds == 0
+
+
+@pytest.mark.parametrize("reason", ["refused", "protocol"])
+def test_who_would_end_the_next_connection_too_is_not_dialled(reason: str) -> None:
+    producer = Producer()
+    producer.hold("r")
+    producer.cut(LoadFailure(reason, "the other side knows another secret"))
+    producer.holding.end("r", True)
+    assert (producer.dials, producer.holding.num_holds) == (0, 0)
+
+
+def test_only_so_many_wait_for_who_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "MAX_REDIALED", 2)
+    producer = Producer(GONE)
+    producer.hold("r", "s", "t", "u")
+    producer.cut()
+    for name in ("r", "s", "t", "u"):
+        producer.holding.end(name, True)
+    assert producer.holding.num_holds == 2
+
+
+def test_a_lease_is_renewed_after_a_cut_while_its_request_waits() -> None:
+    producer = Producer()
+    producer.hold("r")
+    # More cuts than there are attempts: each that succeeds is followed by as many.
+    for number in range(1, MAX_REDIALS + 3):
+        producer.cut()
+        while producer.dials < number:
+            producer.turns(LEASE_S / RENEWALS_A_LEASE)
+        producer.answer()
+        producer.turns(LEASE_S / RENEWALS_A_LEASE)
+        assert sum(isinstance(message, Renew) for message in producer.said) >= number
+    assert producer.num_done == 0
