@@ -18,7 +18,8 @@ from hybridkv.lmcache.shared_memory import SharedMemory
 from hybridkv.lmcache.wire import TensorPlace, WireGroup
 from hybridkv.planner import GroupKind
 
-_ALIGNMENT_BYTES = 4096
+ALIGNMENT_BYTES = 4096
+"""Where the pages of each group begin."""
 _INSTANCE_BITS = 62
 
 
@@ -147,5 +148,5 @@ def _offsets(geometry: Geometry, num_blocks: Sequence[int]) -> tuple[tuple[int, 
     offsets, end = [], 0
     for page, number in zip(geometry.page_bytes, num_blocks, strict=True):
         offsets.append(end)
-        end += -(-page * number // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        end += -(-page * number // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return tuple(offsets), end
