@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 
 ROOT = "kv_connector_extra_config"
@@ -185,7 +186,7 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
     Raises:
         ConfigurationError: a key or value is not understood, or a value cannot work.
     """
-    _refuse_unknown_keys(ROOT, raw, OffloadConfig)
+    refuse_unknown_keys(ROOT, raw, OffloadConfig)
     if not raw.get("tiers"):
         raise ConfigurationError(
             f"{ROOT}.tiers",
@@ -199,7 +200,7 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
     try:
         config = msgspec.convert(plain, OffloadConfig, strict=True)
     except msgspec.ValidationError as error:
-        raise _as_configuration_error(error, raw) from None
+        raise as_configuration_error(error, raw, ROOT, _CHOICES, "docs/reference/configuration.md") from None
     for name in ("load_timeout_seconds", "lookup_timeout_seconds"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
@@ -341,7 +342,7 @@ def _plain_tier(path: str, tier: object) -> object:
             repr(kind),
             did_you_mean(str(kind), list(_TIER_TYPES)),
         )
-    _refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
+    refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
     plain = dict(tier)
     for field in ("capacity", "pool"):
         if field in tier:
@@ -376,29 +377,3 @@ def format_size(num_bytes: float) -> str:
         if num_bytes >= _UNITS[unit]:
             return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
     return f"{num_bytes:.0f} B"
-
-
-def _refuse_unknown_keys(
-    path: str, raw: Mapping[str, Any], struct: type[msgspec.Struct], also: tuple[str, ...] = ()
-) -> None:
-    known = [field.encode_name for field in msgspec.structs.fields(struct)] + list(also)
-    for key in raw:
-        if key not in known:
-            raise ConfigurationError(f"{path}.{key}", "a known key", "an unknown one", did_you_mean(str(key), known))
-
-
-def _as_configuration_error(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> ConfigurationError:
-    message, _, where = str(error).partition(" - at `$")
-    path = ROOT + where.rstrip("`")
-    found: Any = raw
-    for step in re.findall(r"\.([^.\[]+)|\[(\d+)\]", where.rstrip("`")):
-        try:
-            found = found[step[0]] if step[0] else found[int(step[1])]
-        except (KeyError, IndexError, TypeError):
-            break
-    expected = re.sub(r"^Expected (.*?)(, got .*)?$", r"\1", message).replace("`", "")
-    if required := re.match(r"Object missing required field (\S+)", expected):
-        name = required[1].strip("`")
-        return ConfigurationError(f"{path}.{name}", "a value", "nothing", f'add "{name}"')
-    expected = _CHOICES.get(path.rpartition(".")[2], expected)
-    return ConfigurationError(path, expected, repr(found), "see docs/reference/configuration.md")
