@@ -262,7 +262,7 @@ def _require_stack(config: OffloadConfig) -> None:
     if config.peer is not None:
         _require_addresses(config.path_of("peer"), config.peer)
     if config.lmcache is not None:
-        _require_server(config.path_of("lmcache"), config.lmcache)
+        require_server(config.path_of("lmcache"), config.lmcache.url, config.lmcache.http_port)
     for name, tier in config.slower.items():
         _require_timeouts(config, config.path_of(name), tier)
 
@@ -283,17 +283,27 @@ def _require_addresses(path: str, tier: PeerTierConfig) -> None:
         )
 
 
-def _require_server(path: str, tier: LMCacheTierConfig) -> None:
-    if parse_url(tier.url) is None:
+def require_server(path: str, url: str, http_port: int) -> None:
+    """Refuse what cannot be a server of LMCache.
+
+    Args:
+        path: of what names it.
+        url: "tcp://HOST:PORT".
+        http_port: of its HTTP side.
+
+    Raises:
+        ConfigurationError: one of them is none.
+    """
+    if parse_url(url) is None:
         raise ConfigurationError(
             f"{path}.url",
             "tcp://HOST:PORT, with a port from 1 to 65535",
-            repr(tier.url),
+            repr(url),
             'the --host and --port of `lmcache server`, for example "tcp://127.0.0.1:5555"; its HTTP side is http_port',
         )
-    if not 0 < tier.http_port < 1 << 16:
+    if not 0 < http_port < 1 << 16:
         raise ConfigurationError(
-            f"{path}.http_port", "a port from 1 to 65535", tier.http_port, "the --http-port of `lmcache server`"
+            f"{path}.http_port", "a port from 1 to 65535", http_port, "the --http-port of `lmcache server`"
         )
 
 
