@@ -73,6 +73,16 @@ class Pool:
         return self._memory.view
 
     @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Pages of each group, with the one that stands for nothing."""
+        return self._num_blocks
+
+    def current(self) -> tuple[int, memoryview]:
+        """`instance` and `view`, as they are together."""
+        with self._lock:
+            return self._instance, self._memory.view
+
+    @property
     def num_taken(self) -> int:
         """Pages that were not given back."""
         with self._lock:

@@ -18,11 +18,12 @@ from hybridkv.connectors.vllm.identity.worker_facts import worker_facts
 from hybridkv.connectors.vllm.layout import resolve_layout
 from hybridkv.connectors.vllm.messages import StepPlan
 from hybridkv.connectors.vllm.opening import Opening, Plan
+from hybridkv.connectors.vllm.rank_work import CopyPaths
 from hybridkv.connectors.vllm.resume_facts import require_resumable
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.store_connector import StoreConnector, end_live, keep_live
 from hybridkv.connectors.vllm.waiting import WaitingScheduler
-from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.worker import OffloadWorker
 from hybridkv.planner import LoadAdmission
 from hybridkv.tiers.ram import RamArena
 
