@@ -26,6 +26,7 @@ _CHOICES = {
 }
 _PAGE = "docs/guides/lmcache.md"
 
+
 class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an operator says to HybridLMCacheConnector.
 
@@ -85,6 +86,9 @@ def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:
         )
     if not config.weights_digest.strip():
         raise ConfigurationError(
-            f"{ROOT}.weights_digest", _CHOICES["weights_digest"], "nothing", "two models of one name would share a cache"
+            f"{ROOT}.weights_digest",
+            _CHOICES["weights_digest"],
+            "nothing",
+            "two models of one name would share a cache",
         )
     return config

@@ -206,8 +206,9 @@ class Lives:
     def _is_still_so(self, tracked: TrackedRequest, life: Life) -> bool:
         assert life.question is not None
         num_chunks = life.found_chunks
-        return tracked.keys().key(self._naming_group, num_chunks * self._spec.chunk_tokens) == (
-            life.question.digests[num_chunks - 1]
+        return (
+            tracked.keys().key(self._naming_group, num_chunks * self._spec.chunk_tokens)
+            == (life.question.digests[num_chunks - 1])
         )
 
     def _end(self, life: Life, reason: Reason, detail: str) -> None:
@@ -218,9 +219,7 @@ class Lives:
 
     # Loads.
 
-    def on_allocated(
-        self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> PageLoad | None:
+    def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> PageLoad | None:
         """The engine has given the request blocks; the load of its external tokens into them."""
         life = self.of(tracked)
         self._explain(tracked, life, num_external_tokens)

@@ -79,8 +79,5 @@ class LMCachePlan(KVConnectorMetadata):
     namespace: bytes = b""
     """Whose content it is, with the first plan and with whatever needs it."""
     payload_bytes: tuple[int, ...] = ()
-    """Of one page of each stored group, with the namespace: the halves know a model's layers in different words, and
-    one cache has pages of one size."""
-    payload_bytes: tuple[int, ...] = ()
     """Of one page of each stored group, as the scheduler knows them, beside the namespace: a worker knows layers that
     it was not told, and the name of a cache is made of these. None: the worker's own are the same."""

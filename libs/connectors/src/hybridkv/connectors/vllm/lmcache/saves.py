@@ -107,9 +107,7 @@ class Saves:
         digests = tuple(self._lives.digests(tracked, end))
         return PageStore(store_id, digests, start, tuple(copies), is_held=tracked.sworn is not None)
 
-    def _attention(
-        self, tracked: TrackedRequest, known: int, final: int, tables: compat.BlockTables
-    ) -> list[PageCopy]:
+    def _attention(self, tracked: TrackedRequest, known: int, final: int, tables: compat.BlockTables) -> list[PageCopy]:
         """Whole chunks that every group with tokens has, behind what the server has and what was stored before."""
         chunk = self._spec.chunk_tokens
         complete = max(0, final - self._spec.lookahead_tokens)
@@ -119,9 +117,7 @@ class Saves:
         blocks = attention_tables(self._spec, tables(tracked.request_id), complete)
         span = storable(self._geometry, blocks, begins, complete)
         tracked.stored_tokens = span.end
-        return store_copies(
-            self._geometry, self._spec.stored_groups, blocks, span, separate=self._keeps_apart()
-        )
+        return store_copies(self._geometry, self._spec.stored_groups, blocks, span, separate=self._keeps_apart())
 
     def take_releases(self) -> tuple[Release, ...]:
         """What the workers hold, and may hand over or must drop."""

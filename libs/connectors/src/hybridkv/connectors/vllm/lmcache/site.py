@@ -91,7 +91,9 @@ def site_of(config: LMCacheConfig, layout: CacheLayout) -> Site:
     if not site.num_chunks:
         geometry = Geometry(site.groups, site.chunk_tokens)
         needed = (_rest_bytes(geometry) + _chunk_bytes(geometry)) * layout.world_size
-        raise ConfigurationError(f"{ROOT}.pool", f"at least {needed} bytes, which one chunk takes", config.pool, _CHUNK_HINT)
+        raise ConfigurationError(
+            f"{ROOT}.pool", f"at least {needed} bytes, which one chunk takes", config.pool, _CHUNK_HINT
+        )
     return site
 
 
@@ -110,10 +112,7 @@ def plain_spec(spec: GroupSpec) -> GroupSpec:
 def page_groups(layout: CacheLayout) -> tuple[PageGroup, ...]:
     """The stored groups, each with the bytes of one block on one rank."""
     groups = layout.spec.groups
-    return tuple(
-        PageGroup(plain_spec(groups[index]), layout.block_bytes(index))
-        for index in layout.spec.stored_groups
-    )
+    return tuple(PageGroup(plain_spec(groups[index]), layout.block_bytes(index)) for index in layout.spec.stored_groups)
 
 
 def num_chunks(groups: tuple[PageGroup, ...], chunk_tokens: int, pool_bytes: int) -> int:
