@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.questions import Questions
 from hybridkv.connectors.vllm.lmcache.saves import Saves
-from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
+from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of
 from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.stats import Recorder
@@ -157,9 +157,8 @@ class LMCacheOpening:
         saves = Saves(layout, geometry, keeps_apart, lives, identity.adapters, self._recorder)
         duties = duties_of(self._vllm_config.kv_transfer_config)
         self._announce(name)
-        return LMCacheScheduler(
-            layout, identity, site.payload_bytes, lives, saves, self._room, duties, self._recorder, connection.close
-        )
+        work = Work(lives, saves, self._room)
+        return LMCacheScheduler(layout, identity, site.payload_bytes, work, duties, self._recorder, connection.close)
 
     def _announce(self, name: str) -> None:
         spec, config, transfer = self._layout.spec, self._config, self._vllm_config.kv_transfer_config

@@ -6,6 +6,7 @@ It moves no bytes, and it never waits: what it asks the server, the server answe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
@@ -30,6 +31,21 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Who decides.
+
+    Args:
+        lives: what requests load.
+        saves: what they store.
+        room: for loads, beside each other.
+    """
+
+    lives: Lives
+    saves: Saves
+    room: LoadRoom
+
+
 class LMCacheScheduler:
     """Decides what is loaded and stored.
 
@@ -37,9 +53,7 @@ class LMCacheScheduler:
         layout: of the engine's groups.
         identity: whose content it is.
         payload_bytes: of one page of each stored group, as this half knows it.
-        lives: what requests load.
-        saves: what they store.
-        room: for loads, beside each other.
+        work: who decides.
         duties: whether it stores, loads, or does both.
         recorder: counts what happens.
         close: gives up the connection to the server.
@@ -50,18 +64,14 @@ class LMCacheScheduler:
         layout: CacheLayout,
         identity: Identity,
         payload_bytes: tuple[int, ...],
-        lives: Lives,
-        saves: Saves,
-        room: LoadRoom,
+        work: Work,
         duties: Duties,
         recorder: Recorder,
         close: Callable[[], None],
     ) -> None:
         self._identity = identity
         self._payload_bytes = payload_bytes
-        self._lives = lives
-        self._saves = saves
-        self._room = room
+        self._lives, self._saves, self._room = work.lives, work.saves, work.room
         self._duties = duties
         self._recorder = recorder
         self._close = close
