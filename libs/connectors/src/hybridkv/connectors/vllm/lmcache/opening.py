@@ -150,9 +150,9 @@ class LMCacheOpening:
         )
         lives = Lives(layout, questions, site.num_chunks, self._room, self._recorder, clock)
 
-        def keeps_apart() -> bool:
+        def keeps_apart() -> bool | None:
             ready = connection.ready
-            return ready is not None and ready.facts.separate_groups
+            return ready.facts.separate_groups if ready is not None else None
 
         saves = Saves(layout, geometry, keeps_apart, lives, identity.adapters, self._recorder)
         duties = duties_of(self._vllm_config.kv_transfer_config)
