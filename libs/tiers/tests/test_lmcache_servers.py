@@ -161,6 +161,7 @@ def test_a_chunk_of_a_size_that_was_not_told_is_not_moved(engine: MakeEngine) ->
 
 def test_an_end_leaves_nothing_registered_and_nothing_shared(server: ServerProcess, engine: MakeEngine) -> None:
     made = engine()
+    assert eventually(made.is_there)
     before = set(server.status()["registered_gpu_ids"])
     assert made.put(A, chunk_bytes(1)) is None and made.found(A, B) == [HIT, MISS]
     assert made.get(A) == chunk_bytes(1)

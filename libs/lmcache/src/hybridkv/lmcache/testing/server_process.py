@@ -104,8 +104,10 @@ class ServerProcess:
     def _end(self, number: int) -> None:
         for each in (number, signal.SIGKILL):
             if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGCONT)
                 os.killpg(self._process.pid, each)
+                if each != signal.SIGKILL:
+                    # One that is stopped hears nothing before it goes on. To be killed it must not: it would answer.
+                    os.killpg(self._process.pid, signal.SIGCONT)
             try:
                 self._process.wait(STOP_S)
                 break

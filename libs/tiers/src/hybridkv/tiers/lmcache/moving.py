@@ -122,21 +122,28 @@ class Moving:
     def _start(self, row: _Row) -> None:
         for queue in (row.loads, row.stores):
             while queue:
-                move, ready = queue[0], row.shelf.ready
-                if self._clock() >= move.until_s:
-                    self._give_up(row, queue.popleft())
-                elif ready is None and self._clock() < self._reach_until_s and row.shelf.is_new:
+                move = queue.popleft()
+                if not self._begin_now(row, move):
+                    queue.appendleft(move)
                     break
-                elif ready is None:
-                    self._fail(queue.popleft(), FailureReason.IO, f"no server: {row.shelf.connection.state}")
-                else:
-                    page = row.shelf.take(is_store=move.is_store)
-                    if page is None:
-                        break
-                    queue.popleft()
-                    prefix = row.shelf.prefix(move.key, ready)
-                    begin = self._store if move.is_store else self._load
-                    self._safely(move, lambda begin=begin, p=page, m=move, x=prefix: begin(row, m, p, x))  # type: ignore[misc]
+
+    def _begin_now(self, row: _Row, move: Move) -> bool:
+        """Carry out what comes first, or give it up. False where it waits: for a server that may come, or a page."""
+        shelf, now_s = row.shelf, self._clock()
+        is_late, ready = now_s >= move.until_s, shelf.ready
+        if ready is None:
+            if not is_late and now_s < self._reach_until_s and shelf.is_new:
+                return False
+            self._fail(move, FailureReason.IO, f"no server: {shelf.connection.state}")
+        elif is_late:
+            self._give_up(row, move)
+        else:
+            page = shelf.take(is_store=move.is_store)
+            if page is None:
+                return False
+            begin = self._store if move.is_store else self._load
+            self._safely(move, lambda: begin(row, move, page, shelf.prefix(move.key, ready)))
+        return True
 
     def _give_up(self, row: _Row, move: Move) -> None:
         """No page was free in time. Where none came back either, nothing is heard of them: a server that passes over a
