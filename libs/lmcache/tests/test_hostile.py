@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import resource
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,9 @@ from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 
 from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
-from hybridkv.lmcache.connection import ConnectionOptions, Down
+from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready
+from hybridkv.lmcache.operations import Pages
+from hybridkv.lmcache.pool import Taken
 from hybridkv.lmcache.testing.rig import Rig, wait
 from hybridkv.lmcache.testing.scripted_server import (
     CONFIG,
@@ -187,6 +190,29 @@ def test_a_frame_that_is_too_long_ends_the_connection_and_takes_no_memory(server
         channel.close(10)
 
 
+def test_what_is_put_off_again_while_a_channel_closes_is_done(server: ScriptedServer) -> None:
+    channel = _channel(server)
+    done: list[bool] = []
+    channel.after(3600.0, lambda: channel.after(3600.0, lambda: done.append(True)))
+    assert channel.close(60)
+    assert done == [True]
+
+
+def test_a_server_is_looked_at_between_errands(server: ScriptedServer) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        is_posted, num_looks = threading.Event(), list[int]()
+
+        def errand(ready: Ready) -> None:
+            assert is_posted.wait(60)
+            num_looks.append(server.calls.count("ping"))
+
+        for _ in range(3):
+            rig.connection.post(errand)
+        is_posted.set()
+        assert eventually(lambda: len(num_looks) == 3)
+        assert num_looks[0] < num_looks[1] < num_looks[2]
+
+
 def test_a_server_that_finds_more_than_was_looked_for_is_not_believed(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x05"]])
@@ -201,6 +227,22 @@ def test_a_lookup_that_never_ends_ends_at_its_deadline(server: ScriptedServer) -
         ended = rig.lookup(digests_of("endless", 4), timeout_s=0.3)
         assert isinstance(ended, Lack) and ended.trouble is Trouble.TIMEOUT
         assert eventually(lambda: "free_lookup_locks" in server.calls and "end_session" in server.calls)
+
+
+def test_pages_that_are_void_are_not_written_and_the_locks_are_given_back(server: ScriptedServer) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x01"]])
+        found = rig.lookup(digests_of("void", 1))
+        assert isinstance(found, Answer)
+        rig.pool.renew()
+        settled: list[bool] = []
+        pages = Pages(Taken(0, {}), [])
+        ended: Ended[None] = wait(
+            lambda end: rig.operations.retrieve(found.value, 0, 0, pages, 30.0, end, lambda: settled.append(True))
+        )
+        assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
+        assert eventually(lambda: settled == [True] and {"free_lookup_locks", "end_session"} <= set(server.calls))
+        assert "retrieve" not in server.calls
 
 
 def test_a_server_that_says_it_wrote_and_did_not_is_found_out(server: ScriptedServer) -> None:
