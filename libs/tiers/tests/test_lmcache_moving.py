@@ -10,7 +10,7 @@ from hybridkv.lmcache.detection import ServerFacts
 from hybridkv.lmcache.errors import LMCacheConfigurationError
 from hybridkv.lmcache.member import CacheMember
 from hybridkv.tiers import Completion, FailureReason, Ticket
-from hybridkv.tiers.lmcache.moving import Move, Moving
+from hybridkv.tiers.lmcache.moving import Moving, RankMove
 from hybridkv.tiers.lmcache.records import groups_of
 
 SIZE = 8
@@ -68,7 +68,9 @@ class World:
 
     def begin(self, timeout_s: float) -> None:
         now_s = self.now_s
-        self.moving.begin(Move(Ticket(1), b"key", [memoryview(bytearray(SIZE))], False, now_s, now_s + timeout_s), SIZE)
+        self.moving.begin(
+            RankMove(Ticket(1), b"key", [memoryview(bytearray(SIZE))], False, now_s, now_s + timeout_s), SIZE
+        )
 
     def reasons(self) -> list[FailureReason | None]:
         return [each.failure and each.failure.reason for each in self.ended]

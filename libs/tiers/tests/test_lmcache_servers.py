@@ -19,7 +19,7 @@ from hybridkv.lmcache.wire import CODECS  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import FailureReason, Slot, Ticket, TierMedium  # noqa: E402
 from hybridkv.tiers.lmcache import LMCacheMedium, LMCacheOptions  # noqa: E402
-from hybridkv.tiers.lmcache.moving import Move, _Row  # noqa: E402
+from hybridkv.tiers.lmcache.moving import RankMove, _Row  # noqa: E402
 from hybridkv.tiers.lmcache.shelf import Page  # noqa: E402
 from hybridkv.tiers.testing.conformance import MediumConformance, Tier  # noqa: E402
 from hybridkv.tiers.testing.conformance.medium import NUM_BYTES  # noqa: E402
@@ -60,7 +60,7 @@ class TestLMCacheMedium(MediumConformance):
         moving = medium._moving
         read = moving._read
 
-        def changed(row: _Row, move: Move, page: Page, prefix: Prefix, ended: Ended[None]) -> None:
+        def changed(row: _Row, move: RankMove, page: Page, prefix: Prefix, ended: Ended[None]) -> None:
             page.view[HEADER_BYTES + NUM_BYTES - 1] ^= 1
             read(row, move, page, prefix, ended)
 
