@@ -1,9 +1,11 @@
 """Servers that say anything: every call ends once, memory stays bounded, and nothing is believed that does not fit."""
 
+import contextlib
 import itertools
 import os
 import random
 import resource
+import socket
 import threading
 import time
 import uuid
@@ -16,6 +18,7 @@ from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready
+from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
 from hybridkv.lmcache.operations import Pages
 from hybridkv.lmcache.pool import Taken
 from hybridkv.lmcache.testing.rig import Rig, wait
@@ -303,6 +306,31 @@ def test_a_server_that_says_nonsense_of_itself_is_down(pages: dict[str, bytes]) 
             rig.ready()
         finally:
             rig.close()
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.0 200 OK\r\nX: ", b"HTTP/1.0 200 OK\r\n\r\n"], ids=["headers", "body"])
+def test_an_answer_over_http_that_comes_byte_by_byte_ends_at_its_deadline(said: bytes) -> None:
+    ended: list[str] = []
+
+    def ask(address: HttpAddress) -> None:
+        try:
+            get_json(address, "/config", 0.3)
+        except HttpError as error:
+            ended.append(str(error))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        asker = threading.Thread(target=ask, args=(HttpAddress(*listening.getsockname()),), daemon=True)
+        asker.start()
+        client, _ = listening.accept()
+        with client:
+            client.sendall(said)
+            until_s = time.monotonic() + 30.0
+            while asker.is_alive() and time.monotonic() < until_s:
+                with contextlib.suppress(OSError):
+                    client.sendall(b"1")
+                asker.join(0.05)
+            assert not asker.is_alive(), "what comes byte by byte is waited for"
+    assert len(ended) == 1 and ended[0].startswith("GET /config")
 
 
 def test_a_server_that_came_back_with_another_chunk_is_refused(server: ScriptedServer) -> None:
