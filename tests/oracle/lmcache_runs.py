@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import bisect
 import functools
+import os
 import time
 import uuid
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +32,13 @@ from oracle.settings import Connector, EngineSettings, make_configs
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm.lora.request import LoRARequest
+
     from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
     from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
     from oracle.lmcache_servers import Server
     from oracle.mixes import Mix
-    from oracle.scenarios import Wave
+    from oracle.scenarios import Arrival, Wave
 
 LARGE_POOL_BYTES = 1 << 22
 PATIENCE_S = 10.0
@@ -47,7 +51,8 @@ class Crew:
 
     Args:
         num_engines: of one identity, at one time.
-        pool_chunks: that are on their way at one time; None for as many as there are.
+        tp_size: of each of them. The mix says what a rank has.
+        pool_chunks: that are on their way at one time on a rank; None for as many as there are.
         takes_names_again: of requests that have ended.
         drops: how much of what an engine has cached by itself it loses before each wave.
         is_hasty: the first requests come before the server was reached.
@@ -55,6 +60,7 @@ class Crew:
     """
 
     num_engines: int = 1
+    tp_size: int = 1
     pool_chunks: int | None = None
     takes_names_again: bool = False
     drops: float = 0.0
@@ -62,10 +68,11 @@ class Crew:
     seed: int = 0
 
 
-def crews() -> st.SearchStrategy[Crew]:
+def crews(tp_size: int = 1) -> st.SearchStrategy[Crew]:
     return st.builds(
         Crew,
         st.sampled_from((1, 1, 2, 3)),
+        st.just(tp_size),
         st.sampled_from((None, None, 1, 2, 5)),
         st.booleans(),
         st.sampled_from((0.0, 0.0, 0.3, 0.8)),
@@ -80,9 +87,9 @@ class Played:
     crew: Crew
 
 
-def played(mix: Mix, server: Server) -> st.SearchStrategy[Played]:
+def played(mix: Mix, server: Server, tp_size: int = 1) -> st.SearchStrategy[Played]:
     """What can be played at this server."""
-    return st.builds(Played, scenarios(mix, st.booleans(), server.sort.chunk_tokens), crews())
+    return st.builds(Played, scenarios(mix, st.booleans(), server.sort.chunk_tokens), crews(tp_size))
 
 
 @functools.cache
@@ -93,15 +100,18 @@ def pool_bytes(mix: Mix, chunk_tokens: int, chunks: int) -> int:
     return 1 + bisect.bisect_left(range(1, 1 << 30), chunks, key=lambda size: num_chunks(groups, chunk_tokens, size))
 
 
-def at(server: Server, mix: Mix, identity: str, pool_chunks: int | None = None, **more: Any) -> Connector:
+def at(
+    server: Server, mix: Mix, identity: str, pool_chunks: int | None = None, tp_size: int = 1, **more: Any
+) -> Connector:
     """The connector to a server, whose content is that of `identity` alone."""
     chunk = server.sort.chunk_tokens
+    of_rank = LARGE_POOL_BYTES if pool_chunks is None else pool_bytes(mix, chunk, pool_chunks)
     return Connector(
         LMCACHE_CONNECTOR,
         {
             "url": server.url,
             "http_port": server.address.http_port,
-            "pool": LARGE_POOL_BYTES if pool_chunks is None else pool_bytes(mix, chunk, pool_chunks),
+            "pool": of_rank * tp_size,
             "weights_digest": identity,
             "lookup_timeout_seconds": PATIENCE_S,
             "load_timeout_seconds": PATIENCE_S,
@@ -115,8 +125,8 @@ def half_that_decides(engine: OracleEngine) -> LMCacheScheduler:
     return engine.scheduler_connector._scheduler  # type: ignore[union-attr]
 
 
-def half_that_moves(engine: OracleEngine) -> LMCacheWorker:
-    return engine.worker_connector._worker  # type: ignore[union-attr]
+def halves_that_move(engine: OracleEngine) -> list[LMCacheWorker]:
+    return [runner.connector._worker for runner in engine.runners]  # type: ignore[union-attr]
 
 
 def reach(engine: OracleEngine) -> bool:
@@ -136,6 +146,7 @@ class Play:
         identity: of the engines; by default nobody else's.
         before_step: called for each engine before each of its steps.
         more: keys of the connector.
+        adapters: that requests have in turn, none now and then; each with the number of what it makes of the model.
     """
 
     mix: Mix
@@ -144,12 +155,15 @@ class Play:
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
     before_step: Callable[[OracleEngine, int], None] | None = None
     more: dict[str, Any] = field(default_factory=dict)
+    adapters: Sequence[tuple[LoRARequest, int]] = ()
     engines: list[OracleEngine] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         crew = self.chosen.crew
-        connector = at(self.server, self.mix, self.identity, crew.pool_chunks, **self.more)
-        self._scenario = with_connector(self.chosen.scenario, connector)
+        connector = at(self.server, self.mix, self.identity, crew.pool_chunks, crew.tp_size, **self.more)
+        scenario = self.chosen.scenario
+        scenario = replace(scenario, settings=replace(scenario.settings, tp_size=crew.tp_size))
+        self._scenario = with_connector(scenario, connector)
         self._random = Random(crew.seed)
         self._tokens = self._scenario.tokens()
         for _ in range(crew.num_engines):
@@ -198,16 +212,20 @@ class Play:
                 engine = engines[(index + number) % len(engines)]
                 name = f"request{index}" if self.chosen.crew.takes_names_again else f"wave{number}-request{index}"
                 if arrival.step == step:
-                    engine.submit(name, self._tokens[arrival.prompt], arrival.num_outputs)
+                    self._submit(engine, name, index, arrival)
                 if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                     engine.abort(name, in_step=arrival.abort_in_step)
                     if self.chosen.crew.takes_names_again and name not in engine.scheduler.requests:
-                        engine.submit(name, self._tokens[arrival.prompt], arrival.num_outputs)
+                        self._submit(engine, name, index, arrival)
             for engine in engines:
                 if wave.reset_running_at == step:
                     engine.preempt_all()
                 engine.step()
         until_idle(engines)
+
+    def _submit(self, engine: OracleEngine, name: str, index: int, arrival: Arrival) -> None:
+        lora, model = (*self.adapters, (None, None))[(index + arrival.prompt) % (len(self.adapters) + 1)]
+        engine.submit(name, self._tokens[arrival.prompt], arrival.num_outputs, lora, model)
 
     def settle(self) -> None:
         """Everybody is idle: nothing is kept of what was done, here or at the server."""
@@ -220,6 +238,9 @@ class Play:
         """After `close`: the server has forgotten these engines."""
         if not self.server.is_at_rest():
             raise LeakError(f"the server keeps {self.server.held()} for engines that are gone")
+        left = list(Path("/dev/shm").glob(f"hybridkv-lmcache-{os.getpid()}-*"))
+        if left:
+            raise LeakError(f"shared memory is left: {left}")
 
 
 def until_idle(engines: Sequence[OracleEngine]) -> None:
@@ -235,16 +256,16 @@ def until_idle(engines: Sequence[OracleEngine]) -> None:
 def require_idle(engine: OracleEngine) -> None:
     """An engine that has nothing to do keeps nothing, and its connector nothing for it."""
     engine.check_idle()
-    scheduler, worker = half_that_decides(engine), half_that_moves(engine)
+    scheduler = half_that_decides(engine)
     if scheduler.has_work_in_flight():
         raise LeakError("the connector has work in flight, and no step will come for it")
     kept = [*scheduler._lives._lives, *scheduler._lives._loads, *scheduler._saves._stores]
     kept += [tracked.request_id for tracked in scheduler._requests.all()]
     if kept:
         raise LeakError(f"the connector remembers {kept}")
-    station = worker._station
-    if station is not None and not eventually(lambda: not station.used_bytes, SETTLED_S):
-        raise LeakError(f"{station.used_bytes} bytes of shared memory are never given back")
+    stations = [worker._station for worker in halves_that_move(engine)]
+    if not eventually(lambda: not any(station.used_bytes for station in stations if station is not None), SETTLED_S):
+        raise LeakError("pages of the shared memory are never given back")
 
 
 def drop_some(engine: OracleEngine, share: float, random: Random) -> None:

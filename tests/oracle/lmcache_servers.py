@@ -27,8 +27,10 @@ class Sort(enum.Enum):
 
     APART = 32, ("--separate-object-groups",)
     TOGETHER = 128, ("--no-separate-object-groups",)
-    SMALL = 128, ("--separate-object-groups", "--l1-size-gb", "0.0005", "--eviction-ratio", "0.5")
-    """It forgets all the time, and is the one that is killed."""
+    SMALL = 128, ("--separate-object-groups", "--l1-size-gb", "0.0003", "--eviction-ratio", "0.5")
+    """It forgets all the time."""
+    MORTAL = 128, ("--separate-object-groups",)
+    """It is stopped and killed."""
 
     @property
     def chunk_tokens(self) -> int:
