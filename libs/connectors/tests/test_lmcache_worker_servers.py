@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hybridkv.lmcache.testing.server_process import ServerProcess, command, even
 from hybridkv.lmcache.wire import CODECS
 
 ARGUMENTS = ["--chunk-size", "256", "--separate-object-groups"]
+FOREVER_S = 1e6
 SOON = ConnectionOptions(call_timeout_s=2.0, beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
 
 
@@ -335,16 +337,25 @@ def test_a_server_that_stands_still_fails_a_load_at_its_deadline_and_writes_to_n
     mortal: Callable[..., ServerProcess], rank: MakeRank, stopping: Callable[[ServerProcess], threading.Event]
 ) -> None:
     server = mortal()
-    still = ConnectionOptions(call_timeout_s=60.0, beat_s=60.0)
-    worker = rank(GEMMA, server, load_timeout_s=2.0, connection=still)
+    still, skipped = ConnectionOptions(call_timeout_s=FOREVER_S, beat_s=FOREVER_S), [0.0]
+    worker = rank(
+        GEMMA,
+        server,
+        load_timeout_s=FOREVER_S,
+        connection=still,
+        clock=lambda: time.monotonic() + skipped[0],
+    )
     digests = digests_of("still", 4)
     stored, wanted = worker.tables(1, 4), worker.tables(2, 4)
     worker.fill(stored, seed=1)
     worker.store(digests, stored)
     before = worker.everything()
     is_asked = stopping(server)
-    ended = worker.run(loads=[worker.load_of("r", digests, wanted)])
-    assert is_asked.is_set()
+    worker.begin(loads=[worker.load_of("r", digests, wanted)])
+    assert is_asked.wait(60)
+    assert worker.worker.results().finished == set(), "not before its time"
+    skipped[0] = FOREVER_S
+    ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
     assert worker.station.used_bytes > 0, "the server will write there yet"
     server.signal(signal.SIGCONT)
