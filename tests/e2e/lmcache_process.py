@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Engine, running_engine
+from lmcache_witness import num_pages_under_way
 
 from hybridkv.connectors.vllm import register
 from hybridkv.lmcache.testing.server_process import eventually
@@ -27,8 +28,7 @@ def carry_out(engine: Engine, command: dict[str, Any]) -> Any:
             return [engine.generate([prompt])[0].as_json() for prompt in command["prompts"]]
         case "forget":  # once the server has answered all that it was asked; whether it had, and nothing was pinned
             engine.drain()
-            pool = engine.worker_connector._worker._member.pool
-            is_done = eventually(lambda: not pool.num_taken)
+            is_done = eventually(lambda: not num_pages_under_way(engine.worker_connector._worker))
             engine.reset_prefix_cache()
             return is_done
     raise ValueError(command["do"])

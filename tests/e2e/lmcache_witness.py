@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from audit import Audit
-from harness import Engine
+from harness import Engine, make_prompt
 from lmcache_site import LMCacheSite
 
 from hybridkv.lmcache.connection import Ready
@@ -76,6 +76,12 @@ class LMCacheAudit(Audit):
         return place
 
 
+def num_pages_under_way(worker: Any) -> int:
+    """Of a worker's half: that the server, or a copy, may still touch."""
+    taken: int = worker._station._member.pool.num_taken
+    return taken
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """An engine's connector, and its server.
@@ -101,17 +107,18 @@ class Link:
     @property
     def states(self) -> tuple[bool, bool]:
         """Whether its halves may ask the server."""
-        scheduler, worker = (isinstance(half._connection.state, Ready) for half in (self.scheduler, self.worker))
-        return scheduler, worker
+        connection, station = self.scheduler._close.__self__, self.worker._station
+        return isinstance(connection.state, Ready), station is not None and station.ready is not None
 
     @property
     def num_pages_under_way(self) -> int:
         """That the server, or a copy, may still touch."""
-        taken: int = self.worker._member.pool.num_taken
-        return taken
+        return num_pages_under_way(self.worker)
 
     def require_up(self) -> None:
-        """Return when both halves may ask."""
+        """Return when both halves may ask. The worker's begins to with the first step."""
+        if self.worker._station is None:
+            self.engine.generate([make_prompt(1, seed=0)])
         assert eventually(lambda: all(self.states)), "the server was not found again"
 
     def require_down(self, within_s: float = 60.0) -> None:

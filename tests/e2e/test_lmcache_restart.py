@@ -38,11 +38,11 @@ def test_another_engine_restores_from_the_disk_of_another_server(site: LMCacheSi
     arguments: dict[str, Any] = {"kv_transfer_config": site.transfer(), **ENGINE_ARGUMENTS.get(kind, {})}
     assert shared_by_this_process() == []
     with harness.running_engine(kind, directory, **arguments) as engine:
-        assert len(shared_by_this_process()) == 1
         before = LMCacheAudit(engine)
         before.attach()
         cold = results_of(engine, prompts)
         Link(engine, site).settle()
+        assert len(shared_by_this_process()) == 1
     assert shared_by_this_process() == []
     site.restart()
     with harness.running_engine(kind, directory, **arguments) as engine:

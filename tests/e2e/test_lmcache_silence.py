@@ -24,8 +24,9 @@ from hybridkv.lmcache.testing.server_process import eventually
 
 _SEEDS = itertools.count(1000, 1000)
 DEADLINES = {"lookup_timeout_seconds": 2, "load_timeout_seconds": 2, "store_timeout_seconds": 2}
-MANY = 12
-"""As many requests as use up the pool, if each keeps what it had."""
+POOL = {"gpt-oss": "2MiB", "qwen3-next": "8MiB"}
+MANY = 6
+"""Requests that use up the pool, if each keeps what it had."""
 
 
 class Server:
@@ -63,8 +64,8 @@ def running_server(kind: str) -> Iterator[tuple[ScriptedServer, Server]]:
 
 
 @pytest.fixture(scope="module")
-def kv_transfer_config(running_server: tuple[ScriptedServer, Server]) -> dict[str, Any]:
-    return transfer_config(running_server[0].address, pool="8MiB", **DEADLINES)
+def kv_transfer_config(kind: str, running_server: tuple[ScriptedServer, Server]) -> dict[str, Any]:
+    return transfer_config(running_server[0].address, pool=POOL[kind], **DEADLINES)
 
 
 @pytest.fixture(scope="module")
