@@ -18,7 +18,8 @@ from hybridkv.lmcache.shared_memory import SharedMemory
 from hybridkv.lmcache.wire import TensorPlace, WireGroup
 from hybridkv.planner import GroupKind
 
-_ALIGNMENT_BYTES = 4096
+ALIGNMENT_BYTES = 4096
+"""Where the pages of each group begin."""
 _INSTANCE_BITS = 62
 
 
@@ -70,6 +71,16 @@ class Pool:
     def view(self) -> memoryview:
         """All of it: what a copy engine registers, anew for each `instance`."""
         return self._memory.view
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Pages of each group, with the one that stands for nothing."""
+        return self._num_blocks
+
+    def current(self) -> tuple[int, memoryview]:
+        """`instance` and `view`, as they are together."""
+        with self._lock:
+            return self._instance, self._memory.view
 
     @property
     def num_taken(self) -> int:
@@ -147,5 +158,5 @@ def _offsets(geometry: Geometry, num_blocks: Sequence[int]) -> tuple[tuple[int, 
     offsets, end = [], 0
     for page, number in zip(geometry.page_bytes, num_blocks, strict=True):
         offsets.append(end)
-        end += -(-page * number // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        end += -(-page * number // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return tuple(offsets), end
