@@ -179,6 +179,16 @@ class LMCacheOpening:
             duties_of(transfer).words(),
             name,
         )
+        unit = chunk_alignment(self._site.groups)
+        if unit < spec.chunk_tokens and any(group.kind is GroupKind.RECURRENT for group in spec.groups):
+            logger.warning(
+                "%s: the engine leaves states at multiples of %d tokens, and the server keeps those at multiples of "
+                "%d: start it with --chunk-size %d, or few prompts are found",
+                NAME,
+                unit,
+                spec.chunk_tokens,
+                unit,
+            )
         longest = self._vllm_config.model_config.max_model_len
         if num_tokens < longest:
             logger.warning(
