@@ -80,6 +80,11 @@ def restorable(kind: str, prompt: Sequence[int]) -> int:
     return (len(prompt) - 1) // CHUNK_TOKENS[kind] * CHUNK_TOKENS[kind]
 
 
+def recurrent_groups(engine: Engine) -> set[int]:
+    groups = engine.connector._layout.spec.groups
+    return {index for index, group in enumerate(groups) if group.kind is GroupKind.RECURRENT}
+
+
 def cached(results: Sequence[Result]) -> list[int]:
     return [result.num_cached_tokens for result in results]
 
@@ -106,8 +111,8 @@ def test_a_shorter_and_a_longer_prompt_take_what_they_share(
     engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]], kind: str
 ) -> None:
     prompt, chunk = prompts[1], CHUNK_TOKENS[kind]
-    stored(link, [prompt])
     shorter = prompt[: len(prompt) - chunk]
+    stored(link, [shorter, prompt])
     longer = make_prompt(len(prompt) + chunk, seed=next(_SEEDS), prefix=prompt)
     branching = make_prompt(len(prompt), seed=next(_SEEDS), prefix=prompt[: 2 * chunk + 1])
     for other, expected in ((shorter, 2 * chunk), (longer, 3 * chunk), (branching, 2 * chunk)):
@@ -130,6 +135,18 @@ def test_only_what_the_engine_lacks_is_restored(
     require_same(audit, cold, warm)
     assert cached(warm) == [restorable(kind, long)]
     assert audit.restored_tokens == restorable(kind, long) - restorable(kind, short)
+
+
+def test_a_prefix_is_resumed_only_where_every_group_has_something_to_resume_from(
+    engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]], kind: str
+) -> None:
+    """A state is kept where a prompt's last whole block ends, and nowhere before."""
+    long, short = prompts[2], prompts[2][: len(prompts[0])]
+    stored(link, [long])
+    audit.forget()
+    warm = one_by_one(engine, [short])
+    assert cached(warm) == [0 if recurrent_groups(engine) else restorable(kind, short)]
+    require_same_output(warm, [computed(engine, short)])
 
 
 def test_eight_requests_that_share_prefixes_equal_the_engines_own_hits(
@@ -175,13 +192,12 @@ def test_the_recurrent_state_of_another_boundary_is_seen(
     engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]]
 ) -> None:
     """Control: a state that is a good one, of an earlier place in the same prompt."""
-    groups = engine.connector._layout.spec.groups
-    recurrent = {i for i, group in enumerate(groups) if group.kind is GroupKind.RECURRENT}
+    recurrent = recurrent_groups(engine)
     if not recurrent:
         pytest.skip("this model has no recurrent group")
     prompt = prompts[-1]
     audit.pages.clear()
-    cold = stored(link, [prompt])
+    cold = stored(link, [prompt[: len(prompts[0])], prompt])[1:]
     first = {place[1]: pages for place, pages in reversed(audit.pages.items()) if place[1] in recurrent}
 
     def put_back(place: Place, pages: list[torch.Tensor]) -> None:

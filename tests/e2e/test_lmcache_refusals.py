@@ -6,6 +6,7 @@ Servers are scripted: a real one says the same of itself (`libs/lmcache`, `test_
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,6 @@ def refused(kind: str, directory: Path, transfer: dict[str, Any]) -> str:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    before = set(DIRECTORY.glob(f"{PREFIX}*"))
     try:
         with (
             pytest.raises(ConfigurationError) as caught,
@@ -50,7 +50,7 @@ def refused(kind: str, directory: Path, transfer: dict[str, Any]) -> str:
     finally:
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-    assert set(DIRECTORY.glob(f"{PREFIX}*")) <= before
+    assert list(DIRECTORY.glob(f"{PREFIX}{os.getpid()}-*")) == []
     return str(caught.value)
 
 
