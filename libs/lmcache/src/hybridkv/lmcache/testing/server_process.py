@@ -62,7 +62,7 @@ class ServerProcess:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": os.environ.get("LMCACHE_PYTHONPATH", "")},
+            env=_environment(directory),
             start_new_session=True,
         )
 
@@ -129,6 +129,13 @@ class ServerProcess:
 
     def __exit__(self, *error: object) -> None:
         self._end(signal.SIGTERM)
+
+
+def _environment(directory: Path) -> dict[str, str]:
+    """Without packages of this process, and with a place for compiled functions: a package may be read-only."""
+    packages = os.environ.get("LMCACHE_PYTHONPATH", "")
+    ours = {"LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": packages, "NUMBA_CACHE_DIR": str(directory / "numba")}
+    return {**os.environ, **ours}
 
 
 def eventually(is_true: Callable[[], bool], within_s: float = 60.0) -> bool:
