@@ -10,11 +10,13 @@ import msgspec
 import pytest
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, Model, Rank, digests_of, pool_of
 
+from hybridkv.connectors.vllm.lmcache.copying import CopyJob
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore
 from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.testing.scripted_server import Frames, ScriptedServer, polite
 from hybridkv.lmcache.testing.server_process import eventually
+from hybridkv.transfer import CopyRuns, CpuCopyEngine
 
 FOREVER_S = 1e6
 NAMESPACE = b"namespace"
@@ -163,6 +165,65 @@ def test_a_lookup_without_an_answer_fails_its_load_and_keeps_no_page(server: Scr
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
     assert worker.all_pages_are_free()
+
+
+@pytest.fixture
+def blocked() -> Iterator[Callable[[Rank], threading.Event]]:
+    """Occupies the copy thread of a rank until the event is set."""
+    events: list[threading.Event] = []
+
+    def block(rank: Rank) -> threading.Event:
+        is_free, began = threading.Event(), threading.Event()
+        events.append(is_free)
+
+        def occupy() -> None:
+            began.set()
+            is_free.wait(60)
+
+        rank.worker._copies.submit(CopyJob(True, CopyRuns.empty(), occupy, None, lambda why: None))
+        assert began.wait(60)
+        return is_free
+
+    yield block
+    for event in events:
+        event.set()
+
+
+def test_a_load_that_comes_to_its_turn_too_late_fails(
+    server: ScriptedServer, rank: MakeRank, blocked: Callable[[Rank], threading.Event]
+) -> None:
+    clock = Clock()
+    worker = ready(rank(server.address, clock=clock, load_timeout_s=30.0))
+    Stubborn(server, num_found=2)
+    before = worker.everything()
+    is_free = blocked(worker)
+    worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
+    assert eventually(lambda: worker.worker.results() is not None and len(worker.worker._copies._open) == 2)
+    clock.advance(31.0)
+    assert worker.worker.results().finished == set(), "its copy was submitted, so it ends with that"
+    is_free.set()
+    ended = worker.finish(1, 0)
+    assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
+    assert "turn" in ended.failures["r"][0].detail
+    assert worker.everything() == before
+    assert worker.all_pages_are_free()
+
+
+def test_a_full_copy_queue_fails_what_comes_next(
+    server: ScriptedServer, rank: MakeRank, blocked: Callable[[Rank], threading.Event]
+) -> None:
+    worker = ready(rank(server.address, engine=CpuCopyEngine(max_queued_jobs=1)))
+    Stubborn(server, num_found=2)
+    is_free = blocked(worker)
+    tables = worker.tables(1, 2)
+    ended = worker.run(loads=[worker.load_of("r", DIGESTS, tables)], stores=[worker.store_of(DIGESTS, tables)])
+    assert [failure.reason for failure in ended.failures["r"]] == ["busy"]
+    assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
+    assert worker.all_pages_are_free()
+    is_free.set()
+    assert eventually(lambda: worker.worker.results() is not None and not worker.worker._copies._open)
+    ended = worker.run(stores=[worker.store_of(DIGESTS, tables)])
+    assert list(ended.stores.values()) == [StoreOutcome(1)]
 
 
 def test_a_load_that_is_refused_or_cannot_be_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
