@@ -19,6 +19,8 @@ from hybridkv.lmcache.testing.server_process import eventually
 from hybridkv.transfer import CopyRuns, CpuCopyEngine
 
 FOREVER_S = 1e6
+QUIET = ConnectionOptions(beat_s=FOREVER_S, retry_s=0.01)
+"""A clock that jumps would let a heartbeat's answer come too late."""
 NAMESPACE = b"namespace"
 DIGESTS = digests_of("prompt", 2)
 
@@ -54,14 +56,15 @@ class Stubborn:
             return []
         if name == "query_prefetch_status":
             return [[*frames[:3], msgspec.msgpack.encode(self.num_found)]]
-        # What was let go is answered with whatever comes next, a heartbeat if nothing else.
+        # What was let go is answered with whatever comes next.
         late, self.held = ([], self.held) if self.kept else (self.held, [])
         answers = [answer for each in late for answer in polite("store", each)]
         return [*polite(name, frames), *answers]
 
-    def let_go(self) -> None:
+    def let_go(self, rank: Rank) -> None:
         """Answer what was kept, late."""
         self.kept.clear()
+        rank.station.connection.suspect()
 
 
 @pytest.fixture
@@ -86,10 +89,13 @@ def rank() -> Iterator[MakeRank]:
         each.close()
 
 
-def ready(rank: Rank) -> Rank:
-    """Open, and return when the server can be asked."""
+def ready(rank: Rank, clock: Clock | None = None) -> Rank:
+    """Open, and return when the server can be asked. What is not sent at once is sent again a little later."""
     rank.begin()
-    assert isinstance(rank.station.connection.wait_ready(60.0), Ready)
+    if clock is None:
+        assert isinstance(rank.station.connection.wait_ready(60.0), Ready)
+    else:
+        assert eventually(lambda: clock.advance(0.02) is None and rank.station.ready is not None)
     return rank
 
 
@@ -137,7 +143,7 @@ def test_a_retrieve_without_an_answer_fails_its_load_at_the_deadline_and_keeps_i
     server: ScriptedServer, rank: MakeRank
 ) -> None:
     clock = Clock()
-    worker = ready(rank(server.address, clock=clock, load_timeout_s=30.0))
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, load_timeout_s=30.0), clock)
     before = worker.everything()
     stubborn = Stubborn(server, 2, "retrieve")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
@@ -149,14 +155,14 @@ def test_a_retrieve_without_an_answer_fails_its_load_at_the_deadline_and_keeps_i
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
     assert worker.station.used_bytes > 0, "the server may write there yet"
     assert worker.everything() == before
-    stubborn.let_go()
-    assert eventually(lambda: clock.advance(0.1) is None and worker.station.used_bytes == 0)
+    stubborn.let_go(worker)
+    assert worker.all_pages_are_free()
     assert worker.everything() == before
 
 
 def test_a_lookup_without_an_answer_fails_its_load_and_keeps_no_page(server: ScriptedServer, rank: MakeRank) -> None:
     clock = Clock()
-    worker = ready(rank(server.address, clock=clock, load_timeout_s=30.0))
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, load_timeout_s=30.0), clock)
     stubborn = Stubborn(server, 2, "query_prefetch_status")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
     assert eventually(lambda: bool(stubborn.held))
@@ -193,7 +199,7 @@ def test_a_load_that_comes_to_its_turn_too_late_fails(
     server: ScriptedServer, rank: MakeRank, blocked: Callable[[Rank], threading.Event]
 ) -> None:
     clock = Clock()
-    worker = ready(rank(server.address, clock=clock, load_timeout_s=30.0))
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, load_timeout_s=30.0), clock)
     Stubborn(server, num_found=2)
     before = worker.everything()
     is_free = blocked(worker)
@@ -329,7 +335,7 @@ def test_a_store_is_over_when_its_bytes_are_out_of_the_engine(server: ScriptedSe
     assert list(ended.stores.values()) == [StoreOutcome(1)]
     assert eventually(lambda: bool(stubborn.held))
     assert worker.station.used_bytes > 0
-    stubborn.let_go()
+    stubborn.let_go(worker)
     assert worker.all_pages_are_free()
     counted = worker.counted()
     assert (counted["lmcache_operations_total store done"], counted["lmcache_chunks_total store"]) == (1, 2)
@@ -339,16 +345,8 @@ def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_
     server: ScriptedServer, rank: MakeRank
 ) -> None:
     clock = Clock()
-    connection = ConnectionOptions(beat_s=FOREVER_S, retry_s=0.01)
-    worker = ready(
-        rank(
-            server.address,
-            clock=clock,
-            connection=connection,
-            pool=pool_of(GEMMA, 4),
-            store_timeout_seconds=10.0,
-        )
-    )
+    pool = pool_of(GEMMA, 4)
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, store_timeout_seconds=10.0), clock)
     Stubborn(server, 0, "store")
     tables = worker.tables(1, 16)
     digests = digests_of("long", 3)
@@ -362,7 +360,7 @@ def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_
     ended = worker.finish(0, 1)
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     server.script = polite
-    assert eventually(lambda: is_another(worker, instance) if clock.advance(0.1) is None else False)
+    assert eventually(lambda: clock.advance(0.02) is None and is_another(worker, instance))
     assert worker.station.used_bytes == 0
     ended = worker.run(stores=[worker.store_of(digests, tables)])
     assert list(ended.stores.values()) == [StoreOutcome(1)], "copied into the other memory"
@@ -400,7 +398,7 @@ def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, ran
     worker.begin(loads=[worker.load_of("second", digests, tables)], stores=[worker.store_of(digests[:1], tables)])
     assert worker.worker.results().finished == set()
     assert worker.worker.outcome() is None, "neither has room"
-    stubborn.let_go()
+    stubborn.let_go(worker)
     ended = worker.finish(2, 1)
     assert ended.finished == {"first", "second"}
     names = [name for name in server.calls if name in ("retrieve", "store")]
@@ -422,7 +420,7 @@ def test_what_is_under_way_ends_when_the_worker_is_closed(server: ScriptedServer
     stubborn = Stubborn(server, 2, "query_prefetch_status")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
     assert eventually(lambda: bool(stubborn.held))
-    stubborn.let_go()
+    stubborn.let_go(worker)
     worker.close()
     results = worker.worker._outcomes.take_results()
     assert results.finished == results.failed == {"r"}
