@@ -110,13 +110,15 @@ def reasons(rank: Rank, load: PageLoad) -> list[str]:
 
 
 def test_a_load_of_which_the_server_has_less_fails_as_missing(server: ScriptedServer, rank: MakeRank) -> None:
-    worker = rank(server.address)
+    worker = ready(rank(server.address))
     tables = worker.tables(1, 2)
     before = worker.everything()
     Stubborn(server, num_found=1)
+    releases = server.calls.count("free_lookup_locks")
     assert reasons(worker, worker.load_of("r", DIGESTS, tables)) == ["missing"]
     assert worker.everything() == before
-    assert "free_lookup_locks" in server.calls and "retrieve" not in server.calls
+    assert "retrieve" not in server.calls
+    assert eventually(lambda: server.calls.count("free_lookup_locks") == releases + 1)
     assert worker.all_pages_are_free()
 
 
@@ -356,6 +358,7 @@ def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_
     worker.begin(stores=[worker.store_of(digests, tables)])
     assert worker.worker.results().finished == set()
     assert worker.worker.outcome() is None, "it waits for room"
+    assert reasons(worker, worker.load_of("r", digests[:1], tables)) == ["missing"], "and a load need not"
     clock.advance(11.0)
     ended = worker.finish(0, 1)
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
@@ -364,6 +367,30 @@ def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_
     assert worker.station.used_bytes == 0
     ended = worker.run(stores=[worker.store_of(digests, tables)])
     assert list(ended.stores.values()) == [StoreOutcome(1)], "copied into the other memory"
+    assert worker.all_pages_are_free()
+
+
+def test_loads_that_find_no_room_because_of_questions_without_an_answer_get_other_memory(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
+    clock = Clock()
+    pool = pool_of(GEMMA, 2)
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, load_timeout_s=30.0), clock)
+    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    stubborn = Stubborn(server, 2, "retrieve")
+    tables = worker.tables(1, 2)
+    worker.begin(loads=[worker.load_of("first", DIGESTS, tables)])
+    assert eventually(lambda: bool(stubborn.held))
+    clock.advance(20.0)
+    worker.begin(loads=[worker.load_of("second", DIGESTS, tables)])
+    clock.advance(15.0)
+    assert worker.finish(1, 0).failed == {"first"}
+    clock.advance(20.0)
+    ended = worker.finish(1, 0)
+    assert [failure.reason for failure in ended.failures["second"]] == ["timeout"]
+    assert eventually(lambda: clock.advance(0.02) is None and is_another(worker, instance))
+    server.script = polite
+    assert reasons(worker, worker.load_of("third", DIGESTS, tables)) == ["missing"]
     assert worker.all_pages_are_free()
 
 
@@ -393,11 +420,13 @@ def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, ran
     stubborn = Stubborn(server, 4, "retrieve")
     digests = digests_of("long", 4)
     tables = worker.tables(1, 4)
-    worker.begin(loads=[worker.load_of("first", digests, tables)])
+    worker.begin(loads=[worker.load_of("first", digests, tables, 2)])
     assert eventually(lambda: len(stubborn.held) == 1)
+    used_bytes = worker.station.used_bytes
+    assert 0 < used_bytes < worker.station.capacity_bytes
     worker.begin(loads=[worker.load_of("second", digests, tables)], stores=[worker.store_of(digests[:1], tables)])
     assert worker.worker.results().finished == set()
-    assert worker.worker.outcome() is None, "neither has room"
+    assert worker.station.used_bytes == used_bytes, "the load has no room, and the store must not take what there is"
     stubborn.let_go(worker)
     ended = worker.finish(2, 1)
     assert ended.finished == {"first", "second"}

@@ -129,7 +129,8 @@ class Pool:
     def page(self, group: int, block: int) -> memoryview:
         """Header and bytes of one page."""
         offset = self.offset(group, block)
-        return self._memory.view[offset : offset + self.geometry.page_bytes[group]]
+        with self._lock:  # or `renew` takes the memory away that is being looked at
+            return self._memory.view[offset : offset + self.geometry.page_bytes[group]]
 
     def num_free(self, group: int) -> int:
         with self._lock:

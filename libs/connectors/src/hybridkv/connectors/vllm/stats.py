@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.explain import Explanation
     from hybridkv.connectors.vllm.messages import LoadFailure
 
-RAM, DISK = "ram", "disk"
+RAM, DISK, LMCACHE = "ram", "disk", "lmcache"
 
 
 class Recorder:

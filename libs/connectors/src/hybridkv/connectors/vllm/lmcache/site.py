@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from hybridkv.connectors.config import parse_url
+from hybridkv.connectors.config import ROOT, parse_url
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
@@ -15,6 +15,7 @@ from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.geometry import Geometry, PageGroup
 from hybridkv.lmcache.keys import page_identity, words_of
 from hybridkv.lmcache.pool import ALIGNMENT_BYTES
+from hybridkv.planner import GroupSpec
 
 _CHUNK_HINT = "raise pool, or start the server with a smaller --chunk-size"
 
@@ -74,13 +75,10 @@ def site_of(config: LMCacheConfig, layout: CacheLayout) -> Site:
     """What an operator says of a server, and an engine of its groups.
 
     Raises:
-        ConfigurationError: there is no such address, or the pool has no room for a chunk.
+        ConfigurationError: the pool has no room for a chunk.
     """
-    address = parse_url(config.url)
-    if address is None:
-        raise ConfigurationError("url", '"tcp://HOST:PORT"', config.url, "the --host and --port of `lmcache server`")
     site = Site(
-        ServerAddress(*address, config.http_port),
+        address_of(config),
         page_groups(layout),
         layout.spec.stored_groups,
         layout.spec.chunk_tokens,
@@ -93,20 +91,28 @@ def site_of(config: LMCacheConfig, layout: CacheLayout) -> Site:
     if not site.num_chunks:
         geometry = Geometry(site.groups, site.chunk_tokens)
         needed = (_rest_bytes(geometry) + _chunk_bytes(geometry)) * layout.world_size
-        raise ConfigurationError("pool", f"at least {needed} bytes, which one chunk takes", config.pool, _CHUNK_HINT)
+        raise ConfigurationError(
+            f"{ROOT}.pool", f"at least {needed} bytes, which one chunk takes", config.pool, _CHUNK_HINT
+        )
     return site
 
 
-def page_groups(layout: CacheLayout) -> tuple[PageGroup, ...]:
-    """The stored groups, each with the bytes of one block on one rank.
+def address_of(config: LMCacheConfig) -> ServerAddress:
+    """Where the server listens."""
+    address = parse_url(config.url)
+    assert address is not None, "the configuration was decoded"
+    return ServerAddress(*address, config.http_port)
 
-    What does not change what a server keeps is left out: whether a block can be cut, which here never is.
-    """
+
+def plain_spec(spec: GroupSpec) -> GroupSpec:
+    """Without what does not change what a server keeps: whether a block can be cut, which here never is."""
+    return msgspec.structs.replace(spec, part_tokens=None)
+
+
+def page_groups(layout: CacheLayout) -> tuple[PageGroup, ...]:
+    """The stored groups, each with the bytes of one block on one rank."""
     groups = layout.spec.groups
-    return tuple(
-        PageGroup(msgspec.structs.replace(groups[index], part_tokens=None), layout.block_bytes(index))
-        for index in layout.spec.stored_groups
-    )
+    return tuple(PageGroup(plain_spec(groups[index]), layout.block_bytes(index)) for index in layout.spec.stored_groups)
 
 
 def num_chunks(groups: tuple[PageGroup, ...], chunk_tokens: int, pool_bytes: int) -> int:

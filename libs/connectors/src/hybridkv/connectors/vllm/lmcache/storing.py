@@ -8,13 +8,14 @@ that it did not take them is counted.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, CopyJob
-from hybridkv.connectors.vllm.lmcache.messages import PageStore
+from hybridkv.connectors.vllm.lmcache.messages import PageStore, Release
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, engine_runs, seal_pages
 from hybridkv.connectors.vllm.lmcache.station import Station
@@ -66,9 +67,13 @@ class Storing:
         self._on_ended = on_ended
         self._waiting: deque[_Storing] = deque()
         self._open: list[_Storing] = []
+        self._held: dict[int, list[tuple[PageStore, Parts, Hold]]] = {}
+        """Copied, and not handed over, by store."""
 
     def begin(self, store: PageStore) -> None:
         """Carry out, when there is room."""
+        if store.is_held:
+            self._held[store.store_id] = []
         now_s, station = self._clock(), self._station
         at_once = station.chunks_at_once
         runs = [
@@ -81,6 +86,14 @@ class Storing:
         )
         self._open.append(storing)
         self._waiting.append(storing)
+
+    def release(self, release: Release) -> None:
+        """Hand over what a store that is held has copied, or drop it. The store has ended."""
+        for store, parts, hold in self._held.pop(release.store_id, ()):
+            if release.is_good:
+                self._send(store, parts, hold)
+            else:
+                hold.drop(SERVER)
 
     def step(self) -> None:
         """Go on with whatever can."""
@@ -99,6 +112,8 @@ class Storing:
             self._fail(storing, reason, detail)
             storing.num_copying = 0
             self._end_if_over(storing)
+        for store_id in list(self._held):
+            self.release(Release(store_id, False))
 
     def _start(self, storing: _Storing) -> bool:
         """Begin the next run of chunks, or give up. False where it is too early for either."""
@@ -130,6 +145,10 @@ class Storing:
 
         def seal_and_send() -> None:
             seal_pages(parts, station.site, hold, digests, self._pages)
+            if storing.store.is_held:
+                hold.until_s = math.inf  # the server is asked for nothing yet
+                self._held[storing.store.store_id].append((storing.store, parts, hold))
+                return
             # From here, and not when the engine looks next: it may be idle by then.
             self._send(storing.store, parts, hold)
 
@@ -152,7 +171,7 @@ class Storing:
         self._copies.submit(CopyJob(False, runs, None, seal_and_send, copied, zero_bytes))
 
     def _send(self, store: PageStore, parts: Parts, hold: Hold) -> None:
-        """Have the server take sealed pages. On the copy thread."""
+        """Have the server take sealed pages. Any thread."""
         station = self._station
         timeout_s = station.site.store_timeout_s
         hold.until_s = self._clock() + timeout_s

@@ -85,6 +85,9 @@ class LMCacheWorker:
     def start_stores(self, plan: LMCachePlan) -> None:
         """Begins the step's stores. The forward pass that wrote their blocks is over."""
         self._open_once(plan)
+        for release in plan.releases:
+            if self._storing is not None:
+                self._storing.release(release)
         for store in plan.stores:
             try:
                 if self._storing is None:
