@@ -16,7 +16,7 @@ import torch
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
-from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
 from hybridkv.connectors.vllm.lmcache.site import Site, num_chunks, page_groups, site_of
 from hybridkv.connectors.vllm.lmcache.station import Station
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
@@ -229,8 +229,14 @@ class Rank:
 
     # What a test does.
 
-    def begin(self, *, loads: Sequence[PageLoad] = (), stores: Sequence[PageStore] = ()) -> None:
-        plan = LMCachePlan(tuple(loads), tuple(stores), self.namespace)
+    def begin(
+        self,
+        *,
+        loads: Sequence[PageLoad] = (),
+        stores: Sequence[PageStore] = (),
+        releases: Sequence[Release] = (),
+    ) -> None:
+        plan = LMCachePlan(tuple(loads), tuple(stores), self.namespace, releases=tuple(releases))
         self.worker.start_loads(plan)
         self.worker.start_stores(plan)
 

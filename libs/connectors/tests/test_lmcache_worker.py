@@ -11,9 +11,10 @@ import pytest
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, Model, Rank, digests_of, pool_of
 
 from hybridkv.connectors.vllm.lmcache.copying import CopyJob
-from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
 from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
+from hybridkv.lmcache.page import HEADER_BYTES
 from hybridkv.lmcache.testing.scripted_server import Frames, ScriptedServer, polite
 from hybridkv.lmcache.testing.server_process import eventually
 from hybridkv.transfer import CopyRuns, CpuCopyEngine
@@ -330,6 +331,25 @@ def test_pages_that_the_scheduler_says_are_smaller_than_blocks_are_refused(
 # Stores and room.
 
 
+def test_what_a_block_leaves_of_a_page_is_zero(server: ScriptedServer, rank: MakeRank) -> None:
+    """The page had other bytes before, which the server would be given with it."""
+    worker = rank(server.address)
+    sizes = tuple(size + 64 for size in worker.site.payload_bytes)
+    plan = LMCachePlan((), (), NAMESPACE, sizes)
+    worker.worker.start_stores(plan)
+    assert isinstance(worker.station.connection.wait_ready(60.0), Ready)
+    pool = worker.station._member.pool
+    pool.view[:] = b"\xee" * len(pool.view)
+    Stubborn(server, 0, "store")
+    worker.run(stores=[worker.store_of(DIGESTS, worker.tables(1, 2))])
+    [hold] = worker.station._held
+    for group, blocks in hold.taken.blocks.items():
+        for block in blocks:
+            page = bytes(pool.page(group, block))
+            assert page[: HEADER_BYTES + 1] != b"\xee" * (HEADER_BYTES + 1)
+            assert page[-64:] == bytes(64)
+
+
 def test_a_store_is_over_when_its_bytes_are_out_of_the_engine(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address))
     stubborn = Stubborn(server, 0, "store")
@@ -442,6 +462,49 @@ def test_a_store_of_a_block_outside_the_engine_fails_alone(server: ScriptedServe
     assert ended.stores[good.store_id] == ended.stores[101] == StoreOutcome(1)
     assert ended.stores[100].reason == "io"
     assert worker.all_pages_are_free()
+
+
+def held(store: PageStore) -> PageStore:
+    """The same, not to be handed over yet."""
+    return msgspec.structs.replace(store, is_held=True)
+
+
+def test_a_store_that_is_held_is_handed_over_when_it_is_let_go_or_never(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address, DEEPSEEK_V4, pool=pool_of(DEEPSEEK_V4, 8)))
+    tables = worker.tables(1, 4)
+    good, bad = (held(worker.store_of(digests_of(name, 3), tables)) for name in ("good", "bad"))
+    for store in (good, bad):
+        assert worker.run(stores=[store]).stores[store.store_id] == StoreOutcome(1), "its bytes are out of the engine"
+    assert "store" not in server.calls
+    used_bytes = worker.station.used_bytes
+    worker.begin(releases=[Release(bad.store_id, False)])
+    assert worker.station.used_bytes == used_bytes // 2
+    assert "store" not in server.calls
+    worker.begin(releases=[Release(good.store_id, True), Release(good.store_id, True), Release(77, True)])
+    assert worker.all_pages_are_free()
+    # In runs of two chunks, as it was copied; each once.
+    assert server.calls.count("store") == 2
+    assert worker.counted()["lmcache_chunks_total store"] == 3
+
+
+def test_pages_that_are_held_are_not_taken_for_lost(server: ScriptedServer, rank: MakeRank) -> None:
+    clock = Clock()
+    pool = pool_of(GEMMA, 2)
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, load_timeout_s=30.0), clock)
+    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    tables = worker.tables(1, 2)
+    store = held(worker.store_of(DIGESTS[:1], tables))
+    worker.run(stores=[store])
+    Stubborn(server, num_found=1)
+    worker.begin(loads=[worker.load_of("too large", DIGESTS, tables)])
+    clock.advance(29.0)
+    other = worker.load_of("goes on", DIGESTS[:1], tables)
+    clock.advance(2.0)
+    assert [failure.reason for failure in worker.finish(1, 0).failures["too large"]] == ["timeout"]
+    assert reasons(worker, other) == ["missing"]
+    worker.begin(releases=[Release(store.store_id, True)])
+    assert worker.all_pages_are_free()
+    assert "store" in server.calls and not is_another(worker, instance)
 
 
 def test_what_is_under_way_ends_when_the_worker_is_closed(server: ScriptedServer, rank: MakeRank) -> None:

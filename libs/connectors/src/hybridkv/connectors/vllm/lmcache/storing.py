@@ -30,7 +30,6 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 class _Storing:
     store: PageStore
     until_s: float
-    began_s: float
     waiting: deque[Parts]
     """Runs of chunks that have no pages yet."""
     num_copying: int = 0
@@ -74,7 +73,7 @@ class Storing:
         """Carry out, when there is room."""
         if store.is_held:
             self._held[store.store_id] = []
-        now_s, station = self._clock(), self._station
+        station = self._station
         at_once = station.chunks_at_once
         runs = [
             ChunkSpan(start, min(start + at_once, len(store.digests)))
@@ -82,7 +81,7 @@ class Storing:
         ]
         parts = (parts_of(station.site, station.geometry, store.copies, chunks) for chunks in runs)
         storing = _Storing(
-            store, now_s + station.site.store_timeout_s, now_s, deque(part for part in parts if part.parts)
+            store, self._clock() + station.site.store_timeout_s, deque(part for part in parts if part.parts)
         )
         self._open.append(storing)
         self._waiting.append(storing)
@@ -119,7 +118,7 @@ class Storing:
         """Begin the next run of chunks, or give up. False where it is too early for either."""
         station = self._station
         if self._clock() >= storing.until_s:
-            station.starved(storing.began_s)
+            station.starved()
             self._fail(storing, FailureReason.BUSY, "no page was free in time")
             return True
         if station.ready is None:
