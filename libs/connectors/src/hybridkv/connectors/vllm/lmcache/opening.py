@@ -15,6 +15,7 @@ from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups, resolve
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.questions import Questions
+from hybridkv.connectors.vllm.lmcache.member import SiteMember
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of
@@ -139,9 +140,7 @@ class LMCacheOpening:
         identity = self._identification.identity(ranks)
         geometry = Geometry(site.groups, site.chunk_tokens)
         name = cache_name(identity.namespace, geometry.digest())
-        connection = Connection(
-            site.address, CacheMember(site.groups, identity.namespace, site.world_size, 0), site.connection, clock
-        )
+        connection = Connection(site.address, SiteMember(site, identity.namespace, 0), site.connection, clock)
         questions = Questions(
             Operations(connection, clock),
             lambda digests: Prefix(name, site.world_size, site.words(digests)),
