@@ -44,7 +44,6 @@ _STATES = {
 class _Loading:
     load: PageLoad
     parts: Parts
-    began_s: float
     until_s: float
     prefix: Prefix | None = None
     hold: Hold | None = None
@@ -94,7 +93,7 @@ class Loading:
         """Carry out, when there is room."""
         now_s = self._clock()
         parts = parts_of(self._station.site, self._station.geometry, load.copies, _chunks(load))
-        loading = _Loading(load, parts, now_s, now_s + self._timeout_s)
+        loading = _Loading(load, parts, now_s + self._timeout_s)
         self._open.append(loading)
         if parts.num_unkept:
             detail = f"{parts.num_unkept} blocks of which a server keeps none"
@@ -127,7 +126,7 @@ class Loading:
             if loading.is_over:
                 self._waiting.popleft()
             elif self._clock() >= loading.until_s:
-                self._station.starved(loading.began_s)
+                self._station.starved()
                 self._fail(self._waiting.popleft(), TIMEOUT, "no page was free in time")
             elif self._station.ready is None:
                 if self._station.is_coming:

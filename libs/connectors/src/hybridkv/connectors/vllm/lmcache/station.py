@@ -44,7 +44,6 @@ class Station:
         self._memory: PoolMemory | None = None
         self._lock = threading.Lock()
         self._held: set[Hold] = set()
-        self._settled_s = clock()
         self._member = SiteMember(site, namespace, self._num_chunks)
         self.connection = Connection(site.address, self._member, site.connection, clock)
         self.operations = Operations(self.connection, clock)
@@ -121,14 +120,13 @@ class Station:
         """What this rank has of a chunk is wrong: have it deleted, so that it can be stored anew. Any thread."""
         withdraw(self.connection, prefix, self.rank, chunk, len(self.site.groups))
 
-    def starved(self, since_s: float) -> None:
-        """Somebody found no room since then. Where nothing came back either, or something should have long ago, nothing
-        is heard of it: a server that passes over a question says nothing, and lives. Another connection has other
-        memory."""
+    def starved(self) -> None:
+        """Somebody found no room for long. Where pages should have come back by now, nothing is heard of them: a server
+        that passes over a question says nothing, and lives. Another connection has other memory."""
         with self._lock:
             now_s, instance = self._clock(), self._memory.instance if self._memory is not None else None
-            is_overdue = any(hold.until_s < now_s and hold.taken.instance == instance for hold in self._held)
-        if self._settled_s <= since_s or is_overdue:
+            is_overdue = any(hold.until_s <= now_s and hold.taken.instance == instance for hold in self._held)
+        if is_overdue:
             self.connection.doubt()
 
     def close(self) -> None:
@@ -149,7 +147,6 @@ class Station:
 
     def _give_back(self, hold: Hold) -> None:
         """Any thread."""
-        self._settled_s = self._clock()
         with self._lock:
             self._held.discard(hold)
         self._member.pool.give_back(hold.taken)
