@@ -454,6 +454,30 @@ def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, ran
     assert names == ["retrieve", "retrieve", "store"]
 
 
+def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(server: ScriptedServer, rank: MakeRank) -> None:
+    """The engine's blocks are pinned for it. A load may take longer than a store waits: nothing is overdue."""
+    clock = Clock()
+    connection = ConnectionOptions(beat_s=FOREVER_S)
+    keys: dict[str, Any] = {"pool": pool_of(QWEN3_NEXT, 4), "load_timeout_s": 30.0, "store_timeout_seconds": 10.0}
+    worker = ready(rank(server.address, QWEN3_NEXT, clock=clock, connection=connection, **keys))
+    stubborn = Stubborn(server, 4, "retrieve")
+    digests = digests_of("long", 4)
+    tables = worker.tables(1, 4)
+    worker.begin(loads=[worker.load_of(name, digests, tables) for name in ("first", "second")])
+    assert eventually(lambda: len(stubborn.held) == 1)
+    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    worker.begin(stores=[worker.store_of(digests[:1], tables)])
+    clock.advance(11.0)
+    ended = worker.finish(0, 1)
+    assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
+    assert not ended.finished
+    stubborn.let_go()
+    worker.station.connection.suspect()
+    ended = worker.finish(2, 0)
+    assert {failure.reason for each in ended.failures.values() for failure in each} == {"missing"}
+    assert not is_another(worker, instance)
+
+
 def test_a_store_of_a_block_outside_the_engine_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address, num_blocks=64))
     bad = PageStore(100, DIGESTS, 0, (PageCopy(0, 0, 0, (99,)),))

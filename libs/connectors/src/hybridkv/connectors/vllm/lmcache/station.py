@@ -125,11 +125,11 @@ class Station:
         withdraw(self.connection, prefix, self.rank, chunk, len(self.site.groups))
 
     def starved(self) -> None:
-        """Somebody found no room in time. Where something should have been heard of pages by now, it may never be: a
-        server that passes over a question says nothing, and lives. Another connection has other memory."""
+        """Somebody found no room for long. Where pages should have come back by now, nothing is heard of them: a server
+        that passes over a question says nothing, and lives. Another connection has other memory."""
         with self._lock:
             now_s, instance = self._clock(), self._memory.instance if self._memory is not None else None
-            is_overdue = any(hold.until_s < now_s and hold.taken.instance == instance for hold in self._held)
+            is_overdue = any(hold.until_s <= now_s and hold.taken.instance == instance for hold in self._held)
         if is_overdue:
             self.connection.doubt()
 

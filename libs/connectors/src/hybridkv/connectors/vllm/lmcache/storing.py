@@ -94,11 +94,11 @@ class Storing:
             else:
                 hold.drop(SERVER)
 
-    def step(self) -> None:
-        """Go on with whatever can."""
+    def step(self, *, may_begin: bool) -> None:
+        """Go on with whatever can. Where nothing may begin, because loads wait for room, what waited too long ends."""
         while self._waiting:
             storing = self._waiting[0]
-            if storing.waiting and storing.failure is None and not self._start(storing):
+            if storing.waiting and storing.failure is None and not self._start(storing, may_begin):
                 return
             if not storing.waiting or storing.failure is not None:
                 self._waiting.popleft()
@@ -114,7 +114,7 @@ class Storing:
         for store_id in list(self._held):
             self.release(Release(store_id, False))
 
-    def _start(self, storing: _Storing) -> bool:
+    def _start(self, storing: _Storing, may_begin: bool) -> bool:
         """Begin the next run of chunks, or give up. False where it is too early for either."""
         station = self._station
         if self._clock() >= storing.until_s:
@@ -126,6 +126,8 @@ class Storing:
                 return False
             self._fail(storing, FailureReason.IO, f"no server: {station.connection.state}")
             return True
+        if not may_begin:
+            return False
         parts = storing.waiting[0]
         try:
             hold = station.take(parts, self._clock() + station.site.store_timeout_s, is_store=True)

@@ -141,8 +141,7 @@ class LMCacheWorker:
         if self._station is None or self._loading is None or self._storing is None:
             return
         self._loading.step()
-        if not self._loading.is_waiting:
-            self._storing.step()
+        self._storing.step(may_begin=not self._loading.is_waiting)
         # What a copy engine did in `submit` has ended.
         self._copies.poll()
 
