@@ -107,7 +107,7 @@ class Link:
     @property
     def states(self) -> tuple[bool, bool]:
         """Whether its halves may ask the server."""
-        connection, station = self.scheduler._close.__self__, self.worker._station
+        connection, station = self.scheduler._lives._questions._operations._connection, self.worker._station
         return isinstance(connection.state, Ready), station is not None and station.ready is not None
 
     @property
