@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
-from hybridkv.connectors.vllm.nixl.room import LoadRoom
+from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.peers.testing.faults import FaultPlan
 from hybridkv.planner.admission import Verdict
 from oracle.engine import StuckError

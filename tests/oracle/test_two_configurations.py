@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import offload, opening, register
+from hybridkv.connectors.vllm import identification, offload, register
 from hybridkv.connectors.vllm.identity import EngineFacts
 from oracle.disk_tier import forget, stacked
 from oracle.engine import OracleEngine
@@ -104,8 +104,8 @@ def test_an_identity_that_is_blind_to_the_difference_is_caught(
     difference: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: bytes that crossed over are seen."""
-    monkeypatch.setattr(opening, "engine_facts", lambda *_: EngineFacts({}, {}))
-    monkeypatch.setattr(opening, "merged", lambda *_: {})
+    monkeypatch.setattr(identification, "engine_facts", lambda *_: EngineFacts({}, {}))
+    monkeypatch.setattr(identification, "merged", lambda *_: {})
     with pytest.raises(CorruptionError) as caught:
         lives(str(tmp_path), difference, monkeypatch)
     assert isinstance(caught.value, OracleError)

@@ -1,15 +1,17 @@
-"""The page about the configuration shows an error as the connector raises it, and every key of the one to peers."""
+"""The page about the configuration shows an error as it is raised, and every key of connectors that have their own."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from hybridkv.connectors.config import decode_config
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.lmcache import config as lmcache
 from hybridkv.connectors.vllm.nixl import config as peers
 
 PAGE = "docs/reference/configuration.md"
@@ -30,24 +32,48 @@ def test_the_error_on_the_page_is_the_one_that_is_raised() -> None:
     assert example == " ".join(str(caught.value).split())
 
 
-def peers_section() -> str:
-    return page().partition("## HybridNixlConnector\n")[2].partition("\n## ")[0]
+def section(connector: str) -> str:
+    return page().partition(f"## {connector}\n")[2].partition("\n## ")[0]
 
 
-def test_every_key_of_the_connector_to_peers_has_its_heading_and_no_other_has() -> None:
-    headings = [line for line in peers_section().splitlines() if line.startswith("### ")]
-    named = {key.strip("`") for line in headings for key in line.removeprefix("### ").split(", ")}
-    own = [field.encode_name for field in msgspec.structs.fields(peers.NixlConfig) if field.name != "listen"]
-    of_listen = [f"listen.{field.encode_name}" for field in msgspec.structs.fields(peers.ListenConfig)]
-    assert named == {*own, *of_listen}
+def names(struct: type[msgspec.Struct]) -> set[str]:
+    return {field.encode_name for field in msgspec.structs.fields(struct)}
 
 
-def test_the_example_of_the_connector_to_peers_is_understood() -> None:
-    example = json.loads(peers_section().partition("```json\n")[2].partition("```")[0])
-    assert peers.decode_config(example["kv_connector_extra_config"]).allowed_hosts == ("10.0.0.0/24",)
+KEYS = {
+    "HybridNixlConnector": names(peers.NixlConfig) - {"listen"}
+    | {f"listen.{key}" for key in names(peers.ListenConfig)},
+    "HybridLMCacheConnector": names(lmcache.LMCacheConfig),
+}
 
 
-@pytest.mark.parametrize("key", ["lease_seconds", "max_leases", "connect_timeout_seconds", "load_timeout_seconds"])
-def test_the_page_has_the_defaults_of_the_connector_to_peers(key: str) -> None:
-    described = peers_section().partition(f"### `{key}`\n")[2].partition("\n### ")[0]
-    assert f"Default {getattr(peers.NixlConfig(), key):g}." in described
+@pytest.mark.parametrize("connector", KEYS)
+def test_every_key_of_a_connector_has_its_heading_and_no_other_has(connector: str) -> None:
+    headings = [line for line in section(connector).splitlines() if line.startswith("### ")]
+    assert {key.strip("`") for line in headings for key in line.removeprefix("### ").split(", ")} == KEYS[connector]
+
+
+def example(connector: str) -> Any:
+    return json.loads(section(connector).partition("```json\n")[2].partition("```")[0])["kv_connector_extra_config"]
+
+
+def test_the_examples_are_understood() -> None:
+    assert peers.decode_config(example("HybridNixlConnector")).allowed_hosts == ("10.0.0.0/24",)
+    assert lmcache.decode_config(example("HybridLMCacheConnector")).pool == 4 << 30
+
+
+SECONDS = [
+    (connector, key, default)
+    for connector, config in (
+        ("HybridNixlConnector", peers.NixlConfig()),
+        ("HybridLMCacheConnector", lmcache.LMCacheConfig(url="")),
+    )
+    for key, default in msgspec.structs.asdict(config).items()
+    if isinstance(default, float) or key in ("max_leases", "http_port")
+]
+
+
+@pytest.mark.parametrize(("connector", "key", "default"), SECONDS)
+def test_the_page_has_the_defaults(connector: str, key: str, default: float) -> None:
+    described = section(connector).partition(f"### `{key}`\n")[2].partition("\n### ")[0]
+    assert f"Default {default:g}" in described

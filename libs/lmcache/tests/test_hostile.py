@@ -1,9 +1,12 @@
 """Servers that say anything: every call ends once, memory stays bounded, and nothing is believed that does not fit."""
 
+import contextlib
 import itertools
 import os
 import random
 import resource
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -14,7 +17,10 @@ from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 
 from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
-from hybridkv.lmcache.connection import ConnectionOptions, Down
+from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready
+from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
+from hybridkv.lmcache.operations import Pages
+from hybridkv.lmcache.pool import Taken
 from hybridkv.lmcache.testing.rig import Rig, wait
 from hybridkv.lmcache.testing.scripted_server import (
     CONFIG,
@@ -187,6 +193,29 @@ def test_a_frame_that_is_too_long_ends_the_connection_and_takes_no_memory(server
         channel.close(10)
 
 
+def test_what_is_put_off_again_while_a_channel_closes_is_done(server: ScriptedServer) -> None:
+    channel = _channel(server)
+    done: list[bool] = []
+    channel.after(3600.0, lambda: channel.after(3600.0, lambda: done.append(True)))
+    assert channel.close(60)
+    assert done == [True]
+
+
+def test_a_server_is_looked_at_between_errands(server: ScriptedServer) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        is_posted, num_looks = threading.Event(), list[int]()
+
+        def errand(ready: Ready) -> None:
+            assert is_posted.wait(60)
+            num_looks.append(server.calls.count("ping"))
+
+        for _ in range(3):
+            rig.connection.post(errand)
+        is_posted.set()
+        assert eventually(lambda: len(num_looks) == 3)
+        assert num_looks[0] < num_looks[1] < num_looks[2]
+
+
 def test_a_server_that_finds_more_than_was_looked_for_is_not_believed(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x05"]])
@@ -201,6 +230,22 @@ def test_a_lookup_that_never_ends_ends_at_its_deadline(server: ScriptedServer) -
         ended = rig.lookup(digests_of("endless", 4), timeout_s=0.3)
         assert isinstance(ended, Lack) and ended.trouble is Trouble.TIMEOUT
         assert eventually(lambda: "free_lookup_locks" in server.calls and "end_session" in server.calls)
+
+
+def test_pages_that_are_void_are_not_written_and_the_locks_are_given_back(server: ScriptedServer) -> None:
+    with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
+        server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x01"]])
+        found = rig.lookup(digests_of("void", 1))
+        assert isinstance(found, Answer)
+        rig.pool.renew()
+        settled: list[bool] = []
+        pages = Pages(Taken(0, {}), [])
+        ended: Ended[None] = wait(
+            lambda end: rig.operations.retrieve(found.value, 0, 0, pages, 30.0, end, lambda: settled.append(True))
+        )
+        assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
+        assert eventually(lambda: settled == [True] and {"free_lookup_locks", "end_session"} <= set(server.calls))
+        assert "retrieve" not in server.calls
 
 
 def test_a_server_that_says_it_wrote_and_did_not_is_found_out(server: ScriptedServer) -> None:
@@ -261,6 +306,31 @@ def test_a_server_that_says_nonsense_of_itself_is_down(pages: dict[str, bytes]) 
             rig.ready()
         finally:
             rig.close()
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.0 200 OK\r\nX: ", b"HTTP/1.0 200 OK\r\n\r\n"], ids=["headers", "body"])
+def test_an_answer_over_http_that_comes_byte_by_byte_ends_at_its_deadline(said: bytes) -> None:
+    ended: list[str] = []
+
+    def ask(address: HttpAddress) -> None:
+        try:
+            get_json(address, "/config", 0.3)
+        except HttpError as error:
+            ended.append(str(error))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        asker = threading.Thread(target=ask, args=(HttpAddress(*listening.getsockname()),), daemon=True)
+        asker.start()
+        client, _ = listening.accept()
+        with client:
+            client.sendall(said)
+            until_s = time.monotonic() + 30.0
+            while asker.is_alive() and time.monotonic() < until_s:
+                with contextlib.suppress(OSError):
+                    client.sendall(b"1")
+                asker.join(0.05)
+            assert not asker.is_alive(), "what comes byte by byte is waited for"
+    assert len(ended) == 1 and ended[0].startswith("GET /config")
 
 
 def test_a_server_that_came_back_with_another_chunk_is_refused(server: ScriptedServer) -> None:

@@ -25,7 +25,7 @@ def chunk_bytes(seed: int, num_bytes: int = CHUNK_BYTES) -> bytes:
     return bytes((seed + 31 * position) % 251 for position in range(num_bytes))
 
 
-class Place:
+class ServerWithDisk:
     """Where a server with a disk is started, killed and started again."""
 
     def __init__(self, lmcache: Sequence[str], directory: Path, *arguments: str) -> None:

@@ -19,7 +19,7 @@ from hybridkv.lmcache.wire import CODECS  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import FailureReason, Slot, Ticket, TierMedium  # noqa: E402
 from hybridkv.tiers.lmcache import LMCacheMedium, LMCacheOptions  # noqa: E402
-from hybridkv.tiers.lmcache.moving import Move, _Row  # noqa: E402
+from hybridkv.tiers.lmcache.moving import RankMove, _Row  # noqa: E402
 from hybridkv.tiers.lmcache.shelf import Page  # noqa: E402
 from hybridkv.tiers.testing.conformance import MediumConformance, Tier  # noqa: E402
 from hybridkv.tiers.testing.conformance.medium import NUM_BYTES  # noqa: E402
@@ -60,7 +60,7 @@ class TestLMCacheMedium(MediumConformance):
         moving = medium._moving
         read = moving._read
 
-        def changed(row: _Row, move: Move, page: Page, prefix: Prefix, ended: Ended[None]) -> None:
+        def changed(row: _Row, move: RankMove, page: Page, prefix: Prefix, ended: Ended[None]) -> None:
             page.view[HEADER_BYTES + NUM_BYTES - 1] ^= 1
             read(row, move, page, prefix, ended)
 
@@ -161,6 +161,7 @@ def test_a_chunk_of_a_size_that_was_not_told_is_not_moved(engine: MakeEngine) ->
 
 def test_an_end_leaves_nothing_registered_and_nothing_shared(server: ServerProcess, engine: MakeEngine) -> None:
     made = engine()
+    assert eventually(made.is_there)
     before = set(server.status()["registered_gpu_ids"])
     assert made.put(A, chunk_bytes(1)) is None and made.found(A, B) == [HIT, MISS]
     assert made.get(A) == chunk_bytes(1)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from lmcache_servers import CHUNK_BYTES, Engine, Place, chunk_bytes
+from lmcache_servers import CHUNK_BYTES, Engine, ServerWithDisk, chunk_bytes
 
 from hybridkv.lmcache.connection import ServerAddress
 from hybridkv.lmcache.testing.server_process import command, eventually, variable
@@ -27,16 +27,16 @@ SHORT = LMCacheOptions(move_timeout_s=1.0, reach_timeout_s=1.0, missing_s=0.01)
 
 
 @pytest.fixture(scope="module", params=sorted(CODECS))
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithDisk]:
     lmcache = command(request.param)
     if lmcache is None:
         pytest.skip(f"{variable(request.param)} names no lmcache of version {request.param}")
-    place = Place(lmcache, tmp_path_factory.mktemp("lmcache"))
+    place = ServerWithDisk(lmcache, tmp_path_factory.mktemp("lmcache"))
     yield place
     place.server.kill()
 
 
-def test_what_is_on_a_servers_disk_is_read_from_the_next_one_and_a_changed_byte_is_found(place: Place) -> None:
+def test_what_is_on_a_servers_disk_is_read_from_the_next_one_and_a_changed_byte_is_found(place: ServerWithDisk) -> None:
     engine = Engine(place.server.address)
     before = set(place.files())
     for number, key in enumerate((A, B)):
@@ -66,7 +66,7 @@ def test_what_is_on_a_servers_disk_is_read_from_the_next_one_and_a_changed_byte_
     engine.close()
 
 
-def test_a_server_that_is_killed_in_mid_load_and_mid_store_costs_those_and_is_used_again(place: Place) -> None:
+def test_a_server_that_is_killed_in_mid_load_and_mid_store_costs_those_and_is_used_again(place: ServerWithDisk) -> None:
     engine = Engine(place.server.address)
     assert engine.put(A, chunk_bytes(1)) is None
     far, new = engine.index.pin(A), engine.index.reserve(B, CHUNK_BYTES)
@@ -93,7 +93,7 @@ def test_a_server_that_is_killed_in_mid_load_and_mid_store_costs_those_and_is_us
     engine.close()
 
 
-def test_a_server_that_answers_no_more_costs_the_time_that_was_given(place: Place) -> None:
+def test_a_server_that_answers_no_more_costs_the_time_that_was_given(place: ServerWithDisk) -> None:
     engine = Engine(place.server.address, options=SHORT)
     assert engine.put(A, chunk_bytes(1)) is None
     far, new = engine.index.pin(A), engine.index.reserve(B, CHUNK_BYTES)
@@ -115,7 +115,7 @@ def test_a_server_that_answers_no_more_costs_the_time_that_was_given(place: Plac
     engine.close()
 
 
-def test_an_end_waits_for_no_server_that_is_stopped(place: Place) -> None:
+def test_an_end_waits_for_no_server_that_is_stopped(place: ServerWithDisk) -> None:
     engine = Engine(place.server.address)
     assert engine.put(A, chunk_bytes(1)) is None
     far = engine.index.pin(A)

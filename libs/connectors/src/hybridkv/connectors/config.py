@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 
 ROOT = "kv_connector_extra_config"
@@ -185,7 +186,7 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
     Raises:
         ConfigurationError: a key or value is not understood, or a value cannot work.
     """
-    _refuse_unknown_keys(ROOT, raw, OffloadConfig)
+    refuse_unknown_keys(ROOT, raw, OffloadConfig)
     if not raw.get("tiers"):
         raise ConfigurationError(
             f"{ROOT}.tiers",
@@ -199,7 +200,7 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
     try:
         config = msgspec.convert(plain, OffloadConfig, strict=True)
     except msgspec.ValidationError as error:
-        raise _as_configuration_error(error, raw) from None
+        raise as_configuration_error(error, raw, ROOT, _CHOICES, "docs/reference/configuration.md") from None
     for name in ("load_timeout_seconds", "lookup_timeout_seconds"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
@@ -261,7 +262,7 @@ def _require_stack(config: OffloadConfig) -> None:
     if config.peer is not None:
         _require_addresses(config.path_of("peer"), config.peer)
     if config.lmcache is not None:
-        _require_server(config.path_of("lmcache"), config.lmcache)
+        require_server(config.path_of("lmcache"), config.lmcache.url, config.lmcache.http_port)
     for name, tier in config.slower.items():
         _require_timeouts(config, config.path_of(name), tier)
 
@@ -282,17 +283,27 @@ def _require_addresses(path: str, tier: PeerTierConfig) -> None:
         )
 
 
-def _require_server(path: str, tier: LMCacheTierConfig) -> None:
-    if parse_url(tier.url) is None:
+def require_server(path: str, url: str, http_port: int) -> None:
+    """Refuse what cannot be a server of LMCache.
+
+    Args:
+        path: of what names it.
+        url: "tcp://HOST:PORT".
+        http_port: of its HTTP side.
+
+    Raises:
+        ConfigurationError: one of them is none.
+    """
+    if parse_url(url) is None:
         raise ConfigurationError(
             f"{path}.url",
             "tcp://HOST:PORT, with a port from 1 to 65535",
-            repr(tier.url),
+            repr(url),
             'the --host and --port of `lmcache server`, for example "tcp://127.0.0.1:5555"; its HTTP side is http_port',
         )
-    if not 0 < tier.http_port < 1 << 16:
+    if not 0 < http_port < 1 << 16:
         raise ConfigurationError(
-            f"{path}.http_port", "a port from 1 to 65535", tier.http_port, "the --http-port of `lmcache server`"
+            f"{path}.http_port", "a port from 1 to 65535", http_port, "the --http-port of `lmcache server`"
         )
 
 
@@ -341,7 +352,7 @@ def _plain_tier(path: str, tier: object) -> object:
             repr(kind),
             did_you_mean(str(kind), list(_TIER_TYPES)),
         )
-    _refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
+    refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
     plain = dict(tier)
     for field in ("capacity", "pool"):
         if field in tier:
@@ -376,29 +387,3 @@ def format_size(num_bytes: float) -> str:
         if num_bytes >= _UNITS[unit]:
             return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
     return f"{num_bytes:.0f} B"
-
-
-def _refuse_unknown_keys(
-    path: str, raw: Mapping[str, Any], struct: type[msgspec.Struct], also: tuple[str, ...] = ()
-) -> None:
-    known = [field.encode_name for field in msgspec.structs.fields(struct)] + list(also)
-    for key in raw:
-        if key not in known:
-            raise ConfigurationError(f"{path}.{key}", "a known key", "an unknown one", did_you_mean(str(key), known))
-
-
-def _as_configuration_error(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> ConfigurationError:
-    message, _, where = str(error).partition(" - at `$")
-    path = ROOT + where.rstrip("`")
-    found: Any = raw
-    for step in re.findall(r"\.([^.\[]+)|\[(\d+)\]", where.rstrip("`")):
-        try:
-            found = found[step[0]] if step[0] else found[int(step[1])]
-        except (KeyError, IndexError, TypeError):
-            break
-    expected = re.sub(r"^Expected (.*?)(, got .*)?$", r"\1", message).replace("`", "")
-    if required := re.match(r"Object missing required field (\S+)", expected):
-        name = required[1].strip("`")
-        return ConfigurationError(f"{path}.{name}", "a value", "nothing", f'add "{name}"')
-    expected = _CHOICES.get(path.rpartition(".")[2], expected)
-    return ConfigurationError(path, expected, repr(found), "see docs/reference/configuration.md")

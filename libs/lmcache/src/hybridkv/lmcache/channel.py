@@ -129,7 +129,14 @@ class Channel:
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Have something done on the channel's thread, later, or when the channel is closed if that is earlier."""
         due_s = self._clock() + delay_s
-        self._post(lambda: heapq.heappush(self._timers, (due_s, next(self._uids), action)))
+
+        def keep() -> None:
+            if self._is_closing:
+                action()
+            else:
+                heapq.heappush(self._timers, (due_s, next(self._uids), action))
+
+        self._post(keep)
 
     def drop(self) -> None:
         """Give up the connection and begin another: whatever is under way is LOST, and its late answers with it."""
@@ -257,6 +264,8 @@ class Channel:
         self._socket.close(0)
 
     def _drop(self) -> None:
+        if self._is_closing:
+            return  # all of it ends for CLOSED
         self._count("drops")
         self._disconnect()
         asked, self._asked = self._asked, {}

@@ -8,6 +8,7 @@ groups are registered sorted by that law, and block ids are put into that order.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,12 +88,23 @@ class Geometry:
     def order(self) -> tuple[int, ...]:
         """Indexes of the groups as they are registered: neighbours follow one law."""
 
-        def law(index: int) -> tuple[bool, int, int]:
-            window = self.windows[index]
-            chunks = _WHOLE if window is None else -(-window // self.chunk_tokens)
-            return self.groups[index].spec.kind is GroupKind.RECURRENT, chunks, index
+        return tuple(sorted(range(len(self.groups)), key=lambda index: (self._law(index), index)))
 
-        return tuple(sorted(range(len(self.groups)), key=law))
+    def objects(self, *, separate: bool) -> tuple[tuple[int, ...], ...]:
+        """Indexes of the groups that a server keeps in one object of a chunk, whole or not at all.
+
+        Args:
+            separate: whether the server was told to keep laws apart (`ServerFacts.separate_groups`).
+        """
+        if not separate:
+            return (self.order,)
+        return tuple(tuple(each) for _, each in itertools.groupby(self.order, self._law))
+
+    def _law(self, index: int) -> tuple[bool, int]:
+        """Of a group: whether it has states, and how many chunks its window reaches into."""
+        window = self.windows[index]
+        chunks = _WHOLE if window is None else -(-window // self.chunk_tokens)
+        return self.groups[index].spec.kind is GroupKind.RECURRENT, chunks
 
     @functools.cached_property
     def needs_separate_groups(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,32 +62,41 @@ def _ask(
     until_s = clock() + timeout_s
     connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
     try:
-        headers = {"Accept": "application/json", "Content-Type": "application/json", "Connection": "close"}
-        connection.request(method, path, body=body or None, headers=headers)
-        sock = connection.sock
-        response = connection.getresponse()
-        return response.status, _read(f"{method} {path}", response, sock, until_s, clock)
+        connection.connect()
+        with _ended_in(connection.sock, timeout_s):
+            headers = {"Accept": "application/json", "Content-Type": "application/json", "Connection": "close"}
+            connection.request(method, path, body=body or None, headers=headers)
+            response = connection.getresponse()
+            return response.status, _read(f"{method} {path}", response, until_s, clock)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise HttpError(f"{method} {path}: {type(error).__name__}: {error}") from None
     finally:
         connection.close()
 
 
-def _read(
-    what: str,
-    response: http.client.HTTPResponse,
-    sock: socket.socket | None,
-    until_s: float,
-    clock: Callable[[], float],
-) -> bytes:
+@contextlib.contextmanager
+def _ended_in(sock: socket.socket, timeout_s: float) -> Iterator[None]:
+    """Ends what is read after so long. The timeout of a socket begins anew with each byte."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _read(what: str, response: http.client.HTTPResponse, until_s: float, clock: Callable[[], float]) -> bytes:
     body = bytearray()
     while True:
-        left_s = until_s - clock()
-        if left_s <= 0:
-            raise HttpError(f"{what}: no whole answer in time")
-        if sock is not None:
-            sock.settimeout(left_s)
         piece = response.read1(_PIECE_BYTES)
+        if clock() >= until_s:  # it may have been ended
+            raise HttpError(f"{what}: no whole answer in time")
         if not piece:
             return bytes(body)
         body += piece

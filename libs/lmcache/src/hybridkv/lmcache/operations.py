@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.connection import Connection, Ready
 from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.pool import Taken
@@ -146,11 +146,12 @@ class Operations:
         That ends the session of a lookup for this rank; one for all ranks is ended by `finish`.
 
         `on_settled` follows once, as soon as the server certainly writes no more and has the locks back: at the end, or
-        behind a late answer. It
-        does not follow where no answer comes: then the pages are nobody's until another process is the server.
+        behind a late answer. It does not follow where no answer comes: then the pages are nobody's until another
+        process is the server.
         """
         ready = self._mover(pages)
         if isinstance(ready, Lack):
+            self._free(found, rank, (0, found.num_chunks), timeout_s, ends=found.rank is not None)
             on_end(ready)
             on_settled()
             return
@@ -242,16 +243,17 @@ class Operations:
 
         def give_up(lack: Lack) -> None:
             # What it locks later is given back by the server itself, after a while; what it has locked, now.
-            if lack.trouble not in (Trouble.UNSENT, Trouble.BUSY):
-                everything = Found(prefix, rank, num_chunks, session)
-                self._free(everything, rank, (0, num_chunks), self._left_s(until_s, 1.0), ends=True)
+            everything = Found(prefix, rank, num_chunks, session)
+            self._free(everything, rank, (0, num_chunks), self._left_s(until_s, 1.0), ends=True)
             on_end(lack)
 
         def asked(ended: Ended[None]) -> None:
-            if isinstance(ended, Lack):
-                give_up(ended)
-            else:
+            if not isinstance(ended, Lack):
                 look()
+            elif ended.trouble in NEVER_LEFT:
+                on_end(ended)
+            else:
+                give_up(ended)
 
         def look() -> None:
             if self._clock() >= until_s:

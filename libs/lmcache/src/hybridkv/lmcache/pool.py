@@ -18,7 +18,8 @@ from hybridkv.lmcache.shared_memory import SharedMemory
 from hybridkv.lmcache.wire import TensorPlace, WireGroup
 from hybridkv.planner import GroupKind
 
-_ALIGNMENT_BYTES = 4096
+ALIGNMENT_BYTES = 4096
+"""Where the pages of each group begin."""
 _INSTANCE_BITS = 62
 
 
@@ -72,6 +73,16 @@ class Pool:
         return self._memory.view
 
     @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Pages of each group, with the one that stands for nothing."""
+        return self._num_blocks
+
+    def current(self) -> tuple[int, memoryview]:
+        """`instance` and `view`, as they are together."""
+        with self._lock:
+            return self._instance, self._memory.view
+
+    @property
     def num_taken(self) -> int:
         """Pages that were not given back."""
         with self._lock:
@@ -118,7 +129,8 @@ class Pool:
     def page(self, group: int, block: int) -> memoryview:
         """Header and bytes of one page."""
         offset = self.offset(group, block)
-        return self._memory.view[offset : offset + self.geometry.page_bytes[group]]
+        with self._lock:  # or `renew` takes the memory away that is being looked at
+            return self._memory.view[offset : offset + self.geometry.page_bytes[group]]
 
     def num_free(self, group: int) -> int:
         with self._lock:
@@ -147,5 +159,5 @@ def _offsets(geometry: Geometry, num_blocks: Sequence[int]) -> tuple[tuple[int, 
     offsets, end = [], 0
     for page, number in zip(geometry.page_bytes, num_blocks, strict=True):
         offsets.append(end)
-        end += -(-page * number // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        end += -(-page * number // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return tuple(offsets), end

@@ -14,6 +14,7 @@ from hybridkv.metrics.declaration import (
     View,
 )
 from hybridkv.metrics.errors import MetricsError
+from hybridkv.metrics.lmcache_catalogue import LMCACHE_TROUBLES
 from hybridkv.metrics.peer_catalogue import PEER_FAILURES
 from hybridkv.metrics.prometheus import PrometheusSink
 from hybridkv.metrics.selection import ChildSelection, SelectionStats
@@ -21,6 +22,7 @@ from hybridkv.metrics.selection import ChildSelection, SelectionStats
 __all__ = [
     "CATALOGUE",
     "DISK_ERRORS",
+    "LMCACHE_TROUBLES",
     "MAX_CHILDREN",
     "PEER_FAILURES",
     "Catalogue",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybridkv.metrics.declaration import Catalogue, ConfiguredLabel, Kind, Label, Metric, Panel, Section, View
+from hybridkv.metrics.lmcache_catalogue import LMCACHE_METRICS
 from hybridkv.metrics.peer_catalogue import PEER_METRICS
 
 _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -415,5 +416,6 @@ CATALOGUE = Catalogue(
             "Tokens below zero",
         ),
         *PEER_METRICS,
+        *LMCACHE_METRICS,
     )
 )

@@ -48,6 +48,7 @@ class Section(enum.StrEnum):
     SLOW_TIER = "Slower tiers"
     CHOICE = "Choice between stores"
     PEERS = "Peers"
+    LMCACHE = "LMCache's server"
 
 
 class View(enum.StrEnum):

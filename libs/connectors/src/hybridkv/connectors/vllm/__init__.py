@@ -3,10 +3,12 @@
 CONNECTOR = "HybridOffloadConnector"
 MULTI_CONNECTOR = "HybridMultiConnector"
 PEER_CONNECTOR = "HybridNixlConnector"
+LMCACHE_CONNECTOR = "HybridLMCacheConnector"
 MODULES = {
     CONNECTOR: "hybridkv.connectors.vllm.offload",
     MULTI_CONNECTOR: "hybridkv.connectors.vllm.multi.connector",
     PEER_CONNECTOR: "hybridkv.connectors.vllm.nixl.connector",
+    LMCACHE_CONNECTOR: "hybridkv.connectors.vllm.lmcache.connector",
 }
 
 

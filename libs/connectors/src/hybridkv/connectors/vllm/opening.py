@@ -6,10 +6,6 @@ What outlives the engine opens when the workers have said what they alone know.
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,22 +14,16 @@ from hybridkv.connectors.config import OffloadConfig
 from hybridkv.connectors.vllm import tiers
 from hybridkv.connectors.vllm.announcement import announce
 from hybridkv.connectors.vllm.duties import duties_of
-from hybridkv.connectors.vllm.identity import EngineFacts, engine_facts, without_ignored
-from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.identity.recurrent import that_matter
-from hybridkv.connectors.vllm.identity.worker_facts import merged
+from hybridkv.connectors.vllm.identification import Identification
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines
-from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
+from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.tiers import ArenaSizes
-from hybridkv.hashing import ChunkKeys
 from hybridkv.planner import LoadAdmission
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = logging.getLogger("vllm.hybridkv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +59,19 @@ class Opening:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._began_ns = time.time_ns()
-        self._engine = _of_memory_alone() if self.needs_no_worker else _of_engine(plan)
+        self._identification = Identification(
+            plan.vllm_config, plan.config, plan.layout, "HybridOffloadConnector", is_shared=bool(plan.config.slower)
+        )
 
     @property
     def needs_no_worker(self) -> bool:
         """Whether nothing that is stored outlives the engine."""
-        return not self._plan.config.slower
+        return self._identification.needs_no_worker
 
     @property
     def num_ranks(self) -> int:
         """How many workers must say what they know."""
-        return self._plan.layout.world_size
+        return self._identification.num_ranks
 
     def open(self, ranks: Mapping[int, Mapping[str, str]]) -> OffloadScheduler:
         """Opens the store.
@@ -91,15 +82,12 @@ class Opening:
         Raises:
             ConfigurationError: a tier cannot be opened, or what is to be ignored is no fact.
         """
-        plan, facts = self._plan, self._engine.facts
-        if not self.needs_no_worker:
-            facts = without_ignored(facts | merged(ranks, facts), plan.config.identity_ignores)
-            facts = that_matter(facts, plan.layout.spec)
-        fingerprint = plan.layout.fingerprint(facts)
-        keys = ChunkKeys(fingerprint, plan.layout.hash_block_tokens)
+        plan = self._plan
+        identity = self._identification.identity(ranks)
+        fingerprint = identity.keys.fingerprint
         scheduler = OffloadScheduler(
             plan.layout,
-            Identity(keys, Adapters(keys, self._began_ns)),
+            identity,
             tiers.build_stack(plan.config, plan.layout, fingerprint, plan.sizes),
             plan.admission,
             Deadlines(
@@ -113,17 +101,3 @@ class Opening:
         )
         announce(plan.vllm_config, plan.config, plan.layout, fingerprint)
         return scheduler
-
-
-def _of_engine(plan: Plan) -> EngineFacts:
-    found = engine_facts(plan.vllm_config, os.environ, plan.config)
-    if found.unrepeatable:
-        logger.warning(
-            "HybridOffloadConnector: no other process will find what this engine leaves on disk: %s",
-            "; ".join(f"{name}: {why}" for name, why in sorted(found.unrepeatable.items())),
-        )
-    return found
-
-
-def _of_memory_alone() -> EngineFacts:
-    return EngineFacts({"engine.process": secrets.token_hex(16)}, {})

@@ -170,6 +170,9 @@ class Requests:
     def get(self, request_id: str) -> TrackedRequest | None:
         return self._tracked.get(request_id)
 
+    def all(self) -> tuple[TrackedRequest, ...]:
+        return tuple(self._tracked.values())
+
     def forget(self, request_id: str) -> None:
         self._tracked.pop(request_id, None)
 

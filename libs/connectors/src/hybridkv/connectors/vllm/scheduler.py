@@ -5,22 +5,19 @@ It moves no bytes, and it never waits.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import BOTH, Duties
 from hybridkv.connectors.vllm.explain import log, unidentified
-from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.identification import Identity
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
 from hybridkv.connectors.vllm.messages import Load, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stores import StorePlanner
-from hybridkv.hashing import ChunkKeys
 from hybridkv.planner import LoadAdmission, State
 from hybridkv.planner.stages import COMPUTE
 from hybridkv.tiers.stack import TierStack
@@ -31,32 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-NONCE_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Whose content an engine's chunks have.
-
-    Args:
-        keys: of the model as it was when the engine began.
-        adapters: of what is laid over it.
-    """
-
-    keys: ChunkKeys
-    adapters: Adapters
-
-    @property
-    def namespace(self) -> bytes:
-        """Of slower tiers."""
-        return self.keys.fingerprint.digest()
-
-    def begin_anew(self) -> ChunkKeys:
-        """Keys that nobody has had, for the model as it is; those of adapters change alike."""
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self.adapters.begin_anew(nonce)
-        return self.keys.for_adapter(nonce)
 
 
 class OffloadScheduler:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.explain import Explanation
     from hybridkv.connectors.vllm.messages import LoadFailure
 
-RAM, DISK = "ram", "disk"
+RAM, DISK, LMCACHE = "ram", "disk", "lmcache"
 
 
 class Recorder:
@@ -82,6 +82,27 @@ class Recorder:
     def moved(self, direction: Direction, tier: str, seconds: float) -> None:
         """One chunk ended its way between the fast tier and another on this rank."""
         self._counts.observe("vllm:hybridkv_move_seconds", seconds, direction=str(direction), tier=tier)
+
+    def server_operations(self, operation: str, outcome: str, number: int) -> None:
+        """What a server of LMCache was asked for."""
+        self._counts.add("vllm:hybridkv_lmcache_operations_total", number, operation=operation, outcome=outcome)
+
+    def server_chunks(self, operation: str, number: int) -> None:
+        """Chunks that a server of LMCache took or wrote."""
+        self._counts.add("vllm:hybridkv_lmcache_chunks_total", number, operation=operation)
+
+    def server_withdrawals(self, number: int) -> None:
+        """Chunks that a server of LMCache was told to delete."""
+        self._counts.add("vllm:hybridkv_lmcache_withdrawals_total", number)
+
+    def server_state(self, is_up: bool) -> None:
+        """Whether a server of LMCache can be asked."""
+        self._counts.set("vllm:hybridkv_lmcache_up", int(is_up))
+
+    def server_pool(self, used_bytes: int, capacity_bytes: int) -> None:
+        """The memory that this rank and a server of LMCache share."""
+        self._counts.set("vllm:hybridkv_lmcache_pool_used_bytes", used_bytes)
+        self._counts.set("vllm:hybridkv_lmcache_pool_capacity_bytes", capacity_bytes)
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
         """What the tiers hold now, over all ranks, and what they did since they were last asked."""

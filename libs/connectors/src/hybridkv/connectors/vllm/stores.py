@@ -18,6 +18,7 @@ from hybridkv.connectors.vllm.chunk_copies import copy_bytes, copy_of
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import ChunkCopy, Store, StoreOutcome
+from hybridkv.connectors.vllm.pins import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stored_path import StoredPart, StoredPath, add
@@ -64,7 +65,7 @@ class StorePlanner:
         self._stack = stack
         self._adapters = adapters
         self._recorder = recorder
-        self._pool: BlockPool | None = None
+        self._pins = BlockPins()
         self._stores: dict[int, _StoreInFlight] = {}
         self._store_ids = itertools.count(1)
         self._used_bytes: tuple[int, ...] = ()
@@ -72,7 +73,7 @@ class StorePlanner:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The pool whose blocks are pinned while they are read."""
-        self._pool = pool
+        self._pins.bind(pool)
 
     def plan(
         self, tracked: TrackedRequest, num_scheduled: int, states: list[State], tables: compat.BlockTables
@@ -136,7 +137,7 @@ class StorePlanner:
             copies.append(copy_of(self._layout.spec, transfer, keys[part], slot))
             parts.append(part)
             in_flight.num_bytes += copy_bytes(self._layout, copies[-1])
-            in_flight.blocks += self._pin_blocks(transfer.block_ids)
+            in_flight.blocks += self._pins.pin(transfer.block_ids)
         return copies, parts
 
     def _placed(self, tracked: TrackedRequest, parts: Iterable[Part], new: Container[Part]) -> list[StoredPart]:
@@ -225,16 +226,9 @@ class StorePlanner:
         tracked.path.is_over = True
         self._settle(tracked.path, ())
 
-    def _pin_blocks(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
-        if self._pool is None:
-            raise RuntimeError("the engine never bound its block pool")
-        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
-        self._pool.touch(blocks)
-        return blocks
-
     def holds_freed_blocks(self) -> bool:
         """Whether a store that ends will give blocks back to the engine's pool."""
-        return any(block.ref_cnt == 1 for in_flight in self._stores.values() for block in in_flight.blocks)
+        return any(frees_on_end(in_flight.blocks) for in_flight in self._stores.values())
 
     def has_work(self) -> bool:
         return bool(self._stores)
@@ -268,14 +262,10 @@ class StorePlanner:
         self._settle(in_flight.path, in_flight.chunks, is_stored=in_flight.failure is None)
         if in_flight.failure is None:
             self._recorder.stored_bytes(in_flight.num_bytes * self._layout.world_size)
-        self._free(in_flight)
-
-    def _free(self, in_flight: _StoreInFlight) -> None:
-        if self._pool is not None:
-            self._pool.free_blocks(reversed(in_flight.blocks))
+        self._pins.free(in_flight.blocks)
 
     def close(self) -> None:
         """Gives back what is still pinned in the engine's pool."""
         for in_flight in self._stores.values():
-            self._free(in_flight)
+            self._pins.free(in_flight.blocks)
         self._stores.clear()

@@ -1,4 +1,4 @@
-"""The scheduler's half before the store is open: it finds nothing and stores nothing.
+"""The scheduler's half of a connector that stores before its store is open: it finds nothing and stores nothing.
 
 An engine opens the store before it serves, with what its workers say at the start. Where they cannot, as below vLLM's
 MultiConnector, it opens after the first step, with which they send it.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan
+from hybridkv.connectors.vllm.messages import StepOutcome
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,14 +23,18 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 
 class WaitingScheduler:
-    """Stands in for `OffloadScheduler`, whose methods it has, until the workers' facts are there.
+    """Stands in for a `StoreScheduler` until the workers' facts are there.
 
     Args:
         num_ranks: how many workers have facts.
+        connector: in whose name an operator is told.
+        empty_plan: what a step without anything to do is.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, connector: str, empty_plan: KVConnectorMetadata) -> None:
         self.num_ranks = num_ranks
+        self._connector = connector
+        self._empty_plan = empty_plan
         self.facts: dict[int, dict[str, str]] = {}
         self.pool: BlockPool | None = None
         self.must_clear = False
@@ -54,8 +59,8 @@ class WaitingScheduler:
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Nothing to load."""
 
-    def plan_step(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        return StepPlan()
+    def plan_step(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._empty_plan
 
     def holds_freed_blocks(self) -> bool:
         return False
@@ -71,8 +76,9 @@ class WaitingScheduler:
         if not self.is_complete and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "HybridOffloadConnector: %d of %d workers have said how they lay out what is stored, so nothing is "
-                "stored and nothing restored; report how this engine was started",
+                "%s: %d of %d workers have said how they lay out what is stored, so nothing is stored and nothing "
+                "restored; report how this engine was started",
+                self._connector,
                 len(self.facts),
                 self.num_ranks,
             )

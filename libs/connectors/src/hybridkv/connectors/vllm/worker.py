@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,52 +16,26 @@ from typing import Any
 
 import numpy as np
 
-from hybridkv.canonical import PAGE_ALIGN_BYTES, GroupPages, TokenRange
-from hybridkv.canonical.torch_view import KVCache, LayoutError, canonical_kv_caches, token_pages
-from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import cuts, devices, page_order
+from hybridkv.canonical import GroupPages
+from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks, cut_load_runs, cut_store_runs
+from hybridkv.connectors.vllm.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.messages import ChunkCopy, Load, LoadFailure, StepOutcome, StepPlan, Store, StoreOutcome
+from hybridkv.connectors.vllm.messages import ChunkCopy, Load, LoadFailure, StepOutcome, StepPlan, Store
+from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, Outcomes
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers import Failure, FailureReason, SealedMemory, TierMedium, is_shortage
 from hybridkv.tiers.stack import MoveOutcome, TierMover
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
+
+__all__ = ["DRAIN_S", "CopyPaths", "LoadResults", "OffloadWorker"]
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 
 
 DRAIN_S = 10.0
 """How long `close` waits for chunks that are on their way to a slower tier."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPaths:
-    """How bytes get into and out of the engine's memory.
-
-    Args:
-        stores: carries out stores.
-        loads: carries out loads; the same engine as `stores`, or one that copies on the calling thread.
-        load_timeout_s: a load that has not begun by then fails, and the request is computed instead.
-        clock: seconds.
-    """
-
-    stores: CopyEngine
-    loads: CopyEngine
-    load_timeout_s: float
-    clock: Callable[[], float]
-
-    def engines(self) -> tuple[CopyEngine, ...]:
-        return (self.stores, self.loads) if self.stores is not self.loads else (self.stores,)
-
-
-@dataclass(slots=True)
-class LoadResults:
-    """Loads that ended since the last step; a failed one is in both sets."""
-
-    finished: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -100,9 +73,7 @@ class OffloadWorker:
         self._zero_memory: Any = None
         self._in_flight: dict[JobId, _CopyInFlight] = {}
         self._job_ids = itertools.count(1)
-        self._outcome = StepOutcome()
-        self._results = LoadResults()
-        self._facts: dict[str, str] | None = None
+        self._outcomes = Outcomes()
 
     def bind_slower_tiers(
         self, open_medium: Mapping[str, Callable[[bytes], TierMedium]], at_once: frozenset[str] = frozenset()
@@ -119,12 +90,11 @@ class OffloadWorker:
 
     def tell(self, facts: dict[str, str]) -> None:
         """What the scheduler must hear before it opens a slower tier."""
-        self._facts = facts
+        self._outcomes.tell(facts)
 
     def take_facts(self) -> dict[str, str] | None:
         """What the scheduler has not been told yet."""
-        facts, self._facts = self._facts, None
-        return facts
+        return self._outcomes.take_facts()
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device_type: str = "cpu") -> None:
         """Takes the engine's KV tensors.
@@ -133,44 +103,11 @@ class OffloadWorker:
             ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
                 in an order that an engine which reads a slower tier later might not have.
         """
-        devices.require_same_device(kv_caches, device_type)
-        devices.permit_instructions(device_type)
-        try:
-            layers = [page_order.with_token_dims(kv_caches, group) for group in self._layout.layers]
-            caches = canonical_kv_caches(kv_caches, layers, num_blocks)
-            for group_index in self._layout.spec.stored_groups:
-                self._pages[group_index] = caches.pages(group_index)
-                if self.has_slower_tiers:
-                    page_order.require_one_order(kv_caches, layers[group_index], num_blocks)
-        except LayoutError as error:
-            raise ConfigurationError(
-                "kv_caches", "tensors as the engine describes them", str(error), "report the model and vLLM's version"
-            ) from error
-        for group_index in self._layout.spec.cut_groups:
-            part = partial(token_pages, kv_caches, layers[group_index], num_blocks)
-            self._cut[group_index] = self._blocks(group_index, part)
-        self._zero_memory = devices.zero_memory(caches.tensors[0].tensor.device)
+        memory = take_kv_memory(self._layout, kv_caches, num_blocks, device_type, outlives_engine=self.has_slower_tiers)
+        self._pages, self._cut, self._zero_memory = memory.pages, memory.cut, memory.zeros
+        memory.register(self._engines)
         for engine in self._engines:
-            engine.register(self._zero_memory.data_ptr(), self._zero_memory.nbytes, "zeros")
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
-            seen = set()
-            for cache in caches.tensors:
-                storage = cache.tensor.untyped_storage()
-                if storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    engine.register(storage.data_ptr(), storage.nbytes(), "kv cache")
-
-    def _blocks(self, group_index: int, part: Callable[[TokenRange], GroupPages]) -> GroupBlocks:
-        """Of a group that chunks cut, once it is certain that they can."""
-        spec = self._layout.spec
-        block_tokens = spec.groups[group_index].block_tokens
-        blocks = GroupBlocks(self._pages[group_index], block_tokens, part)
-        try:
-            # Of any tokens it is as certain as of the first.
-            blocks.of(0, math.gcd(block_tokens, spec.chunk_tokens))
-        except LayoutError as error:
-            raise cuts.not_divisible(self._layout, group_index, str(error)) from error
-        return blocks
 
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads, and its moves between the tiers."""
@@ -190,7 +127,7 @@ class OffloadWorker:
             failure = self._open(tier, plan.namespace)
             if failure is not None:
                 lost = [move for move in moves if move.tier == tier]
-                self._outcome.moves.update({move.move_id: MoveOutcome(1, failure) for move in lost})
+                self._outcomes.moved({move.move_id: MoveOutcome(1, failure) for move in lost})
                 moves = tuple(move for move in moves if move.tier != tier)
         if moves:
             self._mover.start(moves)
@@ -257,8 +194,7 @@ class OffloadWorker:
         return load_runs(copy, pages, extents) if to_engine else store_runs(copy, pages, extents, self._zeros())
 
     def _zeros(self) -> Zeros:
-        # Its ends are not used: beside other memory a run might be joined to one there, and lie in two registrations.
-        return Zeros(self._zero_memory.data_ptr() + PAGE_ALIGN_BYTES, self._zero_memory.nbytes - 2 * PAGE_ALIGN_BYTES)
+        return zeros_in(self._zero_memory)
 
     def _check(self, load: Load, in_flight: _CopyInFlight, since_s: float) -> str | None:
         if self._paths.clock() - since_s >= self._paths.load_timeout_s:
@@ -293,27 +229,21 @@ class OffloadWorker:
                 self._end(copied.job_id, copied.failure)
         for move, failure, seconds in self._mover.poll():
             self._recorder.moved(move.direction, move.tier, seconds)
-            self._outcome.moves[move.move_id] = MoveOutcome(1, failure)
-        results, self._results = self._results, LoadResults()
-        return results
+            self._outcomes.moved({move.move_id: MoveOutcome(1, failure)})
+        return self._outcomes.take_results()
 
     def _end(self, job_id: JobId, failure: str | None) -> None:
         in_flight = self._in_flight.pop(job_id)
         if in_flight.store_id is not None:
             reason = in_flight.failures[0].reason if in_flight.failures else "io"
-            self._outcome.stores[in_flight.store_id] = StoreOutcome(1, failure, reason if failure else None)
+            self._outcomes.stored(in_flight.store_id, failure, reason if failure else None)
         elif in_flight.request_id is not None:
-            self._results.finished.add(in_flight.request_id)
-            if failure is not None:
-                self._results.failed.add(in_flight.request_id)
-                self._outcome.load_failures[in_flight.request_id] = tuple(in_flight.failures) or (
-                    LoadFailure("io", failure),
-                )
+            found = tuple(in_flight.failures) or (LoadFailure("io", failure or ""),)
+            self._outcomes.loaded(in_flight.request_id, () if failure is None else found)
 
     def outcome(self) -> StepOutcome | None:
         """What the scheduler must hear, None if nothing."""
-        outcome, self._outcome = self._outcome, StepOutcome()
-        return None if outcome.is_empty else outcome
+        return self._outcomes.take_outcome()
 
     def close(self, drain_s: float = DRAIN_S) -> None:
         """Ends copies in flight, then gives up the memory they use."""

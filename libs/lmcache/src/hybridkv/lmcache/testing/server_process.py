@@ -62,7 +62,7 @@ class ServerProcess:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": os.environ.get("LMCACHE_PYTHONPATH", "")},
+            env=_environment(directory),
             start_new_session=True,
         )
 
@@ -90,8 +90,17 @@ class ServerProcess:
         return self.log_path.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
-        """Stop it, or let it go on."""
+        """Stop it, or let it go on. One that is stopped does nothing more when this returns."""
         os.killpg(self._process.pid, number)
+        if number == signal.SIGSTOP and not eventually(self._stands_still):
+            raise RuntimeError("the server goes on")
+
+    def _stands_still(self) -> bool:
+        threads = Path(f"/proc/{self._process.pid}/task")
+        try:
+            return all(path.read_text().rpartition(")")[2].startswith(" T") for path in threads.glob("*/stat"))
+        except OSError:
+            return False  # one has ended just now
 
     def kill(self) -> None:
         """As a crash would."""
@@ -104,8 +113,10 @@ class ServerProcess:
     def _end(self, number: int) -> None:
         for each in (number, signal.SIGKILL):
             if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGCONT)
                 os.killpg(self._process.pid, each)
+                if each != signal.SIGKILL:
+                    # One that is stopped hears nothing before it goes on. To be killed it must not: it would answer.
+                    os.killpg(self._process.pid, signal.SIGCONT)
             try:
                 self._process.wait(STOP_S)
                 break
@@ -118,6 +129,13 @@ class ServerProcess:
 
     def __exit__(self, *error: object) -> None:
         self._end(signal.SIGTERM)
+
+
+def _environment(directory: Path) -> dict[str, str]:
+    """Without packages of this process, and with a place for compiled functions: a package may be read-only."""
+    packages = os.environ.get("LMCACHE_PYTHONPATH", "")
+    ours = {"LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": packages, "NUMBA_CACHE_DIR": str(directory / "numba")}
+    return {**os.environ, **ours}
 
 
 def eventually(is_true: Callable[[], bool], within_s: float = 60.0) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hybridkv.tiers.buffers import slot_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.in_flight import InFlight
-from hybridkv.tiers.lmcache.moving import Move, Moving
+from hybridkv.tiers.lmcache.moving import Moving, RankMove
 from hybridkv.tiers.lmcache.options import LMCacheOptions
 from hybridkv.tiers.lmcache.shelf import Shelf
 
@@ -68,7 +68,7 @@ class LMCacheMedium:
             self._moves.complete(Completion(ticket, views))
             return
         now_s = self._clock()
-        move = Move(ticket, key, views, is_store, now_s, now_s + self._options.move_timeout_s)
+        move = RankMove(ticket, key, views, is_store, now_s, now_s + self._options.move_timeout_s)
         self._inbox.put(lambda: self._moving.begin(move, slot.num_bytes))
 
     def _checked(self, slot: Slot, buffers: Sequence[Buffer], *, is_store: bool) -> list[memoryview] | Failure:

@@ -40,7 +40,7 @@ _STATES = {
 
 
 @dataclass(slots=True)
-class Move:
+class RankMove:
     """One load or store."""
 
     ticket: Ticket
@@ -60,8 +60,8 @@ class _Row:
     shelf: Shelf
     settled_s: float
     """When a page was given back last."""
-    loads: deque[Move] = field(default_factory=deque)
-    stores: deque[Move] = field(default_factory=deque)
+    loads: deque[RankMove] = field(default_factory=deque)
+    stores: deque[RankMove] = field(default_factory=deque)
 
 
 class Moving:
@@ -91,10 +91,10 @@ class Moving:
         self._reach_until_s = clock() + reach_timeout_s
         self._post = post
         self._on_ended = on_ended
-        self._open: dict[int, Move] = {}
+        self._open: dict[int, RankMove] = {}
         """Begun and not over, by identity."""
 
-    def begin(self, move: Move, num_bytes: int) -> None:
+    def begin(self, move: RankMove, num_bytes: int) -> None:
         """Carry out, when there is a page for it."""
         row = self._rows[num_bytes]
         self._open[id(move)] = move
@@ -122,23 +122,30 @@ class Moving:
     def _start(self, row: _Row) -> None:
         for queue in (row.loads, row.stores):
             while queue:
-                move, ready = queue[0], row.shelf.ready
-                if self._clock() >= move.until_s:
-                    self._give_up(row, queue.popleft())
-                elif ready is None and self._clock() < self._reach_until_s and row.shelf.is_new:
+                move = queue.popleft()
+                if not self._begin_now(row, move):
+                    queue.appendleft(move)
                     break
-                elif ready is None:
-                    self._fail(queue.popleft(), FailureReason.IO, f"no server: {row.shelf.connection.state}")
-                else:
-                    page = row.shelf.take(is_store=move.is_store)
-                    if page is None:
-                        break
-                    queue.popleft()
-                    prefix = row.shelf.prefix(move.key, ready)
-                    begin = self._store if move.is_store else self._load
-                    self._safely(move, lambda begin=begin, p=page, m=move, x=prefix: begin(row, m, p, x))  # type: ignore[misc]
 
-    def _give_up(self, row: _Row, move: Move) -> None:
+    def _begin_now(self, row: _Row, move: RankMove) -> bool:
+        """Carry out what comes first, or give it up. False where it waits: for a server that may come, or a page."""
+        shelf, now_s = row.shelf, self._clock()
+        is_late, ready = now_s >= move.until_s, shelf.ready
+        if ready is None:
+            if not is_late and now_s < self._reach_until_s and shelf.is_new:
+                return False
+            self._fail(move, FailureReason.IO, f"no server: {shelf.connection.state}")
+        elif is_late:
+            self._give_up(row, move)
+        else:
+            page = shelf.take(is_store=move.is_store)
+            if page is None:
+                return False
+            begin = self._store if move.is_store else self._load
+            self._safely(move, lambda: begin(row, move, page, shelf.prefix(move.key, ready)))
+        return True
+
+    def _give_up(self, row: _Row, move: RankMove) -> None:
         """No page was free in time. Where none came back either, nothing is heard of them: a server that passes over a
         question says nothing, and lives. Another connection has other memory."""
         if row.settled_s <= move.began_s:
@@ -147,7 +154,7 @@ class Moving:
 
     # Loads.
 
-    def _load(self, row: _Row, move: Move, page: Page, prefix: Prefix) -> None:
+    def _load(self, row: _Row, move: RankMove, page: Page, prefix: Prefix) -> None:
         operations = row.shelf.operations
 
         def found(ended: Ended[Found]) -> None:
@@ -176,7 +183,7 @@ class Moving:
 
         operations.lookup(prefix, self._rank, self._left_s(move), self._then(move, found))
 
-    def _read(self, row: _Row, move: Move, page: Page, prefix: Prefix, ended: Ended[None]) -> None:
+    def _read(self, row: _Row, move: RankMove, page: Page, prefix: Prefix, ended: Ended[None]) -> None:
         if isinstance(ended, Lack):
             if ended.trouble is Trouble.REFUSED:
                 self._fail(move, FailureReason.MISSING, f"the server holds {move.key.hex()} no more")
@@ -202,7 +209,7 @@ class Moving:
 
     # Stores.
 
-    def _store(self, row: _Row, move: Move, page: Page, prefix: Prefix) -> None:
+    def _store(self, row: _Row, move: RankMove, page: Page, prefix: Prefix) -> None:
         num_bytes = sum(map(len, move.views))
         payload = pages.payload_of(page.view, num_bytes)
         target, at = np.frombuffer(payload, dtype=np.uint8), 0
@@ -241,10 +248,10 @@ class Moving:
 
     # Both.
 
-    def _left_s(self, move: Move) -> float:
+    def _left_s(self, move: RankMove) -> float:
         return max(0.0, move.until_s - self._clock())
 
-    def _then(self, move: Move, action: Callable[[Ended[T]], None]) -> Callable[[Ended[T]], None]:
+    def _then(self, move: RankMove, action: Callable[[Ended[T]], None]) -> Callable[[Ended[T]], None]:
         """The same on the moving thread, where a bug costs this move."""
         return lambda ended: self._post(lambda: self._safely(move, lambda: action(ended)))
 
@@ -261,23 +268,23 @@ class Moving:
         row.settled_s = self._clock()
         row.shelf.give_back(page)
 
-    def _safely(self, move: Move, action: Callable[[], None]) -> None:
+    def _safely(self, move: RankMove, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:  # whatever it was, other moves go on
             logger.exception("a move to or from LMCache's server met a bug")
             self._fail(move, FailureReason.IO, f"{type(error).__name__}: {error}")
 
-    def _lack(self, move: Move, lack: Lack) -> None:
+    def _lack(self, move: RankMove, lack: Lack) -> None:
         self._fail(move, _REASONS.get(lack.trouble, FailureReason.IO), f"LMCache's server: {lack}")
 
-    def _succeed(self, move: Move) -> None:
+    def _succeed(self, move: RankMove) -> None:
         self._finish(move, Completion(move.ticket, None, move.checksum))
 
-    def _fail(self, move: Move, reason: FailureReason, detail: str) -> None:
+    def _fail(self, move: RankMove, reason: FailureReason, detail: str) -> None:
         self._finish(move, Completion(move.ticket, Failure(reason, detail)))
 
-    def _finish(self, move: Move, completion: Completion) -> None:
+    def _finish(self, move: RankMove, completion: Completion) -> None:
         if not move.is_over:
             move.is_over = True
             del self._open[id(move)]

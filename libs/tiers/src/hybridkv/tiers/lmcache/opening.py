@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down, ServerAddress
 from hybridkv.lmcache.detection import ServerFacts
 from hybridkv.lmcache.errors import LMCacheConfigurationError
-from hybridkv.lmcache.geometry import Geometry, demand_server, one_record
+from hybridkv.lmcache.geometry import Geometry, demand_server
 from hybridkv.lmcache.wire import Registration
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.lmcache.index import LMCacheIndex
 from hybridkv.tiers.lmcache.medium import LMCacheMedium
 from hybridkv.tiers.lmcache.options import MAX_SIZES, LMCacheOptions
 from hybridkv.tiers.lmcache.questioner import Questioner
-from hybridkv.tiers.lmcache.records import prefix_of
+from hybridkv.tiers.lmcache.records import groups_of
 from hybridkv.tiers.lmcache.shelf import Shelf, num_pages
 
 _DEFAULT_OPTIONS = ConnectionOptions()
@@ -54,8 +54,7 @@ class _OnlyLooks:
     alignment_tokens = 1
 
     def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
-        demand_server(Geometry(one_record(1)(chunk_tokens), chunk_tokens), facts)
-        prefix_of("", 1, b"", chunk_tokens)  # a chunk of too few words is refused
+        demand_server(Geometry(groups_of(1)(chunk_tokens), chunk_tokens), facts)
         return None
 
 

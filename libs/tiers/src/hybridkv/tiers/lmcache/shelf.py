@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down, Ready, ServerAddress
-from hybridkv.lmcache.geometry import one_record
 from hybridkv.lmcache.member import CacheMember
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
 from hybridkv.lmcache.page import HEADER_BYTES
 from hybridkv.lmcache.pool import Taken
 from hybridkv.lmcache.withdrawal import withdraw
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.lmcache.records import prefix_of
+from hybridkv.tiers.lmcache.records import groups_of, prefix_of
 
 _GROUP = 0
 _LEAST_PAGES = 2
@@ -62,7 +61,7 @@ class Shelf:
         clock: Callable[[], float],
     ) -> None:
         namespace, self._world_size, self.num_bytes = cache
-        self._member = CacheMember(one_record(self.num_bytes), namespace, self._world_size, pages)
+        self._member = CacheMember(groups_of(self.num_bytes), namespace, self._world_size, pages)
         self._spare = pages // 4 or 1
         self._was_ready = False
         self.connection = Connection(address, self._member, options, clock)

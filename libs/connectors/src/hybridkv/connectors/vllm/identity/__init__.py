@@ -5,13 +5,14 @@ fingerprint; nothing here looks at a device or at a tensor.
 """
 
 from hybridkv.connectors.vllm.identity.configuration import configuration_facts
-from hybridkv.connectors.vllm.identity.engine import EngineFacts, engine_facts
+from hybridkv.connectors.vllm.identity.engine import EngineFacts, IdentityConfig, engine_facts
 from hybridkv.connectors.vllm.identity.environment import environment_facts
 from hybridkv.connectors.vllm.identity.operator import without_ignored
 from hybridkv.connectors.vllm.identity.specs import spec_facts
 
 __all__ = [
     "EngineFacts",
+    "IdentityConfig",
     "configuration_facts",
     "engine_facts",
     "environment_facts",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hybridkv.connectors.vllm.identity.code import code_facts
 from hybridkv.connectors.vllm.identity.configuration import configuration_facts
@@ -16,10 +16,18 @@ from hybridkv.connectors.vllm.identity.weights import weights_facts
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from hybridkv.connectors.config import OffloadConfig
-
 VERSION = "engine.version"
 NONCE = "engine.process"
+
+
+class IdentityConfig(Protocol):
+    """What an operator says of identity."""
+
+    @property
+    def weights_digest(self) -> str: ...
+
+    @property
+    def identity_ignores(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +44,7 @@ class EngineFacts:
     unrepeatable: dict[str, str]
 
 
-def engine_facts(vllm_config: VllmConfig, environ: Mapping[str, str], config: OffloadConfig) -> EngineFacts:
+def engine_facts(vllm_config: VllmConfig, environ: Mapping[str, str], config: IdentityConfig) -> EngineFacts:
     """What the bytes depend on, as far as the engine's own process knows: configuration, environment, weights, version.
 
     Nothing that an operator ignores has been taken out: facts of the worker come first (`without_ignored`).

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
+
+from hybridkv.connectors.config import ROOT, parse_size, require_server
+from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
+from hybridkv.connectors.errors import ConfigurationError
+
+_SECONDS = (
+    "connect_timeout_seconds",
+    "lookup_timeout_seconds",
+    "load_timeout_seconds",
+    "store_timeout_seconds",
+    "heartbeat_seconds",
+)
+_CHOICES = {
+    "chunk_tokens": "a number of tokens, or null",
+    "identity_ignores": "a list of names of facts",
+    "weights_digest": '"sampled", "full", or your own name for these weights',
+}
+_PAGE = "docs/guides/lmcache.md"
 
 
 class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,3 +60,35 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weights_digest: str = "sampled"
     identity_ignores: tuple[str, ...] = ()
     experimental_cuda: bool = False
+
+
+def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:
+    """Decodes `kv_connector_extra_config`.
+
+    Raises:
+        ConfigurationError: a key or value is not understood, or a value cannot work.
+    """
+    refuse_unknown_keys(ROOT, raw, LMCacheConfig)
+    plain = dict(raw)
+    if "pool" in plain:
+        plain["pool"] = parse_size(f"{ROOT}.pool", plain["pool"])
+    try:
+        config = msgspec.convert(plain, LMCacheConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise as_configuration_error(error, raw, ROOT, _CHOICES, _PAGE) from None
+    require_server(ROOT, config.url, config.http_port)
+    for name in _SECONDS:
+        if not 0 < getattr(config, name) < math.inf:
+            raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), f"see {_PAGE}")
+    if config.chunk_tokens is not None and config.chunk_tokens <= 0:
+        raise ConfigurationError(
+            f"{ROOT}.chunk_tokens", "a positive number of tokens", config.chunk_tokens, "the server's --chunk-size"
+        )
+    if not config.weights_digest.strip():
+        raise ConfigurationError(
+            f"{ROOT}.weights_digest",
+            _CHOICES["weights_digest"],
+            "nothing",
+            "two models of one name would share a cache",
+        )
+    return config

@@ -52,12 +52,21 @@ class PageStore(msgspec.Struct, frozen=True, array_like=True):
         digests: what names each chunk of the prefix, from the first.
         start_chunk: the first that is stored.
         copies: which blocks are read. Of each group all or none that a server keeps of a chunk.
+        is_held: it is copied, and handed over only when a `Release` says so.
     """
 
     store_id: int
     digests: tuple[bytes, ...]
     start_chunk: int
     copies: tuple[PageCopy, ...]
+    is_held: bool = False
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True):
+    """Of a store that is held: it may be handed over, or must be dropped."""
+
+    store_id: int
+    is_good: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,5 +75,9 @@ class LMCachePlan(KVConnectorMetadata):
 
     loads: tuple[PageLoad, ...] = ()
     stores: tuple[PageStore, ...] = ()
+    releases: tuple[Release, ...] = ()
     namespace: bytes = b""
     """Whose content it is, with the first plan and with whatever needs it."""
+    payload_bytes: tuple[int, ...] = ()
+    """Of one page of each stored group, as the scheduler knows them, beside the namespace: a worker knows layers that
+    it was not told, and the name of a cache is made of these. None: the worker's own are the same."""

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from hybridkv.connectors.config import ROOT
-from hybridkv.connectors.errors import ConfigurationError, did_you_mean
+from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
+from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts, default_hosts, is_any
 from hybridkv.connectors.vllm.nixl.params import MAX_RANKS
 
@@ -92,13 +93,13 @@ def decode_config(raw: Mapping[str, Any]) -> NixlConfig:
     Raises:
         ConfigurationError: a key or value is not understood, or a value cannot work.
     """
-    _refuse_unknown_keys(ROOT, raw, NixlConfig)
+    refuse_unknown_keys(ROOT, raw, NixlConfig)
     if isinstance(raw.get("listen"), Mapping):
-        _refuse_unknown_keys(f"{ROOT}.listen", raw["listen"], ListenConfig)
+        refuse_unknown_keys(f"{ROOT}.listen", raw["listen"], ListenConfig)
     try:
         config = msgspec.convert(dict(raw), NixlConfig, strict=True)
     except msgspec.ValidationError as error:
-        raise _as_configuration_error(error, raw) from None
+        raise as_configuration_error(error, raw, ROOT, _EXPECTED, "docs/guides/peers.md") from None
     _require_sense(config)
     return config
 
@@ -152,21 +153,3 @@ def _require_told(listen: ListenConfig) -> None:
         got = repr(listen.advertise) if listen.advertise else f"nothing, and {listen.host!r} for listen.host"
         hint = "name this host as its consumers know it: an address that stands for all is no place to go to"
         raise ConfigurationError(f"{ROOT}.listen.advertise", "an address that consumers reach", got, hint)
-
-
-def _refuse_unknown_keys(path: str, raw: Mapping[str, Any], struct: type[msgspec.Struct]) -> None:
-    known = [field.encode_name for field in msgspec.structs.fields(struct)]
-    for key in raw:
-        if key not in known:
-            raise ConfigurationError(f"{path}.{key}", "a known key", "an unknown one", did_you_mean(str(key), known))
-
-
-def _as_configuration_error(error: msgspec.ValidationError, raw: Mapping[str, Any]) -> ConfigurationError:
-    message, _, where = str(error).partition(" - at `$")
-    found: Any = raw
-    for name in where.rstrip("`").split(".")[1:]:
-        found = found.get(name) if isinstance(found, Mapping) else found
-    path = ROOT + where.rstrip("`")
-    expected = message.removeprefix("Expected ").partition(", got")[0].replace("`", "")
-    expected = _EXPECTED.get(path.rpartition(".")[2], expected)
-    return ConfigurationError(path, expected, repr(found), "see docs/guides/peers.md")

@@ -36,11 +36,11 @@ from hybridkv.connectors.vllm.nixl.host_buffer import needs_host_buffer
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.producing import Terms
 from hybridkv.connectors.vllm.nixl.prompts import withheld_tokens
-from hybridkv.connectors.vllm.nixl.room import LoadRoom
 from hybridkv.connectors.vllm.nixl.scheduler import NixlScheduler
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.nixl.worker import NixlWorker, WorkerSettings
 from hybridkv.connectors.vllm.resume_facts import require_resumable
+from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.siblings import current_sibling
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats
 from hybridkv.planner import CacheSpec

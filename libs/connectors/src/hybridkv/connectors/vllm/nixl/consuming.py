@@ -17,8 +17,8 @@ from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, asks_to_consume, parse
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens
-from hybridkv.connectors.vllm.nixl.room import LoadRoom
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.planner import GroupSpec
 from hybridkv.planner.admission import Verdict
 

@@ -20,7 +20,6 @@ from hybridkv.canonical.torch_view import (
     LayoutError,
     canonical_kv_caches,
 )
-from hybridkv.connectors.config import OffloadConfig
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.identity import engine_facts, without_ignored
 from hybridkv.connectors.vllm.identity.recurrent import OF_CONVOLUTIONS, that_matter
@@ -93,8 +92,7 @@ def identity_facts(
     Raises:
         ConfigurationError: a value has no canonical text, or a file of the weights cannot be read.
     """
-    asked = OffloadConfig(tiers=(), weights_digest=config.weights_digest, identity_ignores=config.identity_ignores)
-    found = engine_facts(vllm_config, environ, asked)
+    found = engine_facts(vllm_config, environ, config)
     if found.unrepeatable:
         logger.warning(
             "HybridNixlConnector: no other engine can have the same content, so peers will be refused: %s",

@@ -16,8 +16,8 @@ from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.connectors.vllm.nixl.producing import Producer, Terms
-from hybridkv.connectors.vllm.nixl.room import LoadRoom
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.room import LoadRoom
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -17,7 +17,8 @@ from hybridkv.planner.admission import LoadAdmission, RoomBounds, RoomWait, Verd
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-_BOUNDS = RoomBounds()
+_BOUNDS = RoomBounds(polls=None)
+"""A request waits for its turn by the clock: steps in which nothing runs take a millisecond."""
 
 
 class LoadRoom:

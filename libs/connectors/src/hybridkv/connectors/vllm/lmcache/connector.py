@@ -1,0 +1,94 @@
+"""HybridLMCacheConnector: the engine's prefixes at an `lmcache server` that a fleet runs already.
+
+What is loaded and stored is decided in `scheduler.py`; bytes move in `worker.py`, through memory that the server maps.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from hybridkv.connectors.vllm import compat, devices
+from hybridkv.connectors.vllm.identity.worker_facts import worker_facts
+from hybridkv.connectors.vllm.lmcache.config import decode_config
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
+from hybridkv.connectors.vllm.lmcache.opening import NAME, LMCacheOpening, agreed_layout
+from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
+from hybridkv.connectors.vllm.lmcache.site import site_of
+from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
+from hybridkv.connectors.vllm.rank_work import CopyPaths
+from hybridkv.connectors.vllm.resume_facts import require_resumable
+from hybridkv.connectors.vllm.room import LoadRoom
+from hybridkv.connectors.vllm.store_connector import StoreConnector, end_live, keep_live
+from hybridkv.connectors.vllm.waiting import WaitingScheduler
+from hybridkv.planner import LoadAdmission
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class HybridLMCacheConnector(StoreConnector):
+    """Keeps the KV cache of hybrid models at a server of LMCache, and restores prefixes from there.
+
+    Raises:
+        ConfigurationError: the configuration, the model or the server cannot work; the engine does not start.
+    """
+
+    _plan_type = LMCachePlan
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = config = decode_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._require_resumable()
+        self._layout = layout = agreed_layout(vllm_config, kv_cache_config, config)
+        self._scheduler: LMCacheScheduler | WaitingScheduler | None = None
+        self._worker: LMCacheWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            admission = None
+            if self._sibling.admission is None:
+                admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
+            room = LoadRoom(admission, time.monotonic)
+            self._opening = LMCacheOpening(vllm_config, config, layout, room, self._recorder)
+            self._scheduler = WaitingScheduler(self._opening.num_ranks, NAME, LMCachePlan())
+        else:
+            self._device_type = devices.require_allowed(vllm_config.device_config.device_type, config.experimental_cuda)
+            stores, loads = devices.copy_engines(self._device_type, "async")
+            paths = CopyPaths(stores, loads, config.load_timeout_seconds, time.monotonic)
+            self._worker = LMCacheWorker(
+                layout, compat.rank(vllm_config), site_of(config, layout), paths, self._recorder
+            )
+        keep_live(self)
+
+    def _require_resumable(self) -> None:
+        is_excepted = self._config.without_prefix_caching
+        require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
+
+    def _scheduler_half(self) -> LMCacheScheduler | WaitingScheduler | None:
+        return self._scheduler
+
+    def _worker_half(self) -> LMCacheWorker | None:
+        return self._worker
+
+    def _open_store(self, waiting: WaitingScheduler) -> LMCacheScheduler:
+        self._scheduler = self._opening.open(waiting.facts)
+        return self._scheduler
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        # Once more: whatever was switched off in this process since the connector was built.
+        self._require_resumable()
+        if self._worker is None:
+            raise RuntimeError(f"a worker's method was called on the scheduler's half of {NAME}")
+        self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
+        self._worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
+
+    def shutdown(self) -> None:
+        end_live(self)
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()

@@ -1,0 +1,81 @@
+"""Copy jobs of a worker, each with what follows from it. For the thread that submits and polls."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridkv.connectors.vllm.rank_work import CopyPaths
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId
+
+logger = logging.getLogger("vllm.hybridkv.worker")
+
+QUEUE_IS_FULL = "the copy queue is full"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One copy.
+
+    Args:
+        is_load: into the engine's blocks.
+        runs: of bytes.
+        before: on the copy thread; a reason fails the job.
+        after: the same.
+        on_end: told why it failed, or None.
+        zero_bytes: of the runs, those that are no page's.
+    """
+
+    is_load: bool
+    runs: CopyRuns
+    before: Hook | None
+    after: Hook | None
+    on_end: Callable[[str | None], None]
+    zero_bytes: int = 0
+
+
+class Copies:
+    """The jobs of one worker.
+
+    Args:
+        paths: carry them out.
+        recorder: counts them.
+    """
+
+    def __init__(self, paths: CopyPaths, recorder: Recorder) -> None:
+        self._paths = paths
+        self._recorder = recorder
+        self._numbers = itertools.count(1)
+        self._open: dict[JobId, Job] = {}
+
+    def submit(self, job: Job) -> None:
+        """Have it done. Its end is told by `poll`, or at once where it could not begin."""
+        engine: CopyEngine = self._paths.loads if job.is_load else self._paths.stores
+        number = JobId(next(self._numbers))
+        self._open[number] = job
+        try:
+            is_taken, failure = engine.submit(number, job.runs, job.before, job.after), QUEUE_IS_FULL
+        except Exception as error:  # whatever it was, it is this copy's failure and not the engine's
+            logger.exception("a copy could not be submitted")
+            is_taken, failure = False, f"{type(error).__name__}: {error}"
+        if not is_taken:
+            del self._open[number]
+            job.on_end(failure)
+
+    def poll(self) -> None:
+        """Tell of jobs that ended."""
+        for engine in self._paths.engines():
+            for copied in engine.poll():
+                job = self._open.pop(copied.job_id)
+                num_bytes = copied.num_bytes and copied.num_bytes - job.zero_bytes
+                self._recorder.copied(job.is_load, copied.seconds, num_bytes)
+                job.on_end(copied.failure)
+
+    def close(self) -> None:
+        """End what runs, and fail what waits."""
+        for engine in self._paths.engines():
+            engine.close()
+        self.poll()

@@ -1,0 +1,360 @@
+"""What a request can load from a server, when, and what becomes of it.
+
+One question for all groups: the server answers with the longest prefix behind which every group can be resumed, and
+keeps it until it is given back. It is kept until the load has ended on every rank, so what was promised stays.
+A request is asked about once; after a failed load that names a chunk, once more for what lies before that chunk.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hybridkv.connectors.vllm.explain import Explanation, Reason, log
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageLoad
+from hybridkv.connectors.vllm.lmcache.questions import Question, Questions
+from hybridkv.connectors.vllm.lmcache.slices import load_copies
+from hybridkv.connectors.vllm.messages import LoadFailure
+from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
+from hybridkv.connectors.vllm.room import LoadRoom
+from hybridkv.connectors.vllm.stats import LMCACHE, Recorder
+from hybridkv.lmcache.calls import Answer, Lack, Trouble
+from hybridkv.planner import PlanError, last_boundary, plan_load
+from hybridkv.planner.admission import Verdict
+from hybridkv.planner.stages import MAX_FAILED_LOADS
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+logger = logging.getLogger("vllm.hybridkv.lmcache")
+
+
+class Stage(enum.Enum):
+    """How far a request is with what the server has."""
+
+    NEW = "nobody was asked"
+    ASKED = "the server was asked"
+    FOUND = "the server keeps what it found"
+    LOADING = "it has blocks, into which it loads"
+    OVER = "it loads nothing more"
+
+
+@dataclass(slots=True)
+class Life:
+    """One request. Times are seconds of the connector's clock."""
+
+    stage: Stage = Stage.NEW
+    question: Question | None = None
+    known_chunks: int = 0
+    """That the server had, when it was asked."""
+    limit_chunks: int | None = None
+    """A load failed over the chunk behind these."""
+    failed_loads: int = 0
+    steps_back: bool = False
+    """Its load has failed, and the engine has not asked since."""
+    reason: Reason = Reason.NOT_STORED
+    """Why it loads no more."""
+    detail: str = ""
+    is_told: bool = False
+    """The engine was told something that it has not acted on."""
+    has_waited: bool = False
+
+    @property
+    def found_chunks(self) -> int:
+        """That are kept for it."""
+        ended = self.question.ended if self.question is not None else None
+        return ended.value.num_chunks if isinstance(ended, Answer) else 0
+
+
+@dataclass(slots=True)
+class _LoadInFlight:
+    question: Question
+    num_tokens: int
+    num_bytes: int
+    failures: list[LoadFailure] = field(default_factory=list)
+
+
+class Lives:
+    """Loads by request.
+
+    Args:
+        layout: of the engine's groups.
+        questions: to the server.
+        max_chunks: that a request may load: as many as have room on their way.
+        room: for loads, beside each other.
+        recorder: counts what happens.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        questions: Questions,
+        max_chunks: int,
+        room: LoadRoom,
+        recorder: Recorder,
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout, self._spec = layout, layout.spec
+        self._questions = questions
+        self._max_chunks = max_chunks
+        self._room = room
+        self._recorder = recorder
+        self._clock = clock
+        self._lives: dict[str, Life] = {}
+        self._loads: dict[str, _LoadInFlight] = {}
+        naming = [index for index in self._spec.stored_groups if not self._spec.groups[index].lookahead_tokens]
+        self._naming_group = (naming or self._spec.stored_groups)[0]
+        """Whose keys name chunks: those of a drafter need a token more."""
+
+    def of(self, tracked: TrackedRequest) -> Life:
+        """What is known of a request."""
+        return self._lives.setdefault(tracked.request_id, Life())
+
+    def digests(self, tracked: TrackedRequest, num_chunks: int) -> Sequence[bytes]:
+        """What names the first chunks of a request. It has keys, and so many whole chunks."""
+        return tracked.keys().between(self._naming_group, 0, num_chunks) if num_chunks else ()
+
+    def ask(self, tracked: TrackedRequest) -> None:
+        """Ask the server, if it was not asked. It has keys."""
+        life = self.of(tracked)
+        if life.stage is not Stage.NEW:
+            return
+        num_chunks = last_boundary(self._spec, tracked.request.num_tokens) // self._spec.chunk_tokens
+        life.reason = Reason.NO_BOUNDARY if not num_chunks else Reason.NOT_STORED
+        if life.limit_chunks is not None:
+            num_chunks = min(num_chunks, life.limit_chunks)
+        num_chunks = min(num_chunks, self._max_chunks)
+        if not num_chunks:
+            life.stage = Stage.OVER
+            return
+        life.question = self._questions.ask(self.digests(tracked, num_chunks))
+        life.stage = Stage.ASKED
+
+    def hear(self, tracked: TrackedRequest) -> Life:
+        """A request, with its answer if there is one."""
+        life = self.of(tracked)
+        if life.stage is not Stage.ASKED or life.question is None:
+            return life
+        ended = life.question.ended
+        if ended is None:
+            if self._clock() >= life.question.until_s:
+                self._recorder.wait_timeout("lookup")
+                self._end(life, Reason.TIMEOUT, "the server did not answer in time")
+        elif isinstance(ended, Lack):
+            if ended.trouble is Trouble.TIMEOUT:
+                self._recorder.wait_timeout("lookup")
+            reason = Reason.TIMEOUT if ended.trouble is Trouble.TIMEOUT else Reason.NOT_STORED
+            self._end(life, reason, str(ended))
+        elif not ended.value.num_chunks:
+            self._end(life, Reason.FAILED_LOADS if life.failed_loads else Reason.NOT_STORED, "")
+        else:
+            life.known_chunks, life.stage = ended.value.num_chunks, Stage.FOUND
+        return life
+
+    def matched_tokens(self, tracked: TrackedRequest, computed_tokens: int) -> int | None:
+        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again.
+
+        A request whose load has failed is passed over once, for those behind it that hold blocks.
+        """
+        life = self.of(tracked)
+        if life.steps_back:
+            life.steps_back = False
+            return None
+        tracked.computed_tokens = computed_tokens
+        life.is_told = True
+        self.ask(tracked)
+        life = self.hear(tracked)
+        if life.stage is Stage.ASKED:
+            return self._while_asked(tracked, life)
+        if life.stage is not Stage.FOUND:
+            return 0
+        boundary = life.found_chunks * self._spec.chunk_tokens
+        if boundary <= computed_tokens:
+            self._end(life, Reason.PREFIX_ENDS, "the engine holds as much")
+            return 0
+        if not self._is_still_so(tracked, life):
+            self._end(life, Reason.NOT_STORED, "the request has other tokens by now")
+            return 0
+        verdict = self._room.verdict(tracked.request_id, tracked.request.num_tokens)
+        if verdict is Verdict.REFUSE:
+            self._end(life, Reason.ENGINE_ROOM, "")
+        return boundary - computed_tokens if verdict is Verdict.ADMIT else 0 if verdict is Verdict.REFUSE else None
+
+    def known_chunks(self, tracked: TrackedRequest) -> int | None:
+        """What the server had of a request that runs; None as long as it may still say so. Nothing is kept for it."""
+        life = self.hear(tracked)
+        if life.stage is Stage.FOUND:
+            self._end(life, Reason.NOT_TAKEN, "")
+        return None if life.stage is Stage.ASKED else life.known_chunks
+
+    def _while_asked(self, tracked: TrackedRequest, life: Life) -> int | None:
+        assert life.question is not None
+        if len(life.question.digests) * self._spec.chunk_tokens <= tracked.computed_tokens:
+            # There is nothing to wait for; the answer says what need not be stored.
+            life.reason, life.detail = Reason.NO_BOUNDARY, ""
+            return 0
+        if not life.has_waited:
+            life.has_waited = True
+            self._recorder.pending(is_asked=True)
+        return None
+
+    def _is_still_so(self, tracked: TrackedRequest, life: Life) -> bool:
+        assert life.question is not None
+        num_chunks = life.found_chunks
+        return (
+            tracked.keys().key(self._naming_group, num_chunks * self._spec.chunk_tokens)
+            == (life.question.digests[num_chunks - 1])
+        )
+
+    def _end(self, life: Life, reason: Reason, detail: str) -> None:
+        if life.question is not None:
+            self._questions.drop(life.question)
+        life.question = None
+        life.stage, life.reason, life.detail = Stage.OVER, reason, detail
+
+    # Loads.
+
+    def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> PageLoad | None:
+        """The engine has given the request blocks; the load of its external tokens into them."""
+        life = self.of(tracked)
+        self._explain(tracked, life, num_external_tokens)
+        if not num_external_tokens:
+            if life.stage is Stage.FOUND:
+                self._end(life, Reason.NOT_TAKEN, "")
+            return None
+        boundary, question = tracked.computed_tokens + num_external_tokens, life.question
+        if life.stage is not Stage.FOUND or question is None:
+            raise RuntimeError(f"request {tracked.request_id} loads what it was not offered")
+        table = [[NULL_BLOCK if b.is_null else b.block_id for b in group] for group in blocks.blocks]
+        copies: tuple[PageCopy, ...] = ()
+        refused = None
+        if boundary != life.found_chunks * self._spec.chunk_tokens:
+            refused = f"the engine loads up to token {boundary}, and was offered another boundary"
+        else:
+            try:
+                copies = load_copies(
+                    self._spec, plan_load(self._spec, boundary, tracked.computed_tokens, table, NULL_BLOCK)
+                )
+            except PlanError as error:
+                refused = str(error)
+        if refused is not None:
+            # The engine waits for this load, so it is told that it failed; nothing was written.
+            logger.error("request %s cannot load %d tokens: %s", tracked.request_id, num_external_tokens, refused)
+        num_bytes = sum(len(copy.block_ids) * self._layout.content_bytes(copy.group_index) for copy in copies)
+        self._loads[tracked.request_id] = _LoadInFlight(question, num_external_tokens, num_bytes)
+        self._room.take(tracked.request_id, tracked.request.num_tokens)
+        digests = question.digests[: life.found_chunks]
+        life.stage, life.question = Stage.LOADING, None
+        start = tracked.computed_tokens // self._spec.chunk_tokens
+        return PageLoad(tracked.request_id, digests, start, copies, refused)
+
+    def _explain(self, tracked: TrackedRequest, life: Life, num_external_tokens: int) -> None:
+        if not life.is_told:
+            return
+        life.is_told = False
+        spec, num_tokens, computed = self._spec, tracked.request.num_tokens, tracked.computed_tokens
+        reason = life.reason
+        if life.stage is Stage.FOUND:
+            boundary = life.found_chunks * spec.chunk_tokens
+            reason = Reason.NOT_TAKEN
+            if num_external_tokens:
+                is_all = boundary >= last_boundary(spec, num_tokens)
+                has_room = life.found_chunks < self._max_chunks
+                reason = Reason.COMPLETE if is_all else Reason.PREFIX_ENDS if has_room else Reason.TIER_ROOM
+        explanation = Explanation(
+            request_id=tracked.request_id,
+            result="hit" if life.stage is Stage.FOUND else "miss",
+            reason=reason,
+            num_tokens=num_tokens,
+            engine_tokens=computed,
+            offered_tokens=num_external_tokens,
+            compute_tokens=num_tokens - computed - num_external_tokens,
+            source=LMCACHE if life.stage is Stage.FOUND else "",
+            asked=True if life.has_waited or life.stage is Stage.FOUND else None,
+            detail=life.detail,
+        )
+        self._recorder.lookup(explanation)
+        log(explanation)
+
+    def has_work(self) -> bool:
+        return bool(self._loads)
+
+    def on_failures(self, request_id: str, failures: Sequence[LoadFailure]) -> None:
+        """Why a load failed on some rank; that it ended comes by `on_ended`."""
+        if in_flight := self._loads.get(request_id):
+            in_flight.failures += failures
+
+    def on_ended(self, request_id: str, tracked: TrackedRequest | None, failed: bool) -> None:
+        """A load has ended on every rank. After a failure the request's retry asks for less."""
+        in_flight = self._loads.pop(request_id, None)
+        if in_flight is None:
+            return
+        self._questions.drop(in_flight.question)
+        num_bytes = in_flight.num_bytes * self._layout.world_size
+        self._recorder.load(in_flight.num_tokens, num_bytes, failed, in_flight.failures)
+        if tracked is None:
+            self._room.give_back((request_id,))
+            self._lives.pop(request_id, None)
+            return
+        life = self.of(tracked)
+        life.stage, life.reason = Stage.OVER, Reason.FAILED_LOADS
+        if not failed:
+            return
+        tracked.forget_progress()
+        self._room.fail(request_id, tracked.request.num_tokens)
+        life.failed_loads += 1
+        life.steps_back = True
+        life.known_chunks = 0
+        bad = [
+            in_flight.question.digests.index(failure.key)
+            for failure in in_flight.failures
+            if failure.key in in_flight.question.digests
+        ]
+        if bad and life.failed_loads < MAX_FAILED_LOADS:
+            life.stage, life.limit_chunks = Stage.NEW, min(bad)
+        reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in in_flight.failures})) or "no reason given"
+        logger.warning(
+            "request %s: loading %d tokens failed; kv_load_failure_policy says what becomes of it (%s)",
+            request_id,
+            in_flight.num_tokens,
+            reasons,
+        )
+
+    # Ends.
+
+    def restart(self, tracked: TrackedRequest) -> None:
+        """The engine starts this request over, or what was known of it holds no more."""
+        life = self._lives.pop(tracked.request_id, None)
+        if life is None:
+            return
+        if life.question is not None:
+            self._questions.drop(life.question)
+        stage = Stage.LOADING if life.stage is Stage.LOADING else Stage.NEW
+        self._lives[tracked.request_id] = Life(
+            stage, limit_chunks=life.limit_chunks, failed_loads=life.failed_loads, steps_back=life.steps_back
+        )
+
+    def on_gone(self, request_id: str) -> None:
+        """The request has ended. A load that is under way is followed to its end."""
+        life = self._lives.get(request_id)
+        if life is not None and life.question is not None:
+            self._questions.drop(life.question)
+            life.question = None
+        if request_id not in self._loads:
+            self._lives.pop(request_id, None)
+            self._room.give_back((request_id,))
+
+    def close(self) -> None:
+        """Give everything back."""
+        for life in self._lives.values():
+            if life.question is not None:
+                self._questions.drop(life.question)
+        for in_flight in self._loads.values():
+            self._questions.drop(in_flight.question)
+        self._lives.clear()
+        self._loads.clear()

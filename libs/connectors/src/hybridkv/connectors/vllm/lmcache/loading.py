@@ -1,0 +1,243 @@
+"""Loads of one rank: room, lookup, retrieve, check, copy. Each ends once, at its deadline unless its bytes are copied.
+
+What a server does with a page when nobody waits for it any more, it does in shared memory alone: of a load that failed
+not a byte was written to the engine's blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hybridkv.canonical import GroupPages
+from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, Job
+from hybridkv.connectors.vllm.lmcache.messages import PageLoad
+from hybridkv.connectors.vllm.lmcache.pages import Chunks, Parts, parts_of
+from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, bad_pages, engine_runs
+from hybridkv.connectors.vllm.lmcache.station import Station
+from hybridkv.connectors.vllm.messages import LoadFailure
+from hybridkv.lmcache.calls import Ended, Lack, Trouble
+from hybridkv.lmcache.operations import Found, Prefix
+from hybridkv.lmcache.page import PageState
+from hybridkv.tiers import FailureReason
+
+logger = logging.getLogger("vllm.hybridkv.worker")
+
+TIMEOUT = "timeout"
+REASONS = {
+    Trouble.BUSY: str(FailureReason.BUSY),
+    Trouble.CLOSED: str(FailureReason.CLOSED),
+    Trouble.TIMEOUT: TIMEOUT,
+    Trouble.REFUSED: str(FailureReason.MISSING),
+}
+"""Others are of the line."""
+_STATES = {
+    PageState.ABSENT: (str(FailureReason.MISSING), "the server gave nothing"),
+    PageState.FOREIGN: (str(FailureReason.WRONG_KEY), "the server gave another page"),
+    PageState.CORRUPT: (str(FailureReason.CHECKSUM), "these are not the bytes that were sealed"),
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    load: PageLoad
+    parts: Parts
+    began_s: float
+    until_s: float
+    prefix: Prefix | None = None
+    hold: Hold | None = None
+    is_copying: bool = False
+    is_over: bool = False
+    failures: list[LoadFailure] = field(default_factory=list)
+    """Found by the copy thread."""
+
+
+class Loading:
+    """For the engine's thread. Nothing here waits.
+
+    Args:
+        station: the server and the pages.
+        pages: of the engine's blocks.
+        copies: carried out here.
+        timeout_s: of one load.
+        clock: seconds.
+        on_ended: told of each load by its request, and why it failed, nothing where it did not.
+    """
+
+    def __init__(
+        self,
+        station: Station,
+        pages: Mapping[int, GroupPages],
+        copies: Copies,
+        timeout_s: float,
+        clock: Callable[[], float],
+        on_ended: Callable[[str, tuple[LoadFailure, ...]], None],
+    ) -> None:
+        self._station = station
+        self._pages = pages
+        self._copies = copies
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._on_ended = on_ended
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._waiting: deque[_Loading] = deque()
+        self._open: list[_Loading] = []
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some load waits for room."""
+        return bool(self._waiting)
+
+    def begin(self, load: PageLoad) -> None:
+        """Carry out, when there is room."""
+        now_s = self._clock()
+        parts = parts_of(self._station.site, self._station.geometry, load.copies, _chunks(load))
+        loading = _Loading(load, parts, now_s, now_s + self._timeout_s)
+        self._open.append(loading)
+        if parts.num_unkept:
+            detail = f"{parts.num_unkept} blocks of which a server keeps none"
+            self._fail(loading, FailureReason.MISSING, detail)
+        elif not parts.parts:
+            self._end(loading, ())
+        elif not self._station.has_room(parts):
+            self._fail(loading, FailureReason.BUSY, f"the pool is too small for {sum(parts.numbers.values())} pages")
+        else:
+            self._waiting.append(loading)
+
+    def step(self) -> None:
+        """Go on with whatever can."""
+        while self._inbox:
+            self._inbox.popleft()()
+        self._start()
+        now_s = self._clock()
+        for loading in [each for each in self._open if not each.is_copying and now_s >= each.until_s]:
+            self._fail(loading, TIMEOUT, "the server took too long")
+
+    def end(self, reason: str, detail: str) -> None:
+        """Fail whatever is not over."""
+        self._waiting.clear()
+        for loading in list(self._open):
+            self._fail(loading, reason, detail)
+
+    def _start(self) -> None:
+        while self._waiting:
+            loading = self._waiting[0]
+            if loading.is_over:
+                self._waiting.popleft()
+            elif self._clock() >= loading.until_s:
+                self._station.starved(loading.began_s)
+                self._fail(self._waiting.popleft(), TIMEOUT, "no page was free in time")
+            elif self._station.ready is None:
+                if self._station.is_coming:
+                    return
+                state = self._station.connection.state
+                self._fail(self._waiting.popleft(), FailureReason.IO, f"no server: {state}")
+            else:
+                hold = self._station.take(loading.parts, loading.until_s, is_store=False)
+                if hold is None:
+                    return
+                self._waiting.popleft()
+                loading.hold = hold
+                self._ask(loading, hold)
+
+    # Any thread from here.
+
+    def _ask(self, loading: _Loading, hold: Hold) -> None:
+        station = self._station
+        hold.memory.blank(hold.taken)
+        loading.prefix = station.prefix(loading.load.digests)
+
+        def found(ended: Ended[Found]) -> None:
+            try:
+                self._found(loading, hold, ended)
+            except Exception as error:  # a bug costs this load
+                hold.drop(SERVER)
+                self._post_failure(loading, FailureReason.IO, f"{type(error).__name__}: {error}")
+
+        station.operations.lookup(loading.prefix, station.rank, self._left_s(loading), found)
+
+    def _found(self, loading: _Loading, hold: Hold, ended: Ended[Found]) -> None:
+        station, wanted = self._station, loading.parts.chunks.end
+        if isinstance(ended, Lack):
+            hold.drop(SERVER)
+            self._post_lack(loading, ended)
+        elif ended.value.num_chunks < wanted or loading.is_over:
+            if ended.value.num_chunks:
+                station.operations.release(ended.value)
+            hold.drop(SERVER)
+            detail = f"the server holds {ended.value.num_chunks} chunks of {wanted}"
+            self._post_failure(loading, FailureReason.MISSING, detail)
+        else:
+            station.operations.retrieve(
+                ended.value,
+                station.rank,
+                loading.parts.chunks.start,
+                station.pages(loading.parts, hold),
+                self._left_s(loading),
+                lambda read: self._inbox.append(lambda: self._read(loading, hold, read)),
+                lambda: hold.drop(SERVER),
+            )
+
+    def _post_lack(self, loading: _Loading, lack: Lack) -> None:
+        self._post_failure(loading, REASONS.get(lack.trouble, FailureReason.IO), f"LMCache's server: {lack}")
+
+    def _post_failure(self, loading: _Loading, reason: str, detail: str) -> None:
+        self._inbox.append(lambda: self._fail(loading, reason, detail))
+
+    def _left_s(self, loading: _Loading) -> float:
+        return max(0.0, loading.until_s - self._clock())
+
+    # The engine's thread.
+
+    def _read(self, loading: _Loading, hold: Hold, ended: Ended[None]) -> None:
+        if isinstance(ended, Lack):
+            self._fail(loading, REASONS.get(ended.trouble, FailureReason.IO), f"LMCache's server: {ended}")
+        elif not loading.is_over:
+            try:
+                runs = engine_runs(loading.parts, self._station.site, hold, self._pages, None)
+            except ValueError as error:
+                self._fail(loading, FailureReason.IO, str(error))
+                return
+            loading.is_copying = True
+            self._copies.submit(
+                Job(True, runs, lambda: self._check(loading, hold), None, lambda why: self._copied(loading, why))
+            )
+
+    def _check(self, loading: _Loading, hold: Hold) -> str | None:
+        """On the copy thread, before the first byte is copied."""
+        if self._clock() >= loading.until_s:
+            loading.failures.append(LoadFailure(TIMEOUT, "the load waited too long for its turn"))
+            return loading.failures[0].detail
+        digests = loading.load.digests
+        for bad in bad_pages(loading.parts, self._station.site, hold, digests):
+            reason, words = _STATES[bad.state]
+            detail = f"{words} for block {bad.block} of group {bad.group} in chunk {bad.chunk}"
+            loading.failures.append(LoadFailure(reason, detail, digests[bad.chunk]))
+            assert loading.prefix is not None
+            self._station.withdraw(loading.prefix, bad.chunk)
+        return loading.failures[0].detail if loading.failures else None
+
+    def _copied(self, loading: _Loading, failure: str | None) -> None:
+        if failure is None:
+            self._end(loading, ())
+        else:
+            reason = FailureReason.BUSY if failure == QUEUE_IS_FULL else FailureReason.IO
+            self._end(loading, tuple(loading.failures) or (LoadFailure(str(reason), failure),))
+
+    def _fail(self, loading: _Loading, reason: str, detail: str) -> None:
+        self._end(loading, (LoadFailure(str(reason), detail),))
+
+    def _end(self, loading: _Loading, failures: tuple[LoadFailure, ...]) -> None:
+        if loading.is_over:
+            return
+        loading.is_over = True
+        self._open.remove(loading)
+        if loading.hold is not None:
+            loading.hold.drop(HERE)
+        self._on_ended(loading.load.request_id, failures)
+
+
+def _chunks(load: PageLoad) -> Chunks:
+    return Chunks(load.start_chunk, len(load.digests))

@@ -1,0 +1,200 @@
+"""From facts to an open connection: which chunk a server has, and what the scheduler's half does with it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hybridkv.connectors.config import ROOT, format_size
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.duties import duties_of
+from hybridkv.connectors.vllm.identification import Identification
+from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups, resolve_layout
+from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
+from hybridkv.connectors.vllm.lmcache.lives import Lives
+from hybridkv.connectors.vllm.lmcache.questions import Questions
+from hybridkv.connectors.vllm.lmcache.saves import Saves
+from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
+from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of
+from hybridkv.connectors.vllm.room import LoadRoom
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down
+from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
+from hybridkv.lmcache.keys import cache_name
+from hybridkv.lmcache.member import CacheMember
+from hybridkv.lmcache.operations import Operations, Prefix
+from hybridkv.planner import GroupKind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("vllm.hybridkv.lmcache")
+
+NAME = "HybridLMCacheConnector"
+
+
+def agreed_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: LMCacheConfig) -> CacheLayout:
+    """The engine's groups under the server's chunk, which is asked for; each half does so by itself.
+
+    Raises:
+        ConfigurationError: no server answers and no chunk is configured, or the server cannot keep such groups.
+    """
+    num_hosts = getattr(vllm_config.parallel_config, "nnodes", 1)
+    if num_hosts != 1:
+        raise ConfigurationError("nnodes", "1", num_hosts, "a server maps the memory of ranks on its own host alone")
+    specs = resolve_groups(vllm_config, kv_cache_config).specs
+    # What a server is asked for depends on blocks and windows alone, not on bytes.
+    groups = tuple(PageGroup(plain_spec(spec), 1) for spec in specs if spec.kind is not GroupKind.SCRATCH)
+    asked = _ask(config, groups)
+    chunk_tokens = config.chunk_tokens if isinstance(asked, Down) else asked
+    if chunk_tokens is None:
+        raise ConfigurationError(
+            f"{ROOT}.url",
+            f"a server that answers within {config.connect_timeout_seconds:g} s",
+            f"{config.url} ({asked})",
+            "start `lmcache server` first, or say its --chunk-size as chunk_tokens: then the engine starts without it",
+        )
+    if config.chunk_tokens not in (None, chunk_tokens):
+        raise ConfigurationError(
+            f"{ROOT}.chunk_tokens",
+            f"{chunk_tokens}, as the server at {config.url} has it",
+            config.chunk_tokens,
+            "leave it out, or start the server with another --chunk-size",
+        )
+    unit = chunk_alignment(groups)
+    if chunk_tokens % unit:
+        raise ConfigurationError(
+            f"{ROOT}.chunk_tokens",
+            f"a multiple of {unit} tokens, which is what the groups' blocks have in common",
+            chunk_tokens,
+            f"use {-(-chunk_tokens // unit) * unit}, for the server's --chunk-size too",
+        )
+    return resolve_layout(vllm_config, kv_cache_config, chunk_tokens)
+
+
+def _ask(config: LMCacheConfig, groups: Sequence[PageGroup]) -> int | Down:
+    """The server's chunk, or why there is none.
+
+    Raises:
+        ConfigurationError: there is a server, and it cannot keep such groups.
+    """
+    connection = Connection(address_of(config), CacheMember(groups, b"", 1, 0), ConnectionOptions())
+    try:
+        state = connection.wait_ready(config.connect_timeout_seconds)
+    finally:
+        connection.close()
+    if not isinstance(state, Down):
+        return state.chunk_tokens
+    if state.refusal is not None:
+        refusal = state.refusal
+        raise ConfigurationError(
+            f"{ROOT}.url", f"a server whose {refusal.field} is {refusal.expected}", refusal.got, refusal.hint
+        )
+    return state
+
+
+class LMCacheOpening:
+    """What remains to be known before anything is stored, and the scheduler's half.
+
+    Args:
+        vllm_config: final.
+        config: of the operator.
+        layout: of the engine's groups.
+        room: for loads, beside each other.
+        recorder: counts what happens.
+
+    Raises:
+        ConfigurationError: the engine's own facts cannot be gathered.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, config: LMCacheConfig, layout: CacheLayout, room: LoadRoom, recorder: Recorder
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._config = config
+        self._layout = layout
+        self._room = room
+        self._recorder = recorder
+        self._site = site_of(config, layout)
+        self._identification = Identification(vllm_config, config, layout, NAME, is_shared=True)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many workers must say what they know."""
+        return self._identification.num_ranks
+
+    def open(self, ranks: Mapping[int, Mapping[str, str]]) -> LMCacheScheduler:
+        """The scheduler's half, connecting.
+
+        Args:
+            ranks: what each worker said.
+
+        Raises:
+            ConfigurationError: what is to be ignored is no fact.
+        """
+        site, layout, clock = self._site, self._layout, time.monotonic
+        identity = self._identification.identity(ranks)
+        geometry = Geometry(site.groups, site.chunk_tokens)
+        name = cache_name(identity.namespace, geometry.digest())
+        connection = Connection(
+            site.address, CacheMember(site.groups, identity.namespace, site.world_size, 0), site.connection, clock
+        )
+        questions = Questions(
+            Operations(connection, clock),
+            lambda digests: Prefix(name, site.world_size, site.words(digests)),
+            self._config.lookup_timeout_seconds,
+            clock,
+        )
+        lives = Lives(layout, questions, site.num_chunks, self._room, self._recorder, clock)
+
+        def keeps_apart() -> bool:
+            ready = connection.ready
+            return ready is not None and ready.facts.separate_groups
+
+        saves = Saves(layout, geometry, keeps_apart, lives, identity.adapters, self._recorder)
+        duties = duties_of(self._vllm_config.kv_transfer_config)
+        self._announce(name)
+        work = Work(lives, saves, self._room)
+        return LMCacheScheduler(layout, identity, site.payload_bytes, work, duties, self._recorder, connection.close)
+
+    def _announce(self, name: str) -> None:
+        spec, config, transfer = self._layout.spec, self._config, self._vllm_config.kv_transfer_config
+        num_tokens = self._site.num_chunks * spec.chunk_tokens
+        logger.info(
+            "%s: groups %s; chunk %d tokens, as the server at %s has it; %s of shared memory, so that a request "
+            "restores up to %d tokens; loads given up after %.3g s; kv_load_failure_policy %s; kv_role %s, so it %s; "
+            "cache %s",
+            NAME,
+            ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
+            spec.chunk_tokens,
+            config.url,
+            format_size(config.pool),
+            num_tokens,
+            config.load_timeout_seconds,
+            getattr(transfer, "kv_load_failure_policy", "unknown"),
+            transfer.kv_role,
+            duties_of(transfer).words(),
+            name,
+        )
+        unit = chunk_alignment(self._site.groups)
+        if unit < spec.chunk_tokens and any(group.kind is GroupKind.RECURRENT for group in spec.groups):
+            logger.warning(
+                "%s: the engine leaves a state at multiples of %d tokens, and the server keeps those at multiples of %d: "
+                "start it with --chunk-size %d, or few prompts are found",
+                NAME,
+                unit,
+                spec.chunk_tokens,
+                unit,
+            )
+        longest = self._vllm_config.model_config.max_model_len
+        if num_tokens < longest:
+            logger.warning(
+                "%s: of a prompt of %d tokens only the first %d can be restored, because no more fits into the shared "
+                'memory: raise "pool"',
+                NAME,
+                longest,
+                num_tokens,
+            )

@@ -1,0 +1,217 @@
+"""The scheduler's half of HybridLMCacheConnector: what the engine asks and tells, handed to those who decide.
+
+It moves no bytes, and it never waits: what it asks the server, the server answers on another thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.duties import Duties
+from hybridkv.connectors.vllm.explain import log, unidentified
+from hybridkv.connectors.vllm.identification import Identity
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lmcache.lives import Lives
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad, PageStore
+from hybridkv.connectors.vllm.lmcache.saves import Saves
+from hybridkv.connectors.vllm.messages import StepOutcome
+from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
+from hybridkv.connectors.vllm.room import LoadRoom
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.planner import State
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Who decides.
+
+    Args:
+        lives: what requests load.
+        saves: what they store.
+        room: for loads, beside each other.
+    """
+
+    lives: Lives
+    saves: Saves
+    room: LoadRoom
+
+
+class LMCacheScheduler:
+    """Decides what is loaded and stored.
+
+    Args:
+        layout: of the engine's groups.
+        identity: whose content it is.
+        payload_bytes: of one page of each stored group, as this half knows it.
+        work: who decides.
+        duties: whether it stores, loads, or does both.
+        recorder: counts what happens.
+        close: gives up the connection to the server.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        identity: Identity,
+        payload_bytes: tuple[int, ...],
+        work: Work,
+        duties: Duties,
+        recorder: Recorder,
+        close: Callable[[], None],
+    ) -> None:
+        self._identity = identity
+        self._payload_bytes = payload_bytes
+        self._lives, self._saves, self._room = work.lives, work.saves, work.room
+        self._duties = duties
+        self._recorder = recorder
+        self._close = close
+        self._requests = Requests(layout, identity.keys, identity.adapters)
+        self._planned_loads: list[PageLoad] = []
+        self._has_told_namespace = False
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The engine's blocks."""
+        self._room.pool = pool
+        self._saves.bind_block_pool(pool)
+
+    # What the engine asks before it admits a request.
+
+    def track(self, request: Request) -> TrackedRequest:
+        """What is remembered of a request, from when it is first seen. The server is asked then."""
+        before = self._requests.get(request.request_id)
+        tracked = self._requests.track(request)
+        if before is not None and before is not tracked:
+            self._lives.restart(before)
+        if tracked.kept_keys is not None:
+            self._lives.ask(tracked)
+        return tracked
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
+        tracked = self.track(request)
+        if self._has_other_tokens(tracked):
+            self._lives.restart(tracked)
+        is_identified = self._requests.identify(tracked)
+        if not self._duties.loads or compat.reads_no_cache(request):
+            return 0
+        if not is_identified:
+            tracked.computed_tokens = computed_tokens
+            explanation = unidentified(tracked)
+            self._recorder.lookup(explanation)
+            log(explanation)
+            return 0
+        return self._lives.matched_tokens(tracked, computed_tokens)
+
+    @staticmethod
+    def _has_other_tokens(tracked: TrackedRequest) -> bool:
+        """Whether the engine took back some of what the request had."""
+        had = tracked.followed[0]
+        return tracked.follow() < had
+
+    def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The engine has given the request blocks; plan the load of its external tokens into them."""
+        tracked = self.track(request)
+        if tracked.kept_keys is None and not num_external_tokens and request.num_computed_tokens == 0:
+            # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
+            self._requests.identify(tracked)
+        if tracked.kept_keys is None:
+            return
+        load = self._lives.on_allocated(tracked, blocks, num_external_tokens)
+        if load is not None:
+            self._planned_loads.append(load)
+
+    # What the engine tells once a step.
+
+    def plan_step(self, scheduler_output: SchedulerOutput) -> LMCachePlan:
+        """Takes the step's loads, and plans what becomes storable after its forward pass."""
+        preempted = set(scheduler_output.preempted_req_ids or ())
+        for request_id in preempted:
+            if tracked := self._requests.get(request_id):
+                tracked.forget_progress()
+                self._lives.restart(tracked)
+        stores = self._plan_stores(scheduler_output, preempted) if self._duties.stores else []
+        self._room.give_back(scheduler_output.num_scheduled_tokens)
+        for request_id in scheduler_output.finished_req_ids or ():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and not tracked.request.is_finished():
+                continue  # a new request has taken the id
+            self._requests.forget(request_id)
+            self._lives.on_gone(request_id)
+        loads, self._planned_loads = self._planned_loads, []
+        releases = self._saves.take_releases()
+        is_needed = bool(loads or stores or releases) or not self._has_told_namespace
+        self._has_told_namespace = True
+        if not is_needed:
+            return LMCachePlan()
+        return LMCachePlan(tuple(loads), tuple(stores), releases, self._identity.namespace, self._payload_bytes)
+
+    def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> list[PageStore]:
+        stores: list[PageStore] = []
+        handed_over = compat.boundary_states(scheduler_output)
+        tables = compat.block_tables(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in dict.fromkeys((*scheduled, *handed_over)):
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.request.is_finished() or not tracked.is_storable or tracked.kept_keys is None:
+                continue
+            if request_id in preempted and request_id not in scheduled:
+                # Its blocks are somebody else's by now.
+                continue
+            states = [State(group, block, tokens) for group, block, tokens in handed_over.get(request_id, ())]
+            store = self._saves.plan(tracked, scheduled.get(request_id, 0), states, tables)
+            if store is not None:
+                stores.append(store)
+        return stores
+
+    def holds_freed_blocks(self) -> bool:
+        """Whether a store that ends will give blocks back to the engine's pool."""
+        return self._saves.holds_freed_blocks()
+
+    def has_work_in_flight(self) -> bool:
+        """Whether the engine must keep stepping although it has no request to run."""
+        return self._saves.has_work() or self._lives.has_work()
+
+    # What the workers report.
+
+    def on_output(self, output: KVConnectorOutput) -> None:
+        """What was copied, and which loads have ended."""
+        outcome = output.kv_connector_worker_meta
+        if isinstance(outcome, StepOutcome):
+            self._saves.on_ended(outcome.stores)
+            for request_id, failures in outcome.load_failures.items():
+                self._lives.on_failures(request_id, failures)
+        for request_id in output.finished_recving or ():
+            self._lives.on_ended(request_id, self._requests.get(request_id), request_id in output.failed_recving)
+
+    def record_tiers(self) -> None:
+        """What there is to count is counted where it happens."""
+
+    # Ends.
+
+    def reset(self) -> bool:
+        """Nothing that was stored is found any more by this engine; others that share the server keep it.
+
+        What is stored from now on may be of weights that no file has, so its names are such as no other process makes.
+        """
+        self._requests.begin_anew(self._identity.begin_anew())
+        for tracked in self._requests.all():
+            self._lives.restart(tracked)
+        return True
+
+    def close(self) -> None:
+        """Gives back what is still pinned in the engine's pool and locked at the server."""
+        self._saves.close()
+        self._lives.close()
+        self._identity.adapters.close()
+        self._requests.clear()
+        self._close()

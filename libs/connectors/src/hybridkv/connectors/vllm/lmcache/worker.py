@@ -1,0 +1,175 @@
+"""A worker's half of HybridLMCacheConnector: carries out plans. It decides nothing and raises nothing in the engine.
+
+Between the engine's blocks and a server lies a pool of pages in shared memory. A copy engine moves bytes between blocks
+and pages, the server between pages and its own memory; each page says what it is and is believed for no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from hybridkv.canonical.torch_view import KVCache
+from hybridkv.connectors.vllm.kv_memory import KVMemory, take_kv_memory, zeros_in
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lmcache.copying import Copies
+from hybridkv.connectors.vllm.lmcache.loading import Loading
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad
+from hybridkv.connectors.vllm.lmcache.site import Site
+from hybridkv.connectors.vllm.lmcache.station import Station
+from hybridkv.connectors.vllm.lmcache.stats import ServerCounts
+from hybridkv.connectors.vllm.lmcache.storing import Storing
+from hybridkv.connectors.vllm.messages import LoadFailure, StepOutcome
+from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, Outcomes
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.tiers import FailureReason
+
+logger = logging.getLogger("vllm.hybridkv.worker")
+
+
+class LMCacheWorker:
+    """Moves pages between this rank's KV memory and a server. One thread calls, and never waits but in `close`.
+
+    Args:
+        layout: the model's groups.
+        rank: of this process.
+        site: the server, and what lies there.
+        paths: carry out copies.
+        recorder: counts what happens.
+    """
+
+    def __init__(self, layout: CacheLayout, rank: int, site: Site, paths: CopyPaths, recorder: Recorder) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._site = site
+        self._paths = paths
+        self._recorder = recorder
+        self._counts = ServerCounts(recorder)
+        self._outcomes = Outcomes()
+        self._copies = Copies(paths, recorder)
+        self._memory: KVMemory | None = None
+        self._station: Station | None = None
+        self._loading: Loading | None = None
+        self._storing: Storing | None = None
+        self._is_refused = False
+
+    def tell(self, facts: dict[str, str]) -> None:
+        """What the scheduler must hear before it knows whose content this is."""
+        self._outcomes.tell(facts)
+
+    def take_facts(self) -> dict[str, str] | None:
+        """What the scheduler has not been told yet."""
+        return self._outcomes.take_facts()
+
+    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device_type: str = "cpu") -> None:
+        """Takes the engine's KV tensors.
+
+        Raises:
+            ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
+                in an order that an engine which reads them later might not have.
+        """
+        memory = take_kv_memory(self._layout, kv_caches, num_blocks, device_type, outlives_engine=True)
+        memory.register(self._paths.engines())
+        self._memory = memory
+
+    def start_loads(self, plan: LMCachePlan) -> None:
+        """Begins the step's loads."""
+        self._open_once(plan)
+        for load in plan.loads:
+            self._begin_load(load)
+        self._step()
+
+    def start_stores(self, plan: LMCachePlan) -> None:
+        """Begins the step's stores. The forward pass that wrote their blocks is over."""
+        self._open_once(plan)
+        for release in plan.releases:
+            if self._storing is not None:
+                self._storing.release(release)
+        for store in plan.stores:
+            try:
+                if self._storing is None:
+                    self._outcomes.stored(store.store_id, "there is no server", str(FailureReason.CLOSED))
+                else:
+                    self._storing.begin(store)
+            except Exception as error:  # whatever it was, it is this store's failure and not the engine's
+                logger.exception("a store could not begin")
+                self._outcomes.stored(store.store_id, f"{type(error).__name__}: {error}", str(FailureReason.IO))
+        self._step()
+
+    def results(self) -> LoadResults:
+        """Loads that ended since the last call."""
+        self._step()
+        if self._station is not None:
+            self._counts.operations(self._station.operations.counts())
+            self._counts.state(self._station.ready is not None)
+            self._counts.pool(self._station.used_bytes, self._station.capacity_bytes)
+        return self._outcomes.take_results()
+
+    def outcome(self) -> StepOutcome | None:
+        """What the scheduler must hear, None if nothing."""
+        return self._outcomes.take_outcome()
+
+    def close(self) -> None:
+        """Ends what is under way, here and at the server, within a bounded time; gives up what was shared."""
+        self._copies.close()
+        for each in (self._loading, self._storing):
+            if each is not None:
+                each.end(str(FailureReason.CLOSED), "the worker was closed")
+        if self._station is not None:
+            self._station.close()
+
+    def _begin_load(self, load: PageLoad) -> None:
+        failure: LoadFailure | None = None
+        try:
+            if load.refused is not None:
+                failure = LoadFailure(str(FailureReason.IO), load.refused)
+            elif self._loading is None:
+                failure = LoadFailure(str(FailureReason.CLOSED), "there is no server")
+            else:
+                self._loading.begin(load)
+        except Exception as error:  # whatever it was, it is this load's failure and not the engine's
+            logger.exception("a load could not begin")
+            failure = LoadFailure(str(FailureReason.IO), f"{type(error).__name__}: {error}")
+        if failure is not None:
+            self._outcomes.loaded(load.request_id, (failure,))
+
+    def _step(self) -> None:
+        self._copies.poll()
+        if self._station is None or self._loading is None or self._storing is None:
+            return
+        self._loading.step()
+        if not self._loading.is_waiting:
+            self._storing.step()
+        # What a copy engine did in `submit` has ended.
+        self._copies.poll()
+
+    def _open_once(self, plan: LMCachePlan) -> None:
+        if self._station is not None or self._is_refused or not plan.namespace:
+            return
+        try:
+            self._open(plan)
+        except Exception as error:  # threads, memory or descriptors have run out, or sizes do not fit
+            self._is_refused = True
+            logger.warning("LMCache's server cannot be used: %s: %s", type(error).__name__, error)
+
+    def _open(self, plan: LMCachePlan) -> None:
+        assert self._memory is not None, "registered before the first step"
+        site = self._site.with_payload_bytes(plan.payload_bytes) if plan.payload_bytes else self._site
+        for group, group_index in zip(site.groups, site.group_indexes, strict=True):
+            needed = self._memory.pages[group_index].block_bytes
+            if needed > group.payload_bytes:
+                raise ValueError(f"a block of group {group_index} has {needed} bytes, a page {group.payload_bytes}")
+        clock, pages = self._paths.clock, self._memory.pages
+        station = Station(site, self._rank, plan.namespace, self._paths.engines(), clock)
+        self._loading = Loading(station, pages, self._copies, self._paths.load_timeout_s, clock, self._loaded)
+        self._storing = Storing(station, pages, zeros_in(self._memory.zeros), self._copies, clock, self._stored)
+        self._station = station
+
+    def _loaded(self, request_id: str, failures: tuple[LoadFailure, ...]) -> None:
+        withdrawn = {failure.key for failure in failures} - {None}
+        if withdrawn:
+            self._recorder.server_withdrawals(len(withdrawn))
+        self._outcomes.loaded(request_id, failures)
+
+    def _stored(self, store_id: int, reason: str | None, detail: str | None) -> None:
+        self._outcomes.stored(store_id, detail, reason)

@@ -1,0 +1,286 @@
+"""Ranks without an engine: a worker of HybridLMCacheConnector over plain tensors, its plans and what became of them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from hybridkv.canonical import LayerLayout
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore
+from hybridkv.connectors.vllm.lmcache.site import Site, site_of
+from hybridkv.connectors.vllm.lmcache.station import Station
+from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
+from hybridkv.connectors.vllm.messages import LoadFailure, StoreOutcome
+from hybridkv.connectors.vllm.rank_work import CopyPaths
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.lmcache.block_ids import needed_blocks
+from hybridkv.lmcache.calls import Answer, Ended
+from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
+from hybridkv.lmcache.geometry import Geometry
+from hybridkv.lmcache.testing.rig import wait
+from hybridkv.lmcache.testing.server_process import eventually
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+from hybridkv.transfer import CpuCopyEngine
+
+FULL, WINDOW, RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.RECURRENT
+WAIT_S = 60.0
+_SEEDS = itertools.count()
+POOL_BYTES = 4 << 20
+
+
+class Model(NamedTuple):
+    """Groups, and the bytes of a block in each layer of theirs. Sizes that are no whole words are padded when stored."""
+
+    groups: tuple[GroupSpec, ...]
+    layers: tuple[tuple[int, ...], ...]
+    chunk_tokens: int = 256
+
+
+GEMMA = Model(
+    (GroupSpec(FULL, 16), GroupSpec(WINDOW, 16, window_tokens=128), GroupSpec(WINDOW, 16, window_tokens=1024)),
+    ((96, 100), (80,), (64, 33)),
+)
+QWEN3_NEXT = Model((GroupSpec(RECURRENT, 256), GroupSpec(FULL, 16)), ((3001, 500), (112, 112)))
+DEEPSEEK_V4 = Model(
+    (
+        GroupSpec(FULL, 256),
+        GroupSpec(WINDOW, 64, window_tokens=128),
+        GroupSpec(WINDOW, 64, window_tokens=128),
+        GroupSpec(FULL, 4),
+        GroupSpec(FULL, 8),
+    ),
+    ((4096,), (1000,), (1000,), (72,), (136,)),
+)
+MODELS = {"gemma": GEMMA, "qwen3-next": QWEN3_NEXT, "deepseek-v4": DEEPSEEK_V4}
+
+
+def layout_of(model: Model, world_size: int = 1) -> CacheLayout:
+    layers = tuple(
+        tuple(LayerLayout(f"{group}.{layer}", size) for layer, size in enumerate(sizes))
+        for group, sizes in enumerate(model.layers)
+    )
+    return CacheLayout(CacheSpec(model.groups, model.chunk_tokens), layers, (), 16, "sha256", world_size)
+
+
+def digests_of(seed: object, num_chunks: int) -> tuple[bytes, ...]:
+    """One digest a chunk, each of what came before it."""
+    chain, digest = [], repr(seed).encode()
+    for _ in range(num_chunks):
+        digest = hashlib.blake2b(digest, digest_size=32).digest()
+        chain.append(digest)
+    return tuple(chain)
+
+
+Tables = Mapping[int, Sequence[int]]
+"""Blocks of each group, from token 0."""
+
+
+@dataclass(slots=True)
+class Came:
+    """What a plan came to."""
+
+    finished: set[str]
+    failed: set[str]
+    stores: dict[int, StoreOutcome]
+    failures: dict[str, tuple[LoadFailure, ...]]
+
+
+class Rank:
+    """One worker, and the memory of its engine.
+
+    Args:
+        model: of the engine.
+        address: of the server.
+        namespace: whose content it keeps.
+        keys: `rank`, `world_size`, `pool`, `num_blocks`, `clock`, `load_timeout_s`, and those of the configuration.
+    """
+
+    def __init__(self, model: Model, address: ServerAddress, namespace: bytes, **keys: Any) -> None:
+        self.model = model
+        self.namespace = namespace
+        self.rank = keys.pop("rank", 0)
+        world_size = keys.pop("world_size", 1)
+        self.num_blocks = keys.pop("num_blocks", 0) or 24 * max(self.blocks_per_chunk) + 8
+        clock: Callable[[], float] = keys.pop("clock", time.monotonic)
+        load_timeout_s = keys.pop("load_timeout_s", WAIT_S)
+        connection = keys.pop("connection", ConnectionOptions(beat_s=0.5, retry_s=0.1))
+        self.layout = layout_of(model, world_size)
+        url = f"tcp://{address.host}:{address.port}"
+        known = {"pool": POOL_BYTES * world_size, "store_timeout_seconds": WAIT_S, **keys}
+        config = LMCacheConfig(url=url, http_port=address.http_port, **known)
+        self.site: Site = replace(site_of(config, self.layout), connection=connection)
+        self.engine = CpuCopyEngine()
+        self.recorder = Recorder()
+        paths = CopyPaths(self.engine, self.engine, load_timeout_s, clock)
+        self.worker = LMCacheWorker(self.layout, self.rank, self.site, paths, self.recorder)
+        self.caches = self._tensors()
+        self.worker.register(self.caches, self.num_blocks)
+        self._store_ids = 0
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Poisoned; of the first layer blocks lie apart."""
+        generator = torch.Generator().manual_seed(next(_SEEDS))
+        caches = {}
+        for group, sizes in enumerate(self.model.layers):
+            for layer, size in enumerate(sizes):
+                padded = torch.randint(0, 256, (self.num_blocks, size + 7), dtype=torch.uint8, generator=generator)
+                caches[f"{group}.{layer}"] = padded[:, :size] if layer == 0 else padded[:, :size].contiguous()
+        return caches
+
+    @property
+    def blocks_per_chunk(self) -> tuple[int, ...]:
+        return tuple(self.model.chunk_tokens // group.block_tokens for group in self.model.groups)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.site.groups, self.site.chunk_tokens)
+
+    @property
+    def station(self) -> Station:
+        station = self.worker._station
+        assert station is not None
+        return station
+
+    def tables(self, seed: int, num_chunks: int) -> dict[int, list[int]]:
+        """Blocks for a prompt, scattered; none is the null block."""
+        chance = random.Random(seed)
+        return {
+            group: chance.sample(range(1, self.num_blocks), blocks * num_chunks)
+            for group, blocks in enumerate(self.blocks_per_chunk)
+        }
+
+    def fill(self, tables: Tables, seed: int) -> None:
+        """Give each block bytes of its own, by its place in the prompt."""
+        for group, sizes in enumerate(self.model.layers):
+            for layer, size in enumerate(sizes):
+                chance = random.Random(f"{seed} {self.rank} {group} {layer}")
+                for block in tables[group]:
+                    self.caches[f"{group}.{layer}"][block] = torch.frombuffer(
+                        bytearray(chance.randbytes(size)), dtype=torch.uint8
+                    )
+
+    def block(self, group: int, block: int) -> bytes:
+        """Bytes of one block, layer after layer."""
+        sizes = range(len(self.model.layers[group]))
+        return b"".join(self.caches[f"{group}.{layer}"][block].numpy().tobytes() for layer in sizes)
+
+    def everything(self) -> dict[tuple[int, int], bytes]:
+        """Bytes of every block of every group."""
+        groups = range(len(self.model.groups))
+        return {(group, block): self.block(group, block) for group in groups for block in range(self.num_blocks)}
+
+    # Plans.
+
+    def store_of(
+        self, digests: Sequence[bytes], tables: Tables, start_chunk: int = 0, states_at: Sequence[int] | None = None
+    ) -> PageStore:
+        """Everything that the chunks have; states only behind these counts of chunks, if they are named."""
+        self._store_ids += 1
+        copies = []
+        for chunk in range(start_chunk, len(digests)):
+            for group, blocks in enumerate(self.blocks_per_chunk):
+                is_state = self.model.groups[group].kind is RECURRENT
+                if is_state and states_at is not None and chunk + 1 not in states_at:
+                    continue
+                copies.append(PageCopy(group, chunk, 0, tuple(tables[group][chunk * blocks : (chunk + 1) * blocks])))
+        return PageStore(self._store_ids, tuple(digests), start_chunk, tuple(copies))
+
+    def needed(self, num_chunks: int, start_chunk: int = 0) -> dict[int, list[int]]:
+        """Positions of the blocks that a resume behind so many chunks needs of each group."""
+        return {
+            group: [
+                at
+                for at in needed_blocks(self.geometry, group, num_chunks)
+                if at >= start_chunk * self.blocks_per_chunk[group]
+            ]
+            for group in range(len(self.model.groups))
+        }
+
+    def load_of(self, request_id: str, digests: Sequence[bytes], tables: Tables, start_chunk: int = 0) -> PageLoad:
+        """What a resume behind the last chunk needs."""
+        copies = []
+        for group, positions in self.needed(len(digests), start_chunk).items():
+            blocks = self.blocks_per_chunk[group]
+            for chunk in sorted({at // blocks for at in positions}):
+                here = [at for at in positions if at // blocks == chunk]
+                assert here == list(range(here[0], here[-1] + 1))
+                ids = tuple(tables[group][at] for at in here)
+                copies.append(PageCopy(group, chunk, here[0] % blocks, ids))
+        return PageLoad(request_id, tuple(digests), start_chunk, tuple(copies))
+
+    # What a test does.
+
+    def begin(self, *, loads: Sequence[PageLoad] = (), stores: Sequence[PageStore] = ()) -> None:
+        plan = LMCachePlan(tuple(loads), tuple(stores), self.namespace)
+        self.worker.start_loads(plan)
+        self.worker.start_stores(plan)
+
+    def run(self, *, loads: Sequence[PageLoad] = (), stores: Sequence[PageStore] = ()) -> Came:
+        """Carry out, to the end."""
+        self.begin(loads=loads, stores=stores)
+        return self.finish(len(loads), len(stores))
+
+    def finish(self, num_loads: int, num_stores: int) -> Came:
+        """Step until so many have ended."""
+        ended = Came(set(), set(), {}, {})
+
+        def is_over() -> bool:
+            results = self.worker.results()
+            ended.finished |= results.finished
+            ended.failed |= results.failed
+            outcome = self.worker.outcome()
+            if outcome is not None:
+                ended.stores |= outcome.stores
+                ended.failures |= outcome.load_failures
+            return len(ended.finished) >= num_loads and len(ended.stores) >= num_stores
+
+        assert eventually(is_over, WAIT_S), ended
+        return ended
+
+    def store(self, digests: Sequence[bytes], tables: Tables, **keys: Any) -> None:
+        """Store, and return when it can be read."""
+        [outcome] = self.run(stores=[self.store_of(digests, tables, **keys)]).stores.values()
+        assert outcome == StoreOutcome(1), outcome
+        assert self.is_readable(digests)
+
+    def is_readable(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> bool:
+        """Whether the whole of a prefix can be read of this rank, now or soon."""
+        station = self.station
+        ended: Ended[None] = wait(
+            lambda end: station.operations.confirm(station.prefix(digests), self.rank, timeout_s, end)
+        )
+        return ended == Answer(None)
+
+    def all_pages_are_free(self) -> bool:
+        """Now or soon."""
+
+        def is_free() -> bool:
+            self.worker.results()
+            return self.station.used_bytes == 0
+
+        return eventually(is_free)
+
+    def counted(self) -> dict[str, float]:
+        """What was counted since the last call, by name and labels."""
+        stats = self.recorder.take()
+        if stats is None:
+            return {}
+        numbers = [*stats.data["counters"], *stats.data["gauges"]]
+        return {" ".join((name.removeprefix("vllm:hybridkv_"), *labels)): value for name, labels, value in numbers}
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def loaded(rank: Rank, tables: Tables, positions: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], bytes]:
+    """Bytes by group and place in the prompt."""
+    return {(group, at): rank.block(group, tables[group][at]) for group, each in positions.items() for at in each}

@@ -1,0 +1,99 @@
+"""What both halves say of a server: pages, how many of them have room, and what an operator is told."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.canonical import LayerLayout
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
+from hybridkv.connectors.vllm.lmcache.site import num_chunks, page_groups, site_of
+from hybridkv.lmcache.geometry import Geometry
+from hybridkv.lmcache.keys import words_of
+from hybridkv.lmcache.pool import Pool
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+
+FULL, WINDOW, SCRATCH = GroupKind.FULL, GroupKind.WINDOW, GroupKind.SCRATCH
+GROUPS = (
+    GroupSpec(FULL, 64, part_tokens=16),
+    GroupSpec(SCRATCH, 32),
+    GroupSpec(WINDOW, 32, window_tokens=65),
+)
+PAGES = ((100, 28), (), (500,))
+
+
+def layout(world_size: int = 1) -> CacheLayout:
+    layers = tuple(
+        tuple(LayerLayout(f"{index}.{number}", size) for number, size in enumerate(sizes))
+        for index, sizes in enumerate(PAGES)
+    )
+    return CacheLayout(CacheSpec(GROUPS, 256), layers, (), 16, "sha256", world_size)
+
+
+def config(**keys: Any) -> LMCacheConfig:
+    return LMCacheConfig(**{"url": "tcp://127.0.0.1:5555", **keys})
+
+
+def test_pages_are_the_stored_groups_blocks_on_one_rank() -> None:
+    first, second = page_groups(layout())
+    assert (first.payload_bytes, second.payload_bytes) == (112 + 32, 512)
+    assert first.spec == msgspec.structs.replace(GROUPS[0], part_tokens=None) != GROUPS[0]
+    assert second.spec == GROUPS[2]
+    assert site_of(config(), layout()).group_indexes == (0, 2)
+
+
+@given(st.integers(1, 64), st.integers(0, 100_000))
+def test_a_pool_of_the_chunks_that_have_room_fits(chunks: int, spare_bytes: int) -> None:
+    groups = page_groups(layout())
+    pool = Pool(Geometry(groups, 256), chunks)
+    num_bytes = pool.num_bytes
+    pool.close()
+    counted = num_chunks(groups, 256, num_bytes + spare_bytes)
+    if counted:
+        fitting = Pool(Geometry(groups, 256), counted)
+        assert fitting.num_bytes <= num_bytes + spare_bytes
+        fitting.close()
+    assert num_chunks(groups, 256, num_bytes + 3 * 4096) >= chunks, "no more than the rest is given away"
+
+
+def test_ranks_share_the_pool_and_one_without_room_for_a_chunk_is_refused() -> None:
+    alone, beside = site_of(config(pool=1 << 20), layout()), site_of(config(pool=1 << 20), layout(2))
+    assert 0 < beside.num_chunks <= alone.num_chunks // 2
+    with pytest.raises(ConfigurationError) as caught:
+        site_of(config(pool=4096), layout(2))
+    assert caught.value.path == "pool"
+    needed = int(caught.value.expected.split()[2])
+    assert site_of(config(pool=needed), layout(2)).num_chunks == 1
+    with pytest.raises(ConfigurationError):
+        site_of(config(pool=needed - 2), layout(2))
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:5555", "http://127.0.0.1:5555", "tcp://127.0.0.1", ""])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    assert site_of(config(), layout()).address.port == 5555
+    with pytest.raises(ConfigurationError) as caught:
+        site_of(config(url=url), layout())
+    assert caught.value.path == "url"
+
+
+def test_what_the_scheduler_says_of_pages_counts() -> None:
+    site = site_of(config(), layout())
+    larger = site.with_payload_bytes((1000, 2000))
+    assert larger.payload_bytes == (1000, 2000) != site.payload_bytes
+    assert [group.spec for group in larger.groups] == [group.spec for group in site.groups]
+    assert larger.num_chunks < site.num_chunks
+
+
+def test_words_and_identities_are_those_of_the_prefix_alone() -> None:
+    site = site_of(config(), layout())
+    assert site.words([b"one", b"two"]) == words_of([b"one", b"two"], 256) != site.words([b"two", b"one"])
+    pages = itertools.product((b"a", b"b"), (0, 1), (0, 1))
+    identities = {site.identity(*page) for page in pages}
+    assert len(identities) == 8

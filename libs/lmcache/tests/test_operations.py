@@ -1,0 +1,69 @@
+"""What follows what in an operation, where a server is a table: which call is not made, and what is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from caches import digests_of
+
+from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.connection import Ready
+from hybridkv.lmcache.detection import ServerFacts
+from hybridkv.lmcache.keys import words_of
+from hybridkv.lmcache.operations import Found, Operations, Prefix
+from hybridkv.lmcache.wire import CODEC_0_5_7RC2, Call
+
+CHUNK = 256
+PREFIX = Prefix("model", 1, words_of(digests_of("prefix", 2), CHUNK))
+
+
+class PlayedChannel:
+    """Answers each call at once, as a test has it; others with nothing."""
+
+    def __init__(self, answers: dict[str, Ended[Any]]) -> None:
+        self.answers = answers
+        self.calls: list[str] = []
+
+    def call(
+        self,
+        call: Call[Any],
+        timeout_s: float,
+        on_end: Callable[[Ended[Any]], None],
+        on_late: Callable[[], None] | None = None,
+    ) -> None:
+        self.calls.append(call.name)
+        on_end(self.answers.get(call.name, Answer(None)))
+
+
+def _looked_up(channel: PlayedChannel) -> Ended[Found]:
+    facts = ServerFacts("0.5.7rc2", "one", CHUNK, True, 0, False, "zmq", "blake3")
+    ready = Ready(facts, CODEC_0_5_7RC2, CHUNK, None)
+    connection: Any = SimpleNamespace(channel=channel, state=ready, ready=ready)
+    ended: list[Ended[Found]] = []
+    Operations(connection, lambda: 0.0).lookup(PREFIX, None, 1.0, ended.append)
+    assert len(ended) == 1
+    return ended[0]
+
+
+@pytest.mark.parametrize("trouble", [Trouble.UNSENT, Trouble.BUSY, Trouble.TIMEOUT, Trouble.MALFORMED])
+def test_a_lookup_that_was_sent_is_given_back_whatever_becomes_of_it(trouble: Trouble) -> None:
+    channel = PlayedChannel({"query_prefetch_status": Lack(trouble)})
+    assert _looked_up(channel) == Lack(trouble)
+    assert channel.calls == ["lookup", "query_prefetch_status", "free_lookup_locks", "end_session"]
+
+
+@pytest.mark.parametrize("trouble", [Trouble.UNSENT, Trouble.BUSY])
+def test_of_a_lookup_that_never_left_nothing_is_given_back(trouble: Trouble) -> None:
+    channel = PlayedChannel({"lookup": Lack(trouble)})
+    assert _looked_up(channel) == Lack(trouble)
+    assert channel.calls == ["lookup"]
+
+
+def test_a_lookup_that_found_something_keeps_it() -> None:
+    channel = PlayedChannel({"query_prefetch_status": Answer(2)})
+    found = _looked_up(channel)
+    assert isinstance(found, Answer) and found.value.num_chunks == 2
+    assert channel.calls == ["lookup", "query_prefetch_status"]
