@@ -30,7 +30,7 @@ def packages_variable(version: str) -> str:
 
 def packages(version: str) -> str:
     """The directory that the variable names. Look for `what_is_missing` before."""
-    return os.environ[packages_variable(version)]
+    return os.path.abspath(os.environ[packages_variable(version)])
 
 
 def what_is_missing(version: str) -> str | None:

@@ -191,7 +191,8 @@ class Bench:
             arguments = ["--l1-size-gb", str(SERVER_GB)]
             if variant.shares_memory:
                 arguments += ["--shm-name", f"hybridkv_bench_{os.getpid()}"]
-            self._servers[kind] = self._kept.enter_context(LMCacheServer(variant.version, self._directory, arguments))
+            self._servers[kind] = LMCacheServer(variant.version, self._directory, arguments)
+            self._kept.callback(self._servers[kind].stop)
         return self._servers[kind]
 
     def engine(self, name: str, transfer: dict[str, Any] | None, paths: Sequence[str]) -> ToldProcess:
@@ -207,6 +208,8 @@ class Bench:
     def subjects(self, names: Sequence[str]) -> dict[str, Subject]:
         chosen = {name: VARIANTS[name] for name in names}
         servers = {name: self.server(variant) for name, variant in chosen.items()}
+        for server in servers.values():
+            server.wait()
         found = {ALONE: Subject(self.engine(ALONE, None, []), None)}
         for name, variant in chosen.items():
             engine = self.engine(name, variant.transfer(servers[name]), variant.paths)
