@@ -1,23 +1,26 @@
 """Time to the first token from a server of LMCache: HybridLMCacheConnector beside LMCache's own connector.
 
-    tools/bazel run //bench:lmcache_ttft -- [--models NAME...] [--versions NAME...] [--rounds N] [--json FILE]
+    tools/bazel run //bench:lmcache_ttft -- [--models NAME...] [--variants NAME...] [--rounds N] [--json FILE]
 
-What is measured, in an engine's process, on a prompt that nobody has seen: seconds to its first token (`cold`); seconds
-after that until the server says that all of it can be read (`stored`); and, when the engine has dropped its own prefix
-cache, seconds to the first token of the same prompt again (`warm`). Of that, until the server's answer has led to a
-load (`lookup`), and until that has ended (`retrieve`), as vLLM's scheduler sees them. `alone` is the same engine
-without a connector; its `warm` is a hit in its own prefix cache, below which no connector comes. What `cold` costs
-above `alone` is what a miss costs, and what the stores cost that ran meanwhile.
+What is measured, in an engine's process, on a prompt that nobody has seen: seconds to its first token (`cold`), of
+which until it was known that the server has nothing (`miss`); seconds after that token until the server says that all
+of the prompt can be read (`stored`); and, when the engine has dropped its own prefix cache, seconds to the first token
+of the same prompt again (`warm`). Of that, until the server's answer has led to a load (`lookup`), and until that has
+ended (`retrieve`), as vLLM's scheduler sees them. `alone` is the same engine without a connector; its `warm` is a hit
+in its own prefix cache, below which no connector comes. What `cold` costs above `alone` is the miss, and the stores
+that ran meanwhile.
 
-Every engine has the same arguments, packages and prompts; one is asked at a time, in turns. Each version of the server
-is one process that serves both connectors, and is emptied before each prompt. The first round, which tells how many
-objects a prompt is, is shown and not counted. A ratio is the median over rounds of LMCache's time over ours in the same
-round: more than 1 is faster; in brackets its quartiles.
+Every engine has the same arguments, packages and prompts; one is asked at a time, in turns. A server is one process for
+all who want it with the same arguments, and is emptied before each prompt. The first round, which tells how many
+objects a prompt is, is not counted. A ratio is the median over rounds of LMCache's time over ours with the same version
+of the server, in the same round: more than 1 is faster; in brackets its quartiles.
 
 Models are random and small: `gemma3` has 5 windows of 64 tokens to each full attention in six layers, `gemma3-wide` 4
 groups of such six in pages of a size that people serve, `gpt-oss` one window and one full attention. LMCache 0.5.6 can
-serve them on a CPU only as `lmcache_driven`, 0.5.7rc2 as it comes. Not measured: a network, a GPU, a disk under the
-server, more than one request at a time.
+serve them on a CPU only as `lmcache_driven`; 0.5.7rc2 as it comes passes pages through messages, and through memory
+that both map (`shared`) where its server was told to. For ours the server keeps groups apart, as the guide says.
+
+Not measured: a network, a GPU, a disk under the server, more than one request at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ VOCABULARY = range(3, 1024)
 WIDE_LAYERS = 24
 STOP_S = 30.0
 SERVER_GB = 1
-TIMES = ("cold", "stored", "warm", "lookup", "retrieve")
+TIMES = ("cold", "miss", "stored", "warm", "lookup", "retrieve")
 
 
 class Model(NamedTuple):
@@ -85,8 +88,8 @@ class Variant(NamedTuple):
     is_ours: bool
     mode: str | None = None
     """Of transfer; None as LMCache's connector comes."""
-    shares_memory: bool = False
-    """Whether the server offers a segment of memory to whoever asks, which is an argument of its."""
+    server: tuple[str, ...] = ()
+    """More arguments of the server."""
 
     def transfer(self, server: LMCacheServer) -> dict[str, Any]:
         both = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -104,21 +107,31 @@ class Variant(NamedTuple):
         return [] if self.is_ours else [packages(self.version)]
 
 
+SHARED = ("--shm-name", f"hybridkv_bench_{os.getpid()}")
+SEPARATE = ("--separate-object-groups",)
+DRIVEN = "lmcache_driven"
 VARIANTS = {
-    "ours 0.5.7rc2": Variant("0.5.7rc2", is_ours=True),
+    "ours 0.5.7rc2": Variant("0.5.7rc2", is_ours=True, server=SEPARATE),
     "lmcache 0.5.7rc2": Variant("0.5.7rc2", is_ours=False),
-    "lmcache 0.5.7rc2 shared": Variant("0.5.7rc2", is_ours=False, shares_memory=True),
-    "lmcache 0.5.7rc2 driven": Variant("0.5.7rc2", is_ours=False, mode="lmcache_driven"),
-    "ours 0.5.6": Variant("0.5.6", is_ours=True),
-    "lmcache 0.5.6 driven": Variant("0.5.6", is_ours=False, mode="lmcache_driven"),
+    "lmcache 0.5.7rc2 shared": Variant("0.5.7rc2", is_ours=False, server=SHARED),
+    "ours 0.5.6": Variant("0.5.6", is_ours=True, server=SEPARATE),
+    "lmcache 0.5.6 driven": Variant("0.5.6", is_ours=False, mode=DRIVEN),
 }
-USUAL = [name for name in VARIANTS if name != "lmcache 0.5.7rc2 driven"]
+MORE = {
+    "ours 0.5.7rc2 whole": Variant("0.5.7rc2", is_ours=True),
+    "lmcache 0.5.7rc2 driven": Variant("0.5.7rc2", is_ours=False, mode=DRIVEN),
+    "ours 0.5.6 whole": Variant("0.5.6", is_ours=True),
+    "lmcache 0.5.6 separate": Variant("0.5.6", is_ours=False, mode=DRIVEN, server=SEPARATE),
+}
+"""Those that are measured when they are named."""
+KNOWN = VARIANTS | MORE
 
 
 class Turn(NamedTuple):
     """What a prompt took of one engine, in seconds, and what it got."""
 
     cold: float
+    miss: float
     stored: float
     warm: float
     lookup: float
@@ -156,6 +169,7 @@ class Subject:
         self.engine.ask("forget")
         return Turn(
             cold["seconds"],
+            cold["lookup"],
             stored_s,
             warm["seconds"],
             warm["lookup"],
@@ -183,14 +197,12 @@ class Bench:
         self._model = model
         self._kept = kept
         self._directory = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-ttft-")))
-        self._servers: dict[tuple[str, bool], LMCacheServer] = {}
+        self._servers: dict[tuple[str, tuple[str, ...]], LMCacheServer] = {}
 
     def server(self, variant: Variant) -> LMCacheServer:
-        kind = (variant.version, variant.shares_memory)
+        kind = (variant.version, variant.server)
         if kind not in self._servers:
-            arguments = ["--l1-size-gb", str(SERVER_GB)]
-            if variant.shares_memory:
-                arguments += ["--shm-name", f"hybridkv_bench_{os.getpid()}"]
+            arguments = ["--l1-size-gb", str(SERVER_GB), *variant.server]
             self._servers[kind] = LMCacheServer(variant.version, self._directory, arguments)
             self._kept.callback(self._servers[kind].stop)
         return self._servers[kind]
@@ -206,7 +218,7 @@ class Bench:
         return engine
 
     def subjects(self, names: Sequence[str]) -> dict[str, Subject]:
-        chosen = {name: VARIANTS[name] for name in names}
+        chosen = {name: KNOWN[name] for name in names}
         servers = {name: self.server(variant) for name, variant in chosen.items()}
         for server in servers.values():
             server.wait()
@@ -249,7 +261,7 @@ def row(name: str, stored: Held | None, found: Mapping[str, Sequence[Turn]]) -> 
     }
     if stored is not None:
         result["stored"] = {"objects": stored.objects, "bytes": stored.bytes}
-    if name in VARIANTS and not VARIANTS[name].is_ours and (ours := f"ours {VARIANTS[name].version}") in found:
+    if name in KNOWN and not KNOWN[name].is_ours and (ours := f"ours {KNOWN[name].version}") in found:
         pairs = list(zip(turns, found[ours][1:], strict=True))
         result["over ours"] = {time: spread([getattr(a, time) / getattr(b, time) for a, b in pairs]) for time in TIMES}
     return result
@@ -286,12 +298,12 @@ def written(ratio: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time to the first token from a server of LMCache.")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=USUAL)
+    parser.add_argument("--variants", nargs="+", choices=tuple(KNOWN), default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=4097)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    versions = sorted({VARIANTS[name].version for name in options.variants})
+    versions = sorted({KNOWN[name].version for name in options.variants})
     lacks = [lack for each in versions if (lack := what_is_missing(each)) is not None]
     if lacks:
         print("\n".join([*lacks, "hint: bench/README.md says how to get them"]), file=sys.stderr)
