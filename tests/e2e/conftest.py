@@ -14,6 +14,7 @@ from harness import Engine
 from noise import Noise
 
 if TYPE_CHECKING:
+    from lmcache_site import LMCacheSite
     from peers import Two
 
 
@@ -90,3 +91,14 @@ def two(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         pytest.skip("nixl is not installed")
     with running_two(kind, harness.scratch_directory(tmp_path_factory.mktemp("peers"))) as pair:
         yield pair
+
+
+@pytest.fixture(scope="session", params=os.environ.get("HYBRIDKV_E2E_LMCACHE", "0.5.6,0.5.7rc2").split(","))
+def site(request: pytest.FixtureRequest, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheSite]:
+    """A server of LMCache of each version."""
+    # Only the targets whose tests ask for it have these files.
+    from lmcache_site import running_site
+
+    directory = harness.scratch_directory(tmp_path_factory.mktemp("lmcache")) / request.param
+    with running_site(request.param, kind, directory) as running:
+        yield running

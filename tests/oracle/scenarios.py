@@ -93,9 +93,8 @@ class Tally:
         self.steps += engine.num_steps
 
 
-def _lengths(mix: Mix) -> st.SearchStrategy[int]:
+def _lengths(unit: int) -> st.SearchStrategy[int]:
     """Prompt lengths around multiples of the scheduler block, where the bugs live, and anything between."""
-    unit = mix.alignment_tokens
     most = 3 if unit >= 64 else 8
     near = st.builds(
         lambda units, offset: max(1, units * unit + offset),
@@ -106,14 +105,15 @@ def _lengths(mix: Mix) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def prompt_trees(draw: st.DrawFn, mix: Mix) -> tuple[Prompt, ...]:
-    """Prompts that share their beginnings."""
-    prompts = [Prompt(0, 0, draw(_lengths(mix)))]
+def prompt_trees(draw: st.DrawFn, mix: Mix, unit_tokens: int | None = None) -> tuple[Prompt, ...]:
+    """Prompts that share their beginnings. Their lengths lie about multiples of a unit: of the mix, or a larger one."""
+    unit = unit_tokens or mix.alignment_tokens
+    prompts = [Prompt(0, 0, draw(_lengths(unit)))]
     sizes = [prompts[0].fresh]
     for _ in range(draw(st.integers(1, 4))):
         parent = draw(st.integers(0, len(prompts) - 1))
-        shared = min(draw(_lengths(mix)), sizes[parent])
-        fresh = draw(st.integers(0 if shared else 1, 2 * min(mix.alignment_tokens, 32)))
+        shared = min(draw(_lengths(unit)), sizes[parent])
+        fresh = draw(st.integers(0 if shared else 1, 2 * min(unit, 32)))
         prompts.append(Prompt(parent, shared, fresh))
         sizes.append(shared + fresh)
     return tuple(prompts)
@@ -142,9 +142,14 @@ def _wave(draw: st.DrawFn, num_prompts: int) -> Wave:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, mix: Mix, prefix_caching: st.SearchStrategy[bool] | None = None) -> Scenario:
+def scenarios(
+    draw: st.DrawFn,
+    mix: Mix,
+    prefix_caching: st.SearchStrategy[bool] | None = None,
+    unit_tokens: int | None = None,
+) -> Scenario:
     """A scenario for a mix, without a connector: set one with `with_connector`."""
-    prompts = draw(prompt_trees(mix))
+    prompts = draw(prompt_trees(mix, unit_tokens))
     waves = tuple(draw(_wave(len(prompts))) for _ in range(draw(st.integers(2, 3))))
     step_tokens = draw(st.sampled_from((16, 24, 64, 256)))
     if mix.has_recurrent:

@@ -34,7 +34,7 @@ MAX_MODEL_TOKENS = 4096
 
 
 def _with_exception(name: str, extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    if name == "HybridOffloadConnector":
+    if name in ("HybridOffloadConnector", "HybridLMCacheConnector"):
         return {**extra, "without_prefix_caching": True}
     key = "kv_connector_extra_config"
     children = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 import random
@@ -16,7 +17,7 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore
-from hybridkv.connectors.vllm.lmcache.site import Site, site_of
+from hybridkv.connectors.vllm.lmcache.site import Site, num_chunks, page_groups, site_of
 from hybridkv.connectors.vllm.lmcache.station import Station
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.connectors.vllm.messages import LoadFailure, StoreOutcome
@@ -38,7 +39,7 @@ POOL_BYTES = 4 << 20
 
 
 class Model(NamedTuple):
-    """Groups, and the bytes of a block in each layer of theirs. Sizes that are no whole words are padded when stored."""
+    """Groups, and the bytes of a block in each of their layers. What is no whole word is padded when it is stored."""
 
     groups: tuple[GroupSpec, ...]
     layers: tuple[tuple[int, ...], ...]
@@ -69,6 +70,14 @@ def layout_of(model: Model, world_size: int = 1) -> CacheLayout:
         for group, sizes in enumerate(model.layers)
     )
     return CacheLayout(CacheSpec(model.groups, model.chunk_tokens), layers, (), 16, "sha256", world_size)
+
+
+def pool_of(model: Model, chunks: int) -> int:
+    """The fewest bytes of a pool that has room for so many chunks."""
+    groups = page_groups(layout_of(model))
+    return bisect.bisect_left(
+        range(64 * POOL_BYTES), chunks, key=lambda size: num_chunks(groups, model.chunk_tokens, size)
+    )
 
 
 def digests_of(seed: object, num_chunks: int) -> tuple[bytes, ...]:

@@ -348,6 +348,24 @@ def test_a_server_that_came_back_with_another_chunk_is_refused(server: ScriptedS
         assert eventually(is_refused)
 
 
+def test_a_server_whose_chunk_another_engine_has_settled_is_refused(server: ScriptedServer) -> None:
+    """It says nothing to an alignment that its chunk has not, and its configuration says what it was started with."""
+
+    def settled(name: str, frames: Frames) -> list[Frames]:
+        if name == "negotiate_chunk_size":
+            return []
+        return [[*frames[:3], msgspec.msgpack.encode(640)]] if name == "get_chunk_size" else polite(name, frames)
+
+    server.script = settled
+    rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
+    try:
+        state = rig.connection.wait_ready(60.0)
+        assert isinstance(state, Down) and state.refusal is not None, state
+        assert (state.refusal.field, state.refusal.got) == ("chunk_size", 640)
+    finally:
+        rig.close()
+
+
 def test_changed_bytes_of_answers_are_values_or_malformed() -> None:
     """Of what is decoded, without a network: as fast as it goes."""
     chance = random.Random(int(os.environ.get("FUZZ_SEED", "0")))

@@ -19,6 +19,7 @@ from hybridkv.planner import GroupSpec
 
 BLOCKS_OF_640 = (PageGroup(GroupSpec(RECURRENT, 640), 3000), PageGroup(GroupSpec(FULL, 640), 5000))
 FULL_OF_640 = BLOCKS_OF_640[1:]
+FULL_OF_256 = (PageGroup(GroupSpec(FULL, 256), 5000),)
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +80,10 @@ def test_a_chunk_that_is_no_whole_blocks_is_refused_with_both_numbers(
         stored = rig.store(digests, content_of("negotiated", rig.geometry, 2))
         assert stored == Answer(None)
         assert eventually(lambda: rig.num_found(digests) == 2)
+        # Another engine, whose blocks fit what the server was started with, and not what it has settled.
+        other = Rig(fresh.address, FULL_OF_256, uuid.uuid4().bytes)
+        try:
+            refusal = _refusal(other)
+            assert "256" in refusal and "640" in refusal and "--chunk-size 768" in refusal
+        finally:
+            other.close()

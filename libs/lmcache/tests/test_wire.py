@@ -64,6 +64,8 @@ def test_locks_are_freed_with_further_ranges_where_a_server_counts_them() -> Non
 def test_the_chunk_is_asked_for_or_negotiated() -> None:
     assert _said(CODEC_0_5_6.chunk_tokens(640)) == (21, [])
     assert _said(CODEC_0_5_7RC2.chunk_tokens(640)) == ("negotiate_chunk_size", [640])
+    for codec in CODECS.values():
+        assert _said(codec.settled_chunk_tokens()) == (21, [])
 
 
 def test_what_all_versions_have_in_common(codec: Codec) -> None:

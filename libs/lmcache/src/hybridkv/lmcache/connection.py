@@ -254,7 +254,7 @@ class Connection:
         self._said(codec.noop())
         self._said(codec.probe())
         alignment = self._member.alignment_tokens
-        chunk_tokens = self._agree(codec, facts, alignment)
+        chunk_tokens = self._agree(codec, alignment)
         registration = self._member.joining(facts, chunk_tokens)
         if registration is not None:
             self._said(codec.register(registration))
@@ -272,14 +272,15 @@ class Connection:
         )
         return Ready(facts, codec, chunk_tokens, registration)
 
-    def _agree(self, codec: Codec, facts: ServerFacts, alignment: int) -> int:
+    def _agree(self, codec: Codec, alignment: int) -> int:
         ended = self._ask(codec.chunk_tokens(alignment))
-        if isinstance(ended, Answer):
-            chunk_tokens = ended.value
-        elif codec.negotiates and ended.trouble is Trouble.TIMEOUT:
-            chunk_tokens = facts.chunk_tokens  # it lives, and says nothing to what it cannot do
-        else:
+        if isinstance(ended, Lack) and codec.negotiates and ended.trouble is Trouble.TIMEOUT:
+            # It says nothing to what it cannot do, as when another engine has settled a chunk. Which one, its
+            # configuration does not say.
+            ended = self._ask(codec.settled_chunk_tokens())
+        if isinstance(ended, Lack):
             raise _SilentError(f"no answer about the chunk: {ended}")
+        chunk_tokens = ended.value
         if chunk_tokens <= 0 or chunk_tokens % alignment:
             up = -(-max(1, chunk_tokens) // alignment) * alignment
             raise LMCacheConfigurationError(

@@ -142,6 +142,10 @@ class Codec:
         """The server's chunk; one that negotiates settles it now, or says nothing where it cannot."""
         raise NotImplementedError
 
+    def settled_chunk_tokens(self) -> Call[int]:
+        """The server's chunk as it is, whomever it suits. One that negotiates keeps to it from then on."""
+        return _call("get_chunk_size", 21, (), int)
+
     def register(self, registration: Registration) -> Call[None]:
         places = [_tensor(group.place) for group in registration.groups]
         groups = [_group(index, group) for index, group in enumerate(registration.groups)]
@@ -237,10 +241,6 @@ def _call(name: str, number: int | None, payloads: Sequence[Any], expected: Any)
 def named_call(name: str, payloads: Sequence[Any], expected: Any) -> Call[Any]:
     """A call that has a name in place of a number, as every one has that is younger than the numbers."""
     return _call(name, None, payloads, expected)
-
-
-def numbered_call(name: str, number: int, payloads: Sequence[Any], expected: Any) -> Call[Any]:
-    return _call(name, number, payloads, expected)
 
 
 def _tensor(place: TensorPlace) -> msgspec.msgpack.Ext:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridkv.lmcache.wire.codec import Call, Codec, Key, numbered_call
+from hybridkv.lmcache.wire.codec import Call, Codec, Key
 
 
 class Codec056(Codec):
@@ -16,7 +16,7 @@ class Codec056(Codec):
         return {"token_ids": np.frombuffer(key.tokens, dtype=">u4").tolist()}
 
     def chunk_tokens(self, alignment_tokens: int) -> Call[int]:
-        return numbered_call("get_chunk_size", 21, (), int)
+        return self.settled_chunk_tokens()
 
 
 CODEC_0_5_6 = Codec056()

@@ -75,9 +75,10 @@ class LMCachePlan(KVConnectorMetadata):
 
     loads: tuple[PageLoad, ...] = ()
     stores: tuple[PageStore, ...] = ()
-    releases: tuple[Release, ...] = ()
     namespace: bytes = b""
     """Whose content it is, with the first plan and with whatever needs it."""
     payload_bytes: tuple[int, ...] = ()
     """Of one page of each stored group, as the scheduler knows them, beside the namespace: a worker knows layers that
     it was not told, and the name of a cache is made of these. None: the worker's own are the same."""
+    releases: tuple[Release, ...] = ()
+    """Of stores that are held."""

@@ -139,9 +139,10 @@ class LMCacheOpening:
         identity = self._identification.identity(ranks)
         geometry = Geometry(site.groups, site.chunk_tokens)
         name = cache_name(identity.namespace, geometry.digest())
-        connection = Connection(
-            site.address, CacheMember(site.groups, identity.namespace, site.world_size, 0), site.connection, clock
-        )
+        # Nothing comes through its memory, which so is never filled: a server finds nothing of a cache whose groups
+        # nobody has registered, and ranks register when they have been told whose cache it is, by the first step.
+        member = CacheMember(site.groups, identity.namespace, site.world_size, 1)
+        connection = Connection(site.address, member, site.connection, clock)
         questions = Questions(
             Operations(connection, clock),
             lambda digests: Prefix(name, site.world_size, site.words(digests)),
@@ -150,15 +151,20 @@ class LMCacheOpening:
         )
         lives = Lives(layout, questions, site.num_chunks, self._room, self._recorder, clock)
 
-        def keeps_apart() -> bool:
+        def keeps_apart() -> bool | None:
             ready = connection.ready
-            return ready is not None and ready.facts.separate_groups
+            return ready.facts.separate_groups if ready is not None else None
 
         saves = Saves(layout, geometry, keeps_apart, lives, identity.adapters, self._recorder)
         duties = duties_of(self._vllm_config.kv_transfer_config)
         self._announce(name)
         work = Work(lives, saves, self._room)
-        return LMCacheScheduler(layout, identity, site.payload_bytes, work, duties, self._recorder, connection.close)
+
+        def close() -> None:
+            connection.close()
+            member.close()
+
+        return LMCacheScheduler(layout, identity, site.payload_bytes, work, duties, self._recorder, close)
 
     def _announce(self, name: str) -> None:
         spec, config, transfer = self._layout.spec, self._config, self._vllm_config.kv_transfer_config
@@ -182,8 +188,8 @@ class LMCacheOpening:
         unit = chunk_alignment(self._site.groups)
         if unit < spec.chunk_tokens and any(group.kind is GroupKind.RECURRENT for group in spec.groups):
             logger.warning(
-                "%s: the engine leaves a state at multiples of %d tokens, and the server keeps those at multiples of %d: "
-                "start it with --chunk-size %d, or few prompts are found",
+                "%s: the engine leaves states at multiples of %d tokens, and the server keeps those at multiples of "
+                "%d: start it with --chunk-size %d, or few prompts are found",
                 NAME,
                 unit,
                 spec.chunk_tokens,

@@ -51,7 +51,7 @@ class Saves:
     Args:
         layout: of the engine's groups.
         geometry: of those that are stored.
-        keeps_apart: whether the server keeps windows and states apart from whole attention, as far as it is known now.
+        keeps_apart: whether the server keeps windows and states apart from whole attention; None while there is none.
         lives: what the server has of each request.
         adapters: whether what an adapter had a part in is what it was stored for.
         recorder: counts what happens.
@@ -61,7 +61,7 @@ class Saves:
         self,
         layout: CacheLayout,
         geometry: Geometry,
-        keeps_apart: Callable[[], bool],
+        keeps_apart: Callable[[], bool | None],
         lives: Lives,
         adapters: Adapters,
         recorder: Recorder,
@@ -112,12 +112,14 @@ class Saves:
         chunk = self._spec.chunk_tokens
         complete = max(0, final - self._spec.lookahead_tokens)
         begins = max(tracked.stored_tokens, known * chunk)
-        if complete // chunk * chunk <= begins:
+        separate = self._keeps_apart()
+        if separate is None or complete // chunk * chunk <= begins:
+            # Without a server: what it would want together nobody knows, and what was seen to is not looked at again.
             return []
         blocks = attention_tables(self._spec, tables(tracked.request_id), complete)
         span = storable(self._geometry, blocks, begins, complete)
         tracked.stored_tokens = span.end
-        return store_copies(self._geometry, self._spec.stored_groups, blocks, span, separate=self._keeps_apart())
+        return store_copies(self._geometry, self._spec.stored_groups, blocks, span, separate=separate)
 
     def take_releases(self) -> tuple[Release, ...]:
         """What the workers hold, and may hand over or must drop."""

@@ -153,7 +153,7 @@ class LMCacheScheduler:
         self._has_told_namespace = True
         if not is_needed:
             return LMCachePlan()
-        return LMCachePlan(tuple(loads), tuple(stores), releases, self._identity.namespace, self._payload_bytes)
+        return LMCachePlan(tuple(loads), tuple(stores), self._identity.namespace, self._payload_bytes, releases)
 
     def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> list[PageStore]:
         stores: list[PageStore] = []

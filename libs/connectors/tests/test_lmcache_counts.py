@@ -1,0 +1,77 @@
+"""What is counted of a server: each thing once, under names that the catalogue has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridkv.connectors.vllm.lmcache.stats import ServerCounts
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.lmcache.calls import Trouble
+from hybridkv.lmcache.operations import OperationCounts
+from hybridkv.metrics import LMCACHE_TROUBLES
+
+
+def taken(recorder: Recorder) -> dict[str, Any]:
+    stats = recorder.take()
+    numbers = [] if stats is None else [*stats.data["counters"], *stats.data["gauges"]]
+    return {" ".join((name.removeprefix("vllm:hybridkv_lmcache_"), *labels)): value for name, labels, value in numbers}
+
+
+def test_what_is_new_is_counted_and_nothing_twice() -> None:
+    recorder = Recorder()
+    counts = ServerCounts(recorder)
+    counts.operations(
+        OperationCounts(
+            lookups=7,
+            found=3,
+            stores=2,
+            stored_chunks=5,
+            retrieves=3,
+            retrieved_chunks=8,
+            lacks={"lookup timeout": 1, "store refused": 1, "retrieve lost": 1},
+        )
+    )
+    assert taken(recorder) == {
+        "operations_total lookup timeout": 1,
+        "operations_total store refused": 1,
+        "operations_total retrieve lost": 1,
+        "operations_total lookup done": 3,
+        "operations_total lookup nothing": 3,
+        "operations_total retrieve done": 2,
+        "operations_total store done": 1,
+        "chunks_total retrieve": 8,
+        "chunks_total store": 5,
+    }
+    later = OperationCounts(
+        lookups=8,
+        found=3,
+        stores=2,
+        stored_chunks=5,
+        retrieves=3,
+        retrieved_chunks=8,
+        lacks={"lookup timeout": 2, "store refused": 1, "retrieve lost": 1},
+    )
+    counts.operations(later)
+    assert taken(recorder) == {"operations_total lookup timeout": 1}
+    counts.operations(later)
+    assert taken(recorder) == {}
+
+
+def test_every_trouble_has_a_name_in_the_catalogue() -> None:
+    assert set(LMCACHE_TROUBLES) == {str(trouble) for trouble in Trouble}
+    recorder = Recorder()
+    lacks = {f"store {trouble}": 1 for trouble in Trouble}
+    ServerCounts(recorder).operations(OperationCounts(stores=len(lacks), lacks=lacks))
+    assert len(taken(recorder)) == len(Trouble)
+
+
+def test_a_state_is_told_when_it_changes() -> None:
+    recorder = Recorder()
+    counts = ServerCounts(recorder)
+    for is_up, told in ((False, {"up": 0}), (False, {}), (True, {"up": 1}), (True, {})):
+        counts.state(is_up)
+        assert taken(recorder) == told
+    counts.pool(0, 100)
+    assert taken(recorder) == {"pool_used_bytes": 0, "pool_capacity_bytes": 100}
+    counts.pool(0, 100)
+    assert taken(recorder) == {}

@@ -1,0 +1,377 @@
+"""A worker of HybridLMCacheConnector and servers that leave things undone: each load and store ends, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, Model, Rank, digests_of, pool_of
+
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore
+from hybridkv.connectors.vllm.messages import StoreOutcome
+from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
+from hybridkv.lmcache.testing.scripted_server import Frames, ScriptedServer, polite
+from hybridkv.lmcache.testing.server_process import eventually
+
+FOREVER_S = 1e6
+NAMESPACE = b"namespace"
+DIGESTS = digests_of("prompt", 2)
+
+
+class Clock:
+    """Stands still until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        with self._lock:
+            return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        with self._lock:
+            self._now_s += seconds
+
+
+class Stubborn:
+    """A server that holds everything, and keeps to itself the answers to some calls until they are let go."""
+
+    def __init__(self, server: ScriptedServer, num_found: int, *kept: str) -> None:
+        self.num_found = num_found
+        self.kept = set(kept)
+        self.held: list[list[bytes]] = []
+        server.script = self
+
+    def __call__(self, name: str, frames: Frames) -> Sequence[Frames]:
+        if name in self.kept:
+            self.held.append(list(frames))
+            return []
+        if name == "query_prefetch_status":
+            return [[*frames[:3], msgspec.msgpack.encode(self.num_found)]]
+        # What was let go is answered with whatever comes next, a heartbeat if nothing else.
+        late, self.held = ([], self.held) if self.kept else (self.held, [])
+        answers = [answer for each in late for answer in polite("store", each)]
+        return [*polite(name, frames), *answers]
+
+    def let_go(self) -> None:
+        """Answer what was kept, late."""
+        self.kept.clear()
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        yield server
+
+
+MakeRank = Callable[..., Rank]
+
+
+@pytest.fixture
+def rank() -> Iterator[MakeRank]:
+    made: list[Rank] = []
+
+    def make(address: ServerAddress, model: Model = GEMMA, **keys: Any) -> Rank:
+        made.append(Rank(model, address, NAMESPACE, **keys))
+        return made[-1]
+
+    yield make
+    for each in reversed(made):
+        each.close()
+
+
+def ready(rank: Rank) -> Rank:
+    """Open, and return when the server can be asked."""
+    rank.begin()
+    assert isinstance(rank.station.connection.wait_ready(60.0), Ready)
+    return rank
+
+
+def reasons(rank: Rank, load: PageLoad) -> list[str]:
+    """Why a load failed."""
+    ended = rank.run(loads=[load])
+    assert (ended.finished, ended.failed) == ({load.request_id}, {load.request_id})
+    return [failure.reason for failure in ended.failures[load.request_id]]
+
+
+# Loads.
+
+
+def test_a_load_of_which_the_server_has_less_fails_as_missing(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = rank(server.address)
+    tables = worker.tables(1, 2)
+    before = worker.everything()
+    Stubborn(server, num_found=1)
+    assert reasons(worker, worker.load_of("r", DIGESTS, tables)) == ["missing"]
+    assert worker.everything() == before
+    assert "free_lookup_locks" in server.calls and "retrieve" not in server.calls
+    assert worker.all_pages_are_free()
+
+
+def test_pages_that_a_server_says_it_wrote_and_did_not_are_missing_and_withdrawn(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
+    """Pages hold what was there before, good pages of the same prefix among it, so they are made blank first."""
+    worker = rank(server.address)
+    tables = worker.tables(1, 2)
+    worker.run(stores=[worker.store_of(DIGESTS, tables)])
+    before = worker.everything()
+    Stubborn(server, num_found=2)
+    ended = worker.run(loads=[worker.load_of("r", DIGESTS, worker.tables(2, 2))])
+    assert {(failure.reason, failure.key) for failure in ended.failures["r"]} == {
+        ("missing", DIGESTS[0]),
+        ("missing", DIGESTS[1]),
+    }
+    assert worker.everything() == before
+    assert worker.counted()["lmcache_withdrawals_total"] == 2
+    assert worker.all_pages_are_free()
+
+
+def test_a_retrieve_without_an_answer_fails_its_load_at_the_deadline_and_keeps_its_pages(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
+    clock = Clock()
+    worker = ready(rank(server.address, clock=clock, load_timeout_s=30.0))
+    before = worker.everything()
+    stubborn = Stubborn(server, 2, "retrieve")
+    worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
+    assert eventually(lambda: bool(stubborn.held))
+    clock.advance(29.0)
+    assert worker.worker.results().finished == set(), "not before its time"
+    clock.advance(1.5)
+    ended = worker.finish(1, 0)
+    assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
+    assert worker.station.used_bytes > 0, "the server may write there yet"
+    assert worker.everything() == before
+    stubborn.let_go()
+    assert eventually(lambda: clock.advance(0.1) is None and worker.station.used_bytes == 0)
+    assert worker.everything() == before
+
+
+def test_a_lookup_without_an_answer_fails_its_load_and_keeps_no_page(server: ScriptedServer, rank: MakeRank) -> None:
+    clock = Clock()
+    worker = ready(rank(server.address, clock=clock, load_timeout_s=30.0))
+    stubborn = Stubborn(server, 2, "query_prefetch_status")
+    worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
+    assert eventually(lambda: bool(stubborn.held))
+    assert worker.worker.results().finished == set()
+    clock.advance(31.0)
+    ended = worker.finish(1, 0)
+    assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
+    assert worker.all_pages_are_free()
+
+
+def test_a_load_that_is_refused_or_cannot_be_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address, num_blocks=64))
+    Stubborn(server, num_found=2)
+    good = worker.load_of("good", DIGESTS, {group: list(range(1, 33)) for group in range(3)})
+    twice = PageCopy(0, 0, 0, (1,))
+    bad = {
+        "refused": PageLoad("refused", DIGESTS, 0, (), refused="this rank must not"),
+        "no such group": PageLoad("no such group", DIGESTS, 0, (PageCopy(7, 0, 0, (1,)),)),
+        "beyond its chunk": PageLoad("beyond its chunk", DIGESTS, 0, (PageCopy(0, 0, 15, (1, 2)),)),
+        "twice": PageLoad("twice", DIGESTS, 0, (twice, twice)),
+        "no such block": PageLoad("no such block", DIGESTS, 0, (PageCopy(0, 1, 0, (99,)),)),
+        "what no server keeps": PageLoad("what no server keeps", DIGESTS, 0, (PageCopy(1, 1, 0, (1,)),)),
+    }
+    before = worker.everything()
+    ended = worker.run(loads=[*bad.values(), good])
+    assert ended.failed == ended.finished == {*bad, "good"}
+    why = {name: failures[0].reason for name, failures in ended.failures.items()}
+    assert why == {**dict.fromkeys(bad, "io"), "what no server keeps": "missing", "good": "missing"}
+    assert "this rank must not" in ended.failures["refused"][0].detail
+    assert worker.everything() == before
+    assert worker.all_pages_are_free()
+
+
+def test_a_load_of_nothing_is_done(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address))
+    ended = worker.run(loads=[PageLoad("nothing", DIGESTS, 1, ())])
+    assert (ended.finished, ended.failed) == ({"nothing"}, set())
+    assert "lookup" not in server.calls
+
+
+# The server.
+
+
+def test_without_a_server_loads_and_stores_end(rank: MakeRank) -> None:
+    with ScriptedServer() as server:
+        address = server.address
+    clock = Clock()
+    worker = rank(address, clock=clock, connect_timeout_seconds=5.0)
+    tables = worker.tables(1, 2)
+    worker.begin(loads=[worker.load_of("first", DIGESTS, tables)], stores=[worker.store_of(DIGESTS, tables)])
+    assert eventually(lambda: isinstance(worker.station.connection.state, Down))
+    assert worker.worker.results().finished == set(), "it may come yet"
+    clock.advance(5.0)
+    ended = worker.finish(1, 1)
+    assert [failure.reason for failure in ended.failures["first"]] == ["io"]
+    assert [outcome.reason for outcome in ended.stores.values()] == ["io"]
+    worker.begin(loads=[worker.load_of("second", DIGESTS, tables)])
+    assert worker.worker.results().failed == {"second"}, "nobody waits for it a second time"
+    assert worker.counted()["lmcache_up"] == 0
+
+
+def test_without_a_namespace_nothing_is_opened(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = rank(server.address)
+    tables = worker.tables(1, 2)
+    plan = LMCachePlan((worker.load_of("r", DIGESTS, tables),), (worker.store_of(DIGESTS, tables),))
+    worker.worker.start_loads(plan)
+    worker.worker.start_stores(plan)
+    ended = worker.finish(1, 1)
+    assert ended.failures["r"][0].reason == "closed"
+    assert [outcome.reason for outcome in ended.stores.values()] == ["closed"]
+    assert server.calls == []
+
+
+def test_a_server_of_another_chunk_is_not_used(rank: MakeRank) -> None:
+    def other_chunk(name: str, frames: Frames) -> Sequence[Frames]:
+        [answer] = polite(name, frames)
+        is_chunk = answer[3:] == [msgspec.msgpack.encode(256)]
+        return [[*frames[:3], msgspec.msgpack.encode(512)] if is_chunk else answer]
+
+    with ScriptedServer(other_chunk) as server:
+        worker = rank(server.address)
+        worker.begin()
+        state = worker.station.connection.wait_ready(60.0)
+        assert isinstance(state, Down) and state.refusal is not None
+        assert (state.refusal.field, state.refusal.got) == ("chunk_size", 512)
+        assert reasons(worker, worker.load_of("r", DIGESTS, worker.tables(1, 2))) == ["io"]
+
+
+def test_pages_that_the_scheduler_says_are_smaller_than_blocks_are_refused(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
+    worker = rank(server.address)
+    tables = worker.tables(1, 2)
+    sizes = worker.site.payload_bytes
+    larger, smaller = (sizes[0] + 64, *sizes[1:]), (sizes[0] - 64, *sizes[1:])
+    plan = LMCachePlan((worker.load_of("r", DIGESTS, tables),), (), NAMESPACE, smaller)
+    worker.worker.start_loads(plan)
+    assert worker.finish(1, 0).failures["r"][0].reason == "closed"
+    other = rank(server.address)
+    other.worker.start_stores(LMCachePlan((), (other.store_of(DIGESTS, tables),), NAMESPACE, larger))
+    assert list(other.finish(0, 1).stores.values()) == [StoreOutcome(1)]
+
+
+# Stores and room.
+
+
+def test_a_store_is_over_when_its_bytes_are_out_of_the_engine(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address))
+    stubborn = Stubborn(server, 0, "store")
+    ended = worker.run(stores=[worker.store_of(DIGESTS, worker.tables(1, 2))])
+    assert list(ended.stores.values()) == [StoreOutcome(1)]
+    assert eventually(lambda: bool(stubborn.held))
+    assert worker.station.used_bytes > 0
+    stubborn.let_go()
+    assert worker.all_pages_are_free()
+    counted = worker.counted()
+    assert (counted["lmcache_operations_total store done"], counted["lmcache_chunks_total store"]) == (1, 2)
+
+
+def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_other_memory(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
+    clock = Clock()
+    connection = ConnectionOptions(beat_s=FOREVER_S, retry_s=0.01)
+    worker = ready(
+        rank(
+            server.address,
+            clock=clock,
+            connection=connection,
+            pool=pool_of(GEMMA, 4),
+            store_timeout_seconds=10.0,
+        )
+    )
+    Stubborn(server, 0, "store")
+    tables = worker.tables(1, 16)
+    digests = digests_of("long", 3)
+    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    ended = worker.run(stores=[worker.store_of(digests, tables)])
+    assert list(ended.stores.values()) == [StoreOutcome(1)], "three of four chunks; the last is left to loads"
+    worker.begin(stores=[worker.store_of(digests, tables)])
+    assert worker.worker.results().finished == set()
+    assert worker.worker.outcome() is None, "it waits for room"
+    clock.advance(11.0)
+    ended = worker.finish(0, 1)
+    assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
+    server.script = polite
+    assert eventually(lambda: is_another(worker, instance) if clock.advance(0.1) is None else False)
+    assert worker.station.used_bytes == 0
+    ended = worker.run(stores=[worker.store_of(digests, tables)])
+    assert list(ended.stores.values()) == [StoreOutcome(1)], "copied into the other memory"
+    assert worker.all_pages_are_free()
+
+
+def is_another(worker: Rank, instance: int) -> bool:
+    """Whether the server knows other memory of this rank."""
+    now = worker.station.ready
+    return now is not None and now.registration is not None and now.registration.instance != instance
+
+
+def test_a_store_that_is_larger_than_the_pool_goes_in_several(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address, DEEPSEEK_V4, pool=pool_of(DEEPSEEK_V4, 4)))
+    ended = worker.run(stores=[worker.store_of(digests_of("long", 16), worker.tables(1, 16))])
+    assert list(ended.stores.values()) == [StoreOutcome(1)]
+    assert eventually(lambda: server.calls.count("store") == 16)
+    assert worker.all_pages_are_free()
+
+
+def test_a_load_that_is_larger_than_the_pool_fails_at_once(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address, DEEPSEEK_V4, pool=pool_of(DEEPSEEK_V4, 4)))
+    assert reasons(worker, worker.load_of("r", digests_of("long", 5), worker.tables(1, 5))) == ["busy"]
+    Stubborn(server, num_found=4)
+    assert reasons(worker, worker.load_of("r", digests_of("long", 4), worker.tables(1, 4))) == ["missing"] * 4
+
+
+def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address, QWEN3_NEXT, pool=pool_of(QWEN3_NEXT, 4)))
+    stubborn = Stubborn(server, 4, "retrieve")
+    digests = digests_of("long", 4)
+    tables = worker.tables(1, 4)
+    worker.begin(loads=[worker.load_of("first", digests, tables)])
+    assert eventually(lambda: len(stubborn.held) == 1)
+    worker.begin(loads=[worker.load_of("second", digests, tables)], stores=[worker.store_of(digests[:1], tables)])
+    assert worker.worker.results().finished == set()
+    assert worker.worker.outcome() is None, "neither has room"
+    stubborn.let_go()
+    ended = worker.finish(2, 1)
+    assert ended.finished == {"first", "second"}
+    names = [name for name in server.calls if name in ("retrieve", "store")]
+    assert names == ["retrieve", "retrieve", "store"]
+
+
+def test_a_store_of_a_block_outside_the_engine_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address, num_blocks=64))
+    bad = PageStore(100, DIGESTS, 0, (PageCopy(0, 0, 0, (99,)),))
+    good = worker.store_of(DIGESTS, {group: list(range(1, 33)) for group in range(3)})
+    ended = worker.run(stores=[bad, good, PageStore(101, DIGESTS, 0, ())])
+    assert ended.stores[good.store_id] == ended.stores[101] == StoreOutcome(1)
+    assert ended.stores[100].reason == "io"
+    assert worker.all_pages_are_free()
+
+
+def test_what_is_under_way_ends_when_the_worker_is_closed(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address))
+    stubborn = Stubborn(server, 2, "query_prefetch_status")
+    worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
+    assert eventually(lambda: bool(stubborn.held))
+    stubborn.let_go()
+    worker.close()
+    results = worker.worker._outcomes.take_results()
+    assert results.finished == results.failed == {"r"}
+    assert "unregister_kv_cache" in server.calls
+
+
+def test_facts_are_told_once(rank: MakeRank) -> None:
+    with ScriptedServer() as server:
+        worker = rank(server.address).worker
+        assert worker.take_facts() is None
+        worker.tell({"a": "b"})
+        assert worker.take_facts() == {"a": "b"}
+        assert worker.take_facts() is None

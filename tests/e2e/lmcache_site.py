@@ -1,0 +1,147 @@
+"""A server of LMCache with a disk, to which anything may happen, and what an engine is told of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.lmcache.connection import ServerAddress
+from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
+
+CHUNK_TOKENS = {"gemma3": 256, "gpt-oss": 256, "qwen3-next": 640}
+"""Of the server, by model."""
+ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {"qwen3-next": {"block_size": 640}}
+"""What an engine is given besides its usual arguments. These are the blocks that vLLM itself makes of a large model's
+states, and no multiple of them is a server's usual chunk."""
+NEGOTIATES = {"0.5.6": False, "0.5.7rc2": True}
+"""Whether a server takes the chunk that an engine needs."""
+PATIENCE = {"lookup_timeout_seconds": 60, "load_timeout_seconds": 300, "store_timeout_seconds": 300}
+"""A server that is slow today is no reason for another answer."""
+
+
+def prompt_lengths(kind: str, count: int = 3, remainder: int = 40) -> list[int]:
+    """Of prompts that end a little behind a chunk of the server, the first behind its second chunk."""
+    return [CHUNK_TOKENS[kind] * (number + 2) + remainder for number in range(count)]
+
+
+def transfer_config(address: ServerAddress, **extra: Any) -> dict[str, Any]:
+    """An engine's `kv_transfer_config`."""
+    where = {"url": f"tcp://{address.host}:{address.port}", "http_port": address.http_port}
+    small = {"pool": "64MiB", "connect_timeout_seconds": 120, "heartbeat_seconds": 0.2}
+    return {
+        "kv_connector": "HybridLMCacheConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**where, **small, **PATIENCE, **extra},
+    }
+
+
+class LMCacheSite:
+    """A server, and its disk.
+
+    Args:
+        version: of the server.
+        kind: of model, which decides the chunk.
+        directory: where all of it lies.
+    """
+
+    def __init__(self, version: str, kind: str, directory: Path) -> None:
+        self.version = version
+        self.disk = directory / "disk"
+        self.disk.mkdir(parents=True)
+        self._kind, self._directory = kind, directory
+        self._server: ServerProcess | None = None
+        self._address: ServerAddress | None = None
+        self.start()
+
+    @property
+    def server(self) -> ServerProcess:
+        """The one that runs, or ran last."""
+        assert self._server is not None
+        return self._server
+
+    def start(self) -> None:
+        """Where the one before was, with what is on its disk. Returns when it answers."""
+        disk = json.dumps({"type": "fs_native", "base_path": str(self.disk)})
+        arguments = ["--separate-object-groups", "--l2-adapter", disk]
+        chunk_tokens = 256 if NEGOTIATES[self.version] else CHUNK_TOKENS[self._kind]
+        arguments += ["--chunk-size", str(chunk_tokens)]
+        lmcache = command(self.version)
+        assert lmcache is not None
+        self._server = ServerProcess(lmcache, self._directory, arguments, self._address)
+        self._address = self._server.wait().address
+
+    def transfer(self, **extra: Any) -> dict[str, Any]:
+        """An engine's `kv_transfer_config`."""
+        return transfer_config(self.server.address, **extra)
+
+    def kill(self) -> None:
+        """As a crash would: also one that is frozen does nothing any more."""
+        self.server.signal(signal.SIGKILL)
+        self.server.kill()
+
+    def restart(self) -> None:
+        """As after a crash: what its disk has is what it has."""
+        self.kill()
+        self.start()
+
+    def freeze(self) -> None:
+        """It accepts, and answers nothing. Returns when no thread of it does anything."""
+        self.server.signal(signal.SIGSTOP)
+        assert eventually(lambda: set(self._process_states()) <= {"T", "Z"}), "it does not stop"
+
+    def thaw(self) -> None:
+        self.server.signal(signal.SIGCONT)
+
+    def is_quiet(self) -> bool:
+        """Whether what it was given can be read, and is on its disk."""
+        storage = self.server.status()["storage_manager"]
+        memory, writer = storage["l1_manager"], storage["store_controller"]
+        is_written = not writer["pending_keys_count"] and not writer["in_flight_task_count"]
+        return (
+            not memory["write_locked_count"] and is_written and len(self.files()) >= int(memory["total_object_count"])
+        )
+
+    def files(self) -> list[Path]:
+        """What is on the disk, whole."""
+        return sorted(path for path in self.disk.rglob("*") if path.is_file() and ".tmp" not in path.name)
+
+    def object_group(self, path: Path) -> str:
+        """Which groups of the engine a file holds, as the server numbers what it keeps together."""
+        return path.name.split("@")[2]
+
+    def _process_states(self) -> Iterator[str]:
+        """Letters, as in `man proc`, of all of the server's processes."""
+        leader = self.server._process.pid
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, group, *_ = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            if int(group) == leader:
+                yield state
+
+
+def flip_a_byte(path: Path) -> None:
+    """In the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@contextmanager
+def running_site(version: str, kind: str, directory: Path) -> Iterator[LMCacheSite]:
+    """A server until the block ends. Where there is none of the version, the test is skipped."""
+    if command(version) is None:
+        pytest.skip(f"{variable(version)} names no lmcache of version {version}")
+    site = LMCacheSite(version, kind, directory)
+    try:
+        yield site
+    finally:
+        site.kill()

@@ -1,0 +1,135 @@
+"""What `audit.py` is for engines over a server of LMCache: pages are named by their place in a prefix, not by a key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from audit import Audit
+from harness import Engine, make_prompt
+from lmcache_site import LMCacheSite
+
+from hybridkv.lmcache.connection import Ready
+from hybridkv.lmcache.testing.server_process import eventually
+
+Place: TypeAlias = tuple[bytes, int, int]
+"""The digest that names a chunk, a group of the engine, and a block in the chunk."""
+Tamper: TypeAlias = Callable[[Place, list[torch.Tensor]], None]
+"""Changes a restored page, layer by layer, before anybody reads it."""
+
+
+@dataclass(slots=True)
+class LMCacheAudit(Audit):
+    """The same witness.
+
+    Attributes:
+        pages: what was stored, layer by layer.
+        tamper: what becomes of each restored page before it is compared.
+        restored: of each load that did not fail, which pages it wrote.
+    """
+
+    pages: dict[Place, list[torch.Tensor]] = field(default_factory=dict)
+    tamper: Tamper | None = None
+    restored: list[set[Place]] = field(default_factory=list)
+
+    def forget(self) -> None:
+        Audit.forget(self)
+        self.restored.clear()
+
+    def restored_groups(self) -> set[int]:
+        """Of which something came back."""
+        return {group for places in self.restored for _, group, _ in places}
+
+    def _on_stores(self, plan: Any) -> None:
+        for store in plan.stores:
+            for place, pages in self._places(store):
+                self.pages[place] = [page.clone() for page in pages]
+
+    def _on_results(self, results: Any) -> None:
+        for request_id in results.finished:
+            load = self._open.pop(request_id)
+            failed = request_id in results.failed
+            self.loads.append((request_id, self._asked.pop(request_id), failed))
+            if not failed:
+                self.restored.append({self._compared(place, pages) for place, pages in self._places(load)})
+
+    def _places(self, work: Any) -> list[tuple[Place, list[torch.Tensor]]]:
+        """Of a load or a store, its pages as they are in the engine's memory."""
+        return [
+            ((work.digests[copy.chunk], copy.group_index, copy.first_block + number), self._layers(copy, block_id))
+            for copy in work.copies
+            for number, block_id in enumerate(copy.block_ids)
+        ]
+
+    def _layers(self, copy: Any, block_id: int) -> list[torch.Tensor]:
+        return [layer[0] for layer in self._pages(copy.group_index, (block_id,))]
+
+    def _compared(self, place: Place, now: list[torch.Tensor]) -> Place:
+        if self.tamper is not None:
+            self.tamper(place, now)
+        for number, (page, then) in enumerate(zip(now, self.pages[place], strict=True)):
+            self.compared_pages += 1
+            if not torch.equal(page, then):
+                self.mismatches.append(f"group {place[1]} layer {number} block {place[2]}")
+        return place
+
+
+def num_pages_under_way(worker: Any) -> int:
+    """Of a worker's half: that the server, or a copy, may still touch."""
+    taken: int = worker._station._member.pool.num_taken
+    return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An engine's connector, and its server.
+
+    Attributes:
+        child: which child of a multi connector it is; None: it is the connector itself.
+    """
+
+    engine: Engine
+    site: LMCacheSite
+    child: int | None = None
+
+    @property
+    def scheduler(self) -> Any:
+        """Its half in the scheduler."""
+        return self._half(self.engine.connector)._scheduler
+
+    @property
+    def worker(self) -> Any:
+        """Its half in the worker."""
+        return self._half(self.engine.worker_connector)._worker
+
+    @property
+    def states(self) -> tuple[bool, bool]:
+        """Whether its halves may ask the server."""
+        connection, station = self.scheduler._close.__self__, self.worker._station
+        return isinstance(connection.state, Ready), station is not None and station.ready is not None
+
+    @property
+    def num_pages_under_way(self) -> int:
+        """That the server, or a copy, may still touch."""
+        return num_pages_under_way(self.worker)
+
+    def require_up(self) -> None:
+        """Return when both halves may ask. The worker's begins to with the first step."""
+        if self.worker._station is None:
+            self.engine.generate([make_prompt(1, seed=0)])
+        assert eventually(lambda: all(self.states)), "the server was not found again"
+
+    def require_down(self, within_s: float = 60.0) -> None:
+        """Return when both halves know that they cannot ask."""
+        assert eventually(lambda: not any(self.states), within_s), "nobody noticed"
+
+    def settle(self) -> None:
+        """Return when what was stored can be read, and is on the server's disk. The engine idles meanwhile."""
+        self.engine.drain()
+        assert eventually(lambda: not self.num_pages_under_way), "a store has no answer"
+        assert eventually(self.site.is_quiet), self.site.server.status()
+
+    def _half(self, connector: Any) -> Any:
+        return connector if self.child is None else connector.sub_connectors[self.child]

@@ -1,0 +1,61 @@
+"""What one engine stored at a server of LMCache another one restores, from the disk of another server.
+
+Nothing of an engine stays in shared memory when it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+from equality import require_same
+from harness import Engine, Result, make_prompt
+from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite, prompt_lengths
+from lmcache_witness import Link, LMCacheAudit
+
+from hybridkv.lmcache.shared_memory import DIRECTORY, PREFIX
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return harness.scratch_directory(tmp_path)
+
+
+def shared_by_this_process() -> list[Path]:
+    """Segments of memory that engines of this process have made and not removed."""
+    return sorted(DIRECTORY.glob(f"{PREFIX}{os.getpid()}-*"))
+
+
+def results_of(engine: Engine, prompts: list[list[int]]) -> list[Result]:
+    return [engine.generate([prompt])[0] for prompt in prompts]
+
+
+def test_another_engine_restores_from_the_disk_of_another_server(site: LMCacheSite, kind: str, directory: Path) -> None:
+    prompts = [make_prompt(length, seed=i) for i, length in enumerate(prompt_lengths(kind))]
+    arguments: dict[str, Any] = {"kv_transfer_config": site.transfer(), **ENGINE_ARGUMENTS.get(kind, {})}
+    assert shared_by_this_process() == []
+    with harness.running_engine(kind, directory, **arguments) as engine:
+        before = LMCacheAudit(engine)
+        before.attach()
+        cold = results_of(engine, prompts)
+        Link(engine, site).settle()
+        assert len(shared_by_this_process()) == 1
+    assert shared_by_this_process() == []
+    site.restart()
+    with harness.running_engine(kind, directory, **arguments) as engine:
+        audit = LMCacheAudit(engine, pages=before.pages)
+        audit.attach()
+        warm = results_of(engine, prompts)
+        require_same(audit, cold, warm)
+        restorable = [(len(prompt) - 1) // CHUNK_TOKENS[kind] * CHUNK_TOKENS[kind] for prompt in prompts]
+        assert [result.num_cached_tokens for result in warm] == restorable
+        assert audit.restored_tokens == sum(restorable)
+    assert shared_by_this_process() == []
+    # Control: other weights are another cache, and other answers.
+    with harness.running_engine(kind, directory, weights_seed=1, **arguments) as engine:
+        others = results_of(engine, prompts)
+    assert [result.num_cached_tokens for result in others] == [0, 0, 0]
+    assert not any(a.same_output(b) for a, b in zip(cold, others, strict=True))

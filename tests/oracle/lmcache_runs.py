@@ -1,0 +1,275 @@
+"""How a scenario of engines at a server of LMCache is run, and what must be true in it and at its end.
+
+Several engines of one identity may be there at once, each with requests of its own; what one leaves another finds. In
+every step every byte that a forward pass would read is compared. At the end nothing is pinned, locked, open or taken,
+in the engines, in the shared memory or at the server.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import os
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm import LMCACHE_CONNECTOR
+from hybridkv.connectors.vllm.layout import resolve_layout
+from hybridkv.connectors.vllm.lmcache.site import num_chunks, page_groups
+from hybridkv.lmcache.connection import Ready
+from hybridkv.lmcache.testing.server_process import eventually
+from oracle.engine import IDLE_LIMIT_S, LeakError, OracleEngine, StuckError
+from oracle.lmcache_servers import SETTLED_S
+from oracle.scenarios import Scenario, scenarios, with_connector
+from oracle.settings import Connector, EngineSettings, make_configs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm.lora.request import LoRARequest
+
+    from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
+    from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
+    from oracle.lmcache_servers import Server
+    from oracle.mixes import Mix
+    from oracle.scenarios import Arrival, Wave
+
+LARGE_POOL_BYTES = 1 << 22
+PATIENCE_S = 10.0
+"""Of everything that has a deadline, where the server answers: machines stand still for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """What a scenario of one engine does not say.
+
+    Args:
+        num_engines: of one identity, at one time.
+        tp_size: of each of them. The mix says what a rank has.
+        pool_chunks: that are on their way at one time on a rank; None for as many as there are.
+        takes_names_again: of requests that have ended.
+        drops: how much of what an engine has cached by itself it loses before each wave.
+        is_hasty: the first requests come before the server was reached.
+        seed: what is lost.
+    """
+
+    num_engines: int = 1
+    tp_size: int = 1
+    pool_chunks: int | None = None
+    takes_names_again: bool = False
+    drops: float = 0.0
+    is_hasty: bool = False
+    seed: int = 0
+
+
+def crews(tp_size: int = 1) -> st.SearchStrategy[Crew]:
+    return st.builds(
+        Crew,
+        st.sampled_from((1, 1, 2, 3)),
+        st.just(tp_size),
+        st.sampled_from((None, None, 1, 2, 5)),
+        st.booleans(),
+        st.sampled_from((0.0, 0.0, 0.3, 0.8)),
+        st.sampled_from((False, False, False, True)),
+        st.integers(0, 1 << 32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    scenario: Scenario
+    crew: Crew
+
+
+def played(mix: Mix, server: Server, tp_size: int = 1) -> st.SearchStrategy[Played]:
+    """What can be played at this server."""
+    return st.builds(Played, scenarios(mix, st.booleans(), server.sort.chunk_tokens), crews(tp_size))
+
+
+@functools.cache
+def pool_bytes(mix: Mix, chunk_tokens: int, chunks: int) -> int:
+    """The least shared memory that has room for so many chunks."""
+    configs = make_configs(mix, EngineSettings(num_blocks=64))
+    groups = page_groups(resolve_layout(configs.vllm, configs.worker, chunk_tokens))
+    return 1 + bisect.bisect_left(range(1, 1 << 30), chunks, key=lambda size: num_chunks(groups, chunk_tokens, size))
+
+
+def at(
+    server: Server, mix: Mix, identity: str, pool_chunks: int | None = None, tp_size: int = 1, **more: Any
+) -> Connector:
+    """The connector to a server, whose content is that of `identity` alone."""
+    chunk = server.sort.chunk_tokens
+    of_rank = LARGE_POOL_BYTES if pool_chunks is None else pool_bytes(mix, chunk, pool_chunks)
+    return Connector(
+        LMCACHE_CONNECTOR,
+        {
+            "url": server.url,
+            "http_port": server.address.http_port,
+            "pool": of_rank * tp_size,
+            "weights_digest": identity,
+            "lookup_timeout_seconds": PATIENCE_S,
+            "load_timeout_seconds": PATIENCE_S,
+            "store_timeout_seconds": PATIENCE_S,
+            **more,
+        },
+    )
+
+
+def half_that_decides(engine: OracleEngine) -> LMCacheScheduler:
+    return engine.scheduler_connector._scheduler  # type: ignore[union-attr]
+
+
+def halves_that_move(engine: OracleEngine) -> list[LMCacheWorker]:
+    return [runner.connector._worker for runner in engine.runners]  # type: ignore[union-attr]
+
+
+def reach(engine: OracleEngine) -> bool:
+    """Whether the half that decides can ask the server, if need be after a while."""
+    connection = half_that_decides(engine)._lives._questions._operations._connection
+    return isinstance(connection.wait_ready(SETTLED_S), Ready)
+
+
+@dataclass
+class Play:
+    """One scenario of engines at one server. Use as a context manager; what is left is looked for at its end.
+
+    Args:
+        mix: of the model.
+        server: that all use.
+        chosen: what they do.
+        identity: of the engines; by default nobody else's.
+        before_step: called for each engine before each of its steps.
+        more: keys of the connector.
+        adapters: that requests have in turn, none now and then; each with the number of what it makes of the model.
+    """
+
+    mix: Mix
+    server: Server
+    chosen: Played
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+    before_step: Callable[[OracleEngine, int], None] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    adapters: Sequence[tuple[LoRARequest, int]] = ()
+    engines: list[OracleEngine] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        crew = self.chosen.crew
+        connector = at(self.server, self.mix, self.identity, crew.pool_chunks, crew.tp_size, **self.more)
+        scenario = self.chosen.scenario
+        scenario = replace(scenario, settings=replace(scenario.settings, tp_size=crew.tp_size))
+        self._scenario = with_connector(scenario, connector)
+        self._random = Random(crew.seed)
+        self._tokens = self._scenario.tokens()
+        for _ in range(crew.num_engines):
+            self.start()
+
+    def start(self, model: int = 0) -> OracleEngine:
+        """One more engine; with another model it is of another identity."""
+        settings = replace(self._scenario.settings, model=model, seed=len(self.engines))
+        self.engines.append(OracleEngine(self.mix, settings, self.before_step))
+        if not self.chosen.crew.is_hasty:
+            reach(self.engines[-1])
+        return self.engines[-1]
+
+    def __enter__(self) -> Play:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def run(self) -> list[OracleEngine]:
+        """All waves; the engines are returned, closed, for their counters."""
+        with self:
+            for number, wave in enumerate(self._scenario.waves):
+                if number > 0:
+                    self.between(wave)
+                self.wave(number, wave, self.engines)
+                self.settle()
+        self.require_left()
+        return self.engines
+
+    def between(self, wave: Wave) -> None:
+        """What happens to caches before a wave."""
+        for engine in self.engines:
+            if wave.reset_engine:
+                engine.reset_prefix_cache()
+            if wave.reset_connector:
+                engine.reset_connector()
+            drop_some(engine, self.chosen.crew.drops, self._random)
+
+    def wave(self, number: int, wave: Wave, engines: Sequence[OracleEngine]) -> None:
+        """Each request goes to one of these engines."""
+        last = max(arrival.step + (arrival.abort_after or 0) for arrival in wave.arrivals)
+        for step in range(last + 1):
+            for index, arrival in enumerate(wave.arrivals):
+                engine = engines[(index + number) % len(engines)]
+                name = f"request{index}" if self.chosen.crew.takes_names_again else f"wave{number}-request{index}"
+                if arrival.step == step:
+                    self._submit(engine, name, index, arrival)
+                if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
+                    engine.abort(name, in_step=arrival.abort_in_step)
+                    if self.chosen.crew.takes_names_again and name not in engine.scheduler.requests:
+                        self._submit(engine, name, index, arrival)
+            for engine in engines:
+                if wave.reset_running_at == step:
+                    engine.preempt_all()
+                engine.step()
+        until_idle(engines)
+
+    def _submit(self, engine: OracleEngine, name: str, index: int, arrival: Arrival) -> None:
+        lora, model = (*self.adapters, (None, None))[(index + arrival.prompt) % (len(self.adapters) + 1)]
+        engine.submit(name, self._tokens[arrival.prompt], arrival.num_outputs, lora, model)
+
+    def settle(self) -> None:
+        """Everybody is idle: nothing is kept of what was done, here or at the server."""
+        for engine in self.engines:
+            require_idle(engine)
+        if not self.server.is_at_rest():
+            raise LeakError(f"the server keeps {self.server.held()}")
+
+    def require_left(self) -> None:
+        """After `close`: the server has forgotten these engines."""
+        if not self.server.is_at_rest():
+            raise LeakError(f"the server keeps {self.server.held()} for engines that are gone")
+        left = list(Path("/dev/shm").glob(f"hybridkv-lmcache-{os.getpid()}-*"))
+        if left:
+            raise LeakError(f"shared memory is left: {left}")
+
+
+def until_idle(engines: Sequence[OracleEngine]) -> None:
+    """Steps until nobody has anything to do; StuckError after seconds without a token."""
+    progress_s = time.monotonic()
+    while not all(engine.is_idle for engine in engines):
+        if any([engine.step() for engine in engines]):
+            progress_s = time.monotonic()
+        elif time.monotonic() - progress_s > IDLE_LIMIT_S:
+            raise StuckError("; ".join(engine._left() for engine in engines))
+
+
+def require_idle(engine: OracleEngine) -> None:
+    """An engine that has nothing to do keeps nothing, and its connector nothing for it."""
+    engine.check_idle()
+    scheduler = half_that_decides(engine)
+    if scheduler.has_work_in_flight():
+        raise LeakError("the connector has work in flight, and no step will come for it")
+    kept = [*scheduler._lives._lives, *scheduler._lives._loads, *scheduler._saves._stores]
+    kept += [tracked.request_id for tracked in scheduler._requests.all()]
+    if kept:
+        raise LeakError(f"the connector remembers {kept}")
+    stations = [worker._station for worker in halves_that_move(engine)]
+    if not eventually(lambda: not any(station.used_bytes for station in stations if station is not None), SETTLED_S):
+        raise LeakError("pages of the shared memory are never given back")
+
+
+def drop_some(engine: OracleEngine, share: float, random: Random) -> None:
+    """The engine forgets some of the blocks that it has cached by itself."""
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    cached = [block.block_id for block in pool.blocks if block.block_hash is not None and block.ref_cnt == 0]
+    pool.evict_blocks(set(random.sample(cached, int(share * len(cached)))))

@@ -1,0 +1,121 @@
+"""Real servers of LMCache for the oracle. Each takes long to start, so all of a version start together and stay."""
+
+from __future__ import annotations
+
+import enum
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hybridkv.connectors.vllm.lmcache import site
+from hybridkv.lmcache.connection import ConnectionOptions
+from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
+from hybridkv.lmcache.wire import CODECS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VERSIONS = sorted(CODECS)
+SETTLED_S = 30.0
+"""A machine may stand still for a while; only what is never given back lasts this long."""
+
+
+class Sort(enum.Enum):
+    """Servers that differ in what a scenario is drawn for: chunk, arguments."""
+
+    APART = 32, ("--separate-object-groups",)
+    TOGETHER = 128, ("--no-separate-object-groups",)
+    SMALL = 128, ("--separate-object-groups", "--l1-size-gb", "0.0003", "--eviction-ratio", "0.5")
+    """It forgets all the time."""
+    MORTAL = 128, ("--separate-object-groups",)
+    """It is stopped and killed."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.value[0]
+
+    @property
+    def arguments(self) -> Sequence[str]:
+        return ["--chunk-size", str(self.chunk_tokens), *self.value[1]]
+
+
+class Server:
+    """A server that may be killed and started again where it was."""
+
+    def __init__(self, lmcache: Sequence[str], directory: Path, sort: Sort) -> None:
+        self.sort = sort
+        self._lmcache, self._directory = lmcache, directory / sort.name
+        self._directory.mkdir()
+        self.process = ServerProcess(lmcache, self._directory, sort.arguments)
+        self.address = self.process.address
+
+    @property
+    def url(self) -> str:
+        return f"tcp://{self.address.host}:{self.address.port}"
+
+    def start_again(self) -> None:
+        """Where it was, empty; without waiting for it."""
+        self.process.kill()
+        self.process = ServerProcess(self._lmcache, self._directory, self.sort.arguments, self.address)
+
+    def held(self) -> dict[str, int]:
+        """What it keeps for somebody who is not done: sessions, and locks on what is read or written."""
+        status = self.process.status()
+        manager = status["storage_manager"]
+        found = {"sessions": status["active_sessions"]}
+        for l1 in manager.get("l1_managers", {"": manager["l1_manager"]}).values():
+            for name in ("write_locked_count", "read_locked_count"):
+                found[name] = found.get(name, 0) + l1[name]
+        return {name: number for name, number in found.items() if number}
+
+    def is_at_rest(self) -> bool:
+        """Whether it keeps nothing for anybody, or does so soon."""
+        return eventually(lambda: not self.held(), SETTLED_S)
+
+
+class Fleet:
+    """One server of each sort, of one version. All are started; each is waited for when it is first used."""
+
+    def __init__(self, version: str, lmcache: Sequence[str]) -> None:
+        self.version = version
+        self._directory = tempfile.TemporaryDirectory()
+        self._servers = {sort: Server(lmcache, Path(self._directory.name), sort) for sort in Sort}
+        self._ready: set[Sort] = set()
+
+    def __getitem__(self, sort: Sort) -> Server:
+        server = self._servers[sort]
+        if sort not in self._ready:
+            server.process.wait()
+            self._ready.add(sort)
+        return server
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.process.kill()
+        self._directory.cleanup()
+
+
+_fleets: dict[str, Fleet] = {}
+"""Of this process: several modules use the same ones."""
+
+
+def fleet_of(version: str, config: pytest.Config) -> Fleet:
+    """The servers of a version until the tests are over. A test that needs them is skipped where there are none."""
+    lmcache = command(version)
+    if lmcache is None:
+        pytest.skip(f"{variable(version)} names no lmcache of version {version}")
+    if version not in _fleets:
+        _fleets[version] = Fleet(version, lmcache)
+        config.add_cleanup(_fleets[version].close)
+    return _fleets[version]
+
+
+def impatient(patch: pytest.MonkeyPatch) -> None:
+    """A server that went away is looked for all the time, and one that is silent is given up soon."""
+
+    def options(**bounds: Any) -> ConnectionOptions:
+        return ConnectionOptions(call_timeout_s=1.0, max_missed_beats=2, retry_s=0.05, retry_max_s=0.2, **bounds)
+
+    patch.setattr(site, "ConnectionOptions", options)
