@@ -263,7 +263,11 @@ def row(name: str, stored: Held | None, found: Mapping[str, Sequence[Turn]]) -> 
         result["stored"] = {"objects": stored.objects, "bytes": stored.bytes}
     if name in KNOWN and not KNOWN[name].is_ours and (ours := f"ours {KNOWN[name].version}") in found:
         pairs = list(zip(turns, found[ours][1:], strict=True))
-        result["over ours"] = {time: spread([getattr(a, time) / getattr(b, time) for a, b in pairs]) for time in TIMES}
+        result["over ours"] = {
+            # Nothing was retrieved where nothing was found.
+            time: spread([getattr(a, time) / getattr(b, time) for a, b in pairs if getattr(b, time)])
+            for time in TIMES
+        }
     return result
 
 
@@ -292,7 +296,7 @@ def show(model: str, found: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def written(ratio: Sequence[float]) -> str:
-    return "{:.2f} ({:.2f}, {:.2f})".format(*ratio)
+    return "{:.2f} ({:.2f}, {:.2f})".format(*ratio) if ratio else "-"
 
 
 def main() -> None:
