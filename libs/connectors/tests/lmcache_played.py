@@ -148,7 +148,13 @@ class PlayedEngine:
         geometry = Geometry(page_groups(layout), CHUNK)
         self.saves = Saves(layout, geometry, lambda: True, self.lives, self.adapters, self.recorder)
         self.half = LMCacheScheduler(
-            layout, Identity(keys, self.adapters), (), Work(self.lives, self.saves, room), duties, self.recorder, self.end
+            layout,
+            Identity(keys, self.adapters),
+            (),
+            Work(self.lives, self.saves, room),
+            duties,
+            self.recorder,
+            self.end,
         )
         self.pool = BlockPool(POOL_BLOCKS, True, BLOCK)
         self.half.bind_block_pool(self.pool)
@@ -241,4 +247,3 @@ class PlayedEngine:
         """Blocks that are neither free nor a request's."""
         held = {block.block_id for table in self.tables.values() for group in table for block in group}
         return sum(block.ref_cnt > 0 and block.block_id not in held for block in self.pool.blocks[1:])
-

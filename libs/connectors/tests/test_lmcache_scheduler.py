@@ -72,7 +72,9 @@ def test_a_request_waits_for_the_answer_and_loads_what_was_found(engine: PlayedE
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.TIMEOUT, Trouble.UNSENT, None])
-def test_a_server_that_says_nothing_of_use_costs_a_request_nothing(engine: PlayedEngine, trouble: Trouble | None) -> None:
+def test_a_server_that_says_nothing_of_use_costs_a_request_nothing(
+    engine: PlayedEngine, trouble: Trouble | None
+) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     if trouble is None:

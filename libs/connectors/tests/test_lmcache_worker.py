@@ -454,7 +454,9 @@ def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, ran
     assert names == ["retrieve", "retrieve", "store"]
 
 
-def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(server: ScriptedServer, rank: MakeRank) -> None:
+def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
     """The engine's blocks are pinned for it. A load may take longer than a store waits: nothing is overdue."""
     clock = Clock()
     connection = ConnectionOptions(beat_s=FOREVER_S)
