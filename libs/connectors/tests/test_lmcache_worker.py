@@ -258,6 +258,11 @@ def test_pages_that_the_scheduler_says_are_smaller_than_blocks_are_refused(
     assert list(other.finish(0, 1).stores.values()) == [StoreOutcome(1)]
 
 
+def test_each_rank_names_pages_as_its_own(server: ScriptedServer, rank: MakeRank) -> None:
+    ranks = [ready(rank(server.address, rank=number, world_size=2)) for number in (0, 1)]
+    assert len({each.station.site.identity(DIGESTS[0], 0, 0) for each in ranks}) == 2
+
+
 # Stores and room.
 
 
@@ -346,7 +351,9 @@ def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, ran
     assert names == ["retrieve", "retrieve", "store"]
 
 
-def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(server: ScriptedServer, rank: MakeRank) -> None:
+def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
     """The engine's blocks are pinned for it. A load may take longer than a store waits: nothing is overdue."""
     clock = Clock()
     connection = ConnectionOptions(beat_s=FOREVER_S)
