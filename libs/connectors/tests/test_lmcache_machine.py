@@ -88,7 +88,9 @@ class Machine(RuleBasedStateMachine):
     # What the engine does.
 
     @precondition(lambda self: self.has(lambda each: not each.has_blocks))
-    @rule(data=st.data(), blocks=st.integers(0, 8), outcome=st.sampled_from(["given", "given", "none", "other", "less"]))
+    @rule(
+        data=st.data(), blocks=st.integers(0, 8), outcome=st.sampled_from(["given", "given", "none", "other", "less"])
+    )
     def ask(self, data: st.DataObject, blocks: int, outcome: str) -> None:
         engine, running = self.engine, self.pick(data, lambda each: not each.has_blocks)
         request = running.request

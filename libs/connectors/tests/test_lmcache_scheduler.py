@@ -72,7 +72,9 @@ def test_a_request_waits_for_the_answer_and_loads_what_was_found(engine: PlayedE
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.TIMEOUT, Trouble.UNSENT, None])
-def test_a_server_that_says_nothing_of_use_costs_a_request_nothing(engine: PlayedEngine, trouble: Trouble | None) -> None:
+def test_a_server_that_says_nothing_of_use_costs_a_request_nothing(
+    engine: PlayedEngine, trouble: Trouble | None
+) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     if trouble is None:
@@ -197,6 +199,56 @@ def test_closing_gives_back_everything_now_or_when_it_is_locked(engine: PlayedEn
     assert not engine.server.locked
 
 
+def test_what_was_given_back_is_not_offered_later(engine: PlayedEngine) -> None:
+    """As to a session that is asked about again without having been preempted."""
+    request = new_request("r", PROMPT)
+    assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    engine.server.answer(3)
+    assert engine.half.matched_tokens(request, 0) == 0
+    assert not engine.server.locked
+
+
+def test_what_a_server_has_of_a_chunk_in_which_the_engine_ends_is_loaded_from_there_on(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(3)
+    computed = CHUNK + BLOCK
+    offered = engine.half.matched_tokens(request, computed)
+    assert offered == 2 * CHUNK - BLOCK
+    engine.half.on_allocated(request, engine.new_blocks(request, 3 * CHUNK), offered)
+    (planned,) = engine.step().loads
+    assert (planned.start_chunk, len(planned.digests)) == (1, 3)
+    assert [(copy.chunk, copy.first_block) for copy in planned.copies] == [(1, 1), (2, 0)]
+
+
+def test_no_more_is_asked_for_than_fits_on_its_way() -> None:
+    engine = PlayedEngine(max_chunks=2)
+    engine.half.track(new_request("r", PROMPT))
+    assert [asked.num_chunks for asked in engine.server.asked] == [2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_waits_for_room_beside_another_and_keeps_what_it_found(fails: bool) -> None:
+    engine = PlayedEngine(pool_blocks=16)
+    first, second = new_request("first", PROMPT), new_request("second", PROMPT)
+    planned = load(engine, first)
+    engine.half.track(second)
+    engine.server.answer(3)
+    assert engine.half.matched_tokens(second, 0) is None
+    if fails:
+        engine.free(first)
+        engine.tell(failures={"first": [LoadFailure("timeout", "")]})
+        assert engine.half.matched_tokens(second, 0) is None, "the engine reserves for the first"
+    else:
+        engine.tell(loaded=["first"])
+        assert engine.half.matched_tokens(second, 0) is None, "the first keeps its blocks until it runs"
+        end(engine, first)
+        assert planned.request_id == "first"
+        assert engine.half.matched_tokens(second, 0) == 3 * CHUNK
+    assert len(engine.server.locked) == 1
+
+
 # Tokens that change, ids that are taken again.
 
 
@@ -245,12 +297,13 @@ def test_a_load_that_fails_at_a_chunk_is_asked_for_once_more_up_to_there(engine:
     request = new_request("r", PROMPT)
     planned = load(engine, request)
     engine.free(request)
-    engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[2])]})
+    bad = [LoadFailure("checksum", "bad", planned.digests[chunk]) for chunk in (2, 1)]
+    engine.tell(failures={"r": bad})
     assert engine.half.matched_tokens(request, 0) is None, "it steps back"
     assert engine.half.matched_tokens(request, 0) is None, "it is asked about"
-    assert engine.server.asked[0].num_chunks == 2
-    engine.server.answer(2)
-    assert engine.half.matched_tokens(request, 0) == 2 * CHUNK
+    assert engine.server.asked[0].num_chunks == 1
+    engine.server.answer(1)
+    assert engine.half.matched_tokens(request, 0) == CHUNK
 
 
 def test_a_request_whose_loads_keep_failing_is_computed(engine: PlayedEngine) -> None:
@@ -280,6 +333,10 @@ def test_a_load_that_fails_over_no_chunk_is_not_tried_again(engine: PlayedEngine
     assert engine.half.matched_tokens(request, 0) is None
     assert engine.half.matched_tokens(request, 0) == 0
     assert not engine.server.locked and not engine.half.has_work_in_flight()
+    # Whatever was wrong with what the server has, it may be given all of it anew.
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    (store,) = engine.step({"r": len(PROMPT)}).stores
+    assert (store.start_chunk, len(store.digests)) == (0, 3)
 
 
 def test_a_load_of_a_request_that_is_gone_is_followed_to_its_end(engine: PlayedEngine) -> None:
@@ -403,3 +460,44 @@ def test_a_state_has_a_name_when_the_tokens_behind_it_are_known() -> None:
     (store,) = engine.step({"r": request.num_tokens}, states=states).stores
     assert len(store.digests) == 1
     assert {copy.group_index for copy in store.copies} == {0, 1, 2}
+
+
+def sworn(engine: PlayedEngine, name: str, oath: Any) -> Any:
+    """A request with an adapter whose content is known."""
+    request = new_request(name, PROMPT)
+    tracked = engine.half.track(request)
+    tracked.sworn = oath
+    engine.server.answer(0)
+    assert engine.half._lives.matched_tokens(tracked, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    return request
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_an_adapter_made_is_held_until_its_files_are_looked_at_once(
+    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch, holds: bool
+) -> None:
+    looks: list[Any] = []
+
+    def look(oath: Any) -> bool:
+        looks.append(oath)
+        return holds
+
+    monkeypatch.setattr(engine.adapters, "holds", look)
+    requests = [sworn(engine, name, "oath") for name in "abc"]
+    stores = engine.step(dict.fromkeys("abc", len(PROMPT))).stores
+    assert [store.is_held for store in stores] == [True] * 3
+    assert not engine.step().releases
+    outcomes = {store.store_id: StoreOutcome(1) for store in stores}
+    outcomes[stores[2].store_id] = StoreOutcome(1, "no room", "busy")
+    engine.tell(outcomes)
+    assert looks == ["oath"]
+    assert engine.half.has_work_in_flight(), "a plan must tell the ranks"
+    releases = engine.step().releases
+    assert [(release.store_id, release.is_good) for release in releases] == [
+        (stores[0].store_id, holds),
+        (stores[1].store_id, holds),
+        (stores[2].store_id, False),
+    ]
+    end(engine, *requests)
+    assert is_clean(engine)

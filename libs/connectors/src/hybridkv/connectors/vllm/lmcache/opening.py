@@ -14,8 +14,8 @@ from hybridkv.connectors.vllm.identification import Identification
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups, resolve_layout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.lives import Lives
-from hybridkv.connectors.vllm.lmcache.questions import Questions
 from hybridkv.connectors.vllm.lmcache.member import SiteMember
+from hybridkv.connectors.vllm.lmcache.questions import Questions
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of

@@ -79,9 +79,7 @@ class Storing:
             for start in range(store.start_chunk, len(store.digests), at_once)
         ]
         parts = (parts_of(station.site, station.geometry, store.copies, chunks) for chunks in runs)
-        storing = _Storing(
-            store, now_s + station.site.store_timeout_s, deque(part for part in parts if part.parts)
-        )
+        storing = _Storing(store, now_s + station.site.store_timeout_s, deque(part for part in parts if part.parts))
         self._open.append(storing)
         self._waiting.append(storing)
 
