@@ -14,9 +14,9 @@ from lmcache_site import LMCacheSite
 from hybridkv.lmcache.connection import Ready
 from hybridkv.lmcache.testing.server_process import eventually
 
-Place: TypeAlias = tuple[bytes, int, int]
+PageName: TypeAlias = tuple[bytes, int, int]
 """The digest that names a chunk, a group of the engine, and a block in the chunk."""
-Tamper: TypeAlias = Callable[[Place, list[torch.Tensor]], None]
+Tamper: TypeAlias = Callable[[PageName, list[torch.Tensor]], None]
 """Changes a restored page, layer by layer, before anybody reads it."""
 
 
@@ -30,9 +30,9 @@ class LMCacheAudit(Audit):
         restored: of each load that did not fail, which pages it wrote.
     """
 
-    pages: dict[Place, list[torch.Tensor]] = field(default_factory=dict)
+    pages: dict[PageName, list[torch.Tensor]] = field(default_factory=dict)
     tamper: Tamper | None = None
-    restored: list[set[Place]] = field(default_factory=list)
+    restored: list[set[PageName]] = field(default_factory=list)
 
     def forget(self) -> None:
         Audit.forget(self)
@@ -55,7 +55,7 @@ class LMCacheAudit(Audit):
             if not failed:
                 self.restored.append({self._compared(place, pages) for place, pages in self._places(load)})
 
-    def _places(self, work: Any) -> list[tuple[Place, list[torch.Tensor]]]:
+    def _places(self, work: Any) -> list[tuple[PageName, list[torch.Tensor]]]:
         """Of a load or a store, its pages as they are in the engine's memory."""
         return [
             ((work.digests[copy.chunk], copy.group_index, copy.first_block + number), self._layers(copy, block_id))
@@ -66,7 +66,7 @@ class LMCacheAudit(Audit):
     def _layers(self, copy: Any, block_id: int) -> list[torch.Tensor]:
         return [layer[0] for layer in self._pages(copy.group_index, (block_id,))]
 
-    def _compared(self, place: Place, now: list[torch.Tensor]) -> Place:
+    def _compared(self, place: PageName, now: list[torch.Tensor]) -> PageName:
         if self.tamper is not None:
             self.tamper(place, now)
         for number, (page, then) in enumerate(zip(now, self.pages[place], strict=True)):
@@ -107,13 +107,19 @@ class Link:
     @property
     def states(self) -> tuple[bool, bool]:
         """Whether its halves may ask the server."""
-        connection, station = self.scheduler._close.__self__, self.worker._station
+        connection, station = self.scheduler._lives._questions._operations._connection, self.worker._station
         return isinstance(connection.state, Ready), station is not None and station.ready is not None
 
     @property
     def num_pages_under_way(self) -> int:
         """That the server, or a copy, may still touch."""
         return num_pages_under_way(self.worker)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the server has said what it has of every request."""
+        lives = self.scheduler._lives._lives.values()
+        return all(life.question is None or life.question.ended is not None for life in lives)
 
     def require_up(self) -> None:
         """Return when both halves may ask. The worker's begins to with the first step."""

@@ -15,7 +15,7 @@ import torch
 from equality import require_close, require_same, require_same_output
 from harness import Engine, Result, make_prompt
 from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite, flip_a_byte, prompt_lengths
-from lmcache_witness import Link, LMCacheAudit, Place
+from lmcache_witness import Link, LMCacheAudit, PageName
 from noise import Noise, own_cache_only
 
 from hybridkv.planner import GroupKind
@@ -175,7 +175,7 @@ def test_a_group_that_comes_back_as_zeros_is_seen(
     cold = stored(link, prompts)
     for group in engine.connector._layout.spec.stored_groups:
 
-        def zero(place: Place, pages: list[torch.Tensor], group: int = group) -> None:
+        def zero(place: PageName, pages: list[torch.Tensor], group: int = group) -> None:
             for page in pages if place[1] == group else ():
                 page.zero_()
 
@@ -200,7 +200,7 @@ def test_the_recurrent_state_of_another_boundary_is_seen(
     cold = stored(link, [prompt[: len(prompts[0])], prompt])[1:]
     first = {place[1]: pages for place, pages in reversed(audit.pages.items()) if place[1] in recurrent}
 
-    def put_back(place: Place, pages: list[torch.Tensor]) -> None:
+    def put_back(place: PageName, pages: list[torch.Tensor]) -> None:
         for page, earlier in zip(pages, first.get(place[1], pages), strict=True):
             page.copy_(earlier)
 

@@ -15,6 +15,8 @@ from harness import Engine, Result, make_prompt
 from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite, prompt_lengths
 from lmcache_witness import Link, LMCacheAudit
 
+from hybridkv.lmcache.testing.server_process import eventually
+
 _SEEDS = itertools.count(1000, 1000)
 SERVER, MEMORY = 0, 1
 FINE = {"gpt-oss": 128, "qwen3-next": 640}
@@ -52,8 +54,16 @@ def watching(engine: Engine) -> list[Audit]:
     return audits
 
 
-def one_by_one(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Result]:
-    return [engine.generate([prompt])[0] for prompt in prompts]
+def one_by_one(link: Link, prompts: Sequence[Sequence[int]]) -> list[Result]:
+    """Each is scheduled when the server has said what it has: one that needs more time holds up nobody."""
+    results = []
+    for prompt in prompts:
+        request_id = link.engine.add(prompt)
+        assert eventually(lambda: link.has_answered)
+        link.engine.run()
+        link.engine.drain()
+        results.append(link.engine.result(request_id))
+    return results
 
 
 @pytest.mark.parametrize("preferred", [SERVER, MEMORY], ids=["the server", "host memory"])
@@ -64,11 +74,11 @@ def test_of_two_that_have_as_much_the_weight_decides(
     seed = next(_SEEDS)
     prompts = [make_prompt(length, seed=seed + i) for i, length in enumerate(prompt_lengths(kind))]
     with running(site, kind, directory, weights) as engine:
-        audits = watching(engine)
-        cold = one_by_one(engine, prompts)
-        Link(engine, site, SERVER).settle()
+        audits, link = watching(engine), Link(engine, site, SERVER)
+        cold = one_by_one(link, prompts)
+        link.settle()
         engine.reset_prefix_cache()
-        warm = one_by_one(engine, prompts)
+        warm = one_by_one(link, prompts)
         require_same(audits[preferred], cold, warm)
         chunk = CHUNK_TOKENS[kind]
         restorable = [(len(prompt) - 1) // chunk * chunk for prompt in prompts]
@@ -86,10 +96,10 @@ def test_the_one_that_has_more_loads_and_the_other_where_it_has_nothing(
     with running(site, kind, directory, (1.0, 1.0)) as engine:
         link = Link(engine, site, SERVER)
         server, memory = watching(engine)
-        cold = one_by_one(engine, prompts)
+        cold = one_by_one(link, prompts)
         link.settle()
         engine.reset_prefix_cache()
-        warm = one_by_one(engine, prompts)
+        warm = one_by_one(link, prompts)
         if fine < chunk:  # else both have as much, and the first one loads
             require_same(memory, cold, warm)
             assert (server.restored_tokens, memory.restored_tokens) == (0, 2 * (2 * chunk + fine))
@@ -97,7 +107,7 @@ def test_the_one_that_has_more_loads_and_the_other_where_it_has_nothing(
         engine.connector.sub_connectors[MEMORY].reset_cache()
         for audit in (server, memory):
             audit.forget()
-        warm = one_by_one(engine, prompts)
+        warm = one_by_one(link, prompts)
         require_same(server, cold, warm)
         at_server = (len(prompts[0]) - 1) // chunk * chunk
         assert (server.restored_tokens, memory.restored_tokens) == (2 * at_server, 0)
@@ -106,10 +116,10 @@ def test_the_one_that_has_more_loads_and_the_other_where_it_has_nothing(
         link.require_down()
         for audit in (server, memory):
             audit.forget()
-        warm = one_by_one(engine, prompts)
+        warm = one_by_one(link, prompts)
         assert server.loads == []
         require_same(memory, cold, warm)
         engine.reset_prefix_cache()
         engine.connector.sub_connectors[MEMORY].reset_cache()
-        require_same_output(cold, one_by_one(engine, prompts))
+        require_same_output(cold, one_by_one(link, prompts))
     site.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from hybridkv.connectors.vllm.lmcache.member import SiteMember
 from hybridkv.connectors.vllm.lmcache.pages import Parts, tables_of
@@ -13,7 +13,6 @@ from hybridkv.lmcache.connection import Connection, Down, Ready
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
 from hybridkv.lmcache.withdrawal import withdraw
-from hybridkv.transfer import CopyEngine
 
 SPARE_SHARE = 4
 """Stores leave one part in so many of the pool to loads."""
@@ -26,17 +25,22 @@ class Station:
         site: of the server.
         rank: of this process.
         namespace: digest of whose content is kept.
-        engines: that copy, to which the shared memory is made known.
+        register: makes shared memory known to whoever copies.
         clock: seconds.
     """
 
     def __init__(
-        self, site: Site, rank: int, namespace: bytes, engines: Iterable[CopyEngine], clock: Callable[[], float]
+        self,
+        site: Site,
+        rank: int,
+        namespace: bytes,
+        register: Callable[[PoolMemory], None],
+        clock: Callable[[], float],
     ) -> None:
         self.site = site
         self.rank = rank
         self.geometry = Geometry(site.groups, site.chunk_tokens)
-        self._engines = tuple(engines)
+        self._register = register
         self._clock = clock
         self._num_chunks = site.num_chunks
         self._reach_until_s = clock() + site.connect_timeout_s
@@ -138,11 +142,11 @@ class Station:
     def _current_memory(self) -> PoolMemory:
         pool = self._member.pool
         if self._memory is None or self._memory.instance != pool.instance:
-            self._memory = PoolMemory.of(pool)
+            memory = PoolMemory.of(pool)
+            self._register(memory)
+            self._memory = memory
             with self._lock:
                 self._held = {hold for hold in self._held if hold.taken.instance == self._memory.instance}
-            for engine in self._engines:
-                engine.register(self._memory.address, self._memory.num_bytes, "pages")
         return self._memory
 
     def _give_back(self, hold: Hold) -> None:
