@@ -9,7 +9,9 @@ import pytest
 from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
 
 from hybridkv.connectors.vllm.duties import Duties
+from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.messages import LoadFailure, StoreOutcome
+from hybridkv.hashing import ChunkKeys
 from hybridkv.lmcache.calls import Trouble
 from hybridkv.planner.stages import MAX_FAILED_LOADS
 
@@ -228,23 +230,27 @@ def test_no_more_is_asked_for_than_fits_on_its_way() -> None:
     assert [asked.num_chunks for asked in engine.server.asked] == [2]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_load_waits_for_room_beside_another_and_keeps_what_it_found(fails: bool) -> None:
+@pytest.mark.parametrize("how", ["fails", "ends", "runs"])
+def test_a_load_waits_for_room_beside_another_and_keeps_what_it_found(how: str) -> None:
     engine = PlayedEngine(pool_blocks=16)
     first, second = new_request("first", PROMPT), new_request("second", PROMPT)
     planned = load(engine, first)
     engine.half.track(second)
     engine.server.answer(3)
     assert engine.half.matched_tokens(second, 0) is None
-    if fails:
+    if how == "fails":
         engine.free(first)
         engine.tell(failures={"first": [LoadFailure("timeout", "")]})
         assert engine.half.matched_tokens(second, 0) is None, "the engine reserves for the first"
     else:
         engine.tell(loaded=["first"])
         assert engine.half.matched_tokens(second, 0) is None, "the first keeps its blocks until it runs"
-        end(engine, first)
         assert planned.request_id == "first"
+        if how == "ends":
+            end(engine, first)
+        else:
+            first.num_computed_tokens = 3 * CHUNK
+            engine.step({"first": 1})
         assert engine.half.matched_tokens(second, 0) == 3 * CHUNK
     assert len(engine.server.locked) == 1
 
@@ -262,6 +268,7 @@ def test_a_new_request_inherits_nothing_from_one_of_its_name(engine: PlayedEngin
     engine.step(finished=["r"])
     assert engine.half.matched_tokens(new, 0) is None
     assert engine.server.asked[-1].num_chunks == 3
+    assert engine.server.num_asked == 2, "the end of the old one is not that of the new one"
     engine.server.answer(3, which=-1)
     assert engine.half.matched_tokens(new, 0) == 3 * CHUNK
 
@@ -275,6 +282,26 @@ def test_tokens_that_were_taken_back_since_are_not_loaded(engine: PlayedEngine) 
     assert request.num_tokens == 3 * CHUNK
     assert engine.half.matched_tokens(request, 0) == 0
     assert not engine.server.locked
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_was_found_under_another_adapter_is_given_back(
+    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    request = new_request("r", PROMPT)
+    tracked = engine.half.track(request)
+    engine.server.answer(3)
+    other = ChunkKeys(engine.layout.fingerprint({"model": "m"}), BLOCK, b"another adapter")
+
+    def identify(tracked: Any) -> bool:
+        tracked.kept_keys = RequestKeys(engine.layout.spec, other) if is_known else None
+        return is_known
+
+    monkeypatch.setattr(engine.half._requests, "identify", identify)
+    assert engine.half.matched_tokens(request, 0) == (None if is_known else 0)
+    assert not engine.server.locked
+    assert engine.server.num_asked == 1 + is_known
+    assert tracked is engine.half.track(request)
 
 
 def test_other_tokens_are_asked_about_anew(engine: PlayedEngine) -> None:
@@ -360,6 +387,20 @@ def test_a_preempted_request_is_asked_about_anew(engine: PlayedEngine) -> None:
     assert engine.half.matched_tokens(request, 0) == 3 * CHUNK
 
 
+def test_of_a_preempted_request_nothing_is_stored() -> None:
+    """Its blocks are somebody else's by now, also where the engine had handed over a state."""
+    engine = PlayedEngine((FULL, STATE))
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(0)
+    assert engine.half.matched_tokens(request, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, CHUNK), 0)
+    states = {"r": engine.states(request, CHUNK)}
+    assert not engine.step(preempted=["r"], states=states).stores
+    engine.half.matched_tokens(request, 0)
+    assert engine.step({"r": CHUNK}, states=states).stores
+
+
 def test_after_a_reset_nothing_of_before_is_loaded(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
@@ -431,6 +472,18 @@ def test_attention_is_not_stored_before_the_server_has_said_what_it_has() -> Non
     (store,) = engine.step({"r": 1}).stores
     assert (store.start_chunk, {copy.group_index for copy in store.copies}) == (1, {0})
     assert not engine.server.locked
+
+
+@pytest.mark.parametrize(("num_found", "num_stored"), [(3, 0), (2, 1)])
+def test_a_state_that_the_server_said_it_has_is_not_stored_again(num_found: int, num_stored: int) -> None:
+    engine = PlayedEngine((FULL, STATE))
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(num_found)
+    assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    states = {"r": [(1, engine.tables["r"][1][-1].block_id, 3 * CHUNK)]}
+    assert len(engine.step({"r": len(PROMPT)}, states=states).stores) == num_stored
 
 
 @pytest.mark.parametrize("groups", [(FULL, DRAFTER), (DRAFTER, FULL), (WINDOW, DRAFTER), (STATE, FULL, DRAFTER)])

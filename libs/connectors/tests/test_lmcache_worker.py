@@ -478,8 +478,7 @@ def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(
     ended = worker.finish(0, 1)
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     assert not ended.finished
-    stubborn.let_go()
-    worker.station.connection.suspect()
+    stubborn.let_go(worker)
     ended = worker.finish(2, 0)
     assert {failure.reason for each in ended.failures.values() for failure in each} == {"missing"}
     assert not is_another(worker, instance)
