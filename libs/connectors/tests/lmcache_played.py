@@ -135,6 +135,8 @@ class PlayedEngine:
         self.server = PlayedServer()
         self.now_s = 0.0
         self.closed = 0
+        self.separate: bool | None = True
+        """What the server is known to keep apart."""
         keys = ChunkKeys(layout.fingerprint({"model": "m"}), BLOCK)
         self.adapters = Adapters(keys, 0)
         self.recorder = Recorder()
@@ -148,7 +150,7 @@ class PlayedEngine:
         )
         self.lives = Lives(layout, questions, max_chunks, room, self.recorder, self.clock)
         geometry = Geometry(page_groups(layout), CHUNK)
-        self.saves = Saves(layout, geometry, lambda: True, self.lives, self.adapters, self.recorder)
+        self.saves = Saves(layout, geometry, lambda: self.separate, self.lives, self.adapters, self.recorder)
         self.half = LMCacheScheduler(
             layout,
             Identity(keys, self.adapters),

@@ -436,6 +436,21 @@ def test_nothing_is_stored_twice_and_blocks_are_pinned_until_every_rank_has_copi
     assert engine.num_pinned == 0 and is_clean(engine)
 
 
+def test_without_a_server_nothing_is_stored_and_all_of_it_once_there_is_one(engine: PlayedEngine) -> None:
+    """What it keeps together nobody knows, and what was passed over once is not looked at again."""
+    engine.separate = None
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.fail(Trouble.UNSENT)
+    assert engine.half.matched_tokens(request, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    assert not engine.step({"r": 2 * CHUNK}).stores
+    engine.separate = False
+    request.num_computed_tokens = 2 * CHUNK
+    (store,) = engine.step({"r": CHUNK}).stores
+    assert (store.start_chunk, len(store.digests)) == (0, 3)
+
+
 def test_a_store_that_fails_ends_what_the_request_stores(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
