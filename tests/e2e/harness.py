@@ -140,10 +140,11 @@ class Engine:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        self.has_computed = True
+        """In its last step. One that did not is a pause in vLLM's own loop."""
         self._next_request = 0
         self._finished: dict[str, Result] = {}
         self._steps: dict[str, list[Step]] = {}
-        self._has_computed = True
         self._record_schedule()
 
     # --- running requests -------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ class Engine:
             if not self.llm.llm_engine.has_unfinished_requests():
                 return
             self.step()
-            if not self._has_computed:
+            if not self.has_computed:
                 time.sleep(_PAUSE_S)
         raise TimeoutError(f"requests unfinished after {_MAX_STEPS} steps")
 
@@ -299,7 +300,7 @@ class Engine:
 
         def recording(*arguments: Any) -> Any:
             output = schedule(*arguments)
-            self._has_computed = output.total_num_scheduled_tokens > 0
+            self.has_computed = output.total_num_scheduled_tokens > 0
             old = output.scheduled_cached_reqs
             first_tokens = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
             first_tokens |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

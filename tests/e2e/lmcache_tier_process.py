@@ -10,10 +10,21 @@ import json
 import logging
 from pathlib import Path
 
-from harness import running_engine
+from harness import Engine, make_prompt, running_engine
 from restart_process import prompts, run
 
+from hybridkv.lmcache.testing.server_process import eventually
+
 MAX_CASCADES = 3
+
+
+def meet_server(engine: Engine) -> None:
+    """Let the rank register its memory, which it begins with the first step. What it is told to load waits for that
+    for a few seconds alone, and a machine may be busy."""
+    engine.add(make_prompt(2, seed=-1))
+    engine.run()
+    shelves = engine.worker_connector._worker._mover.media["lmcache"]._shelves.values()
+    assert eventually(lambda: all(shelf.ready is not None for shelf in shelves)), "the server takes no memory"
 
 
 def main() -> None:
@@ -39,6 +50,7 @@ def main() -> None:
     }
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
     with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config) as engine:
+        meet_server(engine)
         results = run(engine, prompts(chosen.kind), drain=True)
         stack = engine.connector._scheduler._stack
         for _ in range(MAX_CASCADES):  # what a slow machine had no room for on its way at first

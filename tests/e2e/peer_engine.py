@@ -12,19 +12,18 @@ import importlib
 import importlib.util
 import json
 import os
-import select
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import Engine, running_engine
+from harness import running_engine
+from told_process import PAUSE_S, Serving, take_answers
 
 from hybridkv.connectors.vllm import register
 from hybridkv.connectors.vllm.layout import resolve_groups
 from hybridkv.peers.volume import GroupBytes, full_attention_bytes, moved_bytes
 
-PAUSE_S = 0.001
 LAST_PRIORITY = 19
 WORDS = {
     "vllm:hybridkv_peer_read_bytes_total": "bytes",
@@ -37,33 +36,12 @@ WORDS = {
 """What either connector says of its reads."""
 
 
-class Serving:
-    """Carries out what it is told, and steps in between."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def run(self, answers: Any) -> None:
-        """Until nobody is there to tell it anything."""
-        buffer = b""
-        while True:
-            busy = self._engine.scheduler.has_requests()
-            if busy:
-                self._engine.step()
-            if not select.select([sys.stdin], [], [], PAUSE_S if busy else None)[0]:
-                continue
-            data = os.read(sys.stdin.fileno(), 1 << 20)
-            if not data:
-                return
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                command = json.loads(line)
-                answers.write(json.dumps(getattr(self, command.pop("do"))(**command)) + "\n")
-                answers.flush()
+class PeerServing(Serving):
+    """What an engine of a pair can be told."""
 
     def first_token(self, prompt: list[int], params: dict[str, Any] | None) -> dict[str, Any]:
         """Seconds from the request to its first token."""
-        engine = self._engine
+        engine = self.engine
         began_s = time.perf_counter()
         name = engine.add(prompt, max_tokens=1, kv_transfer_params=params)
         while not (finished := engine.step()):
@@ -77,15 +55,15 @@ class Serving:
 
     def idle(self) -> int:
         """Step until nothing is held. The blocks that are free then."""
-        self._engine.drain()
-        return self._engine.num_free_blocks
+        self.engine.drain()
+        return self.engine.num_free_blocks
 
     def traffic(self) -> dict[str, float]:
         """What the connector has counted of its reads since the start."""
         from vllm.v1.metrics.reader import Counter, Histogram
 
         found: dict[str, float] = {}
-        for metric in self._engine.llm.get_metrics():
+        for metric in self.engine.llm.get_metrics():
             word = WORDS.get(metric.name) or WORDS.get(f"{metric.name}_total")
             if word is not None and isinstance(metric, Counter | Histogram):
                 found[word] = float(metric.sum if isinstance(metric, Histogram) else metric.value)
@@ -93,7 +71,7 @@ class Serving:
 
     def formula(self, num_tokens: int) -> dict[str, Any]:
         """What the group table says of a request of so many tokens."""
-        engine = self._engine
+        engine = self.engine
         groups = resolve_groups(engine.llm.llm_engine.vllm_config, engine.kv_cache_config)
         table = [
             GroupBytes(spec, sum(layer.page_bytes for layer in layers))
@@ -152,11 +130,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True, help="of vLLM's side channel")
-    parser.add_argument("--spinners-last", action="store_true")
+    parser.add_argument("--spinners-last", type=int, default=0)
     chosen = parser.parse_args()
     transfer = json.loads(chosen.transfer)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    answers = take_answers()
     # What `hybridkv.peers` sets before it loads NIXL, for both connectors alike.
     os.environ.setdefault("UCX_MODULES", "^ib")
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
@@ -168,10 +145,8 @@ def main() -> None:
     with running_engine(
         chosen.kind, chosen.directory, kv_transfer_config=transfer, disable_log_stats=False, **arguments
     ) as engine:
-        widen_affinity(chosen.spinners_last)
-        answers.write("ready\n")
-        answers.flush()
-        Serving(engine).run(answers)
+        widen_affinity(bool(chosen.spinners_last))
+        PeerServing(engine).run(answers)
 
 
 if __name__ == "__main__":

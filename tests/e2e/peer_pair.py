@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from told_process import ToldProcess
 
 
 class Variant(NamedTuple):
@@ -20,7 +18,7 @@ class Variant(NamedTuple):
     are_spinners_last: bool = False
 
 
-class EngineProcess:
+class EngineProcess(ToldProcess):
     """One engine in a process of its own.
 
     Args:
@@ -34,52 +32,11 @@ class EngineProcess:
     def __init__(self, kind: str, arguments: dict[str, Any], variant: Variant, role: str, directory: Path) -> None:
         directory.mkdir(parents=True)
         transfer = {"kv_role": role, "kv_load_failure_policy": "fail"} | variant.transfer
-        self._log = directory / "log.txt"
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        given = {"kind": kind, "directory": directory, "port": port}
+        given = {"kind": kind, "directory": directory, "port": port, "spinners-last": int(variant.are_spinners_last)}
         given |= {"transfer": json.dumps(transfer), "arguments": json.dumps(arguments)}
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(Path(__file__).with_name("peer_engine.py")),
-                    *(f"--{name}={value}" for name, value in given.items()),
-                    *(["--spinners-last"] if variant.are_spinners_last else []),
-                ],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-
-    def wait_until_ready(self) -> None:
-        assert self._hear() == "ready"
-
-    def ask(self, do: str, **values: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._hear())
-
-    def rest(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def wake(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def end(self) -> None:
-        self.wake()
-        self._process.kill()
-        self._process.wait()
-
-    def _hear(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        if not line:
-            raise RuntimeError(f"an engine ended:\n{self._log.read_text(errors='replace')[-4000:]}")
-        return line
+        super().__init__(Path(__file__).with_name("peer_engine.py"), given, directory / "log.txt")
 
 
 class Pair:

@@ -130,9 +130,10 @@ def halves_that_move(engine: OracleEngine) -> list[LMCacheWorker]:
 
 
 def reach(engine: OracleEngine) -> bool:
-    """Whether the half that decides can ask the server, if need be after a while."""
-    connection = half_that_decides(engine)._lives._questions._operations._connection
-    return isinstance(connection.wait_ready(SETTLED_S), Ready)
+    """Whether both halves can ask the server, if need be after a while."""
+    connections = [half_that_decides(engine)._lives._questions._operations._connection]
+    connections += [worker._station.connection for worker in halves_that_move(engine) if worker._station is not None]
+    return all(isinstance(connection.wait_ready(SETTLED_S), Ready) for connection in connections)
 
 
 @dataclass
@@ -254,7 +255,15 @@ def until_idle(engines: Sequence[OracleEngine]) -> None:
 
 
 def require_idle(engine: OracleEngine) -> None:
-    """An engine that has nothing to do keeps nothing, and its connector nothing for it."""
+    """An engine that has nothing to do keeps nothing, and its connector nothing for it, nor the memory before both."""
+    require_nothing_open(engine)
+    stations = [worker._station for worker in halves_that_move(engine)]
+    if not eventually(lambda: not any(station.used_bytes for station in stations if station is not None), SETTLED_S):
+        raise LeakError("pages of the shared memory are never given back")
+
+
+def require_nothing_open(engine: OracleEngine) -> None:
+    """An engine that has nothing to do waits for nothing. A server that went away may have pages yet."""
     engine.check_idle()
     scheduler = half_that_decides(engine)
     if scheduler.has_work_in_flight():
@@ -263,9 +272,6 @@ def require_idle(engine: OracleEngine) -> None:
     kept += [tracked.request_id for tracked in scheduler._requests.all()]
     if kept:
         raise LeakError(f"the connector remembers {kept}")
-    stations = [worker._station for worker in halves_that_move(engine)]
-    if not eventually(lambda: not any(station.used_bytes for station in stations if station is not None), SETTLED_S):
-        raise LeakError("pages of the shared memory are never given back")
 
 
 def drop_some(engine: OracleEngine, share: float, random: Random) -> None:

@@ -70,17 +70,17 @@ def test_no_wrong_byte_comes_to_random_mixes(fleet: Fleet) -> None:
     assert tally.with_restored > tally.scenarios // 10, tally
 
 
-@pytest.mark.parametrize("mix", [with_heads(GPT_OSS, 2), with_heads(QWEN3_NEXT, 2), MLA], ids=lambda mix: mix.name)
-def test_no_wrong_byte_comes_to_several_ranks(mix: Mix, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_wrong_byte_comes_to_several_ranks(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     # Which are processes of their own elsewhere.
     monkeypatch.setattr(StoreConnector, "_refuse_second", lambda connector: None)
     tally = Tally()
     server = fleet[Sort.APART]
 
-    @profile(4)
-    @given(played(mix, server, tp_size=2))
-    def check(chosen: Played) -> None:
-        for engine in Play(mix, server, chosen).run():
+    @profile(10)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        mix = data.draw(st.sampled_from((with_heads(GPT_OSS, 2), with_heads(QWEN3_NEXT, 2), MLA)))
+        for engine in Play(mix, server, data.draw(played(mix, server, tp_size=2))).run():
             tally.add(engine)
 
     check()

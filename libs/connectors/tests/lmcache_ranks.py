@@ -16,7 +16,7 @@ import torch
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
-from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
 from hybridkv.connectors.vllm.lmcache.site import Site, num_chunks, page_groups, site_of
 from hybridkv.connectors.vllm.lmcache.station import Station
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
@@ -110,7 +110,8 @@ class Rank:
         model: of the engine.
         address: of the server.
         namespace: whose content it keeps.
-        keys: `rank`, `world_size`, `pool`, `num_blocks`, `clock`, `load_timeout_s`, and those of the configuration.
+        keys: `rank`, `world_size`, `pool`, `num_blocks`, `clock`, `load_timeout_s`, `connection`,
+            `engine`, and those of the configuration.
     """
 
     def __init__(self, model: Model, address: ServerAddress, namespace: bytes, **keys: Any) -> None:
@@ -121,13 +122,13 @@ class Rank:
         self.num_blocks = keys.pop("num_blocks", 0) or 24 * max(self.blocks_per_chunk) + 8
         clock: Callable[[], float] = keys.pop("clock", time.monotonic)
         load_timeout_s = keys.pop("load_timeout_s", WAIT_S)
+        self.engine: CpuCopyEngine = keys.pop("engine", None) or CpuCopyEngine()
         connection = keys.pop("connection", ConnectionOptions(beat_s=0.5, retry_s=0.1))
         self.layout = layout_of(model, world_size)
         url = f"tcp://{address.host}:{address.port}"
         known = {"pool": POOL_BYTES * world_size, "store_timeout_seconds": WAIT_S, **keys}
         config = LMCacheConfig(url=url, http_port=address.http_port, **known)
         self.site: Site = replace(site_of(config, self.layout), connection=connection)
-        self.engine = CpuCopyEngine()
         self.recorder = Recorder()
         paths = CopyPaths(self.engine, self.engine, load_timeout_s, clock)
         self.worker = LMCacheWorker(self.layout, self.rank, self.site, paths, self.recorder)
@@ -228,8 +229,14 @@ class Rank:
 
     # What a test does.
 
-    def begin(self, *, loads: Sequence[PageLoad] = (), stores: Sequence[PageStore] = ()) -> None:
-        plan = LMCachePlan(tuple(loads), tuple(stores), self.namespace)
+    def begin(
+        self,
+        *,
+        loads: Sequence[PageLoad] = (),
+        stores: Sequence[PageStore] = (),
+        releases: Sequence[Release] = (),
+    ) -> None:
+        plan = LMCachePlan(tuple(loads), tuple(stores), self.namespace, releases=tuple(releases))
         self.worker.start_loads(plan)
         self.worker.start_stores(plan)
 

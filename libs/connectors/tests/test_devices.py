@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +55,12 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(load: str) -> None:
 def test_memory_that_cannot_be_pinned_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigurationError, match="memory that can be pinned"):
         devices.arena_memory("cuda", 4096)
+    with pytest.raises(ConfigurationError, match="memory that can be pinned"):
+        devices.reach_memory("cuda", np.zeros(4096, dtype=np.uint8))
+
+
+def test_a_cpu_reaches_all_memory() -> None:
+    devices.reach_memory("cpu", np.zeros(4096, dtype=np.uint8))
 
 
 @pytest.mark.parametrize(("device_type", "is_fine"), [("cpu", True), ("cuda", False)])

@@ -13,7 +13,7 @@ from lmcache_ranks import DEEPSEEK_V4, MODELS, POOL_BYTES, digests_of, layout_of
 
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
-from hybridkv.connectors.vllm.lmcache.pages import Chunks, Parts, parts_of, tables_of
+from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of, tables_of
 from hybridkv.connectors.vllm.lmcache.site import Site, site_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, PoolMemory, bad_pages
 from hybridkv.lmcache.block_ids import cut_tables, kept_blocks
@@ -37,7 +37,7 @@ def test_what_the_server_is_told_is_what_it_is_told_of_whole_tables(
 ) -> None:
     """The rule is that of `cut_tables`; here pages stand for blocks, and those that no server keeps are none."""
     model, where = MODELS[name], site(name)
-    geometry, chunks = geometry_of(where), Chunks(start, start + number)
+    geometry, chunks = geometry_of(where), ChunkSpan(start, start + number)
     tables = {
         group: list(range(1000, 1000 + chunks.end * blocks)) for group, blocks in enumerate(geometry.blocks_per_chunk)
     }
@@ -65,7 +65,7 @@ def test_a_group_without_a_copy_has_nothing_in_a_chunk() -> None:
     where = site("qwen3-next")
     geometry = geometry_of(where)
     full = [PageCopy(1, chunk, 0, tuple(range(1, 17))) for chunk in (0, 1)]
-    parts = parts_of(where, geometry, [*full, PageCopy(0, 1, 0, (5,))], Chunks(0, 2))
+    parts = parts_of(where, geometry, [*full, PageCopy(0, 1, 0, (5,))], ChunkSpan(0, 2))
     told = tables_of(geometry, parts, {0: [7], 1: list(range(1, 33))})
     assert told[geometry.order.index(0)] == [0, 7]
     assert told[geometry.order.index(1)] == list(range(1, 33))
@@ -83,9 +83,9 @@ def test_a_group_without_a_copy_has_nothing_in_a_chunk() -> None:
 )
 def test_copies_that_cannot_be_are_refused(copies: list[PageCopy], words: str) -> None:
     where = site("deepseek-v4")
-    assert parts_of(where, geometry_of(where), [PageCopy(3, 0, 62, (1, 2))], Chunks(0, 1)).numbers == {3: 2}
+    assert parts_of(where, geometry_of(where), [PageCopy(3, 0, 62, (1, 2))], ChunkSpan(0, 1)).numbers == {3: 2}
     with pytest.raises(ValueError, match=words):
-        parts_of(where, geometry_of(where), copies, Chunks(0, 1))
+        parts_of(where, geometry_of(where), copies, ChunkSpan(0, 1))
 
 
 class Shelf:
@@ -101,7 +101,7 @@ class Shelf:
             for chunk in (1, 2)
             for group, blocks in enumerate(geometry.blocks_per_chunk)
         ]
-        self.parts: Parts = parts_of(self.site, geometry, copies, Chunks(1, 3))
+        self.parts: Parts = parts_of(self.site, geometry, copies, ChunkSpan(1, 3))
         taken = self.pool.take(self.parts.numbers)
         assert taken is not None
         self.given: list[Hold] = []

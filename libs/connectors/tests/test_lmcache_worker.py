@@ -10,13 +10,18 @@ import msgspec
 import pytest
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, Model, Rank, digests_of, pool_of
 
-from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore
+from hybridkv.connectors.vllm.lmcache.copying import CopyJob
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
 from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
+from hybridkv.lmcache.page import HEADER_BYTES
 from hybridkv.lmcache.testing.scripted_server import Frames, ScriptedServer, polite
 from hybridkv.lmcache.testing.server_process import eventually
+from hybridkv.transfer import CopyRuns, CpuCopyEngine
 
 FOREVER_S = 1e6
+QUIET = ConnectionOptions(beat_s=FOREVER_S, retry_s=0.01)
+"""A clock that jumps would let a heartbeat's answer come too late."""
 NAMESPACE = b"namespace"
 DIGESTS = digests_of("prompt", 2)
 
@@ -52,14 +57,15 @@ class Stubborn:
             return []
         if name == "query_prefetch_status":
             return [[*frames[:3], msgspec.msgpack.encode(self.num_found)]]
-        # What was let go is answered with whatever comes next, a heartbeat if nothing else.
+        # What was let go is answered with whatever comes next.
         late, self.held = ([], self.held) if self.kept else (self.held, [])
         answers = [answer for each in late for answer in polite("store", each)]
         return [*polite(name, frames), *answers]
 
-    def let_go(self) -> None:
+    def let_go(self, rank: Rank) -> None:
         """Answer what was kept, late."""
         self.kept.clear()
+        rank.station.connection.suspect()
 
 
 @pytest.fixture
@@ -84,10 +90,13 @@ def rank() -> Iterator[MakeRank]:
         each.close()
 
 
-def ready(rank: Rank) -> Rank:
-    """Open, and return when the server can be asked."""
+def ready(rank: Rank, clock: Clock | None = None) -> Rank:
+    """Open, and return when the server can be asked. What is not sent at once is sent again a little later."""
     rank.begin()
-    assert isinstance(rank.station.connection.wait_ready(60.0), Ready)
+    if clock is None:
+        assert isinstance(rank.station.connection.wait_ready(60.0), Ready)
+    else:
+        assert eventually(lambda: clock.advance(0.02) is None and rank.station.ready is not None)
     return rank
 
 
@@ -102,13 +111,15 @@ def reasons(rank: Rank, load: PageLoad) -> list[str]:
 
 
 def test_a_load_of_which_the_server_has_less_fails_as_missing(server: ScriptedServer, rank: MakeRank) -> None:
-    worker = rank(server.address)
+    worker = ready(rank(server.address))
     tables = worker.tables(1, 2)
     before = worker.everything()
     Stubborn(server, num_found=1)
+    releases = server.calls.count("free_lookup_locks")
     assert reasons(worker, worker.load_of("r", DIGESTS, tables)) == ["missing"]
     assert worker.everything() == before
-    assert "free_lookup_locks" in server.calls and "retrieve" not in server.calls
+    assert "retrieve" not in server.calls
+    assert eventually(lambda: server.calls.count("free_lookup_locks") == releases + 1)
     assert worker.all_pages_are_free()
 
 
@@ -135,7 +146,7 @@ def test_a_retrieve_without_an_answer_fails_its_load_at_the_deadline_and_keeps_i
     server: ScriptedServer, rank: MakeRank
 ) -> None:
     clock = Clock()
-    worker = ready(rank(server.address, clock=clock, load_timeout_s=30.0))
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, load_timeout_s=30.0), clock)
     before = worker.everything()
     stubborn = Stubborn(server, 2, "retrieve")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
@@ -147,14 +158,14 @@ def test_a_retrieve_without_an_answer_fails_its_load_at_the_deadline_and_keeps_i
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
     assert worker.station.used_bytes > 0, "the server may write there yet"
     assert worker.everything() == before
-    stubborn.let_go()
-    assert eventually(lambda: clock.advance(0.1) is None and worker.station.used_bytes == 0)
+    stubborn.let_go(worker)
+    assert worker.all_pages_are_free()
     assert worker.everything() == before
 
 
 def test_a_lookup_without_an_answer_fails_its_load_and_keeps_no_page(server: ScriptedServer, rank: MakeRank) -> None:
     clock = Clock()
-    worker = ready(rank(server.address, clock=clock, load_timeout_s=30.0))
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, load_timeout_s=30.0), clock)
     stubborn = Stubborn(server, 2, "query_prefetch_status")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
     assert eventually(lambda: bool(stubborn.held))
@@ -163,6 +174,65 @@ def test_a_lookup_without_an_answer_fails_its_load_and_keeps_no_page(server: Scr
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
     assert worker.all_pages_are_free()
+
+
+@pytest.fixture
+def blocked() -> Iterator[Callable[[Rank], threading.Event]]:
+    """Occupies the copy thread of a rank until the event is set."""
+    events: list[threading.Event] = []
+
+    def block(rank: Rank) -> threading.Event:
+        is_free, began = threading.Event(), threading.Event()
+        events.append(is_free)
+
+        def occupy() -> None:
+            began.set()
+            is_free.wait(60)
+
+        rank.worker._copies.submit(CopyJob(True, CopyRuns.empty(), occupy, None, lambda why: None))
+        assert began.wait(60)
+        return is_free
+
+    yield block
+    for event in events:
+        event.set()
+
+
+def test_a_load_that_comes_to_its_turn_too_late_fails(
+    server: ScriptedServer, rank: MakeRank, blocked: Callable[[Rank], threading.Event]
+) -> None:
+    clock = Clock()
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, load_timeout_s=30.0), clock)
+    Stubborn(server, num_found=2)
+    before = worker.everything()
+    is_free = blocked(worker)
+    worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
+    assert eventually(lambda: worker.worker.results() is not None and len(worker.worker._copies._open) == 2)
+    clock.advance(31.0)
+    assert worker.worker.results().finished == set(), "its copy was submitted, so it ends with that"
+    is_free.set()
+    ended = worker.finish(1, 0)
+    assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
+    assert "turn" in ended.failures["r"][0].detail
+    assert worker.everything() == before
+    assert worker.all_pages_are_free()
+
+
+def test_a_full_copy_queue_fails_what_comes_next(
+    server: ScriptedServer, rank: MakeRank, blocked: Callable[[Rank], threading.Event]
+) -> None:
+    worker = ready(rank(server.address, engine=CpuCopyEngine(max_queued_jobs=1)))
+    Stubborn(server, num_found=2)
+    is_free = blocked(worker)
+    tables = worker.tables(1, 2)
+    ended = worker.run(loads=[worker.load_of("r", DIGESTS, tables)], stores=[worker.store_of(DIGESTS, tables)])
+    assert [failure.reason for failure in ended.failures["r"]] == ["busy"]
+    assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
+    assert worker.all_pages_are_free()
+    is_free.set()
+    assert eventually(lambda: worker.worker.results() is not None and not worker.worker._copies._open)
+    ended = worker.run(stores=[worker.store_of(DIGESTS, tables)])
+    assert list(ended.stores.values()) == [StoreOutcome(1)]
 
 
 def test_a_load_that_is_refused_or_cannot_be_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
@@ -261,6 +331,25 @@ def test_pages_that_the_scheduler_says_are_smaller_than_blocks_are_refused(
 # Stores and room.
 
 
+def test_what_a_block_leaves_of_a_page_is_zero(server: ScriptedServer, rank: MakeRank) -> None:
+    """The page had other bytes before, which the server would be given with it."""
+    worker = rank(server.address)
+    sizes = tuple(size + 64 for size in worker.site.payload_bytes)
+    plan = LMCachePlan((), (), NAMESPACE, sizes)
+    worker.worker.start_stores(plan)
+    assert isinstance(worker.station.connection.wait_ready(60.0), Ready)
+    pool = worker.station._member.pool
+    pool.view[:] = b"\xee" * len(pool.view)
+    Stubborn(server, 0, "store")
+    worker.run(stores=[worker.store_of(DIGESTS, worker.tables(1, 2))])
+    [hold] = worker.station._held
+    for group, blocks in hold.taken.blocks.items():
+        for block in blocks:
+            page = bytes(pool.page(group, block))
+            assert page[: HEADER_BYTES + 1] != b"\xee" * (HEADER_BYTES + 1)
+            assert page[-64:] == bytes(64)
+
+
 def test_a_store_is_over_when_its_bytes_are_out_of_the_engine(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address))
     stubborn = Stubborn(server, 0, "store")
@@ -268,7 +357,7 @@ def test_a_store_is_over_when_its_bytes_are_out_of_the_engine(server: ScriptedSe
     assert list(ended.stores.values()) == [StoreOutcome(1)]
     assert eventually(lambda: bool(stubborn.held))
     assert worker.station.used_bytes > 0
-    stubborn.let_go()
+    stubborn.let_go(worker)
     assert worker.all_pages_are_free()
     counted = worker.counted()
     assert (counted["lmcache_operations_total store done"], counted["lmcache_chunks_total store"]) == (1, 2)
@@ -278,16 +367,8 @@ def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_
     server: ScriptedServer, rank: MakeRank
 ) -> None:
     clock = Clock()
-    connection = ConnectionOptions(beat_s=FOREVER_S, retry_s=0.01)
-    worker = ready(
-        rank(
-            server.address,
-            clock=clock,
-            connection=connection,
-            pool=pool_of(GEMMA, 4),
-            store_timeout_seconds=10.0,
-        )
-    )
+    pool = pool_of(GEMMA, 4)
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, store_timeout_seconds=10.0), clock)
     Stubborn(server, 0, "store")
     tables = worker.tables(1, 16)
     digests = digests_of("long", 3)
@@ -297,14 +378,39 @@ def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_
     worker.begin(stores=[worker.store_of(digests, tables)])
     assert worker.worker.results().finished == set()
     assert worker.worker.outcome() is None, "it waits for room"
+    assert reasons(worker, worker.load_of("r", digests[:1], tables)) == ["missing"], "and a load need not"
     clock.advance(11.0)
     ended = worker.finish(0, 1)
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     server.script = polite
-    assert eventually(lambda: is_another(worker, instance) if clock.advance(0.1) is None else False)
+    assert eventually(lambda: clock.advance(0.02) is None and is_another(worker, instance))
     assert worker.station.used_bytes == 0
     ended = worker.run(stores=[worker.store_of(digests, tables)])
     assert list(ended.stores.values()) == [StoreOutcome(1)], "copied into the other memory"
+    assert worker.all_pages_are_free()
+
+
+def test_loads_that_find_no_room_because_of_questions_without_an_answer_get_other_memory(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
+    clock = Clock()
+    pool = pool_of(GEMMA, 2)
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, load_timeout_s=30.0), clock)
+    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    stubborn = Stubborn(server, 2, "retrieve")
+    tables = worker.tables(1, 2)
+    worker.begin(loads=[worker.load_of("first", DIGESTS, tables)])
+    assert eventually(lambda: bool(stubborn.held))
+    clock.advance(20.0)
+    worker.begin(loads=[worker.load_of("second", DIGESTS, tables)])
+    clock.advance(15.0)
+    assert worker.finish(1, 0).failed == {"first"}
+    clock.advance(20.0)
+    ended = worker.finish(1, 0)
+    assert [failure.reason for failure in ended.failures["second"]] == ["timeout"]
+    assert eventually(lambda: clock.advance(0.02) is None and is_another(worker, instance))
+    server.script = polite
+    assert reasons(worker, worker.load_of("third", DIGESTS, tables)) == ["missing"]
     assert worker.all_pages_are_free()
 
 
@@ -334,16 +440,44 @@ def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, ran
     stubborn = Stubborn(server, 4, "retrieve")
     digests = digests_of("long", 4)
     tables = worker.tables(1, 4)
-    worker.begin(loads=[worker.load_of("first", digests, tables)])
+    worker.begin(loads=[worker.load_of("first", digests, tables, 2)])
     assert eventually(lambda: len(stubborn.held) == 1)
+    used_bytes = worker.station.used_bytes
+    assert 0 < used_bytes < worker.station.capacity_bytes
     worker.begin(loads=[worker.load_of("second", digests, tables)], stores=[worker.store_of(digests[:1], tables)])
     assert worker.worker.results().finished == set()
-    assert worker.worker.outcome() is None, "neither has room"
-    stubborn.let_go()
+    assert worker.station.used_bytes == used_bytes, "the load has no room, and the store must not take what there is"
+    stubborn.let_go(worker)
     ended = worker.finish(2, 1)
     assert ended.finished == {"first", "second"}
     names = [name for name in server.calls if name in ("retrieve", "store")]
     assert names == ["retrieve", "retrieve", "store"]
+
+
+def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
+    """The engine's blocks are pinned for it. A load may take longer than a store waits: nothing is overdue."""
+    clock = Clock()
+    connection = ConnectionOptions(beat_s=FOREVER_S)
+    keys: dict[str, Any] = {"pool": pool_of(QWEN3_NEXT, 4), "load_timeout_s": 30.0, "store_timeout_seconds": 10.0}
+    worker = ready(rank(server.address, QWEN3_NEXT, clock=clock, connection=connection, **keys))
+    stubborn = Stubborn(server, 4, "retrieve")
+    digests = digests_of("long", 4)
+    tables = worker.tables(1, 4)
+    worker.begin(loads=[worker.load_of(name, digests, tables) for name in ("first", "second")])
+    assert eventually(lambda: len(stubborn.held) == 1)
+    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    worker.begin(stores=[worker.store_of(digests[:1], tables)])
+    clock.advance(11.0)
+    ended = worker.finish(0, 1)
+    assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
+    assert not ended.finished
+    stubborn.let_go()
+    worker.station.connection.suspect()
+    ended = worker.finish(2, 0)
+    assert {failure.reason for each in ended.failures.values() for failure in each} == {"missing"}
+    assert not is_another(worker, instance)
 
 
 def test_a_store_of_a_block_outside_the_engine_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
@@ -356,12 +490,55 @@ def test_a_store_of_a_block_outside_the_engine_fails_alone(server: ScriptedServe
     assert worker.all_pages_are_free()
 
 
+def held(store: PageStore) -> PageStore:
+    """The same, not to be handed over yet."""
+    return msgspec.structs.replace(store, is_held=True)
+
+
+def test_a_store_that_is_held_is_handed_over_when_it_is_let_go_or_never(server: ScriptedServer, rank: MakeRank) -> None:
+    worker = ready(rank(server.address, DEEPSEEK_V4, pool=pool_of(DEEPSEEK_V4, 8)))
+    tables = worker.tables(1, 4)
+    good, bad = (held(worker.store_of(digests_of(name, 3), tables)) for name in ("good", "bad"))
+    for store in (good, bad):
+        assert worker.run(stores=[store]).stores[store.store_id] == StoreOutcome(1), "its bytes are out of the engine"
+    assert "store" not in server.calls
+    used_bytes = worker.station.used_bytes
+    worker.begin(releases=[Release(bad.store_id, False)])
+    assert worker.station.used_bytes == used_bytes // 2
+    assert "store" not in server.calls
+    worker.begin(releases=[Release(good.store_id, True), Release(good.store_id, True), Release(77, True)])
+    assert worker.all_pages_are_free()
+    # In runs of two chunks, as it was copied; each once.
+    assert server.calls.count("store") == 2
+    assert worker.counted()["lmcache_chunks_total store"] == 3
+
+
+def test_pages_that_are_held_are_not_taken_for_lost(server: ScriptedServer, rank: MakeRank) -> None:
+    clock = Clock()
+    pool = pool_of(GEMMA, 2)
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, load_timeout_s=30.0), clock)
+    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    tables = worker.tables(1, 2)
+    store = held(worker.store_of(DIGESTS[:1], tables))
+    worker.run(stores=[store])
+    Stubborn(server, num_found=1)
+    worker.begin(loads=[worker.load_of("too large", DIGESTS, tables)])
+    clock.advance(29.0)
+    other = worker.load_of("goes on", DIGESTS[:1], tables)
+    clock.advance(2.0)
+    assert [failure.reason for failure in worker.finish(1, 0).failures["too large"]] == ["timeout"]
+    assert reasons(worker, other) == ["missing"]
+    worker.begin(releases=[Release(store.store_id, True)])
+    assert worker.all_pages_are_free()
+    assert "store" in server.calls and not is_another(worker, instance)
+
+
 def test_what_is_under_way_ends_when_the_worker_is_closed(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address))
     stubborn = Stubborn(server, 2, "query_prefetch_status")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
     assert eventually(lambda: bool(stubborn.held))
-    stubborn.let_go()
+    stubborn.let_go(worker)
     worker.close()
     results = worker.worker._outcomes.take_results()
     assert results.finished == results.failed == {"r"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, MODELS, QWEN3_NEXT, Model, Rank, digests_of, loaded, pool_of
 
-from hybridkv.connectors.vllm.lmcache.pages import Chunks, parts_of, tables_of
+from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, parts_of, tables_of
 from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.lmcache.calls import Answer
 from hybridkv.lmcache.connection import ConnectionOptions
@@ -100,7 +100,7 @@ def test_a_prompt_of_deepseek_v4_has_the_blocks_that_its_groups_have_and_equal_g
     stored, wanted = first.tables(1, 16), second.tables(2, 16)
     assert [len(stored[group]) for group in range(5)] == [16, 64, 64, 1024, 512]
     store = first.store_of(digests, stored)
-    parts = parts_of(first.site, first.geometry, store.copies, Chunks(0, 16))
+    parts = parts_of(first.site, first.geometry, store.copies, ChunkSpan(0, 16))
     pages = {part.group: range(1, 1 + len(part.positions)) for part in parts.parts}
     tables = tables_of(first.geometry, parts, pages)
     # In the server's order, and of windows the two of four blocks that it keeps of each chunk.

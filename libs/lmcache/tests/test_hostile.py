@@ -100,6 +100,19 @@ def test_a_call_without_an_answer_ends_at_its_deadline_and_is_told_of_a_late_one
         channel.close(10)
 
 
+def test_a_call_that_was_answered_takes_up_nothing_until_its_deadline(server: ScriptedServer) -> None:
+    channel = _channel(server)
+    try:
+        for _ in range(20):
+            assert _ping(channel, 3600.0) == Answer(True)
+        assert not channel._asked and not channel._timers
+        server.script = silent
+        ended = _ping(channel, 0.1)
+        assert isinstance(ended, Lack) and ended.trouble is Trouble.TIMEOUT, "a deadline before all that were"
+    finally:
+        channel.close(10)
+
+
 def test_more_calls_than_may_wait_are_busy(server: ScriptedServer) -> None:
     server.script = silent
     channel = _channel(server, ChannelLimits(max_calls=2))

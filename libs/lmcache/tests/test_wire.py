@@ -77,7 +77,7 @@ def test_what_all_versions_have_in_common(codec: Codec) -> None:
     assert _said(codec.probe())[0] == 12
 
 
-def test_a_registration_is_one_tensor_of_bytes_a_group(codec: Codec) -> None:
+def test_a_registration_is_one_tensor_of_words_a_group(codec: Codec) -> None:
     place = TensorPlace("/segment", 1 << 20, 4096, 9, 128)
     groups = (
         WireGroup(0, place, 256, None, False),
@@ -94,10 +94,10 @@ def test_a_registration_is_one_tensor_of_bytes_a_group(codec: Codec) -> None:
         "type": "cpu_shm",
         "version": 1,
         "metadata": {
-            "dtype": "uint8",
-            "shape": [9, 1, 128],
-            "stride": [128, 128, 1],
-            "storage_offset": 4096,
+            "dtype": "int32",
+            "shape": [9, 1, 32],
+            "stride": [32, 32, 1],
+            "storage_offset": 1024,
             "device_uuid": "cpu",
         },
         "shm_name": "/segment",
@@ -110,6 +110,12 @@ def test_a_registration_is_one_tensor_of_bytes_a_group(codec: Codec) -> None:
         (1, [1], 64, 128, False),
         (2, [2], 256, 256, True),
     ]
+
+
+@pytest.mark.parametrize("place", [TensorPlace("/s", 1 << 20, 2, 9, 128), TensorPlace("/s", 1 << 20, 0, 9, 126)])
+def test_pages_that_are_no_whole_words_are_a_mistake_of_the_caller(codec: Codec, place: TensorPlace) -> None:
+    with pytest.raises(LMCacheProtocolError, match="no whole words"):
+        codec.register(Registration(7, "model", 1, (WireGroup(0, place, 256, None, False),)))
 
 
 def test_tokens_that_do_not_reach_to_the_end_are_a_mistake_of_the_caller(codec: Codec) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridkv.transfer.cuda import CudaError, MemoryKind, driver, open_device, pin_memory
+from hybridkv.transfer.cuda import CudaError, MemoryKind, driver, open_device, pin_existing, pin_memory
 from hybridkv.transfer.cuda.extension import cuda_kernels
 from hybridkv.transfer.cuda.torch_device import _view
 
@@ -116,6 +116,22 @@ def test_pinned_memory_is_given_back_with_its_last_view(monkeypatch: pytest.Monk
     del memory
     gc.collect()
     part[:] = 7
+    assert len(runtime.pinned) == 1
+    del part
+    gc.collect()
+    assert runtime.pinned == {}
+
+
+def test_memory_that_is_there_already_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = PlayedRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    owner = bytearray(5000)
+    memory = np.frombuffer(owner, dtype=np.uint8)
+    pin_existing(memory)
+    assert runtime.pinned == {int(memory.ctypes.data): 5000}
+    part = memory[:4000].reshape(4, 1000)
+    del memory
+    gc.collect()
     assert len(runtime.pinned) == 1
     del part
     gc.collect()

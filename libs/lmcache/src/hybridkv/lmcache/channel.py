@@ -11,6 +11,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import math
 import socket
 import threading
 import time
@@ -54,6 +55,7 @@ DEFAULT_LIMITS = ChannelLimits()
 @dataclass(slots=True)
 class _Asked:
     call: Call[Any]
+    until_s: float
     on_end: Callable[[Any], None] | None
     on_late: Callable[[], None] | None
 
@@ -92,6 +94,8 @@ class Channel:
         self._asked: dict[bytes, _Asked] = {}
         self._late: dict[bytes, _Asked] = {}
         """Past their deadline, the oldest first."""
+        self._due_s = math.inf
+        """Before this no call is past its deadline."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -123,8 +127,8 @@ class Channel:
         if trouble is not None:
             self._post(lambda: on_end(self._lacking(trouble, call.name)))
             return
-        until_s = self._clock() + timeout_s
-        self._post(lambda: self._send(_Asked(call, on_end, on_late), until_s))
+        asked = _Asked(call, self._clock() + timeout_s, on_end, on_late)
+        self._post(lambda: self._send(asked))
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Have something done on the channel's thread, later, or when the channel is closed if that is earlier."""
@@ -228,10 +232,13 @@ class Channel:
     def _pause_s(self) -> float:
         if self._commands:
             return 0.0
-        return IDLE_S if not self._timers else min(IDLE_S, max(0.0, self._timers[0][0] - self._clock()))
+        due_s = min(self._due_s, self._timers[0][0]) if self._timers else self._due_s
+        return min(IDLE_S, max(0.0, due_s - self._clock()))
 
     def _ring(self) -> None:
         now_s = self._clock()
+        if now_s >= self._due_s:
+            self._expire(now_s)
         while self._timers and self._timers[0][0] <= now_s:
             self._safely(heapq.heappop(self._timers)[2])
 
@@ -274,30 +281,30 @@ class Channel:
             self._end(each, Lack(Trouble.LOST, each.call.name))
         self._socket, self._monitor = self._connect()
 
-    def _send(self, asked: _Asked, until_s: float) -> None:
+    def _send(self, asked: _Asked) -> None:
         """Send, or try again soon: a connection may be on its way."""
-        if self._is_closing or self._clock() >= until_s:
+        if self._is_closing or self._clock() >= asked.until_s:
             self._end(asked, Lack(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, asked.call.name))
             return
         uid = next(self._uids).to_bytes(8, "big")
         try:
             self._socket.send_multipart((uid, asked.call.operation, *asked.call.payloads), zmq.NOBLOCK)
         except zmq.Again:
-            heapq.heappush(self._timers, (self._clock() + 0.02, next(self._uids), lambda: self._send(asked, until_s)))
+            heapq.heappush(self._timers, (self._clock() + 0.02, next(self._uids), lambda: self._send(asked)))
             return
         self._count("calls")
         self._asked[uid] = asked
-        heapq.heappush(self._timers, (until_s, next(self._uids), lambda: self._expire(uid)))
+        self._due_s = min(self._due_s, asked.until_s)
 
-    def _expire(self, uid: bytes) -> None:
-        asked = self._asked.pop(uid, None)
-        if asked is None:
-            return
-        if asked.on_late is not None:
-            if len(self._late) >= self._limits.max_late:
-                del self._late[next(iter(self._late))]
-            self._late[uid] = asked
-        self._end(asked, Lack(Trouble.TIMEOUT, asked.call.name))
+    def _expire(self, now_s: float) -> None:
+        for uid in [uid for uid, asked in self._asked.items() if asked.until_s <= now_s]:
+            asked = self._asked.pop(uid)
+            if asked.on_late is not None:
+                if len(self._late) >= self._limits.max_late:
+                    del self._late[next(iter(self._late))]
+                self._late[uid] = asked
+            self._end(asked, Lack(Trouble.TIMEOUT, asked.call.name))
+        self._due_s = min((asked.until_s for asked in self._asked.values()), default=math.inf)
 
     def _read(self) -> bool:
         """Read one answer. False where there is none."""

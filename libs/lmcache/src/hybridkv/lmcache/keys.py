@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from hybridkv.lmcache.errors import LMCacheConfigurationError
 from hybridkv.lmcache.page import IDENTITY_BYTES
 
-_WORD_BYTES = 4
+WORD_BYTES = 4
 PAGE_FORMAT = 1
 
 
@@ -23,11 +23,11 @@ def words_of(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
     Raises:
         LMCacheConfigurationError: the chunk has fewer words than a digest.
     """
-    chunk_bytes = chunk_tokens * _WORD_BYTES
+    chunk_bytes = chunk_tokens * WORD_BYTES
     chunks = []
     for digest in digests:
         if len(digest) > chunk_bytes:
-            expected = f"at least {-(-len(digest) // _WORD_BYTES)} tokens"
+            expected = f"at least {-(-len(digest) // WORD_BYTES)} tokens"
             raise LMCacheConfigurationError(
                 "chunk_size", expected, chunk_tokens, "start the server with a larger --chunk-size"
             )
@@ -37,7 +37,7 @@ def words_of(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
 
 def words_of_tokens(tokens: Iterable[int]) -> bytes:
     """Tokens as they are, as LMCache's own clients send them. `OverflowError` for what is no word of 32 bits."""
-    return b"".join(token.to_bytes(_WORD_BYTES, "big") for token in tokens)
+    return b"".join(token.to_bytes(WORD_BYTES, "big") for token in tokens)
 
 
 def page_identity(digest: bytes, group: int, block: int) -> bytes:

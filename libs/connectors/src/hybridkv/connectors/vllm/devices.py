@@ -84,6 +84,24 @@ def arena_memory(device_type: str, num_bytes: int) -> npt.NDArray[np.uint8] | No
         raise ConfigurationError("capacity", "memory that can be pinned", str(error), hint) from error
 
 
+def reach_memory(device_type: str, memory: npt.NDArray[np.uint8]) -> None:
+    """Let this worker's device copy to and from memory that is there already, until all views of it are gone.
+
+    Raises:
+        ConfigurationError: the memory cannot be pinned.
+    """
+    _require_known(device_type)
+    if device_type == "cpu":
+        return
+    from hybridkv.transfer.cuda import CudaError, pin_existing
+
+    try:
+        pin_existing(memory)
+    except CudaError as error:
+        hint = "lower the pool, or raise the limit on locked memory"
+        raise ConfigurationError("pool", "memory that can be pinned", str(error), hint) from error
+
+
 def zero_memory(device: Any) -> Any:
     """A tensor of `ZERO_BYTES` bytes that are zero by now, beside the KV caches on their device."""
     import torch

@@ -26,6 +26,7 @@ __all__ = [
     "StagedBatch",
     "fragment_table",
     "open_device",
+    "pin_existing",
     "pin_memory",
     "plan_copies",
 ]
@@ -46,3 +47,10 @@ def pin_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     from hybridkv.transfer.cuda import pinned
 
     return pinned.pin_memory(num_bytes)
+
+
+def pin_existing(memory: npt.NDArray[np.uint8]) -> None:
+    """See `hybridkv.transfer.cuda.pinned.pin_existing`. Imports torch."""
+    from hybridkv.transfer.cuda import pinned
+
+    pinned.pin_existing(memory)

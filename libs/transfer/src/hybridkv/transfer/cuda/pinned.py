@@ -35,19 +35,32 @@ def pin_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin, and for the GPU to look up
     memory = np.frombuffer(mapping, dtype=np.uint8)
+    _pin(memory, mapping)
+    return memory
+
+
+def pin_existing(memory: npt.NDArray[np.uint8]) -> None:
+    """Pin memory that is there already, until the array and all its views are gone. A GPU must be there and be current.
+
+    Raises:
+        CudaError: the driver would not register it.
+    """
+    _pin(memory, memory.base)
+
+
+def _pin(memory: npt.NDArray[np.uint8], owner: Any) -> None:
     try:
         cudart = torch.cuda.cudart()
     except (AssertionError, RuntimeError) as error:  # the first: torch's word for a build without CUDA
         raise CudaError(f"torch {torch.__version__}: {error}") from error
     address = int(memory.ctypes.data)
-    code = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
+    code = int(cudart.cudaHostRegister(address, memory.nbytes, _PORTABLE))
     if code != 0:
-        raise CudaError(f"cudaHostRegister of {num_bytes} bytes: cudaError {code}; see `ulimit -l` and free memory")
-    # The mapping is an argument so that it outlives the registration.
-    weakref.finalize(memory, _unregister, cudart, address, mapping)
-    return memory
+        raise CudaError(f"cudaHostRegister of {memory.nbytes} bytes: cudaError {code}; see `ulimit -l` and free memory")
+    # The owner is an argument so that it outlives the registration.
+    weakref.finalize(memory, _unregister, cudart, address, owner)
 
 
-def _unregister(cudart: Any, address: int, mapping: mmap.mmap) -> None:
+def _unregister(cudart: Any, address: int, owner: Any) -> None:
     # At the end of a process CUDA may be gone already, and the memory goes with it.
     cudart.cudaHostUnregister(address)

@@ -17,7 +17,7 @@ QUEUE_IS_FULL = "the copy queue is full"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CopyJob:
     """One copy.
 
     Args:
@@ -49,9 +49,9 @@ class Copies:
         self._paths = paths
         self._recorder = recorder
         self._numbers = itertools.count(1)
-        self._open: dict[JobId, Job] = {}
+        self._open: dict[JobId, CopyJob] = {}
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: CopyJob) -> None:
         """Have it done. Its end is told by `poll`, or at once where it could not begin."""
         engine: CopyEngine = self._paths.loads if job.is_load else self._paths.stores
         number = JobId(next(self._numbers))

@@ -72,7 +72,8 @@ class Life:
 
 @dataclass(slots=True)
 class _LoadInFlight:
-    question: Question
+    question: Question | None
+    """None where nothing was offered."""
     num_tokens: int
     num_bytes: int
     failures: list[LoadFailure] = field(default_factory=list)
@@ -107,9 +108,10 @@ class Lives:
         self._clock = clock
         self._lives: dict[str, Life] = {}
         self._loads: dict[str, _LoadInFlight] = {}
-        naming = [index for index in self._spec.stored_groups if not self._spec.groups[index].lookahead_tokens]
-        self._naming_group = (naming or self._spec.stored_groups)[0]
-        """Whose keys name chunks: those of a drafter need a token more."""
+        stored = self._spec.stored_groups
+        self._naming_group = max(stored, key=lambda index: self._spec.groups[index].lookahead_tokens)
+        """Whose keys name chunks. What a drafter keeps of a chunk depends on tokens behind it, so its keys name more
+        than others do, and one name must be true of all groups."""
 
     def of(self, tracked: TrackedRequest) -> Life:
         """What is known of a request."""
@@ -154,6 +156,8 @@ class Lives:
             self._end(life, Reason.FAILED_LOADS if life.failed_loads else Reason.NOT_STORED, "")
         else:
             life.known_chunks, life.stage = ended.value.num_chunks, Stage.FOUND
+            if life.question.is_dropped:
+                self._end(life, Reason.NOT_TAKEN, "")
         return life
 
     def matched_tokens(self, tracked: TrackedRequest, computed_tokens: int) -> int | None:
@@ -188,9 +192,18 @@ class Lives:
     def known_chunks(self, tracked: TrackedRequest) -> int | None:
         """What the server had of a request that runs; None as long as it may still say so. Nothing is kept for it."""
         life = self.hear(tracked)
+        self.let_go(tracked.request_id)
+        return None if life.stage is Stage.ASKED else life.known_chunks
+
+    def let_go(self, request_id: str) -> None:
+        """The request loads nothing now: what the server locks for it is given back. What it says is still heard."""
+        life = self._lives.get(request_id)
+        if life is None or life.question is None:
+            return
         if life.stage is Stage.FOUND:
             self._end(life, Reason.NOT_TAKEN, "")
-        return None if life.stage is Stage.ASKED else life.known_chunks
+        else:
+            self._questions.drop(life.question)
 
     def _while_asked(self, tracked: TrackedRequest, life: Life) -> int | None:
         assert life.question is not None
@@ -206,10 +219,10 @@ class Lives:
     def _is_still_so(self, tracked: TrackedRequest, life: Life) -> bool:
         assert life.question is not None
         num_chunks = life.found_chunks
-        return (
-            tracked.keys().key(self._naming_group, num_chunks * self._spec.chunk_tokens)
-            == (life.question.digests[num_chunks - 1])
-        )
+        boundary = num_chunks * self._spec.chunk_tokens
+        if boundary > last_boundary(self._spec, tracked.request.num_tokens):
+            return False
+        return tracked.keys().key(self._naming_group, boundary) == life.question.digests[num_chunks - 1]
 
     def _end(self, life: Life, reason: Reason, detail: str) -> None:
         if life.question is not None:
@@ -222,18 +235,18 @@ class Lives:
     def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> PageLoad | None:
         """The engine has given the request blocks; the load of its external tokens into them."""
         life = self.of(tracked)
-        self._explain(tracked, life, num_external_tokens)
+        is_offered = life.stage is Stage.FOUND and life.question is not None
+        self._explain(tracked, life, num_external_tokens if is_offered else 0)
         if not num_external_tokens:
-            if life.stage is Stage.FOUND:
-                self._end(life, Reason.NOT_TAKEN, "")
+            self.let_go(tracked.request_id)
             return None
         boundary, question = tracked.computed_tokens + num_external_tokens, life.question
-        if life.stage is not Stage.FOUND or question is None:
-            raise RuntimeError(f"request {tracked.request_id} loads what it was not offered")
         table = [[NULL_BLOCK if b.is_null else b.block_id for b in group] for group in blocks.blocks]
         copies: tuple[PageCopy, ...] = ()
         refused = None
-        if boundary != life.found_chunks * self._spec.chunk_tokens:
+        if life.stage is not Stage.FOUND or question is None:
+            refused = f"the engine loads up to token {boundary}, and was offered nothing"
+        elif boundary != life.found_chunks * self._spec.chunk_tokens:
             refused = f"the engine loads up to token {boundary}, and was offered another boundary"
         else:
             try:
@@ -248,7 +261,7 @@ class Lives:
         num_bytes = sum(len(copy.block_ids) * self._layout.content_bytes(copy.group_index) for copy in copies)
         self._loads[tracked.request_id] = _LoadInFlight(question, num_external_tokens, num_bytes)
         self._room.take(tracked.request_id, tracked.request.num_tokens)
-        digests = question.digests[: life.found_chunks]
+        digests = question.digests[: life.found_chunks] if question is not None else ()
         life.stage, life.question = Stage.LOADING, None
         start = tracked.computed_tokens // self._spec.chunk_tokens
         return PageLoad(tracked.request_id, digests, start, copies, refused)
@@ -294,7 +307,9 @@ class Lives:
         in_flight = self._loads.pop(request_id, None)
         if in_flight is None:
             return
-        self._questions.drop(in_flight.question)
+        digests = in_flight.question.digests if in_flight.question is not None else ()
+        if in_flight.question is not None:
+            self._questions.drop(in_flight.question)
         num_bytes = in_flight.num_bytes * self._layout.world_size
         self._recorder.load(in_flight.num_tokens, num_bytes, failed, in_flight.failures)
         if tracked is None:
@@ -310,11 +325,7 @@ class Lives:
         life.failed_loads += 1
         life.steps_back = True
         life.known_chunks = 0
-        bad = [
-            in_flight.question.digests.index(failure.key)
-            for failure in in_flight.failures
-            if failure.key in in_flight.question.digests
-        ]
+        bad = [digests.index(failure.key) for failure in in_flight.failures if failure.key in digests]
         if bad and life.failed_loads < MAX_FAILED_LOADS:
             life.stage, life.limit_chunks = Stage.NEW, min(bad)
         reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in in_flight.failures})) or "no reason given"
@@ -355,6 +366,7 @@ class Lives:
             if life.question is not None:
                 self._questions.drop(life.question)
         for in_flight in self._loads.values():
-            self._questions.drop(in_flight.question)
+            if in_flight.question is not None:
+                self._questions.drop(in_flight.question)
         self._lives.clear()
         self._loads.clear()

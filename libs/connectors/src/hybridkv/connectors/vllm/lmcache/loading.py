@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, Job
+from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, CopyJob
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad
-from hybridkv.connectors.vllm.lmcache.pages import Chunks, Parts, parts_of
+from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, bad_pages, engine_runs
 from hybridkv.connectors.vllm.lmcache.station import Station
 from hybridkv.connectors.vllm.messages import LoadFailure
@@ -44,7 +44,6 @@ _STATES = {
 class _Loading:
     load: PageLoad
     parts: Parts
-    began_s: float
     until_s: float
     prefix: Prefix | None = None
     hold: Hold | None = None
@@ -92,9 +91,8 @@ class Loading:
 
     def begin(self, load: PageLoad) -> None:
         """Carry out, when there is room."""
-        now_s = self._clock()
         parts = parts_of(self._station.site, self._station.geometry, load.copies, _chunks(load))
-        loading = _Loading(load, parts, now_s, now_s + self._timeout_s)
+        loading = _Loading(load, parts, self._clock() + self._timeout_s)
         self._open.append(loading)
         if parts.num_unkept:
             detail = f"{parts.num_unkept} blocks of which a server keeps none"
@@ -127,22 +125,30 @@ class Loading:
             if loading.is_over:
                 self._waiting.popleft()
             elif self._clock() >= loading.until_s:
-                self._station.starved(loading.began_s)
+                self._station.starved()
                 self._fail(self._waiting.popleft(), TIMEOUT, "no page was free in time")
             elif self._station.ready is None:
                 if self._station.is_coming:
                     return
                 state = self._station.connection.state
                 self._fail(self._waiting.popleft(), FailureReason.IO, f"no server: {state}")
-            else:
-                hold = self._station.take(loading.parts, loading.until_s, is_store=False)
-                if hold is None:
-                    return
-                self._waiting.popleft()
-                loading.hold = hold
-                self._ask(loading, hold)
+            elif not self._take(loading):
+                return
 
-    # Any thread from here.
+    def _take(self, loading: _Loading) -> bool:
+        """Begin a load for which there is room. False where there is none."""
+        try:
+            loading.hold = self._station.take(loading.parts, loading.until_s, is_store=False)
+            if loading.hold is None:
+                return False
+            self._ask(loading, loading.hold)
+        except Exception as error:  # whatever it was, it is this load's failure and not the engine's
+            logger.exception("a load could not begin")
+            if loading.hold is not None:
+                loading.hold.drop(SERVER)
+            self._fail(loading, FailureReason.IO, f"{type(error).__name__}: {error}")
+        self._waiting.popleft()
+        return True
 
     def _ask(self, loading: _Loading, hold: Hold) -> None:
         station = self._station
@@ -157,6 +163,8 @@ class Loading:
                 self._post_failure(loading, FailureReason.IO, f"{type(error).__name__}: {error}")
 
         station.operations.lookup(loading.prefix, station.rank, self._left_s(loading), found)
+
+    # Any thread.
 
     def _found(self, loading: _Loading, hold: Hold, ended: Ended[Found]) -> None:
         station, wanted = self._station, loading.parts.chunks.end
@@ -197,12 +205,12 @@ class Loading:
         elif not loading.is_over:
             try:
                 runs = engine_runs(loading.parts, self._station.site, hold, self._pages, None)
-            except ValueError as error:
-                self._fail(loading, FailureReason.IO, str(error))
+            except Exception as error:  # a block outside the engine, or a bug
+                self._fail(loading, FailureReason.IO, f"{type(error).__name__}: {error}")
                 return
             loading.is_copying = True
             self._copies.submit(
-                Job(True, runs, lambda: self._check(loading, hold), None, lambda why: self._copied(loading, why))
+                CopyJob(True, runs, lambda: self._check(loading, hold), None, lambda why: self._copied(loading, why))
             )
 
     def _check(self, loading: _Loading, hold: Hold) -> str | None:
@@ -239,5 +247,5 @@ class Loading:
         self._on_ended(loading.load.request_id, failures)
 
 
-def _chunks(load: PageLoad) -> Chunks:
-    return Chunks(load.start_chunk, len(load.digests))
+def _chunks(load: PageLoad) -> ChunkSpan:
+    return ChunkSpan(load.start_chunk, len(load.digests))

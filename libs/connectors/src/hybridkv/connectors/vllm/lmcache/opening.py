@@ -14,15 +14,17 @@ from hybridkv.connectors.vllm.identification import Identification
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups, resolve_layout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.lives import Lives
+from hybridkv.connectors.vllm.lmcache.member import SiteMember
 from hybridkv.connectors.vllm.lmcache.questions import Questions
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of
 from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.hashing import TAG_BYTES
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
-from hybridkv.lmcache.keys import cache_name
+from hybridkv.lmcache.keys import WORD_BYTES, cache_name
 from hybridkv.lmcache.member import CacheMember
 from hybridkv.lmcache.operations import Operations, Prefix
 from hybridkv.planner import GroupKind
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.lmcache")
 
 NAME = "HybridLMCacheConnector"
+_NAME_BYTES = TAG_BYTES + 32
+"""Of a chunk's key, with the longest hash of an engine in it."""
 
 
 def agreed_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: LMCacheConfig) -> CacheLayout:
@@ -64,15 +68,24 @@ def agreed_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, confi
             config.chunk_tokens,
             "leave it out, or start the server with another --chunk-size",
         )
-    unit = chunk_alignment(groups)
-    if chunk_tokens % unit:
+    require_fit(chunk_tokens, groups)
+    return resolve_layout(vllm_config, kv_cache_config, chunk_tokens)
+
+
+def require_fit(chunk_tokens: int, groups: Sequence[PageGroup]) -> None:
+    """A chunk is whole blocks of every group, and has as many tokens as its name has words.
+
+    Raises:
+        ConfigurationError: it is not so.
+    """
+    unit, least = chunk_alignment(groups), -(-_NAME_BYTES // WORD_BYTES)
+    if chunk_tokens % unit or chunk_tokens < least:
         raise ConfigurationError(
             f"{ROOT}.chunk_tokens",
-            f"a multiple of {unit} tokens, which is what the groups' blocks have in common",
+            f"a multiple of {unit} tokens, which is what the groups' blocks have in common, and {least} or more",
             chunk_tokens,
-            f"use {-(-chunk_tokens // unit) * unit}, for the server's --chunk-size too",
+            f"use {-(-max(chunk_tokens, least) // unit) * unit}, for the server's --chunk-size too",
         )
-    return resolve_layout(vllm_config, kv_cache_config, chunk_tokens)
 
 
 def _ask(config: LMCacheConfig, groups: Sequence[PageGroup]) -> int | Down:
@@ -141,7 +154,7 @@ class LMCacheOpening:
         name = cache_name(identity.namespace, geometry.digest())
         # Nothing comes through its memory, which so is never filled: a server finds nothing of a cache whose groups
         # nobody has registered, and ranks register when they have been told whose cache it is, by the first step.
-        member = CacheMember(site.groups, identity.namespace, site.world_size, 1)
+        member = SiteMember(site, identity.namespace, 1)
         connection = Connection(site.address, member, site.connection, clock)
         questions = Questions(
             Operations(connection, clock),

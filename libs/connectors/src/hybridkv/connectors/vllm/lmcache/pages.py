@@ -12,7 +12,7 @@ from hybridkv.lmcache.block_ids import NULL_BLOCK
 from hybridkv.lmcache.geometry import Geometry
 
 
-class Chunks(NamedTuple):
+class ChunkSpan(NamedTuple):
     """The half-open run of chunks [start, end) of a prefix."""
 
     start: int
@@ -44,7 +44,7 @@ class Parts:
         num_unkept: blocks of which a server keeps none.
     """
 
-    chunks: Chunks
+    chunks: ChunkSpan
     parts: tuple[Part, ...]
     num_unkept: int
 
@@ -54,7 +54,7 @@ class Parts:
         return {part.group: len(part.positions) for part in self.parts}
 
 
-def parts_of(site: Site, geometry: Geometry, copies: Iterable[PageCopy], chunks: Chunks) -> Parts:
+def parts_of(site: Site, geometry: Geometry, copies: Iterable[PageCopy], chunks: ChunkSpan) -> Parts:
     """The pages of the copies that lie in these chunks; others are passed over.
 
     Raises:

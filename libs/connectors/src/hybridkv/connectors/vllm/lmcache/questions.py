@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hybridkv.lmcache.calls import Answer, Ended
+from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.operations import Found, Operations, Prefix
+
+logger = logging.getLogger("vllm.hybridkv.lmcache")
 
 
 @dataclass(slots=True)
@@ -60,7 +63,11 @@ class Questions:
             if is_dropped:
                 self._release(ended)
 
-        self._operations.lookup(self._prefix_of(digests), None, self._timeout_s, hear)
+        try:
+            self._operations.lookup(self._prefix_of(digests), None, self._timeout_s, hear)
+        except Exception as error:  # a bug costs this question, and not the engine
+            logger.exception("LMCache's server could not be asked")
+            hear(Lack(Trouble.UNSENT, f"{type(error).__name__}: {error}"))
         return question
 
     def drop(self, question: Question) -> None:

@@ -92,7 +92,9 @@ class Saves:
         known = self._lives.known_chunks(tracked)
         # What the server has already it will say in a moment; until then only states are stored, which are given once.
         copies = self._attention(tracked, known, final, tables) if known is not None else []
-        copies += state_copies(spec, [state for state in states if state.num_tokens != (known or 0) * chunk], final)
+        # A state is written by now, and has a name as soon as the tokens behind it are known that a drafter needs.
+        named = min(final, hashed - spec.lookahead_tokens)
+        copies += state_copies(spec, [state for state in states if state.num_tokens != (known or 0) * chunk], named)
         for _ in range(sum(state.num_tokens % chunk != 0 for state in states)):
             self._recorder.store(GroupKind.RECURRENT, "dropped_not_aligned")
         if not copies:

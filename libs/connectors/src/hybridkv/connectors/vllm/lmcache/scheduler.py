@@ -91,7 +91,8 @@ class LMCacheScheduler:
         before = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
         if before is not None and before is not tracked:
-            self._lives.restart(before)
+            # Another request has taken the id of one that has ended.
+            self._lives.on_gone(before.request_id)
         if tracked.kept_keys is not None:
             self._lives.ask(tracked)
         return tracked
@@ -101,7 +102,11 @@ class LMCacheScheduler:
         tracked = self.track(request)
         if self._has_other_tokens(tracked):
             self._lives.restart(tracked)
+        keys = tracked.kept_keys
         is_identified = self._requests.identify(tracked)
+        if tracked.kept_keys is not keys:
+            # What was asked for was another adapter's, or nobody knows whose.
+            self._lives.restart(tracked)
         if not self._duties.loads or compat.reads_no_cache(request):
             return 0
         if not is_identified:
@@ -124,7 +129,8 @@ class LMCacheScheduler:
         if tracked.kept_keys is None and not num_external_tokens and request.num_computed_tokens == 0:
             # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
             self._requests.identify(tracked)
-        if tracked.kept_keys is None:
+        if tracked.kept_keys is None and not num_external_tokens:
+            self._lives.let_go(tracked.request_id)
             return
         load = self._lives.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:

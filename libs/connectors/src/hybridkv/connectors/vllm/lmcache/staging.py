@@ -37,14 +37,12 @@ class PoolMemory:
 
     Args:
         instance: of the pool.
-        address: of the first byte.
-        num_bytes: of all.
+        memory: all of it.
         groups: of each, its pages as rows.
     """
 
     instance: int
-    address: int
-    num_bytes: int
+    memory: Bytes
     groups: tuple[Bytes, ...]
 
     @classmethod
@@ -55,7 +53,12 @@ class PoolMemory:
         for group, (number, size) in enumerate(zip(pool.num_blocks, pool.geometry.page_bytes, strict=True)):
             start = pool.offset(group, 0)
             groups.append(memory[start : start + number * size].reshape(number, size))
-        return cls(instance, int(memory.ctypes.data), memory.nbytes, tuple(groups))
+        return cls(instance, memory, tuple(groups))
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+        return int(self.memory.ctypes.data)
 
     def page(self, group: int, page: int) -> memoryview:
         """Header and bytes of one page."""

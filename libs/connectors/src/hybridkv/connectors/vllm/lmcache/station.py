@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from hybridkv.connectors.vllm.lmcache.member import SiteMember
 from hybridkv.connectors.vllm.lmcache.pages import Parts, tables_of
@@ -13,7 +13,6 @@ from hybridkv.lmcache.connection import Connection, Down, Ready
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
 from hybridkv.lmcache.withdrawal import withdraw
-from hybridkv.transfer import CopyEngine
 
 SPARE_SHARE = 4
 """Stores leave one part in so many of the pool to loads."""
@@ -26,17 +25,22 @@ class Station:
         site: of the server.
         rank: of this process.
         namespace: digest of whose content is kept.
-        engines: that copy, to which the shared memory is made known.
+        register: makes shared memory known to whoever copies.
         clock: seconds.
     """
 
     def __init__(
-        self, site: Site, rank: int, namespace: bytes, engines: Iterable[CopyEngine], clock: Callable[[], float]
+        self,
+        site: Site,
+        rank: int,
+        namespace: bytes,
+        register: Callable[[PoolMemory], None],
+        clock: Callable[[], float],
     ) -> None:
         self.site = site
         self.rank = rank
         self.geometry = Geometry(site.groups, site.chunk_tokens)
-        self._engines = tuple(engines)
+        self._register = register
         self._clock = clock
         self._num_chunks = site.num_chunks
         self._reach_until_s = clock() + site.connect_timeout_s
@@ -44,7 +48,6 @@ class Station:
         self._memory: PoolMemory | None = None
         self._lock = threading.Lock()
         self._held: set[Hold] = set()
-        self._settled_s = clock()
         self._member = SiteMember(site, namespace, self._num_chunks)
         self.connection = Connection(site.address, self._member, site.connection, clock)
         self.operations = Operations(self.connection, clock)
@@ -121,14 +124,13 @@ class Station:
         """What this rank has of a chunk is wrong: have it deleted, so that it can be stored anew. Any thread."""
         withdraw(self.connection, prefix, self.rank, chunk, len(self.site.groups))
 
-    def starved(self, since_s: float) -> None:
-        """Somebody found no room since then. Where nothing came back either, or something should have long ago, nothing
-        is heard of it: a server that passes over a question says nothing, and lives. Another connection has other
-        memory."""
+    def starved(self) -> None:
+        """Somebody found no room for long. Where pages should have come back by now, nothing is heard of them: a server
+        that passes over a question says nothing, and lives. Another connection has other memory."""
         with self._lock:
             now_s, instance = self._clock(), self._memory.instance if self._memory is not None else None
-            is_overdue = any(hold.until_s < now_s and hold.taken.instance == instance for hold in self._held)
-        if self._settled_s <= since_s or is_overdue:
+            is_overdue = any(hold.until_s <= now_s and hold.taken.instance == instance for hold in self._held)
+        if is_overdue:
             self.connection.doubt()
 
     def close(self) -> None:
@@ -140,16 +142,15 @@ class Station:
     def _current_memory(self) -> PoolMemory:
         pool = self._member.pool
         if self._memory is None or self._memory.instance != pool.instance:
-            self._memory = PoolMemory.of(pool)
+            memory = PoolMemory.of(pool)
+            self._register(memory)
+            self._memory = memory
             with self._lock:
                 self._held = {hold for hold in self._held if hold.taken.instance == self._memory.instance}
-            for engine in self._engines:
-                engine.register(self._memory.address, self._memory.num_bytes, "pages")
         return self._memory
 
     def _give_back(self, hold: Hold) -> None:
         """Any thread."""
-        self._settled_s = self._clock()
         with self._lock:
             self._held.discard(hold)
         self._member.pool.give_back(hold.taken)

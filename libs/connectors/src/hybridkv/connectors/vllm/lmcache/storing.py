@@ -8,14 +8,15 @@ that it did not take them is counted.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, Job
+from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, CopyJob
 from hybridkv.connectors.vllm.lmcache.messages import PageStore, Release
-from hybridkv.connectors.vllm.lmcache.pages import Chunks, Parts, parts_of
+from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, engine_runs, seal_pages
 from hybridkv.connectors.vllm.lmcache.station import Station
 from hybridkv.connectors.vllm.lowering import Zeros
@@ -29,7 +30,6 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 class _Storing:
     store: PageStore
     until_s: float
-    began_s: float
     waiting: deque[Parts]
     """Runs of chunks that have no pages yet."""
     num_copying: int = 0
@@ -73,15 +73,15 @@ class Storing:
         """Carry out, when there is room."""
         if store.is_held:
             self._held[store.store_id] = []
-        now_s, station = self._clock(), self._station
+        station = self._station
         at_once = station.chunks_at_once
         runs = [
-            Chunks(start, min(start + at_once, len(store.digests)))
+            ChunkSpan(start, min(start + at_once, len(store.digests)))
             for start in range(store.start_chunk, len(store.digests), at_once)
         ]
         parts = (parts_of(station.site, station.geometry, store.copies, chunks) for chunks in runs)
         storing = _Storing(
-            store, now_s + station.site.store_timeout_s, now_s, deque(part for part in parts if part.parts)
+            store, self._clock() + station.site.store_timeout_s, deque(part for part in parts if part.parts)
         )
         self._open.append(storing)
         self._waiting.append(storing)
@@ -94,11 +94,11 @@ class Storing:
             else:
                 hold.drop(SERVER)
 
-    def step(self) -> None:
-        """Go on with whatever can."""
+    def step(self, *, may_begin: bool) -> None:
+        """Go on with whatever can. Where nothing may begin, because loads wait for room, what waited too long ends."""
         while self._waiting:
             storing = self._waiting[0]
-            if storing.waiting and storing.failure is None and not self._start(storing):
+            if storing.waiting and storing.failure is None and not self._start(storing, may_begin):
                 return
             if not storing.waiting or storing.failure is not None:
                 self._waiting.popleft()
@@ -114,11 +114,11 @@ class Storing:
         for store_id in list(self._held):
             self.release(Release(store_id, False))
 
-    def _start(self, storing: _Storing) -> bool:
+    def _start(self, storing: _Storing, may_begin: bool) -> bool:
         """Begin the next run of chunks, or give up. False where it is too early for either."""
         station = self._station
         if self._clock() >= storing.until_s:
-            station.starved(storing.began_s)
+            station.starved()
             self._fail(storing, FailureReason.BUSY, "no page was free in time")
             return True
         if station.ready is None:
@@ -126,8 +126,15 @@ class Storing:
                 return False
             self._fail(storing, FailureReason.IO, f"no server: {station.connection.state}")
             return True
+        if not may_begin:
+            return False
         parts = storing.waiting[0]
-        hold = station.take(parts, self._clock() + station.site.store_timeout_s, is_store=True)
+        try:
+            hold = station.take(parts, self._clock() + station.site.store_timeout_s, is_store=True)
+        except Exception as error:  # whatever it was, it is this store's failure and not the engine's
+            logger.exception("a store could not begin")
+            self._fail(storing, FailureReason.IO, f"{type(error).__name__}: {error}")
+            return True
         if hold is None:
             return False
         storing.waiting.popleft()
@@ -140,6 +147,7 @@ class Storing:
         def seal_and_send() -> None:
             seal_pages(parts, station.site, hold, digests, self._pages)
             if storing.store.is_held:
+                hold.until_s = math.inf  # the server is asked for nothing yet
                 self._held[storing.store.store_id].append((storing.store, parts, hold))
                 return
             # From here, and not when the engine looks next: it may be idle by then.
@@ -157,11 +165,11 @@ class Storing:
         storing.num_copying += 1
         try:
             runs = engine_runs(parts, station.site, hold, self._pages, self._zeros)
-        except ValueError as error:
-            copied(str(error))
+        except Exception as error:  # a block outside the engine, or a bug
+            copied(f"{type(error).__name__}: {error}")
             return
         zero_bytes = self._zeros.num_bytes_in(runs)
-        self._copies.submit(Job(False, runs, None, seal_and_send, copied, zero_bytes))
+        self._copies.submit(CopyJob(False, runs, None, seal_and_send, copied, zero_bytes))
 
     def _send(self, store: PageStore, parts: Parts, hold: Hold) -> None:
         """Have the server take sealed pages. Any thread."""

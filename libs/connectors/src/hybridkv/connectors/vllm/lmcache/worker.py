@@ -10,12 +10,14 @@ import logging
 from collections.abc import Mapping
 
 from hybridkv.canonical.torch_view import KVCache
+from hybridkv.connectors.vllm import devices
 from hybridkv.connectors.vllm.kv_memory import KVMemory, take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.copying import Copies
 from hybridkv.connectors.vllm.lmcache.loading import Loading
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad
 from hybridkv.connectors.vllm.lmcache.site import Site
+from hybridkv.connectors.vllm.lmcache.staging import PoolMemory
 from hybridkv.connectors.vllm.lmcache.station import Station
 from hybridkv.connectors.vllm.lmcache.stats import ServerCounts
 from hybridkv.connectors.vllm.lmcache.storing import Storing
@@ -48,6 +50,7 @@ class LMCacheWorker:
         self._outcomes = Outcomes()
         self._copies = Copies(paths, recorder)
         self._memory: KVMemory | None = None
+        self._device_type = "cpu"
         self._station: Station | None = None
         self._loading: Loading | None = None
         self._storing: Storing | None = None
@@ -70,7 +73,7 @@ class LMCacheWorker:
         """
         memory = take_kv_memory(self._layout, kv_caches, num_blocks, device_type, outlives_engine=True)
         memory.register(self._paths.engines())
-        self._memory = memory
+        self._memory, self._device_type = memory, device_type
 
     def start_loads(self, plan: LMCachePlan) -> None:
         """Begins the step's loads."""
@@ -138,8 +141,7 @@ class LMCacheWorker:
         if self._station is None or self._loading is None or self._storing is None:
             return
         self._loading.step()
-        if not self._loading.is_waiting:
-            self._storing.step()
+        self._storing.step(may_begin=not self._loading.is_waiting)
         # What a copy engine did in `submit` has ended.
         self._copies.poll()
 
@@ -160,10 +162,15 @@ class LMCacheWorker:
             if needed > group.payload_bytes:
                 raise ValueError(f"a block of group {group_index} has {needed} bytes, a page {group.payload_bytes}")
         clock, pages = self._paths.clock, self._memory.pages
-        station = Station(site, self._rank, plan.namespace, self._paths.engines(), clock)
+        station = Station(site, self._rank, plan.namespace, self._register_pages, clock)
         self._loading = Loading(station, pages, self._copies, self._paths.load_timeout_s, clock, self._loaded)
         self._storing = Storing(station, pages, zeros_in(self._memory.zeros), self._copies, clock, self._stored)
         self._station = station
+
+    def _register_pages(self, memory: PoolMemory) -> None:
+        devices.reach_memory(self._device_type, memory.memory)
+        for engine in self._paths.engines():
+            engine.register(memory.address, memory.memory.nbytes, "pages")
 
     def _loaded(self, request_id: str, failures: tuple[LoadFailure, ...]) -> None:
         withdrawn = {failure.key for failure in failures} - {None}

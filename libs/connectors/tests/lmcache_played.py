@@ -1,0 +1,249 @@
+"""A server of LMCache that answers when it is told to, and a scheduler's half of HybridLMCacheConnector that asks it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+from vllm import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from hybridkv.canonical import LayerLayout
+from hybridkv.connectors.vllm.duties import BOTH, Duties
+from hybridkv.connectors.vllm.identification import Identity
+from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lmcache.lives import Lives
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
+from hybridkv.connectors.vllm.lmcache.questions import Questions
+from hybridkv.connectors.vllm.lmcache.saves import Saves
+from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
+from hybridkv.connectors.vllm.lmcache.site import page_groups
+from hybridkv.connectors.vllm.messages import LoadFailure, StepOutcome, StoreOutcome
+from hybridkv.connectors.vllm.room import LoadRoom
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
+from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.geometry import Geometry
+from hybridkv.lmcache.keys import words_of
+from hybridkv.lmcache.operations import Found, Operations, Prefix
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission
+
+BLOCK, CHUNK = 8, 16
+FULL = GroupSpec(GroupKind.FULL, BLOCK)
+WINDOW = GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=12)
+DRAFTER = GroupSpec(GroupKind.FULL, BLOCK, lookahead_tokens=BLOCK)
+STATE = GroupSpec(GroupKind.RECURRENT, CHUNK)
+POOL_BLOCKS = 4096
+TIMEOUT_S = 2.0
+
+
+@dataclass(slots=True)
+class Asked:
+    """A question without an answer."""
+
+    prefix: Prefix
+    session: str
+    on_end: Callable[[Ended[Found]], None]
+
+    @property
+    def num_chunks(self) -> int:
+        return self.prefix.num_tokens // CHUNK
+
+
+class PlayedServer:
+    """In place of `Operations`: it keeps every question until it is told what to answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.num_asked = 0
+        self.locked: dict[str, Found] = {}
+
+    def lookup(
+        self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[Ended[Found]], None]
+    ) -> None:
+        assert rank is None and timeout_s == TIMEOUT_S
+        self.num_asked += 1
+        self.asked.append(Asked(prefix, f"session {self.num_asked}", on_end))
+
+    def release(self, found: Found) -> None:
+        """Raises `KeyError` where it is not locked, or was given back before."""
+        assert self.locked.pop(found.session) == found
+
+    def answer(self, num_chunks: int, which: int = 0) -> None:
+        asked = self.asked.pop(which)
+        found = Found(asked.prefix, None, min(num_chunks, asked.num_chunks), asked.session)
+        if found.num_chunks:
+            self.locked[asked.session] = found
+        asked.on_end(Answer(found))
+
+    def fail(self, trouble: Trouble = Trouble.LOST, which: int = 0) -> None:
+        self.asked.pop(which).on_end(Lack(trouble))
+
+
+def layout_of(groups: Sequence[GroupSpec], world_size: int = 1) -> CacheLayout:
+    spec = CacheSpec(tuple(groups), CHUNK)
+    prints = tuple(
+        GroupFingerprint(
+            kind=group.kind,
+            block_tokens=group.block_tokens,
+            layers=(LayerFingerprint(name=f"layer{index}", page_bytes=64),),
+            lookahead_tokens=group.lookahead_tokens,
+        )
+        for index, group in enumerate(groups)
+    )
+    layers = tuple((LayerLayout(f"layer{index}", 64),) for index in range(len(groups)))
+    return CacheLayout(spec, layers, prints, BLOCK, "sha256", world_size)
+
+
+def new_request(name: str, tokens: Sequence[int], **params: Any) -> Request:
+    """With the hashes of an engine that has any."""
+    init_none_hash(_hash)
+    hasher = get_request_block_hasher(BLOCK, _hash)
+    return Request(name, list(tokens), SamplingParams(max_tokens=1000, **params), None, block_hasher=hasher)
+
+
+def _hash(value: Any) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()
+
+
+class PlayedEngine:
+    """What of an engine a scheduler's half sees, and the half.
+
+    Args:
+        groups: of the model.
+        duties: of the connector.
+        world_size: ranks, each of which must say how a store ended.
+        max_chunks: that a request may load.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec] = (FULL,),
+        duties: Duties = BOTH,
+        world_size: int = 1,
+        max_chunks: int = 64,
+    ) -> None:
+        self.layout = layout = layout_of(groups, world_size)
+        self.server = PlayedServer()
+        self.now_s = 0.0
+        self.closed = 0
+        keys = ChunkKeys(layout.fingerprint({"model": "m"}), BLOCK)
+        self.adapters = Adapters(keys, 0)
+        self.recorder = Recorder()
+        self.admission = LoadAdmission(layout.spec, 1 << 20)
+        room = LoadRoom(self.admission, self.clock)
+        questions = Questions(
+            cast(Operations, self.server),
+            lambda digests: Prefix("cache", world_size, words_of(digests, CHUNK)),
+            TIMEOUT_S,
+            self.clock,
+        )
+        self.lives = Lives(layout, questions, max_chunks, room, self.recorder, self.clock)
+        geometry = Geometry(page_groups(layout), CHUNK)
+        self.saves = Saves(layout, geometry, lambda: True, self.lives, self.adapters, self.recorder)
+        self.half = LMCacheScheduler(
+            layout,
+            Identity(keys, self.adapters),
+            (),
+            Work(self.lives, self.saves, room),
+            duties,
+            self.recorder,
+            self.end,
+        )
+        self.pool = BlockPool(POOL_BLOCKS, True, BLOCK)
+        self.half.bind_block_pool(self.pool)
+        self.tables: dict[str, list[list[KVCacheBlock]]] = {}
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def end(self) -> None:
+        self.closed += 1
+
+    def new_blocks(self, request: Request, num_tokens: int) -> Any:
+        """Blocks for so many tokens, as an engine hands them over; of a state only the last, of a window what it
+        reaches."""
+        table: list[list[KVCacheBlock]] = []
+        for group in self.layout.spec.groups:
+            count = -(-num_tokens // group.block_tokens)
+            kept = count
+            if group.kind is GroupKind.RECURRENT:
+                kept = min(1, count)
+            elif group.window_tokens:
+                kept = min(count, -(-(group.window_tokens - 1) // group.block_tokens) + 1)
+            table.append([self.pool.null_block] * (count - kept) + self.pool.get_new_blocks(kept))
+        self.free(request)
+        self.tables[request.request_id] = table
+        return SimpleNamespace(blocks=tuple(table))
+
+    def grow(self, request: Request, num_tokens: int) -> None:
+        """More blocks, for so many tokens in all."""
+        for group, table in zip(self.layout.spec.groups, self.tables[request.request_id], strict=True):
+            more = -(-num_tokens // group.block_tokens) - len(table)
+            table += self.pool.get_new_blocks(max(0, more))
+
+    def states(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]]:
+        """What the engine hands over behind so many tokens: a state of each group that has any."""
+        return [
+            (index, self.tables[request.request_id][index][-1].block_id, num_tokens)
+            for index, group in enumerate(self.layout.spec.groups)
+            if group.kind is GroupKind.RECURRENT and self.tables[request.request_id][index]
+        ]
+
+    @property
+    def room_is_idle(self) -> bool:
+        """Whether nobody holds blocks for a load."""
+        return self.admission.is_idle
+
+    def free(self, request: Request) -> None:
+        for group in self.tables.pop(request.request_id, ()):
+            self.pool.free_blocks(block for block in reversed(group) if not block.is_null)
+
+    def step(
+        self,
+        scheduled: Mapping[str, int] | None = None,
+        *,
+        preempted: Sequence[str] = (),
+        finished: Sequence[str] = (),
+        states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
+    ) -> LMCachePlan:
+        """The plan of one step."""
+        state = SimpleNamespace(
+            boundary_state_offloads=dict(states or {}),
+            resolve_block_ids=lambda name: [
+                [0 if block.is_null else block.block_id for block in group] for group in self.tables[name]
+            ],
+        )
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=dict(scheduled or {}),
+            preempted_req_ids=set(preempted),
+            finished_req_ids=set(finished),
+            kv_connector_block_state=state,
+        )
+        return self.half.plan_step(output)
+
+    def tell(
+        self,
+        stores: Mapping[int, StoreOutcome] | None = None,
+        loaded: Sequence[str] = (),
+        failures: Mapping[str, Sequence[LoadFailure]] | None = None,
+    ) -> None:
+        """What all ranks together report."""
+        said = {name: tuple(each) for name, each in (failures or {}).items()}
+        outcome = StepOutcome(stores=dict(stores or {}), load_failures=said)
+        output: Any = SimpleNamespace(
+            kv_connector_worker_meta=outcome, finished_recving={*loaded, *said}, failed_recving=set(said)
+        )
+        self.half.on_output(output)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that are neither free nor a request's."""
+        held = {block.block_id for table in self.tables.values() for group in table for block in group}
+        return sum(block.ref_cnt > 0 and block.block_id not in held for block in self.pool.blocks[1:])

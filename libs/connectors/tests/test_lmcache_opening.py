@@ -1,0 +1,95 @@
+"""What a start settles with a server, and what it refuses: one chunk, for both halves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from lmcache_played import BLOCK, FULL, layout_of, new_request
+
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.identification import Identity
+from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.lmcache import opening as module
+from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
+from hybridkv.connectors.vllm.lmcache.opening import LMCacheOpening, require_fit
+from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
+from hybridkv.connectors.vllm.room import LoadRoom
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.hashing import ChunkKeys
+from hybridkv.lmcache.geometry import PageGroup
+from hybridkv.lmcache.testing.scripted_server import ScriptedServer, polite
+from hybridkv.lmcache.testing.server_process import eventually
+from hybridkv.planner import GroupKind, GroupSpec
+
+
+class Known:
+    """Facts of an engine that nobody need gather."""
+
+    num_ranks = 1
+
+    def __init__(self, *args: object, **keys: object) -> None:
+        self.keys = ChunkKeys(layout_of((FULL,)).fingerprint({"model": "m"}), BLOCK)
+
+    def identity(self, ranks: object) -> Identity:
+        return Identity(self.keys, Adapters(self.keys, 0))
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        yield server
+
+
+def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> LMCacheScheduler:
+    """The scheduler's half of an engine that has been started with chunks of 16 tokens."""
+    monkeypatch.setattr(module, "Identification", Known)
+    vllm_config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both"), model_config=SimpleNamespace(max_model_len=64)
+    )
+    url = f"tcp://{server.address.host}:{server.address.port}"
+    config = LMCacheConfig(url=url, http_port=server.address.http_port, pool=1 << 20)
+    room = LoadRoom(None, lambda: 0.0)
+    return LMCacheOpening(vllm_config, config, layout_of((FULL,)), room, Recorder()).open({})
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 24, 32, 256])
+def test_a_server_of_another_chunk_finds_nothing_and_ends_no_engine(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+) -> None:
+    """An engine that was told its chunk starts without its server, which may turn out to be another one."""
+
+    def script(name: str, frames: Any) -> Any:
+        is_chunk = name in ("negotiate_chunk_size", "get_chunk_size")
+        return [[*frames[:3], msgspec.msgpack.encode(chunk_tokens)]] if is_chunk else polite(name, frames)
+
+    server.script = script
+    half = start(server, monkeypatch)
+    try:
+        numbers = iter(range(10_000))
+
+        def asked() -> bool:
+            request = new_request(f"r{next(numbers)}", range(57))
+            half.track(request)
+            return "lookup" in server.calls
+
+        if chunk_tokens == 16:
+            assert eventually(asked)
+            return
+        assert eventually(lambda: not asked() and server.calls.count("noop") > 2)
+        request = new_request("r", range(57))
+        assert eventually(lambda: half.matched_tokens(request, 0) == 0)
+        assert "lookup" not in server.calls
+    finally:
+        half.close()
+
+
+@pytest.mark.parametrize(("chunk_tokens", "fitting"), [(8, 16), (4, 16), (20, 24), (17, 24)])
+def test_a_chunk_that_fits_no_block_or_no_name_is_refused(chunk_tokens: int, fitting: int) -> None:
+    groups = (PageGroup(GroupSpec(GroupKind.FULL, 8), 64), PageGroup(GroupSpec(GroupKind.FULL, 4), 64))
+    with pytest.raises(ConfigurationError, match=f"use {fitting},"):
+        require_fit(chunk_tokens, groups)
+    require_fit(fitting, groups)

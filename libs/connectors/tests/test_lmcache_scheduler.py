@@ -1,0 +1,407 @@
+"""The scheduler's half of HybridLMCacheConnector beside a server that answers when it likes, or never."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
+
+from hybridkv.connectors.vllm.duties import Duties
+from hybridkv.connectors.vllm.messages import LoadFailure, StoreOutcome
+from hybridkv.lmcache.calls import Trouble
+from hybridkv.planner.stages import MAX_FAILED_LOADS
+
+PROMPT = tuple(range(100, 100 + 3 * CHUNK + BLOCK + 1))
+"""Three chunks, a block, and a token."""
+NOTHING: Any = SimpleNamespace(blocks=())
+
+
+@pytest.fixture
+def engine() -> PlayedEngine:
+    return PlayedEngine()
+
+
+def load(engine: PlayedEngine, request: Any, num_chunks: int = 3) -> Any:
+    """Have a request load what the server says it has; the load."""
+    engine.half.track(request)
+    engine.server.answer(num_chunks)
+    offered = engine.half.matched_tokens(request, 0)
+    assert offered == num_chunks * CHUNK
+    engine.half.on_allocated(request, engine.new_blocks(request, offered), offered)
+    (planned,) = engine.step().loads
+    return planned
+
+
+def end(engine: PlayedEngine, *requests: Any) -> None:
+    """They have ended, and their blocks are free."""
+    for request in requests:
+        request.status = request.status.FINISHED_ABORTED
+        engine.free(request)
+    engine.step(finished=[request.request_id for request in requests])
+
+
+def is_clean(engine: PlayedEngine) -> bool:
+    """Whether nothing is left of anybody."""
+    lives = engine.lives
+    return not (lives._lives or lives._loads or engine.server.locked or engine.half.has_work_in_flight())
+
+
+def test_a_request_waits_for_the_answer_and_loads_what_was_found(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    assert engine.server.num_asked == 1
+    assert engine.half.matched_tokens(request, BLOCK) is None
+    engine.server.answer(2)
+    assert engine.half.matched_tokens(request, BLOCK) == engine.half.matched_tokens(request, BLOCK) == 2 * CHUNK - BLOCK
+    engine.half.on_allocated(request, engine.new_blocks(request, 2 * CHUNK), 2 * CHUNK - BLOCK)
+    (planned,) = engine.step().loads
+    assert planned.refused is None and planned.start_chunk == 0 and len(planned.digests) == 2
+    blocks = [block.block_id for block in engine.tables["r"][0]]
+    assert [(copy.chunk, copy.first_block, list(copy.block_ids)) for copy in planned.copies] == [
+        (0, 1, blocks[1:2]),
+        (1, 0, blocks[2:]),
+    ]
+    assert engine.server.locked and engine.half.has_work_in_flight()
+    engine.tell(loaded=["r"])
+    assert not engine.server.locked
+    assert engine.server.num_asked == 1
+    end(engine, request)
+    assert is_clean(engine)
+
+
+@pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.TIMEOUT, Trouble.UNSENT, None])
+def test_a_server_that_says_nothing_of_use_costs_a_request_nothing(
+    engine: PlayedEngine, trouble: Trouble | None
+) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    if trouble is None:
+        engine.server.answer(0)
+    else:
+        engine.server.fail(trouble)
+    assert engine.half.matched_tokens(request, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    (store,) = engine.step({"r": len(PROMPT)}).stores
+    assert (store.start_chunk, len(store.digests)) == (0, 3)
+
+
+def test_an_answer_that_comes_too_late_locks_nothing(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    assert engine.half.matched_tokens(request, 0) is None
+    engine.now_s = TIMEOUT_S
+    assert engine.half.matched_tokens(request, 0) == 0
+    engine.server.answer(3)
+    assert not engine.server.locked
+    assert engine.half.matched_tokens(request, 0) == 0
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_request_that_ends_before_it_is_asked_about_locks_nothing(engine: PlayedEngine, is_answered: bool) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    if is_answered:
+        engine.server.answer(3)
+    end(engine, request)
+    if not is_answered:
+        assert not is_clean(engine) or engine.server.asked
+        engine.server.answer(3)
+    assert is_clean(engine)
+
+
+def test_a_question_that_cannot_be_asked_is_a_miss_and_no_error(
+    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("no such chunk")
+
+    monkeypatch.setattr(engine.server, "lookup", broken)
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    assert engine.half.matched_tokens(request, 0) == 0
+
+
+def test_what_was_never_offered_fails_as_a_load_and_not_as_an_engine(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(0)
+    assert engine.half.matched_tokens(request, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, CHUNK), CHUNK)
+    (planned,) = engine.step().loads
+    assert planned.refused is not None and planned.request_id == "r"
+    engine.tell(failures={"r": [LoadFailure("io", planned.refused)]})
+    end(engine, request)
+    assert is_clean(engine)
+
+
+def test_another_boundary_than_was_offered_fails_as_a_load(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(3)
+    assert engine.half.matched_tokens(request, 0) == 3 * CHUNK
+    engine.half.on_allocated(request, engine.new_blocks(request, 2 * CHUNK), 2 * CHUNK)
+    (planned,) = engine.step().loads
+    assert planned.refused is not None and not planned.copies
+    engine.tell(failures={"r": [LoadFailure("io", planned.refused)]})
+    assert not engine.server.locked
+    assert engine.half.matched_tokens(request, 0) is None, "it steps back once"
+    assert engine.half.matched_tokens(request, 0) == 0
+
+
+# What a server locks for a request is given back as soon as that runs, whoever gave it its blocks.
+
+
+@pytest.mark.parametrize("duties", [Duties(stores=False), Duties()], ids=["loads", "both"])
+@pytest.mark.parametrize("answers_first", [False, True])
+@pytest.mark.parametrize("reads_no_cache", [False, True])
+def test_a_request_that_runs_keeps_nothing_locked(duties: Duties, answers_first: bool, reads_no_cache: bool) -> None:
+    engine = PlayedEngine(duties=duties)
+    request = new_request("r", PROMPT, **({"prompt_logprobs": 1} if reads_no_cache else {}))
+    assert request.skip_reading_prefix_cache is reads_no_cache
+    engine.half.track(request)
+    if answers_first:
+        engine.server.answer(3)
+    # All that could be loaded is here already.
+    assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    if not answers_first:
+        engine.server.answer(3)
+    assert not engine.server.locked
+    plan = engine.step({"r": len(PROMPT)})
+    assert not plan.stores, "the server said that it has all of it"
+    end(engine, request)
+    assert is_clean(engine)
+
+
+def test_what_another_store_loads_is_not_kept_locked_here(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(2)
+    assert engine.half.matched_tokens(request, 0) == 2 * CHUNK
+    engine.half.on_allocated(request, NOTHING, 0)
+    assert not engine.server.locked
+    engine.new_blocks(request, len(PROMPT))
+    (store,) = engine.step({"r": len(PROMPT)}).stores
+    assert (store.start_chunk, len(store.digests)) == (2, 3)
+
+
+def test_closing_gives_back_everything_now_or_when_it_is_locked(engine: PlayedEngine) -> None:
+    requests = [new_request(name, PROMPT) for name in "abc"]
+    load(engine, requests[0])
+    for request in requests[1:]:
+        engine.half.track(request)
+    engine.server.answer(3)
+    assert len(engine.server.locked) == 2
+    engine.half.close()
+    assert not engine.server.locked and engine.closed == 1
+    engine.server.answer(3)
+    assert not engine.server.locked
+
+
+# Tokens that change, ids that are taken again.
+
+
+def test_a_new_request_inherits_nothing_from_one_of_its_name(engine: PlayedEngine) -> None:
+    old = new_request("r", PROMPT)
+    planned = load(engine, old)
+    engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[1])]})
+    old.status = old.status.FINISHED_ABORTED
+    new = new_request("r", tuple(reversed(PROMPT)))
+    engine.half.track(new)
+    engine.step(finished=["r"])
+    assert engine.half.matched_tokens(new, 0) is None
+    assert engine.server.asked[-1].num_chunks == 3
+    engine.server.answer(3, which=-1)
+    assert engine.half.matched_tokens(new, 0) == 3 * CHUNK
+
+
+def test_tokens_that_were_taken_back_since_are_not_loaded(engine: PlayedEngine) -> None:
+    """Nor the last token that is left: it is computed, on top of what came before it."""
+    request = new_request("r", PROMPT[: 3 * CHUNK + 1])
+    engine.half.track(request)
+    engine.server.answer(3)
+    request._all_token_ids.pop()
+    assert request.num_tokens == 3 * CHUNK
+    assert engine.half.matched_tokens(request, 0) == 0
+    assert not engine.server.locked
+
+
+def test_other_tokens_are_asked_about_anew(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(3)
+    other = new_request("other", tuple(reversed(PROMPT)))
+    request._all_token_ids[:] = other._all_token_ids
+    request.block_hashes[:] = other.block_hashes
+    assert engine.half.matched_tokens(request, 0) is None
+    assert not engine.server.locked and engine.server.num_asked == 2
+    engine.server.answer(2)
+    assert engine.half.matched_tokens(request, 0) == 2 * CHUNK
+
+
+# Failures.
+
+
+def test_a_load_that_fails_at_a_chunk_is_asked_for_once_more_up_to_there(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    planned = load(engine, request)
+    engine.free(request)
+    engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[2])]})
+    assert engine.half.matched_tokens(request, 0) is None, "it steps back"
+    assert engine.half.matched_tokens(request, 0) is None, "it is asked about"
+    assert engine.server.asked[0].num_chunks == 2
+    engine.server.answer(2)
+    assert engine.half.matched_tokens(request, 0) == 2 * CHUNK
+
+
+def test_a_request_whose_loads_keep_failing_is_computed(engine: PlayedEngine) -> None:
+    request = new_request("r", (*PROMPT, *PROMPT))
+    planned = load(engine, request, 7)
+    for number in range(MAX_FAILED_LOADS):
+        engine.free(request)
+        engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[-1])]})
+        assert engine.half.matched_tokens(request, 0) is None
+        if number == MAX_FAILED_LOADS - 1:
+            assert engine.half.matched_tokens(request, 0) == 0
+            return
+        engine.half.matched_tokens(request, 0)
+        engine.server.answer(7)
+        offered = engine.half.matched_tokens(request, 0)
+        assert offered == (6 - number) * CHUNK
+        engine.half.on_allocated(request, engine.new_blocks(request, offered), offered)
+        (planned,) = engine.step().loads
+
+
+@pytest.mark.parametrize("reason", ["timeout", "busy"])
+def test_a_load_that_fails_over_no_chunk_is_not_tried_again(engine: PlayedEngine, reason: str) -> None:
+    request = new_request("r", PROMPT)
+    load(engine, request)
+    engine.free(request)
+    engine.tell(failures={"r": [LoadFailure(reason, "")]})
+    assert engine.half.matched_tokens(request, 0) is None
+    assert engine.half.matched_tokens(request, 0) == 0
+    assert not engine.server.locked and not engine.half.has_work_in_flight()
+
+
+def test_a_load_of_a_request_that_is_gone_is_followed_to_its_end(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    load(engine, request)
+    request.status = request.status.FINISHED_ABORTED
+    engine.step(finished=["r"])
+    assert engine.server.locked and engine.half.has_work_in_flight()
+    engine.tell(loaded=["r"])
+    engine.free(request)
+    assert is_clean(engine)
+
+
+def test_a_preempted_request_is_asked_about_anew(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    load(engine, request)
+    engine.tell(loaded=["r"])
+    engine.step(preempted=["r"])
+    assert engine.half.matched_tokens(request, 0) is None
+    engine.server.answer(3)
+    assert engine.half.matched_tokens(request, 0) == 3 * CHUNK
+
+
+def test_after_a_reset_nothing_of_before_is_loaded(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    before = engine.server.asked[0].prefix
+    engine.server.answer(3)
+    assert engine.half.reset()
+    assert not engine.server.locked
+    assert engine.half.matched_tokens(request, 0) is None
+    assert engine.server.asked[0].prefix != before
+
+
+# Stores.
+
+
+def test_nothing_is_stored_twice_and_blocks_are_pinned_until_every_rank_has_copied() -> None:
+    engine = PlayedEngine(world_size=2)
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(1)
+    engine.half.matched_tokens(request, CHUNK)
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    request.num_computed_tokens = CHUNK
+    (first,) = engine.step({"r": CHUNK}).stores
+    assert (first.start_chunk, len(first.digests)) == (1, 2)
+    request.num_computed_tokens = 2 * CHUNK
+    (second,) = engine.step({"r": len(PROMPT) - 2 * CHUNK}).stores
+    assert (second.start_chunk, len(second.digests)) == (2, 3)
+    end(engine, request)
+    assert engine.num_pinned == 4 and engine.half.holds_freed_blocks()
+    engine.tell({first.store_id: StoreOutcome(1), second.store_id: StoreOutcome(2)})
+    assert engine.num_pinned == 2 and engine.half.has_work_in_flight()
+    engine.tell({first.store_id: StoreOutcome(1)})
+    assert engine.num_pinned == 0 and is_clean(engine)
+
+
+def test_a_store_that_fails_ends_what_the_request_stores(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(0)
+    engine.half.matched_tokens(request, 0)
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    (store,) = engine.step({"r": CHUNK}).stores
+    engine.tell({store.store_id: StoreOutcome(1, "no server", "io")})
+    request.num_computed_tokens = CHUNK
+    assert not engine.step({"r": CHUNK}).stores
+
+
+def test_tokens_that_are_not_final_are_not_stored(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT[: CHUNK + 1])
+    engine.half.track(request)
+    engine.server.answer(0)
+    engine.half.matched_tokens(request, 0)
+    engine.half.on_allocated(request, engine.new_blocks(request, 3 * CHUNK), 0)
+    # An asynchronous scheduler is ahead of the tokens, or drafts are among them.
+    (store,) = engine.step({"r": 2 * CHUNK}).stores
+    assert len(store.digests) == 1
+
+
+def test_attention_is_not_stored_before_the_server_has_said_what_it_has() -> None:
+    engine = PlayedEngine((FULL, STATE))
+    request = new_request("r", PROMPT)
+    assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    states = {"r": [(1, engine.tables["r"][1][-1].block_id, 3 * CHUNK)]}
+    (store,) = engine.step({"r": len(PROMPT)}, states=states).stores
+    assert [copy.group_index for copy in store.copies] == [1], "a state is given once"
+    engine.server.answer(1)
+    request.num_computed_tokens = len(PROMPT) - 1
+    (store,) = engine.step({"r": 1}).stores
+    assert (store.start_chunk, {copy.group_index for copy in store.copies}) == (1, {0})
+    assert not engine.server.locked
+
+
+@pytest.mark.parametrize("groups", [(FULL, DRAFTER), (DRAFTER, FULL), (WINDOW, DRAFTER), (STATE, FULL, DRAFTER)])
+def test_what_a_drafter_keeps_is_named_by_all_that_it_depends_on(groups: Any) -> None:
+    """Two prompts that part right behind a chunk share what attention keeps of it, and not what a drafter does."""
+    engine = PlayedEngine(groups)
+    one = new_request("one", PROMPT[: 2 * CHUNK + BLOCK + 1])
+    other = new_request("other", (*PROMPT[: 2 * CHUNK], 7, *PROMPT[2 * CHUNK :])[: 2 * CHUNK + BLOCK + 1])
+    same = new_request("same", (*PROMPT[: 2 * CHUNK + BLOCK], 7))
+    for request in (one, other, same):
+        engine.half.track(request)
+    words = [asked.prefix.words for asked in engine.server.asked]
+    assert [len(each) for each in words] == [4 * CHUNK * 2] * 3
+    assert words[0] == words[2] != words[1]
+    assert words[0][: 4 * CHUNK] == words[1][: 4 * CHUNK]
+
+
+def test_a_state_has_a_name_when_the_tokens_behind_it_are_known() -> None:
+    engine = PlayedEngine((STATE, FULL, DRAFTER))
+    request = new_request("r", PROMPT[: 2 * CHUNK + BLOCK - 1])
+    assert engine.half.matched_tokens(request, 0) is None
+    engine.server.answer(0)
+    assert engine.half.matched_tokens(request, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, request.num_tokens), 0)
+    (block,) = [block for block in engine.tables["r"][0] if not block.is_null]
+    states = {"r": [(0, block.block_id, CHUNK), (0, block.block_id, 2 * CHUNK)]}
+    (store,) = engine.step({"r": request.num_tokens}, states=states).stores
+    assert len(store.digests) == 1
+    assert {copy.group_index for copy in store.copies} == {0, 1, 2}

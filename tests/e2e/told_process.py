@@ -1,0 +1,125 @@
+"""A process that is told what to do by lines of JSON, one after another: the side that tells, and the side that does.
+
+Between two lines the side that does steps its engine for as long as that holds anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from harness import Engine
+
+PAUSE_S = 0.001
+
+
+class ToldProcess:
+    """One process of this interpreter.
+
+    Args:
+        script: that it runs. It writes "ready" when it can be told anything.
+        arguments: of the script.
+        log: where everything else that it writes goes.
+        paths: where it finds packages, after those of this process.
+        environment: beside that of this process.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: Mapping[str, object],
+        log: Path,
+        paths: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._log = log
+        here = [path for path in sys.path if path]
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script), *(f"--{name}={value}" for name, value in arguments.items())],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([*here, *paths])} | dict(environment or {}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        assert self._hear() == "ready"
+
+    def ask(self, do: str, **values: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **values}) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._hear())
+
+    def rest(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self.wake()
+        self._process.kill()
+        self._process.wait()
+
+    def leave(self, within_s: float) -> None:
+        """Let it end by itself, as an engine that is shut down does; kill it where it does not."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+
+    def _hear(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError(f"an engine ended:\n{self._log.read_text(errors='replace')[-4000:]}")
+        return line
+
+
+def take_answers() -> IO[str]:
+    """Where answers go from now on. What libraries print goes to the log."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
+
+
+class Serving:
+    """Carries out what it is told, by methods of a subclass, and steps in between."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def run(self, answers: IO[str]) -> None:
+        """Until nobody is there to tell it anything."""
+        _say(answers, "ready")
+        buffer = b""
+        while True:
+            busy = self.engine.scheduler.has_requests()
+            if busy:
+                self.engine.step()
+            if not select.select([sys.stdin], [], [], PAUSE_S if busy else None)[0]:
+                continue
+            data = os.read(sys.stdin.fileno(), 1 << 20)
+            if not data:
+                return
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                command = json.loads(line)
+                _say(answers, json.dumps(getattr(self, command.pop("do"))(**command)))
+
+
+def _say(answers: IO[str], line: str) -> None:
+    answers.write(line + "\n")
+    answers.flush()

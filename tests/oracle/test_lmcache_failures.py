@@ -1,0 +1,181 @@
+"""Servers of LMCache that are stopped, killed and started again under engines: time is lost, and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm import register
+from oracle.engine import OracleEngine
+from oracle.lmcache_runs import (
+    Play,
+    Played,
+    at,
+    halves_that_move,
+    played,
+    reach,
+    require_idle,
+    require_nothing_open,
+    until_idle,
+)
+from oracle.lmcache_servers import VERSIONS, Server, Sort, fleet_of, impatient
+from oracle.mixes import DEEPSEEK_V4, GEMMA3, QWEN3_NEXT, Mix
+from oracle.profile import profile
+from oracle.scenarios import Tally
+from oracle.settings import EngineSettings
+
+SOON = {
+    "lookup_timeout_seconds": 0.3,
+    "load_timeout_seconds": 0.5,
+    "store_timeout_seconds": 0.5,
+    "heartbeat_seconds": 0.1,
+}
+"""Deadlines where something never comes."""
+MIXES = (GEMMA3, DEEPSEEK_V4, QWEN3_NEXT)
+OLD, NEW = 0, 1
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    register()
+    fleet_of(request.param, request.config)
+    return str(request.param)
+
+
+@pytest.fixture
+def server(version: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    impatient(monkeypatch)
+    server = fleet_of(version, request.config)[Sort.MORTAL]
+    yield server
+    server.process.signal(signal.SIGCONT)
+    server.process.wait()
+
+
+class Town:
+    """Two engines of each of several models at one server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        num_tokens = 3 * server.sort.chunk_tokens + 1
+        self.prompts = [[Random(number).randrange(200) for _ in range(num_tokens)] for number in (OLD, NEW)]
+        self.count = 0
+        settings = [
+            EngineSettings(num_blocks=900, retention_tokens=None, connector=at(server, mix, uuid.uuid4().hex, **SOON))
+            for mix in MIXES
+        ]
+        self.engines = [OracleEngine(mix, each) for mix, each in zip(MIXES, settings, strict=True) for _ in range(2)]
+        assert all(reach(engine) for engine in self.engines)
+
+    def __enter__(self) -> Town:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def ask(self, *prompts: int) -> None:
+        """Every engine has these prompts to answer, and nothing cached by itself."""
+        for engine in self.engines:
+            engine.reset_prefix_cache()
+            for prompt in prompts:
+                self.count += 1
+                engine.submit(f"request{self.count}", self.prompts[prompt], 3)
+
+    def restored(self, *prompts: int) -> list[int]:
+        """Tokens that each engine restores of these prompts."""
+        before = [engine.restored_tokens for engine in self.engines]
+        self.ask(*prompts)
+        self.until_idle()
+        return [engine.restored_tokens - old for engine, old in zip(self.engines, before, strict=True)]
+
+    def until_idle(self) -> None:
+        until_idle(self.engines)
+        for engine in self.engines:
+            require_nothing_open(engine)
+
+    def until_moving(self) -> None:
+        """Steps until something is on its way in the memory of half of them."""
+        stations = [worker._station for engine in self.engines for worker in halves_that_move(engine)]
+        while sum(station is not None and station.used_bytes > 0 for station in stations) < len(self.engines) // 2:
+            assert any(engine.scheduler.has_requests() for engine in self.engines), "it was over too soon"
+            for engine in self.engines:
+                engine.step()
+
+    def require_whole(self) -> None:
+        """The server is there: everything is stored and found again, and nothing of before is kept."""
+        assert all(reach(engine) for engine in self.engines)
+        self.restored(OLD)
+        for engine in self.engines:
+            require_idle(engine)
+        whole = len(self.prompts[OLD]) - 1
+        assert self.restored(OLD) == [whole] * len(self.engines)
+
+
+def test_a_server_that_is_killed_with_loads_and_stores_under_way_comes_back(server: Server) -> None:
+    with Town(server) as town:
+        town.require_whole()
+        town.ask(OLD, NEW)
+        town.until_moving()
+        server.start_again()
+        town.until_idle()
+        assert town.restored(OLD) == [0] * len(town.engines), "there is no server yet"
+        server.process.wait()
+        town.require_whole()
+        assert server.is_at_rest(), server.held()
+
+
+def test_a_server_that_stands_still_with_loads_and_stores_under_way_goes_on(server: Server) -> None:
+    with Town(server) as town:
+        town.require_whole()
+        town.ask(OLD, NEW)
+        town.until_moving()
+        server.process.signal(signal.SIGSTOP)
+        town.until_idle()
+        assert town.restored(OLD) == [0] * len(town.engines), "it says nothing"
+        server.process.signal(signal.SIGCONT)
+        town.require_whole()
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
+def test_no_wrong_byte_comes_from_a_server_that_stands_still_now_and_then(mix: Mix, server: Server) -> None:
+    tally = Tally()
+
+    @profile(5)
+    @given(played(mix, server), st.integers(0, 1 << 32))
+    def check(chosen: Played, seed: int) -> None:
+        for engine in Halting(mix, server, chosen, before_step=halting(server, Random(seed)), more=SOON).run():
+            tally.add(engine)
+
+    check()
+    print(tally)
+
+
+class Halting(Play):
+    """At a server that `halting` stops."""
+
+    def settle(self) -> None:
+        self.server.process.signal(signal.SIGCONT)
+        assert all(reach(engine) for engine in self.engines)
+        super().settle()
+
+
+def halting(server: Server, random: Random) -> Callable[[OracleEngine, int], None]:
+    """A hook that stops the server now and then, for as long as an answer takes or longer than anybody waits."""
+    left = 0
+
+    def before_step(engine: OracleEngine, step: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            server.process.signal(signal.SIGCONT)
+        elif left < 0 and random.random() < 0.05:
+            server.process.signal(signal.SIGSTOP)
+            left = random.choice((3, 30, 300, 1000))
+
+    return before_step
