@@ -18,7 +18,8 @@ from hybridkv.hashing import ChunkKeys
 from oracle.engine import OracleEngine
 from oracle.lmcache_runs import Play, Played, at, half_that_decides, played, reach, require_idle
 from oracle.lmcache_servers import VERSIONS, Server, Sort, fleet_of
-from oracle.mixes import GEMMA3, GPT_OSS
+from oracle.mixes import GEMMA3, GPT_OSS, Mix
+from oracle.peer_mixes import MLA
 from oracle.profile import profile
 from oracle.runner import CorruptionError
 from oracle.scenarios import Tally
@@ -80,12 +81,19 @@ class Life:
 
 @contextmanager
 def living(
-    server: Server, identity: str, before_step: Callable[[OracleEngine, int], None] | None = None
+    server: Server,
+    identity: str,
+    before_step: Callable[[OracleEngine, int], None] | None = None,
+    pool_chunks: int | None = None,
+    max_step_tokens: int = 64,
+    mix: Mix = GPT_OSS,
 ) -> Iterator[Life]:
     server.begin()
-    connector = at(server, GPT_OSS, identity)
-    settings = EngineSettings(num_blocks=200, retention_tokens=None, connector=connector)
-    with OracleEngine(GPT_OSS, settings, before_step) as engine:
+    connector = at(server, mix, identity, pool_chunks)
+    settings = EngineSettings(
+        num_blocks=200, retention_tokens=None, connector=connector, max_step_tokens=max_step_tokens
+    )
+    with OracleEngine(mix, settings, before_step) as engine:
         yield Life(engine)
     assert server.is_at_rest(), server.held()
 
@@ -93,7 +101,7 @@ def living(
 def test_an_adapter_is_found_again_and_its_next_training_finds_nothing(server: Server, tmp_path: Path) -> None:
     identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
     with living(server, identity) as life:
-        assert [life.restored(lora, 1) for _ in range(3)] == [0, 0, WHOLE], "the files are read, it is stored, and found"
+        assert [life.restored(lora, 1) for _ in range(3)] == [0, 0, WHOLE], "read, stored, found"
         assert life.restored() == 0, "without it the model is another"
     train(tmp_path / "tuned", 2)
     with living(server, identity) as life:
@@ -111,6 +119,13 @@ def test_what_a_step_computed_while_files_changed_is_not_left(server: Server, tm
         assert [life.restored(lora, 1), life.restored(lora, 1)] == [0, 0]
     with living(server, identity) as life:
         assert [life.restored(lora, 2) for _ in range(2)] == [0, 0]
+
+
+def test_a_step_that_leaves_more_than_the_pool_holds_is_stored_piece_by_piece(server: Server, tmp_path: Path) -> None:
+    """Nothing of a store is handed over before all of it is copied: it must not wait for its own pages."""
+    identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
+    with living(server, identity, pool_chunks=2, max_step_tokens=256, mix=MLA) as life:
+        assert [life.restored(lora, 1) for _ in range(3)] == [0, 0, 2 * server.sort.chunk_tokens]
 
 
 def test_an_identity_that_goes_by_name_and_path_is_caught(
