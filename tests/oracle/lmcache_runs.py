@@ -175,6 +175,8 @@ class Play:
     more: dict[str, Any] = field(default_factory=dict)
     adapters: Sequence[tuple[LoRARequest, int]] = ()
     engines: list[OracleEngine] = field(default_factory=list)
+    stored_chunks: int = 0
+    """That the server took, once all is over."""
 
     def __post_init__(self) -> None:
         crew = self.chosen.crew
@@ -201,6 +203,8 @@ class Play:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        stations = [worker._station for engine in self.engines for worker in halves_that_move(engine)]
+        self.stored_chunks = sum(each.operations.counts().stored_chunks for each in stations if each is not None)
         for engine in self.engines:
             engine.close()
 
