@@ -61,6 +61,12 @@ class LMCacheSite:
         self.start()
 
     @property
+    def keeps_apart(self) -> bool:
+        """Whether whole attention and what is not whole are kept apart. States need it; without them both ways are
+        tried, each with one version."""
+        return self._kind == "qwen3-next" or NEGOTIATES[self.version]
+
+    @property
     def server(self) -> ServerProcess:
         """The one that runs, or ran last."""
         assert self._server is not None
@@ -69,7 +75,7 @@ class LMCacheSite:
     def start(self) -> None:
         """Where the one before was, with what is on its disk. Returns when it answers."""
         disk = json.dumps({"type": "fs_native", "base_path": str(self.disk)})
-        arguments = ["--separate-object-groups", "--l2-adapter", disk]
+        arguments = ["--l2-adapter", disk, *(["--separate-object-groups"] if self.keeps_apart else [])]
         chunk_tokens = 256 if NEGOTIATES[self.version] else CHUNK_TOKENS[self._kind]
         arguments += ["--chunk-size", str(chunk_tokens)]
         lmcache = command(self.version)

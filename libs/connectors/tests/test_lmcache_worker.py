@@ -520,7 +520,8 @@ def test_a_store_that_is_held_is_handed_over_when_it_is_let_go_or_never(server: 
 def test_pages_that_are_held_are_not_taken_for_lost(server: ScriptedServer, rank: MakeRank) -> None:
     clock = Clock()
     pool = pool_of(GEMMA, 2)
-    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, load_timeout_s=30.0), clock)
+    timeouts = {"load_timeout_s": 30.0, "store_timeout_seconds": 10.0}
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, **timeouts), clock)
     instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
     tables = worker.tables(1, 2)
     store = held(worker.store_of(DIGESTS[:1], tables))
