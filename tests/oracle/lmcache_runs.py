@@ -267,7 +267,8 @@ def until_idle(engines: Sequence[OracleEngine]) -> None:
     """Steps until nobody has anything to do; StuckError after seconds without a token."""
     progress_s = time.monotonic()
     while not all(engine.is_idle for engine in engines):
-        if any([engine.step() for engine in engines]):
+        has_computed = [engine.step() for engine in engines]
+        if any(has_computed):
             progress_s = time.monotonic()
         elif time.monotonic() - progress_s > IDLE_LIMIT_S:
             raise StuckError("; ".join(engine._left() for engine in engines))

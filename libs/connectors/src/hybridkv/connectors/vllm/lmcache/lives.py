@@ -102,7 +102,7 @@ class Lives:
     ) -> None:
         self._layout, self._spec = layout, layout.spec
         self._questions = questions
-        self._max_chunks = max_chunks
+        self.max_chunks = max_chunks
         self._room = room
         self._recorder = recorder
         self._clock = clock
@@ -130,7 +130,7 @@ class Lives:
         life.reason = Reason.NO_BOUNDARY if not num_chunks else Reason.NOT_STORED
         if life.limit_chunks is not None:
             num_chunks = min(num_chunks, life.limit_chunks)
-        num_chunks = min(num_chunks, self._max_chunks)
+        num_chunks = min(num_chunks, self.max_chunks)
         if not num_chunks:
             life.stage = Stage.OVER
             return
@@ -277,7 +277,7 @@ class Lives:
             reason = Reason.NOT_TAKEN
             if num_external_tokens:
                 is_all = boundary >= last_boundary(spec, num_tokens)
-                has_room = life.found_chunks < self._max_chunks
+                has_room = life.found_chunks < self.max_chunks
                 reason = Reason.COMPLETE if is_all else Reason.PREFIX_ENDS if has_room else Reason.TIER_ROOM
         explanation = Explanation(
             request_id=tracked.request_id,

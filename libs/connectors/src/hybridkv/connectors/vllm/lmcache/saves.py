@@ -18,6 +18,7 @@ from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, Release
+from hybridkv.connectors.vllm.lmcache.site import chunks_at_once
 from hybridkv.connectors.vllm.lmcache.slices import attention_tables, state_copies, store_copies
 from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.connectors.vllm.pins import BlockPins, frees_on_end
@@ -119,6 +120,9 @@ class Saves:
         if separate is None or complete // chunk * chunk <= begins:
             # Without a server: what it would want together nobody knows, and what was seen to is not looked at again.
             return []
+        if tracked.sworn is not None:
+            # It is held until all of it is copied, so all of it must have room at once. The rest follows.
+            complete = min(complete, begins + chunks_at_once(self._lives.max_chunks) * chunk)
         blocks = attention_tables(self._spec, tables(tracked.request_id), complete)
         span = storable(self._geometry, blocks, begins, complete)
         tracked.stored_tokens = span.end

@@ -17,6 +17,8 @@ from hybridkv.lmcache.keys import page_identity, words_of
 from hybridkv.lmcache.pool import ALIGNMENT_BYTES
 from hybridkv.planner import GroupSpec
 
+SPARE_SHARE = 4
+"""Stores leave one part in so many of a pool to loads."""
 _CHUNK_HINT = "raise pool, or start the server with a smaller --chunk-size"
 
 
@@ -97,6 +99,11 @@ def site_of(config: LMCacheConfig, layout: CacheLayout) -> Site:
             f"{ROOT}.pool", f"at least {needed} bytes, which one chunk takes", config.pool, _CHUNK_HINT
         )
     return site
+
+
+def chunks_at_once(num_chunks: int) -> int:
+    """Chunks of one store that are under way at one time at most, of a pool for so many: several are beside loads."""
+    return max(1, num_chunks // SPARE_SHARE)
 
 
 def address_of(config: LMCacheConfig) -> ServerAddress:

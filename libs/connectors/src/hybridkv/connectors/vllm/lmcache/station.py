@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 
 from hybridkv.connectors.vllm.lmcache.member import SiteMember
 from hybridkv.connectors.vllm.lmcache.pages import Parts, tables_of
-from hybridkv.connectors.vllm.lmcache.site import Site
+from hybridkv.connectors.vllm.lmcache.site import SPARE_SHARE, Site, chunks_at_once
 from hybridkv.connectors.vllm.lmcache.staging import Hold, PoolMemory
 from hybridkv.lmcache.connection import Connection, Down, Ready
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
 from hybridkv.lmcache.withdrawal import withdraw
-
-SPARE_SHARE = 4
-"""Stores leave one part in so many of the pool to loads."""
 
 
 class Station:
@@ -68,7 +65,7 @@ class Station:
     @property
     def chunks_at_once(self) -> int:
         """Chunks of one store at most: several are under way beside loads."""
-        return max(1, self._num_chunks // SPARE_SHARE)
+        return chunks_at_once(self._num_chunks)
 
     @property
     def used_bytes(self) -> int:

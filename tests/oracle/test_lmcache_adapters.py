@@ -1,0 +1,177 @@
+"""Requests with a LoRA adapter, and resets, at a server of LMCache: in doubt nothing is found there or left."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from vllm.lora.request import LoRARequest
+
+from hybridkv.connectors.vllm import register
+from hybridkv.connectors.vllm.identity import adapters
+from hybridkv.hashing import ChunkKeys
+from oracle.engine import OracleEngine
+from oracle.lmcache_runs import Play, Played, at, half_that_decides, played, reach, require_idle
+from oracle.lmcache_servers import VERSIONS, Server, Sort, fleet_of
+from oracle.mixes import GEMMA3, GPT_OSS, Mix
+from oracle.peer_mixes import MLA
+from oracle.profile import profile
+from oracle.runner import CorruptionError
+from oracle.scenarios import Tally
+from oracle.settings import EngineSettings
+
+PROMPT = list(range(200))
+WHOLE = 192
+HOUR_NS = 3600 * 10**9
+SOON_S = 30.0
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def server(request: pytest.FixtureRequest) -> Server:
+    register()
+    return fleet_of(request.param, request.config)[Sort.APART]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "LOOK_S", SOON_S)
+
+
+def train(path: Path, number: int) -> LoRARequest:
+    """An adapter with other weights for another number."""
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text("{}")
+    (path / "adapter_model.safetensors").write_bytes(bytes([number]) * 100)
+    return LoRARequest(path.name, 1 + number % 2, str(path))
+
+
+def believe_files(engine: OracleEngine) -> None:
+    """The engine began when the files of its adapters were an hour old."""
+    found = half_that_decides(engine)._identity.adapters
+    found._began_ns += HOUR_NS
+    now_ns = time.time_ns() + HOUR_NS
+    found._now_ns = lambda: now_ns
+
+
+class Life:
+    """An engine that answers one prompt again and again."""
+
+    def __init__(self, engine: OracleEngine) -> None:
+        self.engine = engine
+        self.count = 0
+        assert reach(engine)
+        believe_files(engine)
+
+    def restored(self, lora: LoRARequest | None = None, model: int | None = None) -> int:
+        """Tokens that are restored of the prompt, with the adapter that the engine holds; its own cache is empty."""
+        self.engine.reset_prefix_cache()
+        before = self.engine.restored_tokens
+        self.count += 1
+        self.engine.submit(f"request {self.count}", PROMPT, 2, lora, model)
+        self.engine.drain()
+        require_idle(self.engine)
+        assert half_that_decides(self.engine)._identity.adapters.settle(SOON_S)
+        return self.engine.restored_tokens - before
+
+
+@contextmanager
+def living(
+    server: Server,
+    identity: str,
+    before_step: Callable[[OracleEngine, int], None] | None = None,
+    pool_chunks: int | None = None,
+    max_step_tokens: int = 64,
+    mix: Mix = GPT_OSS,
+) -> Iterator[Life]:
+    server.begin()
+    connector = at(server, mix, identity, pool_chunks)
+    settings = EngineSettings(
+        num_blocks=200, retention_tokens=None, connector=connector, max_step_tokens=max_step_tokens
+    )
+    with OracleEngine(mix, settings, before_step) as engine:
+        yield Life(engine)
+    assert server.is_at_rest(), server.held()
+
+
+def test_an_adapter_is_found_again_and_its_next_training_finds_nothing(server: Server, tmp_path: Path) -> None:
+    identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
+    with living(server, identity) as life:
+        assert [life.restored(lora, 1) for _ in range(3)] == [0, 0, WHOLE], "read, stored, found"
+        assert life.restored() == 0, "without it the model is another"
+    train(tmp_path / "tuned", 2)
+    with living(server, identity) as life:
+        assert [life.restored(lora, 2) for _ in range(3)] == [0, 0, WHOLE]
+
+
+def test_what_a_step_computed_while_files_changed_is_not_left(server: Server, tmp_path: Path) -> None:
+    identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
+
+    def retrain(engine: OracleEngine, step: int) -> None:
+        if "request 2" in engine.scheduler.requests:
+            train(tmp_path / "tuned", 2)
+
+    with living(server, identity, retrain) as life:
+        assert [life.restored(lora, 1), life.restored(lora, 1)] == [0, 0]
+    with living(server, identity) as life:
+        assert [life.restored(lora, 2) for _ in range(2)] == [0, 0]
+
+
+def test_a_step_that_leaves_more_than_the_pool_holds_is_stored_piece_by_piece(server: Server, tmp_path: Path) -> None:
+    """Nothing of a store is handed over before all of it is copied: it must not wait for its own pages."""
+    identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
+    with living(server, identity, pool_chunks=2, max_step_tokens=256, mix=MLA) as life:
+        assert [life.restored(lora, 1) for _ in range(3)] == [0, 0, 2 * server.sort.chunk_tokens]
+
+
+def test_an_identity_that_goes_by_name_and_path_is_caught(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: an adapter that was trained again reads what it left before, and that is seen."""
+    monkeypatch.setattr(ChunkKeys, "for_adapter", lambda keys, digest: keys)
+    identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
+    with living(server, identity) as life:
+        assert [life.restored(lora, 1) for _ in range(2)] == [0, 0]
+    train(tmp_path / "tuned", 2)
+    with living(server, identity) as life:
+        life.restored(lora, 2)
+        with pytest.raises(CorruptionError):
+            life.restored(lora, 2)
+
+
+def test_requests_with_adapters_and_without_never_read_a_wrong_byte(server: Server, tmp_path: Path) -> None:
+    tally = Tally()
+    loras = [(train(tmp_path / f"tuned{number}", number), number) for number in (1, 2)]
+
+    class Tuned(Play):
+        def start(self, model: int = 0) -> OracleEngine:
+            engine = super().start(model)
+            believe_files(engine)
+            return engine
+
+    @profile(10)
+    @given(played(GEMMA3, server))
+    def check(chosen: Played) -> None:
+        for engine in Tuned(GEMMA3, server, chosen, adapters=loras).run():
+            tally.add(engine)
+
+    check()
+    print(tally)
+    assert tally.with_restored > 0, tally
+
+
+def test_what_is_stored_after_a_reset_is_found_by_the_same_engine_alone(server: Server) -> None:
+    """Weights may have been changed in place: the next engine reads others from the files."""
+    identity = uuid.uuid4().hex
+    with living(server, identity) as life:
+        assert [life.restored(), life.restored()] == [0, WHOLE]
+        assert life.engine.reset_connector()
+        assert [life.restored(), life.restored()] == [0, WHOLE]
+    with living(server, identity) as life:
+        assert life.restored() == WHOLE, "what was left before the reset is everybody's"
+        assert life.engine.reset_connector()
+        assert life.restored() == 0
