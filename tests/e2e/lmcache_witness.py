@@ -117,13 +117,7 @@ class Link:
         return may_ask(self.engine, self.child), station is not None and station.ready is not None
 
     @property
-    def may_ask(engine: Engine, child: int | None = None) -> bool:
-    """Whether the scheduler's half has found the server. What is asked before is computed."""
-    connector = engine.connector if child is None else engine.connector.sub_connectors[child]
-    return isinstance(connector._scheduler._lives._questions._operations._connection.state, Ready)
-
-
-def num_pages_under_way(self) -> int:
+    def num_pages_under_way(self) -> int:
         """That the server, or a copy, may still touch."""
         return num_pages_under_way(self.worker)
 
