@@ -121,12 +121,6 @@ class Link:
         """That the server, or a copy, may still touch."""
         return num_pages_under_way(self.worker)
 
-    @property
-    def has_answered(self) -> bool:
-        """Whether the server has said what it has of every request."""
-        lives = self.scheduler._lives._lives.values()
-        return all(life.question is None or life.question.ended is not None for life in lives)
-
     def require_up(self) -> None:
         """Return when both halves may ask. The worker's begins to with the first step."""
         if self.worker._station is None:

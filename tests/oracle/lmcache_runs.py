@@ -26,6 +26,7 @@ from hybridkv.lmcache.connection import Ready
 from hybridkv.lmcache.testing.server_process import eventually
 from oracle.engine import IDLE_LIMIT_S, LeakError, OracleEngine, StuckError
 from oracle.lmcache_servers import SETTLED_S
+from oracle.runner import OracleError
 from oracle.scenarios import Scenario, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings, make_configs
 
@@ -129,6 +130,22 @@ def halves_that_move(engine: OracleEngine) -> list[LMCacheWorker]:
     return [runner.connector._worker for runner in engine.runners]  # type: ignore[union-attr]
 
 
+def watch_loads(engine: OracleEngine) -> None:
+    """What a load writes belongs to its request alone: bytes of others, the same or not, it must not touch."""
+    lives = half_that_decides(engine)._lives
+    allocated, pool = lives.on_allocated, engine.scheduler.kv_cache_manager.block_pool
+
+    def on_allocated(*arguments: Any) -> Any:
+        load = allocated(*arguments)
+        for copy in load.copies if load is not None else ():
+            shared = [at for at in copy.block_ids if pool.blocks[at].ref_cnt != 1 or pool.blocks[at].block_hash]
+            if shared:
+                raise OracleError(f"{load.request_id} loads into blocks {shared} of group {copy.group_index}")
+        return load
+
+    lives.on_allocated = on_allocated  # type: ignore[method-assign]
+
+
 def reach(engine: OracleEngine) -> bool:
     """Whether both halves can ask the server, if need be after a while."""
     connections = [half_that_decides(engine)._lives._questions._operations._connection]
@@ -161,6 +178,7 @@ class Play:
 
     def __post_init__(self) -> None:
         crew = self.chosen.crew
+        self.server.begin()
         connector = at(self.server, self.mix, self.identity, crew.pool_chunks, crew.tp_size, **self.more)
         scenario = self.chosen.scenario
         scenario = replace(scenario, settings=replace(scenario.settings, tp_size=crew.tp_size))
@@ -174,6 +192,7 @@ class Play:
         """One more engine; with another model it is of another identity."""
         settings = replace(self._scenario.settings, model=model, seed=len(self.engines))
         self.engines.append(OracleEngine(self.mix, settings, self.before_step))
+        watch_loads(self.engines[-1])
         if not self.chosen.crew.is_hasty:
             reach(self.engines[-1])
         return self.engines[-1]

@@ -22,14 +22,17 @@ SETTLED_S = 30.0
 """A machine may stand still for a while; only what is never given back lasts this long."""
 
 
+_ROOM = ("--l1-size-gb", "0.1")
+
+
 class Sort(enum.Enum):
     """Servers that differ in what a scenario is drawn for: chunk, arguments."""
 
-    APART = 32, ("--separate-object-groups",)
-    TOGETHER = 128, ("--no-separate-object-groups",)
+    APART = 32, ("--separate-object-groups", *_ROOM)
+    TOGETHER = 128, ("--no-separate-object-groups", *_ROOM)
     SMALL = 128, ("--separate-object-groups", "--l1-size-gb", "0.0003", "--eviction-ratio", "0.5")
     """It forgets all the time."""
-    MORTAL = 128, ("--separate-object-groups",)
+    MORTAL = 128, ("--separate-object-groups", *_ROOM)
     """It is stopped and killed."""
 
     @property
@@ -48,6 +51,7 @@ class Server:
         self.sort = sort
         self._lmcache, self._directory = lmcache, directory / sort.name
         self._directory.mkdir()
+        self._before: dict[str, int] = {}
         self.process = ServerProcess(lmcache, self._directory, sort.arguments)
         self.address = self.process.address
 
@@ -57,6 +61,7 @@ class Server:
 
     def start_again(self) -> None:
         """Where it was, empty; without waiting for it."""
+        self._before = {}
         self.process.kill()
         self.process = ServerProcess(self._lmcache, self._directory, self.sort.arguments, self.address)
 
@@ -68,7 +73,13 @@ class Server:
         for l1 in manager.get("l1_managers", {"": manager["l1_manager"]}).values():
             for name in ("write_locked_count", "read_locked_count"):
                 found[name] = found.get(name, 0) + l1[name]
-        return {name: number for name, number in found.items() if number}
+        over = {name: number - self._before.get(name, 0) for name, number in found.items()}
+        return {name: number for name, number in over.items() if number > 0}
+
+    def begin(self) -> None:
+        """What a test before this one left here on purpose is not counted."""
+        self._before = {}
+        self._before = self.held()
 
     def is_at_rest(self) -> bool:
         """Whether it keeps nothing for anybody, or does so soon."""

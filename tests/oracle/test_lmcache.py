@@ -122,6 +122,7 @@ class Warm:
 
     def __init__(self, fleet: Fleet, mix: Mix, identity: str, sort: Sort = Sort.APART, **more: Any) -> None:
         self.server = fleet[sort]
+        self.server.begin()
         self.mix = mix
         self.connector = at(self.server, mix, identity, **more)
         self.prompt = [Random(1).randrange(200) for _ in range(6 * sort.chunk_tokens + 1)]

@@ -62,6 +62,7 @@ class Town:
 
     def __init__(self, server: Server) -> None:
         self.server = server
+        server.begin()
         num_tokens = 3 * server.sort.chunk_tokens + 1
         self.prompts = [[Random(number).randrange(200) for _ in range(num_tokens)] for number in (OLD, NEW)]
         self.count = 0

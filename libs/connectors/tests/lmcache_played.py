@@ -1,4 +1,4 @@
-"""A server of LMCache that answers when it is told to, and a scheduler's half of HybridLMCacheConnector that asks it."""
+"""A server of LMCache that answers when it is told to, and the half of HybridLMCacheConnector that asks it."""
 
 from __future__ import annotations
 
@@ -120,6 +120,7 @@ class PlayedEngine:
         duties: of the connector.
         world_size: ranks, each of which must say how a store ended.
         max_chunks: that a request may load.
+        pool_blocks: of the engine.
     """
 
     def __init__(
@@ -128,11 +129,14 @@ class PlayedEngine:
         duties: Duties = BOTH,
         world_size: int = 1,
         max_chunks: int = 64,
+        pool_blocks: int = POOL_BLOCKS,
     ) -> None:
         self.layout = layout = layout_of(groups, world_size)
         self.server = PlayedServer()
         self.now_s = 0.0
         self.closed = 0
+        self.separate: bool | None = True
+        """What the server is known to keep apart."""
         keys = ChunkKeys(layout.fingerprint({"model": "m"}), BLOCK)
         self.adapters = Adapters(keys, 0)
         self.recorder = Recorder()
@@ -146,7 +150,7 @@ class PlayedEngine:
         )
         self.lives = Lives(layout, questions, max_chunks, room, self.recorder, self.clock)
         geometry = Geometry(page_groups(layout), CHUNK)
-        self.saves = Saves(layout, geometry, lambda: True, self.lives, self.adapters, self.recorder)
+        self.saves = Saves(layout, geometry, lambda: self.separate, self.lives, self.adapters, self.recorder)
         self.half = LMCacheScheduler(
             layout,
             Identity(keys, self.adapters),
@@ -156,7 +160,7 @@ class PlayedEngine:
             self.recorder,
             self.end,
         )
-        self.pool = BlockPool(POOL_BLOCKS, True, BLOCK)
+        self.pool = BlockPool(pool_blocks + 1, True, BLOCK)
         self.half.bind_block_pool(self.pool)
         self.tables: dict[str, list[list[KVCacheBlock]]] = {}
 
@@ -186,7 +190,7 @@ class PlayedEngine:
         """More blocks, for so many tokens in all."""
         for group, table in zip(self.layout.spec.groups, self.tables[request.request_id], strict=True):
             more = -(-num_tokens // group.block_tokens) - len(table)
-            table += self.pool.get_new_blocks(max(0, more))
+            table.extend(self.pool.get_new_blocks(max(0, more)))
 
     def states(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]]:
         """What the engine hands over behind so many tokens: a state of each group that has any."""

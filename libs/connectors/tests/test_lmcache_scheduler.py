@@ -9,7 +9,9 @@ import pytest
 from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
 
 from hybridkv.connectors.vllm.duties import Duties
+from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.messages import LoadFailure, StoreOutcome
+from hybridkv.hashing import ChunkKeys
 from hybridkv.lmcache.calls import Trouble
 from hybridkv.planner.stages import MAX_FAILED_LOADS
 
@@ -199,6 +201,60 @@ def test_closing_gives_back_everything_now_or_when_it_is_locked(engine: PlayedEn
     assert not engine.server.locked
 
 
+def test_what_was_given_back_is_not_offered_later(engine: PlayedEngine) -> None:
+    """As to a session that is asked about again without having been preempted."""
+    request = new_request("r", PROMPT)
+    assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    engine.server.answer(3)
+    assert engine.half.matched_tokens(request, 0) == 0
+    assert not engine.server.locked
+
+
+def test_what_a_server_has_of_a_chunk_in_which_the_engine_ends_is_loaded_from_there_on(engine: PlayedEngine) -> None:
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(3)
+    computed = CHUNK + BLOCK
+    offered = engine.half.matched_tokens(request, computed)
+    assert offered == 2 * CHUNK - BLOCK
+    engine.half.on_allocated(request, engine.new_blocks(request, 3 * CHUNK), offered)
+    (planned,) = engine.step().loads
+    assert (planned.start_chunk, len(planned.digests)) == (1, 3)
+    assert [(copy.chunk, copy.first_block) for copy in planned.copies] == [(1, 1), (2, 0)]
+
+
+def test_no_more_is_asked_for_than_fits_on_its_way() -> None:
+    engine = PlayedEngine(max_chunks=2)
+    engine.half.track(new_request("r", PROMPT))
+    assert [asked.num_chunks for asked in engine.server.asked] == [2]
+
+
+@pytest.mark.parametrize("how", ["fails", "ends", "runs"])
+def test_a_load_waits_for_room_beside_another_and_keeps_what_it_found(how: str) -> None:
+    engine = PlayedEngine(pool_blocks=16)
+    first, second = new_request("first", PROMPT), new_request("second", PROMPT)
+    planned = load(engine, first)
+    engine.half.track(second)
+    engine.server.answer(3)
+    assert engine.half.matched_tokens(second, 0) is None
+    if how == "fails":
+        engine.free(first)
+        engine.tell(failures={"first": [LoadFailure("timeout", "")]})
+        assert engine.half.matched_tokens(second, 0) is None, "the engine reserves for the first"
+    else:
+        engine.tell(loaded=["first"])
+        assert engine.half.matched_tokens(second, 0) is None, "the first keeps its blocks until it runs"
+        assert planned.request_id == "first"
+        if how == "ends":
+            end(engine, first)
+        else:
+            first.num_computed_tokens = 3 * CHUNK
+            engine.step({"first": 1})
+        assert engine.half.matched_tokens(second, 0) == 3 * CHUNK
+    assert len(engine.server.locked) == 1
+
+
 # Tokens that change, ids that are taken again.
 
 
@@ -212,6 +268,7 @@ def test_a_new_request_inherits_nothing_from_one_of_its_name(engine: PlayedEngin
     engine.step(finished=["r"])
     assert engine.half.matched_tokens(new, 0) is None
     assert engine.server.asked[-1].num_chunks == 3
+    assert engine.server.num_asked == 2, "the end of the old one is not that of the new one"
     engine.server.answer(3, which=-1)
     assert engine.half.matched_tokens(new, 0) == 3 * CHUNK
 
@@ -225,6 +282,26 @@ def test_tokens_that_were_taken_back_since_are_not_loaded(engine: PlayedEngine) 
     assert request.num_tokens == 3 * CHUNK
     assert engine.half.matched_tokens(request, 0) == 0
     assert not engine.server.locked
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_was_found_under_another_adapter_is_given_back(
+    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    request = new_request("r", PROMPT)
+    tracked = engine.half.track(request)
+    engine.server.answer(3)
+    other = ChunkKeys(engine.layout.fingerprint({"model": "m"}), BLOCK, b"another adapter")
+
+    def identify(tracked: Any) -> bool:
+        tracked.kept_keys = RequestKeys(engine.layout.spec, other) if is_known else None
+        return is_known
+
+    monkeypatch.setattr(engine.half._requests, "identify", identify)
+    assert engine.half.matched_tokens(request, 0) == (None if is_known else 0)
+    assert not engine.server.locked
+    assert engine.server.num_asked == 1 + is_known
+    assert tracked is engine.half.track(request)
 
 
 def test_other_tokens_are_asked_about_anew(engine: PlayedEngine) -> None:
@@ -247,12 +324,13 @@ def test_a_load_that_fails_at_a_chunk_is_asked_for_once_more_up_to_there(engine:
     request = new_request("r", PROMPT)
     planned = load(engine, request)
     engine.free(request)
-    engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[2])]})
+    bad = [LoadFailure("checksum", "bad", planned.digests[chunk]) for chunk in (2, 1)]
+    engine.tell(failures={"r": bad})
     assert engine.half.matched_tokens(request, 0) is None, "it steps back"
     assert engine.half.matched_tokens(request, 0) is None, "it is asked about"
-    assert engine.server.asked[0].num_chunks == 2
-    engine.server.answer(2)
-    assert engine.half.matched_tokens(request, 0) == 2 * CHUNK
+    assert engine.server.asked[0].num_chunks == 1
+    engine.server.answer(1)
+    assert engine.half.matched_tokens(request, 0) == CHUNK
 
 
 def test_a_request_whose_loads_keep_failing_is_computed(engine: PlayedEngine) -> None:
@@ -282,6 +360,10 @@ def test_a_load_that_fails_over_no_chunk_is_not_tried_again(engine: PlayedEngine
     assert engine.half.matched_tokens(request, 0) is None
     assert engine.half.matched_tokens(request, 0) == 0
     assert not engine.server.locked and not engine.half.has_work_in_flight()
+    # Whatever was wrong with what the server has, it may be given all of it anew.
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    (store,) = engine.step({"r": len(PROMPT)}).stores
+    assert (store.start_chunk, len(store.digests)) == (0, 3)
 
 
 def test_a_load_of_a_request_that_is_gone_is_followed_to_its_end(engine: PlayedEngine) -> None:
@@ -303,6 +385,20 @@ def test_a_preempted_request_is_asked_about_anew(engine: PlayedEngine) -> None:
     assert engine.half.matched_tokens(request, 0) is None
     engine.server.answer(3)
     assert engine.half.matched_tokens(request, 0) == 3 * CHUNK
+
+
+def test_of_a_preempted_request_nothing_is_stored() -> None:
+    """Its blocks are somebody else's by now, also where the engine had handed over a state."""
+    engine = PlayedEngine((FULL, STATE))
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(0)
+    assert engine.half.matched_tokens(request, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, CHUNK), 0)
+    states = {"r": engine.states(request, CHUNK)}
+    assert not engine.step(preempted=["r"], states=states).stores
+    engine.half.matched_tokens(request, 0)
+    assert engine.step({"r": CHUNK}, states=states).stores
 
 
 def test_after_a_reset_nothing_of_before_is_loaded(engine: PlayedEngine) -> None:
@@ -338,6 +434,21 @@ def test_nothing_is_stored_twice_and_blocks_are_pinned_until_every_rank_has_copi
     assert engine.num_pinned == 2 and engine.half.has_work_in_flight()
     engine.tell({first.store_id: StoreOutcome(1)})
     assert engine.num_pinned == 0 and is_clean(engine)
+
+
+def test_without_a_server_nothing_is_stored_and_all_of_it_once_there_is_one(engine: PlayedEngine) -> None:
+    """What it keeps together nobody knows, and what was passed over once is not looked at again."""
+    engine.separate = None
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.fail(Trouble.UNSENT)
+    assert engine.half.matched_tokens(request, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    assert not engine.step({"r": 2 * CHUNK}).stores
+    engine.separate = False
+    request.num_computed_tokens = 2 * CHUNK
+    (store,) = engine.step({"r": CHUNK}).stores
+    assert (store.start_chunk, len(store.digests)) == (0, 3)
 
 
 def test_a_store_that_fails_ends_what_the_request_stores(engine: PlayedEngine) -> None:
@@ -378,6 +489,18 @@ def test_attention_is_not_stored_before_the_server_has_said_what_it_has() -> Non
     assert not engine.server.locked
 
 
+@pytest.mark.parametrize(("num_found", "num_stored"), [(3, 0), (2, 1)])
+def test_a_state_that_the_server_said_it_has_is_not_stored_again(num_found: int, num_stored: int) -> None:
+    engine = PlayedEngine((FULL, STATE))
+    request = new_request("r", PROMPT)
+    engine.half.track(request)
+    engine.server.answer(num_found)
+    assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    states = {"r": [(1, engine.tables["r"][1][-1].block_id, 3 * CHUNK)]}
+    assert len(engine.step({"r": len(PROMPT)}, states=states).stores) == num_stored
+
+
 @pytest.mark.parametrize("groups", [(FULL, DRAFTER), (DRAFTER, FULL), (WINDOW, DRAFTER), (STATE, FULL, DRAFTER)])
 def test_what_a_drafter_keeps_is_named_by_all_that_it_depends_on(groups: Any) -> None:
     """Two prompts that part right behind a chunk share what attention keeps of it, and not what a drafter does."""
@@ -405,3 +528,44 @@ def test_a_state_has_a_name_when_the_tokens_behind_it_are_known() -> None:
     (store,) = engine.step({"r": request.num_tokens}, states=states).stores
     assert len(store.digests) == 1
     assert {copy.group_index for copy in store.copies} == {0, 1, 2}
+
+
+def sworn(engine: PlayedEngine, name: str, oath: Any) -> Any:
+    """A request with an adapter whose content is known."""
+    request = new_request(name, PROMPT)
+    tracked = engine.half.track(request)
+    tracked.sworn = oath
+    engine.server.answer(0)
+    assert engine.half._lives.matched_tokens(tracked, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    return request
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_an_adapter_made_is_held_until_its_files_are_looked_at_once(
+    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch, holds: bool
+) -> None:
+    looks: list[Any] = []
+
+    def look(oath: Any) -> bool:
+        looks.append(oath)
+        return holds
+
+    monkeypatch.setattr(engine.adapters, "holds", look)
+    requests = [sworn(engine, name, "oath") for name in "abc"]
+    stores = engine.step(dict.fromkeys("abc", len(PROMPT))).stores
+    assert [store.is_held for store in stores] == [True] * 3
+    assert not engine.step().releases
+    outcomes = {store.store_id: StoreOutcome(1) for store in stores}
+    outcomes[stores[2].store_id] = StoreOutcome(1, "no room", "busy")
+    engine.tell(outcomes)
+    assert looks == ["oath"]
+    assert engine.half.has_work_in_flight(), "a plan must tell the ranks"
+    releases = engine.step().releases
+    assert [(release.store_id, release.is_good) for release in releases] == [
+        (stores[0].store_id, holds),
+        (stores[1].store_id, holds),
+        (stores[2].store_id, False),
+    ]
+    end(engine, *requests)
+    assert is_clean(engine)

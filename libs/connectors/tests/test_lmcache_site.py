@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -97,3 +98,9 @@ def test_words_and_identities_are_those_of_the_prefix_alone() -> None:
     pages = itertools.product((b"a", b"b"), (0, 1), (0, 1))
     identities = {site.identity(*page) for page in pages}
     assert len(identities) == 8
+
+
+def test_pages_of_two_ranks_are_not_taken_for_each_other() -> None:
+    sites = [replace(site_of(config(), layout(world_size=2)), rank=rank) for rank in (0, 1)]
+    assert sites[0].words([b"one"]) == sites[1].words([b"one"])
+    assert sites[0].identity(b"one", 0, 0) != sites[1].identity(b"one", 0, 0)

@@ -328,6 +328,11 @@ def test_pages_that_the_scheduler_says_are_smaller_than_blocks_are_refused(
     assert list(other.finish(0, 1).stores.values()) == [StoreOutcome(1)]
 
 
+def test_each_rank_names_pages_as_its_own(server: ScriptedServer, rank: MakeRank) -> None:
+    ranks = [ready(rank(server.address, rank=number, world_size=2)) for number in (0, 1)]
+    assert len({each.station.site.identity(DIGESTS[0], 0, 0) for each in ranks}) == 2
+
+
 # Stores and room.
 
 
@@ -473,8 +478,7 @@ def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(
     ended = worker.finish(0, 1)
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     assert not ended.finished
-    stubborn.let_go()
-    worker.station.connection.suspect()
+    stubborn.let_go(worker)
     ended = worker.finish(2, 0)
     assert {failure.reason for each in ended.failures.values() for failure in each} == {"missing"}
     assert not is_another(worker, instance)
@@ -516,7 +520,8 @@ def test_a_store_that_is_held_is_handed_over_when_it_is_let_go_or_never(server: 
 def test_pages_that_are_held_are_not_taken_for_lost(server: ScriptedServer, rank: MakeRank) -> None:
     clock = Clock()
     pool = pool_of(GEMMA, 2)
-    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, load_timeout_s=30.0), clock)
+    timeouts = {"load_timeout_s": 30.0, "store_timeout_seconds": 10.0}
+    worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, **timeouts), clock)
     instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
     tables = worker.tables(1, 2)
     store = held(worker.store_of(DIGESTS[:1], tables))

@@ -52,6 +52,28 @@ def test_one_that_needs_more_time_does_not_hold_up_the_others(place: int) -> Non
     assert bench.total(place).unanswered == 1 and bench.total(place).timeouts == 0
 
 
+def test_one_that_answers_soon_is_waited_for_beside_others_and_no_longer_than_the_timeout() -> None:
+    stores = [FakeStore(tokens=64), FakeStore(tokens=None)]
+    stores[1].answers_soon = True  # type: ignore[attr-defined]
+    bench, request = Bench(*stores), new_request("r", 1000)
+    assert bench.ask(request) is None
+    stores[1].tokens = 128
+    assert bench.admit(request) == 1
+    stores[1].tokens = None
+    late = new_request("late", 1000)
+    assert bench.ask(late) is None
+    bench.clock.now_s += 1.0
+    assert bench.admit(late) == 0
+    assert bench.total(1).deferrals == 2 and bench.total(1).timeouts == 1
+
+
+def test_one_that_answers_soon_is_not_waited_for_where_it_could_have_no_more() -> None:
+    stores = [FakeStore(tokens=63), FakeStore(tokens=None)]
+    stores[1].answers_soon = True  # type: ignore[attr-defined]
+    bench = Bench(*stores)
+    assert bench.admit(new_request("r", 64)) == 0
+
+
 @pytest.mark.parametrize("place", range(2))
 def test_one_that_stalls_delays_a_request_no_longer_than_the_timeout(place: int) -> None:
     stores = [FakeStore(OSError("away")), FakeStore(OSError("away"))]

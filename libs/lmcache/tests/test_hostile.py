@@ -19,7 +19,7 @@ from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
-from hybridkv.lmcache.operations import Pages
+from hybridkv.lmcache.operations import Found, Pages
 from hybridkv.lmcache.pool import Taken
 from hybridkv.lmcache.testing.rig import Rig, wait
 from hybridkv.lmcache.testing.scripted_server import (
@@ -377,6 +377,39 @@ def test_a_server_whose_chunk_another_engine_has_settled_is_refused(server: Scri
         assert (state.refusal.field, state.refusal.got) == ("chunk_size", 640)
     finally:
         rig.close()
+
+
+def test_what_a_lookup_locks_while_the_connection_is_closed_is_given_back(server: ScriptedServer) -> None:
+    """Between two looks at it no call is open, and it goes on all the same."""
+    looks, is_done = [0], threading.Event()
+
+    def slow(name: str, frames: Frames) -> list[Frames]:
+        if name != "query_prefetch_status":
+            return polite(name, frames)
+        looks[0] += 1
+        return [[*frames[:3], msgspec.msgpack.encode(1 if is_done.is_set() else None)]]
+
+    server.script = slow
+    rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes)
+    assert isinstance(rig.connection.wait_ready(60.0), Ready)
+    ended: list[Ended[Found]] = []
+
+    def end(answer: Ended[Found]) -> None:
+        ended.append(answer)
+        if isinstance(answer, Answer):
+            rig.operations.release(answer.value)
+
+    rig.operations.lookup(rig.prefix(digests_of("slow", 1)), 0, 60.0, end)
+    assert eventually(lambda: looks[0] > 8), "by now it is looked at every 50 ms"
+    closing = threading.Thread(target=rig.close)
+    closing.start()
+    before = looks[0]
+    assert eventually(lambda: looks[0] > before + 1 or not closing.is_alive())
+    is_done.set()
+    closing.join()
+    assert len(ended) == 1 and isinstance(ended[0], Answer)
+    assert server.calls.index("unregister_kv_cache") > server.calls.index("end_session")
+    assert "free_lookup_locks" in server.calls[server.calls.index("lookup") :]
 
 
 def test_changed_bytes_of_answers_are_values_or_malformed() -> None:

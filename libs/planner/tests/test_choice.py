@@ -166,3 +166,20 @@ def test_a_weight_is_positive_and_finite_or_auto(value: object) -> None:
 )
 def test_anything_else_is_no_weight(value: object) -> None:
     assert not is_weight(value)
+
+
+def test_one_that_answers_soon_is_waited_for_where_it_could_be_the_best() -> None:
+    answers: list[Answer] = [64, None, 0]
+    assert choose(answers, [1.0] * 3, soon={1: 65}) == Wait((1,))
+    assert choose(answers, [1.0] * 3, soon={1: 64}) == Take(0, 64)
+    assert choose(answers, [1.0, 2.0, 1.0], soon={1: 33}) == Wait((1,))
+    assert choose(answers, [1.0, AUTO, 1.0], soon={1: 64}) == Take(0, 64)
+    assert choose(answers, [1.0] * 3, soon={1: 65}, may_wait=False) == Take(0, 64)
+    assert choose(answers, [1.0] * 3) == Take(0, 64)
+
+
+def test_one_that_answers_soon_and_has_answered_is_one_of_all() -> None:
+    assert choose([64, 100], [1.0] * 2, soon={1: 200}) == Take(1, 100)
+    assert choose([0, 0], [1.0] * 2, soon={1: 200}) == Pass()
+    assert choose([0, None], [1.0] * 2, soon={1: 200}) == Wait((1,))
+    assert choose([64, Unusable.BARRED], [1.0] * 2, soon={1: 200}) == Take(0, 64)

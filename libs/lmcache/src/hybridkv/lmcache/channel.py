@@ -130,15 +130,31 @@ class Channel:
         asked = _Asked(call, self._clock() + timeout_s, on_end, on_late)
         self._post(lambda: self._send(asked))
 
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Have something done on the channel's thread, later, or when the channel is closed if that is earlier."""
+    def after(self, delay_s: float, action: Callable[[], None], *, is_open: bool = False) -> None:
+        """Have something done on the channel's thread, later, or when the channel is closed if that is earlier.
+
+        Args:
+            delay_s: until then.
+            action: what is done.
+            is_open: it goes on with a call, so that `drain` waits for it as for one.
+        """
         due_s = self._clock() + delay_s
+        if is_open:
+            with self._lock:
+                self._num_open += 1
+
+        def act() -> None:
+            try:
+                action()
+            finally:
+                if is_open:
+                    self._one_less()
 
         def keep() -> None:
             if self._is_closing:
-                action()
+                act()
             else:
-                heapq.heappush(self._timers, (due_s, next(self._uids), action))
+                heapq.heappush(self._timers, (due_s, next(self._uids), act))
 
         self._post(keep)
 
@@ -152,7 +168,7 @@ class Channel:
         return self._num_open
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every call has ended, and those that followed from it; False when `timeout_s` passed first."""
+        """Wait until every call has ended, and what follows from it; False when `timeout_s` passed first."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 
@@ -347,7 +363,10 @@ class Channel:
         on_end, asked.on_end = asked.on_end, None
         if on_end is not None:
             self._safely(lambda: on_end(ended))
-        with self._changed:  # now, so that one who waits for the last call waits for what follows from it
+        self._one_less()  # now, so that one who waits for the last call waits for what follows from it
+
+    def _one_less(self) -> None:
+        with self._changed:
             self._num_open -= 1
             self._changed.notify_all()
 

@@ -265,7 +265,7 @@ class Operations:
             if isinstance(ended, Lack):
                 give_up(ended)
             elif ended.value is None:
-                self._channel.after(next(pauses), look)
+                self._channel.after(next(pauses), look, is_open=True)
             elif ended.value > num_chunks:
                 give_up(Lack(Trouble.MALFORMED, f"{ended.value} of {num_chunks} chunks"))
             elif ended.value == 0:

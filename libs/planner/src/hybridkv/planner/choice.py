@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -41,7 +42,7 @@ class Take(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Ask again: none that is of use has answered, and these may yet."""
+    """Ask again: these may yet answer, and it is worth it."""
 
     children: tuple[int, ...]
 
@@ -79,8 +80,16 @@ def is_weight(value: object) -> bool:
     return value == AUTO
 
 
+_NOBODY: Final[Mapping[int, int]] = MappingProxyType({})
+
+
 def choose(
-    answers: Sequence[Answer], weights: Sequence[Weight], rates: Rates = UNKNOWN_RATES, *, may_wait: bool = True
+    answers: Sequence[Answer],
+    weights: Sequence[Weight],
+    rates: Rates = UNKNOWN_RATES,
+    *,
+    may_wait: bool = True,
+    soon: Mapping[int, int] = _NOBODY,
 ) -> Choice:
     """The store with the highest score above zero; the first of them on a tie.
 
@@ -89,7 +98,16 @@ def choose(
     so that both kinds compare. While either rate is unknown that is all its tokens.
 
     A store that needs more time holds up nobody who has answered, with tokens or with none: only if every store that
-    is of use needs more time and `may_wait`, the choice is to wait. What is `Unusable` has not answered.
+    is of use needs more time and `may_wait`, the choice is to wait. What is `Unusable` has not answered. A store that
+    answers `soon` is waited for beside others, too, where it could still be the best.
+
+    Args:
+        answers: of each store.
+        weights: of each store.
+        rates: what was learned of those that are weighted "auto".
+        may_wait: whether there is time left.
+        soon: stores that bound the time of their answer themselves, by position, with the most tokens that one of them
+            could have.
 
     Raises:
         ValueError: there are not as many weights as answers.
@@ -104,12 +122,25 @@ def choose(
             score = net_tokens(answer, child, rates) if isinstance(weight, str) else answer * weight
             if score > best_score:
                 best, best_score = Take(child, answer), score
+    if may_wait:
+        better = tuple(
+            child
+            for child, most in soon.items()
+            if answers[child] is None and most * _worth(weights[child]) > best_score
+        )
+        if better:
+            return Wait(better)
     if best is not None:
         return best
     pending = tuple(child for child, answer in enumerate(answers) if answer is None)
     if pending and may_wait and not any(isinstance(answer, int) for answer in answers):
         return Wait(pending)
     return PASS
+
+
+def _worth(weight: Weight) -> float:
+    """Of a token at most."""
+    return 1.0 if isinstance(weight, str) else weight
 
 
 def net_tokens(tokens: int, child: int, rates: Rates) -> float:

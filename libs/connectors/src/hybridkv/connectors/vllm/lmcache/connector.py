@@ -40,6 +40,8 @@ class HybridLMCacheConnector(StoreConnector):
     """
 
     _plan_type = LMCachePlan
+    answers_soon = True
+    """A question to the server is over in milliseconds, or at `lookup_timeout_seconds`, or at once where it is gone."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

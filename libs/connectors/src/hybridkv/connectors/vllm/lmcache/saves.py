@@ -6,6 +6,7 @@ What an adapter had a part in is handed over when it is certain that its files a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -137,6 +138,12 @@ class Saves:
 
     def on_ended(self, outcomes: Mapping[int, StoreOutcome]) -> None:
         """Ranks have copied what they store, or never will."""
+
+        @functools.cache
+        def holds(sworn: Sworn | None) -> bool:
+            """One look at an adapter's files is good for all stores that ended before it."""
+            return self._adapters.holds(sworn)
+
         for store_id, ended in outcomes.items():
             in_flight = self._stores[store_id]
             in_flight.ranks_left -= ended.num_ranks
@@ -144,11 +151,11 @@ class Saves:
             in_flight.reason = in_flight.reason or ended.reason
             if in_flight.ranks_left <= 0:
                 del self._stores[store_id]
-                self._settle(store_id, in_flight)
+                self._settle(store_id, in_flight, holds)
 
-    def _settle(self, store_id: int, in_flight: _StoreInFlight) -> None:
+    def _settle(self, store_id: int, in_flight: _StoreInFlight, holds: Callable[[Sworn | None], bool]) -> None:
         if in_flight.sworn is not None:
-            is_good = in_flight.failure is None and self._adapters.holds(in_flight.sworn)
+            is_good = in_flight.failure is None and holds(in_flight.sworn)
             if in_flight.failure is None and not is_good:
                 in_flight.failure, in_flight.reason = "the adapter's files changed meanwhile", "adapter"
             self._releases.append(Release(store_id, is_good))

@@ -130,7 +130,6 @@ class LMCacheScheduler:
             # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
             self._requests.identify(tracked)
         if tracked.kept_keys is None and not num_external_tokens:
-            self._lives.let_go(tracked.request_id)
             return
         load = self._lives.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:

@@ -34,6 +34,7 @@ class Site:
         connect_timeout_s: how long what comes first waits for the server.
         store_timeout_s: how long a store waits for room, and then for its answer.
         connection: how the server is kept in touch with.
+        rank: whose part of every page is meant.
     """
 
     address: ServerAddress
@@ -45,6 +46,7 @@ class Site:
     connect_timeout_s: float
     store_timeout_s: float
     connection: ConnectionOptions
+    rank: int = 0
 
     @property
     def num_chunks(self) -> int:
@@ -67,8 +69,8 @@ class Site:
         return words_of(digests, self.chunk_tokens)
 
     def identity(self, digest: bytes, group: int, block: int) -> bytes:
-        """Of a page: `digest` names its chunk, `group` counts among `groups`, `block` in the chunk."""
-        return page_identity(digest, group, block)
+        """Of this rank's page: `digest` names its chunk, `group` counts among `groups`, `block` in the chunk."""
+        return page_identity(digest + self.rank.to_bytes(2, "little"), group, block)
 
 
 def site_of(config: LMCacheConfig, layout: CacheLayout) -> Site:

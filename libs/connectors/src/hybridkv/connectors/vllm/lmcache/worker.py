@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm import devices
@@ -43,7 +44,7 @@ class LMCacheWorker:
     def __init__(self, layout: CacheLayout, rank: int, site: Site, paths: CopyPaths, recorder: Recorder) -> None:
         self._layout = layout
         self._rank = rank
-        self._site = site
+        self._site = replace(site, rank=rank)
         self._paths = paths
         self._recorder = recorder
         self._counts = ServerCounts(recorder)

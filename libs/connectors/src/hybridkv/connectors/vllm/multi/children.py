@@ -53,6 +53,11 @@ class Child:
         """Whether it says of itself that it never loads. What `kv_role` means to other connectors is theirs to know."""
         return bool(getattr(self.connector, "stores_only", False))
 
+    @property
+    def answers_soon(self) -> bool:
+        """Whether it says of itself that it bounds the time of an answer, so that others may wait for it."""
+        return bool(getattr(self.connector, "answers_soon", False))
+
 
 def transfer_keys() -> list[str]:
     """The keys of vLLM's KVTransferConfig."""

@@ -98,6 +98,7 @@ class Selector:
     ) -> None:
         self._children = children
         self._weights = [child.config.weight for child in children]
+        self._soon = [position for position, child in enumerate(children) if child.answers_soon]
         self._timeout_s = lookup_timeout_s
         self._sizes = sizes
         self._clock = clock
@@ -148,7 +149,9 @@ class Selector:
             in_background.append(is_async)
         may_wait = self._may_wait(candidate)
         rates = self._learning.rates() if self._learning is not None else UNKNOWN_RATES
-        choice = choose(answers, self._weights, rates, may_wait=may_wait)
+        most = max(0, request.num_tokens - 1 - computed_tokens)
+        soon = dict.fromkeys(self._soon, most)
+        choice = choose(answers, self._weights, rates, may_wait=may_wait, soon=soon)
         candidate.is_late = candidate.waits_since_s is not None and not may_wait
         candidate.chosen = None
         if isinstance(choice, Take):
