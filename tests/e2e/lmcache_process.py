@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Engine, running_engine
-from lmcache_witness import num_pages_under_way
+from lmcache_witness import may_ask, num_pages_under_way
 
 from hybridkv.connectors.vllm import register
 from hybridkv.lmcache.testing.server_process import eventually
@@ -50,6 +50,7 @@ def main() -> None:
         os.fdopen(chosen.answers, "w") as answers,
         running_engine(chosen.kind, chosen.directory, kv_transfer_config=transfer, **arguments) as engine,
     ):
+        assert eventually(lambda: may_ask(engine)), "the server was not found"
         print(json.dumps("ready"), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(carry_out(engine, json.loads(line))), file=answers, flush=True)

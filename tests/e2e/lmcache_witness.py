@@ -76,6 +76,12 @@ class LMCacheAudit(Audit):
         return place
 
 
+def may_ask(engine: Engine, child: int | None = None) -> bool:
+    """Whether the scheduler's half has found the server. What is asked before is computed."""
+    connector = engine.connector if child is None else engine.connector.sub_connectors[child]
+    return isinstance(connector._scheduler._lives._questions._operations._connection.state, Ready)
+
+
 def num_pages_under_way(worker: Any) -> int:
     """Of a worker's half: that the server, or a copy, may still touch."""
     taken: int = worker._station._member.pool.num_taken
@@ -107,19 +113,13 @@ class Link:
     @property
     def states(self) -> tuple[bool, bool]:
         """Whether its halves may ask the server."""
-        connection, station = self.scheduler._lives._questions._operations._connection, self.worker._station
-        return isinstance(connection.state, Ready), station is not None and station.ready is not None
+        station = self.worker._station
+        return may_ask(self.engine, self.child), station is not None and station.ready is not None
 
     @property
     def num_pages_under_way(self) -> int:
         """That the server, or a copy, may still touch."""
         return num_pages_under_way(self.worker)
-
-    @property
-    def has_answered(self) -> bool:
-        """Whether the server has said what it has of every request."""
-        lives = self.scheduler._lives._lives.values()
-        return all(life.question is None or life.question.ended is not None for life in lives)
 
     def require_up(self) -> None:
         """Return when both halves may ask. The worker's begins to with the first step."""

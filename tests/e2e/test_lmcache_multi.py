@@ -15,8 +15,6 @@ from harness import Engine, Result, make_prompt
 from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite, prompt_lengths
 from lmcache_witness import Link, LMCacheAudit
 
-from hybridkv.lmcache.testing.server_process import eventually
-
 _SEEDS = itertools.count(1000, 1000)
 SERVER, MEMORY = 0, 1
 FINE = {"gpt-oss": 128, "qwen3-next": 640}
@@ -55,15 +53,7 @@ def watching(engine: Engine) -> list[Audit]:
 
 
 def one_by_one(link: Link, prompts: Sequence[Sequence[int]]) -> list[Result]:
-    """Each is scheduled when the server has said what it has: one that needs more time holds up nobody."""
-    results = []
-    for prompt in prompts:
-        request_id = link.engine.add(prompt)
-        assert eventually(lambda: link.has_answered)
-        link.engine.run()
-        link.engine.drain()
-        results.append(link.engine.result(request_id))
-    return results
+    return [result for prompt in prompts for result in link.engine.generate([prompt])]
 
 
 @pytest.mark.parametrize("preferred", [SERVER, MEMORY], ids=["the server", "host memory"])

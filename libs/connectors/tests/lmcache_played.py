@@ -180,7 +180,7 @@ class PlayedEngine:
             if group.kind is GroupKind.RECURRENT:
                 kept = min(1, count)
             elif group.window_tokens:
-                kept = min(count, -(-(group.window_tokens - 1) // group.block_tokens) + 1)
+                kept = min(count, -(-(group.window_tokens - 1) // group.block_tokens))
             table.append([self.pool.null_block] * (count - kept) + self.pool.get_new_blocks(kept))
         self.free(request)
         self.tables[request.request_id] = table

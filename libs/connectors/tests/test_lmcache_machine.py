@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
@@ -89,13 +89,20 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.has(lambda each: not each.has_blocks))
     @rule(
-        data=st.data(), blocks=st.integers(0, 8), outcome=st.sampled_from(["given", "given", "none", "other", "less"])
+        data=st.data(),
+        blocks=st.integers(0, 8),
+        answers=st.booleans(),
+        outcome=st.sampled_from(["given", "given", "none", "other", "less"]),
     )
-    def ask(self, data: st.DataObject, blocks: int, outcome: str) -> None:
+    def ask(self, data: st.DataObject, blocks: int, answers: bool, outcome: str) -> None:
         engine, running = self.engine, self.pick(data, lambda each: not each.has_blocks)
         request = running.request
         computed = min(blocks * BLOCK, (request.num_tokens - 1) // BLOCK * BLOCK)
         offered = engine.half.matched_tokens(request, computed)
+        if offered is None and answers:
+            while engine.server.asked:
+                engine.server.answer(3)
+            offered = engine.half.matched_tokens(request, computed)
         if offered is None:
             return
         assert not (offered and request.skip_reading_prefix_cache)
@@ -187,7 +194,7 @@ class Machine(RuleBasedStateMachine):
     # What the ranks do.
 
     @precondition(lambda self: any(load.start_chunk >= 0 for load in self.loads()))
-    @rule(data=st.data(), failure=st.sampled_from([None, None, "chunk", "timeout"]))
+    @rule(data=st.data(), failure=st.sampled_from([None, None, "checksum", "timeout"]))
     def end_load(self, data: st.DataObject, failure: str | None) -> None:
         load = data.draw(st.sampled_from([load for load in self.loads() if load.start_chunk >= 0]))
         if load.refused is not None:
@@ -196,7 +203,7 @@ class Machine(RuleBasedStateMachine):
         if failure is None:
             self.engine.tell(loaded=[name])
         else:
-            key = data.draw(st.sampled_from(load.digests)) if failure == "chunk" else None
+            key = data.draw(st.sampled_from(load.digests)) if failure == "checksum" else None
             self.engine.tell(failures={name: [LoadFailure(failure, "", key)]})
         dying = self.dying.pop(name, None)
         if dying is not None:
@@ -290,6 +297,7 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
+    phases=(Phase.explicit, Phase.generate),  # shrinking takes minutes, and what fails is short
     max_examples=int(os.environ.get("MACHINE_EXAMPLES", "100")),
     stateful_step_count=40,
     deadline=None,

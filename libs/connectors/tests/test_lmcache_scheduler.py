@@ -176,6 +176,19 @@ def test_a_request_that_runs_keeps_nothing_locked(duties: Duties, answers_first:
     assert is_clean(engine)
 
 
+@pytest.mark.parametrize(("duties", "params"), [(Duties(loads=False), {}), (Duties(), {"prompt_logprobs": 1})])
+def test_nothing_is_locked_for_a_request_that_loads_nothing_while_it_waits(duties: Duties, params: Any) -> None:
+    engine = PlayedEngine(duties=duties)
+    request = new_request("r", PROMPT, **params)
+    engine.half.track(request)
+    engine.server.answer(2)
+    assert not engine.server.locked
+    assert engine.half.matched_tokens(request, 0) == 0
+    engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
+    (store,) = engine.step({"r": len(PROMPT)}).stores
+    assert (store.start_chunk, len(store.digests)) == (2, 3)
+
+
 def test_what_another_store_loads_is_not_kept_locked_here(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)

@@ -13,10 +13,11 @@ from tier_engines import LAYOUT, Engine
 from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import tiers
-from hybridkv.lmcache.testing.server_process import ServerProcess, command, variable
+from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
 from hybridkv.lmcache.wire import CODECS
 from hybridkv.peers.testing.suite import until
 from hybridkv.planner import LookupResult
+from hybridkv.tiers.lmcache import LMCacheMedium
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 NUM_BYTES = LAYOUT.chunk_sizes()[-1]
@@ -42,6 +43,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 MakeEngine = Callable[..., Engine]
 
 
+def met(engine: Engine) -> Engine:
+    """The rank has reached the server: moves wait for it for a few seconds alone, and a machine may be busy."""
+    medium = engine.mover.media["lmcache"]
+    assert isinstance(medium, LMCacheMedium)
+    assert eventually(lambda: all(shelf.ready is not None for shelf in medium._shelves.values()))
+    return engine
+
+
 @pytest.fixture
 def engine() -> Iterator[MakeEngine]:
     made: list[Engine] = []
@@ -60,7 +69,7 @@ def test_what_one_engine_stored_another_promotes_from_the_server(
 ) -> None:
     config = configured(server.address.port, server.address.http_port)
     model = f"model of {request.node.name}"
-    first, second, stranger = engine(config, model), engine(config, model), engine(config, "another")
+    first, second, stranger = met(engine(config, model)), met(engine(config, model)), met(engine(config, "another"))
     first.store(KEY, CHUNK)
 
     def is_below() -> bool:

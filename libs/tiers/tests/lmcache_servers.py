@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
@@ -116,3 +117,10 @@ class Engine:
         self.index.close()
         for medium in self.media:
             medium.close()
+
+
+def engine_at(address: ServerAddress, **keys: Any) -> Engine:
+    """One whose halves have met their server: they wait for it for a few seconds alone, and a machine may be busy."""
+    engine = Engine(address, **keys)
+    assert eventually(engine.is_there)
+    return engine

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 
-from lmcache_servers import CHUNK_BYTES, SIZES, Engine, chunk_bytes  # noqa: E402
+from lmcache_servers import CHUNK_BYTES, SIZES, Engine, chunk_bytes, engine_at  # noqa: E402
 
 from hybridkv.lmcache.calls import Ended  # noqa: E402
 from hybridkv.lmcache.operations import Prefix  # noqa: E402
@@ -51,7 +52,7 @@ class TestLMCacheMedium(MediumConformance):
             engine.close()
 
     def make_tier(self, capacity_bytes: int) -> Tier:
-        self.made.append(Engine(self.server.address, sizes=(NUM_BYTES,)))
+        self.made.append(engine_at(self.server.address, sizes=(NUM_BYTES,)))
         return Tier(self.made[-1].index, self.made[-1].medium)
 
     def corrupt(self, medium: TierMedium, slot: Slot) -> None:
@@ -88,8 +89,8 @@ MakeEngine = Callable[..., Engine]
 def engine(server: ServerProcess) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
-    def make(**options: object) -> Engine:
-        made.append(Engine(server.address, **options))  # type: ignore[arg-type]
+    def make(**keys: Any) -> Engine:
+        made.append(engine_at(server.address, **keys))
         return made[-1]
 
     yield make
@@ -161,7 +162,6 @@ def test_a_chunk_of_a_size_that_was_not_told_is_not_moved(engine: MakeEngine) ->
 
 def test_an_end_leaves_nothing_registered_and_nothing_shared(server: ServerProcess, engine: MakeEngine) -> None:
     made = engine()
-    assert eventually(made.is_there)
     before = set(server.status()["registered_gpu_ids"])
     assert made.put(A, chunk_bytes(1)) is None and made.found(A, B) == [HIT, MISS]
     assert made.get(A) == chunk_bytes(1)

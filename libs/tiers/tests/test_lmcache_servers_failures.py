@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from lmcache_servers import CHUNK_BYTES, Engine, ServerWithDisk, chunk_bytes
+from lmcache_servers import CHUNK_BYTES, Engine, ServerWithDisk, chunk_bytes, engine_at
 
 from hybridkv.lmcache.connection import ServerAddress
 from hybridkv.lmcache.testing.server_process import command, eventually, variable
@@ -23,7 +23,9 @@ from hybridkv.tiers.lmcache import LMCacheOptions
 
 A, B, C = b"key a", b"key b", b"key c"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
-SHORT = LMCacheOptions(move_timeout_s=1.0, reach_timeout_s=1.0, missing_s=0.01)
+SHORT = LMCacheOptions(move_timeout_s=1.0, reach_timeout_s=1.0)
+BRIEF = LMCacheOptions(move_timeout_s=5.0, missing_s=0.01)
+"""Enough for what is to be done, on a busy machine too."""
 
 
 @pytest.fixture(scope="module", params=sorted(CODECS))
@@ -37,7 +39,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_what_is_on_a_servers_disk_is_read_from_the_next_one_and_a_changed_byte_is_found(place: ServerWithDisk) -> None:
-    engine = Engine(place.server.address)
+    engine = engine_at(place.server.address)
     before = set(place.files())
     for number, key in enumerate((A, B)):
         assert engine.put(key, chunk_bytes(number)) is None
@@ -59,7 +61,7 @@ def test_what_is_on_a_servers_disk_is_read_from_the_next_one_and_a_changed_byte_
     assert [engine.get(key) for key in (A, B)] == [FailureReason.CHECKSUM] * 2
     engine.index.invalidate(A, FailureReason.CHECKSUM)
     assert engine.found(A) == [MISS] and engine.index.reserve(A, CHUNK_BYTES) is Refusal.PRESENT
-    another = Engine(place.server.address, engine.namespace, SHORT)
+    another = engine_at(place.server.address, namespace=engine.namespace, options=BRIEF)
     assert eventually(lambda: another.found(A, B) == [MISS, MISS]), "the server was told to delete them"
     assert another.put(A, chunk_bytes(0)) is None and another.get(A) == chunk_bytes(0)
     another.close()
@@ -67,7 +69,7 @@ def test_what_is_on_a_servers_disk_is_read_from_the_next_one_and_a_changed_byte_
 
 
 def test_a_server_that_is_killed_in_mid_load_and_mid_store_costs_those_and_is_used_again(place: ServerWithDisk) -> None:
-    engine = Engine(place.server.address)
+    engine = engine_at(place.server.address)
     assert engine.put(A, chunk_bytes(1)) is None
     far, new = engine.index.pin(A), engine.index.reserve(B, CHUNK_BYTES)
     assert far is not None and isinstance(new, Slot)
@@ -94,7 +96,7 @@ def test_a_server_that_is_killed_in_mid_load_and_mid_store_costs_those_and_is_us
 
 
 def test_a_server_that_answers_no_more_costs_the_time_that_was_given(place: ServerWithDisk) -> None:
-    engine = Engine(place.server.address, options=SHORT)
+    engine = engine_at(place.server.address, options=BRIEF)
     assert engine.put(A, chunk_bytes(1)) is None
     far, new = engine.index.pin(A), engine.index.reserve(B, CHUNK_BYTES)
     assert far is not None and isinstance(new, Slot)
@@ -116,7 +118,7 @@ def test_a_server_that_answers_no_more_costs_the_time_that_was_given(place: Serv
 
 
 def test_an_end_waits_for_no_server_that_is_stopped(place: ServerWithDisk) -> None:
-    engine = Engine(place.server.address)
+    engine = engine_at(place.server.address)
     assert engine.put(A, chunk_bytes(1)) is None
     far = engine.index.pin(A)
     assert far is not None

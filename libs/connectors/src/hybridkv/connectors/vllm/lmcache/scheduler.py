@@ -95,7 +95,13 @@ class LMCacheScheduler:
             self._lives.on_gone(before.request_id)
         if tracked.kept_keys is not None:
             self._lives.ask(tracked)
+            if not self._loads(request):
+                # What it has need not be stored, and nothing of it be kept while the request waits for its turn.
+                self._lives.let_go(tracked.request_id)
         return tracked
+
+    def _loads(self, request: Request) -> bool:
+        return self._duties.loads and not compat.reads_no_cache(request)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
@@ -107,7 +113,7 @@ class LMCacheScheduler:
         if tracked.kept_keys is not keys:
             # What was asked for was another adapter's, or nobody knows whose.
             self._lives.restart(tracked)
-        if not self._duties.loads or compat.reads_no_cache(request):
+        if not self._loads(request):
             return 0
         if not is_identified:
             tracked.computed_tokens = computed_tokens

@@ -55,7 +55,7 @@ class Child:
 
     @property
     def answers_soon(self) -> bool:
-        """Whether it says of itself that it bounds the time of an answer, so that it may be waited for beside others."""
+        """Whether it says of itself that it bounds the time of an answer, so that others may wait for it."""
         return bool(getattr(self.connector, "answers_soon", False))
 
 
