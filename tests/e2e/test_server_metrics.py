@@ -30,10 +30,13 @@ WINDOW = "2m"
 DEPLOY = next(folder / "deploy" for folder in Path(__file__).resolve().parents if (folder / "deploy").is_dir())
 DASHBOARD = DEPLOY / "grafana/hybridkv.json"
 QUERIES = panel_queries(DASHBOARD, WINDOW)
-# This server has one tier, one store and no peers, and none of its loads and moves fail.
+# This server has one tier, one store, no peers and no server of LMCache, and none of its loads and moves fail.
 NOT_HERE = {
     f"vllm:hybridkv_{name}"
-    for name in ("breaker_open", "cascades_waiting", "move_seconds", "peer_read_seconds", "peer_leases_held")
+    for name in (
+        *("breaker_open", "cascades_waiting", "move_seconds", "peer_read_seconds", "peer_leases_held"),
+        *("lmcache_up", "lmcache_pool_used_bytes", "lmcache_pool_capacity_bytes"),
+    )
 }
 PREFIX = "vllm:hybridkv_"
 
