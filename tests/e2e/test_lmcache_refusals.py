@@ -21,8 +21,8 @@ from lmcache_site import ENGINE_ARGUMENTS, transfer_config
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import register
 from hybridkv.lmcache.connection import ServerAddress
-from hybridkv.lmcache.shared_memory import DIRECTORY, PREFIX
 from hybridkv.lmcache.testing.scripted_server import CONFIG, Frames, ScriptedServer, polite
+from hybridkv.lmcache.testing.segments import segments_of
 
 RECURRENT = "qwen3-next"
 WINDOWS = "gpt-oss"
@@ -50,7 +50,7 @@ def refused(kind: str, directory: Path, transfer: dict[str, Any]) -> str:
     finally:
         ensure_kv_transfer_shutdown()
         cleanup_dist_env_and_memory()
-    assert list(DIRECTORY.glob(f"{PREFIX}{os.getpid()}-*")) == []
+    assert not segments_of(os.getpid())
     return str(caught.value)
 
 

@@ -16,7 +16,7 @@ from harness import Engine, Result, make_prompt
 from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite, prompt_lengths
 from lmcache_witness import Link, LMCacheAudit, may_ask
 
-from hybridkv.lmcache.shared_memory import DIRECTORY, PREFIX
+from hybridkv.lmcache.testing.segments import segments_of
 from hybridkv.lmcache.testing.server_process import eventually
 
 
@@ -25,9 +25,9 @@ def directory(tmp_path: Path) -> Path:
     return harness.scratch_directory(tmp_path)
 
 
-def shared_by_this_process() -> list[Path]:
+def shared_by_this_process() -> set[Path]:
     """Segments of memory that engines of this process have made and not removed."""
-    return sorted(DIRECTORY.glob(f"{PREFIX}{os.getpid()}-*"))
+    return segments_of(os.getpid())
 
 
 def results_of(engine: Engine, prompts: list[list[int]]) -> list[Result]:
@@ -37,14 +37,14 @@ def results_of(engine: Engine, prompts: list[list[int]]) -> list[Result]:
 def test_another_engine_restores_from_the_disk_of_another_server(site: LMCacheSite, kind: str, directory: Path) -> None:
     prompts = [make_prompt(length, seed=i) for i, length in enumerate(prompt_lengths(kind))]
     arguments: dict[str, Any] = {"kv_transfer_config": site.transfer(), **ENGINE_ARGUMENTS.get(kind, {})}
-    assert shared_by_this_process() == []
+    assert not shared_by_this_process()
     with harness.running_engine(kind, directory, **arguments) as engine:
         before = LMCacheAudit(engine)
         before.attach()
         cold = results_of(engine, prompts)
         Link(engine, site).settle()
         assert shared_by_this_process()
-    assert shared_by_this_process() == []
+    assert not shared_by_this_process()
     site.restart()
     with harness.running_engine(kind, directory, **arguments) as engine:
         audit = LMCacheAudit(engine, pages=before.pages)
@@ -55,7 +55,7 @@ def test_another_engine_restores_from_the_disk_of_another_server(site: LMCacheSi
         restorable = [(len(prompt) - 1) // CHUNK_TOKENS[kind] * CHUNK_TOKENS[kind] for prompt in prompts]
         assert [result.num_cached_tokens for result in warm] == restorable
         assert audit.restored_tokens == sum(restorable)
-    assert shared_by_this_process() == []
+    assert not shared_by_this_process()
     # Control: other weights are another cache, and other answers.
     with harness.running_engine(kind, directory, weights_seed=1, **arguments) as engine:
         others = results_of(engine, prompts)

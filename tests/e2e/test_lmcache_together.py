@@ -21,7 +21,7 @@ from equality import require_same_output
 from harness import Result, make_prompt
 from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite
 
-from hybridkv.lmcache.shared_memory import DIRECTORY, PREFIX
+from hybridkv.lmcache.testing.segments import segments_of
 from hybridkv.lmcache.testing.server_process import eventually
 
 NUM_ENGINES = 4
@@ -64,9 +64,9 @@ class EngineProcess:
     def results(self) -> list[Result]:
         return [Result.from_json(each) for each in self.heard()]
 
-    def segments(self) -> list[Path]:
-        """What it has in shared memory."""
-        return sorted(DIRECTORY.glob(f"{PREFIX}{self.process.pid}-*"))
+    def segments(self) -> set[Path]:
+        """What it has in shared memory. It lives."""
+        return segments_of(self.process.pid)
 
     def end(self) -> int:
         """Its exit status, when it has ended by itself: nobody tells it anything any more."""
@@ -160,7 +160,8 @@ def test_one_that_is_killed_costs_the_others_nothing_and_leaves_nothing_for_long
     directory: Path,
 ) -> None:
     killed, *others = engines
-    assert killed.segments()
+    left = killed.segments()
+    assert left
     killed.tell("answer", prompts=prompts)
     for engine in others:
         engine.tell("answer", prompts=prompts)
@@ -171,10 +172,11 @@ def test_one_that_is_killed_costs_the_others_nothing_and_leaves_nothing_for_long
     following = EngineProcess(kind, directory / "following", site.transfer())
     engines[0] = following
     assert following.heard() == "ready"
-    assert killed.segments() == [] and all(engine.segments() for engine in others)
+    assert not any(path.exists() for path in left) and all(engine.segments() for engine in others)
     following.tell("answer", prompts=prompts)
     results = following.results()
     require_same_output(alone, results)
     assert [result.num_cached_tokens for result in results] == [3 * CHUNK_TOKENS[kind]] * NUM_PROMPTS
+    shared = {path for engine in engines for path in engine.segments()}
     assert [engine.end() for engine in engines] == [0] * NUM_ENGINES
-    assert [engine.segments() for engine in engines] == [[]] * NUM_ENGINES
+    assert not any(path.exists() for path in shared)

@@ -13,7 +13,6 @@ import os
 import time
 import uuid
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from hybridkv.connectors.vllm import LMCACHE_CONNECTOR
 from hybridkv.connectors.vllm.layout import resolve_layout
 from hybridkv.connectors.vllm.lmcache.site import num_chunks, page_groups
 from hybridkv.lmcache.connection import Ready
+from hybridkv.lmcache.testing.segments import segments_of
 from hybridkv.lmcache.testing.server_process import eventually
 from oracle.engine import IDLE_LIMIT_S, LeakError, OracleEngine, StuckError
 from oracle.lmcache_servers import SETTLED_S
@@ -262,7 +262,7 @@ class Play:
         """After `close`: the server has forgotten these engines."""
         if not self.server.is_at_rest():
             raise LeakError(f"the server keeps {self.server.held()} for engines that are gone")
-        left = list(Path("/dev/shm").glob(f"hybridkv-lmcache-{os.getpid()}-*"))
+        left = segments_of(os.getpid())
         if left:
             raise LeakError(f"shared memory is left: {left}")
 

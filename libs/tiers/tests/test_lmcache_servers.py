@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lmcache_servers import CHUNK_BYTES, SIZES, Engine, chunk_bytes, engine_at  
 from hybridkv.lmcache.calls import Ended  # noqa: E402
 from hybridkv.lmcache.operations import Prefix  # noqa: E402
 from hybridkv.lmcache.page import HEADER_BYTES  # noqa: E402
+from hybridkv.lmcache.testing.segments import segments_of  # noqa: E402
 from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable  # noqa: E402
 from hybridkv.lmcache.wire import CODECS  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
@@ -165,7 +167,7 @@ def test_an_end_leaves_nothing_registered_and_nothing_shared(server: ServerProce
     before = set(server.status()["registered_gpu_ids"])
     assert made.put(A, chunk_bytes(1)) is None and made.found(A, B) == [HIT, MISS]
     assert made.get(A) == chunk_bytes(1)
-    segments = {path.name for path in Path("/dev/shm").glob("hybridkv-lmcache-*")}
+    segments = segments_of(os.getpid())
     made.close()
     assert len(before - set(server.status()["registered_gpu_ids"])) == len(SIZES)
-    assert len(segments - {path.name for path in Path("/dev/shm").glob("hybridkv-lmcache-*")}) == len(SIZES)
+    assert len(segments - segments_of(os.getpid())) == len(SIZES)

@@ -1,0 +1,21 @@
+"""Which shared memory a process holds. Names do not say: tests share the directory, and numbers of processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hybridkv.lmcache.shared_memory import DIRECTORY, PREFIX
+
+
+def segments_of(process: int) -> set[Path]:
+    """Segments of the library's that a process has open and that still have their names."""
+    found = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            path = Path(os.readlink(descriptor))
+        except OSError:
+            continue  # closed meanwhile
+        if path.parent == DIRECTORY and path.name.startswith(PREFIX) and path.exists():
+            found.add(path)
+    return found
