@@ -86,7 +86,7 @@ def test_no_wrong_byte_comes_to_random_mixes(fleet: Fleet) -> None:
 
     check()
     print(tally)
-    assert tally.with_restored > tally.scenarios // 10, tally
+    assert tally.with_restored > 0, tally
 
 
 def test_no_wrong_byte_comes_to_several_ranks(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
