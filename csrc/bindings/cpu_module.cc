@@ -1,4 +1,5 @@
-// hybridkv.native._cpu: csrc/cpu for Python. Checks shapes, gives up the interpreter lock, and calls; decides nothing.
+// hybridkv.native._cpu: csrc/cpu and csrc/ledger for Python. Checks shapes, gives up the interpreter lock where a call
+// takes its time, and calls; decides nothing.
 // Addresses are plain integers, as everywhere in hybridkv.transfer: who calls keeps their memory alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -12,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "csrc/bindings/ledger_binding.h"
+#include "csrc/bindings/lowering_binding.h"
 #include "csrc/bindings/record_queue_binding.h"
 #include "csrc/bindings/unlocked.h"
 #include "csrc/cpu/copy.h"
@@ -145,6 +148,8 @@ NB_MODULE(_cpu, module) {
       .def("copy_and_digest", &copy_and_digest, "sources"_a.noconvert(), "destinations"_a.noconvert(),
            "num_bytes"_a.noconvert(), "record_ends"_a.noconvert())
       .def("digest", &digest, "addresses"_a.noconvert(), "num_bytes"_a.noconvert(), "record_ends"_a.noconvert());
+  bind_ledger(module);
+  bind_lowering(module);
   bind_record_queue(module);
 }
 

@@ -38,9 +38,8 @@ class RunArrays final : public RunSource {
   std::size_t size_;
 };
 
-// The pages of a gather or a scatter, in the order of the sets. Nothing but the tests makes one so far: the call that
-// takes a job as page sets and block ids, and lowers it here instead of in Python, will. The simulation of the GPU's
-// kernels reads the same sets.
+// The pages of a gather or a scatter, in the order of the sets. Nothing but the tests makes one: jobs are
+// lowered by `Lowering`, whose chunks have padding. The simulation of the GPU's kernels reads the same sets.
 class PageRuns final : public RunSource {
  public:
   PageRuns(const PageSet* sets, std::size_t num_sets, const BlockId* ids, std::uint64_t buffer, Direction direction);

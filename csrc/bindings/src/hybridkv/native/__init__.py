@@ -1,10 +1,27 @@
-"""The C++ of csrc/cpu: moves bytes and takes their checksums at the speed of memory. Without the interpreter lock.
+"""The C++ of csrc/cpu: moves bytes and takes their checksums at the speed of memory, without the interpreter lock. And
+that of csrc/ledger: which keys a tier holds, with it.
 
 Optional: `hybridkv.transfer` and `hybridkv.tiers` use it where it can be imported, and say once when they do without.
 The plugin's wheel carries it. Addresses are integers and nothing here checks them: the caller made sure that they are
 readable, or writable, and stay so until a call returns.
 """
 
-from hybridkv.native._cpu import MemoryCopier, RecordQueue, copy_with_memcpy, has_uring, levels
+from hybridkv.native._cpu import (
+    GranuleLedger,
+    Lowering,
+    MemoryCopier,
+    RecordQueue,
+    copy_with_memcpy,
+    has_uring,
+    levels,
+)
 
-__all__ = ["MemoryCopier", "RecordQueue", "copy_with_memcpy", "has_uring", "levels"]
+__all__ = [
+    "GranuleLedger",
+    "Lowering",
+    "MemoryCopier",
+    "RecordQueue",
+    "copy_with_memcpy",
+    "has_uring",
+    "levels",
+]

@@ -1,7 +1,7 @@
 """What cpu_module.cc and the other bindings export. ValueError for arguments that fit no call."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +9,9 @@ from typing_extensions import Buffer
 
 _Integers = npt.NDArray[np.int64]  # one-dimensional, contiguous
 _Caching = Literal["by_size", "cached", "streamed"]
+_Answer = TypeVar("_Answer")
+_Refusal = TypeVar("_Refusal")
+_Slot = TypeVar("_Slot")
 _Backend = Literal["best", "io_uring", "threads"]
 
 def levels() -> list[str]:
@@ -42,6 +45,32 @@ class MemoryCopier:
 
     def digest(self, addresses: _Integers, num_bytes: _Integers, record_ends: _Integers) -> bytes:
         """The digests alone: nothing is written."""
+
+class Lowering:
+    """From the copies of a whole job to runs of bytes, between pages of the engine and slots of an arena.
+
+    What is zero comes from `zeros_bytes` of memory at `zeros_address`. Any thread may call anything. `ValueError` for
+    blocks, slots and parts that cannot be, and for arrays that do not fit each other.
+    """
+
+    def __init__(self, arena_address: int, arena_bytes: int, zeros_address: int, zeros_bytes: int) -> None: ...
+    def add_group(
+        self, group_index: int, block_tokens: int, columns: bytes, block_bytes: int, num_blocks: int
+    ) -> None:
+        """Pages of a group's blocks. `columns` are rows of four 64-bit words: the address of block 0's page, the stride
+        from block to block, the page's bytes, and its place in a block of a chunk, of `block_bytes`. `block_tokens` is
+        0 where no chunk cuts the group's blocks."""
+
+    def add_part(
+        self, group_index: int, start: int, end: int, columns: bytes, block_bytes: int, num_blocks: int
+    ) -> None:
+        """The same of tokens [start, end) of every block, where chunks do."""
+
+    def lower(
+        self, is_store: bool, shapes: bytes, block_ids: bytes, local_ids: bytes, extents: bytes
+    ) -> tuple[_Integers, _Integers, _Integers, _Integers, int]:
+        """Sources, destinations and sizes of runs; of a store, how many runs there are up to the end of each copy, and
+        how many bytes are zeros. The arguments are those of a `CopyTable` of the connectors."""
 
 class RecordQueue:
     """Stores and loads records of files: a page that begins with a header, then the payload in whole pages.
@@ -97,3 +126,89 @@ class RecordQueue:
 
     def close(self, timeout_s: float) -> bool:
         """Cancels what was not begun and waits for the rest. False when some of it has not ended by then."""
+
+class GranuleLedger(Generic[_Answer, _Refusal, _Slot]):
+    """Which keys a tier in memory holds, in which of its granules, and what may be done to them now.
+
+    What a `TierIndex` of hybridkv.tiers promises, least recently used goes first. A key is any bytes; one of more than
+    48 takes memory of its own beside the tables. Each call holds the interpreter lock, and has done what it does before
+    it makes the objects that it returns. At runtime it is no generic.
+
+    `answers` are what is told of a key that is a MISS, PENDING, a HIT; `refusals` are NO_ROOM, TOO_LARGE, PRESENT,
+    CLOSED; `make_slot` is called with a tuple of (offset, num_bytes); `misuse` is raised for a call that does not fit.
+    No call of Python's comes back into a ledger but from these. `seed` is of chance, up to 2^64 - 1. `ValueError` for
+    more than 2^32 - 2 granules, and for granules of more than 2^32 bytes; `MemoryError` where there are no addresses
+    for so many.
+    """
+
+    def __init__(
+        self,
+        num_granules: int,
+        granule_bytes: int,
+        max_keys: int,
+        seed: int,
+        answers: tuple[_Answer, _Answer, _Answer],
+        refusals: tuple[_Refusal, _Refusal, _Refusal, _Refusal],
+        make_slot: Callable[[tuple[tuple[int, int], ...]], _Slot],
+        misuse: type[Exception],
+    ) -> None: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def granule_bytes(self) -> int: ...
+    @property
+    def max_keys(self) -> int: ...
+    @property
+    def most_index_bytes(self) -> int:
+        """What the tables take when they are full. Memory is taken as it is used."""
+
+    @property
+    def leftover_bytes(self) -> int:
+        """Of the tables that `clear` gave up, what later reservations still have to give back."""
+
+    @property
+    def num_keys(self) -> int: ...
+    @property
+    def num_reserved(self) -> int: ...
+    @property
+    def num_pinned(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def is_closed(self) -> bool: ...
+    def lacks(self, key: bytes) -> bool: ...
+    def lookup(self, key: bytes) -> _Answer: ...
+    def leading(self, keys: Iterable[bytes]) -> int: ...
+    def last_held(self, keys: Sequence[bytes]) -> int | None: ...
+    def any_pending(self, keys: Iterable[bytes]) -> bool: ...
+    def find(self, key: bytes) -> _Slot | None:
+        """Where a committed key lies. For any thread."""
+
+    def eviction_order(self) -> list[bytes]:
+        """What may be evicted, what goes first first. Takes a step for each key."""
+
+    def reserve(self, key: bytes, num_bytes: int) -> _Slot | _Refusal: ...
+    def reserve_all(self, chunks: Sequence[tuple[bytes, int]]) -> list[_Slot | _Refusal]: ...
+    def commit(self, key: bytes) -> bool: ...
+    def commit_all(self, keys: Iterable[bytes]) -> list[bool]: ...
+    def abort(self, key: bytes) -> None: ...
+    def invalidate(self, key: bytes, reason: str = "") -> bool: ...
+    def invalidate_all(self, keys: Iterable[bytes]) -> int: ...
+    def touch(self, keys: Iterable[bytes]) -> None: ...
+    def demote(self, keys: Iterable[bytes]) -> None: ...
+    def pin(self, key: bytes) -> _Slot | None: ...
+    def pin_all(self, keys: Sequence[bytes]) -> list[_Slot] | None: ...
+    def unpin(self, key: bytes) -> None: ...
+    def unpin_all(self, keys: Iterable[bytes]) -> None: ...
+    def clear(self) -> int: ...
+    def close(self) -> None: ...
+    def take_tally(self) -> tuple[int, int, int, int, int, int, dict[_Refusal, int]]:
+        """Reservations, commits, aborts, invalidations, evictions, bytes of these, refusals, since the last call."""
+
+    def watch_at_most(self, max_keys: int) -> None:
+        """Keep the keys whose answers change, from now on: so many by name."""
+
+    def take_changed(self) -> tuple[set[bytes], bool]:
+        """They, since the last call, and whether others may have changed, too."""

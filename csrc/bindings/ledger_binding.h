@@ -1,0 +1,13 @@
+// The ledger's part of the module.
+#ifndef HYBRIDKV_BINDINGS_LEDGER_BINDING_H_
+#define HYBRIDKV_BINDINGS_LEDGER_BINDING_H_
+
+#include <nanobind/nanobind.h>
+
+namespace hybridkv::bindings {
+
+void bind_ledger(nanobind::module_& module);
+
+}  // namespace hybridkv::bindings
+
+#endif  // HYBRIDKV_BINDINGS_LEDGER_BINDING_H_

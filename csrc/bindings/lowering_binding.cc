@@ -1,0 +1,86 @@
+#include "csrc/bindings/lowering_binding.h"
+
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "csrc/bindings/unlocked.h"
+#include "csrc/cpu/lowering.h"
+
+namespace hybridkv::bindings {
+namespace {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+// Python's bytes, read in place while a call lasts: of a message, so nothing is made of them first.
+template <typename T>
+std::span<const T> array_of(const nb::bytes& bytes, const char* message) {
+  const auto address = reinterpret_cast<std::uintptr_t>(bytes.data());
+  if (bytes.size() % sizeof(T) != 0 || address % alignof(T) != 0) throw std::invalid_argument(message);
+  return {static_cast<const T*>(bytes.data()), bytes.size() / sizeof(T)};
+}
+
+using Array = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
+
+Array array_from(std::vector<std::int64_t>&& numbers) {
+  auto kept = std::make_unique<std::vector<std::int64_t>>(std::move(numbers));
+  std::int64_t* const data = kept->data();
+  const std::size_t size = kept->size();
+  const nb::capsule owner(kept.get(),
+                          [](void* pointer) noexcept { delete static_cast<std::vector<std::int64_t>*>(pointer); });
+  (void)kept.release();
+  return Array(data, {size}, owner);
+}
+
+cpu::BlockPages pages_of(const nb::bytes& columns, std::int64_t block_bytes, std::int64_t num_blocks) {
+  const auto rows = array_of<cpu::PageColumn>(columns, "columns: expected rows of four words");
+  return {{rows.begin(), rows.end()}, block_bytes, num_blocks};
+}
+
+void add_group(cpu::Lowering& lowering, std::int32_t group_index, std::int64_t block_tokens, const nb::bytes& columns,
+               std::int64_t block_bytes, std::int64_t num_blocks) {
+  cpu::BlockPages pages = pages_of(columns, block_bytes, num_blocks);
+  const Unlocked unlocked;
+  lowering.add_group(group_index, block_tokens, std::move(pages));
+}
+
+void add_part(cpu::Lowering& lowering, std::int32_t group_index, std::int64_t start, std::int64_t end,
+              const nb::bytes& columns, std::int64_t block_bytes, std::int64_t num_blocks) {
+  cpu::BlockPages pages = pages_of(columns, block_bytes, num_blocks);
+  const Unlocked unlocked;
+  lowering.add_part(group_index, start, end, std::move(pages));
+}
+
+nb::tuple lower(const cpu::Lowering& lowering, bool is_store, const nb::bytes& shapes, const nb::bytes& block_ids,
+                const nb::bytes& local_ids, const nb::bytes& extents) {
+  const cpu::CopyTable table{array_of<cpu::CopyShape>(shapes, "shapes: expected rows of ten half words"),
+                             array_of<std::int32_t>(block_ids, "block_ids: expected half words"),
+                             array_of<std::int32_t>(local_ids, "local_ids: expected half words"),
+                             array_of<cpu::SlotExtent>(extents, "extents: expected rows of two words")};
+  cpu::LoweredRuns runs;
+  {
+    const Unlocked unlocked;
+    runs = is_store ? lowering.store(table) : lowering.load(table);
+  }
+  return nb::make_tuple(array_from(std::move(runs.sources)), array_from(std::move(runs.destinations)),
+                        array_from(std::move(runs.num_bytes)), array_from(std::move(runs.ends)), runs.zero_bytes);
+}
+
+}  // namespace
+
+void bind_lowering(nb::module_& module) {
+  nb::class_<cpu::Lowering>(module, "Lowering")
+      .def(nb::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t>(), "arena_address"_a, "arena_bytes"_a,
+           "zeros_address"_a, "zeros_bytes"_a)
+      .def("add_group", &add_group, "group_index"_a, "block_tokens"_a, "columns"_a, "block_bytes"_a, "num_blocks"_a)
+      .def("add_part", &add_part, "group_index"_a, "start"_a, "end"_a, "columns"_a, "block_bytes"_a, "num_blocks"_a)
+      .def("lower", &lower, "is_store"_a, "shapes"_a, "block_ids"_a, "local_ids"_a, "extents"_a);
+}
+
+}  // namespace hybridkv::bindings

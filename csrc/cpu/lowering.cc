@@ -1,0 +1,310 @@
+#include "csrc/cpu/lowering.h"
+
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace hybridkv::cpu {
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string text(std::int64_t number) { return std::to_string(number); }
+
+// Takes what is next of an array, which must have it.
+template <typename T>
+class Cursor {
+ public:
+  Cursor(std::span<const T> all, const char* name) : all_(all), name_(name) {}
+
+  std::span<const T> take(std::int64_t count) {
+    if (static_cast<std::uint64_t>(count) > all_.size() - at_) {
+      refuse(std::string(name_) + ": fewer than the shapes say");
+    }
+    const std::span<const T> taken = all_.subspan(at_, static_cast<std::size_t>(count));
+    at_ += static_cast<std::size_t>(count);
+    return taken;
+  }
+  void require_end() const {
+    if (at_ != all_.size()) refuse(std::string(name_) + ": more than the shapes say");
+  }
+
+ private:
+  std::span<const T> all_;
+  const char* name_;
+  std::size_t at_ = 0;
+};
+
+void require_shape(const CopyShape& shape) {
+  for (const std::int32_t number : {shape.num_copies, shape.first_block, shape.num_blocks, shape.stored_blocks,
+                                    shape.lead_tokens, shape.trail_tokens, shape.num_local, shape.num_extents}) {
+    if (number < 0) refuse("shapes: expected numbers that are not negative, got " + text(number));
+  }
+}
+
+void require_apart(const BlockPages& pages) {
+  std::int64_t end = 0;
+  for (const PageColumn& column : pages.columns) {
+    if (column.offset < end || column.page_bytes <= 0) {
+      refuse("pages: expected them one behind the other, got one at " + text(column.offset));
+    }
+    end = column.offset + column.page_bytes;
+  }
+  if (end > pages.block_bytes) refuse("pages: expected " + text(pages.block_bytes) + " bytes, got " + text(end));
+}
+
+void require_blocks(std::span<const std::int32_t> ids, const BlockPages& pages) {
+  for (const std::int32_t id : ids) {
+    if (id < 0 || id >= pages.num_blocks) {
+      refuse("block ids must lie in [0, " + text(pages.num_blocks) + "), got " + text(id));
+    }
+  }
+}
+
+}  // namespace
+
+// Collects runs, each as long as it can be.
+class Lowering::Emitter {
+ public:
+  Emitter(const Lowering& lowering, bool is_store, LoweredRuns& out)
+      : lowering_(lowering), is_store_(is_store), out_(out) {}
+
+  bool is_store() const { return is_store_; }
+  std::int64_t slot_bytes() const { return slot_bytes_; }
+
+  // The next run is not joined to those before.
+  void part_here() { is_parted_ = true; }
+
+  void begin_slot(std::span<const SlotExtent> extents) {
+    slot_bytes_ = 0;
+    for (const SlotExtent& extent : extents) {
+      if (extent.offset < 0 || extent.num_bytes <= 0 || extent.num_bytes > lowering_.arena_bytes_ ||
+          extent.offset > lowering_.arena_bytes_ - extent.num_bytes) {
+        refuse("extent (" + text(extent.offset) + ", " + text(extent.num_bytes) + ") does not lie in an arena of " +
+               text(lowering_.arena_bytes_) + " bytes");
+      }
+      slot_bytes_ += extent.num_bytes;
+    }
+    extent_ = extents.data();
+    extent_start_ = 0;
+  }
+
+  // A piece at `address`, at `offset` in the slot, whichever extents that is. Offsets ascend from call to call.
+  void place(std::int64_t address, std::int64_t offset, std::int64_t num_bytes) {
+    while (num_bytes > 0) {
+      while (offset >= extent_start_ + extent_->num_bytes) extent_start_ += (extent_++)->num_bytes;
+      const std::int64_t into = offset - extent_start_;
+      const std::int64_t size = std::min(num_bytes, extent_->num_bytes - into);
+      const std::int64_t stored = lowering_.arena_address_ + extent_->offset + into;
+      if (is_store_) {
+        run(address, stored, size);
+      } else {
+        run(stored, address, size);
+      }
+      address += size;
+      offset += size;
+      num_bytes -= size;
+    }
+  }
+
+  // Zeros at [offset, end) of the slot.
+  void place_zeros(std::int64_t offset, std::int64_t end) {
+    out_.zero_bytes += end - offset;
+    while (offset < end) {
+      const std::int64_t size = std::min(end - offset, lowering_.zeros_bytes_);
+      place(lowering_.zeros_address_, offset, size);
+      offset += size;
+    }
+  }
+
+  void run(std::int64_t source, std::int64_t destination, std::int64_t num_bytes) {
+    if (!is_parted_ && source == next_source_ && destination == next_destination_) {
+      out_.num_bytes.back() += num_bytes;
+    } else {
+      out_.sources.push_back(source);
+      out_.destinations.push_back(destination);
+      out_.num_bytes.push_back(num_bytes);
+      is_parted_ = false;
+    }
+    next_source_ = source + num_bytes;
+    next_destination_ = destination + num_bytes;
+  }
+
+ private:
+  const Lowering& lowering_;
+  const bool is_store_;
+  LoweredRuns& out_;
+  bool is_parted_ = true;
+  std::int64_t next_source_ = 0;
+  std::int64_t next_destination_ = 0;
+  std::int64_t slot_bytes_ = 0;
+  const SlotExtent* extent_ = nullptr;
+  std::int64_t extent_start_ = 0;  // where it begins in the slot
+};
+
+Lowering::Lowering(std::int64_t arena_address, std::int64_t arena_bytes, std::int64_t zeros_address,
+                   std::int64_t zeros_bytes)
+    : arena_address_(arena_address),
+      arena_bytes_(arena_bytes),
+      zeros_address_(zeros_address),
+      zeros_bytes_(zeros_bytes) {
+  if (arena_bytes < 0 || zeros_bytes <= 0) refuse("expected an arena, and at least one byte of zeros");
+}
+
+void Lowering::add_group(std::int32_t group_index, std::int64_t block_tokens, BlockPages pages) {
+  require_apart(pages);
+  const std::unique_lock lock(changes_);
+  groups_.insert_or_assign(group_index, Group{block_tokens, std::move(pages)});
+}
+
+void Lowering::add_part(std::int32_t group_index, std::int64_t start, std::int64_t end, BlockPages pages) {
+  require_apart(pages);
+  const std::unique_lock lock(changes_);
+  // Not assigned: somebody may lower by what is there.
+  parts_.try_emplace({group_index, start, end}, std::move(pages));
+}
+
+LoweredRuns Lowering::load(const CopyTable& table) const { return lower(table, false); }
+
+LoweredRuns Lowering::store(const CopyTable& table) const { return lower(table, true); }
+
+LoweredRuns Lowering::lower(const CopyTable& table, bool is_store) const {
+  const std::shared_lock lock(changes_);
+  LoweredRuns runs;
+  Emitter out(*this, is_store, runs);
+  // Memory of the arena may end where the engine's begins, and no run lies in two registrations.
+  for (const bool is_local : {false, true}) {
+    if (is_local && table.local_ids.empty()) break;
+    Cursor blocks(table.block_ids, "block_ids");
+    Cursor local_blocks(table.local_ids, "local_ids");
+    Cursor slots(table.extents, "extents");
+    for (const CopyShape& shape : table.shapes) {
+      require_shape(shape);
+      const auto group = groups_.find(shape.group_index);
+      if (group == groups_.end()) refuse("group " + text(shape.group_index) + " has no pages");
+      for (std::int32_t copy = 0; copy < shape.num_copies; ++copy) {
+        const auto ids = blocks.take(shape.num_blocks);
+        const auto local_ids = local_blocks.take(shape.num_local);
+        const auto extents = slots.take(shape.num_extents);
+        if ((shape.num_local > 0) != is_local) continue;
+        require_blocks(ids, group->second.pages);
+        if (is_local && !is_store) {
+          require_blocks(local_ids, group->second.pages);
+          copy_local(shape, group->second, ids.data(), local_ids.data(), out);
+          continue;
+        }
+        if (is_local) refuse("a chunk is stored from its blocks alone, got others");
+        out.begin_slot(extents);
+        copy_chunk(shape, group->second, ids.data(), out);
+        if (is_store) {
+          out.part_here();
+          runs.ends.push_back(static_cast<std::int64_t>(runs.num_bytes.size()));
+        }
+      }
+    }
+    blocks.require_end();
+    local_blocks.require_end();
+    slots.require_end();
+    out.part_here();
+  }
+  return runs;
+}
+
+const BlockPages& Lowering::part(std::int32_t group_index, const Group& group, std::int64_t start,
+                                 std::int64_t end) const {
+  if (start == 0 && end == group.block_tokens) return group.pages;
+  const auto found = parts_.find({group_index, start, end});
+  if (found == parts_.end()) {
+    refuse("tokens " + text(start) + " to " + text(end) + " of group " + text(group_index) + "'s blocks have no pages");
+  }
+  return found->second;
+}
+
+std::size_t Lowering::pieces(const CopyShape& shape, const Group& group, Piece (&out)[3]) const {
+  const std::int64_t blocks = shape.stored_blocks;
+  if (group.block_tokens == 0) {
+    out[0] = {&group.pages, 0, blocks};
+    return 1;
+  }
+  const std::int64_t size = group.block_tokens;
+  const std::int64_t lead = shape.lead_tokens;
+  const std::int64_t end = size - shape.trail_tokens;
+  if (blocks == 1) {
+    out[0] = {&part(shape.group_index, group, lead, end), 0, 1};
+    return 1;
+  }
+  std::size_t count = 0;
+  const std::int64_t first = lead > 0 ? 1 : 0;
+  const std::int64_t last = blocks - (end < size ? 1 : 0);
+  if (first > 0) out[count++] = {&part(shape.group_index, group, lead, size), 0, 1};
+  if (last > first) out[count++] = {&group.pages, first, last - first};
+  if (last < blocks) out[count++] = {&part(shape.group_index, group, 0, end), last, 1};
+  return count;
+}
+
+void Lowering::copy_chunk(const CopyShape& shape, const Group& group, const std::int32_t* ids, Emitter& out) const {
+  const std::int64_t begin = shape.first_block;
+  const std::int64_t end = begin + shape.num_blocks;
+  if (out.is_store() && (begin != 0 || end != shape.stored_blocks)) {
+    refuse("a chunk of " + text(shape.stored_blocks) + " blocks is stored as a whole, got " + text(shape.num_blocks) +
+           " from the one at " + text(begin));
+  }
+  if (end > shape.stored_blocks) {
+    refuse("blocks " + text(begin) + " to " + text(end) + " are not within a chunk of " + text(shape.stored_blocks));
+  }
+  Piece pieces_of_it[3];
+  const std::size_t num_pieces = pieces(shape, group, pieces_of_it);
+  std::int64_t piece_offset = 0;
+  for (std::size_t number = 0; number < num_pieces; ++number) {
+    const auto [pages, first, count] = pieces_of_it[number];
+    const std::int64_t needed = piece_offset + count * pages->block_bytes;
+    const std::int64_t from = std::max(first, begin);
+    const std::int64_t to = std::min(first + count, end);
+    if ((from < to || num_pieces == 1) && needed > out.slot_bytes()) {
+      refuse("a chunk of " + text(needed) + " bytes does not fit a slot of " + text(out.slot_bytes()));
+    }
+    for (std::int64_t block = from; block < to; ++block) {
+      const std::int64_t id = ids[block - begin];
+      const std::int64_t block_offset = piece_offset + (block - first) * pages->block_bytes;
+      if (!out.is_store()) {
+        for (const PageColumn& column : pages->columns) {
+          out.place(column.address + id * column.stride_bytes, block_offset + column.offset, column.page_bytes);
+        }
+        continue;
+      }
+      std::int64_t at = 0;
+      for (const PageColumn& column : pages->columns) {
+        if (at < column.offset) out.place_zeros(block_offset + at, block_offset + column.offset);
+        out.place(column.address + id * column.stride_bytes, block_offset + column.offset, column.page_bytes);
+        at = column.offset + column.page_bytes;
+      }
+      if (at < pages->block_bytes) out.place_zeros(block_offset + at, block_offset + pages->block_bytes);
+    }
+    piece_offset = needed;
+  }
+  if (out.is_store() && piece_offset < out.slot_bytes()) out.place_zeros(piece_offset, out.slot_bytes());
+}
+
+void Lowering::copy_local(const CopyShape& shape, const Group& group, const std::int32_t* ids,
+                          const std::int32_t* local_ids, Emitter& out) const {
+  const std::int64_t count = shape.num_blocks;
+  std::vector<std::int32_t> targets(ids, ids + count);
+  std::sort(targets.begin(), targets.end());
+  bool is_good = shape.num_local == count;
+  for (std::int32_t local = 0; is_good && local < count; ++local) {
+    is_good = !std::binary_search(targets.begin(), targets.end(), local_ids[local]);
+  }
+  if (!is_good) {
+    refuse("expected as many other blocks as " + text(count) + ", got " + text(shape.num_local) + ", or the same");
+  }
+  for (std::int64_t block = 0; block < count; ++block) {
+    for (const PageColumn& column : group.pages.columns) {
+      out.run(column.address + local_ids[block] * column.stride_bytes,
+              column.address + ids[block] * column.stride_bytes, column.page_bytes);
+    }
+  }
+}
+
+}  // namespace hybridkv::cpu

@@ -1,0 +1,45 @@
+// Of which keys the answer changed, for one who watches. As hybridkv.tiers.changes.ChangeFeed.
+#ifndef HYBRIDKV_LEDGER_CHANGE_FEED_H_
+#define HYBRIDKV_LEDGER_CHANGE_FEED_H_
+
+#include <cstddef>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "csrc/ledger/key_table.h"
+
+namespace hybridkv::ledger {
+
+struct Changes {
+  std::unordered_set<std::string> keys;
+  bool is_any = false;  // also such as are not named
+};
+
+class ChangeFeed {
+ public:
+  // Names at most so many keys; beyond that any may have changed.
+  void watch(std::size_t max_keys) {
+    if (is_on_) return;
+    is_on_ = true;
+    max_keys_ = max_keys;
+  }
+  void add(Key key) {
+    if (!is_on_ || changes_.is_any) return;
+    changes_.keys.emplace(key);
+    if (changes_.keys.size() > max_keys_) add_all();
+  }
+  void add_all() {
+    if (is_on_) changes_ = {{}, true};
+  }
+  Changes take() { return std::exchange(changes_, {}); }
+
+ private:
+  bool is_on_ = false;
+  std::size_t max_keys_ = 0;
+  Changes changes_;
+};
+
+}  // namespace hybridkv::ledger
+
+#endif  // HYBRIDKV_LEDGER_CHANGE_FEED_H_

@@ -1,0 +1,41 @@
+// What is known of one key, in 76 bytes.
+#ifndef HYBRIDKV_LEDGER_ENTRY_H_
+#define HYBRIDKV_LEDGER_ENTRY_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hybridkv::ledger {
+
+inline constexpr std::size_t kInlineKeyBytes = 48;
+// Instead of a length: the key lies elsewhere.
+inline constexpr std::uint8_t kLongKey = 0xFF;
+inline constexpr std::uint32_t kNone = ~std::uint32_t{0};
+
+// As hybridkv.tiers.ledger.KeyState, and unknown.
+enum class KeyState : std::uint8_t { kUnknown, kReserved, kCommitted, kDoomedWrite, kDoomedRead };
+
+// In which chain an entry stands. Each that is known is in one.
+enum class Chain : std::uint8_t { kRecent, kDemoted, kReserved, kPinned };
+inline constexpr std::size_t kNumChains = 4;
+
+struct Entry {
+  unsigned char key[kInlineKeyBytes];
+  std::uint8_t key_bytes;
+  KeyState state;
+  Chain chain;
+  bool is_fragmented : 1;  // its granules are several runs
+  bool goes_first : 1;     // demoted while it is reserved or pinned
+  std::uint32_t num_pins;
+  std::uint32_t previous;
+  std::uint32_t next;  // in its chain; among free entries the next free one
+  std::uint32_t num_granules;
+  std::uint32_t spare_bytes;  // of the last granule
+  std::uint32_t place;        // the first granule, or the first fragment
+};
+
+static_assert(sizeof(Entry) == 76);
+
+}  // namespace hybridkv::ledger
+
+#endif  // HYBRIDKV_LEDGER_ENTRY_H_

@@ -1,0 +1,361 @@
+// What a ledger is made of: keys are told apart when their tags are not, granules are given out once, memory costs
+// nothing before it is used and comes back. Any sequence of calls beside a plain model: ledger_fuzz.cc.
+#include "csrc/ledger/ledger.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "csrc/ledger/granules.h"
+#include "csrc/ledger/key_table.h"
+#include "csrc/tests/expect.h"
+
+namespace {
+
+using hybridkv::ledger::Answer;
+using hybridkv::ledger::Granules;
+using hybridkv::ledger::Key;
+using hybridkv::ledger::KeyState;
+using hybridkv::ledger::KeyTable;
+using hybridkv::ledger::kNone;
+using hybridkv::ledger::Ledger;
+using hybridkv::ledger::Places;
+using hybridkv::ledger::Refusal;
+using hybridkv::ledger::Run;
+using hybridkv::testing::expect;
+using hybridkv::testing::Noise;
+
+constexpr std::uint64_t kSeed = 7;
+
+std::string key_of(std::uint64_t number, std::size_t num_bytes = 48) {
+  Noise noise(number);
+  std::string key(num_bytes, '\0');
+  for (char& byte : key) byte = static_cast<char>(noise.next() >> 32);
+  const std::string digits = std::to_string(number);
+  key.replace(0, std::min(digits.size(), num_bytes), digits);
+  return key;
+}
+
+// Two keys with one tag.
+std::pair<std::string, std::string> keys_of_one_tag(const KeyTable& table) {
+  std::vector<std::pair<std::uint32_t, std::uint64_t>> tags;
+  for (std::uint64_t number = 0;; ++number) {
+    tags.emplace_back(table.tag_of(key_of(number)), number);
+    if (tags.size() % 100'000 != 0) continue;
+    std::sort(tags.begin(), tags.end());
+    for (std::size_t at = 1; at < tags.size(); ++at) {
+      if (tags[at].first == tags[at - 1].first) return {key_of(tags[at - 1].second), key_of(tags[at].second)};
+    }
+  }
+}
+
+std::uint32_t insert(KeyTable& table, const std::string& key) {
+  const std::uint32_t index = table.insert(key, table.tag_of(key));
+  table[index].state = KeyState::kReserved;
+  return index;
+}
+
+void test_keys_of_one_tag_are_told_apart() {
+  KeyTable table(8, kSeed);
+  const auto [one, other] = keys_of_one_tag(table);
+  expect(table.tag_of(one) == table.tag_of(other) && one != other, "two keys have one tag");
+  const std::uint32_t first = insert(table, one);
+  expect(table.find(other) == kNone, "a key is not found by its tag alone");
+  const std::uint32_t second = insert(table, other);
+  expect(table.find(one) == first && table.find(other) == second, "both are found");
+  const std::vector<Key> keys{other, one, "unknown"};
+  std::vector<std::uint32_t> found;
+  table.each(keys, [&](std::size_t, std::uint32_t index) {
+    found.push_back(index);
+    return true;
+  });
+  expect(found == std::vector<std::uint32_t>{second, first, kNone}, "many at once, too");
+  table.erase(first);
+  expect(table.find(one) == kNone && table.find(other) == second, "one goes without the other");
+}
+
+void test_keys_that_are_chosen_without_the_seed_do_not_meet() {
+  // A factor that is zero makes a product zero, whatever the other one is.
+  constexpr std::uint64_t kFactors[] = {0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9};
+  const KeyTable table(8, kSeed);
+  for (const std::uint64_t factor : kFactors) {
+    for (std::size_t place = 0; place < 48; place += sizeof factor) {
+      std::vector<std::uint32_t> tags;
+      for (std::uint64_t number = 0; number < 100; ++number) {
+        std::string key = key_of(number);
+        std::memcpy(key.data() + place, &factor, sizeof factor);
+        tags.push_back(table.tag_of(key));
+      }
+      std::sort(tags.begin(), tags.end());
+      const auto num_tags = std::unique(tags.begin(), tags.end()) - tags.begin();
+      expect(num_tags > 90, "keys that share a word have tags of their own");
+    }
+  }
+}
+
+void test_a_key_is_any_bytes_of_any_length() {
+  const std::size_t lengths[] = {0, 1, 7, 8, 15, 16, 17, 32, 47, 48, 49, 64, 255, 256, 300};
+  KeyTable table(64, kSeed);
+  std::vector<std::string> keys;
+  for (const std::size_t length : lengths) keys.push_back(key_of(length, length));
+  keys.push_back(std::string(5, '\0'));
+  keys.push_back(std::string(6, '\0'));
+  std::vector<std::uint32_t> indices;
+  for (const std::string& key : keys) indices.push_back(insert(table, key));
+  for (std::size_t at = 0; at < keys.size(); ++at) {
+    expect(table.find(keys[at]) == indices[at], "a key is found");
+    expect(table.key_of(indices[at]) == keys[at], "and said as it is");
+    expect(keys[at].empty() || table.find(keys[at].substr(1) + "x") == kNone, "another is not");
+  }
+  for (std::size_t at = 0; at < keys.size(); at += 2) table.erase(indices[at]);
+  for (std::size_t at = 0; at < keys.size(); ++at) {
+    expect(table.find(keys[at]) == (at % 2 == 0 ? kNone : indices[at]), "what is erased is not found, all else is");
+  }
+}
+
+void test_a_full_table_finds_what_it_has_after_any_erasing() {
+  constexpr std::uint32_t kMaxKeys = 1000;
+  KeyTable table(kMaxKeys, kSeed);
+  Noise noise(3);
+  std::vector<std::string> held;
+  std::uint64_t next = 0;
+  for (int step = 0; step < 40'000; ++step) {
+    if (held.size() < kMaxKeys && (held.empty() || noise.below(100) < 60)) {
+      held.push_back(key_of(next++));
+      insert(table, held.back());
+    } else {
+      std::swap(held[noise.below(held.size())], held.back());
+      table.erase(table.find(held.back()));
+      expect(table.find(held.back()) == kNone, "what is erased is not found");
+      held.pop_back();
+    }
+    if (step % 500 != 0) continue;
+    expect(table.size() == held.size(), "it knows how many there are");
+    for (const std::string& key : held) {
+      const std::uint32_t index = table.find(key);
+      expect(index < kMaxKeys && table.key_of(index) == key, "everything that is held is found");
+    }
+  }
+}
+
+void test_granules_are_given_out_once_in_runs_that_do_not_touch() {
+  for (const std::uint32_t count : {1u, 63u, 64u, 65u, 4096u, 4097u, 300'000u}) {
+    Granules granules(count);
+    Noise noise(count);
+    std::vector<std::vector<Run>> taken;
+    std::vector<bool> is_taken(count);
+    std::uint64_t num_free = count;
+    for (int step = 0; step < 3000; ++step) {
+      const std::uint64_t most = std::min<std::uint64_t>(num_free, noise.below(2) == 0 ? 20 : count);
+      if (most > 0 && noise.below(5) < 3) {
+        std::vector<Run> runs;
+        const auto wanted = static_cast<std::uint32_t>(1 + noise.below(most));
+        granules.take(wanted, runs);
+        std::uint64_t end = 0;
+        std::uint64_t sum = 0;
+        for (std::size_t run = 0; run < runs.size(); ++run) {
+          expect(run == 0 || runs[run].first > end, "runs are in order and do not touch");
+          end = std::uint64_t{runs[run].first} + runs[run].count;
+          expect(runs[run].count > 0 && end <= count, "a run lies in the arena");
+          sum += runs[run].count;
+          for (std::uint64_t granule = runs[run].first; granule < end; ++granule) {
+            expect(!is_taken[granule], "what is given out was free");
+            is_taken[granule] = true;
+          }
+        }
+        expect(sum == wanted, "it gets what it wanted");
+        num_free -= sum;
+        taken.push_back(runs);
+      } else if (!taken.empty()) {
+        std::swap(taken[noise.below(taken.size())], taken.back());
+        for (const Run& run : taken.back()) {
+          granules.free(run);
+          num_free += run.count;
+          for (std::uint32_t granule = run.first; granule < run.first + run.count; ++granule) is_taken[granule] = false;
+        }
+        taken.pop_back();
+      }
+    }
+    for (std::uint32_t granule = 0; granule < count; ++granule) {
+      expect(granules.is_taken(granule) == is_taken[granule], "it knows what is taken");
+    }
+  }
+}
+
+void test_few_runs_are_taken_rather_than_many() {
+  Granules granules(100'000);
+  std::vector<Run> runs;
+  granules.take(100'000, runs);
+  for (std::uint32_t hole = 0; hole < 50; ++hole) granules.free({hole * 20, 1 + hole % 3});
+  granules.free({50'000, 40});
+  granules.free({60'000, 32});
+  granules.free({2'000, 1});
+  granules.take(32, runs);
+  expect(runs.size() == 1 && runs[0].first == 60'000, "a hole that fits is taken whole");
+  granules.take(41, runs);
+  expect(runs.size() == 2 && runs[1].first == 50'000, "where none is large enough, the largest are taken");
+}
+
+void test_what_was_freed_last_is_taken_first() {
+  Granules granules(1 << 20);
+  std::vector<Run> runs;
+  for (int turn = 0; turn < 1000; ++turn) granules.take(32, runs);
+  granules.free({320, 32});
+  granules.free({288, 32});
+  granules.take(64, runs);
+  expect(runs.size() == 1 && runs[0].first == 288 && runs[0].count == 64, "a hole is used from its beginning");
+}
+
+[[maybe_unused]] std::uint64_t resident_bytes() {
+  std::FILE* file = std::fopen("/proc/self/statm", "r");
+  unsigned long long all = 0;
+  unsigned long long resident = 0;
+  const int num_read = file == nullptr ? 0 : std::fscanf(file, "%llu %llu", &all, &resident);
+  if (file != nullptr) std::fclose(file);
+  expect(num_read == 2, "the kernel says how much is resident");
+  return resident * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+void fill(Ledger& ledger, std::uint32_t count, std::uint64_t num_bytes) {
+  for (std::uint32_t number = 0; number < count; ++number) {
+    const std::string key = key_of(number);
+    const Key view = key;
+    Places places;
+    bool is_offered = false;
+    expect(ledger.reserve(view, num_bytes, places) == Refusal::kNone, "there is room");
+    expect(ledger.commit_all({&view, 1}, &is_offered) == 1 && is_offered, "what is committed is offered");
+  }
+}
+
+// Not under a sanitizer, whose shadow counts too.
+void test_tables_cost_nothing_before_they_are_used_and_at_most_96_bytes_an_entry() {
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  constexpr std::uint32_t kCount = 200'000;
+  const std::uint64_t before = resident_bytes();
+  Ledger ledger({kCount * 16, 4096, kCount, kSeed});
+  const std::uint64_t made = resident_bytes();
+  expect(made - before < 1 << 20, "a new ledger has no memory of its own");
+  fill(ledger, kCount, 16 * 4096);
+  const std::uint64_t full = resident_bytes();
+  expect(ledger.num_keys() == kCount, "everything is held");
+  expect(full - before <= 96 * std::uint64_t{kCount}, "an entry takes 96 bytes, all in");
+  expect(ledger.most_bytes() <= 96 * std::uint64_t{kCount}, "which is what it says");
+  expect(ledger.forget_all() == kCount && ledger.num_keys() == 0, "everything is forgotten");
+  expect(ledger.leftover_bytes() > 80 * std::uint64_t{kCount}, "and given back later");
+  fill(ledger, 1000, 16 * 4096);
+  expect(ledger.leftover_bytes() == 0 && resident_bytes() < before + 64 * std::uint64_t{kCount},
+         "by what is stored next");
+#endif
+}
+
+void test_many_ends_without_a_store_leave_little() {
+  Ledger ledger({1 << 16, 4096, 1 << 16, kSeed});
+  for (int turn = 0; turn < 500; ++turn) {
+    fill(ledger, 1, 4096);
+    ledger.forget_all();
+  }
+  expect(ledger.leftover_bytes() < std::uint64_t{64} << 20, "what waits to be given back is bounded");
+}
+
+void test_no_end_gives_much_back_at_once() {
+  constexpr std::uint32_t kCount = 100'000;
+  for (const std::uint32_t num_stored : {0u, 1u, 40u}) {
+    Ledger ledger({kCount, 4096, kCount, kSeed});
+    fill(ledger, kCount, 4096);
+    ledger.forget_all();
+    for (int turn = 0; turn < 100; ++turn) {
+      fill(ledger, num_stored, 4096);
+      const std::uint64_t left = ledger.leftover_bytes();
+      ledger.forget_all();
+      expect(ledger.leftover_bytes() >= left, "what waits is given back by what is stored");
+    }
+  }
+}
+
+// Not under a sanitizer, which takes addresses of its own.
+void test_an_end_needs_no_memory() {
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  constexpr std::uint32_t kCount = 200'000;
+  Ledger ledger({kCount, 4096, kCount, kSeed});
+  ledger.watch(10);
+  fill(ledger, 1000, 4096);
+  Places places;
+  expect(ledger.reserve("written", 4096, places) == Refusal::kNone, "there is room");
+  const std::string read = key_of(0);
+  const std::vector<Key> keys{read};
+  std::uint32_t found[1];
+  expect(ledger.find_committed(keys, found), "it is a hit");
+  ledger.pin_found(found, places);
+  rlimit before{};
+  getrlimit(RLIMIT_AS, &before);
+  const rlimit none{1 << 20, before.rlim_max};
+  setrlimit(RLIMIT_AS, &none);
+  const std::uint64_t count = ledger.forget_all();
+  setrlimit(RLIMIT_AS, &before);
+  expect(count == 1001 && ledger.num_keys() == 0 && ledger.used_bytes() == 2 * 4096, "everything is withdrawn");
+  expect(ledger.state("written") == KeyState::kDoomedWrite && ledger.state(read) == KeyState::kDoomedRead,
+         "but not from whoever writes or reads");
+  expect(ledger.take_changes().is_any && ledger.eviction_order().empty(), "and any may have changed");
+  expect(ledger.unpin_all(keys) == 1 && ledger.used_bytes() == 4096, "until they are done");
+  fill(ledger, kCount - 1, 4096);
+  expect(ledger.num_keys() == kCount - 1, "all of the rest is free");
+#endif
+}
+
+void test_a_chunk_in_pieces_is_as_long_as_it_was_asked_for() {
+  Ledger ledger({8, 100, 8, kSeed});
+  fill(ledger, 8, 100);
+  for (const std::uint32_t number : {1u, 3u, 4u, 6u}) {
+    const std::string key = key_of(number);
+    const Key view = key;
+    ledger.invalidate_all({&view, 1});
+  }
+  Places places;
+  expect(ledger.reserve("in pieces", 350, places) == Refusal::kNone, "any free granules serve");
+  expect(places.ends == std::vector<std::size_t>{3} && places.extents.size() == 3, "three runs");
+  std::uint64_t num_bytes = 0;
+  for (const auto& extent : places.extents) num_bytes += extent.num_bytes;
+  expect(num_bytes == 350 && places.extents[1].offset == 300 && places.extents[1].num_bytes == 200, "of 350 bytes");
+}
+
+void test_a_key_may_be_bounded_in_number() {
+  Ledger ledger({100, 10, 2, kSeed});
+  fill(ledger, 3, 10);
+  expect(ledger.num_keys() == 2 && ledger.answer(key_of(0)) == Answer::kMiss, "the first one went");
+  const std::string one = key_of(1);
+  const std::string two = key_of(2);
+  const std::vector<Key> keys{one, two};
+  std::uint32_t found[2];
+  Places places;
+  expect(ledger.find_committed(keys, found), "the others did not");
+  ledger.pin_found(found, places);
+  expect(ledger.reserve("more", 1, places) == Refusal::kNoRoom, "what is pinned stays");
+}
+
+}  // namespace
+
+int main() {
+  test_keys_of_one_tag_are_told_apart();
+  test_keys_that_are_chosen_without_the_seed_do_not_meet();
+  test_a_key_is_any_bytes_of_any_length();
+  test_a_full_table_finds_what_it_has_after_any_erasing();
+  test_granules_are_given_out_once_in_runs_that_do_not_touch();
+  test_few_runs_are_taken_rather_than_many();
+  test_what_was_freed_last_is_taken_first();
+  test_tables_cost_nothing_before_they_are_used_and_at_most_96_bytes_an_entry();
+  test_many_ends_without_a_store_leave_little();
+  test_no_end_gives_much_back_at_once();
+  test_an_end_needs_no_memory();
+  test_a_chunk_in_pieces_is_as_long_as_it_was_asked_for();
+  test_a_key_may_be_bounded_in_number();
+  return 0;
+}
