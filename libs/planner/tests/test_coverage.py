@@ -3,7 +3,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import CHUNKS, caches
 
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_span, coverage, needed_ends, resume_start
+from hybridkv.planner import (
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
+    TokenSpan,
+    chunk_blocks,
+    chunk_span,
+    coverage,
+    needed_ends,
+    resume_start,
+)
 
 
 def spec(kind: GroupKind, chunk_tokens: int = 64, **sizes: int) -> CacheSpec:
@@ -85,3 +95,22 @@ def test_what_a_group_needs_never_reaches_further_back_for_a_later_boundary(
     second = data.draw(st.integers(first, 200))
     for group in cache.groups:
         assert resume_start(group, first) <= resume_start(group, second)
+
+
+@given(caches(cuts=True), st.integers(1, CHUNKS))
+def test_the_blocks_of_parts_that_are_alike_are_those_of_their_spans(cache: CacheSpec, number: int) -> None:
+    end = number * cache.chunk_tokens
+    for index in cache.stored_groups:
+        span, size = chunk_span(cache, index, end), cache.groups[index].block_tokens
+        expected = range(span.start // size, -(-span.end // size)) if span.num_tokens else range(0)
+        assert chunk_blocks(cache, index, end) == expected
+        alike, first = cache.alike_parts[index], (end - cache.chunk_tokens) // size
+        assert alike is None or range(first + alike.start, first + alike.stop) == expected
+
+
+def test_parts_are_alike_unless_blocks_are_cut_or_attention_chunks_end_inside() -> None:
+    assert spec(GroupKind.FULL).alike_parts == (range(4),)
+    assert spec(GroupKind.WINDOW, window_tokens=18).alike_parts == (range(2, 4),)
+    assert spec(GroupKind.RECURRENT).alike_parts == (range(3, 4),)
+    assert spec(GroupKind.CHUNKED, align_tokens=100).alike_parts == (None,)
+    assert spec(GroupKind.FULL, chunk_tokens=8, part_tokens=8).alike_parts == (None,)

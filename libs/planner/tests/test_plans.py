@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import CHUNKS, caches
+from strategies import CHUNKS, any_caches, caches
 
 from hybridkv.planner import (
     CacheSpec,
@@ -17,6 +17,7 @@ from hybridkv.planner import (
     plan_load,
     plan_store,
     plan_tail,
+    storable_ends,
 )
 
 FULL = GroupSpec(kind=GroupKind.FULL, block_tokens=4)
@@ -186,6 +187,33 @@ def test_a_drafter_chunk_waits_for_the_tokens_that_it_depends_on() -> None:
     spec = CacheSpec((GroupSpec(kind=GroupKind.FULL, block_tokens=4, lookahead_tokens=4),), 8)
     assert plan_store(spec, 0, 11, [[1, 2, 3]], [], everything).transfers == ()
     assert plan_store(spec, 0, 12, [[1, 2, 3]], [], everything).transfers == (Transfer(0, 8, 0, (1, 2)),)
+
+
+@given(any_caches, st.data())
+def test_the_chunks_that_can_be_stored_are_those_of_which_every_block_is_there(
+    spec: CacheSpec, data: st.DataObject
+) -> None:
+    groups = [index for index in spec.stored_groups if spec.groups[index].kind is not GroupKind.RECURRENT]
+    group_index = data.draw(st.sampled_from(groups or [0]))
+    chunk, size = spec.chunk_tokens, spec.groups[group_index].block_tokens
+    first, last = data.draw(st.integers(0, CHUNKS)) * chunk, data.draw(st.integers(0, CHUNKS * chunk))
+    num_blocks = data.draw(st.integers(0, -(-CHUNKS * chunk // size)))
+    # As an engine leaves it, null at the beginning; or anything.
+    num_null = data.draw(st.integers(0, num_blocks))
+    holes = data.draw(st.sets(st.integers(0, num_blocks), max_size=2))
+    blocks = [0 if place < num_null or place in holes else 1 + place for place in range(num_blocks)]
+    tables = [blocks if index == group_index else [] for index in range(len(spec.groups))]
+    expected = []
+    for end in range(first + chunk, last + 1, chunk):
+        stored = chunk_blocks(spec, group_index, end)
+        if stored and stored.stop <= num_blocks and all(blocks[place] for place in stored):
+            expected.append(end)
+    assert list(storable_ends(spec, group_index, first, last, tables)) == expected
+
+
+def test_chunks_behind_a_window_that_moved_on_are_a_range() -> None:
+    tables = [[], [0, 0, 0, 0, 25, 26, 27, 28], []]
+    assert storable_ends(SPEC, 1, 0, 32, tables) == range(24, 33, 8)
 
 
 @given(caches(), st.data())

@@ -69,8 +69,12 @@ def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
 def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
     """The same part as indices into the group's block table. The last block of a tail may be filled in part, and of a
     chunk that cuts blocks the first and the last one belong to its neighbours too."""
+    block_tokens, chunk = spec.groups[group_index].block_tokens, spec.chunk_tokens
+    alike = spec.alike_parts[group_index]
+    if alike is not None and end_token > 0 and end_token % chunk == 0:
+        before = (end_token - chunk) // block_tokens
+        return range(before + alike.start, before + alike.stop)
     span = chunk_span(spec, group_index, end_token)
-    block_tokens = spec.groups[group_index].block_tokens
     if span.num_tokens == 0:
         return range(0)
     return range(span.start // block_tokens, -(-span.end // block_tokens))

@@ -146,9 +146,39 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
         return tuple(i for i, group in enumerate(self.groups) if group.kind is not GroupKind.SCRATCH)
 
     @functools.cached_property
+    def recurrent_groups(self) -> tuple[int, ...]:
+        """Indices of those that can be resumed only where there is a state."""
+        return tuple(i for i in self.stored_groups if self.groups[i].kind is GroupKind.RECURRENT)
+
+    @functools.cached_property
     def cut_groups(self) -> tuple[int, ...]:
         """Indices of the stored groups in which chunks end inside a block."""
         return tuple(i for i in self.stored_groups if self.chunk_tokens % self.groups[i].block_tokens)
+
+    @functools.cached_property
+    def alike_parts(self) -> tuple[range | None, ...]:
+        """Of each group, the blocks of its part of a chunk, counted from the chunk's first block, where these are the
+        same for every chunk: unless chunks cut its blocks, or attention chunks end inside them."""
+        return tuple(
+            self._alike_part(group) if i in self.stored_groups and i not in self.cut_groups else None
+            for i, group in enumerate(self.groups)
+        )
+
+    def _alike_part(self, group: GroupSpec) -> range | None:
+        num_blocks = self.chunk_tokens // group.block_tokens
+        if group.kind is GroupKind.FULL:
+            return range(num_blocks)
+        if group.kind is GroupKind.RECURRENT:
+            return range(num_blocks - 1, num_blocks)
+        if group.kind is GroupKind.WINDOW:
+            assert group.window_tokens is not None
+            return range(max(0, self.chunk_tokens - (group.window_tokens - 1)) // group.block_tokens, num_blocks)
+        return None
+
+    @functools.cached_property
+    def full_groups(self) -> tuple[int, ...]:
+        """Indices of the stored groups that need every token."""
+        return tuple(i for i in self.stored_groups if self.groups[i].kind is GroupKind.FULL)
 
     @functools.cached_property
     def scarce_first(self) -> tuple[int, ...]:
@@ -159,7 +189,7 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
     @functools.cached_property
     def first_full(self) -> int | None:
         """Index of the first FULL group: without its first chunk nothing can be resumed. None where there is none."""
-        return next((i for i in self.stored_groups if self.groups[i].kind is GroupKind.FULL), None)
+        return next(iter(self.full_groups), None)
 
     @functools.cached_property
     def lookahead_tokens(self) -> int:

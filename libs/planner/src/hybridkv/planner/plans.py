@@ -1,6 +1,7 @@
 """Which blocks of which groups move, to load a prefix and to store what became complete."""
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 
 from hybridkv.planner.coverage import chunk_blocks, load_start, needed_ends
 from hybridkv.planner.groups import CacheSpec, GroupKind
@@ -127,13 +128,10 @@ def plan_store(
         if group.kind is GroupKind.RECURRENT:
             continue
         last = num_tokens - group.lookahead_tokens
-        ends = range(first_token + spec.chunk_tokens, last + 1, spec.chunk_tokens)
-        table = table_of(spec, block_ids, group_index) if ends else ()
-        for end_token in ends:
-            stored = chunk_blocks(spec, group_index, end_token)
-            ids = tuple(table[stored.start : stored.stop])
-            if stored and len(ids) == len(stored) and null_block not in ids and wanted(group_index, end_token):
-                transfers.append(Transfer(group_index, end_token, 0, ids))
+        ends = storable_ends(spec, group_index, first_token, last, block_ids, null_block)
+        wanted_ends = [end_token for end_token in ends if wanted(group_index, end_token)]
+        if wanted_ends:
+            transfers += _store_transfers(spec, group_index, wanted_ends, block_ids[group_index])
     unaligned, early, incomplete = 0, 0, 0
     tails: dict[int, list[State]] = {}
     for index, state in enumerate(states):
@@ -151,6 +149,74 @@ def plan_store(
         transfers += tail.transfers
         incomplete += tail.incomplete_tails
     return StorePlan(tuple(transfers), unaligned, incomplete, early)
+
+
+def _store_transfers(
+    spec: CacheSpec, group_index: int, ends: Sequence[int], table: Sequence[int]
+) -> Iterator[Transfer]:
+    """Of chunks with these ends, of whose blocks all that are stored are in the table, which is read once."""
+    first, last = (chunk_blocks(spec, group_index, end) for end in (ends[0], ends[-1]))
+    ids = tuple(table[first.start : last.stop])
+    for end_token in ends:
+        stored = chunk_blocks(spec, group_index, end_token)
+        own = ids[stored.start - first.start : stored.stop - first.start]
+        yield Transfer(group_index, end_token, 0, own)
+
+
+def storable_ends(
+    spec: CacheSpec,
+    group_index: int,
+    first_token: int,
+    last_token: int,
+    block_ids: Sequence[Sequence[int]],
+    null_block: int = 0,
+) -> Sequence[int]:
+    """The ends of a group's chunks in (first_token, last_token] of whose blocks all that are stored are in its table.
+
+    Where only the beginning of a window's table is null, as engines leave it, no chunk is looked at by itself, so that
+    a long prompt costs no more than its table.
+
+    Args:
+        spec: the model's groups.
+        group_index: one that is stored by position, so not a RECURRENT one.
+        first_token: a multiple of the chunk.
+        last_token: chunks that end behind it are not final.
+        block_ids: for every group of `spec`, the request's block table.
+        null_block: the id that stands for "no block" in a table.
+
+    Returns:
+        Ascending; a range where they are in a row.
+
+    Raises:
+        PlanError: there is such a chunk, and no table.
+    """
+    ends = range(first_token + spec.chunk_tokens, last_token + 1, spec.chunk_tokens)
+    if not ends:
+        return ends
+    table = table_of(spec, block_ids, group_index)
+    first, last = (chunk_blocks(spec, group_index, end) for end in (ends[0], ends[-1]))
+    looked_at: Sequence[int] = ends
+    # The parts of these kinds begin in the order of their chunks, and either all of them are empty or none.
+    if spec.groups[group_index].kind in (GroupKind.FULL, GroupKind.WINDOW) and first and last.stop <= len(table):
+        blocks = table[first.start : last.stop]
+        if null_block not in blocks:
+            return ends
+        num_live = blocks[::-1].index(null_block)
+        num_null = len(blocks) - num_live
+        live = bisect_left(ends, first.start + num_null, key=lambda end: chunk_blocks(spec, group_index, end).start)
+        if blocks[:num_null].count(null_block) == num_null:
+            return ends[live:]
+        looked_at = ends[:live]
+        ends = ends[live:]
+    else:
+        ends = ends[:0]
+    whole = [end for end in looked_at if _has_blocks(chunk_blocks(spec, group_index, end), table, null_block)]
+    return (*whole, *ends)
+
+
+def _has_blocks(stored: range, table: Sequence[int], null_block: int) -> bool:
+    blocks = table[stored.start : stored.stop]
+    return bool(stored) and len(blocks) == len(stored) and null_block not in blocks
 
 
 def _require_state(spec: CacheSpec, index: int, state: State) -> None:

@@ -1,7 +1,7 @@
 """Boundaries inside a chunk: the tails that end there, each group's part of one, all of them or none.
 
-Nothing in the product stores tails yet: `CacheSpec.tail_tokens` is None in every cache of a connector. The searches
-know them; the plan of one stands here.
+The connector of vLLM sets `CacheSpec.tail_tokens` where the engine hands over states inside blocks. The searches know
+tails; the plan of one stands here.
 """
 
 from hybridkv.planner.tails.plan import plan_tail

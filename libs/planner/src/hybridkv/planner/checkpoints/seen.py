@@ -1,0 +1,176 @@
+"""Remembers prefixes, so that what a request does can be told from what others did before it.
+
+The store says what it holds. This table says what it does not: how far the prompt went on from which a request parts
+now, whether others parted there before, and how long ago a prefix was last used. Bounded, and so is what one request
+costs, however long its prompt is (`Grain`); what is forgotten or passed over is only not learned from. Opaque keys, no
+bytes, no clock but that of bytes stored.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from operator import neg
+from typing import Final
+
+import msgspec
+
+from hybridkv.planner.checkpoints.experience import OLD_SHARE
+from hybridkv.planner.checkpoints.grain import Grain, offsets
+from hybridkv.planner.checkpoints.values import Market, Placement, Prompt, StopReason
+
+MAX_BRANCHES: Final = 16
+"""Of one path, the deepest."""
+
+
+_GRAIN: Final = Grain()
+
+
+class _Seen(msgspec.Struct, gc=False):
+    """One prefix. Counts are of tokens from its start."""
+
+    end_tokens: int
+    """The last boundary of the prompt that brought it."""
+    used_at: float
+    """Bytes that had been stored ever, when it was used last."""
+    is_parting: bool = False
+    """Requests parted here."""
+    parted_behind: int = 0
+    """How many boundaries behind this one requests parted, as bits; only where this is the cell of these boundaries."""
+    is_guess: bool = False
+    """It has a state by guess that nobody has used."""
+
+
+class SeenPrefixes:
+    """A table of at most `max_chunks` prefixes, of which those are forgotten that were used longest ago.
+
+    A prompt's `keys` are those of its boundaries in order: the first names the first `boundary_tokens` tokens, the last
+    ends at `Prompt.end_boundary` or behind it. Equal prefixes have equal keys. `grain` bounds what one prompt costs.
+
+    Raises:
+        ValueError: `max_chunks` is negative.
+    """
+
+    def __init__(self, max_chunks: int, grain: Grain = _GRAIN) -> None:
+        if max_chunks < 0:
+            raise ValueError(f"max_chunks must not be negative, got {max_chunks}")
+        self._max_chunks = max_chunks
+        self._grain = grain
+        # Not a dict, which looks for its first key among all that were before it and are gone.
+        self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()
+        self.num_forgotten = 0
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def look(self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, market: Market) -> Prompt:
+        """The prompt with all that this table knows of it: branches, where it parts, what it resumes of old.
+
+        Old is what was last used before `OLD_SHARE` of the store's capacity was stored. Costs O(boundaries), and no
+        more than `Grain.max_places` of them.
+        """
+        end = prompt.end_boundary(boundary_tokens) // boundary_tokens
+        resumed, held = (
+            min(tokens // boundary_tokens, len(keys))
+            for tokens in (prompt.resumed_tokens, prompt.held_tokens(boundary_tokens))
+        )
+        places = self._grain.places(len(keys))
+        branches = tuple(place * boundary_tokens for place in self._partings(keys, places, resumed, end))
+        last = self._seen.get(keys[held - 1]) if held and self._parts(keys, resumed, held, prompt) else None
+        parted = last.end_tokens - held * boundary_tokens if last else 0
+        old_since = market.experience.bytes_ever - OLD_SHARE * market.capacity_bytes
+        below = places[bisect.bisect_left(places, -resumed, key=neg) :]
+        recent = next((place for place in (resumed, *below) if self._is_recent(keys, place, old_since)), 0)
+        return msgspec.structs.replace(
+            prompt,
+            branches=branches,
+            parted_tokens=max(0, parted),
+            aged_tokens=(resumed - recent) * boundary_tokens,
+        )
+
+    def note(
+        self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, placement: Placement, market: Market
+    ) -> None:
+        """Remember a request that was admitted with its stops, after `look`. Once for each time that it is admitted;
+        O(boundaries), and no more than `Grain.max_places` and what `look` and the stops name."""
+        resumed, held = (
+            min(tokens // boundary_tokens, len(keys))
+            for tokens in (prompt.resumed_tokens, prompt.held_tokens(boundary_tokens))
+        )
+        parts = self._parts(keys, resumed, held, prompt)
+        end_tokens, now = prompt.end_boundary(boundary_tokens), market.experience.bytes_ever
+        cell = self._grain.cell(held)
+        named = {resumed, held, cell, *(tokens // boundary_tokens for tokens in prompt.branches)}
+        named |= {stop.num_tokens // boundary_tokens for stop in placement.stops}
+        for place in self._with(named, self._grain.places(len(keys))):  # the beginning last: it is forgotten last
+            seen = self._seen.pop(keys[place - 1], None)
+            if seen is None:
+                seen = _Seen(end_tokens, now)
+            elif place > held:
+                seen = _Seen(end_tokens, now, seen.is_parting, seen.parted_behind)
+            seen.used_at = now
+            self._seen[keys[place - 1]] = seen
+        if held and parts:
+            self._seen[keys[held - 1]].is_parting = True
+            self._seen[keys[cell - 1]].parted_behind |= 1 << (held - cell)
+        if resumed and not prompt.starts_over:
+            self._seen[keys[resumed - 1]].is_guess = False
+        for stop in placement.stops:
+            if stop.reason is StopReason.SPACED and stop.num_tokens <= len(keys) * boundary_tokens:
+                self._seen[keys[stop.num_tokens // boundary_tokens - 1]].is_guess = True
+        self._forget()
+
+    def _parts(self, keys: Sequence[Hashable], resumed: int, held: int, prompt: Prompt) -> bool:
+        """Whether this request is the first to part where it does: there is no state, or only one by guess."""
+        if prompt.starts_over:
+            return False
+        seen = self._seen.get(keys[resumed - 1]) if resumed else None
+        return held > resumed or (seen is not None and seen.is_guess)
+
+    def _partings(self, keys: Sequence[Hashable], places: Sequence[int], resumed: int, end: int) -> list[int]:
+        """Boundaries between `resumed` and `end` at which requests parted, the deepest first. Where not every one is
+        looked at, those that are say where it was."""
+        found: list[int] = []
+        is_whole = len(places) == len(keys)
+        first_fine = 1 if is_whole else len(keys) - self._grain.fine_places + 1
+        for place in places:
+            if len(found) >= MAX_BRANCHES or place + self._grain.coarse_step <= resumed:
+                break
+            seen = self._seen.get(keys[place - 1])
+            if seen is None:
+                continue
+            if place >= first_fine:
+                if seen.is_parting and resumed < place < end:
+                    found.append(place)
+            elif seen.parted_behind:
+                parted = (place + offset for offset in offsets(seen.parted_behind))
+                within = (each for each in parted if resumed < each < min(end, first_fine))
+                # Some may have parted on paths of their own.
+                found += (each for each in within if self._is_parting(keys, each))
+        return found[:MAX_BRANCHES]
+
+    def _is_parting(self, keys: Sequence[Hashable], place: int) -> bool:
+        seen = self._seen.get(keys[place - 1])
+        return seen is not None and seen.is_parting
+
+    def _with(self, named: set[int], places: Sequence[int]) -> Sequence[int]:
+        """The places, descending, and what was named of the boundaries that they are of."""
+        last = places[0] if places else 0
+        if len(places) == last:
+            return places
+        return sorted({*places, *(place for place in named if 0 < place <= last)}, reverse=True)
+
+    def _is_recent(self, keys: Sequence[Hashable], place: int, since: float) -> bool:
+        """Whether a prefix is known to have been used since. Of long prompts only some prefixes are remembered, and who
+        used one of these used all before it."""
+        for each in (place, min(self._grain.behind(place), len(keys))):
+            seen = self._seen.get(keys[each - 1]) if each else None
+            if seen is not None and seen.used_at >= since:
+                return True
+        return False
+
+    def _forget(self) -> None:
+        while len(self._seen) > self._max_chunks:
+            self._seen.popitem(last=False)
+            self.num_forgotten += 1

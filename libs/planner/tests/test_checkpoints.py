@@ -1,0 +1,251 @@
+"""Laws of placement: where stops may lie, what comes first, what limits and prices do, what is kept."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.planner import (
+    NO_EXPERIENCE,
+    Costs,
+    Experience,
+    Limits,
+    Market,
+    Placement,
+    Prompt,
+    Stop,
+    StopReason,
+    keep,
+    learn_request,
+    learn_stored,
+    next_stop,
+    plan_stops,
+)
+from hybridkv.planner.checkpoints.experience import RUNGS
+from hybridkv.planner.checkpoints.placement import price_tokens
+
+FREE = Limits(1_000, 1e9)
+KNOWN = (StopReason.JUNCTION, StopReason.BRANCH)
+rates = st.lists(st.floats(0.0, 3.0), min_size=len(RUNGS), max_size=len(RUNGS))
+numbers = st.floats(0.0, 1e9)
+experiences = st.builds(
+    Experience,
+    partings=rates.map(tuple),
+    prompts=st.just((1.0,) * len(RUNGS)),
+    aged_tokens=numbers,
+    stored_bytes=numbers,
+    computed_tokens=numbers,
+    extra_tokens=st.floats(0.0, 1e5),
+)
+markets = st.builds(Market, capacity_bytes=st.integers(0, 1 << 40), experience=experiences)
+costs = st.builds(
+    Costs, state_bytes=st.integers(0, 1 << 24), token_bytes=st.integers(1, 1 << 16), step_tokens=st.integers(0, 500)
+)
+limits = st.builds(Limits, max_stops=st.integers(0, 10), max_extra_share=st.floats(0.0, 0.2))
+sizes = st.sampled_from([16, 128, 512, 784])
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompt:
+    num_tokens = draw(st.integers(1, 60_000))
+    inside = st.integers(0, num_tokens)
+    return Prompt(num_tokens, draw(inside), draw(inside), tuple(draw(st.lists(inside, max_size=4))))
+
+
+@given(sizes, prompts(), markets, costs, limits)
+def test_stops_are_boundaries_that_are_computed_and_before_the_engines_own(
+    boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits
+) -> None:
+    tokens = [stop.num_tokens for stop in plan_stops(boundary, prompt, market, cost, limit).stops]
+    assert tokens == sorted(set(tokens))
+    assert all(prompt.resumed_tokens < at < prompt.end_boundary(boundary) and at % boundary == 0 for at in tokens)
+
+
+@given(sizes, prompts(), markets, costs, limits)
+def test_limits_hold_for_the_request_and_for_all_of_lately(
+    boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits
+) -> None:
+    placement = plan_stops(boundary, prompt, market, cost, limit)
+    assert len(placement.stops) <= limit.max_stops
+    assert placement.extra_tokens == len(placement.stops) * cost.step_tokens
+    learned = market.experience
+    computed = learned.computed_tokens + prompt.num_tokens - prompt.resumed_tokens
+    if placement.extra_tokens:
+        assert learned.extra_tokens + placement.extra_tokens <= limit.max_extra_share * computed + 1e-6
+
+
+@given(sizes, prompts(), markets, costs, limits, st.integers(0, 10))
+def test_where_requests_parted_comes_before_any_guess(
+    boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits, max_stops: int
+) -> None:
+    free = Limits(1000, 1e9)
+    wanted = plan_stops(boundary, prompt, market, cost, free).stops
+    made = plan_stops(boundary, prompt, market, cost, msgspec.structs.replace(free, max_stops=max_stops)).stops
+    assert set(made) <= set(wanted)
+    if any(stop.reason is StopReason.SPACED for stop in made):
+        assert {stop for stop in wanted if stop.reason in KNOWN} <= set(made)
+    if any(stop.reason is StopReason.BRANCH for stop in made):
+        assert {stop for stop in wanted if stop.reason is StopReason.JUNCTION} <= set(made)
+
+
+@given(sizes, prompts(), markets, costs, limits, st.integers(0, 1 << 24), st.integers(0, 10), st.floats(0.0, 1.0))
+def test_a_tighter_budget_never_adds_stops(
+    boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits, more_bytes: int, fewer: int, share: float
+) -> None:
+    wide = plan_stops(boundary, prompt, market, cost, limit)
+    dear = msgspec.structs.replace(cost, state_bytes=cost.state_bytes + more_bytes)
+    tight = Limits(max(0, limit.max_stops - fewer), limit.max_extra_share * share)
+    assert len(plan_stops(boundary, prompt, market, dear, limit).stops) <= len(wide.stops)
+    assert set(plan_stops(boundary, prompt, market, cost, tight).stops) <= set(wide.stops)
+
+
+@given(sizes, prompts(), markets, costs, limits)
+def test_what_is_left_out_is_counted_by_its_cause(
+    boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits
+) -> None:
+    placement = plan_stops(boundary, prompt, market, cost, limit)
+    free = plan_stops(boundary, prompt, market, cost, Limits(1000, 1e9))
+    left_out = placement.left_out
+    assert min(left_out.stops, left_out.share, left_out.worth) >= 0
+    assert left_out.stops + left_out.share == len(free.stops) - len(placement.stops)
+    assert left_out.worth == free.left_out.worth
+
+
+def test_a_store_without_room_for_a_state_gets_no_stop() -> None:
+    prompt, cost = Prompt(50_000, junction_tokens=20_480), Costs(1_000, 1, 64)
+    assert plan_stops(512, prompt, Market(1_000), cost, Limits()).stops
+    assert plan_stops(512, prompt, Market(999), cost, Limits()).stops == ()
+
+
+def test_a_junction_is_stopped_at_and_says_so() -> None:
+    placement = plan_stops(512, Prompt(9_000, 512, 5_000), Market(1 << 30), Costs(2_048, 1, 16), Limits(1))
+    assert placement.stops == (Stop(4_608, StopReason.JUNCTION),)
+
+
+def test_guesses_thin_out_as_old_content_of_the_store_gains_worth() -> None:
+    def num_stops(aged_tokens: float) -> int:
+        learned = msgspec.structs.replace(NO_EXPERIENCE, aged_tokens=aged_tokens, stored_bytes=1e6)
+        return len(plan_stops(512, Prompt(100_000), Market(1 << 30, 0, learned), Costs(2_048, 1, 8), Limits()).stops)
+
+    counts = [num_stops(aged) for aged in (0, 1e7, 1e8, 1e9)]
+    assert counts == sorted(counts, reverse=True) and counts[0] > 0 == counts[-1]
+
+
+def test_a_distance_at_which_requests_part_is_learned_and_forgotten() -> None:
+    cost, limit, learned = Costs(2_048, 1, 8), Limits(max_stops=1), NO_EXPERIENCE
+    nothing = Placement(boundary_tokens=512)
+    for _ in range(20):
+        learned = learn_request(learned, Prompt(30_000), nothing)
+        learned = learn_request(learned, Prompt(30_000, 0, 26_624, parted_tokens=6 * 512), nothing)
+    market = Market(1 << 30, 0, learned)
+    assert plan_stops(512, Prompt(40_001), market, cost, limit).stops == (
+        Stop((40_000 // 512 - 6) * 512, StopReason.SPACED),
+    )
+    for _ in range(5_000):
+        learned = learn_request(learned, Prompt(30_000), nothing)
+    assert learned.parting_rate(RUNGS.index(6), 58) < 0.001
+
+
+def test_what_prompts_of_one_length_teach_counts_more_for_those_than_for_others() -> None:
+    learned, nothing = NO_EXPERIENCE, Placement(boundary_tokens=512)
+    for _ in range(200):
+        learned = learn_request(learned, Prompt(100_000), nothing)
+        learned = learn_request(learned, Prompt(100_000, 0, 512 * 192, parted_tokens=3 * 512), nothing)
+        learned = learn_request(learned, Prompt(10_000), nothing)
+    long, middle, short = (learned.parting_rate(RUNGS.index(3), number) for number in (195, 80, 19))
+    assert long > middle > short > 0
+
+
+def test_who_parts_where_the_other_prompt_had_no_rung_promises_nothing_to_longer_ones() -> None:
+    """Near the beginning: of 59 boundaries the last 50 differ, and the next rung is 64."""
+    nothing = Placement(boundary_tokens=512)
+    learned = learn_request(NO_EXPERIENCE, Prompt(30_001, 0, 9 * 512, parted_tokens=50 * 512), nothing)
+    assert learned.partings[RUNGS.index(64)] == NO_EXPERIENCE.partings[RUNGS.index(64)]
+    learned = learn_request(NO_EXPERIENCE, Prompt(60_001, 0, 20 * 512, parted_tokens=50 * 512), nothing)
+    assert learned.partings[RUNGS.index(64)] > NO_EXPERIENCE.partings[RUNGS.index(64)]
+
+
+def test_the_more_prefill_stops_took_the_more_must_a_stop_promise() -> None:
+    def num_stops(extra_tokens: float) -> int:
+        learned = Experience(computed_tokens=1e6, extra_tokens=extra_tokens)
+        return len(plan_stops(512, Prompt(9_000), Market(1 << 30, 0, learned), Costs(2_048, 1, 200), FREE).stops)
+
+    counts = [num_stops(extra) for extra in (0, 1e4, 1e5)]
+    assert counts[0] > counts[1] > counts[2]
+
+
+@given(st.lists(prompts(), max_size=30), markets, st.integers(-5, 1 << 40))
+def test_experience_stays_bounded_and_finite(requests: list[Prompt], market: Market, num_bytes: int) -> None:
+    learned = learn_stored(market.experience, num_bytes)
+    for prompt in requests:
+        learned = learn_request(learned, prompt, Placement(boundary_tokens=128, extra_tokens=64.0))
+    assert len(learned.partings) == len(learned.prompts) == len(RUNGS)
+    assert all(number >= 0 for number in learned.partings) and all(number >= 1 for number in learned.prompts)
+    for of_one in learned.by_length:
+        assert len(of_one.partings) == len(of_one.prompts) == len(RUNGS)
+        assert min(*of_one.partings, *of_one.prompts) >= 0
+    assert all(0 <= learned.parting_rate(rung, 1 << rung) < float("inf") for rung in range(len(RUNGS)))
+    assert learned.computed_tokens <= market.experience.computed_tokens + sum(p.num_tokens for p in requests)
+    assert price_tokens(Market(1 << 50, 0, learned), Costs(1, 1, 1)) >= 0
+
+
+def test_who_starts_over_costs_once_more_and_teaches_nothing_of_partings() -> None:
+    asked = Prompt(30_000, 0, 26_624, parted_tokens=6 * 512)
+    placement = Placement(boundary_tokens=512, extra_tokens=64.0)
+    once = learn_request(NO_EXPERIENCE, asked, placement)
+    again = learn_request(once, msgspec.structs.replace(asked, starts_over=True), placement)
+    assert (again.partings, again.prompts, again.by_length) == (once.partings, once.prompts, once.by_length)
+    assert once.partings != NO_EXPERIENCE.partings
+    assert again.computed_tokens > once.computed_tokens and again.extra_tokens > once.extra_tokens
+
+
+def test_a_placement_of_nobody_teaches_nothing() -> None:
+    assert learn_request(NO_EXPERIENCE, Prompt(1_000), Placement()) == NO_EXPERIENCE
+
+
+def test_a_boundary_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="boundary_tokens"):
+        plan_stops(0, Prompt(10), Market(0), Costs(1, 1, 1), Limits())
+
+
+placements = st.lists(st.integers(1, 40), unique=True).map(
+    lambda tokens: Placement(tuple(Stop(at, StopReason.SPACED) for at in sorted(tokens)))
+)
+
+
+@given(placements, st.integers(0, 40), st.integers(0, 40))
+def test_the_engines_junction_is_never_lost(placement: Placement, start: int, junction: int) -> None:
+    stops, at = set(), start
+    while (stop := next_stop(placement, at, junction)) is not None:
+        assert stop.num_tokens > at
+        at = stop.num_tokens
+        stops.add(at)
+    assert stops == {tokens for tokens in [*(s.num_tokens for s in placement.stops), junction] if tokens > start}
+
+
+def test_a_stop_at_the_engines_junction_is_the_engines() -> None:
+    placement = Placement((Stop(4, StopReason.SPACED),))
+    assert next_stop(placement, 0, 4) == Stop(4, StopReason.ENGINE)
+    assert next_stop(placement, 0, 0) == Stop(4, StopReason.SPACED)
+
+
+@given(st.integers(1, 60), st.lists(st.integers(1, 100)), st.integers(0, 100))
+def test_of_a_path_the_newest_state_of_an_answer_is_left_and_no_state_of_a_prompt_goes(
+    prompt_tokens: int, stored: list[int], resumed: int
+) -> None:
+    newest, left, outgrown = 0, {resumed} - {0}, resumed
+    for tokens in stored:
+        kept = keep(prompt_tokens, tokens, newest, outgrown)
+        assert (kept is None) == (tokens <= max(newest, outgrown))
+        if kept is None:
+            continue
+        gone = {at for at, _ in kept.superseded}
+        assert gone <= left and all(at > prompt_tokens or at == resumed for at in gone)
+        left = (left - gone) | {tokens}
+        newest, outgrown = tokens, 0
+        assert kept.answer_tokens == (tokens if tokens > prompt_tokens else 0)
+    of_answer = {at for at in left if at > prompt_tokens and at != resumed}
+    assert of_answer == ({newest} if newest > prompt_tokens else set())
+    assert resumed == 0 or (resumed in left) == (newest == 0)

@@ -1,0 +1,130 @@
+"""Which outgrown states give way: what nobody comes back to, and what its bytes are worth more than."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.planner import NO_EXPERIENCE, Costs, Market, OutgrownStates
+from hybridkv.planner.checkpoints.experience import KEPT_SHARE
+
+COSTS = Costs(2_048, 1, 64)
+numbers = st.floats(0.0, 1e9)
+markets = st.builds(
+    lambda aged, stored: Market(
+        1 << 30, 0, msgspec.structs.replace(NO_EXPERIENCE, aged_tokens=aged, stored_bytes=stored)
+    ),
+    numbers,
+    numbers,
+)
+calls = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 5), max_size=3)), max_size=40)
+
+
+def tight(tokens_a_state: float) -> Market:
+    """A store in which the bytes of one of `COSTS`' states are worth so many tokens."""
+    learned = msgspec.structs.replace(NO_EXPERIENCE, aged_tokens=1.0, stored_bytes=1.0)
+    aged = tokens_a_state / COSTS.state_bytes / learned.tokens_per_byte
+    return Market(1 << 30, 0, msgspec.structs.replace(learned, aged_tokens=aged))
+
+
+def played(states: OutgrownStates, steps: list[tuple[bool, list[int]]]) -> OutgrownStates:
+    for is_met, keys in steps:
+        if is_met:
+            states.meet(keys)
+        else:
+            for key in keys:
+                states.note(key)
+    return states
+
+
+def test_before_anybody_came_back_every_outgrown_state_gives_way() -> None:
+    states = OutgrownStates(10)
+    assert states.gives_way(1_000_000, Market(1 << 30), COSTS)
+    states.note("a")
+    assert states.gives_way(1_000_000, Market(1 << 30), COSTS)
+
+
+def test_where_every_other_state_is_met_again_they_stay_and_where_one_in_a_hundred_is_they_go() -> None:
+    often, seldom = OutgrownStates(1_000), OutgrownStates(1_000)
+    for number in range(300):
+        often.note(number)
+        seldom.note(number)
+        often.meet([number] if number % 2 else [])
+        seldom.meet([number] if number % 100 == 99 else [])
+    assert often.met_share == pytest.approx(0.5, abs=0.05) and seldom.met_share == pytest.approx(0.01, abs=0.005)
+    market = tight(tokens_a_state=200.0)
+    assert not often.gives_way(10_000, market, COSTS)
+    assert seldom.gives_way(10_000, market, COSTS)
+
+
+def test_with_room_no_state_gives_way_that_anybody_may_come_back_to() -> None:
+    states = OutgrownStates(10)
+    states.note("a")
+    states.meet(["a"])
+    assert not states.gives_way(128, Market(1 << 30), COSTS)
+
+
+def test_each_state_counts_once_and_what_was_forgotten_does_not() -> None:
+    states = OutgrownStates(2)
+    for key in "abc":
+        states.note(key)
+    states.meet("a")
+    assert (len(states), states.met_share) == (2, 0.0)
+    states.meet("bb")
+    states.meet("b")
+    once = states.met_share
+    assert len(states) == 1 and once > 0
+    states.forget()
+    states.meet("c")
+    assert (len(states), states.met_share) == (0, once)
+
+
+def test_two_that_go_on_from_one_state_at_once_are_one_that_outgrows_it_and_one_that_comes_back() -> None:
+    states = OutgrownStates(10)
+    for _ in range(2):
+        states.note("a")
+    assert (len(states), states.met_share) == (0, pytest.approx(0.5, abs=0.01))
+
+
+def test_what_nobody_comes_back_to_any_more_is_learned_again() -> None:
+    states = OutgrownStates(10)
+    for number in range(50):
+        states.note(number)
+        states.meet([number])
+    for number in range(50, 5_000):
+        states.note(number)
+    assert states.met_share < 0.01
+
+
+@given(st.integers(0, 6), calls)
+def test_it_agrees_with_a_list_of_all_that_happened(max_states: int, steps: list[tuple[bool, list[int]]]) -> None:
+    states = played(OutgrownStates(max_states), steps)
+    waiting: list[int] = []
+    outgrown, met = [1.0], []
+    for is_met, keys in steps:
+        for key in keys:
+            if not is_met and key not in waiting:
+                outgrown, met = [each * KEPT_SHARE for each in outgrown] + [1.0], [each * KEPT_SHARE for each in met]
+                waiting = [*waiting, key][-max_states or len(waiting) + 1 :]
+            elif key in waiting:
+                waiting.remove(key)
+                met.append(1.0)
+    assert len(states) == len(waiting) <= max_states
+    assert states.met_share == pytest.approx(sum(met) / sum(outgrown))
+
+
+@given(calls, st.integers(0, 1 << 20), st.integers(0, 1 << 20), markets, st.integers(0, 1 << 20))
+def test_deeper_states_and_cheaper_bytes_never_give_way_sooner(
+    steps: list[tuple[bool, list[int]]], num_tokens: int, more_tokens: int, market: Market, more_bytes: int
+) -> None:
+    states = played(OutgrownStates(4), steps)
+    dear = msgspec.structs.replace(COSTS, state_bytes=COSTS.state_bytes + more_bytes)
+    assert states.gives_way(num_tokens, market, COSTS) >= states.gives_way(num_tokens + more_tokens, market, COSTS)
+    assert states.gives_way(num_tokens, market, dear) >= states.gives_way(num_tokens, market, COSTS)
+
+
+def test_a_bound_below_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_states"):
+        OutgrownStates(-1)

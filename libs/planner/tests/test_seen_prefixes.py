@@ -1,0 +1,230 @@
+"""What the table of prefixes tells: how far a prompt went on, where others parted, what is old. And its bound."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.planner import NO_EXPERIENCE, Market, Placement, Prompt, SeenPrefixes, Stop, StopReason
+from hybridkv.planner.checkpoints.grain import Grain, offsets
+
+B = 128
+
+
+def keys_of(text: str) -> list[str]:
+    return [text[: end + 1] for end in range(len(text))]
+
+
+def market(bytes_ever: float = 0.0, capacity_bytes: int = 1_000) -> Market:
+    return Market(capacity_bytes, 0, msgspec.structs.replace(NO_EXPERIENCE, bytes_ever=bytes_ever))
+
+
+def prompt_of(text: str, resumed: int = 0, held: int = 0) -> Prompt:
+    """A prompt of one token more than its boundaries: all of them are its own."""
+    return Prompt(len(text) * B + 1, resumed * B, held * B)
+
+
+def visit(
+    seen: SeenPrefixes, text: str, resumed: int = 0, held: int = 0, guess: int = 0, at: float = 0.0, again: bool = False
+) -> Prompt:
+    asked = msgspec.structs.replace(prompt_of(text, resumed, held), starts_over=again)
+    prompt = seen.look(B, keys_of(text), asked, market(at))
+    stops = (Stop(guess * B, StopReason.SPACED),) if guess else ()
+    seen.note(B, keys_of(text), prompt, Placement(stops, boundary_tokens=B), market(at))
+    return prompt
+
+
+def test_the_first_that_parts_tells_how_far_before_the_end() -> None:
+    seen = SeenPrefixes(100)
+    visit(seen, "abcdefgh")
+    assert visit(seen, "abcxyz", held=3).parted_tokens == 5 * B
+
+
+def test_who_resumes_where_others_parted_is_not_the_first() -> None:
+    seen = SeenPrefixes(100)
+    visit(seen, "abcdefgh")
+    visit(seen, "abcxyz", held=3)
+    assert visit(seen, "abcuvw", resumed=3, held=3).parted_tokens == 0
+
+
+def test_a_guess_that_served_counts_as_a_parting_once() -> None:
+    seen = SeenPrefixes(100)
+    visit(seen, "abcdefgh", guess=3)
+    assert visit(seen, "abcxyz", resumed=3, held=3).parted_tokens == 5 * B
+    assert visit(seen, "abcuvw", resumed=3, held=3).parted_tokens == 0
+
+
+def test_a_chats_next_turn_parts_from_nothing() -> None:
+    seen = SeenPrefixes(100)
+    visit(seen, "abc")
+    assert visit(seen, "abcdef", resumed=3, held=3).parted_tokens == 0
+
+
+def test_where_requests_parted_is_told_to_those_that_compute_it_again() -> None:
+    seen = SeenPrefixes(100)
+    visit(seen, "abcdefgh")
+    visit(seen, "abcxyz", held=3)
+    assert visit(seen, "abcdefgh").branches == (3 * B,)
+    assert visit(seen, "abcdefgh", resumed=3, held=3).branches == ()
+
+
+def test_who_starts_over_does_not_part_from_itself() -> None:
+    """Whether it finds what it has stored itself, with a state of its own guess or without."""
+    for resumed, held in ((0, 4), (3, 3), (3, 4)):
+        seen = SeenPrefixes(100)
+        visit(seen, "abcdefgh", guess=3)
+        assert visit(seen, "abcdefgh", resumed, held, again=True).parted_tokens == 0
+        assert seen.look(B, keys_of("abcdefgh"), prompt_of("abcdefgh"), market()).branches == ()
+        assert visit(seen, "abcxyz", resumed=3, held=3).parted_tokens == 5 * B, "its guess has served nobody yet"
+
+
+def test_where_a_request_parted_from_others_is_told_it_when_it_starts_over() -> None:
+    seen = SeenPrefixes(100)
+    visit(seen, "abcdefgh")
+    visit(seen, "abcxyz", held=3)
+    assert visit(seen, "abcxyz", again=True).branches == (3 * B,)
+
+
+def test_only_what_was_last_used_long_ago_is_old() -> None:
+    seen = SeenPrefixes(100)
+    visit(seen, "abcdef", at=0.0)
+    visit(seen, "abxy", resumed=2, held=2, at=900.0)
+    assert visit(seen, "abcdefgh", resumed=6, held=6, at=1_000.0).aged_tokens == 4 * B
+    assert visit(seen, "abcdefgh", resumed=6, held=6, at=1_100.0).aged_tokens == 0
+
+
+def test_what_was_forgotten_is_only_not_learned_from() -> None:
+    seen = SeenPrefixes(3)
+    visit(seen, "abcdefgh")
+    assert (len(seen), seen.num_forgotten) == (3, 5)
+    assert visit(seen, "abcdxy", held=4).parted_tokens == 0
+    assert visit(seen, "abz", held=2).parted_tokens == 6 * B
+
+
+def test_a_bound_below_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_chunks"):
+        SeenPrefixes(-1)
+
+
+@given(
+    st.integers(0, 12),
+    st.lists(st.tuples(st.text("ab", max_size=8), st.integers(0, 10), st.integers(0, 10), st.integers(0, 8))),
+)
+def test_whatever_is_told_it_stays_bounded_and_answers_within_the_prompt(
+    max_chunks: int, visits: list[tuple[str, int, int, int]]
+) -> None:
+    seen = SeenPrefixes(max_chunks)
+    for clock, (text, resumed, held, guess) in enumerate(visits):
+        start = min(resumed, len(text))
+        prompt = visit(seen, text, start, held, min(guess, len(text)), at=400.0 * clock)
+        assert len(seen) <= max_chunks
+        assert 0 <= prompt.aged_tokens <= prompt.resumed_tokens
+        assert prompt.parted_tokens >= 0
+        assert all(prompt.resumed_tokens < at < prompt.end_boundary(B) for at in prompt.branches)
+        assert msgspec.structs.replace(prompt, branches=(), parted_tokens=0, aged_tokens=0) == prompt_of(
+            text, start, held
+        )
+
+
+# Prompts of more boundaries than are looked at.
+
+COARSE = Grain(max_places=12, fine_places=4, coarse_step=4)
+FINE = Grain(max_places=10_000, fine_places=4, coarse_step=4)
+
+
+@given(st.integers(0, 400), st.integers(1, 9), st.integers(1, 9), st.integers(2, 9))
+def test_as_many_boundaries_are_looked_at_as_may_be_and_the_last_ones_all(
+    num_places: int, fine: int, step: int, coarse: int
+) -> None:
+    grain = Grain(max_places=fine + coarse, fine_places=fine, coarse_step=step)
+    places = grain.places(num_places)
+    assert list(places) == sorted({*places}, reverse=True)
+    assert len(places) <= grain.max_places
+    assert {*range(max(1, num_places - fine + 1), num_places + 1)} <= {*places} <= {*range(1, num_places + 1)}
+    if num_places <= fine + step * (coarse - 1):
+        assert {grain.cell(place) for place in range(1, num_places + 1)} <= {*places}
+    for place in range(1, num_places + 1):
+        assert 0 <= place - grain.cell(place) < step and 0 <= grain.behind(place) - place < step
+
+
+@pytest.mark.parametrize("numbers", [(4, 4, 1), (5, 4, 1), (8, 0, 1), (8, 4, 0)])
+def test_a_grain_that_looks_at_nothing_is_refused(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="grain"):
+        Grain(*numbers)
+
+
+@given(st.integers(0, 1 << 40))
+def test_the_offsets_of_marks_are_its_bits(marks: int) -> None:
+    found = list(offsets(marks))
+    assert sum(1 << offset for offset in found) == marks and found == sorted({*found}, reverse=True)
+
+
+forks = st.tuples(st.integers(0, 60), st.text("ab", max_size=30))
+"""Where a prompt leaves the path of all, and what it is from there on."""
+
+
+@given(
+    st.text("ab", min_size=20, max_size=60),
+    st.lists(st.tuples(forks, st.integers(0, 60), st.integers(0, 60)), max_size=12),
+    forks,
+    st.integers(0, 60),
+)
+def test_of_a_long_prompt_no_branch_is_found_that_is_none_and_those_near_its_end_are_all(
+    path: str, visits: list[tuple[tuple[int, str], int, int]], fork: tuple[int, str], resumed: int
+) -> None:
+    coarse, fine = SeenPrefixes(10_000, COARSE), SeenPrefixes(10_000, FINE)
+    for clock, ((cut, more), start, held) in enumerate(visits):
+        text = path[:cut] + more
+        for seen in (coarse, fine):
+            visit(seen, text, min(start, len(text)), min(held, len(text)), at=300.0 * clock)
+    last = path[: fork[0]] + fork[1]
+    asked, now = prompt_of(last, min(resumed, len(last))), market(300.0 * len(visits))
+    got, wanted = (seen.look(B, keys_of(last), asked, now) for seen in (coarse, fine))
+    assert len(wanted.branches) < 16
+    assert {*got.branches} <= {*wanted.branches}
+    near = {at for at in wanted.branches if at > (len(last) - COARSE.fine_places) * B}
+    assert near <= {*got.branches}
+    # What of the rest is looked at tells where the branches behind it are.
+    if len(last) <= COARSE.fine_places + COARSE.coarse_step * (COARSE.max_places - COARSE.fine_places - 1):
+        assert got.branches == wanted.branches
+    assert wanted.aged_tokens <= got.aged_tokens <= got.resumed_tokens
+
+
+@given(st.integers(8, 60), st.integers(1, 60), st.integers(1, 30))
+def test_who_parts_near_the_end_of_a_long_prompt_tells_how_far_before_it(
+    num_places: int, held: int, num_more: int
+) -> None:
+    seen, held = SeenPrefixes(10_000, COARSE), min(held, num_places - 1)
+    visit(seen, "a" * num_places)
+    parted = visit(seen, "a" * held + "b" * num_more, held=held).parted_tokens
+    if num_places <= COARSE.max_places or num_places - held < COARSE.fine_places:
+        assert parted == (num_places - held) * B
+    else:
+        assert parted in (0, (num_places - held) * B)
+
+
+def test_a_long_prompt_takes_as_many_places_of_the_table_as_are_looked_at() -> None:
+    seen = SeenPrefixes(1 << 16)
+    keys = range(1 << 16)
+    for _ in range(2):
+        prompt = seen.look(B, keys, Prompt((1 << 16) * B + 1), market())
+        seen.note(B, keys, prompt, Placement(boundary_tokens=B), market())
+    assert len(seen) <= Grain().max_places and seen.num_forgotten == 0
+
+
+def test_where_others_parted_on_a_path_of_their_own_is_not_told() -> None:
+    seen = SeenPrefixes(10_000, COARSE)
+    visit(seen, "a" * 30)
+    visit(seen, "a" * 17 + "b" * 13, held=17)
+    assert visit(seen, "a" * 30).branches == (17 * B,)
+    assert visit(seen, "a" * 16 + "c" * 14).branches == ()
+
+
+def test_who_used_a_long_prompt_used_all_of_it() -> None:
+    seen = SeenPrefixes(10_000, COARSE)
+    visit(seen, "a" * 30, at=900.0)
+    assert visit(seen, "a" * 9, resumed=6, at=1_000.0).aged_tokens == 0
+    assert visit(seen, "a" * 9, resumed=6, at=1_200.0).aged_tokens == 0, "it was used a moment ago"
+    assert visit(seen, "a" * 6 + "b" * 24, resumed=6, at=1_500.0).aged_tokens == 6 * B
