@@ -110,6 +110,21 @@ def test_large_jobs_are_copied_whole(engine: CopyEngine) -> None:
     assert np.array_equal(memory.destination, np.roll(memory.source, half))
 
 
+@pytest.mark.parametrize("size", [64, 4096, 70_001])
+def test_a_job_may_copy_within_one_memory_and_from_another_into_it(engine: CopyEngine, size: int) -> None:
+    """As a load does that finds a part of what it wants in the memory that it fills."""
+    memory = Memory(engine)
+    base, other = int(memory.source.ctypes.data), int(memory.destination.ctypes.data)
+    memory.destination[:] = np.arange(len(memory.destination), dtype=np.uint64).astype(np.uint8)
+    triples = [(base + 3 * size, base, size), (other, base + size, size), (base + 4 * size, base + 2 * size, size)]
+    expected = memory.source.copy()
+    expected[:size], expected[2 * size : 3 * size] = memory.source[3 * size :][:size], memory.source[4 * size :][:size]
+    expected[size : 2 * size] = memory.destination[:size]
+    engine.submit(JobId(1), CopyRuns.of(triples))
+    assert failure_of(engine, 1) is None
+    assert np.array_equal(memory.source, expected)
+
+
 def test_a_job_without_runs_succeeds(engine: CopyEngine) -> None:
     engine.submit(JobId(1), CopyRuns.empty())
     assert failure_of(engine, 1) is None
@@ -224,6 +239,43 @@ def test_no_digests_are_taken_of_what_was_not_copied(engine: CopyEngine) -> None
     engine.submit(JobId(1), memory.runs((0, 0, 8)), before=lambda: "evicted", records=records)
     assert failure_of(engine, 1) == "evicted"
     assert records.digests is None
+
+
+def test_runs_may_be_made_when_the_jobs_turn_has_come(engine: CopyEngine) -> None:
+    memory = Memory(engine)
+    order: list[str] = []
+    records = RecordDigests(np.empty(0, dtype=np.int64))
+
+    def runs() -> CopyRuns:
+        order.append("runs")
+        records.ends = np.array([1, 2], dtype=np.int64)
+        return memory.runs((0, 0, 900), (5, 1000, 8))
+
+    engine.submit(JobId(1), runs, before=lambda: order.append("before"), records=records)
+    [result] = finish(engine, 1)
+    assert (result.failure, result.num_bytes, order) == (None, 908, ["runs", "before"])
+    assert memory.destination[:900].tobytes() == memory.source[:900].tobytes()
+    wanted = [xxhash.xxh3_128_digest(memory.source[start:end].tobytes()) for start, end in ((0, 900), (5, 13))]
+    assert records.digests in (None, wanted)
+
+
+def test_runs_that_cannot_be_made_fail_their_job_only(engine: CopyEngine) -> None:
+    def broken() -> CopyRuns:
+        raise ValueError("no such block")
+
+    memory = Memory(engine)
+    called: list[str] = []
+    engine.submit(JobId(1), broken, before=lambda: called.append("before"), after=lambda: called.append("after"))
+    engine.submit(JobId(2), memory.runs((8, 8, 8)))
+    results = {result.job_id: (result.failure, result.num_bytes) for result in finish(engine, 1, 2)}
+    assert (results, called) == ({1: ("ValueError: no such block", 0), 2: (None, 8)}, [])
+
+
+def test_runs_that_were_made_are_checked_like_others(engine: CopyEngine) -> None:
+    memory = Memory(engine, 4096)
+    engine.submit(JobId(1), lambda: memory.runs((0, 0, 8), (4090, 0, 8)))
+    assert "run 1: source" in str(failure_of(engine, 1))
+    assert memory.is_untouched()
 
 
 @pytest.mark.parametrize("hook", ["before", "after"])

@@ -60,6 +60,20 @@ def test_hooks_run_on_the_copy_thread(engine: CpuCopyEngine, gate: Gate) -> None
     assert names == ["hybridkv-copy"]
 
 
+def test_runs_are_made_on_the_copy_thread(engine: CpuCopyEngine, gate: Gate) -> None:
+    names: list[str] = []
+
+    def runs() -> CopyRuns:
+        names.append(threading.current_thread().name)
+        return CopyRuns.empty()
+
+    engine.submit(JobId(1), runs)
+    assert names == []
+    gate.opened.set()
+    assert engine.wait([JobId(1)], TIMEOUT_S)
+    assert names == ["hybridkv-copy"]
+
+
 def test_waiting_gives_up_when_its_time_has_passed(engine: CpuCopyEngine) -> None:
     assert not engine.wait([JobId(0)], 0.0)
 

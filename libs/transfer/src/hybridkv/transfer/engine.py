@@ -15,6 +15,10 @@ Hook: TypeAlias = Callable[[], "str | None"]
 """Runs on the copy thread. None: go on. A reason: fail the job. An exception fails it too, with its text."""
 
 
+RunsSource: TypeAlias = "CopyRuns | Callable[[], CopyRuns]"
+"""Runs, or what makes them: called once, on the copy thread, when the job's turn has come. What it raises fails it."""
+
+
 @dataclass(frozen=True, slots=True)
 class CopyResult:
     """The end of one job."""
@@ -25,14 +29,15 @@ class CopyResult:
     num_bytes: int
     """Bytes that were copied: 0 or all of the job's, also when `after` failed it."""
     seconds: float
-    """From the start of the job to its end, hooks included, time in the queue not."""
+    """From the start of the job to its end, the making of runs and hooks included, time in the queue not."""
 
 
 @dataclass(slots=True, eq=False)
 class RecordDigests:
     """Asks a job for XXH3-128 of what it copies, taken of the very bytes that it writes and on their way.
 
-    Record i is the runs from `ends[i - 1]` to `ends[i]`, in order; the last end is the number of runs.
+    Record i is the runs from `ends[i - 1]` to `ends[i]`, in order; the last end is the number of runs. Who has the runs
+    made when the job's turn comes sets `ends` then.
     """
 
     ends: Integers
@@ -54,12 +59,13 @@ class CopyEngine(Protocol):
     def submit(
         self,
         job_id: JobId,
-        runs: CopyRuns,
+        runs: RunsSource,
         before: Hook | None = None,
         after: Hook | None = None,
         records: RecordDigests | None = None,
     ) -> bool:
         """Queue a job: `before`, then the copies, then `after`; jobs run one after another in order of submission.
+        Runs that are made are made first.
 
         True: taken, and exactly one result will come. False: as many jobs as allowed are waiting or unpolled; nothing
         was done and no result comes, so the caller drops and counts. Never waits. A job with a run that does not lie in

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests
+from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.errors import CopyEngineError
 from hybridkv.transfer.jobs import Job, copy_runs, execute
 from hybridkv.transfer.memory import RegisteredMemory
 from hybridkv.transfer.native import Copier
-from hybridkv.transfer.runs import CopyRuns
 
 
 class InlineCopyEngine:
@@ -41,7 +40,7 @@ class InlineCopyEngine:
     def submit(
         self,
         job_id: JobId,
-        runs: CopyRuns,
+        runs: RunsSource,
         before: Hook | None = None,
         after: Hook | None = None,
         records: RecordDigests | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests
+from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.memory import RegisteredMemory
 from hybridkv.transfer.native import Copier, runs_copier
 from hybridkv.transfer.runs import CopyRuns, Integers
@@ -14,7 +14,7 @@ from hybridkv.transfer.runs import CopyRuns, Integers
 @dataclass(frozen=True, slots=True)
 class Job:
     job_id: JobId
-    runs: CopyRuns
+    runs: RunsSource
     before: Hook | None
     after: Hook | None
     records: RecordDigests | None = None
@@ -29,16 +29,20 @@ def copy_runs(runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes
 
 
 def execute(job: Job, memory: RegisteredMemory, copy: Copier, clock: Callable[[], float]) -> CopyResult:
-    """Check, `before`, copy, `after`. Any problem ends the job there, as a result."""
+    """Make the runs, check, `before`, copy, `after`. Any problem ends the job there, as a result."""
     started = clock()
     num_bytes = 0
-    failure = memory.why_not(job.runs) or _ask("before", job.before)
+    try:
+        runs = job.runs if isinstance(job.runs, CopyRuns) else job.runs()
+    except Exception as error:  # as of a hook
+        return job.failed(describe(error), seconds=clock() - started)
+    failure = memory.why_not(runs) or _ask("before", job.before)
     if failure is None:
         if job.records is None:
-            copy(job.runs)
+            copy(runs)
         else:
-            job.records.digests = copy(job.runs, job.records.ends)
-        num_bytes = job.runs.total_bytes
+            job.records.digests = copy(runs, job.records.ends)
+        num_bytes = runs.total_bytes
         failure = _ask("after", job.after)
     return CopyResult(job.job_id, failure, num_bytes, clock() - started)
 

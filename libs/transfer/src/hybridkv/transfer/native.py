@@ -2,8 +2,8 @@
 
 The C++ takes digests of records on the way, for a tenth of what reading the bytes once more would cost.
 
-Private to the engines of this library. Both copy the same bytes; the reference pays for each run with a call that gives
-up the interpreter lock and takes it back.
+The copiers are private to the engines of this library. Both copy the same bytes; the reference pays for each run with a
+call that gives up the interpreter lock and takes it back.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 import ctypes
 import logging
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hybridkv.transfer.runs import CopyRuns, Integers
+
+if TYPE_CHECKING:
+    from hybridkv.native import Lowering
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,17 @@ def runs_copier() -> Copier:
         return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
 
     return copy
+
+
+@cache
+def native_lowering() -> type[Lowering] | None:
+    """What makes the runs of a whole job without the interpreter lock, None where it is not installed: then whoever
+    asks does it by himself, and `runs_copier` has said what is missing."""
+    try:
+        from hybridkv.native import Lowering
+    except ImportError:
+        return None
+    return Lowering
 
 
 def copy_one_by_one(runs: CopyRuns, record_ends: Integers | None = None) -> None:

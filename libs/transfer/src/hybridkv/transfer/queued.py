@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from weakref import WeakSet
 
-from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests
+from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.errors import CopyEngineError
 from hybridkv.transfer.jobs import Job, describe, execute
 from hybridkv.transfer.memory import RegisteredMemory
 from hybridkv.transfer.native import Copier
-from hybridkv.transfer.runs import CopyRuns
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class QueuedCopyEngine:
     def submit(
         self,
         job_id: JobId,
-        runs: CopyRuns,
+        runs: RunsSource,
         before: Hook | None = None,
         after: Hook | None = None,
         records: RecordDigests | None = None,
