@@ -130,7 +130,7 @@ def test_what_left_before_it_was_pinned_is_counted_and_pins_nothing() -> None:
     assert moved and world.leases.take_counts().lost >= 1
     world.leases.leave(ONE)
     world.leases.settle()
-    assert not world.ram.pinned_now
+    assert not world.ram.num_pinned
 
 
 def test_a_promise_that_is_over_before_the_engine_wakes_pins_nothing() -> None:
@@ -138,16 +138,16 @@ def test_a_promise_that_is_over_before_the_engine_wakes_pins_nothing() -> None:
     world.leases.answer(ONE, world.keys[:2])
     world.leases.give_up(ONE, world.keys[:2])
     world.leases.settle()
-    assert not world.ram.pinned_now
+    assert not world.ram.num_pinned
 
 
 def test_after_the_end_nothing_is_promised() -> None:
     world = World()
     world.leases.answer(ONE, world.keys[:2])
     world.leases.settle()
-    assert len(world.ram.pinned_now) == 2
+    assert world.ram.num_pinned == 2
     world.leases.close()
-    assert not world.ram.pinned_now and world.leases.answer(ONE, world.keys[:2]) == [None, None]
+    assert not world.ram.num_pinned and world.leases.answer(ONE, world.keys[:2]) == [None, None]
 
 
 def test_peers_ask_while_the_engine_stores() -> None:
@@ -173,4 +173,4 @@ def test_peers_ask_while_the_engine_stores() -> None:
         thread.join()
     assert not failures
     world.leases.settle()
-    assert not world.ram.pinned_now and len(world.leases) == world.leases.num_bytes == 0
+    assert not world.ram.num_pinned and len(world.leases) == world.leases.num_bytes == 0

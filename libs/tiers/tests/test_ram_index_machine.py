@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hybridkv.tiers import Slot, TierIndex, TierProtocolError
-from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.ram import PlainRamIndex, RamIndex
 from hybridkv.tiers.testing.reference import ReferenceIndex
 
 GRANULE_BYTES = 16
@@ -27,9 +27,11 @@ def outcome(index: TierIndex, operation: str, *arguments: object) -> object:
 
 
 class RamIndexMachine(RuleBasedStateMachine):
+    index_type: type[PlainRamIndex] = RamIndex
+
     def __init__(self) -> None:
         super().__init__()
-        self.ram = RamIndex(CAPACITY_BYTES, GRANULE_BYTES)
+        self.ram = self.index_type(CAPACITY_BYTES, GRANULE_BYTES)
         self.reference = ReferenceIndex(CAPACITY_BYTES, GRANULE_BYTES)
         self.slots: dict[bytes, Slot] = {}
         self.answers = (self.ram.generation, self.lookups())
@@ -102,6 +104,10 @@ class RamIndexMachine(RuleBasedStateMachine):
     def touch(self, touched: list[bytes]) -> None:
         self.both("touch", touched)
 
+    @rule(demoted=st.lists(keys, max_size=4))
+    def demote(self, demoted: list[bytes]) -> None:
+        self.both("demote", demoted)
+
     @rule(asked=st.lists(keys, max_size=6))
     def ask_about_many(self, asked: list[bytes]) -> None:
         for question in ("leading", "last_held", "any_pending"):
@@ -148,3 +154,13 @@ class RamIndexMachine(RuleBasedStateMachine):
 
 RamIndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestRamIndexMachine = RamIndexMachine.TestCase
+
+
+class PlainRamIndexMachine(RamIndexMachine):
+    """The twin, whatever `RamIndex` is here."""
+
+    index_type = PlainRamIndex
+
+
+PlainRamIndexMachine.TestCase.settings = RamIndexMachine.TestCase.settings
+TestPlainRamIndexMachine = PlainRamIndexMachine.TestCase

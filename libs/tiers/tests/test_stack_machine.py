@@ -22,6 +22,9 @@ from hybridkv.tiers.stack import (
 
 CHUNK = 16
 NUM_RANKS = 2
+PREFETCHED = 2
+"""Chunks of the fast tier that may have been brought though nobody waited."""
+HIT = LookupResult.HIT
 keys = st.sampled_from([bytes([number]) for number in range(6)])
 owners = st.sampled_from(["first", "second"])
 reasons = st.sampled_from([None, None, None, FailureReason.IO, FailureReason.CHECKSUM, FailureReason.BUSY])
@@ -54,6 +57,7 @@ class StackMachine(RuleBasedStateMachine):
         self.moving: list[tuple[int, TierMove]] = []
         self.stored: list[tuple[Key, Slot]] = []
         self.holds: dict[str, Hold] = {}
+        self.num_prefetches = 0
 
     def collect(self) -> None:
         for move in self.stack.take_moves():
@@ -85,6 +89,15 @@ class StackMachine(RuleBasedStateMachine):
         self.holds.pop(owner, None)
         if isinstance(hold, Hold):
             self.holds[owner] = hold
+
+    @rule(wanted=st.lists(keys, min_size=1, max_size=4, unique=True), is_pumped=st.booleans())
+    def prefetch(self, wanted: list[Key], is_pumped: bool) -> None:
+        pinned = [key for hold in self.holds.values() for key in hold.pinned if self.near.lookup(key) is HIT]
+        self.stack.prefetch(wanted, PREFETCHED * CHUNK)
+        self.num_prefetches += 1
+        if is_pumped:
+            self.collect()
+        assert all(self.near.lookup(key) is HIT for key in pinned)
 
     @rule(owner=owners)
     def release(self, owner: str) -> None:
@@ -124,6 +137,11 @@ class StackMachine(RuleBasedStateMachine):
             self.stack.cascade(key)
         self.collect()
 
+    @rule(wanted=st.lists(keys, max_size=3))
+    def demote(self, wanted: list[Key]) -> None:
+        self.stack.demote(wanted)
+        self.collect()
+
     @rule()
     def clear(self) -> None:
         self.stack.clear()
@@ -161,6 +179,17 @@ class StackMachine(RuleBasedStateMachine):
             hold = self.stack.hold(owner)
             assert hold is not None and (not hold.waiting or self.now_s - hold.since_s < 10.0)
 
+    @invariant()
+    def no_more_was_brought_unused_than_may_be(self) -> None:
+        unused = self.stack._prefetches._unused
+        assert self.stack._prefetches._unused_cost == len(unused) * CHUNK <= PREFETCHED * CHUNK
+
+    @invariant()
+    def no_more_moves_for_nobody_than_is_known_of(self) -> None:
+        moving = self.stack._prefetches._moving
+        assert all(level.traffic.num_prefetching >= 0 for level in self.stack._levels)
+        assert sum(level.traffic.prefetching_bytes for level in self.stack._levels) <= len(moving) * CHUNK
+
     def teardown(self) -> None:
         for key, _ in self.stored:
             self.stack.abort(key)
@@ -172,6 +201,9 @@ class StackMachine(RuleBasedStateMachine):
             _, move = self.moving.pop()
             self.stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.CLOSED)))
         assert [space.used_bytes for space in self.tiers()] == [0, 0, 0]
+        assert sum(self.stack.take_counts().prefetches.values()) == self.num_prefetches, "each ends once"
+        assert not self.stack._prefetches._moving and not self.stack._prefetches._unused
+        assert [level.traffic.prefetching_bytes for level in self.stack._levels] == [0] * self.num_slower
 
     def tiers(self) -> list[TierIndex]:
         return [self.near, self.far, self.farthest]

@@ -13,13 +13,15 @@ import disk_store  # noqa: E402
 import numpy as np  # noqa: E402
 
 from hybridkv.tiers import ExposesBytes, SealedMemory, Slot, TierIndex, TierMedium  # noqa: E402
-from hybridkv.tiers.ram import RamArena, RamIndex  # noqa: E402
+from hybridkv.tiers.ram import PlainRamIndex, RamArena, RamIndex  # noqa: E402
 from hybridkv.tiers.testing.conformance import (  # noqa: E402
     CHUNK_BYTES,
+    ChangesConformance,
     ExactTierConformance,
     LateConformance,
     SealedMemoryConformance,
     Tier,
+    TierSuite,
 )
 from hybridkv.tiers.testing.copying import CopyingMedium  # noqa: E402
 from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
@@ -80,6 +82,25 @@ class TestRam(InMemoryTier):
         return Tier(RamIndex(capacity_bytes, GRANULE_BYTES), CopyingMedium(RamArena(capacity_bytes, GRANULE_BYTES)))
 
 
+class TestPlainRam(InMemoryTier):
+    """The twin, whatever `RamIndex` is here."""
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        index = PlainRamIndex(capacity_bytes, GRANULE_BYTES)
+        return Tier(index, CopyingMedium(RamArena(capacity_bytes, GRANULE_BYTES)))
+
+
+class TestChangesOfRam(ChangesConformance):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        return Tier(RamIndex(capacity_bytes, GRANULE_BYTES), CopyingMedium(RamArena(capacity_bytes, GRANULE_BYTES)))
+
+
+class TestChangesOfPlainRam(ChangesConformance):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        index = PlainRamIndex(capacity_bytes, GRANULE_BYTES)
+        return Tier(index, CopyingMedium(RamArena(capacity_bytes, GRANULE_BYTES)))
+
+
 class TestReferenceInAnIdleFaultInjector(TestReference):
     def make_tier(self, capacity_bytes: int) -> Tier:
         return wrapped(super().make_tier(capacity_bytes))
@@ -90,8 +111,8 @@ class TestRamInAnIdleFaultInjector(TestRam):
         return wrapped(super().make_tier(capacity_bytes))
 
 
-class TestDisk(ExactTierConformance):
-    """Exact, because it has nine times the room that it may fill; with less, segments are given up earlier."""
+class DiskStores(TierSuite):
+    """Stores in a directory of the test's own."""
 
     chunk_cost_bytes = 4096 + CHUNK_BYTES
     path: Path
@@ -111,6 +132,14 @@ class TestDisk(ExactTierConformance):
         options = disk_store.options_for(capacity_bytes)
         self.stores.append(Tier(disk_store.make_index(path, options), disk_store.make_medium(path, options)))
         return self.stores[-1]
+
+
+class TestChangesOfDisk(DiskStores, ChangesConformance):
+    """Nobody else writes there."""
+
+
+class TestDisk(DiskStores, ExactTierConformance):
+    """Exact, because it has nine times the room that it may fill; with less, segments are given up earlier."""
 
     def corrupt(self, medium: TierMedium, slot: Slot) -> None:
         path = self.path / f"store {len(self.stores) - 1}"

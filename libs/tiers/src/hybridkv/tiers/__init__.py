@@ -1,6 +1,7 @@
 """Media that hold chunks by key. The contract stands here; each medium has its own folder."""
 
 from hybridkv.tiers.at_once import AnswersAtOnce
+from hybridkv.tiers.changes import Changes, TellsChanges
 from hybridkv.tiers.contract import (
     Answer,
     Completion,
@@ -23,6 +24,7 @@ from hybridkv.tiers.shortage import is_shortage
 __all__ = [
     "Answer",
     "AnswersAtOnce",
+    "Changes",
     "Completion",
     "ExposesBytes",
     "Failure",
@@ -32,6 +34,7 @@ __all__ = [
     "Refusal",
     "SealedMemory",
     "Slot",
+    "TellsChanges",
     "Ticket",
     "TierConfigurationError",
     "TierCounts",

@@ -150,6 +150,10 @@ class AskedIndex(Generic[Q, E]):
     def touch(self, keys: Iterable[Key]) -> None:
         self._known.touch(keys)
 
+    def demote(self, keys: Iterable[Key]) -> None:
+        """What is known of these goes first. What others hold is theirs to give up: they hear nothing."""
+        self._known.demote(keys)
+
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         raise NotImplementedError
 

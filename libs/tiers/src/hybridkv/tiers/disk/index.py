@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.at_once import AnswersAtOnce
+from hybridkv.tiers.changes import Changes
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.file_io import FileIO
@@ -121,6 +122,10 @@ class DiskIndex(AnswersAtOnce):
         self._records.touch(keys)
         self._upkeep.write_changes()
 
+    def demote(self, keys: Iterable[Key]) -> None:
+        """As the contract says. It is not written down: after a restart these go by their last use."""
+        self._records.demote(keys)
+
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         """As the contract says. BUSY while file work is on its way, or due behind other work, that may make room: the
         next segment is made, one is deleted or emptied. NO_ROOM also where none is: the file system is full, say, or
@@ -205,6 +210,13 @@ class DiskIndex(AnswersAtOnce):
     def take_counts(self) -> TierCounts:
         self._upkeep.run()
         return self._records.take_counts()
+
+    def watch(self) -> None:
+        self._records.watch()
+
+    def take_changes(self) -> Changes:
+        self._upkeep.collect()
+        return self._records.take_changes()
 
     def take_disk_counts(self) -> DiskCounts:
         """What happened beside, since the last call."""

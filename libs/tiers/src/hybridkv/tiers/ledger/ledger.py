@@ -17,6 +17,7 @@ import msgspec
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.at_once import AnswersAtOnce
+from hybridkv.tiers.changes import ChangeFeed, Changes
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger.order import EvictionOrder
@@ -74,6 +75,8 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         """Doomed ones included: somebody may be writing them."""
         self.pinned_now: dict[Key, E] = {}
         """Doomed ones included: somebody may be reading them."""
+        self._demoted_in_use: set[Key] = set()
+        """Of what is reserved or pinned: goes first when it is neither any more."""
         # Sets beside the entries, because a set answers for many keys in one call: reserved or committed, and reserved.
         self._held: set[Key] = set()
         self._pending: set[Key] = set()
@@ -84,6 +87,8 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         self.is_closed = False
         """Nothing more is reserved."""
         self.tally = Tally()
+        self._changes: ChangeFeed | None = None
+        """Of keys, beside `generation`; None while nobody watches."""
 
     # What is asked.
 
@@ -91,6 +96,20 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
     def num_keys(self) -> int:
         """Keys that are committed or reserved; doomed ones are not counted."""
         return len(self._held)
+
+    @property
+    def num_reserved(self) -> int:
+        """Doomed ones included: somebody may be writing them."""
+        return len(self.reserved_now)
+
+    @property
+    def num_pinned(self) -> int:
+        """Keys, doomed ones included: somebody may be reading them."""
+        return len(self.pinned_now)
+
+    def eviction_order(self) -> list[Key]:
+        """What is committed and not pinned, as the order has it: what goes first first, where it says that."""
+        return list(self.evictable)
 
     def lacks(self, key: Key) -> bool:
         """Whether it is neither committed nor reserved."""
@@ -133,6 +152,14 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
     def take_counts(self) -> TierCounts:
         return self.tally.take()
 
+    def watch(self) -> None:
+        """Keep the keys whose answers change, from now on."""
+        self._changes = self._changes or ChangeFeed()
+
+    def take_changes(self) -> Changes:
+        """Keys whose answers changed since the last call."""
+        return self._changes.take() if self._changes is not None else Changes(set(), is_any=False)
+
     # Reserving: the tier's index asks `why_not`, then for room, then takes; it may know reasons of its own in between.
 
     def why_not(self, key: Key, cost: int) -> Refusal | None:
@@ -163,7 +190,7 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         self._held.add(key)
         self._pending.add(key)
         self.used_bytes += cost
-        self.generation += 1
+        self._answers_anew(key)
         self.tally.reservations += 1
         return entry
 
@@ -171,6 +198,9 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Make committed keys the most recently used, the last one most; other keys are passed over."""
+        if self._demoted_in_use:
+            keys = list(keys)
+            self._demoted_in_use.difference_update(keys)
         if self._witness is None:
             self.evictable.touch(keys)
             return
@@ -178,6 +208,24 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         if self.evictable.touch(keys):
             keys = [key for key in keys if (entry := find(key)) and entry.state is _COMMITTED and not entry.num_pins]
         self._witness.used(map(self.by_key.__getitem__, keys))
+
+    def demote(self, keys: Iterable[Key]) -> None:
+        """These go first, in this order; what is reserved or pinned as soon as it is neither any more. Other keys are
+        passed over. A witness does not hear of it: it is no use, and need not be remembered for longer than this."""
+        keys, find = list(keys), self.by_key.get
+        if self.evictable.demote(keys):
+            for key in keys:
+                entry = find(key)
+                if entry is not None and (entry.state is _RESERVED or (entry.num_pins and entry.state is _COMMITTED)):
+                    self._demoted_in_use.add(key)
+
+    def _track(self, key: Key, entry: E) -> None:
+        """It may be evicted from now on."""
+        self.evictable.track(key, entry)
+        self.evictable_bytes += entry.cost
+        if key in self._demoted_in_use:
+            self._demoted_in_use.remove(key)
+            self.evictable.demote((key,))
 
     def commit(self, key: Key) -> bool:
         """The bytes of a reserved key are there: offer it. False, and its space is free, when it was invalidated."""
@@ -189,13 +237,16 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
             return False
         entry.state = _COMMITTED
         self._pending.remove(key)
-        self.evictable.track(key, entry)
-        self.evictable_bytes += entry.cost
-        self.generation += 1
+        self._track(key, entry)
+        self._answers_anew(key)
         self.tally.commits += 1
         if self._witness is not None:
             self._witness.written(entry)
         return True
+
+    def commit_all(self, keys: Iterable[Key]) -> list[bool]:
+        """`commit` of each, in their order."""
+        return [self.commit(key) for key in keys]
 
     def abort(self, key: Key) -> None:
         """A reservation, doomed or not, that will never be committed: its space is freed now."""
@@ -221,6 +272,10 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         """Never offer what is stored under this key again. False when there is nothing to withdraw."""
         return self.withdraw(key) is not None
+
+    def invalidate_all(self, keys: Iterable[Key]) -> int:
+        """`invalidate` of each; how many were withdrawn."""
+        return sum(self.withdraw(key) is not None for key in keys)
 
     def withdraw(self, key: Key) -> E | None:
         """As `invalidate`. The entry that is offered no more, None when none was."""
@@ -262,7 +317,8 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         return [slot for slot in map(self.pin, keys) if slot is not None]
 
     def unpin(self, key: Key) -> None:
-        """Undo one `pin`. The last one makes the key the most recently used, or frees it if it was invalidated."""
+        """Undo one `pin`. The last one makes the key the most recently used, or the next to go if it was demoted
+        meanwhile, or frees it if it was invalidated."""
         entry = self.pinned_now.get(key)
         if entry is None:
             raise TierProtocolError(f"unpin: expected a pinned key, got {key.hex()}")
@@ -273,8 +329,7 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         if self._witness is not None:
             self._witness.released(entry)
         if entry.state is _COMMITTED:
-            self.evictable.track(key, entry)
-            self.evictable_bytes += entry.cost
+            self._track(key, entry)
         else:
             self._forget(key, entry)
 
@@ -299,7 +354,7 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
     def _evicted(self, key: Key, entry: E) -> None:
         self.evictable_bytes -= entry.cost
         self._held.remove(key)
-        self.generation += 1
+        self._answers_anew(key)
         self.tally.evictions += 1
         self.tally.evicted_bytes += entry.cost
         if self._witness is not None:
@@ -313,22 +368,30 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         whoever reads the old ones reads what was there.
         """
         num_withdrawn = len(self._held)
-        tables: tuple[Table, ...] = (self.evictable.give_up(), self.by_key, self._held)
+        tables: tuple[Table, ...] = (*self.evictable.give_up(), self.by_key, self._held)
         self.reserved_now = {key: _doomed(entry) for key, entry in self.reserved_now.items()}
         self.pinned_now = {key: _doomed(entry) for key, entry in self.pinned_now.items()}
         self.by_key = self.reserved_now | self.pinned_now
-        self._held, self._pending = set(), set()
+        self._held, self._pending, self._demoted_in_use = set(), set(), set()
         self.evictable_bytes = 0
         self.used_bytes = sum(entry.cost for entry in self.by_key.values())
         tables += self._space.keep_only(self.by_key.values())
         self.generation += num_withdrawn
+        if self._changes is not None:
+            self._changes.add_all()
         self.tally.invalidations += num_withdrawn
         return Forgotten(num_withdrawn, tables)
+
+    def _answers_anew(self, key: Key) -> None:
+        self.generation += 1
+        if self._changes is not None:
+            self._changes.add(key)
 
     def _withdraw(self, key: Key) -> None:
         self._held.remove(key)
         self._pending.discard(key)
-        self.generation += 1
+        self._demoted_in_use.discard(key)
+        self._answers_anew(key)
 
     def _end_doomed_write(self, key: Key, entry: E) -> None:
         if self._witness is not None:

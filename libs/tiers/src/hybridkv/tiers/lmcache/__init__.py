@@ -15,10 +15,11 @@ works with any chunk size and any model, beside LMCache's own clients.
 from hybridkv.tiers.lmcache.index import LMCacheIndex
 from hybridkv.tiers.lmcache.medium import LMCacheMedium
 from hybridkv.tiers.lmcache.opening import Site, open_index, open_medium
-from hybridkv.tiers.lmcache.options import LMCacheOptions
+from hybridkv.tiers.lmcache.options import MAX_SIZES, LMCacheOptions
 from hybridkv.tiers.lmcache.questioner import Courier, Found, Lost, Questioner, Unanswered
 
 __all__ = [
+    "MAX_SIZES",
     "Courier",
     "Found",
     "LMCacheIndex",

@@ -40,3 +40,16 @@ def count_granules(capacity_bytes: int, granule_bytes: int) -> int:
             hint="give the tier more memory, or choose a smaller granule_bytes",
         )
     return capacity_bytes // granule_bytes
+
+
+def count_keys(num_granules: int, granule_bytes: int, smallest_bytes: int) -> int:
+    """How many chunks of at least `smallest_bytes` there may be at once; `TierConfigurationError` when that is not
+    positive."""
+    if smallest_bytes <= 0:
+        raise TierConfigurationError("smallest_bytes", "a number > 0", smallest_bytes)
+    return max(num_granules * granule_bytes // in_granules(granule_bytes, smallest_bytes), 1)
+
+
+def in_granules(granule_bytes: int, num_bytes: int) -> int:
+    """Bytes of as many whole granules as hold so many."""
+    return -(-num_bytes // granule_bytes) * granule_bytes

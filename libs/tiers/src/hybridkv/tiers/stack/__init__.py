@@ -4,7 +4,16 @@ from hybridkv.tiers.stack.breaker import Breaker, BreakerOptions, BreakerState
 from hybridkv.tiers.stack.hold import Hold, HoldFailure
 from hybridkv.tiers.stack.level import SlowerTier
 from hybridkv.tiers.stack.mover import TierMover
-from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult, StackCounts, TierMove
+from hybridkv.tiers.stack.moves import (
+    Direction,
+    MoveCounts,
+    MoveOutcome,
+    MoveResult,
+    PrefetchBytes,
+    PrefetchResult,
+    StackCounts,
+    TierMove,
+)
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
 from hybridkv.tiers.stack.path import ALONE, PathPosition
 from hybridkv.tiers.stack.stack import TierStack
@@ -22,6 +31,8 @@ __all__ = [
     "MoveOutcome",
     "MoveResult",
     "PathPosition",
+    "PrefetchBytes",
+    "PrefetchResult",
     "SlowerTier",
     "SlowerTierOptions",
     "StackCounts",

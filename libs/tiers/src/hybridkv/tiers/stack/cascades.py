@@ -2,8 +2,8 @@
 
 A chunk waits here while as much is on its way as may be, and while the slower tier says that asking again may help.
 What needs others before it goes only when those are there or on their way, so whatever stops the queue, the slower tier
-has beginnings. What waits is not protected in the fast tier: a store that needs the room is worth more than a copy, and
-what is evicted meanwhile is dropped here, with all that needs it.
+has beginnings. What was demoted while it waits goes nowhere. What waits is not protected in the fast tier: a store that
+needs the room is worth more than a copy, and what is evicted meanwhile is dropped here, with all that needs it.
 
 What failed takes with it what needs it: that is dropped while it waits, and withdrawn from the slower tier where it is
 on its way, or was faster.
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SlowerTierOptions
 from hybridkv.tiers.stack.order import UseOrder
@@ -36,8 +36,7 @@ class Cascades:
     """The way down to one slower tier. What moves is `traffic`'s.
 
     Args:
-        near: index of the fast tier.
-        far: index of the slower tier.
+        order: of use, in the fast tier and in the slower one.
         traffic: what is on its way.
         options: bounds.
         plan: makes a move of a chunk, from its place in the fast tier to that in the slow one.
@@ -46,21 +45,20 @@ class Cascades:
 
     def __init__(
         self,
-        near: TierIndex,
-        far: TierIndex,
+        order: UseOrder,
         traffic: Traffic,
         options: SlowerTierOptions,
         plan: Callable[[Key, Slot, Slot], None],
         position: int,
     ) -> None:
-        self._near = near
-        self._far = far
+        self._order = order
+        self._near, self._far = order.near, order.far
         self._traffic = traffic
         self._options = options
         self._plan_move = plan
         self._position = position
         self._max_bytes = min(
-            options.cascading_share * near.capacity_bytes, options.arriving_share * far.capacity_bytes
+            options.cascading_share * order.near.capacity_bytes, options.arriving_share * order.far.capacity_bytes
         )
         self._numbers = itertools.count()
         self._again: list[tuple[int, Waiting]] = []
@@ -77,7 +75,6 @@ class Cascades:
         self._moving: dict[Key, Waiting] = {}
         self._landed: dict[Key, Waiting] = {}
         """What came before something that it needs."""
-        self._order = UseOrder(near, far)
         self.since_s = 0.0
         """When something came to its end well, was sent for the first time, or began to wait where nothing did."""
         self._patient_s = 0.0
@@ -192,6 +189,8 @@ class Cascades:
 
     def _try(self, waiting: Waiting, gate: Gate) -> Next | MoveResult:
         key, on_path = waiting.key, waiting.on_path
+        if key in self._order.demoted:
+            return MoveResult.DROPPED_SUPERSEDED
         if gate is Gate.SHUT:
             return MoveResult.DROPPED_OPEN
         if gate is Gate.BUSY:

@@ -16,8 +16,10 @@ from typing import NamedTuple
 from hybridkv.tiers.contract import Failure, FailureReason, Heard, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.breaker import BreakerState
 from hybridkv.tiers.stack.cascades import Cascades
+from hybridkv.tiers.stack.demoted import Demoted
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
+from hybridkv.tiers.stack.order import UseOrder
 from hybridkv.tiers.stack.path import PathPosition
 from hybridkv.tiers.stack.tally import MoveTally
 from hybridkv.tiers.stack.traffic import Moving, Planned, Traffic
@@ -52,11 +54,13 @@ class Common:
         near: index of the fast tier.
         clock: seconds.
         planned: moves to be handed out.
+        demoted: what is not copied down.
     """
 
     near: TierIndex
     clock: Callable[[], float]
     planned: Planned
+    demoted: Demoted
     due_s: float = math.inf
     """Nothing that waits changes before."""
 
@@ -96,7 +100,8 @@ class Level:
         """When a deadline was looked for last without `tick`."""
         self.cascades: Cascades | None = None
         if tier.options.cascades is CascadePolicy.ALL:
-            self.cascades = Cascades(common.near, tier.index, self.traffic, tier.options, self._plan_cascade, position)
+            order = UseOrder(common.near, tier.index, common.demoted)
+            self.cascades = Cascades(order, self.traffic, tier.options, self._plan_cascade, position)
 
     @property
     def load_timeout_s(self) -> float:
@@ -158,20 +163,34 @@ class Level:
 
     def why_not_promote(self, num_bytes: int) -> Refusal | None:
         """Why so much cannot come from here now."""
+        return self._why_not(num_bytes, self.traffic.bytes_moving[_PROMOTE] - self.traffic.prefetching_bytes)
+
+    def why_not_prefetch(self, num_bytes: int) -> Refusal | None:
+        """Why so much that nobody waits for cannot come from here now, 0 where that is not known. What somebody waits
+        for goes first, and no trouble of the tier is tried with it (CLOSED)."""
+        traffic = self.traffic
+        if not self.ways.is_up:
+            return Refusal.CLOSED
+        if traffic.num_in_time[_PROMOTE] > traffic.num_prefetching:
+            return Refusal.BUSY
+        if traffic.num_prefetching >= self._options.max_prefetching:
+            return Refusal.BUSY
+        return self._why_not(num_bytes, traffic.bytes_moving[_PROMOTE])
+
+    def _why_not(self, num_bytes: int, moving: int) -> Refusal | None:
         if num_bytes > self._near.capacity_bytes:
             return Refusal.TOO_LARGE
         if self.ways.rests(_PROMOTE):
             return Refusal.BUSY
-        moving = self.traffic.bytes_moving[_PROMOTE]
         # Alone it goes whatever its size, and whatever other tiers never answered.
         if moving and moving + self._common.planned.late_bytes + num_bytes > self._promoting_bytes:
             return Refusal.BUSY
         return None
 
-    def plan(self, direction: Direction, key: Key, near: Slot, far: Slot) -> None:
+    def plan(self, direction: Direction, key: Key, near: Slot, far: Slot, is_prefetch: bool = False) -> None:
         """A move between the places that were given to it."""
         now_s = self._clock()
-        self.traffic.plan(direction, key, near, far, now_s)
+        self.traffic.plan(direction, key, near, far, now_s, is_prefetch)
         self._common.wake(now_s + self._options.load_timeout_s)
 
     # The way down.

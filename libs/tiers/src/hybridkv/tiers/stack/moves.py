@@ -68,6 +68,36 @@ class MoveResult(enum.StrEnum):
     """It left the fast tier before its turn."""
     DROPPED_LATE = "dropped_late"
     """It waited while nothing came to its end for longer than a move may take."""
+    DROPPED_SUPERSEDED = "dropped_superseded"
+    """It was demoted before its turn: it goes first, so no slower tier needs a copy."""
+
+
+class PrefetchResult(enum.StrEnum):
+    """What became of one prefix that was to be brought into the fast tier."""
+
+    BROUGHT = "brought"
+    """All that it lacked has come, what others brought or stored meanwhile included."""
+    NOTHING = "nothing"
+    """It lacked nothing, or others brought all of that."""
+    NO_ROOM = "no_room"
+    """More than the fast tier may have of what nobody waits for: its beginning has come."""
+    LATE = "late"
+    """It took longer than a hold may wait."""
+    LOST = "lost"
+    """A chunk could not be promoted, was withdrawn, or its tier is left alone."""
+    CROWDED = "crowded"
+    """As many wait as may."""
+
+
+class PrefetchBytes(enum.StrEnum):
+    """What became of bytes that nobody waited for."""
+
+    BROUGHT = "brought"
+    """They came into the fast tier."""
+    USED = "used"
+    """Somebody held, pinned or touched them for the first time, and got them."""
+    DISPLACED = "displaced"
+    """They were to go first, before anybody used them: others were brought in their place."""
 
 
 class MoveCounts(msgspec.Struct, frozen=True):
@@ -100,6 +130,10 @@ class StackCounts(msgspec.Struct, frozen=True):
     """Of each slower tier, the nearest first."""
     timeouts: int = 0
     """Holds that were given up because their time was over."""
+    prefetches: dict[PrefetchResult, int] = {}
+    """Prefixes; only results that occurred."""
+    prefetch_bytes: dict[PrefetchBytes, int] = {}
+    """Of one rank."""
 
     @property
     def moves(self) -> MoveCounts:

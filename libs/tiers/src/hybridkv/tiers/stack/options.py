@@ -33,6 +33,8 @@ class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
         cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
         arriving_share: the same of the slower tier's capacity: it cannot be evicted there, and has no order of use yet.
         max_cascading: chunks that may be on their way down at one time; fewer than the slow medium takes at once.
+        max_prefetching: chunks that may be on their way up at one time for nobody who waits. What somebody then waits
+            for comes behind them, so they are few.
         max_waiting: chunks that may wait for their way down. What comes when so many wait is dropped, with all that
             needs it; of a path that has begun to wait that is the end. About 300 bytes of memory each.
         breaker: when to leave the tier alone, in each direction by itself.
@@ -46,6 +48,7 @@ class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     cascading_share: float = 0.25
     arriving_share: float = 0.015625
     max_cascading: int = 1024
+    max_prefetching: int = 8
     max_waiting: int = 65_536
     breaker: BreakerOptions = BreakerOptions()
     shortage: BreakerOptions = BreakerOptions(failures=1, first_pause_s=0.05, longest_pause_s=5.0)
@@ -57,6 +60,6 @@ class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("promoting_share", "cascading_share", "arriving_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise TierConfigurationError(name, "a share above 0, at most 1", getattr(self, name))
-        for name in ("max_cascading", "max_waiting"):
+        for name in ("max_cascading", "max_prefetching", "max_waiting"):
             if not getattr(self, name) > 0:
                 raise TierConfigurationError(name, "a number > 0", getattr(self, name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybridkv.tiers.contract import Key, TierIndex
+from hybridkv.tiers.stack.demoted import Demoted
 
 
 @dataclass(slots=True, eq=False)
@@ -29,11 +30,13 @@ class UseOrder:
     Args:
         near: index of the fast tier.
         far: index of the slower one.
+        demoted: what stays behind all others, whatever was sent or touched before it was.
     """
 
-    def __init__(self, near: TierIndex, far: TierIndex) -> None:
-        self._near = near
-        self._far = far
+    def __init__(self, near: TierIndex, far: TierIndex, demoted: Demoted) -> None:
+        self.near = near
+        self.far = far
+        self.demoted = demoted
         self._closed: Batch | None = None
         """Its order is put right when the last of it has come."""
         self._batch = Batch()
@@ -57,10 +60,11 @@ class UseOrder:
 
     def reach(self, keys: tuple[Key, ...]) -> None:
         """At once, so that what comes next pushes out others first; and again when what is on its way has come."""
-        self._far.touch(keys)
+        used = self.demoted.others(list(keys))
+        self.far.touch(used)
         if not self.is_ordering:
             self.num_touched -= len(keys)
-            self._near.touch(keys)
+            self.near.touch(used)
             self._batch.order.clear()
             return
         self._batch.order += keys
@@ -82,15 +86,16 @@ class UseOrder:
         while self._closed is not None and not self._closed.num_left:
             self.num_touched -= self._closed.num_touched
             order = [*dict.fromkeys(reversed(self._closed.order))][::-1]  # each where it was named last
-            self._far.touch(order)
-            self._near.touch(order)
+            order = self.demoted.others(order)
+            self.far.touch(order)
+            self.near.touch(order)
             self._closed = None
             if self._batch.num_touched:
                 self._closed, self._batch = self._batch, Batch()
                 if self._closed.num_left:
-                    self._far.touch(self._closed.order)
+                    self.far.touch(self.demoted.others(self._closed.order))
             else:
-                self._far.touch(self._batch.order)
+                self.far.touch(self.demoted.others(self._batch.order))
 
     def clear(self) -> None:
         """Forget what is waited for."""

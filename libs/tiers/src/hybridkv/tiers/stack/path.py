@@ -27,8 +27,14 @@ class PathPosition(NamedTuple):
 ALONE = PathPosition()
 
 
+def leading_held(index: TierIndex, keys: Sequence[Key]) -> int:
+    """How many in a row, from the first, a tier does not lack, whatever it was asked."""
+    num_held = index.leading(keys)
+    if index.answers_late:
+        return next((place for place, key in enumerate(keys[:num_held]) if index.lacks(key)), num_held)
+    return num_held
+
+
 def holds_all(index: TierIndex, keys: Sequence[Key]) -> bool:
     """Whether a tier lacks none of these, whatever it was asked."""
-    if index.leading(keys) < len(keys):
-        return False
-    return not (index.answers_late and any(map(index.lacks, keys)))
+    return leading_held(index, keys) == len(keys)

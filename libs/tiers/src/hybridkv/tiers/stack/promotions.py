@@ -1,15 +1,17 @@
-"""Bringing chunks up: which tier gives which of them, and their space in the fast one. All of them or none."""
+"""Bringing chunks up: which tier gives which of them, and their space in the fast one. All that somebody waits for or
+none of it; what nobody waits for one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.level import Level
 from hybridkv.tiers.stack.moves import Direction
 
-_PROMOTE = Direction.PROMOTE
+_PROMOTE, _HIT = Direction.PROMOTE, LookupResult.HIT
 
 _Part: TypeAlias = tuple[Level, Sequence[Key], list[Slot]]
 """Chunks that one tier gives, pinned there, and where they lie."""
@@ -43,6 +45,38 @@ class Promotions:
             _unpin_below(parts)
         return refusal
 
+    @property
+    def is_prefetching(self) -> bool:
+        """Whether something keeps space of the fast tier that nobody waited for when it began, and is not late."""
+        return any(level.traffic.num_prefetching for level in self._levels)
+
+    def bring(self, key: Key, why_not: Callable[[Level, int | None], Refusal | None]) -> int | Refusal:
+        """One chunk that nobody waits for. Its bytes, or why it cannot come now.
+
+        Args:
+            key: of the chunk.
+            why_not: asked of the tier that would give it, and its bytes; at first without them (None), since to learn
+                them is a use of the chunk there.
+        """
+        source = next((each for each in self._levels if each.is_asked() and each.index.lookup(key) is _HIT), None)
+        if source is None:
+            return Refusal.PRESENT
+        refusal = why_not(source, None)
+        if refusal is not None:
+            return refusal
+        parts = self._pin_below((key,))
+        if parts is None:
+            return Refusal.PRESENT
+        level, _, (far,) = parts[0]
+        refusal = why_not(level, far.num_bytes)
+        if refusal is None:
+            self._pump_news()
+            refusal = self._plan_promotions(parts, is_prefetch=True)
+        if refusal is not None:
+            _unpin_below(parts)
+            return refusal
+        return far.num_bytes
+
     def _pin_below(self, keys: Sequence[Key]) -> list[_Part] | None:
         """Which tier gives which of them, and where they lie there; None when one is nowhere that may be asked."""
         parts: list[_Part] = []
@@ -66,7 +100,7 @@ class Promotions:
             return None
         return parts
 
-    def _plan_promotions(self, parts: Sequence[_Part]) -> Refusal | None:
+    def _plan_promotions(self, parts: Sequence[_Part], is_prefetch: bool = False) -> Refusal | None:
         """All of them, or why one has no space in the fast tier, which then gives up nothing for those behind it."""
         reserved: list[tuple[Key, Slot]] = []
         for _, keys, slots in parts:
@@ -81,7 +115,7 @@ class Promotions:
         for level, _, slots in parts:
             for far in slots:
                 key, near = next(given)
-                level.plan(_PROMOTE, key, near, far)
+                level.plan(_PROMOTE, key, near, far, is_prefetch)
         return None
 
 

@@ -4,8 +4,9 @@ Nothing is read from a slower tier until a caller that knows a boundary at which
 chunks it needs; then those are promoted, each from the nearest tier that holds it and may be asked, and only those.
 What is stored in the fast tier cascades behind the caller's back to each slower one that lacks it, within bounds. What
 came up from one tier goes to another by the same rule: when a caller offers what it met. A promotion alone is no such
-offer, since it says nothing of the path that a chunk is part of. Moves no byte: `take_moves` says what the media must
-do, `on_move` hears how it ended.
+offer, since it says nothing of the path that a chunk is part of. What nobody waits for yet may come up ahead of time,
+behind all that somebody does (`prefetches.py`). Moves no byte: `take_moves` says what the media must do, `on_move`
+hears how it ended.
 
 No caller waits here. A wait is a `Hold` that is not ready, and it ends: when its chunks have come, when one is lost, or
 when the deadline passes, which every answer looks at. Bytes that come later than that still find the space that was
@@ -21,11 +22,13 @@ from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.breaker import BreakerState
 from hybridkv.tiers.stack.deadlines import Deadlines
+from hybridkv.tiers.stack.demoted import Demoted
 from hybridkv.tiers.stack.hold import Hold, Holds
 from hybridkv.tiers.stack.level import Common, Level, SlowerTier
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
 from hybridkv.tiers.stack.options import SlowerTierOptions
-from hybridkv.tiers.stack.path import ALONE, PathPosition, holds_all
+from hybridkv.tiers.stack.path import ALONE, PathPosition, holds_all, leading_held
+from hybridkv.tiers.stack.prefetches import Prefetches
 from hybridkv.tiers.stack.promotions import Promotions
 from hybridkv.tiers.stack.reading import Reading
 from hybridkv.tiers.stack.traffic import Planned
@@ -59,7 +62,8 @@ class TierStack:
         self.near = near
         self._clock = clock
         self._planned = Planned(num_ranks)
-        self._common = Common(near, clock, self._planned)
+        self._demoted = Demoted()
+        self._common = Common(near, clock, self._planned, self._demoted)
         self._levels = tuple(Level(tier, place, len(names), self._common) for place, tier in enumerate(slower))
         self._cascading = tuple(level for level in self._levels if level.cascades is not None)
         self._queues = tuple(level.cascades for level in self._levels if level.cascades is not None)
@@ -78,6 +82,7 @@ class TierStack:
         self._look_at_clock = self._deadlines.look_at_clock
         self._reading = Reading(near, self._levels, self._planned)
         self._promotions = Promotions(near, self._levels, self._pump_news)
+        self._prefetches = Prefetches(near, self._promotions, self._load_timeout_s, self._make_recent)
         self._costs: dict[int, tuple[int, ...]] = {}
         """By the bytes of a chunk; there are few sizes."""
 
@@ -101,6 +106,11 @@ class TierStack:
     def capacities(self) -> tuple[int, ...]:
         """What each slower tier has room for."""
         return tuple(level.index.capacity_bytes for level in self._levels)
+
+    @property
+    def load_timeout_s(self) -> float:
+        """How long a hold may wait, or what is brought though nobody waits for it."""
+        return self._load_timeout_s
 
     # What is stored. Where there is no slower tier, nothing has a deadline and the fast one knows all.
 
@@ -168,6 +178,12 @@ class TierStack:
         """Whether no slower tier that is given chunks lacks one of these."""
         return all(holds_all(level.index, keys) for level in self._cascading)
 
+    def leading_below(self, keys: Sequence[Key]) -> int:
+        """How many keys in a row, from the first, no slower tier that is given chunks lacks."""
+        for level in self._cascading:
+            keys = keys[: leading_held(level.index, keys)]
+        return len(keys)
+
     # What concerns the fast tier alone.
 
     @property
@@ -179,13 +195,21 @@ class TierStack:
         """What the fast tier says."""
         return self.near.lookup(key)
 
+    def leading_near(self, keys: Sequence[Key]) -> int:
+        """How many keys in a row, from the first, the fast tier does not say MISS of."""
+        return self.near.leading(keys)
+
     def in_near(self, key: Key) -> bool:
         """Whether the fast tier holds it now."""
         return self.near.lookup(key) is _HIT
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
         """Protect what the fast tier holds, all or nothing, and learn where it lies."""
-        return self.near.pin_all(keys)
+        self._demoted.discard(keys)
+        slots = self.near.pin_all(keys)
+        if slots is not None:
+            self._prefetches.on_used(keys)
+        return slots
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
         """Undo one `pin_all`."""
@@ -201,8 +225,8 @@ class TierStack:
         """Hold chunks that were all HIT or PENDING: pin what the fast tier holds, and promote the rest.
 
         An older hold of this owner is released. On a refusal nothing is held: PRESENT when a key is gone meanwhile,
-        BUSY when as much is on its way as may be or nothing can be tried for a moment, NO_ROOM or TOO_LARGE when the
-        fast tier cannot take it all at once.
+        BUSY when as much is on its way as may be, when nothing can be tried for a moment, or while what nobody waited
+        for still has the room, NO_ROOM or TOO_LARGE when the fast tier cannot take it all at once.
 
         Args:
             owner: whose hold it is.
@@ -210,13 +234,19 @@ class TierStack:
             since_s: when its owner began to wait, by the stack's clock; None: now. Its deadline counts from then.
         """
         self._look_at_clock()
+        self._demoted.discard(keys)
+        self._prefetches.on_asked(owner)
         if owner in self._holds.by_owner:
             self.release(owner)
         hold = Hold(owner, self._clock() if since_s is None else since_s, source=self._nearest)
         late_keys, pinned, pin, lookup = self._planned.late_keys, hold.pinned, self.near.pin, self.near.lookup
         wanted: list[Key] = []
         refusal: Refusal | None = None
-        for key in keys:
+        rest = keys
+        if late_keys.isdisjoint(keys) and self.near.pin_all(keys) is not None:
+            pinned += keys
+            rest = ()
+        for key in rest:
             if key in late_keys:
                 refusal = Refusal.PRESENT
             elif pin(key) is not None:
@@ -229,7 +259,10 @@ class TierStack:
             refusal = self._promotions.promote(wanted)
         if refusal is not None:
             self._holds.unpin(hold)
+            if refusal is Refusal.NO_ROOM and self._prefetches.gives_way(owner, self._clock()):
+                return Refusal.BUSY
             return refusal
+        self._prefetches.on_used(keys)
         hold.waiting.update(wanted)
         self._holds.by_owner[owner] = hold
         if hold.waiting:
@@ -242,6 +275,36 @@ class TierStack:
         tiers_of = self._planned.tiers_of
         names = {tiers_of[key] for key in keys if key in tiers_of}
         return next((name for name in reversed(self._by_name) if name in names), self._nearest)
+
+    def prefetch(self, keys: Sequence[Key], most_bytes: int) -> None:
+        """Let what the fast tier lacks of these come up one after the other, though nobody waits for it.
+
+        Nothing is pinned or has to be released, and nobody hears of it; `take_counts` says what became of it. It begins
+        when moves are taken, behind all holds, and ends at the first chunk that cannot come, or when it takes longer
+        than a hold may.
+
+        Args:
+            keys: of one prefix, each behind what it needs: that comes first, and outlives it.
+            most_bytes: of the fast tier, that all which came so and was not used yet may take up, with these.
+        """
+        self._look_at_clock()
+        self._demoted.discard(keys)
+        self._prefetches.add(keys, most_bytes, self._clock())
+
+    def bound_prefetches(self, most_bytes: int) -> None:
+        """No more than this from now on, where `prefetch` was given more: others may want the room by now."""
+        self._prefetches.most_bytes = most_bytes
+
+    def end_prefetches(self) -> None:
+        """Begin nothing more that nobody waits for."""
+        self._prefetches.drop_waiting()
+
+    def _make_recent(self, keys: list[Key]) -> None:
+        """As `touch`, of what nobody has used."""
+        keys = self._demoted.others(keys)
+        self.near.touch(keys)
+        for level in self._levels:
+            level.touch(keys)
 
     def hold(self, owner: str) -> Hold | None:
         """The hold of this owner, as it is now."""
@@ -257,12 +320,20 @@ class TierStack:
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         """Space in the fast tier."""
         self._pump_news()
-        return self.near.reserve(key, num_bytes)
+        slot = self.near.reserve(key, num_bytes)
+        if isinstance(slot, Slot):
+            self._demoted.discard((key,))
+            self._prefetches.forget((key,))
+        return slot
 
     def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
         """Space in the fast tier for each key and its number of bytes, where there is some."""
         self._pump_news()
-        return self.near.reserve_all(chunks)
+        slots = self.near.reserve_all(chunks)
+        stored = [key for (key, _), slot in zip(chunks, slots, strict=True) if isinstance(slot, Slot)]
+        self._demoted.discard(stored)
+        self._prefetches.forget(stored)
+        return slots
 
     def commit(self, key: Key, on_path: PathPosition = ALONE) -> bool:
         """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
@@ -286,14 +357,37 @@ class TierStack:
 
         Where something is to cascade by now, once more when that has come, so that it can be among them.
         """
+        self._demoted.discard(keys)
+        self._prefetches.on_used(keys)
         self.near.touch(keys)
         self._pump_news()
         for level in self._levels:
             level.touch(keys)
 
     def touch_near(self, keys: Sequence[Key]) -> None:
-        """The same in the fast tier alone."""
+        """The same in the fast tier alone, of what is met there or kept, and not read."""
+        self._demoted.discard(keys)
+        self._prefetches.forget(keys)
         self.near.touch(keys)
+
+    def demote(self, keys: Sequence[Key]) -> None:
+        """These go first in every tier that decides by itself, in this order, until they are touched, held or stored
+        anew. What of them is stored or read now goes first when that has ended.
+
+        What still waits for its way down is not copied. A key that is nowhere is passed over.
+        """
+        self.near.demote(keys)
+        for level in self._levels:
+            level.index.demote(keys)
+        self._demoted.add(keys)
+
+    def is_demoted(self, key: Key) -> bool:
+        """Whether the last word on this key was that it goes first, as far as that is remembered."""
+        return key in self._demoted
+
+    def without_demoted(self, keys: list[Key]) -> list[Key]:
+        """The others of these: for whoever makes a path recent again, but not what was given up of it."""
+        return self._demoted.others(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
         """Never offer what is stored under this key again, anywhere."""
@@ -308,6 +402,8 @@ class TierStack:
             level.index.clear()
         for level in self._cascading:
             level.clear()
+        self._demoted.clear()
+        self._prefetches.clear()
         self._holds.lose_all()
 
     def cascade(self, key: Key, on_path: PathPosition = ALONE) -> None:
@@ -337,6 +433,7 @@ class TierStack:
         self._look_at_clock()
         for level in self._cascading:
             level.pump()
+        self._prefetches.pump(self._clock())
         planned = self._planned
         moves, planned.moves = planned.moves, []
         return moves
@@ -348,12 +445,14 @@ class TierStack:
         if moving is None or moving.move.direction is not _PROMOTE:
             return
         key = moving.move.key
-        if moving.failure is None and self.near.commit(key):
+        has_come = moving.failure is None and self.near.commit(key)
+        if has_come:
             self._holds.hand_out(key)
         else:
             if moving.failure is not None:
                 self.near.abort(key)
             self._holds.lose(key)
+        self._prefetches.on_ended(key, has_come, self._clock())
         self._unpark(key)
         if moving.failure is not None:
             level.pump()  # now that nothing says any more that the chunk is about to come
@@ -377,13 +476,14 @@ class TierStack:
         nor is what a slower tier lets wait that takes nothing."""
         self._look_at_clock()
         self._pump_news()
-        return any(level.keeps_awake() for level in self._levels)
+        return any(level.keeps_awake() for level in self._levels) or self._prefetches.keeps_awake(self._clock())
 
     # Ends.
 
     def take_counts(self) -> StackCounts:
         """What happened since the last call."""
-        return StackCounts({level.name: level.take_counts() for level in self._levels}, self._holds.take_timeouts())
+        by_tier = {level.name: level.take_counts() for level in self._levels}
+        return StackCounts(by_tier, self._holds.take_timeouts(), *self._prefetches.take_counts())
 
     def close(self) -> None:
         """Close all tiers. Call it after the media have ended their moves: what a slower tier holds stays there."""

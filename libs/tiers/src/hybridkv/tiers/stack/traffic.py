@@ -28,6 +28,8 @@ class Moving(msgspec.Struct):
     failure: Failure | None = None
     """Of the first rank that failed."""
     is_late: bool = False
+    is_prefetch: bool = False
+    """It was begun though nobody waited."""
 
 
 @dataclass(slots=True)
@@ -68,14 +70,20 @@ class Traffic:
         """Of one rank. Late promotions are not among them."""
         self.num_in_time = dict.fromkeys(Direction, 0)
         """Moves that are not late."""
+        self.prefetching_bytes = 0
+        """Of what moves up in time, what nobody waited for when it began."""
+        self.num_prefetching = 0
         self.late_bytes = 0
         """What they keep reserved in the fast tier."""
 
-    def plan(self, direction: Direction, key: Key, near: Slot, far: Slot, now_s: float) -> None:
+    def plan(
+        self, direction: Direction, key: Key, near: Slot, far: Slot, now_s: float, is_prefetch: bool = False
+    ) -> None:
         """A move, to be handed out with all that are planned."""
         move = TierMove(next(self._move_ids), direction, self._tier, key, near, far)
         num_bytes = near.num_bytes
-        self._moves[move.move_id] = Moving(move, num_bytes, self._planned.num_ranks, now_s)
+        self._moves[move.move_id] = Moving(move, num_bytes, self._planned.num_ranks, now_s, is_prefetch=is_prefetch)
+        self._count_prefetch(self._moves[move.move_id], 1)
         self.bytes_moving[direction] += num_bytes
         self.num_in_time[direction] += 1
         self._planned.moves.append(move)
@@ -97,6 +105,7 @@ class Traffic:
         if not moving.is_late:
             self.num_in_time[direction] -= 1
             self.bytes_moving[direction] -= moving.num_bytes
+            self._count_prefetch(moving, -1)
         elif direction is _PROMOTE:
             self._planned.late_keys.discard(moving.move.key)
             self.late_bytes -= moving.num_bytes
@@ -117,11 +126,17 @@ class Traffic:
             moving.is_late = True
             self.num_in_time[moving.move.direction] -= 1
             if moving.move.direction is _PROMOTE:
+                self._count_prefetch(moving, -1)
                 self.bytes_moving[_PROMOTE] -= moving.num_bytes
                 self.late_bytes += moving.num_bytes
                 self._planned.late_bytes += moving.num_bytes
                 self._planned.late_keys.add(moving.move.key)
         return late
+
+    def _count_prefetch(self, moving: Moving, number: int) -> None:
+        if moving.is_prefetch:
+            self.num_prefetching += number
+            self.prefetching_bytes += number * moving.num_bytes
 
     def has_some_in_time(self) -> bool:
         """Whether a move is on its way that is not late."""

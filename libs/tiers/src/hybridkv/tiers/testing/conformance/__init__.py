@@ -4,6 +4,7 @@ So do sealed memory (`make_memory`) and the policies of eviction (`make_order`).
 collects `test_*` methods of classes will do.
 """
 
+from hybridkv.tiers.testing.conformance.changes import ChangesConformance
 from hybridkv.tiers.testing.conformance.eviction import EvictionConformance, ExactEvictionConformance
 from hybridkv.tiers.testing.conformance.index import IndexConformance
 from hybridkv.tiers.testing.conformance.late import AskConformance, LateAnswersConformance, LateConformance
@@ -25,6 +26,7 @@ class ExactTierConformance(TierConformance, ExactEvictionConformance):
 __all__ = [
     "CHUNK_BYTES",
     "AskConformance",
+    "ChangesConformance",
     "EvictionConformance",
     "EvictionOrderConformance",
     "ExactEvictionConformance",

@@ -65,6 +65,9 @@ class FaultInjectingIndex:
     def touch(self, keys: Iterable[Key]) -> None:
         self._inner.touch(keys)
 
+    def demote(self, keys: Iterable[Key]) -> None:
+        self._inner.demote(keys)
+
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         action = self._trigger.action(Operation.RESERVE, key)
         if isinstance(action, Refuse):

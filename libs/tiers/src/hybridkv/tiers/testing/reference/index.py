@@ -24,6 +24,7 @@ class _Entry:
     is_doomed: bool = False
     num_pins: int = 0
     last_used: int = 0
+    demoted_at: int | None = None
 
 
 class ReferenceIndex(AnswersAtOnce):
@@ -89,8 +90,15 @@ class ReferenceIndex(AnswersAtOnce):
 
     def touch(self, keys: Iterable[Key]) -> None:
         for key in keys:
+            if self._is_held(key):
+                self._entries[key].demoted_at = None
             if self.lookup(key) is LookupResult.HIT:
                 self._entries[key].last_used = self._now()
+
+    def demote(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            if self._is_held(key):
+                self._entries[key].demoted_at = self._now()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         if num_bytes <= 0:
@@ -126,7 +134,12 @@ class ReferenceIndex(AnswersAtOnce):
     def _victims(self) -> list[Key]:
         """What may be evicted, first to go first."""
         keys = [key for key, entry in self._entries.items() if not entry.is_reserved and not entry.num_pins]
-        return sorted(keys, key=lambda key: self._entries[key].last_used)
+        return sorted(keys, key=lambda key: self._turn(self._entries[key]))
+
+    @staticmethod
+    def _turn(entry: _Entry) -> tuple[bool, int]:
+        """Less: goes sooner."""
+        return (True, entry.last_used) if entry.demoted_at is None else (False, entry.demoted_at)
 
     def _evict(self, key: Key) -> None:
         self._tally.evictions += 1
@@ -139,7 +152,7 @@ class ReferenceIndex(AnswersAtOnce):
             del self._entries[key]
             return False
         entry.is_reserved = False
-        entry.last_used = self._now()
+        self._give_back(entry)
         self._generation += 1
         self._tally.commits += 1
         return True
@@ -173,6 +186,8 @@ class ReferenceIndex(AnswersAtOnce):
         if self.lookup(key) is not LookupResult.HIT:
             return None
         entry = self._entries[key]
+        if not entry.num_pins:
+            entry.demoted_at = None
         entry.num_pins += 1
         return self._slot(entry)
 
@@ -187,9 +202,15 @@ class ReferenceIndex(AnswersAtOnce):
             raise TierProtocolError(f"unpin: expected a pinned key, got {key.hex()}")
         entry.num_pins -= 1
         if not entry.num_pins:
-            entry.last_used = self._now()
+            self._give_back(entry)
             if entry.is_doomed:
                 del self._entries[key]
+
+    def _give_back(self, entry: _Entry) -> None:
+        """Nobody writes or reads it any more."""
+        entry.last_used = self._now()
+        if entry.demoted_at is not None:
+            entry.demoted_at = self._now()
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
         for key in keys:
