@@ -22,11 +22,13 @@ _MOVE_RESULTS = (
     "dropped_orphan",
     "dropped_evicted",
     "dropped_late",
+    "dropped_superseded",
 )
 """What became of a chunk between two tiers; docs/guides/disk.md explains each."""
 _TIERS = ("ram", "disk", "peer", "lmcache", "object")
 _TIER = Label("tier", _TIERS)
 _SLOWER = Label("tier", _TIERS[1:])
+_SOURCE = Label("source", _TIERS)
 _REASON = Label(
     "reason",
     (
@@ -40,6 +42,7 @@ _REASON = Label(
         "not_stored",
         "timeout",
         "failed_loads",
+        "hint",
         "adapter",
         "being_stored",
         "asked",
@@ -84,6 +87,14 @@ CATALOGUE = Catalogue(
             panel=Panel(Section.HITS, "Tokens found in the tiers"),
         ),
         Metric(
+            "vllm:hybridkv_resumable_tokens_total",
+            Kind.COUNTER,
+            "tokens",
+            "Tokens that the full groups held beyond what GPU memory held: what would be found with a state and a "
+            "window at every boundary.",
+            panel=Panel(Section.HITS, "Tokens that could be resumed"),
+        ),
+        Metric(
             "vllm:hybridkv_limited_lookups_total",
             Kind.COUNTER,
             "lookups",
@@ -108,6 +119,70 @@ CATALOGUE = Catalogue(
             panel=Panel(Section.HITS, "Junctions"),
         ),
         Metric(
+            "vllm:hybridkv_checkpoint_stops_total",
+            Kind.COUNTER,
+            "stops",
+            "Boundaries at which prompts were made to stop so that their recurrent states are stored, by why there.",
+            (Label("reason", ("junction", "branch", "spaced")),),
+            panel=Panel(Section.HITS, "Stops for states"),
+        ),
+        Metric(
+            "vllm:hybridkv_checkpoint_stops_left_out_total",
+            Kind.COUNTER,
+            "stops",
+            "Such stops that were considered and not made: too many steps, too dear beside the prompt, or not worth "
+            "their bytes.",
+            (Label("cause", ("stops", "share", "worth")),),
+            panel=Panel(Section.HITS, "Stops left out"),
+        ),
+        Metric(
+            "vllm:hybridkv_states_stored_total",
+            Kind.COUNTER,
+            "states",
+            "Boundaries whose recurrent states were stored, by where they come from: a stop of ours, the prompt's end, "
+            "the answer, or wherever else the engine kept one.",
+            (Label("origin", ("stop", "prompt_end", "answer", "engine")),),
+            panel=Panel(Section.HITS, "States stored"),
+        ),
+        Metric(
+            "vllm:hybridkv_superseded_states_total",
+            Kind.COUNTER,
+            "states",
+            "States of answers that may go first, as a newer one of the answer or of the next turn serves all that "
+            "follows; and answers that were forgotten, whose states go like any other.",
+            (Label("reason", ("answer", "turn", "forgotten")),),
+            panel=Panel(Section.HITS, "States superseded"),
+        ),
+        Metric(
+            "vllm:hybridkv_forgotten_prefixes_total",
+            Kind.COUNTER,
+            "prefixes",
+            "Prefixes of requests that were forgotten for others, so that nobody learns where prompts part from them.",
+            panel=Panel(Section.HITS, "Prefixes forgotten"),
+        ),
+        Metric(
+            "vllm:hybridkv_kv_events_total",
+            Kind.COUNTER,
+            "events",
+            "Events that routers were sent about what tiers hold, by medium.",
+            (Label("type", ("stored", "removed")), Label("medium", ("cpu", "storage"))),
+            panel=Panel(Section.HITS, "Events for routers"),
+        ),
+        Metric(
+            "vllm:hybridkv_announced_tokens",
+            Kind.GAUGE,
+            "tokens",
+            "Tokens in tiers that routers were told of: up to boundaries at which every group can resume.",
+            panel=Panel(Section.HITS, "Announced tokens"),
+        ),
+        Metric(
+            "vllm:hybridkv_unannounced_chunks",
+            Kind.GAUGE,
+            "chunks",
+            "Chunks in tiers that routers were not told of, because no request can resume with them.",
+            panel=Panel(Section.HITS, "Unannounced chunks"),
+        ),
+        Metric(
             "vllm:hybridkv_stores_total",
             Kind.COUNTER,
             "chunks",
@@ -122,11 +197,73 @@ CATALOGUE = Catalogue(
                         "dropped_no_room",
                         "dropped_too_large",
                         "dropped_not_aligned",
+                        "dropped_incomplete",
                         "failed",
                     ),
                 ),
             ),
             panel=Panel(Section.STORES, "Chunks"),
+        ),
+        Metric(
+            "vllm:hybridkv_misled_requests_total",
+            Kind.COUNTER,
+            "requests",
+            "Requests that went on from a block which vLLM had copied wrongly, so that nothing of them is stored or "
+            "handed to a peer: it was copied in part, it was a copy of a copy not made yet, or it was computed by such "
+            "a request.",
+            (Label("cause", ("partial_copy", "copied_copy", "wrong_block")),),
+            panel=Panel(Section.STORES, "Requests not stored"),
+        ),
+        Metric(
+            "vllm:hybridkv_hints_total",
+            Kind.COUNTER,
+            "requests",
+            "Requests with a hint about themselves, by hint; invalid ones were passed over.",
+            (Label("hint", ("no_store", "no_load", "keep", "prefetch", "invalid")),),
+            panel=Panel(Section.HITS, "Hints"),
+        ),
+        Metric(
+            "vllm:hybridkv_keeps_total",
+            Kind.COUNTER,
+            "requests",
+            "Prefixes that requests asked to be kept, by tier and whether there was room for it within `keep_share`.",
+            (_TIER, Label("outcome", ("kept", "refused"))),
+            panel=Panel(Section.TIERS, "Prefixes to be kept"),
+        ),
+        Metric(
+            "vllm:hybridkv_kept_bytes",
+            Kind.GAUGE,
+            "bytes",
+            "What of a tier is kept for requests that asked for it.",
+            (_TIER,),
+            panel=Panel(Section.TIERS, "Kept"),
+        ),
+        Metric(
+            "vllm:hybridkv_prefetches_total",
+            Kind.COUNTER,
+            "requests",
+            "Prefixes that requests asked to be brought into host memory, by what became of it: all came, there was "
+            "nothing to bring, `keep_share` had no room for it, it took too long, a chunk could not be had, or too "
+            "many waited.",
+            (Label("outcome", ("brought", "nothing", "no_room", "late", "lost", "crowded")),),
+            panel=Panel(Section.TIERS, "Prefixes to be prefetched"),
+        ),
+        Metric(
+            "vllm:hybridkv_prefetch_bytes_total",
+            Kind.COUNTER,
+            "bytes",
+            "What came into host memory because requests asked for it, and what of it was used by another, or gave "
+            "way to what was asked for later.",
+            (Label("outcome", ("brought", "used", "displaced")),),
+            panel=Panel(Section.TIERS, "Prefetched"),
+        ),
+        Metric(
+            "vllm:hybridkv_stranded_chunks_total",
+            Kind.COUNTER,
+            "chunks",
+            "Chunks behind the deepest state of a request that has ended, which may leave the tiers first.",
+            (Label("kind", _GROUP_KINDS),),
+            panel=Panel(Section.STORES, "Chunks that no state can use"),
         ),
         Metric(
             "vllm:hybridkv_store_bytes_total",
@@ -164,6 +301,24 @@ CATALOGUE = Catalogue(
             Kind.COUNTER,
             "bytes",
             "Bytes that were loaded from the tiers.",
+            panel=Panel(Section.LOADS, "Bytes"),
+        ),
+        Metric(
+            "vllm:hybridkv_local_tokens_total",
+            Kind.COUNTER,
+            "tokens",
+            "Tokens found in the tiers of which nothing but states was read there, as the engine had their attention "
+            "in blocks of its own, by the slowest tier that had a part of the load.",
+            (_SOURCE,),
+            panel=Panel(Section.LOADS, "Tokens copied within the engine"),
+        ),
+        Metric(
+            "vllm:hybridkv_local_bytes_total",
+            Kind.COUNTER,
+            "bytes",
+            "Bytes that loads copied from the engine's own blocks and did not read from a tier, by the slowest tier "
+            "that had a part of the load. Of any but ram they were promoted all the same.",
+            (_SOURCE,),
             panel=Panel(Section.LOADS, "Bytes"),
         ),
         Metric(

@@ -45,6 +45,8 @@ class Counts:
         self._counters: dict[Series, int | float] = {}
         self._gauges: dict[Series, int | float] = {}
         self._histograms: dict[Series, tuple[Bucket, ...]] = {}
+        self._known_series: dict[tuple[str, Kind, tuple[tuple[str, str], ...]], Series] = {}
+        """What has been checked, as it was asked for: the catalogue bounds how many there are."""
 
     def add(self, name: str, amount: int | float = 1, /, **labels: str) -> None:
         """Count `amount` >= 0."""
@@ -129,6 +131,13 @@ class Counts:
         return counts
 
     def _series(self, name: str, kind: Kind, labels: Mapping[str, str]) -> Series:
+        asked = (name, kind, tuple(labels.items()))
+        known = self._known_series.get(asked)
+        if known is None:
+            known = self._known_series[asked] = self._check(name, kind, labels)
+        return known
+
+    def _check(self, name: str, kind: Kind, labels: Mapping[str, str]) -> Series:
         metric = self._catalogue.metric(name, kind)
         if labels.keys() != set(metric.label_names):
             raise MetricsError(name, f"labels {list(metric.label_names)}", list(labels))
