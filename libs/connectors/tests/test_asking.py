@@ -9,6 +9,7 @@ import pytest
 from test_lookups import FULL, HASHES, STATE, make_layout
 
 from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.requests import TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
@@ -24,20 +25,23 @@ GROUPS = 2
 class Bench:
     """Host memory over a store elsewhere that has not said anything yet."""
 
-    def __init__(self, ask_s: float = 0.001, **deadlines: float) -> None:
-        self.layout = make_layout([FULL, STATE])
+    def __init__(self, ask_s: float = 0.001, tail_tokens: int | None = None, **deadlines: float) -> None:
+        self.layout = make_layout([FULL, STATE], tail_tokens)
         self.world = RemoteStore(1, lambda: 0.0, answer_s=0.01)
         options = SlowerTierOptions(ask_timeout_s=ask_s)
         peer = SlowerTier("peer", RemoteIndex(self.world, 1 << 22), options)
         self.stack = TierStack(RamIndex(1 << 22, 4096), [peer], 1, lambda: 0.0)
         waits = Deadlines(10.0, 30.0, lambda: 0.0, **deadlines)
         admission = LoadAdmission(self.layout.spec, 64)
-        self.planner = LoadPlanner(self.layout.layout, self.stack, admission, waits, Recorder())
+        layout, recorder = self.layout.layout, Recorder()
+        in_flight = LoadsInFlight(layout, self.stack, admission, recorder)
+        self.planner = LoadPlanner(layout, self.stack, admission, waits, recorder, in_flight)
 
-    def ask(self, computed_tokens: int = 0) -> bool:
-        """As a request does that has as many chunks as there are. Whether it is to wait."""
-        hashes = HASHES[: CHUNKS * 2]
-        request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=hashes)
+    def ask(self, computed_tokens: int = 0, more_tokens: int = 1) -> bool:
+        """As a request does that has as many chunks as there are, and some tokens. Whether it is to wait."""
+        hashes = HASHES[: CHUNKS * 2 + more_tokens // 4]
+        num_tokens = CHUNKS * CHUNK_TOKENS + more_tokens
+        request = SimpleNamespace(request_id="a", num_tokens=num_tokens, block_hashes=hashes)
         tracked = TrackedRequest(cast(Any, request), None, RequestKeys(self.layout.spec, self.layout.keys))
         return self.planner.matched_tokens(tracked, computed_tokens) is None
 
@@ -73,3 +77,18 @@ def test_every_chunk_of_every_group_is_asked_for() -> None:
 def test_who_computes_faster_waits_for_less(tokens_per_s: float, waits: bool) -> None:
     bench = Bench(1.0, tokens_per_s=tokens_per_s)
     assert bench.ask() is waits and bool(bench.asked()) is waits
+
+
+@pytest.mark.parametrize(("more_tokens", "is_asked"), [(4, False), (6, True)])
+@pytest.mark.parametrize("computed_tokens", [0, CHUNKS * CHUNK_TOKENS])
+def test_a_request_asks_for_the_tails_behind_its_last_chunk_of_every_group(
+    more_tokens: int, is_asked: bool, computed_tokens: int
+) -> None:
+    """Of which the last ends before its last token."""
+    bench = Bench(tail_tokens=4, tokens_per_s=1.0)
+    bench.ask(computed_tokens, more_tokens)
+    end = CHUNKS * CHUNK_TOKENS + 4
+    keys = [bench.layout.keys.key(group, HASHES, end) for group in range(GROUPS)]
+    answers = [bench.stack.lookup(key) for key in keys]
+    assert answers == [LookupResult.PENDING if is_asked else LookupResult.MISS] * GROUPS
+    assert len(bench.asked()) == (0 if computed_tokens else GROUPS * CHUNKS)

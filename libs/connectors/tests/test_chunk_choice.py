@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.chunk_choice import choose_chunk
-from hybridkv.planner import GroupKind, GroupSpec
+from hybridkv.connectors.vllm.chunk_choice import MAX_TAIL_BLOCKS, choose_chunk, choose_tail
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 
 STATE = GroupSpec(GroupKind.RECURRENT, 65536)
 FULL = GroupSpec(GroupKind.FULL, 1056)
@@ -52,3 +52,34 @@ def test_what_is_refused_comes_with_what_would_work(
         choose_chunk(groups, wanted, 98304, 32)
     assert caught.value.path == "kv_connector_extra_config.chunk_tokens"
     assert expected in caught.value.expected and caught.value.hint.startswith(hint)
+
+
+HYBRID = (GroupSpec(GroupKind.RECURRENT, 128), GroupSpec(GroupKind.FULL, 128), GroupSpec(GroupKind.SCRATCH, 16))
+
+
+@pytest.mark.parametrize("chunk", [128, 256, 128 * MAX_TAIL_BLOCKS])
+def test_tails_end_where_the_engines_own_hits_do(chunk: int) -> None:
+    assert choose_tail(CacheSpec(HYBRID, chunk), 32, 32) == 32
+
+
+@pytest.mark.parametrize(
+    ("groups", "chunk", "hit_tokens", "hash_tokens"),
+    [
+        pytest.param(HYBRID, 128, None, 32, id="an engine that does not say"),
+        pytest.param(HYBRID, 128, 128, 32, id="hits that end with blocks"),
+        pytest.param(HYBRID, 256, 128, 128, id="hits that end with blocks inside a chunk"),
+        pytest.param(HYBRID, 128, 48, 32, id="hits between hashes"),
+        pytest.param(HYBRID, 128 * (MAX_TAIL_BLOCKS + 1), 32, 32, id="chunks of many blocks"),
+        pytest.param(HYBRID[1:], 128, 32, 32, id="no states"),
+        pytest.param(HYBRID[:1], 128, 32, 32, id="nothing but states"),
+        pytest.param((*HYBRID, GroupSpec(GroupKind.WINDOW, 32, window_tokens=64)), 128, 32, 32, id="windows"),
+        pytest.param((*HYBRID, GroupSpec(GroupKind.CHUNKED, 128, align_tokens=256)), 128, 32, 32, id="chunked"),
+        pytest.param((HYBRID[0], GroupSpec(GroupKind.FULL, 64)), 128, 32, 32, id="blocks smaller than a state's"),
+        pytest.param((HYBRID[0], GroupSpec(GroupKind.FULL, 256, part_tokens=32)), 128, 32, 32, id="cut blocks"),
+        pytest.param((HYBRID[0], GroupSpec(GroupKind.FULL, 128, lookahead_tokens=32)), 128, 32, 32, id="a drafter"),
+    ],
+)
+def test_there_are_no_tails_where_the_engine_hands_over_no_states_or_nobody_has_tried(
+    groups: tuple[GroupSpec, ...], chunk: int, hit_tokens: int | None, hash_tokens: int
+) -> None:
+    assert choose_tail(CacheSpec(groups, chunk), hit_tokens, hash_tokens) is None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from test_worker_facts import layout
 
+from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.config import (
     DiskTierConfig,
     OffloadConfig,
@@ -19,15 +22,20 @@ from hybridkv.connectors.config import (
 )
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import tiers
+from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.metrics import CATALOGUE, Label
-from hybridkv.planner import LookupResult
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LookupResult
 from hybridkv.tiers import Refusal, TierIndex
+from hybridkv.tiers.lmcache import MAX_SIZES
 from hybridkv.tiers.stack import Hold, HoldFailure, TierStack
 from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
 
 KEY = b"key"
 LAYOUT = layout()
 SIZES = tiers.ArenaSizes(1 << 20, 4096)
+
+
+LMCACHE = {"tiers": [{"type": "ram", "capacity": "1MiB"}, {"type": "lmcache", "url": "tcp://127.0.0.1:5555"}]}
 
 
 class PeerTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="peer"):
@@ -62,6 +70,35 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
+def test_a_start_says_what_the_index_of_host_memory_may_take(caplog: pytest.LogCaptureFixture) -> None:
+    config = OffloadConfig(tiers=(RamTierConfig(capacity=1 << 20),))
+    with caplog.at_level(logging.INFO):
+        tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), replace(SIZES, smallest_bytes=5000))
+    assert "host memory: index of 128 records takes up to" in caplog.text
+
+
+def test_host_memory_that_cannot_be_had_is_named_by_its_key() -> None:
+    config = OffloadConfig(tiers=(RamTierConfig(capacity=100),))
+    with pytest.raises(ConfigurationError, match=r"tiers\[0\]\.capacity: .* got 100"):
+        tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), replace(SIZES, rank_bytes=100))
+
+
+def test_the_index_has_room_for_the_smallest_chunks() -> None:
+    config = OffloadConfig(tiers=(RamTierConfig(capacity=1 << 30),))
+    assert tiers.arena_sizes(config, LAYOUT).smallest_bytes == min(LAYOUT.chunk_sizes())
+
+
+def test_a_model_of_which_nothing_is_ever_stored_has_tiers() -> None:
+    spec = CacheSpec((GroupSpec(GroupKind.CHUNKED, 4, align_tokens=4),), 4)
+    nothing = CacheLayout(spec, ((LayerLayout("a", 8),),), LAYOUT.groups[:1], 4, "sha256", 1)
+    assert nothing.chunk_sizes() == ()
+    config = OffloadConfig(tiers=(RamTierConfig(capacity=1 << 20),))
+    sizes = tiers.arena_sizes(config, nothing)
+    stack = tiers.build_stack(config, nothing, LAYOUT.fingerprint({"model": "m"}), sizes)
+    assert stack.near.num_keys == 0
+    stack.close()
+
+
 def disk(path: Path, **keys: Any) -> DiskTierConfig:
     return DiskTierConfig(path=str(path / "store"), capacity=64 << 20, **keys)
 
@@ -72,6 +109,27 @@ def test_the_order_of_the_list_is_the_stack(world: World, tmp_path: Path) -> Non
         stack = world.stack(*(configured[name] for name in expected))
         assert list(stack.slower) == expected
         stack.close()
+
+
+@pytest.mark.parametrize(("tail_tokens", "wanted"), [(None, "end with blocks"), (8, "prefix_match_unit")])
+def test_too_many_sizes_of_chunks_are_refused_with_what_would_mend_it(
+    world: World, tail_tokens: int | None, wanted: str
+) -> None:
+    """Groups whose pages differ. With tails each has sizes for one, two, three and four blocks."""
+    num_groups = 5 if tail_tokens else MAX_SIZES + 1
+    made = [GroupSpec(GroupKind.FULL, 16) for _ in range(num_groups)]
+    spec = CacheSpec(tuple(made), 64, tail_tokens)
+    layers = tuple((LayerLayout(f"layer{index}", 64 * (101 + index)),) for index in range(num_groups))
+    tier = decode_config(LMCACHE).slower["lmcache"]
+    everything: Any = (RamTierConfig(capacity=1 << 20), tier)
+    with pytest.raises(ConfigurationError) as caught:
+        tiers.build_stack(
+            OffloadConfig(tiers=everything),
+            replace(LAYOUT, spec=spec, layers=layers),
+            LAYOUT.fingerprint({"model": "m"}),
+            SIZES,
+        )
+    assert caught.value.path.endswith(".chunk_tokens") and wanted in caught.value.hint
 
 
 def test_host_memory_alone_is_a_stack(world: World) -> None:

@@ -10,15 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_copies import bytes_of, copy_of
 
 from hybridkv.canonical import LayerLayout, TokenRange
 from hybridkv.canonical.strides import MAX_REGIONS
 from hybridkv.canonical.torch_view import canonical_kv_caches, token_pages
-from hybridkv.connectors.vllm.chunk_copies import copy_bytes, copy_of
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks, cut_load_runs, cut_store_runs
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros
-from hybridkv.connectors.vllm.messages import ChunkCopy, Load, StepPlan, Store
+from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Transfer, chunk_blocks, chunk_span
@@ -158,11 +158,11 @@ def test_every_byte_of_a_slot_is_of_a_part_or_zero_and_both_halves_know_how_many
     copy(engine, tier, runs)
     assert tier.memory.tobytes() == bytes([77]) * 64 + expected + bytes(spare_bytes)
     # Stored or loaded, what is counted is what the engine has of it.
-    assert runs.total_bytes - tier.zeros.num_bytes_in(runs) == copy_bytes(layout, chunk_copy)
+    assert runs.total_bytes - tier.zeros.num_bytes_in(runs) == bytes_of(layout, chunk_copy)
     held = data.draw(st.integers(0, len(stored) - 1))
     for first, count in ((0, len(stored)), (held, len(stored) - held), (0, held + 1)):
         part = msgspec.structs.replace(chunk_copy, first_block=first, block_ids=ids[first : first + count])
-        assert cut_load_runs(part, engine.blocks, tier.extents).total_bytes == copy_bytes(layout, part)
+        assert cut_load_runs(part, engine.blocks, tier.extents).total_bytes == bytes_of(layout, part)
 
 
 @pytest.mark.parametrize(("first", "ids"), [(0, (1, 2)), (1, (2, 3)), (0, (1,)), (2, (3,))])
@@ -201,14 +201,14 @@ def test_a_worker_cuts_blocks_of_thousands_of_kernel_blocks(order: str) -> None:
     worker.register({"layer 0": cache}, num_blocks)
     before, chunk_bytes = cache.clone(), layout.chunk_bytes(0, 2 * spec.chunk_tokens)
     chunk_copy = copy_of(spec, Transfer(0, 2 * spec.chunk_tokens, 0, (1, 2)), b"key", Slot(((0, chunk_bytes),)))
-    worker.start_stores(StepPlan(stores=(Store(1, (chunk_copy,)),)))
+    worker.start_stores(StepPlan(stores=(Store(1, CopyTable.of([chunk_copy])),)))
     worker.results()
     stored = worker.outcome()
     assert stored is not None and stored.stores[1].failure is None
     # The last kernel block of its first block, and all but two of the other's.
     cache[2 * kernel_blocks - 1 : 3 * kernel_blocks - 2] = 0
     assert not torch.equal(cache, before)
-    worker.start_loads(StepPlan(loads=(Load("r", (chunk_copy,)),)))
+    worker.start_loads(StepPlan(loads=(Load("r", CopyTable.of([chunk_copy])),)))
     assert worker.results().failed == set()
     assert torch.equal(cache, before)
     worker.close()

@@ -466,7 +466,7 @@ def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(
     clock = Clock()
     connection = ConnectionOptions(beat_s=FOREVER_S)
     keys: dict[str, Any] = {"pool": pool_of(QWEN3_NEXT, 4), "load_timeout_s": 30.0, "store_timeout_seconds": 10.0}
-    worker = ready(rank(server.address, QWEN3_NEXT, clock=clock, connection=connection, **keys))
+    worker = ready(rank(server.address, QWEN3_NEXT, clock=clock, connection=connection, **keys), clock)
     stubborn = Stubborn(server, 4, "retrieve")
     digests = digests_of("long", 4)
     tables = worker.tables(1, 4)

@@ -9,8 +9,9 @@ import pytest
 from test_lookups import FULL, HASHES, STATE, make_layout
 
 from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
 from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.connectors.vllm.requests import TrackedRequest
+from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.metrics import Counts
 from hybridkv.planner import LoadAdmission
@@ -40,7 +41,9 @@ class Bench:
         deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
         self.admission = LoadAdmission(self.layout.spec, 64)
         self.recorder = Recorder()
-        self.planner = LoadPlanner(self.layout.layout, self.stack, self.admission, deadlines, self.recorder)
+        layout, admission = self.layout.layout, self.admission
+        self.in_flight = LoadsInFlight(layout, self.stack, admission, self.recorder)
+        self.planner = LoadPlanner(layout, self.stack, admission, deadlines, self.recorder, self.in_flight)
         self.hashes = HASHES[: CHUNKS * 2]
         for group in (0, 1):
             for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):
@@ -92,14 +95,14 @@ def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_late: b
     offered = bench.planner.matched_tokens(tracked, 0)
     assert offered == CHUNKS * CHUNK_TOKENS
     blocks = [
-        [SimpleNamespace(is_null=number < first, block_id=number + 1) for number in range(length)]
+        [SimpleNamespace(block_id=number + 1 if number >= first else NULL_BLOCK) for number in range(length)]
         for first, length in ((0, CHUNKS * 2), (CHUNKS - 1, CHUNKS))
     ]
     load = bench.planner.on_allocated(tracked, cast(Any, SimpleNamespace(blocks=blocks)), offered)
     assert load is not None and bool(load.copies) is not has_late
     is_there = bench.stack.leading([bench.key(0, end) for end in range(CHUNK_TOKENS, offered + 1, CHUNK_TOKENS)])
     assert is_there == (0 if has_late else CHUNKS)
-    bench.planner.on_ended("a", tracked, failed=has_late)
+    bench.in_flight.on_ended("a", tracked, failed=has_late)
     bench.near.clear()
     assert bench.near.used_bytes == 0, "nothing stays pinned"
 

@@ -3,7 +3,16 @@ import pickle
 
 import pytest
 
-from hybridkv.connectors.vllm.messages import ChunkCopy, Load, LoadFailure, StepOutcome, StepPlan, Store, StoreOutcome
+from hybridkv.connectors.vllm.messages import (
+    ChunkCopy,
+    CopyTable,
+    Load,
+    LoadFailure,
+    StepOutcome,
+    StepPlan,
+    Store,
+    StoreOutcome,
+)
 from hybridkv.tiers import Slot
 
 COPY = ChunkCopy(3, b"k" * 32, Slot(((0, 64), (128, 64))), 1, 4, (7, 8, 9))
@@ -11,7 +20,8 @@ FAILURE = LoadFailure("checksum", "bytes differ", b"k")
 
 
 def test_a_plan_survives_the_way_to_another_process() -> None:
-    plan = StepPlan((Load("request", (COPY,)), Load("other", (), "refused")), (Store(1, (COPY, COPY)),), (), b"n")
+    loads = (Load("request", CopyTable.of([COPY])), Load("other", CopyTable(), "refused"))
+    plan = StepPlan(loads, (Store(1, CopyTable.of([COPY, COPY])),), (), b"n")
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert plan != StepPlan(plan.loads, plan.stores)
 

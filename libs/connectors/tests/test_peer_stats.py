@@ -24,6 +24,7 @@ def everything() -> PeerRecorder:
         recorder.prompt(prompt)
     for lease in LEASES:
         recorder.lease(lease)
+    recorder.misled("partial_copy")
     recorder.held(3)
     recorder.read(0.02, 4096, 5)
     for reason in (*PEER_FAILURES, "what nobody has heard of"):
@@ -46,6 +47,7 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
             f'vllm:hybridkv_peer_read_failures_total{{engine="0",reason="{reason}"}} {1 + (reason == "other")}.0'
             for reason in PEER_FAILURES
         ),
+        'vllm:hybridkv_misled_requests_total{cause="partial_copy",engine="0"} 1.0',
         'vllm:hybridkv_peer_leases_held{engine="0"} 3.0',
         'vllm:hybridkv_peer_read_bytes_total{engine="0"} 4096.0',
         'vllm:hybridkv_peer_read_descriptors_total{engine="0"} 5.0',

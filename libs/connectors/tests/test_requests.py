@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_lookups import FULL, make_layout
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
@@ -232,3 +233,25 @@ def test_stores_that_end_together_cost_one_look(tmp_path: Path, monkeypatch: pyt
         scheduler._stores._stores = {i: StoreInFlight(states[i].path, [], [], 0, 1, states[i].sworn) for i in range(3)}
         scheduler._stores.on_ended({i: StoreOutcome(1) for i in range(3)})
         assert len(num_looks) == expected
+
+
+@pytest.mark.parametrize("duties", [BOTH, Duties(stores=False)], ids=["both", "loads"])
+def test_what_the_engine_copied_wrongly_is_known_where_nothing_is_stored_too(duties: Duties) -> None:
+    """A load would be copied from such a block, though the tier has what it should hold."""
+    scheduler = new_scheduler(duties)
+    scheduler.bind_block_pool(BlockPool(8, enable_caching=True, hash_block_size=BLOCK))
+    scheduler.distrust_copies(frozenset({0}))
+    output: Any = SimpleNamespace(
+        preempted_req_ids=set(),
+        finished_req_ids=set(),
+        num_scheduled_tokens={"r": 1},
+        kv_cache_block_copies=[(1, 3)],
+        scheduled_new_reqs=[SimpleNamespace(req_id="r", num_computed_tokens=BLOCK - 1)],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], resumed_req_ids=set(), num_computed_tokens=[], new_block_ids=[]
+        ),
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}, block_ids={"r": ([3],)}),
+        has_sync_kv_loads=False,
+    )
+    scheduler.plan_step(output)
+    assert scheduler._wrong.holds(3)

@@ -3,13 +3,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from test_lookups import FULL, make_layout
 
 from hybridkv.connectors.vllm.explain import Explanation, Reason
 from hybridkv.connectors.vllm.messages import LoadFailure
-from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
+from hybridkv.connectors.vllm.stats import GAUGES_AGAIN, OffloadStats, Recorder
 from hybridkv.metrics import CATALOGUE, PrometheusSink
+from hybridkv.planner.checkpoints import LeftOut, Placement, Stop, StopReason
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, InlineJanitor
 from hybridkv.tiers.ram import RamIndex
@@ -37,7 +39,14 @@ def used_stack() -> TierStack:
         assert not isinstance(near.reserve(key, num_bytes), Refusal)
         near.commit(key)
     near.invalidate(b"c")
-    return TierStack(near, [SlowerTier("disk", RamIndex(1 << 22, 4096))], 1, lambda: 0.0)
+    far = RamIndex(1 << 22, 4096)
+    assert not isinstance(far.reserve(b"d", 8192), Refusal)
+    far.commit(b"d")
+    stack = TierStack(near, [SlowerTier("disk", far)], 1, lambda: 0.0)
+    stack.prefetch([b"d"], 8192)
+    (move,) = stack.take_moves()
+    stack.on_move(move.move_id, MoveOutcome(1))
+    return stack
 
 
 def everything() -> Recorder:
@@ -47,19 +56,39 @@ def everything() -> Recorder:
     recorder.lookup(explanation("hit", Reason.COMPLETE, num_tokens=40, offered_tokens=32, source="ram"))
     recorder.lookup(explanation("hit", Reason.PREFIX_ENDS, junction="resumed"))
     recorder.lookup(
-        explanation("miss", Reason.GROUP_LIMITS, limiting_kind="recurrent", lost_tokens=16, junction="lost")
+        explanation(
+            "miss", Reason.GROUP_LIMITS, limiting_kind="recurrent", lost_tokens=16, resumable_tokens=16, junction="lost"
+        )
     )
-    for outcome in ("stored", "present", "dropped_no_room", "dropped_too_large", "dropped_not_aligned", "failed"):
+    dropped = ("no_room", "too_large", "not_aligned", "incomplete")
+    for outcome in ("stored", "present", *(f"dropped_{why}" for why in dropped), "failed"):
         recorder.store("recurrent", outcome)
+    recorder.placed(Placement((Stop(16, StopReason.JUNCTION), Stop(32, StopReason.SPACED)), LeftOut(stops=2, worth=1)))
+    recorder.state_stored("stop")
+    recorder.superseded("turn")
+    recorder.prefixes_forgotten(3)
+    recorder.misled("copied_copy")
+    recorder.stranded("full")
+    for hint in ("no_store", "no_load", "keep", "prefetch", "invalid"):
+        recorder.hint(hint)
+    recorder.prefetch("crowded")
+    recorder.kept("ram", True)
+    recorder.kept("disk", False)
+    recorder.kept_bytes("ram", 4096)
     recorder.stored_bytes(1000)
     recorder.store_failed("busy")
     recorder.load(32, 500, False, [])
     recorder.load(32, 500, True, [LoadFailure("checksum", ""), LoadFailure("io", "")])
+    recorder.local("ram", 0, 0)
+    recorder.local("disk", 16, 700)
     recorder.copied(True, 0.01, 4096)
     recorder.copied(False, 0.02, 8192)
     recorder.tiers(used_stack(), 1)
     recorder.moved(Direction.PROMOTE, "disk", 0.01)
     recorder.wait_timeout("load")
+    recorder.announced("BlockStored", "CPU")
+    recorder.announced("BlockRemoved", "STORAGE")
+    recorder.announcements(128, 3)
     return recorder
 
 
@@ -86,6 +115,12 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_lookup_tokens_total{engine="0",source="compute"} 8.0',
         'vllm:hybridkv_limited_lookups_total{engine="0",limiting_kind="recurrent"} 1.0',
         'vllm:hybridkv_lost_tokens_total{engine="0",limiting_kind="recurrent"} 16.0',
+        'vllm:hybridkv_resumable_tokens_total{engine="0"} 16.0',
+        'vllm:hybridkv_checkpoint_stops_total{engine="0",reason="junction"} 1.0',
+        'vllm:hybridkv_checkpoint_stops_left_out_total{cause="stops",engine="0"} 2.0',
+        'vllm:hybridkv_checkpoint_stops_left_out_total{cause="worth",engine="0"} 1.0',
+        'vllm:hybridkv_states_stored_total{engine="0",origin="stop"} 1.0',
+        'vllm:hybridkv_superseded_states_total{engine="0",reason="turn"} 1.0',
         'vllm:hybridkv_junctions_total{engine="0",outcome="resumed"} 1.0',
         'vllm:hybridkv_junctions_total{engine="0",outcome="lost"} 1.0',
         'vllm:hybridkv_load_size_bytes_sum{engine="0"} 4096.0',
@@ -98,12 +133,27 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_loads_total{engine="0",outcome="failed"} 1.0',
         'vllm:hybridkv_load_bytes_total{engine="0"} 500.0',
         'vllm:hybridkv_load_failures_total{engine="0",reason="checksum"} 1.0',
+        'vllm:hybridkv_local_bytes_total{engine="0",source="disk"} 700.0',
+        'vllm:hybridkv_local_tokens_total{engine="0",source="disk"} 16.0',
         'vllm:hybridkv_stores_total{engine="0",kind="recurrent",outcome="dropped_no_room"} 1.0',
+        'vllm:hybridkv_forgotten_prefixes_total{engine="0"} 3.0',
+        'vllm:hybridkv_misled_requests_total{cause="copied_copy",engine="0"} 1.0',
+        'vllm:hybridkv_stranded_chunks_total{engine="0",kind="full"} 1.0',
+        'vllm:hybridkv_hints_total{engine="0",hint="invalid"} 1.0',
+        'vllm:hybridkv_keeps_total{engine="0",outcome="refused",tier="disk"} 1.0',
+        'vllm:hybridkv_prefetches_total{engine="0",outcome="brought"} 1.0',
+        'vllm:hybridkv_prefetches_total{engine="0",outcome="crowded"} 1.0',
+        'vllm:hybridkv_prefetch_bytes_total{engine="0",outcome="brought"} 8192.0',
+        'vllm:hybridkv_kept_bytes{engine="0",tier="ram"} 4096.0',
         'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="ram"} 16384.0',
         'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="disk"} 4.194304e+06',
         'vllm:hybridkv_breaker_open{direction="promote",engine="0",tier="disk"} 0.0',
         'vllm:hybridkv_breaker_open{direction="cascade",engine="0",tier="disk"} 0.0',
         'vllm:hybridkv_wait_timeouts_total{engine="0",wait="load"} 1.0',
+        'vllm:hybridkv_kv_events_total{engine="0",medium="cpu",type="stored"} 1.0',
+        'vllm:hybridkv_kv_events_total{engine="0",medium="storage",type="removed"} 1.0',
+        'vllm:hybridkv_announced_tokens{engine="0"} 128.0',
+        'vllm:hybridkv_unannounced_chunks{engine="0"} 3.0',
         'vllm:hybridkv_move_seconds_count{direction="promote",engine="0",tier="disk"} 1.0',
     ):
         assert line in text, text
@@ -183,3 +233,31 @@ def test_nothing_counted_is_nothing_sent() -> None:
     recorder = Recorder()
     assert recorder.take() is None
     assert OffloadStats().is_empty()
+
+
+def test_a_gauge_is_handed_over_when_it_changes_and_again_after_a_while() -> None:
+    recorder, stack = Recorder(), TierStack(RamIndex(8192, 4096), [], 1, lambda: 0.0)
+
+    def gauges() -> dict[str, float]:
+        recorder.tiers(stack, 2)
+        stats = recorder.take()
+        return {} if stats is None else {name: value for name, _, value in stats.data["gauges"]}
+
+    both = {"vllm:hybridkv_tier_used_bytes": 0, "vllm:hybridkv_tier_capacity_bytes": 16384}
+    assert gauges() == both
+    assert gauges() == {}
+    assert isinstance(stack.reserve(b"a", 100), Slot)
+    assert gauges() == {"vllm:hybridkv_tier_used_bytes": 8192}
+    later = [gauges() for _ in range(2 * GAUGES_AGAIN)]
+    assert [each for each in later if each] == [both | {"vllm:hybridkv_tier_used_bytes": 8192}] * 2
+
+
+@pytest.mark.parametrize("num_front_ends", range(1, 13))
+def test_front_ends_that_take_turns_all_hear_of_a_gauge_that_stays(num_front_ends: int) -> None:
+    recorder, stack = Recorder(), TierStack(RamIndex(8192, 4096), [], 1, lambda: 0.0)
+    have_heard = set()
+    for step in range(num_front_ends * GAUGES_AGAIN):
+        recorder.tiers(stack, 1)
+        if recorder.take() is not None:
+            have_heard.add(step % num_front_ends)
+    assert have_heard == set(range(num_front_ends))

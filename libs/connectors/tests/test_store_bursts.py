@@ -56,8 +56,8 @@ class Pool:
 class Engine:
     """Requests whose every chunk is stored, with a state each, through both tiers."""
 
-    def __init__(self, path: Path, near_bytes: int) -> None:
-        made = make_layout([FULL, STATE])
+    def __init__(self, path: Path, near_bytes: int, tail_tokens: int | None = None) -> None:
+        made = make_layout([FULL, STATE], tail_tokens)
         layers = tuple((LayerLayout(f"layer{index}", size),) for index, size in enumerate((64 * KIB, 40 * KIB)))
         layout = dataclasses.replace(made.layout, layers=layers)
         self.spec, self._keys = made.spec, made.keys
@@ -89,17 +89,27 @@ class Engine:
         self.stack.close()
         self._arena.close()
 
-    def compute(self, name: str, num_chunks: int) -> None:
+    def compute(self, name: str, num_chunks: int, *, has_states: bool = True) -> None:
         """So many more chunks of a request, in one step, whose store ends at once."""
         tracked = self.states.get(name) or self._begin(name)
         request = cast(Any, tracked.request)
         first = request.num_computed_tokens // CHUNK_TOKENS
         ends = range((first + 1) * CHUNK_TOKENS, (first + num_chunks) * CHUNK_TOKENS + 1, CHUNK_TOKENS)
         blocks = list(range(1, 2 * (first + num_chunks) + 1))
-        states = [State(1, end // CHUNK_TOKENS, end) for end in ends]
-        store = self.planner.plan(tracked, num_chunks * CHUNK_TOKENS, states, lambda _: (blocks, []))
-        request.num_computed_tokens = ends[-1]
-        assert store is not None
+        states = [State(1, end // CHUNK_TOKENS, end) for end in ends if has_states]
+        self._store(tracked, ends[-1] - request.num_computed_tokens, states, blocks)
+
+    def compute_tail(self, name: str, num_tokens: int) -> None:
+        """So many more tokens of a request, and a state at their end, inside a chunk."""
+        tracked = self.states[name]
+        end = cast(Any, tracked.request).num_computed_tokens + num_tokens
+        self._store(tracked, num_tokens, [State(1, 1, end)], list(range(1, 2 + end // 4)))
+
+    def _store(self, tracked: TrackedRequest, num_tokens: int, states: list[State], blocks: list[int]) -> None:
+        store = self.planner.plan(tracked, num_tokens, states, lambda _: (blocks, []))
+        cast(Any, tracked.request).num_computed_tokens += num_tokens
+        if store is None:
+            return
         for copy in store.copies:
             start = next(self._tickets) % 256
             data = memoryview(self._pool)[start : start + copy.slot.num_bytes]
@@ -111,7 +121,11 @@ class Engine:
         """A name is of a conversation, and may say its turn behind a `#`."""
         hashes = chain(2 * 1024, name.partition("#")[0].encode())
         request = SimpleNamespace(
-            request_id=name, num_tokens=1024 * CHUNK_TOKENS, num_computed_tokens=0, block_hashes=hashes
+            request_id=name,
+            num_tokens=1024 * CHUNK_TOKENS,
+            num_prompt_tokens=1024 * CHUNK_TOKENS,
+            num_computed_tokens=0,
+            block_hashes=hashes,
         )
         self.states[name] = TrackedRequest(cast(Any, request), None, RequestKeys(self.spec, self._keys))
         return self.states[name]
@@ -235,6 +249,39 @@ def test_a_request_that_ends_offers_again_what_the_disk_lacks_of_it(tmp_path: Pa
         assert engine.stack.take_counts().moves.cascades == {"done": 3 if is_in_host_memory else 1}
 
 
+def test_a_tail_that_is_gone_keeps_nothing_that_follows_it_from_the_disk(tmp_path: Path) -> None:
+    """What is behind a tail does not need it, unlike a chunk."""
+    with Engine(tmp_path / "store", 32 * MIB, tail_tokens=4) as engine:
+        engine.compute("r", 2)
+        engine.compute_tail("r", 4)
+        assert engine.resumable("r", engine.near) == 2 * CHUNK_TOKENS + 4
+        engine.compute("r", 3)
+        engine.settle()
+        keys = engine.states["r"].keys()
+        assert engine.resumable("r", engine.far) == 5 * CHUNK_TOKENS
+        for group in (0, 1):
+            tail = keys.key(group, 2 * CHUNK_TOKENS + 4)
+            engine.far.invalidate(tail)
+            engine.near.invalidate(tail)
+        engine.far.invalidate(keys.key(0, 4 * CHUNK_TOKENS))
+        engine.end("r")
+        engine.settle()
+        assert engine.resumable("r", engine.far) == 5 * CHUNK_TOKENS
+
+
+def test_a_tail_goes_down_behind_the_chunk_before_it_and_comes_before_the_one_that_holds_it_too(
+    tmp_path: Path,
+) -> None:
+    with Engine(tmp_path / "store", 32 * MIB, tail_tokens=4) as engine:
+        engine.compute("r", 1)
+        engine.compute_tail("r", 4)
+        engine.compute("r", 1)
+        path = engine.states["r"].path
+        assert list(path.keys) == [(0, 8), (1, 8), (0, 12), (1, 12), (0, 16), (1, 16)]
+        moved = [move.key for move in engine.stack.take_moves()]
+        assert moved == list(path.keys.values())[: len(moved)] and moved
+
+
 def test_what_only_the_disk_has_of_a_prompt_makes_no_room_for_what_follows_it(tmp_path: Path) -> None:
     """It is computed again, so that for host memory it is new."""
     with Engine(tmp_path / "store", 128 * MIB) as engine:
@@ -276,7 +323,8 @@ def test_what_follows_a_path_of_long_ago_goes_down_only_where_that_is_whole(
             engine.near.invalidate(keys[0])
         met = [StoredPart((0, 2 * CHUNK_TOKENS), keys[1], PathPosition((keys[0],)), False)] if is_met_again else []
         assert not isinstance(engine.stack.reserve(keys[2], 128 * KIB), Refusal)
-        engine.planner._used_bytes = add(engine.planner._used_bytes, (engine.far.capacity_bytes,))
+        placing = engine.planner._placing
+        placing.used_bytes = add(placing.used_bytes, (engine.far.capacity_bytes,))
         new = StoredPart((0, 3 * CHUNK_TOKENS), keys[2], PathPosition((keys[1],)), True)
         engine.planner._settle(tracked.path, [*met, new])
         assert [move.key for move in engine.stack.take_moves()] == ([keys[2]] if is_whole else [])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from hybridkv.connectors.vllm.stored_path import StoredPath
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, path_order
+from hybridkv.planner.paths import Part
 
 SPEC = CacheSpec((GroupSpec(GroupKind.RECURRENT, 4), GroupSpec(GroupKind.FULL, 4)), 4)
 
@@ -17,6 +21,7 @@ def path_of(num_chunks: int) -> StoredPath:
 def grow(path: StoredPath, num_chunks: int) -> None:
     first = len(path.keys) // 2 + 1
     for number in range(first, first + num_chunks):
+        path.come([(1, 4 * number), (0, 4 * number)])
         path.add((1, 4 * number), b"full %d" % number, (100,))
         path.add((0, 4 * number), b"state %d" % number, (10,))
 
@@ -66,3 +71,37 @@ def test_a_path_is_overdue_when_others_have_used_a_part_of_the_tier_since() -> N
 
 def test_the_prefix_before_a_part_is_that_of_full_groups() -> None:
     assert path_of(3).prefix(SPEC, 12) == (b"full 1", b"full 2")
+
+
+def test_a_tail_is_not_of_the_prefix_before_what_follows_it() -> None:
+    spec = CacheSpec(SPEC.groups, 4, tail_tokens=2)
+    path = path_of(2)
+    path.add((1, 10), b"tail", (100,))
+    grow(path, 1)
+    assert path.prefix(spec, 16) == (b"full 1", b"full 2", b"full 3")
+    assert path.prefix(spec, 10) == (b"full 1", b"full 2")
+
+
+PARTS = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 12).map(lambda number: 4 * number)), max_size=6)
+
+
+@given(st.lists(st.tuples(PARTS, st.booleans()), max_size=5), PARTS)
+def test_a_path_goes_from_its_end_however_it_came(came: list[tuple[list[Part], bool]], gone: list[Part]) -> None:
+    path = StoredPath()
+    for number, (parts, is_whole) in enumerate(came):
+        order = path_order(SPEC, set(parts))
+        keys = [b"%d %d" % part for part in order]
+        if is_whole:
+            path.extend(order, keys, (1,))
+        else:
+            path.come(order)
+            for part, key in zip(order, keys, strict=True):
+                path.add(part, key, (1,))
+        if number == 1:
+            path.drop(gone)
+    assert path.order(SPEC) == [b"%d %d" % part for part in reversed(path_order(SPEC, path.keys))]
+
+
+def test_a_path_of_what_others_had_is_put_in_order() -> None:
+    path = StoredPath({(0, 8): b"state", (1, 4): b"full 1", (1, 8): b"full 2"})
+    assert path.order(SPEC) == [b"state", b"full 2", b"full 1"]

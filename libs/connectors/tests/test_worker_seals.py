@@ -14,7 +14,7 @@ import xxhash
 
 from hybridkv.canonical import GroupPages, PageRegion
 from hybridkv.connectors.vllm import devices
-from hybridkv.connectors.vllm.messages import ChunkCopy, Load, StepPlan, Store
+from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
@@ -56,7 +56,7 @@ class Rig:
             ChunkCopy(0, f"key {number}".encode(), slot, 0, 4, tuple(blocks[4 * number : 4 * number + 4]))
             for number, slot in enumerate(slots)
         ]
-        self.worker.start_stores(StepPlan(stores=(Store(1, tuple(copies)),)))
+        self.worker.start_stores(StepPlan(stores=(Store(1, CopyTable.of(copies)),)))
         self.worker.results()
         outcome = self.worker.outcome()
         assert outcome is not None
@@ -65,7 +65,7 @@ class Rig:
 
     def load(self, copy: ChunkCopy) -> str | None:
         """The reason why it failed."""
-        self.worker.start_loads(StepPlan(loads=(Load("r", (copy,)),)))
+        self.worker.start_loads(StepPlan(loads=(Load("r", CopyTable.of([copy])),)))
         failed = "r" in self.worker.results().failed
         outcome = self.worker.outcome()
         return outcome.load_failures["r"][0].reason if failed and outcome is not None else None

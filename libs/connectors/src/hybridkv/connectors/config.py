@@ -17,6 +17,9 @@ _UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _CHOICES = {
     "chunk_tokens": 'a number of tokens (int), or "auto"',
     "load": '"async" or "sync"',
+    "checkpoints": '"auto" or "off"',
+    "checkpoint_stops": "a number of steps (int)",
+    "checkpoint_answers": "true or false",
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
     "transport": '"auto", "nixl" or "tcp"',
@@ -25,6 +28,8 @@ _CHOICES = {
     "identity_ignores": "a list of names of facts",
 }
 MAX_PEERS = 64
+KEEP_SHARE = 0.25
+"""Of each tier, that may be kept for requests that ask for it, where the operator does not say."""
 ASK_TIMEOUT_S = 1.0
 """How long a tier that answers late has for it, where the operator does not say."""
 _SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
@@ -113,9 +118,15 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         tiers: media, the fastest first: host memory, and what is under it in the order in which it is asked.
         chunk_tokens: tokens in one offloaded unit, or "auto".
         load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
+        local_copies: of what is to be loaded, copy what the engine holds itself from its own blocks.
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
         lookup_timeout_seconds: how long it waits for chunks that another request is storing.
         compute_tokens_per_second: what the engine computes; a wait for answers of a tier must be worth more than that.
+        checkpoints: "auto" has prompts stop where a recurrent state is worth storing, as long as the store has room;
+            "off" stores the states that the engine hands over of itself.
+        checkpoint_stops: more steps that one request may take for it.
+        checkpoint_answers: with "auto", states of answers are stored too, for the next turn of a conversation.
+        keep_share: of each tier, that prefixes may take up which requests asked to be kept; 0 keeps none.
         without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
         experimental_cuda: allow an engine on a GPU, though no GPU has run these copies yet.
         weights_digest: how weights are told apart: "sampled" reads all headers and a sample of the data, "full" reads
@@ -126,9 +137,14 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tiers: tuple[TierConfig, ...]
     chunk_tokens: int | Literal["auto"] = "auto"
     load: Literal["async", "sync"] = "async"
+    local_copies: bool = True
     load_timeout_seconds: float = 30.0
     lookup_timeout_seconds: float = 10.0
     compute_tokens_per_second: float = 10_000.0
+    checkpoints: Literal["auto", "off"] = "auto"
+    checkpoint_stops: int = 8
+    checkpoint_answers: bool = True
+    keep_share: float = KEEP_SHARE
     without_prefix_caching: bool = False
     experimental_cuda: bool = False
     weights_digest: str = "sampled"
@@ -211,7 +227,15 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
             config.compute_tokens_per_second,
             "10000 is the default; vLLM logs its prompt throughput",
         )
+    if not 0 <= config.keep_share <= 1:
+        raise ConfigurationError(
+            f"{ROOT}.keep_share", "a share from 0 to 1", config.keep_share, "0.25 is the default; 0 keeps nothing"
+        )
     _require_stack(config)
+    if config.checkpoint_stops < 0:
+        raise ConfigurationError(
+            f"{ROOT}.checkpoint_stops", "a number of steps, 0 or more", config.checkpoint_stops, "8 is the default"
+        )
     if isinstance(config.chunk_tokens, int) and config.chunk_tokens <= 0:
         raise ConfigurationError(
             f"{ROOT}.chunk_tokens", 'a positive number of tokens, or "auto"', config.chunk_tokens, 'use "auto"'

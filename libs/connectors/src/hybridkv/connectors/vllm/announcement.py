@@ -19,6 +19,7 @@ from hybridkv.connectors.config import (
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.wrong_blocks import partly_copied_groups
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import GroupKind
 
@@ -33,6 +34,7 @@ def announce(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout
     _say_what_was_understood(vllm_config, config, layout, fingerprint)
     _say_what_is_unusual(vllm_config, layout)
     _warn(vllm_config, config)
+    _warn_of_partial_copies(vllm_config, layout)
 
 
 def _say_what_was_understood(
@@ -53,7 +55,7 @@ def _say_what_was_understood(
         format_size(capacity),
         capacity // per_chunk * chunk,
         "".join(_slower_words(name, tier, per_chunk, chunk) for name, tier in config.slower.items()),
-        chunk + 1,
+        spec.boundary_tokens + 1,
         config.load,
         config.load_timeout_seconds,
         getattr(transfer, "kv_load_failure_policy", "unknown"),
@@ -74,6 +76,11 @@ def _say_what_is_unusual(vllm_config: VllmConfig, layout: CacheLayout) -> None:
         logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
     if not layout.reuses_hashes:
         logger.info("HybridOffloadConnector: block hashes change with the process, so tokens are hashed anew")
+    if spec.tail_tokens is not None:
+        logger.info(
+            "HybridOffloadConnector: prompts resume inside blocks too, at multiples of %d tokens, where one ended",
+            spec.tail_tokens,
+        )
     scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
     if scratch:
         logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)
@@ -96,6 +103,16 @@ def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
             "start the server with --shutdown-timeout 30, and let whoever stops it wait longer than that "
             "(an engine without a server has 5 s)",
             config.disk.path,
+        )
+
+
+def _warn_of_partial_copies(vllm_config: VllmConfig, layout: CacheLayout) -> None:
+    if layout.spec.tail_tokens is not None and partly_copied_groups(vllm_config, layout):
+        logger.warning(
+            "HybridOffloadConnector: with this prefix_match_unit vLLM's own cache hits end inside blocks, and this "
+            "version of it copies such a block in part (vllm-project/vllm#55112): requests that it resumes there may "
+            "be answered wrongly, and nothing of them is stored; use a vLLM with that fixed, or unset "
+            "prefix_match_unit"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.planner import (
+    CacheSpec,
     GroupKind,
     GroupSpec,
     HybridOffloadPlanner,
@@ -23,6 +24,9 @@ from hybridkv.planner import (
 
 AUTO_CHUNK_TOKENS = 128
 """An automatic chunk is the smallest one that fits all groups and has this many tokens, unless a state limits it."""
+MAX_TAIL_BLOCKS = 8
+"""A tail holds all of its chunk that is before its end, once more for every prompt that ends elsewhere in it, and as
+many sizes occur. Chunks of more blocks have none."""
 
 
 def choose_chunk(
@@ -70,6 +74,32 @@ def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int, hash_tokens: int
     units = [math.lcm(unit, hash_tokens) for unit in (whole_chunk_unit(specs), chunk_unit(specs))]
     chunks = [unit if is_recurrent else -(-AUTO_CHUNK_TOKENS // unit) * unit for unit in units]
     return next((chunk for chunk in chunks if chunk < max_model_len), chunks[0])
+
+
+def choose_tail(spec: CacheSpec, hit_tokens: int | None, hash_tokens: int) -> int | None:
+    """The grid of tails, in tokens: None where nothing is stored that ends inside a chunk.
+
+    A tail is stored only with a state at its end, and the engine hands over such states only where its own hits end
+    inside blocks. A block is stored whole, whatever stands behind the tail: so none is cut. Left out are drafters,
+    because on an engine with one nobody has tried, and groups with smaller blocks than a state's, as windows beside
+    such states would have: vLLM 0.32 lets a prefill end where a smaller block does and a state's does not.
+
+    Args:
+        spec: the engine's groups, and the chunk.
+        hit_tokens: the engine's own hits end at multiples of this; None where it does not say.
+        hash_tokens: tokens that each of the engine's block hashes adds, by which tails are named.
+    """
+    if hit_tokens is None or hit_tokens % hash_tokens or hit_tokens >= whole_chunk_unit(spec.groups):
+        return None
+    groups = [spec.groups[index] for index in spec.stored_groups]
+    if {group.kind for group in groups} != {GroupKind.FULL, GroupKind.RECURRENT} or spec.lookahead_tokens:
+        return None
+    shortest = min(group.block_tokens for group in groups)
+    if any(group.kind is GroupKind.RECURRENT and group.block_tokens != shortest for group in groups):
+        return None
+    if spec.cut_groups or spec.chunk_tokens % hit_tokens or spec.chunk_tokens > MAX_TAIL_BLOCKS * shortest:
+        return None
+    return hit_tokens
 
 
 def _longer(chunk: int) -> str:

@@ -2,30 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybridkv.connectors.vllm.copy_table import ChunkPart, CopyColumns, CopyShape, CopyTable
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.messages import ChunkCopy
-from hybridkv.planner import CacheSpec, Transfer, chunk_blocks, chunk_span
+from hybridkv.planner import CacheSpec, LocalCopies, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot
 
 
-def copy_of(spec: CacheSpec, transfer: Transfer, key: bytes, slot: Slot) -> ChunkCopy:
-    """The copy of a transfer, given where its chunk lies."""
-    group_index, end_token = transfer.group_index, transfer.end_token
-    stored = chunk_blocks(spec, group_index, end_token)
-    lead = trail = 0
-    if group_index in spec.cut_groups:
-        span, block_tokens = chunk_span(spec, group_index, end_token), spec.groups[group_index].block_tokens
-        lead, trail = span.start - stored.start * block_tokens, stored.stop * block_tokens - span.end
-    return ChunkCopy(group_index, key, slot, transfer.first_block, len(stored), transfer.block_ids, lead, trail)
-
-
-def copy_bytes(layout: CacheLayout, copy: ChunkCopy) -> int:
-    """Bytes of the engine's pages that a copy copies on one rank, the same whether it stores or loads them: the zeros
-    that align pages in a chunk are not among them."""
+def copy_bytes(layout: CacheLayout, copy: CopyShape) -> int:
+    """Bytes of the engine's pages that such a copy copies on one rank, the same whether it stores or loads them: the
+    zeros that align pages in a chunk are not among them."""
     size = layout.spec.groups[copy.group_index].block_tokens
-    num_tokens = len(copy.block_ids) * size
+    num_tokens = copy.num_blocks * size
     if copy.first_block == 0:
         num_tokens -= copy.lead_tokens
-    if copy.first_block + len(copy.block_ids) == copy.stored_blocks:
+    if copy.first_block + copy.num_blocks == copy.stored_blocks:
         num_tokens -= copy.trail_tokens
     return layout.content_bytes(copy.group_index) * num_tokens // size
+
+
+class Copies(NamedTuple):
+    """The copies of one load or store, and their bytes on one rank by what they are beside: a tier, or blocks."""
+
+    copies: CopyTable
+    tier_bytes: int
+    local_bytes: int
+
+
+def copies_of(
+    layout: CacheLayout,
+    transfers: Sequence[Transfer],
+    keys: Sequence[bytes],
+    slots: Sequence[Slot],
+    local: LocalCopies | None = None,
+) -> Copies:
+    """The copies of a load's or a store's transfers, given where each chunk lies and, of a load, which of them the
+    engine holds itself."""
+    spec = layout.spec
+    whole = [
+        None if blocks is None else ChunkPart(group_index, 0, len(blocks), 0, 0)
+        for group_index, blocks in enumerate(spec.alike_parts)
+    ]
+    parts = [
+        (None if transfer.first_block or transfer.end_token % spec.chunk_tokens else whole[transfer.group_index])
+        or _part(spec, transfer)
+        for transfer in transfers
+    ]
+    block_ids = [transfer.block_ids for transfer in transfers]
+    local_blocks = None if local is None else local.block_ids
+    table = CopyTable.of_columns(CopyColumns(parts, keys, slots, block_ids, local_blocks))
+    num_bytes = {False: 0, True: 0}
+    for shape in table.rows():
+        num_bytes[shape.num_local > 0] += shape.num_copies * copy_bytes(layout, shape)
+    return Copies(table, num_bytes[False], num_bytes[True])
+
+
+def _part(spec: CacheSpec, transfer: Transfer) -> ChunkPart:
+    group_index, first_block = transfer.group_index, transfer.first_block
+    stored = chunk_blocks(spec, group_index, transfer.end_token)
+    if group_index not in spec.cut_groups:
+        return ChunkPart(group_index, first_block, len(stored), 0, 0)
+    span, size = chunk_span(spec, group_index, transfer.end_token), spec.groups[group_index].block_tokens
+    return ChunkPart(
+        group_index, first_block, len(stored), span.start - stored.start * size, stored.stop * size - span.end
+    )

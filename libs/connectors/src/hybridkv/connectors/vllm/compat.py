@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.block_ids import unread_tables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -74,6 +76,13 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
+def hit_alignment_tokens(kv_cache_config: KVCacheConfig) -> int | None:
+    """The engine's own hits end at multiples of this; below its blocks where it hands over states inside them
+    (`prefix_match_unit`). None before vLLM 0.32, which was the first to say so."""
+    resolved = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    return None if resolved is None else int(resolved)
+
+
 def rank(vllm_config: VllmConfig) -> int:
     """This worker's rank among those that share an engine."""
     return int(vllm_config.parallel_config.rank)
@@ -118,6 +127,29 @@ def heads_before_layers(kv_cache_config: KVCacheConfig) -> bool:
     return getattr(kv_cache_config, "kv_cache_layout", None) == "BHLNC"
 
 
+def copies_whole_blocks() -> bool:
+    """Whether the engine copies all of a block in which its own hit ends. vLLM 0.32 copies as many bytes as the first
+    of the layers that begin at the same address has in its page, and leaves the rest (vllm-project/vllm#55112). True
+    also where that cannot be found out."""
+    try:
+        import torch
+        from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+        memory = torch.zeros(64, dtype=torch.int8)
+        state, attention = (memory.as_strided((2, 1, 1, size), (16, size, size, 1)) for size in (8, 16))
+        attention[0] = 1
+        copy_kv_cache_blocks_inplace([state, attention], 2, [(0, 1)])
+        return bool(attention[1].all())
+    except Exception:  # whatever the engine has made of it, nobody depends on the answer
+        return True
+
+
+def has_blocks_outermost(vllm_config: VllmConfig) -> bool:
+    """Whether all layers of a block lie together."""
+    layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    return str(getattr(layout, "name", layout)).startswith("B")
+
+
 def conv_state_layout() -> str:
     """How recurrent layers lay out their convolution state: it differs between connectors unless the user sets it."""
     try:
@@ -134,21 +166,141 @@ def boundary_states(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[
 
 
 def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
-    """The block tables of the requests of this step, to be read before it is over."""
+    """The block tables of the requests of this step, to be read before it is over, of which nothing is copied that is
+    not asked for."""
     block_state = scheduler_output.kv_connector_block_state
     if block_state is None:
         return lambda request_id: ()
     resolve = getattr(block_state, "resolve_block_ids", None)
     if resolve is not None:
-        return resolve
+        return unread_tables(resolve)
     tables: Mapping[str, Sequence[Sequence[int]]] = block_state.block_ids
     return lambda request_id: tables[request_id]
+
+
+def block_copies(scheduler_output: SchedulerOutput) -> Sequence[tuple[int, int]]:
+    """Blocks that the engine copies before the step's forward pass, as (source, destination): where a hit ends inside
+    one, and where a state is kept while its request goes on. None before vLLM 0.32."""
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
+    return [(int(source), int(destination)) for source, destination in copies]
+
+
+def admitted(scheduler_output: SchedulerOutput) -> dict[str, int]:
+    """Requests that begin with this step, or go on after a preemption, and what they have of their tokens before it; in
+    the order in which they were admitted."""
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
+    for request_id, num_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        if request_id in cached.resumed_req_ids:
+            computed[request_id] = num_tokens
+    return {each: computed[each] for each in scheduler_output.num_scheduled_tokens if each in computed}
+
+
+def added_blocks(scheduler_output: SchedulerOutput) -> dict[str, list[int]]:
+    """Blocks that requests which go on got for this step."""
+    cached = scheduler_output.scheduled_cached_reqs
+    return {
+        request_id: [block_id for group in added for block_id in group]
+        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        if added is not None and request_id not in cached.resumed_req_ids
+    }
+
+
+def finds_cached_blocks(pool: BlockPool) -> bool:
+    """Whether the engine's own blocks can be found by what they hold."""
+    return bool(getattr(pool, "enable_caching", False)) and hasattr(pool, "get_cached_block")
+
+
+def block_names(block_hashes: Any, hash_tokens: int, block_tokens: int) -> Sequence[Any]:
+    """What the engine calls the full blocks of a group, in token order, given hashes of `hash_tokens` each. Nothing is
+    copied: who asks for few of a long prompt's names pays for few."""
+    if block_tokens == hash_tokens:
+        hashes: Sequence[Any] = block_hashes
+        return hashes
+    from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+    return BlockHashListWithBlockSize(block_hashes, hash_tokens, block_tokens)
+
+
+def cached_block(pool: BlockPool, name: Any, group_index: int) -> int | None:
+    """The block of a group that the engine holds under this name, if any."""
+    found = pool.get_cached_block(name, [group_index])
+    return None if not found or found[0].is_null else int(found[0].block_id)
+
+
+def hashes_before_computing(vllm_config: VllmConfig) -> bool:
+    """Whether a block may have a hash though nobody ever computes it: it is hashed when its tokens are scheduled, and
+    only by priority a request may be preempted in the very step in which it was scheduled."""
+    policy = getattr(vllm_config.scheduler_config, "policy", "fcfs")
+    return str(getattr(policy, "value", policy)) != "fcfs"
+
+
+def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:
+    """Whether loads of this step begin when its forward pass has written all blocks that are hashed by now. Where some
+    connector loads for this very pass, all begin before it; older engines do not say, and always begin before it."""
+    return not getattr(scheduler_output, "has_sync_kv_loads", True)
 
 
 def reads_no_cache(request: Any) -> bool:
     """Whether a request computes all its tokens whatever is cached (prompt log-probabilities, pooling). The engine asks
     a connector all the same, and does not take its answer; vLLM 0.30 takes it, and returns less than was asked for."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
+def kept_boundary(request: Any) -> int | None:
+    """Where the engine will end a chunk of a prefill next, and keep the recurrent states: 0 for nowhere. None where it
+    has no such place: its states are then handed over where it pleases."""
+    boundary = getattr(request, "shared_prefix_boundary", None)
+    return None if boundary is None else int(boundary)
+
+
+def keep_at(request: Any, num_tokens: int) -> None:
+    """Sets that place. The engine reads it at every chunk, floors it to a block, and writes it itself each time that it
+    asks what can be loaded for the request, just before it asks."""
+    request.shared_prefix_boundary = num_tokens
+
+
+def has_ended_well(request: Any) -> bool:
+    """Whether a request that has ended produced all that it was to produce, so that all its steps have run."""
+    return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+def drafts(vllm_config: VllmConfig) -> bool:
+    """Whether tokens are proposed before the model computes them. Running states then move between blocks."""
+    return vllm_config.speculative_config is not None
+
+
+def most_chunk_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens of one prompt that a step computes at most."""
+    settings = vllm_config.scheduler_config
+    threshold = int(getattr(settings, "long_prefill_token_threshold", 0) or 0)
+    budget = int(settings.max_num_batched_tokens)
+    return min(budget, threshold) if threshold > 0 else budget
+
+
+HINTS_KEY = "hybridkv_hints"
+MAX_HINT_ACTIONS = 64
+"""Of one request, that are looked at."""
+
+
+def hint_objects(request: Any) -> list[tuple[str, Any]]:
+    """What a request says to this connector, by where it says so. Nothing of it is checked.
+
+    In `kv_transfer_params`, which a client of the server writes and which may be anything at all; and in `kv_hints`
+    where the engine has that (0.32), which comes by its Python interface alone.
+    """
+    found = []
+    params = getattr(request, "kv_transfer_params", None)
+    if isinstance(params, Mapping) and HINTS_KEY in params:
+        found.append((f"kv_transfer_params.{HINTS_KEY}", params[HINTS_KEY]))
+    actions = getattr(getattr(request, "kv_hints", None), "actions", None)
+    if isinstance(actions, Sequence):
+        found += [
+            (f"kv_hints.actions[{i}].payload", action.payload)
+            for i, action in enumerate(actions[:MAX_HINT_ACTIONS])
+            if getattr(action, "action_type", None) == HINTS_KEY
+        ]
+    return found
 
 
 def extra_hash_bytes(request: Any, start: int, end: int) -> bytes:
@@ -205,3 +357,64 @@ def permit_amx() -> None:
     ask = getattr(torch.cpu, "_init_amx", None)
     if ask is not None:
         ask()
+
+
+def publishes_kv_events(vllm_config: VllmConfig) -> bool:
+    """Whether the engine tells routers what it caches, so that a store tells them, too."""
+    events = getattr(vllm_config, "kv_events_config", None)
+    return bool(events is not None and events.enable_kv_cache_events)
+
+
+def event_groups(kv_cache_config: KVCacheConfig) -> tuple[Mapping[str, Any], ...]:
+    """What the engine's own events say of each group, as fields of an event."""
+    from vllm.v1 import kv_cache_interface
+
+    kind_of = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+    window_of = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        fields: dict[str, Any] = {"group_idx": index}
+        if kind_of is not None:
+            fields["kv_cache_spec_kind"] = kind_of(group.kv_cache_spec).value
+        if window_of is not None:
+            fields["kv_cache_spec_sliding_window"] = window_of(group.kv_cache_spec)
+        groups.append(fields)
+    return tuple(groups)
+
+
+def block_stored(**fields: Any) -> Any:
+    """The engine's event of that name. Fields that it has not yet are left out."""
+    from vllm.distributed.kv_events import BlockStored
+
+    return BlockStored(**{name: value for name, value in fields.items() if name in BlockStored.__struct_fields__})
+
+
+def block_removed(**fields: Any) -> Any:
+    """The same of a removal."""
+    from vllm.distributed.kv_events import BlockRemoved
+
+    return BlockRemoved(**{name: value for name, value in fields.items() if name in BlockRemoved.__struct_fields__})
+
+
+def event_hash(block_hash: bytes) -> Any:
+    """A block hash as events have it: bytes, or a number where the operator asked for that."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    return maybe_convert_block_hash(block_hash)  # type: ignore[arg-type]
+
+
+def event_extra_keys(request: Any, spans: Sequence[tuple[int, int]]) -> list[Any] | None:
+    """What tells blocks apart besides their tokens, for each block one entry, as the engine's own events have it."""
+    from vllm.v1.core import kv_cache_utils
+
+    keys = [kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)[0] for start, end in spans]
+    convert = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    if convert is None:
+        return keys
+    converted: list[Any] | None = convert(keys)
+    return converted
+
+
+def cached_blocks(pool: Any) -> object:
+    """The table of what the engine has cached; another object when it was reset as a whole."""
+    return getattr(pool, "cached_block_hash_to_block", None)

@@ -5,13 +5,23 @@ and what it has of its last one. Each piece is laid out as a chunk of its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from hybridkv.canonical import GroupPages, TokenRange
+from hybridkv.connectors.vllm.copy_table import ChunkCopy
 from hybridkv.connectors.vllm.lowering import Zeros, load_runs, require_whole, store_runs
-from hybridkv.connectors.vllm.messages import ChunkCopy
 from hybridkv.transfer import CopyRuns, Extent
+
+
+class BlockPart(NamedTuple):
+    """Tokens [start, end) of each of `num_blocks` stored blocks of a chunk, from its block `first_block` on."""
+
+    start: int
+    end: int
+    first_block: int
+    num_blocks: int
 
 
 class GroupBlocks:
@@ -20,7 +30,7 @@ class GroupBlocks:
     Args:
         pages: of whole blocks.
         block_tokens: tokens in one.
-        part: pages of some tokens of every block; each range is asked for once.
+        part: pages of some tokens of every block. A range is asked for once by each thread, at most.
     """
 
     def __init__(self, pages: GroupPages, block_tokens: int, part: Callable[[TokenRange], GroupPages]) -> None:
@@ -36,20 +46,24 @@ class GroupBlocks:
             self._parts[tokens] = self.pages if end - start == self.block_tokens else self._part(tokens)
         return self._parts[tokens]
 
+    def parts(self, stored_blocks: int, lead_tokens: int, trail_tokens: int) -> Iterator[BlockPart]:
+        """What a chunk has of its stored blocks, if it lacks so many tokens of the first one and of the last one."""
+        size, end = self.block_tokens, self.block_tokens - trail_tokens
+        if stored_blocks == 1:
+            yield BlockPart(lead_tokens, end, 0, 1)
+            return
+        first, last = int(lead_tokens > 0), stored_blocks - int(end < size)
+        if first:
+            yield BlockPart(lead_tokens, size, 0, 1)
+        if last > first:
+            yield BlockPart(0, size, first, last - first)
+        if last < stored_blocks:
+            yield BlockPart(0, end, last, 1)
+
     def pieces(self, copy: ChunkCopy) -> Iterator[tuple[GroupPages, int, int]]:
         """The pieces of the copy's chunk: their pages, the first stored block of each, and how many it has."""
-        size, blocks, lead = self.block_tokens, copy.stored_blocks, copy.lead_tokens
-        end = size - copy.trail_tokens
-        if blocks == 1:
-            yield self.of(lead, end), 0, 1
-            return
-        first, last = int(lead > 0), blocks - int(end < size)
-        if first:
-            yield self.of(lead, size), 0, 1
-        if last > first:
-            yield self.pages, first, last - first
-        if last < blocks:
-            yield self.of(0, end), last, 1
+        for part in self.parts(copy.stored_blocks, copy.lead_tokens, copy.trail_tokens):
+            yield self.of(part.start, part.end), part.first_block, part.num_blocks
 
 
 def cut_load_runs(copy: ChunkCopy, blocks: GroupBlocks, extents: Sequence[Extent]) -> CopyRuns:

@@ -13,10 +13,12 @@ class Duties:
     Args:
         loads: it is searched, promotes and loads.
         stores: it stores what the engine computes.
+        copies_locally: of what it loads, what the engine holds itself is copied there.
     """
 
     loads: bool = True
     stores: bool = True
+    copies_locally: bool = True
 
     def words(self) -> str:
         """For the start line."""

@@ -45,6 +45,8 @@ class Reason(enum.StrEnum):
     """It was waited for in vain: for a store to end, or for a slower tier."""
     FAILED_LOADS = "failed_loads"
     """Loads of this request failed, so less is offered, or nothing."""
+    HINT = "hint"
+    """The request said that nothing is to be loaded, so nothing was looked up."""
     ADAPTER = "adapter"
     """It is in doubt what the request's adapter holds, so nothing was looked up, and nothing will be stored."""
 
@@ -61,10 +63,18 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         engine_tokens: the prefix that the engine held itself.
         offered_tokens: what was found in the tiers beyond that and taken by the engine.
         compute_tokens: the rest.
+        local_tokens: of those that were offered, the ones of which nothing but states is read from a tier, because the
+            engine has their attention in blocks of its own.
         source: the slowest tier that a part of it came from, "" without a hit.
         limiting_group: the group that ruled more out, None where no group did.
         limiting_kind: its kind, or "".
         lost_tokens: how much more the full groups held than could be resumed.
+        resumable_tokens: where it could have been resumed, had every group what it needs at every boundary: the prefix
+            that the full groups hold, or the engine itself.
+        stop: the boundary whose recurrent state is missing for that: an earlier request that had stopped there would
+            have left it. 0 where no state is missing.
+        stop_reason: why this request stops there, so that the next one finds the state, or "" where it does not.
+        stops: where this request stops so that states are stored, and why: tokens from its beginning, and a reason.
         junction: "" or, where the request parts from what the full groups hold, "resumed" if it resumes at that point
             and "lost" if a group keeps it from that.
         asked: whether tiers that answer late were asked about it: not where that was worth no wait. None where there is
@@ -79,10 +89,15 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     engine_tokens: int
     offered_tokens: int
     compute_tokens: int
+    local_tokens: int = 0
     source: str = ""
     limiting_group: int | None = None
     limiting_kind: str = ""
     lost_tokens: int = 0
+    resumable_tokens: int = 0
+    stop: int = 0
+    stop_reason: str = ""
+    stops: tuple[tuple[int, str], ...] = ()
     junction: str = ""
     asked: bool | None = None
     detail: str = ""
@@ -115,6 +130,8 @@ def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> E
     full_group = _full_group(spec)
     has_ended = full_group is not None and loss.full_tokens < last_boundary(spec, admission.limit_tokens)
     limiting = _limiting_group(answer, loss, full_group if has_ended else None)
+    lacks_state = loss.lost_tokens > 0 and limiting is not None and spec.groups[limiting].kind is GroupKind.RECURRENT
+    stop = loss.full_tokens if lacks_state else 0
     return Explanation(
         request_id=tracked.request_id,
         result="hit" if isinstance(answer, Hit) else "miss",
@@ -127,24 +144,34 @@ def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> E
         limiting_group=limiting,
         limiting_kind=str(spec.groups[limiting].kind) if limiting is not None else "",
         lost_tokens=loss.lost_tokens,
+        resumable_tokens=loss.full_tokens,
+        stop=stop,
+        stop_reason=tracked.checkpointed.reason_at(stop),
+        stops=tuple((each.num_tokens, str(each.reason)) for each in tracked.checkpointed.placement.stops),
         junction=("lost" if loss.lost_tokens else "resumed") if has_ended and loss.full_tokens else "",
         asked=admission.asked,
         detail=answer.reason if isinstance(answer, Miss) else "",
     )
 
 
-def unidentified(tracked: TrackedRequest) -> Explanation:
-    """The record of a request that is admitted with its adapter in doubt."""
+def unsearched(tracked: TrackedRequest, reason: Reason) -> Explanation:
+    """The record of a request that is admitted and was not looked up."""
     num_tokens, computed = tracked.request.num_tokens, tracked.computed_tokens
     return Explanation(
         request_id=tracked.request_id,
         result="miss",
-        reason=Reason.ADAPTER,
+        reason=reason,
         num_tokens=num_tokens,
         engine_tokens=computed,
         offered_tokens=0,
         compute_tokens=num_tokens - computed,
+        resumable_tokens=computed,
     )
+
+
+def unidentified(tracked: TrackedRequest) -> Explanation:
+    """The record of a request that is admitted with its adapter in doubt."""
+    return unsearched(tracked, Reason.ADAPTER)
 
 
 def _full_group(spec: CacheSpec) -> int | None:

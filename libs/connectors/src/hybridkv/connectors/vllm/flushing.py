@@ -50,7 +50,9 @@ def flush(
     ends_s = clock() + timeout_s
     is_left = True
     while is_left and clock() < ends_s:
-        worker.start_moves(scheduler.plan_moves())
+        plan = scheduler.plan_moves()
+        worker.start_stores(plan)
+        worker.start_moves(plan)
         worker.results()
         outcome = worker.outcome()
         if outcome is None:

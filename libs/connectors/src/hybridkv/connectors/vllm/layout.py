@@ -12,7 +12,7 @@ import msgspec
 from hybridkv.canonical import LayerLayout, TokenRange, aligned_page_bytes
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, cuts
-from hybridkv.connectors.vllm.chunk_choice import choose_chunk
+from hybridkv.connectors.vllm.chunk_choice import choose_chunk, choose_tail
 from hybridkv.connectors.vllm.identity import spec_facts
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_blocks, chunk_span
@@ -45,6 +45,8 @@ class CacheLayout:
     world_size: int
     _block_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _content_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _alike_bytes: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
+    """Of each group's part of a chunk, where these are the same for every chunk."""
     _part_sizes: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
     """Of (group, tokens), as far as they were asked for: every chunk is, and of a model there are few."""
 
@@ -53,6 +55,9 @@ class CacheLayout:
         content = tuple(sum(layer.page_bytes for layer in layers) for layers in self.layers)
         object.__setattr__(self, "_block_bytes", sizes)  # the way to fill a frozen dataclass
         object.__setattr__(self, "_content_bytes", content)
+        parts = zip(self.spec.alike_parts, sizes, strict=True)
+        alike = tuple(None if part is None else len(part) * num_bytes for part, num_bytes in parts)
+        object.__setattr__(self, "_alike_bytes", alike)
         object.__setattr__(self, "_part_sizes", {})
 
     @property
@@ -104,6 +109,9 @@ class CacheLayout:
 
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
         """Bytes of a group's part of a chunk on one rank; 0 where nothing of it is ever needed."""
+        alike = self._alike_bytes[group_index]
+        if alike is not None and end_token % self.spec.chunk_tokens == 0:
+            return alike
         if group_index in self.spec.cut_groups:
             return self.span_bytes(group_index, chunk_span(self.spec, group_index, end_token))
         return len(chunk_blocks(self.spec, group_index, end_token)) * self.block_bytes(group_index)
@@ -111,6 +119,8 @@ class CacheLayout:
     def largest_chunk_bytes(self, group_index: int) -> int:
         """The most bytes that a group's part of any chunk takes on one rank."""
         chunk, group = self.spec.chunk_tokens, self.spec.groups[group_index]
+        if self.spec.tail_tokens is not None:
+            return max(self._part_ends_bytes(group_index))
         if group_index in self.spec.cut_groups:
             # Behind the first window, chunks repeat where they begin in a block.
             num_chunks = -(-(group.window_tokens or 0) // chunk) + group.block_tokens // math.gcd(
@@ -123,15 +133,18 @@ class CacheLayout:
         return self.chunk_bytes(group_index, chunk)
 
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Bytes that a group's part of a chunk may take on one rank: all that occur, the smallest first."""
-        chunk, sizes = self.spec.chunk_tokens, set()
-        for index in self.spec.stored_groups:
-            group = self.spec.groups[index]
-            # Behind the first window, chunks repeat where they begin alike in a block and in an attention chunk.
-            period_tokens = math.lcm(chunk, group.block_tokens, group.align_tokens or 1)
-            num_chunks = -(-(group.window_tokens or 0) // chunk) + period_tokens // chunk
-            sizes |= {self.chunk_bytes(index, chunk * (i + 1)) for i in range(num_chunks)}
+        """Bytes that a group's part of a chunk, or of a tail, may take on one rank: all that occur, the smallest
+        first."""
+        sizes = {num_bytes for index in self.spec.stored_groups for num_bytes in self._part_ends_bytes(index)}
         return tuple(sorted(sizes - {0}))
+
+    def _part_ends_bytes(self, group_index: int) -> set[int]:
+        """Bytes of a group's part of every chunk and tail, as far as they differ."""
+        chunk, step, group = self.spec.chunk_tokens, self.spec.boundary_tokens, self.spec.groups[group_index]
+        # Behind the first window, chunks repeat where they begin alike in a block and in an attention chunk.
+        period_tokens = math.lcm(chunk, group.block_tokens, group.align_tokens or 1)
+        last = -(-(group.window_tokens or 0) // chunk) * chunk + period_tokens
+        return {self.chunk_bytes(group_index, end) for end in range(step, last + 1, step)}
 
 
 class ResolvedGroups(NamedTuple):
@@ -149,9 +162,19 @@ class ResolvedGroups(NamedTuple):
 
 
 def resolve_layout(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_tokens: int | Literal["auto"]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    chunk_tokens: int | Literal["auto"],
+    *,
+    with_tails: bool = False,
 ) -> CacheLayout:
     """Reads the engine's groups and settles the chunk.
+
+    Args:
+        vllm_config: final.
+        kv_cache_config: of either half.
+        chunk_tokens: as the operator wants them.
+        with_tails: whether what is stored may end inside a chunk, where the engine hands over states there.
 
     Raises:
         ConfigurationError: a group is of a kind that is not known, the parallel layout is not supported, or the chunk
@@ -161,6 +184,9 @@ def resolve_layout(
     hash_tokens = compat.hash_block_tokens(vllm_config, kv_cache_config)
     max_model_len = vllm_config.model_config.max_model_len
     cache = CacheSpec(groups.specs, choose_chunk(groups.specs, chunk_tokens, max_model_len, hash_tokens))
+    if with_tails:
+        hit_tokens = compat.hit_alignment_tokens(kv_cache_config)
+        cache = msgspec.structs.replace(cache, tail_tokens=choose_tail(cache, hit_tokens, hash_tokens))
     return CacheLayout(
         spec=cache,
         layers=groups.layers,

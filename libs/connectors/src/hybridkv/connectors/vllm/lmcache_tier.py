@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
 
 from hybridkv.connectors.config import LMCacheTierConfig, parse_url
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.lmcache.connection import ServerAddress
-from hybridkv.tiers.lmcache import LMCacheIndex, LMCacheMedium, LMCacheOptions, Site, open_index, open_medium
+from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers.lmcache import (
+    MAX_SIZES,
+    LMCacheIndex,
+    LMCacheMedium,
+    LMCacheOptions,
+    Site,
+    open_index,
+    open_medium,
+)
 
 
 def lmcache_index(
@@ -45,4 +57,21 @@ def _site(config: LMCacheTierConfig, layout: CacheLayout, namespace: bytes) -> S
     address = parse_url(config.url)
     assert address is not None
     server = ServerAddress(*address, config.http_port)
-    return Site(server, namespace, layout.world_size, layout.chunk_sizes())
+    try:
+        return Site(server, namespace, layout.world_size, layout.chunk_sizes())
+    except TierConfigurationError as error:
+        if not _are_tails_too_many(layout):
+            raise
+        hint = (
+            "each is registered at the server by itself, and the tails of a group have one for each number of blocks "
+            "that a chunk has; choose chunk_tokens of fewer blocks, or unset prefix_match_unit of vLLM"
+        )
+        raise TierConfigurationError(error.field, error.expected, error.got, hint) from error
+
+
+def _are_tails_too_many(layout: CacheLayout) -> bool:
+    """Whether there would be sizes that can be registered, were it not for tails."""
+    if layout.spec.tail_tokens is None:
+        return False
+    without = replace(layout, spec=msgspec.structs.replace(layout.spec, tail_tokens=None))
+    return len(without.chunk_sizes()) <= MAX_SIZES

@@ -1,37 +1,36 @@
-"""What a request can load, when, and what becomes of it: the planner's answers, carried out.
+"""What a request can load, and when: the planner's answers, carried out.
 
 `hybridkv.planner.life` decides. Here the facts are gathered that it asks for, its errands run in the tiers, its answers
-told and counted, and loads followed that are on their way.
+told and counted. What becomes of a load that has begun is not seen here: see `loads_in_flight.py`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm.chunk_copies import copy_bytes, copy_of
-from hybridkv.connectors.vllm.explain import Admission, explain, log
+import msgspec
+
+from hybridkv.connectors.vllm.explain import Admission, Explanation, explain, log
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
 from hybridkv.connectors.vllm.lookups import TierLookup, Unasked
-from hybridkv.connectors.vllm.messages import ChunkCopy, Load, LoadFailure
-from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
+from hybridkv.connectors.vllm.messages import Load
+from hybridkv.connectors.vllm.requests import TrackedRequest
 from hybridkv.connectors.vllm.stats import RAM, Recorder
 from hybridkv.planner import (
     Hit,
     LoadAdmission,
-    LookupResult,
+    Loss,
     Miss,
     Pending,
-    PlanError,
-    Transfer,
     last_boundary,
     life,
     longest_hit,
     measure_loss,
     needed_parts,
-    plan_load,
 )
 from hybridkv.planner.stages import (
     Ask,
@@ -51,7 +50,7 @@ from hybridkv.planner.stages import (
     Searched,
     Stage,
 )
-from hybridkv.tiers import FailureReason, Refusal, Slot
+from hybridkv.tiers import Refusal
 from hybridkv.tiers.stack import HoldFailure, TierStack
 
 if TYPE_CHECKING:
@@ -82,16 +81,8 @@ class Deadlines:
     tokens_per_s: float = 10_000.0
 
 
-@dataclass(slots=True)
-class _LoadInFlight:
-    keys: list[bytes]
-    num_tokens: int
-    num_bytes: int
-    failures: list[LoadFailure] = field(default_factory=list)
-
-
 class LoadPlanner:
-    """Answers what can be loaded, and follows the loads that are on their way.
+    """Answers what can be loaded.
 
     Args:
         layout: the model's groups.
@@ -99,6 +90,7 @@ class LoadPlanner:
         admission: which loads may hold blocks at the same time.
         deadlines: how long a request waits.
         recorder: counts what happens.
+        in_flight: takes what begins to be loaded.
     """
 
     def __init__(
@@ -108,6 +100,7 @@ class LoadPlanner:
         admission: LoadAdmission,
         deadlines: Deadlines,
         recorder: Recorder,
+        in_flight: LoadsInFlight,
     ) -> None:
         self._layout = layout
         self._stack = stack
@@ -117,7 +110,7 @@ class LoadPlanner:
         self._recorder = recorder
         self._has_slower, self._has_late = bool(stack.slower), stack.has_late
         self._pool: BlockPool | None = None
-        self._loads: dict[str, _LoadInFlight] = {}
+        self._in_flight = in_flight
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The pool that loads take their blocks from."""
@@ -175,7 +168,7 @@ class LoadPlanner:
                 settled = self._settled(tracked, errand) if self._has_late and type(answer) is Pending else None
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
-                self._ask(tracked, limit_tokens)
+                self.ask(tracked, limit_tokens)
                 facts = self._facts(tracked)
                 stage, step = life.asked(stage, facts, self._bounds, errand)
             case Bring():
@@ -217,20 +210,26 @@ class LoadPlanner:
         lookup = TierLookup(tracked.keys(), Unasked(self._stack))
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
-    def _ask(self, tracked: TrackedRequest, limit_tokens: int) -> None:
+    def ask(self, tracked: TrackedRequest, limit_tokens: int) -> None:
         """Every chunk beyond what the engine holds: the first of all groups, then the second of all groups, and so on.
 
         As much is asked as may be: where that ends, what was asked is a beginning at which all groups may resume. Of
         windows and states too, though a resume reads only their last ones: at which boundary is to be found out.
+        Of tails, whose keys are many, only those behind the last chunk: where the request was stored itself.
         """
         spec, keys = self._layout.spec, tracked.keys()
-        first, stop = (
-            tracked.computed_tokens // spec.chunk_tokens,
-            last_boundary(spec, limit_tokens) // spec.chunk_tokens,
-        )
+        last = last_boundary(spec, limit_tokens)
+        first, stop = tracked.computed_tokens // spec.chunk_tokens, last // spec.chunk_tokens
+        asked: list[bytes] = []
         if first < stop:
             by_group = [keys.between(group, first, stop) for group in spec.stored_groups]
-            self._stack.ask([key for chunk in zip(*by_group, strict=True) for key in chunk])
+            asked = [key for chunk in zip(*by_group, strict=True) for key in chunk]
+        if stop * spec.chunk_tokens < last:
+            behind = max(stop * spec.chunk_tokens, tracked.computed_tokens)
+            ends = range(last, behind, -spec.boundary_tokens)
+            asked += [keys.key(group, end) for end in ends for group in spec.stored_groups]
+        if asked:
+            self._stack.ask(asked)
 
     def _bring(self, tracked: TrackedRequest, errand: Bring) -> Brought:
         keys = tracked.keys()
@@ -244,146 +243,61 @@ class LoadPlanner:
             return Brought.NO_ROOM if hold in (Refusal.NO_ROOM, Refusal.TOO_LARGE) else Brought.BUSY
         return Brought.READY if hold.is_ready else Brought.HELD
 
-    # Loads.
+    # What the engine makes of the answer.
 
     def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> Load | None:
         """The engine has given the request blocks; the load of its external tokens into them."""
         request_id = tracked.request_id
         # A request that goes on where it is was not looked up again, whatever is known of it.
         answer = None if tracked.told is None else life.answer_of(tracked.stage)
+        explained = None
         if answer is not None and not isinstance(answer, Pending):
-            self._explain(tracked, answer, num_external_tokens)
+            explained = self._explain(tracked, answer, num_external_tokens)
         boundary = tracked.computed_tokens + num_external_tokens if num_external_tokens else None
         tracked.stage, tracked.told = life.allocated(tracked.stage, boundary), None
-        if boundary is None:
-            self._stack.release(request_id)
-            return None
-        table = [[NULL_BLOCK if b.is_null else b.block_id for b in group] for group in blocks.blocks]
-        in_flight = _LoadInFlight([], num_external_tokens, 0)
-        try:
-            transfers = plan_load(self._layout.spec, boundary, tracked.computed_tokens, table, NULL_BLOCK)
-            load = Load(request_id, self._pin(tracked, transfers, in_flight))
-        except PlanError as error:
-            # The engine waits for this load, so it is told that it failed; nothing was written.
-            self._stack.unpin_all(in_flight.keys)
-            in_flight.keys.clear()
-            logger.error("request %s cannot load %d tokens: %s", request_id, num_external_tokens, error)
-            load = Load(request_id, (), str(error))
+        load = None
+        if boundary is not None:
+            load = self._in_flight.begin(tracked, boundary, blocks)
+            if explained is not None:
+                local_tokens = self._in_flight.local_tokens(request_id)
+                explained = msgspec.structs.replace(explained, local_tokens=local_tokens)
         self._stack.release(request_id)
-        self._loads[request_id] = in_flight
-        self._admission.take(request_id, tracked.request.num_tokens)
+        if explained is not None:
+            self._recorder.lookup(explained)
+            log(explained)
         return load
 
-    def _explain(self, tracked: TrackedRequest, answer: Hit | Miss, num_external_tokens: int) -> None:
-        """Counts and logs why the request loads so much and no more."""
-        computed = tracked.computed_tokens
+    def loss(self, tracked: TrackedRequest) -> Loss | None:
+        """What the request's hit could have been, if it is known where it resumes. Measured once for each answer."""
+        answer, computed = life.answer_of(tracked.stage), tracked.computed_tokens
+        if answer is None or isinstance(answer, Pending):
+            return None
+        known = tracked.measured
+        if known is not None and known[0] is answer and known[1] == computed:
+            return known[2]
         lookup = TierLookup(tracked.keys(), self._stack.only_near if tracked.stage.past.near_only else self._stack)
-        limit = max(life.limit_tokens(tracked.stage, tracked.request.num_tokens), computed)
-        resumed = answer.num_tokens if isinstance(answer, Hit) else computed
-        loss = measure_loss(
-            self._layout.spec,
-            limit,
-            computed,
-            resumed,
-            lookup,
-            lookup,
-        )
+        resumed = max(answer.num_tokens, computed) if isinstance(answer, Hit) else computed
+        limit = self._limit(tracked)
+        loss = measure_loss(self._layout.spec, limit, computed, resumed, lookup, lookup)
+        tracked.measured = (answer, computed, loss)
+        return loss
+
+    def _limit(self, tracked: TrackedRequest) -> int:
+        return max(life.limit_tokens(tracked.stage, tracked.request.num_tokens), tracked.computed_tokens)
+
+    def _explain(self, tracked: TrackedRequest, answer: Hit | Miss, num_external_tokens: int) -> Explanation:
+        """Why the request loads so much and no more."""
+        loss = self.loss(tracked)
+        assert loss is not None, "there is an answer"
         hold = self._stack.hold(tracked.request_id)
         source = RAM if hold is None else hold.source
         asked = None
         if self._stack.has_late and (self._stack.ask_s or tracked.stage.past.asked_until_s is not None):
             asked = tracked.stage.past.asked_until_s is not None
-        admission = Admission(answer, limit, num_external_tokens, loss, source, asked)
-        explanation = explain(self._layout.spec, tracked, admission)
-        self._recorder.lookup(explanation)
-        log(explanation)
-
-    def _pin(
-        self, tracked: TrackedRequest, transfers: Sequence[Transfer], in_flight: _LoadInFlight
-    ) -> tuple[ChunkCopy, ...]:
-        copies = []
-        keys = tracked.keys()
-        wanted = [keys.key(transfer.group_index, transfer.end_token) for transfer in transfers]
-        slots = self._stack.pin_all(wanted)
-        if slots is None:
-            raise PlanError(self._what_is_missing(transfers, wanted))
-        if self._stack.has_late:
-            self._require_sizes(transfers, wanted, slots)
-        in_flight.keys += wanted
-        for transfer, key, slot in zip(transfers, wanted, slots, strict=True):
-            copies.append(copy_of(self._layout.spec, transfer, key, slot))
-            in_flight.num_bytes += copy_bytes(self._layout, copies[-1])
-        return tuple(copies)
-
-    def _require_sizes(self, transfers: Sequence[Transfer], keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """Refuses, and withdraws everywhere, chunks of another length than theirs: a tier elsewhere was believed what
-        it said of them, and the next request would meet them again.
-
-        Raises:
-            PlanError: there is one. None of the chunks is pinned any more.
-        """
-        size = self._layout.chunk_bytes
-        bad = [
-            (key, slot.num_bytes)
-            for part, key, slot in zip(transfers, keys, slots, strict=True)
-            if slot.num_bytes != size(part.group_index, part.end_token)
-        ]
-        if bad:
-            self._stack.unpin_all(keys)
-            for key, _ in bad:
-                self._stack.invalidate(key, FailureReason.WRONG_KEY)
-            raise PlanError(
-                f"{len(bad)} of its chunks have another length, as {bad[0][0].hex()} with {bad[0][1]} bytes"
-            )
-
-    def _what_is_missing(self, transfers: Sequence[Transfer], keys: Sequence[bytes]) -> str:
-        lookup = self._stack.lookup_near
-        for part, key in zip(transfers, keys, strict=True):
-            if lookup(key) is not LookupResult.HIT:
-                return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"
-        return "the fast tier pins none of its chunks"
-
-    def is_loading(self, request_id: str) -> bool:
-        return request_id in self._loads
-
-    def has_work(self) -> bool:
-        return bool(self._loads)
-
-    # What the workers report.
-
-    def on_failures(self, request_id: str, failures: Iterable[LoadFailure]) -> None:
-        """Why a load failed on some rank; that it ended comes by `on_ended`."""
-        if in_flight := self._loads.get(request_id):
-            in_flight.failures += failures
-
-    def on_ended(self, request_id: str, tracked: TrackedRequest | None, failed: bool) -> None:
-        """A load has ended on every rank. After a failure the request's retry asks for less."""
-        in_flight = self._loads.pop(request_id, None)
-        if in_flight is None:
-            return
-        if tracked is None:
-            self._admission.give_back(request_id)
-        culprits = {failure.key for failure in in_flight.failures if failure.key is not None}
-        for key in culprits:
-            self._stack.withdraw(key)
-        self._stack.unpin_all(reversed(in_flight.keys))
-        self._recorder.load(
-            in_flight.num_tokens, in_flight.num_bytes * self._layout.world_size, failed, in_flight.failures
-        )
-        if tracked is not None:
-            tracked.load_ended(failed=failed, is_explained=bool(culprits))
-        if failed and tracked is not None:
-            self._admission.fail(request_id, tracked.request.num_tokens)
-            reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in in_flight.failures})) or "no reason given"
-            logger.warning(
-                "request %s: loading %d tokens failed; kv_load_failure_policy says what becomes of it (%s)",
-                request_id,
-                in_flight.num_tokens,
-                reasons,
-            )
+        admission = Admission(answer, self._limit(tracked), num_external_tokens, loss, source, asked)
+        return explain(self._layout.spec, tracked, admission)
 
     def on_gone(self, request_id: str) -> None:
         """The request has ended."""
         self._stack.release(request_id)
-        if request_id not in self._loads:
-            self._admission.give_back(request_id)
+        self._in_flight.on_gone(request_id)

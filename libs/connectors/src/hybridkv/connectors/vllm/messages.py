@@ -11,39 +11,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from hybridkv.tiers import Slot
+from hybridkv.connectors.vllm.copy_table import ChunkCopy, CopyTable
 from hybridkv.tiers.stack import MoveOutcome, TierMove
 
-
-class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one group, and where (their part of) a chunk lies in the tier: one is copied to the other.
-
-    Args:
-        group_index: the engine's group.
-        key: of the chunk.
-        slot: where it lies, the same on every rank.
-        first_block: where `block_ids` begin within the chunk's stored blocks.
-        stored_blocks: how many blocks the chunk holds.
-        block_ids: the engine's blocks, in token order.
-        lead_tokens: of the first stored block, those at its beginning that the chunk does not have.
-        trail_tokens: of the last stored block, those at its end that the chunk does not have.
-    """
-
-    group_index: int
-    key: bytes
-    slot: Slot
-    first_block: int
-    stored_blocks: int
-    block_ids: tuple[int, ...]
-    lead_tokens: int = 0
-    trail_tokens: int = 0
+__all__ = [
+    "ChunkCopy",
+    "CopyTable",
+    "Load",
+    "LoadFailure",
+    "StepOutcome",
+    "StepPlan",
+    "Store",
+    "StoreOutcome",
+    "WorkerFacts",
+]
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Everything one request loads. `refused` says why it must fail without a byte moved."""
 
     request_id: str
-    copies: tuple[ChunkCopy, ...]
+    copies: CopyTable
     refused: str | None = None
 
 
@@ -51,7 +39,7 @@ class Store(msgspec.Struct, frozen=True, array_like=True):
     """Everything one request stores after this step."""
 
     store_id: int
-    copies: tuple[ChunkCopy, ...]
+    copies: CopyTable
 
 
 @dataclass(frozen=True, slots=True)

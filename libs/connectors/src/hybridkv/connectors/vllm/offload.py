@@ -6,7 +6,7 @@ What is loaded and stored is decided in `scheduler.py` with hybridkv.planner; by
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -30,6 +30,7 @@ from hybridkv.tiers.ram import RamArena
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 
 class HybridOffloadConnector(StoreConnector):
@@ -45,14 +46,16 @@ class HybridOffloadConnector(StoreConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = config = decode_config(self._kv_transfer_config.kv_connector_extra_config)
         self._require_resumable()
-        self._layout = layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens)
+        self._layout = layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens, with_tails=True)
         tiers.require_own_directory(config, vllm_config)
         sizes = tiers.arena_sizes(config, layout)
         self._scheduler: OffloadScheduler | WaitingScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             admission = self._sibling.admission or LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
-            self._opening = Opening(Plan(vllm_config, config, layout, sizes, admission, self._recorder))
+            self._opening = Opening(
+                Plan(vllm_config, config, layout, sizes, admission, self._recorder, self._sibling.steering)
+            )
             self._scheduler = WaitingScheduler(self._opening.num_ranks, "HybridOffloadConnector", StepPlan())
             if self._opening.needs_no_worker:
                 self._open()
@@ -81,6 +84,8 @@ class HybridOffloadConnector(StoreConnector):
 
     def _open_store(self, waiting: WaitingScheduler) -> OffloadScheduler:
         self._scheduler = self._opening.open(waiting.facts)
+        if compat.publishes_kv_events(self._vllm_config):
+            self._scheduler.tell_routers(compat.event_groups(self._kv_cache_config))
         return self._scheduler
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -92,6 +97,16 @@ class HybridOffloadConnector(StoreConnector):
         self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
         if self._worker.has_slower_tiers:
             self._worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if isinstance(self._scheduler, OffloadScheduler):
+            self._scheduler.on_finished(request, block_ids)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events() if isinstance(self._scheduler, OffloadScheduler) else ()
 
     def shutdown(self) -> None:
         end_live(self)

@@ -6,21 +6,26 @@ What outlives the engine opens when the workers have said what they alone know.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import OffloadConfig
-from hybridkv.connectors.vllm import tiers
+from hybridkv.connectors.vllm import compat, tiers
 from hybridkv.connectors.vllm.announcement import announce
+from hybridkv.connectors.vllm.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.identification import Identification
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.connectors.vllm.tiers import ArenaSizes
+from hybridkv.connectors.vllm.wrong_blocks import partly_copied_groups
 from hybridkv.planner import LoadAdmission
+from hybridkv.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,6 +42,7 @@ class Plan:
         sizes: of host memory.
         admission: of loads.
         recorder: counts what happens.
+        steering: of all children's prefills, None for a connector that stands alone.
     """
 
     vllm_config: VllmConfig
@@ -45,6 +51,7 @@ class Plan:
     sizes: ArenaSizes
     admission: LoadAdmission
     recorder: Recorder
+    steering: Steering | None = None
 
 
 class Opening:
@@ -85,10 +92,11 @@ class Opening:
         plan = self._plan
         identity = self._identification.identity(ranks)
         fingerprint = identity.keys.fingerprint
+        stack = tiers.build_stack(plan.config, plan.layout, fingerprint, plan.sizes)
         scheduler = OffloadScheduler(
             plan.layout,
             identity,
-            tiers.build_stack(plan.config, plan.layout, fingerprint, plan.sizes),
+            stack,
             plan.admission,
             Deadlines(
                 plan.config.lookup_timeout_seconds,
@@ -97,7 +105,31 @@ class Opening:
                 plan.config.compute_tokens_per_second,
             ),
             plan.recorder,
-            duties_of(plan.vllm_config.kv_transfer_config),
+            dataclasses.replace(
+                duties_of(plan.vllm_config.kv_transfer_config),
+                copies_locally=plan.config.local_copies and not compat.hashes_before_computing(plan.vllm_config),
+            ),
         )
+        if plan.config.checkpoints != "off" and has_states(plan.layout):
+            scheduler.bind_checkpoints(self._checkpoints(stack))
+        scheduler.distrust_copies(partly_copied_groups(plan.vllm_config, plan.layout))
+        scheduler.keep_at_most(plan.config.keep_share)
         announce(plan.vllm_config, plan.config, plan.layout, fingerprint)
         return scheduler
+
+    def _checkpoints(self, stack: TierStack) -> Checkpoints:
+        plan, config = self._plan, self._plan.config
+        options = CheckpointOptions(
+            max_stops=config.checkpoint_stops,
+            has_answers=config.checkpoint_answers and not compat.drafts(plan.vllm_config),
+            step_tokens=max(1, round(STEP_S * config.compute_tokens_per_second)),
+        )
+        return Checkpoints(
+            plan.layout,
+            stack,
+            [name for name, tier in config.slower.items() if tier.cascade == "all"],
+            options,
+            plan.steering or Steering(compat.most_chunk_tokens(plan.vllm_config)),
+            plan.recorder,
+            is_alone=plan.steering is None,
+        )

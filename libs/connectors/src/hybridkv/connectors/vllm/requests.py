@@ -6,18 +6,20 @@ and what of it is stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.checkpointed import Checkpointed
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.stored_path import StoredPath
 from hybridkv.hashing import ChunkKeys, TokenHashes
-from hybridkv.planner import life
+from hybridkv.planner import Hit, Loss, Miss, life
+from hybridkv.planner.hints import NO_HINTS, Hints
 from hybridkv.planner.stages import NEW, Reply, Stage
 
 if TYPE_CHECKING:
@@ -37,20 +39,30 @@ class TrackedRequest:
     """None while it is in doubt what the request's adapter holds, so that nothing is asked for or stored."""
     sworn: Sworn | None = None
     """What its adapter holds, None without one."""
+    hints: Hints = NO_HINTS
+    """What it said of itself."""
     stored_tokens: int = 0
     """Chunks that end here or before have been seen to."""
     path: StoredPath = field(default_factory=StoredPath)
     """What of it is stored."""
     is_storable: bool = True
-    """False after a reset, until the request starts over: what it has computed may be what the reset was to forget."""
+    """False until the request starts over, after a reset (what it has computed may be what the reset was to forget) and
+    where it went on from a block that the engine copied wrongly."""
     seen: tuple[int, int] = (0, 0)
     """Chunks that were complete when stores were last planned: without a drafter's lookahead, and with it."""
+    idle_below_tokens: int = 0
+    """While a step ends before this many tokens and the engine hands over no state, nothing more of it can be stored,
+    and it need not be looked at. 0: it must be."""
     computed_tokens: int = 0
     """What the engine said it holds when it last asked."""
     stage: Stage = NEW
     """How far it is with its load."""
     told: Reply | None = None
     """What the engine was told when it last asked; None when it has acted on that, or never asked."""
+    measured: tuple[Hit | Miss, int, Loss] | None = None
+    """What a hit could have been, beside the answer and what the engine held when that was measured."""
+    checkpointed: Checkpointed = field(default_factory=Checkpointed)
+    """Where it stops so that states are stored."""
     followed: tuple[int, bytes] = (0, b"")
     """How many block hashes the engine had for it, and the last of them, which stands for all before it."""
 
@@ -87,6 +99,8 @@ class TrackedRequest:
         if self.hashes is not None:
             self.hashes.upto(())
         self.stored_tokens, self.seen, self.path = 0, (0, 0), StoredPath()
+        self.idle_below_tokens = 0
+        self.checkpointed = self.checkpointed.started_over()
         self.stage, self.told = life.forget_search(self.stage), None
         return 0
 
@@ -106,7 +120,8 @@ class TrackedRequest:
         """The engine starts this request over."""
         self.stored_tokens, self.path = 0, StoredPath()
         self.is_storable = True
-        self.seen = (0, 0)
+        self.seen, self.idle_below_tokens = (0, 0), 0
+        self.measured, self.checkpointed = None, self.checkpointed.started_over()
         self.stage, self.told = life.start_over(self.stage), None
         if self.sworn is not None:
             # The engine may read the adapter anew before it begins again.
@@ -120,12 +135,20 @@ class Requests:
         layout: the model's groups.
         keys: of its chunks.
         adapters: what changes them.
+        read_hints: what a request says of itself.
     """
 
-    def __init__(self, layout: CacheLayout, keys: ChunkKeys, adapters: Adapters) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        keys: ChunkKeys,
+        adapters: Adapters,
+        read_hints: Callable[[Request], Hints] = lambda request: NO_HINTS,
+    ) -> None:
         self._layout = layout
         self._keys = keys
         self._adapters = adapters
+        self._read_hints = read_hints
         self._tracked: dict[str, TrackedRequest] = {}
 
     def track(self, request: Request) -> TrackedRequest:
@@ -133,6 +156,7 @@ class Requests:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
             tracked = self._tracked[request.request_id] = TrackedRequest(request, None, None)
+            tracked.hints = self._read_hints(request)
             if tracked.lora is None:
                 self._take_keys(tracked, self._keys)
             else:
@@ -149,6 +173,14 @@ class Requests:
             if tracked.sworn is not None:
                 self._take_keys(tracked, tracked.sworn.keys)
         return tracked.kept_keys is not None
+
+    def beside(self, request: Request) -> TrackedRequest:
+        """A request that is looked for and never computed: nothing that becomes of it changes the one that is tracked,
+        and nobody else sees it. It has keys when `identify` says so."""
+        tracked = TrackedRequest(request, None, None)
+        if tracked.lora is None:
+            self._take_keys(tracked, self._keys)
+        return tracked
 
     def _take_keys(self, tracked: TrackedRequest, keys: ChunkKeys) -> None:
         if not self._layout.reuses_hashes:

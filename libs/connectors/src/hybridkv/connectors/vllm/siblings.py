@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.planner import LoadAdmission
 
 
@@ -20,10 +21,12 @@ class Sibling:
     Args:
         number: among the children; 0 for one that stands alone.
         admission: of all children's loads, which wait for the same blocks; None for one that stands alone.
+        steering: of all children's prefills, whose stops the engine reads in one place; None for one that stands alone.
     """
 
     number: int = 0
     admission: LoadAdmission | None = None
+    steering: Steering | None = None
 
 
 _ALONE = Sibling()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from hybridkv.metrics import CATALOGUE, DISK_ERRORS, Counts, PrometheusSink
@@ -15,15 +16,26 @@ from hybridkv.tiers.stack import BreakerState, Direction, MoveCounts, TierStack
 if TYPE_CHECKING:
     from hybridkv.connectors.vllm.explain import Explanation
     from hybridkv.connectors.vllm.messages import LoadFailure
+    from hybridkv.planner.checkpoints import Placement
 
 RAM, DISK, LMCACHE = "ram", "disk", "lmcache"
+GAUGES_AGAIN = 17
+"""Every so many times gauges are handed over though they have not changed: a prime, so that of front-ends that take
+turns each has its own."""
 
 
 class Recorder:
-    """Counts events under the catalogue's names. One for each half; vLLM merges what they hand over."""
+    """Counts events under the catalogue's names. One for each half; vLLM merges what they hand over.
+
+    A gauge is handed over when it has changed, and all of them now and then, since a step's counts go to one of several
+    front-ends. So a step in which nothing happened hands over nothing, and costs nobody on the way anything.
+    """
 
     def __init__(self) -> None:
         self._counts = Counts()
+        self._told: dict[tuple[str, ...], int | float] = {}
+        """Gauges that were handed over, of names and labels that the catalogue bounds."""
+        self._num_taken = 0
 
     def pending(self, *, is_asked: bool = False) -> None:
         """What a request needs is being stored, or `is_asked` for in a tier that has not answered yet."""
@@ -42,6 +54,9 @@ class Recorder:
                 self._counts.add("vllm:hybridkv_lookup_tokens_total", num_tokens, source=source)
         if explained.offered_tokens:
             self._counts.add("vllm:hybridkv_hit_tokens_total", explained.offered_tokens)
+        if explained.resumable_tokens > explained.engine_tokens:
+            num_tokens = explained.resumable_tokens - explained.engine_tokens
+            self._counts.add("vllm:hybridkv_resumable_tokens_total", num_tokens)
         if explained.lost_tokens:
             kind = explained.limiting_kind
             self._counts.add("vllm:hybridkv_limited_lookups_total", 1, limiting_kind=kind)
@@ -49,9 +64,55 @@ class Recorder:
         if explained.junction:
             self._counts.add("vllm:hybridkv_junctions_total", 1, outcome=explained.junction)
 
-    def store(self, kind: str, outcome: str) -> None:
-        """One chunk of one group was stored, or why not."""
-        self._counts.add("vllm:hybridkv_stores_total", 1, kind=str(kind), outcome=outcome)
+    def placed(self, placement: Placement) -> None:
+        """A request that was admitted stops there."""
+        for stop in placement.stops:
+            self._counts.add("vllm:hybridkv_checkpoint_stops_total", 1, reason=str(stop.reason))
+        for cause, number in msgspec.structs.asdict(placement.left_out).items():
+            if number:
+                self._counts.add("vllm:hybridkv_checkpoint_stops_left_out_total", number, cause=cause)
+
+    def prefixes_forgotten(self, number: int) -> None:
+        """So many prefixes are remembered that these were used longest ago."""
+        if number:
+            self._counts.add("vllm:hybridkv_forgotten_prefixes_total", number)
+
+    def superseded(self, reason: str) -> None:
+        """The state of an answer was told to go first: a newer one of the same "answer" or of the next "turn" serves
+        all that follows. Or it was "forgotten" that one is an answer's."""
+        self._counts.add("vllm:hybridkv_superseded_states_total", 1, reason=reason)
+
+    def state_stored(self, origin: str) -> None:
+        """The states of one boundary were stored."""
+        self._counts.add("vllm:hybridkv_states_stored_total", 1, origin=origin)
+
+    def store(self, kind: str, outcome: str, number: int = 1) -> None:
+        """One chunk of one group was stored, or why not; or so many."""
+        self._counts.add("vllm:hybridkv_stores_total", number, kind=str(kind), outcome=outcome)
+
+    def misled(self, cause: str) -> None:
+        """One request went on from a block that the engine had copied wrongly; nothing of it is stored."""
+        self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
+
+    def stranded(self, kind: str) -> None:
+        """One chunk lies behind the deepest state of a request that has ended."""
+        self._counts.add("vllm:hybridkv_stranded_chunks_total", 1, kind=str(kind))
+
+    def hint(self, name: str) -> None:
+        """One request gave this hint, or (invalid) what nobody understood."""
+        self._counts.add("vllm:hybridkv_hints_total", 1, hint=name)
+
+    def prefetch(self, outcome: str, number: int = 1) -> None:
+        """Prefixes that requests asked to be brought near have come, or why not."""
+        self._counts.add("vllm:hybridkv_prefetches_total", number, outcome=outcome)
+
+    def kept(self, tier: str, is_kept: bool) -> None:
+        """One request's prefix was to be kept in a tier."""
+        self._counts.add("vllm:hybridkv_keeps_total", 1, tier=tier, outcome="kept" if is_kept else "refused")
+
+    def kept_bytes(self, tier: str, num_bytes: int) -> None:
+        """What is kept in a tier now."""
+        self._gauge("vllm:hybridkv_kept_bytes", num_bytes, tier=tier)
 
     def stored_bytes(self, num_bytes: int) -> None:
         self._counts.add("vllm:hybridkv_store_bytes_total", num_bytes)
@@ -67,6 +128,13 @@ class Recorder:
             self._counts.add("vllm:hybridkv_load_bytes_total", num_bytes)
         for reason in {failure.reason for failure in failures}:
             self._counts.add("vllm:hybridkv_load_failures_total", 1, reason=reason)
+
+    def local(self, source: str, num_tokens: int, num_bytes: int) -> None:
+        """What one load copied from the engine's own blocks; `source` is where it would have come from otherwise."""
+        if num_tokens:
+            self._counts.add("vllm:hybridkv_local_tokens_total", num_tokens, source=source)
+        if num_bytes:
+            self._counts.add("vllm:hybridkv_local_bytes_total", num_bytes, source=source)
 
     def copied(self, is_load: bool, seconds: float, num_bytes: int) -> None:
         """One copy job ended on this rank; 0 bytes where it failed before the first one."""
@@ -97,12 +165,22 @@ class Recorder:
 
     def server_state(self, is_up: bool) -> None:
         """Whether a server of LMCache can be asked."""
-        self._counts.set("vllm:hybridkv_lmcache_up", int(is_up))
+        self._gauge("vllm:hybridkv_lmcache_up", int(is_up))
 
     def server_pool(self, used_bytes: int, capacity_bytes: int) -> None:
         """The memory that this rank and a server of LMCache share."""
-        self._counts.set("vllm:hybridkv_lmcache_pool_used_bytes", used_bytes)
-        self._counts.set("vllm:hybridkv_lmcache_pool_capacity_bytes", capacity_bytes)
+        self._gauge("vllm:hybridkv_lmcache_pool_used_bytes", used_bytes)
+        self._gauge("vllm:hybridkv_lmcache_pool_capacity_bytes", capacity_bytes)
+
+    def announced(self, event: str, medium: str) -> None:
+        """Routers were told that blocks are in a medium, or no longer."""
+        kind = "stored" if event == "BlockStored" else "removed"
+        self._counts.add("vllm:hybridkv_kv_events_total", 1, type=kind, medium=medium.lower())
+
+    def announcements(self, num_tokens: int, num_untold_chunks: int) -> None:
+        """What routers may count on now, and what is stored beside."""
+        self._gauge("vllm:hybridkv_announced_tokens", num_tokens)
+        self._gauge("vllm:hybridkv_unannounced_chunks", num_untold_chunks)
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
         """What the tiers hold now, over all ranks, and what they did since they were last asked."""
@@ -110,15 +188,19 @@ class Recorder:
         if not stack.slower:
             return
         counts = stack.take_counts()
+        for result, number in counts.prefetches.items():
+            self.prefetch(str(result), number)
+        for outcome, num_bytes in counts.prefetch_bytes.items():
+            self._counts.add("vllm:hybridkv_prefetch_bytes_total", num_bytes * num_ranks, outcome=str(outcome))
         for name, index in stack.slower.items():
             self._tier(name, index, num_ranks)
             if isinstance(index, DiskIndex):
                 self._disk(index.take_disk_counts())
             self._moves(name, counts.tiers[name], num_ranks)
-            self._counts.set("vllm:hybridkv_cascades_waiting", stack.num_waiting(name), tier=name)
+            self._gauge("vllm:hybridkv_cascades_waiting", stack.num_waiting(name), tier=name)
             for direction in Direction:
                 is_open = stack.breaker_state(direction, name) is not BreakerState.CLOSED
-                self._counts.set("vllm:hybridkv_breaker_open", int(is_open), direction=str(direction), tier=name)
+                self._gauge("vllm:hybridkv_breaker_open", int(is_open), direction=str(direction), tier=name)
 
     def _moves(self, tier: str, counts: MoveCounts, num_ranks: int) -> None:
         for direction, results, num_bytes in (
@@ -154,11 +236,20 @@ class Recorder:
             self._counts.add("vllm:hybridkv_invalidations_total", counts.invalidations, tier=name)
         for answer, number in counts.answers.items():
             self._counts.add("vllm:hybridkv_asked_total", number, tier=name, outcome=str(answer))
-        self._counts.set("vllm:hybridkv_tier_used_bytes", index.used_bytes * num_ranks, tier=name)
-        self._counts.set("vllm:hybridkv_tier_capacity_bytes", index.capacity_bytes * num_ranks, tier=name)
+        self._gauge("vllm:hybridkv_tier_used_bytes", index.used_bytes * num_ranks, tier=name)
+        self._gauge("vllm:hybridkv_tier_capacity_bytes", index.capacity_bytes * num_ranks, tier=name)
+
+    def _gauge(self, name: str, value: int | float, /, **labels: str) -> None:
+        series = (name, *labels.values())
+        if self._told.get(series) != value:
+            self._counts.set(name, value, **labels)
+            self._told[series] = value
 
     def take(self) -> OffloadStats | None:
         """What was counted since the last call, None if nothing."""
+        self._num_taken += 1
+        if self._num_taken % GAUGES_AGAIN == 0:
+            self._told.clear()
         if self._counts.is_empty():
             return None
         return OffloadStats(data=self._counts.take().to_dict())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -146,21 +147,21 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The halves.
 
+    @abstractmethod
     def _scheduler_half(self) -> StoreScheduler | WaitingScheduler | None:
         """None in a worker's process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _worker_half(self) -> StoreWorker | None:
         """None in the scheduler's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _open_store(self, waiting: WaitingScheduler) -> StoreScheduler:
         """What takes the place of what waited for the workers' facts, and is `_scheduler_half` from now on.
 
         Raises:
             ConfigurationError: it cannot be opened.
         """
-        raise NotImplementedError
 
     # Worker side.
 

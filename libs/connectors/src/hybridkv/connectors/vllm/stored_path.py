@@ -39,7 +39,7 @@ class StoredPart(NamedTuple):
     """This store brings it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class StoredPath:
     """One request's chunks in every tier. A request that begins anew has another."""
 
@@ -50,21 +50,54 @@ class StoredPath:
     """Stores that are on their way."""
     is_over: bool = False
     """The request has ended."""
+    resumed_tokens: int | None = None
+    """What the engine held of it, or loaded, when it began to be computed; None before that."""
+    keep_seconds: float = 0.0
+    """How long it is to be kept from its end on."""
+    _last_end: int = 0
+    """The deepest end of its chunks."""
+    _is_in_order: bool = True
+    """Its chunks came in `path_order`, as they do unless a group is behind the others."""
     _num_renewed: int = 0
     _renewed_at_bytes: tuple[int, ...] = ()
     """What all paths together had used then."""
+
+    def __post_init__(self) -> None:
+        self._is_in_order = not self.keys
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing comes any more."""
         return self.is_over and not self.num_storing
 
+    def begin(self, computed_tokens: int, keep_seconds: float = 0.0) -> None:
+        """It is computed from there on, if it was not before."""
+        if self.resumed_tokens is None:
+            self.resumed_tokens, self.keep_seconds = computed_tokens, keep_seconds
+
+    def come(self, parts: Sequence[Part]) -> None:
+        """These are added next, in `path_order`."""
+        if parts:
+            self._is_in_order = self._is_in_order and parts[0][1] > self._last_end
+            self._last_end = max(self._last_end, parts[-1][1])
+
     def add(self, part: Part, key: bytes, num_bytes: tuple[int, ...]) -> tuple[int, ...]:
-        """One more chunk, to be given in `path_order`. What the path takes up with it."""
+        """One more chunk, of those that come. What the path takes up with it."""
         if part not in self.keys:
             self.keys[part] = key
             self.num_bytes = add(self.num_bytes, num_bytes)
         return self.num_bytes
+
+    def extend(self, parts: Sequence[Part], keys: Sequence[bytes], num_bytes: tuple[int, ...]) -> None:
+        """More chunks, in `path_order`, and what those of them take up that it does not have."""
+        self.come(parts)
+        self.keys.update(zip(parts, keys, strict=True))
+        self.num_bytes = add(self.num_bytes, num_bytes)
+
+    def drop(self, parts: Sequence[Part]) -> None:
+        """These are worth nothing any more. What they take up still counts: it is an upper bound."""
+        for part in parts:
+            self.keys.pop(part, None)
 
     def is_overdue(self, used_bytes: Sequence[int], capacities: Sequence[int]) -> bool:
         """Whether it is far from recent by now in a slower tier, given what all paths have used of each, each time that
@@ -79,7 +112,9 @@ class StoredPath:
     def prefix(self, spec: CacheSpec, end_token: int) -> tuple[bytes, ...]:
         """The full prefix before a part that ends there, of every FULL group."""
         full = [index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.FULL]
-        return tuple(key for part, key in self.keys.items() if part[0] in full and part[1] < end_token)
+        chunk = spec.chunk_tokens
+        parts = ((part, key) for part, key in self.keys.items() if part[0] in full)
+        return tuple(key for (_, end), key in parts if end < end_token and end % chunk == 0)
 
     def take_renewal(
         self, spec: CacheSpec, used_bytes: tuple[int, ...], is_overdue: bool = False
@@ -93,4 +128,6 @@ class StoredPath:
 
     def order(self, spec: CacheSpec) -> list[bytes]:
         """All its keys in the order in which they may go."""
+        if self._is_in_order:
+            return list(self.keys.values())[::-1]
         return [self.keys[part] for part in reversed(path_order(spec, self.keys))]

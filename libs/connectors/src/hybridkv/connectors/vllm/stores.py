@@ -9,22 +9,39 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.chunk_copies import copy_bytes, copy_of
+from hybridkv.connectors.vllm.checkpointed import state_groups
+from hybridkv.connectors.vllm.chunk_copies import copies_of
+from hybridkv.connectors.vllm.events import RouterEvents
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
+from hybridkv.connectors.vllm.keeping import Keeper
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.messages import ChunkCopy, Store, StoreOutcome
+from hybridkv.connectors.vllm.messages import CopyTable, Store, StoreOutcome
+from hybridkv.connectors.vllm.met import find_met
 from hybridkv.connectors.vllm.pins import BlockPins, frees_on_end
+from hybridkv.connectors.vllm.placing import NOTHING_MET, Placing, Whole
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stored_path import StoredPart, StoredPath, add
-from hybridkv.planner import GroupKind, LookupResult, State, Transfer, needed_before, path_order, plan_store
+from hybridkv.connectors.vllm.stranded import Stranded
+from hybridkv.planner import (
+    GroupKind,
+    LookupResult,
+    State,
+    StorePlan,
+    Transfer,
+    needed_before,
+    path_order,
+    plan_store,
+)
 from hybridkv.planner.paths import Part
-from hybridkv.tiers import Refusal
+from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.stack import PathPosition, TierStack
 
 if TYPE_CHECKING:
@@ -48,6 +65,10 @@ class _StoreInFlight:
     sworn: Sworn | None
     failure: str | None = None
     reason: str | None = None
+    origins: dict[Part, str] = field(default_factory=dict)
+    """Of states that it brings: where each comes from, told by the first group that has one."""
+    whole: Whole = NOTHING_MET
+    """What was there already in all tiers, before all chunks on the path."""
 
 
 class StorePlanner:
@@ -58,18 +79,33 @@ class StorePlanner:
         stack: the tiers.
         adapters: whether what an adapter had a part in is what it was stored for.
         recorder: counts what happens.
+        keeper: of prefixes that requests asked to be kept.
     """
 
-    def __init__(self, layout: CacheLayout, stack: TierStack, adapters: Adapters, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        stack: TierStack,
+        adapters: Adapters,
+        recorder: Recorder,
+        keeper: Keeper | None = None,
+    ) -> None:
         self._layout = layout
         self._stack = stack
         self._adapters = adapters
         self._recorder = recorder
+        self._keeper = keeper
+        self._stranded = Stranded(layout.spec, stack, recorder)
+        self._placing = Placing(layout, stack, self._stranded)
+        self._first_state = next(iter(state_groups(layout.spec)), None)
+        """The group by which a boundary's states are counted, None where there are none."""
+        self.events: RouterEvents | None = None
+        """Whom to tell what a request's chunks are."""
         self._pins = BlockPins()
         self._stores: dict[int, _StoreInFlight] = {}
         self._store_ids = itertools.count(1)
-        self._used_bytes: tuple[int, ...] = ()
-        """Of each slower tier, by all requests, each time that they stored or met a chunk."""
+        self.num_planned_bytes = 0
+        """Of all stores ever planned, on one rank."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The pool whose blocks are pinned while they are read."""
@@ -87,80 +123,122 @@ class StorePlanner:
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
         states = [s for s in states if s.group_index in spec.stored_groups and s.num_tokens <= hashed]
         complete = (final // spec.chunk_tokens, max(0, final - spec.lookahead_tokens) // spec.chunk_tokens)
+        chunk = spec.chunk_tokens
+        tracked.idle_below_tokens = min((complete[0] + 1) * chunk, (complete[1] + 1) * chunk + spec.lookahead_tokens)
         if not states and complete == tracked.seen:
             return None
         tracked.seen = complete
-        derived = tracked.keys()
-        keys: dict[Part, bytes] = {}
+        tracked.path.begin(request.num_computed_tokens, tracked.hints.keep_seconds)
+        table, derived = tables(request.request_id), tracked.keys()
+        met = find_met(spec, self._stack, derived, tracked.stored_tokens, complete[1] * spec.chunk_tokens, table)
+        keys, absent = met.behind, met.absent
         present: list[Part] = []
 
         def wanted(group_index: int, end_token: int) -> bool:
-            key = keys[group_index, end_token] = derived.key(group_index, end_token)
+            part = group_index, end_token
+            key = keys.get(part)
+            if key is None:
+                key = keys[part] = derived.key(group_index, end_token)
+            elif group_index in absent:
+                return True
             # A chunk that only a slower tier holds is stored again: this costs no read, and the fast tier gets it.
-            stored = self._stack.lookup_near(key)
-            if stored is not LookupResult.MISS:
-                present.append((group_index, end_token))
-                self._recorder.store(spec.groups[group_index].kind, "present")
-            return stored is LookupResult.MISS
+            is_stored = self._stack.lookup_near(key) is not LookupResult.MISS
+            if is_stored:
+                present.append(part)
+            return not is_stored
 
-        table = tables(request.request_id)
-        plan = plan_store(spec, tracked.stored_tokens, final, table, states, wanted, NULL_BLOCK)
+        plan = plan_store(spec, met.stop_tokens, final, table, states, wanted, NULL_BLOCK)
         # A drafter's chunk comes later than the others, which are then looked at again.
         tracked.stored_tokens = max(complete[1] * spec.chunk_tokens, tracked.stored_tokens)
-        for _ in range(plan.unaligned_states):
-            self._recorder.store("recurrent", "dropped_not_aligned")
+        self._count(plan, [*met.parts, *present])
         # What is stored already has been of use, and must not make room for what follows it.
-        self._stack.touch_near([keys[part] for part in reversed(path_order(spec, present))])
+        self._stack.touch_near(met.keys_among(spec, present, keys)[::-1])
         in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.sworn)
         copies, stored = self._reserve(in_flight, plan.transfers, keys)
-        in_flight.chunks = self._placed(tracked, [*present, *stored], set(stored))
+        in_flight.whole, others = self._placing.meet(tracked.path, met, [*present, *stored])
+        num_whole = len(in_flight.whole.parts)
+        keys.update(zip(met.parts[num_whole:], met.keys[num_whole:], strict=True))
+        in_flight.chunks = self._placing.place(tracked, others, set(stored), keys)
+        if self.events is not None:
+            self.events.storing(tracked, [*met.parts, *present, *stored])
         if not copies:
-            self._settle(in_flight.path, in_flight.chunks)
+            self._settle(in_flight.path, in_flight.chunks, in_flight.whole)
             return None
+        self.num_planned_bytes += in_flight.num_bytes
+        in_flight.origins = self._origins(tracked, stored)
         store_id = next(self._store_ids)
         self._stores[store_id] = in_flight
         in_flight.path.num_storing += 1
-        return Store(store_id, tuple(copies))
+        return Store(store_id, copies)
+
+    def _count(self, plan: StorePlan, present: Sequence[Part]) -> None:
+        for group_index, number in Counter(map(itemgetter(0), present)).items():
+            self._recorder.store(self._layout.spec.groups[group_index].kind, "present", number)
+        if plan.unaligned_states:
+            self._recorder.store("recurrent", "dropped_not_aligned", plan.unaligned_states)
+        if plan.incomplete_tails:
+            self._recorder.store("recurrent", "dropped_incomplete", plan.incomplete_tails)
 
     def _reserve(
         self, in_flight: _StoreInFlight, transfers: Sequence[Transfer], keys: Mapping[Part, bytes]
-    ) -> tuple[list[ChunkCopy], list[Part]]:
-        copies, parts = [], []
-        wanted = [(transfer.group_index, transfer.end_token) for transfer in transfers]
-        sizes = [self._layout.chunk_bytes(*part) for part in wanted]
-        slots = self._stack.reserve_all([(keys[part], size) for part, size in zip(wanted, sizes, strict=True)])
-        for transfer, part, slot in zip(transfers, wanted, slots, strict=True):
+    ) -> tuple[CopyTable, list[Part]]:
+        size = self._layout.chunk_bytes
+        parts = [(transfer.group_index, transfer.end_token) for transfer in transfers]
+        wanted = [keys[part] for part in parts]
+        slots = self._stack.reserve_all([(key, size(*part)) for part, key in zip(parts, wanted, strict=True)])
+        stored: list[tuple[Part, Transfer, bytes, Slot]] = []
+        refused: Counter[tuple[int, Refusal]] = Counter()
+        for part, transfer, key, slot in zip(parts, transfers, wanted, slots, strict=True):
             if isinstance(slot, Refusal):
-                kind = self._layout.spec.groups[part[0]].kind
-                self._recorder.store(kind, _OUTCOMES.get(slot, "dropped_no_room"))
-                continue
-            copies.append(copy_of(self._layout.spec, transfer, keys[part], slot))
-            parts.append(part)
-            in_flight.num_bytes += copy_bytes(self._layout, copies[-1])
-            in_flight.blocks += self._pins.pin(transfer.block_ids)
-        return copies, parts
+                refused[part[0], slot] += 1
+            else:
+                stored.append((part, transfer, key, slot))
+        for (group_index, why), number in refused.items():
+            kind = self._layout.spec.groups[group_index].kind
+            self._recorder.store(kind, _OUTCOMES.get(why, "dropped_no_room"), number)
+        if not stored:
+            return CopyTable(), []
+        of_parts, moved, of_keys, of_slots = map(list, zip(*stored, strict=True))
+        planned = copies_of(self._layout, moved, of_keys, of_slots)
+        in_flight.num_bytes = planned.tier_bytes
+        in_flight.blocks = self._pins.pin([block_id for transfer in moved for block_id in transfer.block_ids])
+        return planned.copies, of_parts
 
-    def _placed(self, tracked: TrackedRequest, parts: Iterable[Part], new: Container[Part]) -> list[StoredPart]:
-        """Chunks of a request, from its beginning on, each with what it needs to be worth anything."""
-        spec, keys, path = self._layout.spec, tracked.keys(), tracked.path
-        chunks = []
-        for part in path_order(spec, parts):
-            key = keys.key(*part)
-            costs = self._stack.costs(self._layout.chunk_bytes(*part))
-            self._used_bytes = add(self._used_bytes, costs)
-            path_bytes = path.add(part, key, costs)
-            on_path = PathPosition(tuple(keys.key(*need) for need in needed_before(spec, *part)), path_bytes)
-            chunks.append(StoredPart(part, key, on_path, part in new))
-        return chunks
+    def _origins(self, tracked: TrackedRequest, parts: Iterable[Part]) -> dict[Part, str]:
+        if self._first_state is None:
+            return {}
+        num_prompt, boundary = tracked.request.num_prompt_tokens, self._layout.spec.boundary_tokens
+        return {
+            part: tracked.checkpointed.origin(part[1], num_prompt, boundary)
+            for part in parts
+            if part[0] == self._first_state
+        }
 
-    def _settle(self, path: StoredPath, chunks: Sequence[StoredPart], is_stored: bool = True) -> None:
-        """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right."""
-        spec = self._layout.spec
-        is_overdue = bool(chunks) and path.is_overdue(self._used_bytes, self._stack.capacities)
-        met = [chunk.key for chunk in reversed(chunks) if not chunk.is_new or self._stack.is_below(chunk.key)]
-        if met and not is_overdue:
+    def _settle(
+        self, path: StoredPath, chunks: Sequence[StoredPart], whole: Whole = NOTHING_MET, is_stored: bool = True
+    ) -> None:
+        """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right.
+
+        Args:
+            path: of the request.
+            chunks: of the store, in the order in which each is worth something.
+            whole: what was met before all of these.
+            is_stored: all ranks have what is new of the chunks.
+        """
+        spec, from_end = self._layout.spec, whole.keys[::-1]
+        is_overdue = bool(chunks or from_end) and path.is_overdue(self._placing.used_bytes, self._stack.capacities)
+        chunks = [*self._placing.lacking(path, whole), *chunks]
+        if not (chunks or is_overdue or path.is_complete):
+            # Nothing comes between a touch of what was met and one of the path that it is a part of.
+            renewed = path.take_renewal(spec, self._placing.used_bytes)
+            self._touch(from_end if renewed is None else renewed)
+            return
+        if not is_overdue:
             # What was there already must not make room for what follows it.
-            self._stack.touch(met)
+            is_below = self._stack.is_below if self._stack.slower else None
+            used = [c.key for c in reversed(chunks) if not c.is_new or (is_below is not None and is_below(c.key))]
+            self._touch([*used, *from_end])
+        ended: Counter[tuple[int, str]] = Counter()
         for chunk in self._checked(path, chunks) if is_overdue else chunks:
             if not chunk.is_new:
                 # What another store still brings, that one lets cascade.
@@ -170,14 +248,21 @@ class StorePlanner:
             is_offered = is_stored and self._stack.commit(chunk.key, chunk.on_path)
             if not is_stored:
                 self._stack.abort(chunk.key)
-            self._recorder.store(spec.groups[chunk.part[0]].kind, "stored" if is_offered else "failed")
+            ended[chunk.part[0], "stored" if is_offered else "failed"] += 1
+        for (group_index, outcome), number in ended.items():
+            self._recorder.store(spec.groups[group_index].kind, outcome, number)
         if path.is_complete:
+            self._stranded.on_over(path)
+            if path.keep_seconds and self._keeper is not None:
+                self._keeper.keep(path, path.keep_seconds)
             self._offer_again(path)
-        renewed = path.take_renewal(spec, self._used_bytes, is_overdue)
-        if renewed is None:
-            renewed = [chunk.key for chunk in reversed(chunks)]
-        if renewed:
-            self._stack.touch(renewed)
+        renewed = path.take_renewal(spec, self._placing.used_bytes, is_overdue)
+        self._touch([*(chunk.key for chunk in reversed(chunks)), *from_end] if renewed is None else renewed)
+
+    def _touch(self, keys: list[bytes]) -> None:
+        """Make these recent everywhere, but for what was given up."""
+        if keys := self._stack.without_demoted(keys):
+            self._stack.touch(keys)
 
     def _checked(self, path: StoredPath, chunks: Sequence[StoredPart]) -> Sequence[StoredPart]:
         """Chunks that follow a path of long ago: it is made recent first, and must be whole, not only at its end.
@@ -185,7 +270,7 @@ class StorePlanner:
         Whatever a slower tier lacks asks for the whole prefix, unless it needs another such chunk, which does.
         """
         spec = self._layout.spec
-        self._stack.touch(path.order(spec))
+        self._stack.touch(self._stack.without_demoted(path.order(spec)))
         missing: set[bytes] = set()
         checked = []
         for chunk in chunks:
@@ -213,18 +298,22 @@ class StorePlanner:
             path_bytes = add(path_bytes, stack.costs(self._layout.chunk_bytes(*part)))
             if all(num_bytes > capacity for num_bytes, capacity in zip(path_bytes, stack.capacities, strict=True)):
                 return
-            if not stack.lacks_below(key):
+            if not stack.lacks_below(key) or stack.is_demoted(key):
                 continue
             needs = needed_before(spec, *part)
             if stack.in_near(key) and path.keys.keys() >= set(needs):
                 stack.cascade(key, PathPosition(tuple(path.keys[need] for need in needs), path_bytes))
-            elif spec.groups[part[0]].kind is GroupKind.FULL:
+            elif spec.groups[part[0]].kind is GroupKind.FULL and part[1] % spec.chunk_tokens == 0:
                 return
 
     def on_gone(self, tracked: TrackedRequest) -> None:
         """The request has ended: what it leaves is made recent as a whole, now or when its last store has ended."""
         tracked.path.is_over = True
         self._settle(tracked.path, ())
+
+    def forget(self) -> None:
+        """Nothing that was stored is there any more. Stores that are on their way end by themselves."""
+        self._stranded.forget()
 
     def holds_freed_blocks(self) -> bool:
         """Whether a store that ends will give blocks back to the engine's pool."""
@@ -259,8 +348,10 @@ class StorePlanner:
             logger.warning("%d chunks were not stored: %s", num_lost, in_flight.failure)
             self._recorder.store_failed(in_flight.reason or "io")
         in_flight.path.num_storing -= 1
-        self._settle(in_flight.path, in_flight.chunks, is_stored=in_flight.failure is None)
+        self._settle(in_flight.path, in_flight.chunks, in_flight.whole, is_stored=in_flight.failure is None)
         if in_flight.failure is None:
+            for origin in in_flight.origins.values():
+                self._recorder.state_stored(origin)
             self._recorder.stored_bytes(in_flight.num_bytes * self._layout.world_size)
         self._pins.free(in_flight.blocks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -24,11 +25,13 @@ from hybridkv.connectors.vllm.peer_tier import peer_index, peer_medium
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers import SealedMemory, TierConfigurationError, TierIndex, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
-from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
+from hybridkv.tiers.ram import RamIndex, choose_granule_bytes, describe
 from hybridkv.tiers.stack import CascadePolicy, SlowerTier, SlowerTierOptions, TierStack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.hybridkv")
 
 _FIELDS = {"capacity_bytes": "capacity"}
 """What an option of a tier is called in the configuration, where the names differ."""
@@ -72,10 +75,11 @@ class WorkerPart:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSizes:
-    """Bytes of one rank's arena, and of its granules."""
+    """Bytes of one rank's arena, of its granules, and of the smallest chunk or tail."""
 
     rank_bytes: int
     granule_bytes: int
+    smallest_bytes: int = 1
 
 
 def clock() -> float:
@@ -106,7 +110,9 @@ def arena_sizes(config: OffloadConfig, layout: CacheLayout) -> ArenaSizes:
         raise ConfigurationError(
             path, f"at most the {format_size(available)} of this host", format_size(capacity), "lower it"
         )
-    return ArenaSizes(capacity // layout.world_size // granule * granule, granule)
+    # Where attention never looks back over the end of a chunk, nothing is stored at all.
+    smallest_bytes = next(iter(layout.chunk_sizes()), granule)
+    return ArenaSizes(capacity // layout.world_size // granule * granule, granule, smallest_bytes)
 
 
 def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, sizes: ArenaSizes) -> TierStack:
@@ -115,7 +121,11 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
     Raises:
         ConfigurationError: a tier cannot be opened.
     """
-    near = RamIndex(sizes.rank_bytes, sizes.granule_bytes)
+    try:
+        near = RamIndex(sizes.rank_bytes, sizes.granule_bytes, sizes.smallest_bytes)
+    except TierConfigurationError as error:
+        raise _of_tier(config, "ram", error) from error
+    logger.info("HybridOffloadConnector: host memory: %s", describe(near))
     slower = slower_tiers(config, layout, fingerprint, near)
     return TierStack(near, slower, layout.world_size, clock)
 
@@ -139,9 +149,7 @@ def slower_tiers(
         try:
             index = open_index(tier, Setting(layout, fingerprint, burst_bytes, near, options.load_timeout_s))
         except TierConfigurationError as error:
-            of_all = error.field in OffloadConfig.__struct_fields__
-            path = f"{ROOT if of_all else config.path_of(name)}.{_FIELDS.get(error.field, error.field)}"
-            raise ConfigurationError(path, error.expected, repr(error.got), error.hint) from error
+            raise _of_tier(config, name, error) from error
         if tier.ask_timeout_seconds is not None and not index.answers_late:
             index.close()
             raise ConfigurationError(
@@ -152,6 +160,12 @@ def slower_tiers(
             )
         slower.append(SlowerTier(name, index, options))
     return slower
+
+
+def _of_tier(config: OffloadConfig, name: str, error: TierConfigurationError) -> ConfigurationError:
+    of_all = error.field in OffloadConfig.__struct_fields__
+    path = f"{ROOT if of_all else config.path_of(name)}.{_FIELDS.get(error.field, error.field)}"
+    return ConfigurationError(path, error.expected, repr(error.got), error.hint)
 
 
 def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:

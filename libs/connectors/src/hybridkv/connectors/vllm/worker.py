@@ -18,16 +18,16 @@ import numpy as np
 
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache
-from hybridkv.connectors.vllm.cut_lowering import GroupBlocks, cut_load_runs, cut_store_runs
+from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
+from hybridkv.connectors.vllm.job_lowering import JobLowering, RankMemory, job_lowering
 from hybridkv.connectors.vllm.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.messages import ChunkCopy, Load, LoadFailure, StepOutcome, StepPlan, Store
+from hybridkv.connectors.vllm.messages import Load, LoadFailure, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, Outcomes
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers import Failure, FailureReason, SealedMemory, TierMedium, is_shortage
 from hybridkv.tiers.stack import MoveOutcome, TierMover
-from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
+from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId, RecordDigests
 
 __all__ = ["DRAIN_S", "CopyPaths", "LoadResults", "OffloadWorker"]
 
@@ -71,6 +71,7 @@ class OffloadWorker:
         self._cut: dict[int, GroupBlocks] = {}
         """Groups whose blocks chunks cut."""
         self._zero_memory: Any = None
+        self._lowering: JobLowering | None = None
         self._in_flight: dict[JobId, _CopyInFlight] = {}
         self._job_ids = itertools.count(1)
         self._outcomes = Outcomes()
@@ -105,6 +106,7 @@ class OffloadWorker:
         """
         memory = take_kv_memory(self._layout, kv_caches, num_blocks, device_type, outlives_engine=self.has_slower_tiers)
         self._pages, self._cut, self._zero_memory = memory.pages, memory.cut, memory.zeros
+        self._lowering = None
         memory.register(self._engines)
         for engine in self._engines:
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
@@ -114,7 +116,12 @@ class OffloadWorker:
         now_s = self._paths.clock()
         for load in plan.loads:
             in_flight = _CopyInFlight(request_id=load.request_id)
-            self._submit(self._paths.loads, in_flight, load, partial(self._check, load, in_flight, now_s), None)
+            job_id = self._begin(in_flight)
+            if load.refused is not None:
+                self._end(job_id, load.refused)
+                continue
+            check = partial(self._check, load, in_flight, now_s)
+            self._submit(self._paths.loads, job_id, partial(self._load_runs, load), check)
         self.start_moves(plan)
 
     def start_moves(self, plan: StepPlan) -> None:
@@ -145,77 +152,88 @@ class OffloadWorker:
     def start_stores(self, plan: StepPlan) -> None:
         """Submits the step's stores. The forward pass that wrote their blocks is over."""
         for store in plan.stores:
-            in_flight = _CopyInFlight(store_id=store.store_id)
+            # Each copy writes the whole of its slot, which is what is sealed. Where each ends is known with the runs.
+            in_flight = _CopyInFlight(store_id=store.store_id, records=RecordDigests(np.empty(0, dtype=np.int64)))
             self._submit(
                 self._paths.stores,
-                in_flight,
-                store,
+                self._begin(in_flight),
+                partial(self._store_runs, store, in_flight),
                 partial(self._discard, store),
                 partial(self._seal, store, in_flight),
             )
 
+    def _begin(self, in_flight: _CopyInFlight) -> JobId:
+        job_id = JobId(next(self._job_ids))
+        self._in_flight[job_id] = in_flight
+        return job_id
+
     def _submit(
         self,
         engine: CopyEngine,
-        in_flight: _CopyInFlight,
-        work: Load | Store,
-        before: Callable[[], str | None],
-        after: Callable[[], str | None] | None,
+        job_id: JobId,
+        runs: Callable[[], CopyRuns],
+        before: Hook,
+        after: Hook | None = None,
     ) -> None:
-        job_id = JobId(next(self._job_ids))
-        self._in_flight[job_id] = in_flight
-        refused = work.refused if isinstance(work, Load) else None
+        in_flight, refused = self._in_flight[job_id], None
         try:
-            if refused is None:
-                parts = [self._runs(copy, isinstance(work, Load)).coalesce() for copy in work.copies]
-                if isinstance(work, Store):
-                    # Each writes the whole of its slot, which is what is sealed.
-                    in_flight.records = RecordDigests(np.cumsum([len(part) for part in parts], dtype=np.int64))
-                runs = CopyRuns.concatenate(parts)
-                if in_flight.records is None:
-                    runs = runs.coalesce()
-                else:
-                    # What joins runs of two chunks would join two records.
-                    in_flight.zero_bytes = self._zeros().num_bytes_in(runs)
-                if not engine.submit(job_id, runs, before, after, in_flight.records):
-                    refused = "the copy queue is full"
-                    in_flight.failures.append(LoadFailure("busy", refused))
+            if not engine.submit(job_id, runs, before, after, in_flight.records):
+                refused = "the copy queue is full"
+                in_flight.failures.append(LoadFailure("busy", refused))
         except Exception as error:  # whatever it was, it is this copy's failure and not the engine's
             logger.exception("a copy could not be submitted")
             refused = f"{type(error).__name__}: {error}"
         if refused is not None:
             self._end(job_id, refused)
 
-    def _runs(self, copy: ChunkCopy, to_engine: bool) -> CopyRuns:
-        extents, cut = self._arena.addresses(copy.slot), self._cut.get(copy.group_index)
-        if cut is not None:
-            return cut_load_runs(copy, cut, extents) if to_engine else cut_store_runs(copy, cut, extents, self._zeros())
-        pages = self._pages[copy.group_index]
-        return load_runs(copy, pages, extents) if to_engine else store_runs(copy, pages, extents, self._zeros())
+    # On the thread that copies, when a job's turn has come.
 
-    def _zeros(self) -> Zeros:
-        return zeros_in(self._zero_memory)
+    def _of_memory(self) -> JobLowering:
+        if self._lowering is None:
+            memory = RankMemory(self._pages, self._cut, zeros_in(self._zero_memory), self._arena)
+            self._lowering = job_lowering(memory)
+        return self._lowering
+
+    def _load_runs(self, load: Load) -> CopyRuns:
+        try:
+            return self._of_memory().load(load.copies)
+        except Exception:
+            logger.exception("the load of request %s could not be lowered", load.request_id)
+            raise
+
+    def _store_runs(self, store: Store, in_flight: _CopyInFlight) -> CopyRuns:
+        try:
+            lowered = self._of_memory().store(store.copies)
+        except Exception:
+            logger.exception("a store could not be lowered")
+            raise
+        if in_flight.records is not None:
+            in_flight.records.ends = lowered.ends
+        in_flight.zero_bytes = lowered.zero_bytes
+        return lowered.runs
 
     def _check(self, load: Load, in_flight: _CopyInFlight, since_s: float) -> str | None:
         if self._paths.clock() - since_s >= self._paths.load_timeout_s:
             # Not a byte was moved, so the blocks may go to somebody else.
             in_flight.failures.append(LoadFailure("timeout", "the load waited too long for its turn"))
             return in_flight.failures[0].detail
-        for copy in load.copies:
-            if failure := self._arena.check(copy.key, copy.slot):
-                in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, copy.key))
+        for key, slot, is_local in load.copies.chunks():
+            if is_local:
+                continue  # what the engine would read itself, and no sum was ever taken of
+            if failure := self._arena.check(key, slot):
+                in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, key))
         return in_flight.failures[0].detail if in_flight.failures else None
 
     def _discard(self, store: Store) -> str | None:
-        for copy in store.copies:
-            self._arena.discard(copy.slot)
+        for chunk in store.copies.chunks():
+            self._arena.discard(chunk.slot)
         return None
 
     def _seal(self, store: Store, in_flight: _CopyInFlight) -> str | None:
         taken = in_flight.records.digests if in_flight.records is not None else None
-        for number, copy in enumerate(store.copies):
-            if failure := self._arena.seal(copy.key, copy.slot, None if taken is None else taken[number]):
-                in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, copy.key))
+        for number, (key, slot, _) in enumerate(store.copies.chunks()):
+            if failure := self._arena.seal(key, slot, None if taken is None else taken[number]):
+                in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, key))
                 return str(failure)
         return None
 

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.connectors.vllm.rank_work import CopyPaths
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId
+from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId, RunsSource
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 
@@ -22,19 +23,31 @@ class CopyJob:
 
     Args:
         is_load: into the engine's blocks.
-        runs: of bytes.
+        runs: of bytes, or what makes them on the copy thread.
         before: on the copy thread; a reason fails the job.
         after: the same.
         on_end: told why it failed, or None.
-        zero_bytes: of the runs, those that are no page's.
+        zeros: from where runs copy what is no page's.
     """
 
     is_load: bool
-    runs: CopyRuns
+    runs: RunsSource
     before: Hook | None
     after: Hook | None
     on_end: Callable[[str | None], None]
+    zeros: Zeros | None = None
+
+
+@dataclass(slots=True)
+class _Open:
+    job: CopyJob
     zero_bytes: int = 0
+    """Of its runs, once they are made."""
+
+    def runs(self) -> CopyRuns:
+        runs = self.job.runs if isinstance(self.job.runs, CopyRuns) else self.job.runs()
+        self.zero_bytes = 0 if self.job.zeros is None else self.job.zeros.num_bytes_in(runs)
+        return runs
 
 
 class Copies:
@@ -49,15 +62,15 @@ class Copies:
         self._paths = paths
         self._recorder = recorder
         self._numbers = itertools.count(1)
-        self._open: dict[JobId, CopyJob] = {}
+        self._open: dict[JobId, _Open] = {}
 
     def submit(self, job: CopyJob) -> None:
         """Have it done. Its end is told by `poll`, or at once where it could not begin."""
         engine: CopyEngine = self._paths.loads if job.is_load else self._paths.stores
         number = JobId(next(self._numbers))
-        self._open[number] = job
+        self._open[number] = opened = _Open(job)
         try:
-            is_taken, failure = engine.submit(number, job.runs, job.before, job.after), QUEUE_IS_FULL
+            is_taken, failure = engine.submit(number, opened.runs, job.before, job.after), QUEUE_IS_FULL
         except Exception as error:  # whatever it was, it is this copy's failure and not the engine's
             logger.exception("a copy could not be submitted")
             is_taken, failure = False, f"{type(error).__name__}: {error}"
@@ -69,10 +82,10 @@ class Copies:
         """Tell of jobs that ended."""
         for engine in self._paths.engines():
             for copied in engine.poll():
-                job = self._open.pop(copied.job_id)
-                num_bytes = copied.num_bytes and copied.num_bytes - job.zero_bytes
-                self._recorder.copied(job.is_load, copied.seconds, num_bytes)
-                job.on_end(copied.failure)
+                opened = self._open.pop(copied.job_id)
+                num_bytes = copied.num_bytes and copied.num_bytes - opened.zero_bytes
+                self._recorder.copied(opened.job.is_load, copied.seconds, num_bytes)
+                opened.job.on_end(copied.failure)
 
     def close(self) -> None:
         """End what runs, and fail what waits."""

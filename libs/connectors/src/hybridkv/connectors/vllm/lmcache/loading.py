@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, CopyJob
@@ -203,11 +204,7 @@ class Loading:
         if isinstance(ended, Lack):
             self._fail(loading, REASONS.get(ended.trouble, FailureReason.IO), f"LMCache's server: {ended}")
         elif not loading.is_over:
-            try:
-                runs = engine_runs(loading.parts, self._station.site, hold, self._pages, None)
-            except Exception as error:  # a block outside the engine, or a bug
-                self._fail(loading, FailureReason.IO, f"{type(error).__name__}: {error}")
-                return
+            runs = partial(engine_runs, loading.parts, self._station.site, hold, self._pages, None)
             loading.is_copying = True
             self._copies.submit(
                 CopyJob(True, runs, lambda: self._check(loading, hold), None, lambda why: self._copied(loading, why))

@@ -21,6 +21,7 @@ from hybridkv.connectors.vllm.messages import StepOutcome
 from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
 from hybridkv.planner import State
 
 if TYPE_CHECKING:
@@ -76,13 +77,19 @@ class LMCacheScheduler:
         self._recorder = recorder
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
+        self._wrong = WrongBlocks([group.block_tokens for group in layout.spec.groups], recorder)
         self._planned_loads: list[PageLoad] = []
         self._has_told_namespace = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The engine's blocks."""
+        self._wrong.bind(pool)
         self._room.pool = pool
         self._saves.bind_block_pool(pool)
+
+    def distrust_copies(self, group_indexes: frozenset[int]) -> None:
+        """Of the blocks of these groups the engine copies only a part."""
+        self._wrong.partly_copied = group_indexes
 
     # What the engine asks before it admits a request.
 
@@ -139,6 +146,7 @@ class LMCacheScheduler:
             return
         load = self._lives.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
+            self._wrong.take_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # What the engine tells once a step.
@@ -170,6 +178,10 @@ class LMCacheScheduler:
         stores: list[PageStore] = []
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
+        self._wrong.follow_step(scheduler_output, tables)
+        for request_id in self._wrong.misled:
+            if tracked := self._requests.get(request_id):
+                tracked.is_storable = False
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in dict.fromkeys((*scheduled, *handed_over)):
             tracked = self._requests.get(request_id)
@@ -178,7 +190,7 @@ class LMCacheScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks are somebody else's by now.
                 continue
-            states = [State(group, block, tokens) for group, block, tokens in handed_over.get(request_id, ())]
+            states = [State(*state) for state in handed_over.get(request_id, ()) if not self._wrong.holds(state[1])]
             store = self._saves.plan(tracked, scheduled.get(request_id, 0), states, tables)
             if store is not None:
                 stores.append(store)

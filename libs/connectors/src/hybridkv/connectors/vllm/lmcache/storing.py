@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, CopyJob
@@ -163,13 +164,8 @@ class Storing:
             self._end_if_over(storing)
 
         storing.num_copying += 1
-        try:
-            runs = engine_runs(parts, station.site, hold, self._pages, self._zeros)
-        except Exception as error:  # a block outside the engine, or a bug
-            copied(f"{type(error).__name__}: {error}")
-            return
-        zero_bytes = self._zeros.num_bytes_in(runs)
-        self._copies.submit(CopyJob(False, runs, None, seal_and_send, copied, zero_bytes))
+        runs = partial(engine_runs, parts, station.site, hold, self._pages, self._zeros)
+        self._copies.submit(CopyJob(False, runs, None, seal_and_send, copied, self._zeros))
 
     def _send(self, store: PageStore, parts: Parts, hold: Hold) -> None:
         """Have the server take sealed pages. Any thread."""

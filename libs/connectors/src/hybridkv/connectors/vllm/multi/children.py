@@ -16,6 +16,7 @@ from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, ManagerError, did_you_mean
 from hybridkv.connectors.vllm.multi.config import ChildConfig, MultiConfig, decode_multi_config
 from hybridkv.connectors.vllm.siblings import Sibling, as_sibling
+from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.planner import LoadAdmission
 
 if TYPE_CHECKING:
@@ -139,13 +140,18 @@ def require_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, clas
 
 
 def build_children(
-    classes: Sequence[ChildClass], role: KVConnectorRole, kv_cache_config: KVCacheConfig, admission: LoadAdmission
+    classes: Sequence[ChildClass],
+    role: KVConnectorRole,
+    kv_cache_config: KVCacheConfig,
+    admission: LoadAdmission,
+    steering: Steering | None,
 ) -> tuple[Child, ...]:
-    """Builds the children of one role, who share `admission`. When one cannot start, those before it are shut down."""
+    """Builds the children of one role, who share `admission` and `steering`. When one cannot start, those before it are
+    shut down."""
     children: list[Child] = []
     try:
         for number, child in enumerate(classes):
-            with as_sibling(Sibling(number, admission)):
+            with as_sibling(Sibling(number, admission, steering)):
                 connector = child.connector_class(child.vllm_config, role, kv_cache_config)
             children.append(Child(child.config, connector, supports_hma(connector)))
     except BaseException:

@@ -33,10 +33,11 @@ from hybridkv.connectors.vllm.multi.children import (
 from hybridkv.connectors.vllm.multi.messages import MultiKVEvents, MultiMetadata, MultiWorkerMetadata, of_child
 from hybridkv.connectors.vllm.multi.saves import SavesBegun
 from hybridkv.connectors.vllm.multi.selection import Selector
-from hybridkv.connectors.vllm.multi.sizes import LoadSizes, load_admission
+from hybridkv.connectors.vllm.multi.sizes import LoadSizes, load_admission, shared_steering
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
 from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide
 from hybridkv.connectors.vllm.resume_facts import warn_of_others
+from hybridkv.connectors.vllm.told_hashes import ToldHashes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,14 +68,17 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         config, classes = resolve_children(vllm_config)
         require_groups(vllm_config, kv_cache_config, classes)
         admission = load_admission(vllm_config, kv_cache_config)
-        self._take_children(build_children(classes, role, kv_cache_config, admission))
+        steering = shared_steering(vllm_config, kv_cache_config)
+        self._take_children(build_children(classes, role, kv_cache_config, admission, steering))
         self._saves_begun = SavesBegun()
+        self._told_hashes = ToldHashes()
         self._scheduler: Selector | None = None
         if role == KVConnectorRole.SCHEDULER:
             others = [child.config.name for child in classes if child.config.connector != CONNECTOR]
             warn_of_others(vllm_config, kv_cache_config, others)
             sizes = LoadSizes(kv_cache_config, vllm_config.parallel_config.world_size)
-            self._scheduler = Selector(self._children, config.lookup_timeout_s, sizes, admission, time.monotonic)
+            timeout_s = config.lookup_timeout_s
+            self._scheduler = Selector(self._children, timeout_s, sizes, admission, time.monotonic, steering)
             logger.info(
                 "HybridMultiConnector: %s; a lookup waits at most %g s",
                 ", ".join(f"{child.name} load_weight {child.config.weight}" for child in self._children),
@@ -196,7 +200,12 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         return self._saves_begun.request_ended(request.request_id, reading), together
 
     def take_events(self) -> Iterable[Any]:
-        return [event for each in self._connectors for event in each.take_events()]
+        own: list[Any] = []
+        others: list[Any] = []
+        for child in self._children:
+            # Others may say a thing twice, forget it without a word, or take nothing back: to count that has no bound.
+            (own if child.config.connector == CONNECTOR else others).extend(child.connector.take_events())
+        return self._told_hashes.pass_on(own) + others
 
     def has_pending_block_frees(self) -> bool:
         return any(each.has_pending_block_frees() for each in self._connectors)

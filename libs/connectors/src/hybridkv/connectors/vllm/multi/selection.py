@@ -18,6 +18,7 @@ from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.learning import Learning
 from hybridkv.connectors.vllm.multi.loads import ChildLoad, ChildLoads
 from hybridkv.connectors.vllm.multi.sizes import LoadSizes
+from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
 from hybridkv.planner import (
     AUTO,
@@ -86,6 +87,7 @@ class Selector:
         sizes: of the model's blocks.
         admission: which loads may hold blocks at the same time.
         clock: seconds that only grow.
+        steering: where prefills stop, as the children wish; None where nobody wishes.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Selector:
         sizes: LoadSizes,
         admission: LoadAdmission,
         clock: Callable[[], float],
+        steering: Steering | None = None,
     ) -> None:
         self._children = children
         self._weights = [child.config.weight for child in children]
@@ -106,6 +109,7 @@ class Selector:
         self._clamp = TokenClamp(logger.warning, clock)
         self._requests: dict[str, _Candidate] = {}
         self._admission = admission
+        self._steering = steering
         self._pool: BlockPool | None = None
         self._loads = ChildLoads(len(children), admission)
         self._stats = SelectionStats()
@@ -122,6 +126,19 @@ class Selector:
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the chosen child can load beyond `computed_tokens` and whether it does so in the background, or
         None to be asked again."""
+        if self._steering is None:
+            return self._choose(request, computed_tokens)
+        self._steering.begin(request)
+        num_tokens, is_async = self._choose(request, computed_tokens)
+        if num_tokens is not None:
+            try:
+                self._steering.settle(request, computed_tokens + num_tokens, is_loaded=is_async)
+            except Exception:  # what a child wishes for must not end the engine for all
+                logger.exception("request %s: no stops, because a connector failed to plan them", request.request_id)
+                self._steering.begin(request)
+        return num_tokens, is_async
+
+    def _choose(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         if compat.reads_no_cache(request):
             return 0, False
         request_id = request.request_id
@@ -292,6 +309,8 @@ class Selector:
     def plan_step(self, scheduler_output: SchedulerOutput) -> StepMarks:
         """A step is about to run."""
         self._step += 1
+        if self._steering is not None:
+            self._steering.advance(scheduler_output)
         sync_children = self._loads.scheduled(scheduler_output.num_scheduled_tokens, self._step)
         if self._learning is not None:
             self._learning.step_planned(self._step, scheduler_output, bool(sync_children))

@@ -1,4 +1,5 @@
-"""What loads take of the engine's memory: the bytes that they fill, and the blocks that their requests need.
+"""What all children share: the gate of loads, by the bytes that they fill and the blocks that their requests need, and
+the boundaries at which prefills stop.
 
 A child says how many tokens it loads, and no more.
 """
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.layout import group_specs, no_stored_group
+from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.planner import CacheSpec, GroupKind, LoadAdmission, chunk_unit
 
 if TYPE_CHECKING:
@@ -60,3 +62,9 @@ def load_admission(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> L
     if all(group.kind is GroupKind.SCRATCH for group in groups):
         raise no_stored_group()
     return LoadAdmission(CacheSpec(groups, chunk_unit(groups)), compat.max_in_flight_tokens(vllm_config))
+
+
+def shared_steering(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Steering | None:
+    """Has all children's prefills stop where they wish; None for a model without states, of which nobody wishes any."""
+    has_states = any(group.kind is GroupKind.RECURRENT for group in group_specs(kv_cache_config))
+    return Steering(compat.most_chunk_tokens(vllm_config)) if has_states else None

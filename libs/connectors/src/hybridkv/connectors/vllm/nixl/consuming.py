@@ -133,16 +133,18 @@ class Consumer:
             return 0
         return num_tokens if verdict is Verdict.ADMIT else None
 
-    def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: StepPlan) -> None:
-        """The engine has given the request blocks, to load `num_external_tokens` into or to compute."""
+    def on_allocated(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: StepPlan
+    ) -> PromptLoad | None:
+        """The engine has given the request blocks, to load `num_external_tokens` into or to compute. The load."""
         read = self._read_of(request)
         if read is None or read.stage is not Stage.WAITING:
-            return
+            return None
         if num_external_tokens == 0:
             self._end(read, plan)
             if read.usable_tokens:
                 self._recorder.prompt("held_already")
-            return
+            return None
         read.stage = Stage.LOADING
         self._room.take(request.request_id, request.num_tokens)
         num_tokens = read.computed_tokens + num_external_tokens
@@ -150,9 +152,9 @@ class Consumer:
         if num_tokens != read.usable_tokens:
             refused = f"the engine loads up to token {num_tokens}, and was offered {read.usable_tokens}"
         tables = tuple(tuple(_NULL if b.is_null else b.block_id for b in group) for group in blocks.blocks)
-        plan.loads.append(
-            PromptLoad(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
-        )
+        load = PromptLoad(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
+        plan.loads.append(load)
+        return load
 
     def on_loaded(self, finished: set[str], failed: set[str]) -> None:
         """All ranks have ended these loads."""

@@ -17,6 +17,7 @@ from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, asks
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest
 from hybridkv.connectors.vllm.nixl.saving import Saving
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
 from hybridkv.peers.leases import Lease, LeaseSlots
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupSpec
@@ -70,6 +71,8 @@ class Producer:
         self._shortened: set[str] = set()
         self.saving = Saving(groups) if terms.saves else None
         """What is copied to host memory; None where peers read the engine's own."""
+        self.wrong = WrongBlocks([group.block_tokens for group in groups], recorder)
+        """What the engine has copied wrongly, and whom that misled."""
         self.ranks: tuple[RankAddress, ...] = ()
         """Of this engine, once they have said where they are."""
 
@@ -116,7 +119,8 @@ class Producer:
             return False, None
         num_tokens = request.num_computed_tokens
         is_there = self.saving is None or self.saving.end(request) >= num_tokens
-        if not _has_ended_well(request) or not num_tokens or not is_there or not self.ranks:
+        is_right = name not in self.wrong.misled
+        if not (_has_ended_well(request) and num_tokens and is_there and is_right and self.ranks):
             self._slots.retire(name)
             plan.dropped.append(name)
             self._recorder.lease("dropped")

@@ -67,6 +67,13 @@ class NixlScheduler:
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The engine's blocks."""
         self._room.pool = pool
+        if self._producer is not None:
+            self._producer.wrong.bind(pool)
+
+    def distrust_copies(self, group_indexes: frozenset[int]) -> None:
+        """Of the blocks of these groups the engine copies only a part."""
+        if self._producer is not None:
+            self._producer.wrong.partly_copied = group_indexes
 
     def track(self, request: Request) -> None:
         """A new request."""
@@ -84,7 +91,9 @@ class NixlScheduler:
         if self._producer is not None:
             self._producer.on_allocated(request, self._plan)
         if self._consumer is not None:
-            self._consumer.on_allocated(request, blocks, num_external_tokens, self._plan)
+            load = self._consumer.on_allocated(request, blocks, num_external_tokens, self._plan)
+            if load is not None and self._producer is not None:
+                self._producer.wrong.take_loaded(blocks, load.computed_tokens)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended; see `Producer.finish`."""
@@ -95,10 +104,12 @@ class NixlScheduler:
     def take_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """The step's plan."""
         plan, self._plan = self._plan, StepPlan()
-        if self._producer is not None and self._producer.saving is not None:
-            self._producer.saving.preempted(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        if self._producer is not None:
             tables = compat.block_tables(scheduler_output)
-            plan.saved = self._producer.saving.of_step(scheduler_output.num_scheduled_tokens, tables)
+            self._producer.wrong.follow_step(scheduler_output, tables)
+            if self._producer.saving is not None:
+                self._producer.saving.preempted(getattr(scheduler_output, "preempted_req_ids", None) or ())
+                plan.saved = self._producer.saving.of_step(scheduler_output.num_scheduled_tokens, tables)
         if self._consumer is not None:
             self._consumer.on_scheduled(scheduler_output.num_scheduled_tokens)
         return plan

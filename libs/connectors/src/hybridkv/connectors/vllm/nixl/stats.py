@@ -28,6 +28,11 @@ class PeerRecorder:
         with self._lock:
             self._counts.add("vllm:hybridkv_peer_leases_total", 1, outcome=outcome)
 
+    def misled(self, cause: str) -> None:
+        """One request went on from a block that the engine had copied wrongly, so it is not handed over."""
+        with self._lock:
+            self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
+
     def held(self, num_leases: int) -> None:
         """Requests whose blocks are held for their consumers now."""
         with self._lock:

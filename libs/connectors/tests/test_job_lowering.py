@@ -1,0 +1,295 @@
+"""A whole job lowered natively is what its chunks are one by one. The reference is `PlainLowering`."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv.canonical import GroupPages, PageRegion, TokenRange
+from hybridkv.connectors.vllm.copy_table import ChunkCopy, ChunkPart, CopyColumns, CopyTable
+from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
+from hybridkv.connectors.vllm.job_lowering import (
+    JobLowering,
+    NativeLowering,
+    PlainLowering,
+    RankMemory,
+    job_lowering,
+)
+from hybridkv.connectors.vllm.lowering import Zeros
+from hybridkv.tiers import Slot
+from hybridkv.transfer import CopyRuns, native_lowering
+
+needs_native = pytest.mark.skipif(native_lowering() is None, reason="hybridkv.native is not installed")
+
+POOL = 40
+BLOCK_TOKENS = 8
+ARENA_ADDRESS, ARENA_BYTES = 1 << 40, 1 << 20
+ZEROS = Zeros(1 << 41, 24)
+"""Fewer than a long slot leaves behind a chunk."""
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Of a `SealedMemory` what is asked for here. It has no memory: nothing is copied."""
+
+    base_address: int = ARENA_ADDRESS
+    capacity_bytes: int = ARENA_BYTES
+
+    def addresses(self, slot: Slot) -> list[tuple[int, int]]:
+        for offset, num_bytes in slot.extents:
+            if offset < 0 or num_bytes <= 0 or offset + num_bytes > self.capacity_bytes:
+                raise ValueError(f"{slot} does not lie in the arena")
+        return [(self.base_address + offset, num_bytes) for offset, num_bytes in slot.extents]
+
+
+@st.composite
+def groups(draw: st.DrawFn, number: int) -> tuple[GroupPages, GroupBlocks | None]:
+    """Pages of a group, and parts of them where chunks cut its blocks. Each token of a layer has a few bytes."""
+    layers = draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=3))
+    token_bytes = [num_bytes for layer in layers for num_bytes in layer]
+    spare = draw(st.sampled_from([0, 0, 16]))
+    sizes = [num_bytes * BLOCK_TOKENS for num_bytes in token_bytes]
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    if draw(st.booleans()):  # all layers of a block together
+        places = [(start, sum(sizes) + spare) for start in starts]
+    else:
+        places = [(start * 2 * POOL, size + spare) for start, size in zip(starts, sizes, strict=True)]
+
+    def pages(start: int, end: int) -> GroupPages:
+        regions = iter(
+            PageRegion((number + 1 << 30) + place + start * each, stride, (end - start) * each)
+            for (place, stride), each in zip(places, token_bytes, strict=True)
+        )
+        return GroupPages([[next(regions) for _ in layer] for layer in layers], POOL)
+
+    whole = pages(0, BLOCK_TOKENS)
+    if draw(st.booleans()):
+        return whole, None
+
+    def part(tokens: TokenRange) -> GroupPages:
+        return pages(tokens.start, tokens.end)
+
+    return whole, GroupBlocks(whole, BLOCK_TOKENS, part)
+
+
+@st.composite
+def rank_memories(draw: st.DrawFn) -> RankMemory:
+    drawn = [draw(groups(number)) for number in range(draw(st.integers(1, 3)))]
+    cut = {number: blocks for number, (_, blocks) in enumerate(drawn) if blocks is not None}
+    return RankMemory({number: pages for number, (pages, _) in enumerate(drawn)}, cut, ZEROS, cast(Any, Arena()))
+
+
+def chunk_bytes(memory: RankMemory, group_index: int, stored: int, lead: int, trail: int) -> int:
+    cut = memory.cut.get(group_index)
+    if cut is None:
+        return stored * memory.pages[group_index].block_bytes
+    parts = cut.parts(stored, lead, trail)
+    return sum(cut.of(part.start, part.end).block_bytes * part.num_blocks for part in parts)
+
+
+@st.composite
+def block_lists(draw: st.DrawFn, count: int) -> tuple[int, ...]:
+    """Often one after the other, so that runs go on from block to block."""
+    if draw(st.booleans()):
+        first = draw(st.integers(0, POOL - count))
+        return tuple(range(first, first + count))
+    return tuple(draw(st.permutations(range(POOL)))[:count])
+
+
+@st.composite
+def jobs(draw: st.DrawFn, memory: RankMemory, is_store: bool) -> list[ChunkCopy]:
+    """Copies whose slots lie one behind the other in the arena, in pieces, sometimes with gaps."""
+    copies: list[ChunkCopy] = []
+    at = 0
+    for number in range(draw(st.integers(0, 6))):
+        if copies and draw(st.booleans()):  # like the one before it
+            group_index, stored, lead, trail = (
+                copies[-1].group_index,
+                copies[-1].stored_blocks,
+                copies[-1].lead_tokens,
+                copies[-1].trail_tokens,
+            )
+        else:
+            group_index = draw(st.sampled_from(sorted(memory.pages)))
+            stored, lead, trail = draw(st.integers(1, 4)), draw(st.sampled_from([0, 2, 5])), 0
+            if stored > 1 or lead < 5:
+                trail = draw(st.sampled_from([0, 2, 4] if stored > 1 or lead == 0 else [0, 2]))
+        first = 0 if is_store else draw(st.integers(0, stored))
+        count = stored - first if is_store else draw(st.integers(0, stored - first))
+        left = chunk_bytes(memory, group_index, stored, lead, trail) + draw(st.sampled_from([0, 0, 7, 60]))
+        extents = []
+        while left:
+            size = draw(st.sampled_from([left, left, max(1, left // 2), 1]))
+            at += draw(st.sampled_from([0, 0, 3]))
+            extents.append((at, size))
+            at, left = at + size, left - size
+        ids = draw(block_lists(count))
+        local: tuple[int, ...] = ()
+        if not is_store and ids and draw(st.integers(0, 3)) == 0:
+            others = [block for block in range(POOL) if block not in ids]
+            local = tuple(draw(st.permutations(others))[: len(ids)])
+        if draw(st.booleans()):
+            extents = extents[::-1] if len({size for _, size in extents}) == 1 else extents
+        key = b"k" * draw(st.sampled_from([1, 48])) + bytes([number])
+        copies.append(ChunkCopy(group_index, key, Slot(tuple(extents)), first, stored, ids, lead, trail, local))
+    return copies
+
+
+def same(left: CopyRuns, right: CopyRuns) -> bool:
+    return left.triples() == right.triples()
+
+
+@needs_native
+@settings(deadline=None)
+@given(st.data())
+def test_a_load_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) -> None:
+    memory = data.draw(rank_memories())
+    plain, native = PlainLowering(memory), NativeLowering(memory)
+    for _ in range(2):
+        copies = CopyTable.of(data.draw(jobs(memory, is_store=False)))
+        assert native.load(copies).triples() == plain.load(copies).triples()
+
+
+@needs_native
+@settings(deadline=None)
+@given(st.data())
+def test_a_store_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) -> None:
+    memory = data.draw(rank_memories())
+    plain, native = PlainLowering(memory), NativeLowering(memory)
+    for _ in range(2):
+        copies = CopyTable.of(data.draw(jobs(memory, is_store=True)))
+        got, expected = native.store(copies), plain.store(copies)
+        assert got.runs.triples() == expected.runs.triples()
+        assert (got.ends.tolist(), got.zero_bytes) == (expected.ends.tolist(), expected.zero_bytes)
+
+
+def plain_memory(page_bytes: int = 30) -> RankMemory:
+    """One group of one layer, whose blocks chunks cut where `page_bytes` is 32."""
+    pages = GroupPages([[PageRegion(1 << 30, 64, page_bytes)]], POOL)
+    cut = {}
+    if page_bytes == 32:
+
+        def part(tokens: TokenRange) -> GroupPages:
+            return GroupPages([[PageRegion((1 << 30) + 4 * tokens.start, 64, 4 * (tokens.end - tokens.start))]], POOL)
+
+        cut[0] = GroupBlocks(pages, BLOCK_TOKENS, part)
+    return RankMemory({0: pages}, cut, ZEROS, cast(Any, Arena()))
+
+
+def lowerings(memory: RankMemory) -> list[JobLowering]:
+    return [PlainLowering(memory)] + ([NativeLowering(memory)] if native_lowering() is not None else [])
+
+
+GOOD = ChunkCopy(0, b"key", Slot(((0, 64),)), 0, 2, (3, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_store"),
+    [
+        ({"block_ids": (3, POOL)}, True),
+        ({"block_ids": (3, POOL)}, False),
+        ({"block_ids": (-1, 3)}, False),
+        ({"block_ids": (3,)}, True),
+        ({"first_block": 1, "block_ids": (3,)}, True),
+        ({"first_block": 1}, False),
+        ({"slot": Slot(((0, 63),))}, True),
+        ({"slot": Slot(((0, 63),))}, False),
+        ({"slot": Slot(())}, False),
+        ({"slot": Slot(((ARENA_BYTES - 63, 64),))}, False),
+        ({"slot": Slot(((0, 64), (-1, 5)))}, True),
+        ({"slot": Slot(((0, 64), (100, 0)))}, True),
+        ({"slot": Slot(((1 << 62, 1 << 62), (1 << 62, 1 << 62)))}, False),
+        ({"local_blocks": (5,)}, False),
+        ({"local_blocks": (5, 1)}, False),
+        ({"local_blocks": (5, POOL)}, False),
+    ],
+)
+@pytest.mark.parametrize("page_bytes", [30, 32])
+def test_what_cannot_be_copied_is_refused(changes: dict[str, Any], is_store: bool, page_bytes: int) -> None:
+    copy = msgspec.structs.replace(GOOD, **changes)
+    for lowering in lowerings(plain_memory(page_bytes)):
+        lower = lowering.store if is_store else lowering.load
+        lower(CopyTable.of([GOOD, GOOD]))
+        if page_bytes == 32 and changes == {"first_block": 1}:
+            continue  # of blocks beyond a chunk that cuts blocks, the reference copies none
+        with pytest.raises((ValueError, OverflowError)):
+            lower(CopyTable.of([GOOD, copy]))
+
+
+@needs_native
+def test_a_group_without_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="group 1 has no pages"):
+        NativeLowering(plain_memory()).load(CopyTable.of([msgspec.structs.replace(GOOD, group_index=1)]))
+
+
+@needs_native
+def test_arrays_that_do_not_fit_each_other_are_refused() -> None:
+    table = CopyTable.of([GOOD, GOOD])
+    lowering = NativeLowering(plain_memory())._native
+    arrays = {"shapes": table.shapes, "block_ids": table.block_ids, "local_ids": b"", "extents": table.extents}
+    assert len(lowering.lower(False, **arrays)[0]) > 0
+    for name, array in arrays.items():
+        for other in (array[:-1], array + bytes(16), array[4:]):
+            if other != array:
+                with pytest.raises(ValueError, match=name if name != "shapes" else "expected|fewer|more"):
+                    lowering.lower(False, **(arrays | {name: other}))
+
+
+@needs_native
+def test_the_comparison_sees_another_block() -> None:
+    memory = plain_memory()
+    other = msgspec.structs.replace(GOOD, block_ids=(3, 2))
+    expected = PlainLowering(memory).load(CopyTable.of([GOOD]))
+    assert same(NativeLowering(memory).load(CopyTable.of([GOOD])), expected)
+    assert not same(NativeLowering(memory).load(CopyTable.of([other])), expected)
+
+
+def test_the_native_lowering_is_taken_where_there_is_one() -> None:
+    expected = PlainLowering if native_lowering() is None else NativeLowering
+    assert type(job_lowering(plain_memory())) is expected
+
+
+@given(st.data())
+def test_a_table_holds_the_copies_it_was_made_of(data: st.DataObject) -> None:
+    copies = data.draw(jobs(data.draw(rank_memories()), is_store=False))
+    table = CopyTable.of(copies)
+    assert list(table) == copies
+    assert len(table) == len(copies) and bool(table) is bool(copies)
+    assert [tuple(chunk) for chunk in table.chunks()] == [(c.key, c.slot, bool(c.local_blocks)) for c in copies]
+    assert list(table.local_blocks()) == [block for copy in copies for block in copy.local_blocks]
+    assert list(table.from_tier()) == [msgspec.structs.replace(copy, local_blocks=()) for copy in copies]
+    assert pickle.loads(pickle.dumps(table)) == table
+    assert sum(shape.num_copies for shape in table.rows()) == len(copies)
+
+
+def test_columns_of_several_lengths_are_no_table() -> None:
+    part = ChunkPart(0, 0, 2, 0, 0)
+    columns = CopyColumns([part] * 2, [b"a", b"b"], [GOOD.slot] * 2, [(1, 2), (3, 4)])
+    assert len(CopyTable.of_columns(columns)) == 2
+    for name in ("part", "key", "slot", "block_ids"):
+        with pytest.raises(ValueError, match="one length"):
+            CopyTable.of_columns(columns._replace(**{name: getattr(columns, name)[:1]}))
+
+
+@pytest.mark.parametrize("block_id", [1 << 31, 1.5, None])
+def test_a_block_that_is_no_number_is_no_part_of_a_table(block_id: Any) -> None:
+    with pytest.raises(struct.error):
+        CopyTable.of([msgspec.structs.replace(GOOD, block_ids=(3, block_id))])
+
+
+def test_what_many_chunks_have_in_common_is_said_once() -> None:
+    copies = [
+        ChunkCopy(0, bytes(48), Slot(((64 * number, 64),)), 0, 16, tuple(range(16 * number, 16 * number + 16)))
+        for number in range(1000)
+    ]
+    table = CopyTable.of(copies)
+    assert len(list(table.rows())) == 1
+    assert sum(map(len, msgspec.structs.astuple(table))) == 40 + 1000 * (48 + 16 * 4 + 16)

@@ -1,0 +1,66 @@
+"""The copies of a load are those of its transfers, however many of them are made at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import count
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_copies import bytes_of, copy_of
+from test_lookups import BLOCK, DRAFTER, FULL, HASHES, STATE, make_layout
+
+from hybridkv.canonical import LayerLayout
+from hybridkv.connectors.vllm.chunk_copies import copies_of
+from hybridkv.connectors.vllm.lookups import RequestKeys
+from hybridkv.planner import GroupKind, GroupSpec, LocalCopies, plan_load, read_blocks
+from hybridkv.tiers import Slot
+
+WINDOW = GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=3 * BLOCK)
+HALF_BLOCKS = GroupSpec(GroupKind.FULL, 2 * BLOCK)
+CUT = GroupSpec(GroupKind.FULL, 3 * BLOCK, part_tokens=BLOCK)
+MIXES = ([FULL], [FULL, WINDOW], [WINDOW, HALF_BLOCKS], [FULL, STATE], [DRAFTER, FULL], [FULL, CUT])
+PAGE_BYTES = 24
+
+
+@given(st.sampled_from(MIXES), st.sampled_from([None, BLOCK]), st.integers(1, 12), st.data())
+def test_copies_made_together_are_those_made_one_by_one(
+    groups: list[GroupSpec], tail_tokens: int | None, num_chunks: int, data: st.DataObject
+) -> None:
+    is_with_tails = tail_tokens is not None and groups[-1] is STATE
+    made = make_layout(groups, tail_tokens if is_with_tails else None)
+    layers = tuple((LayerLayout(f"layer{index}", PAGE_BYTES),) for index in range(len(groups)))
+    layout = dataclasses.replace(made.layout, layers=layers)
+    spec = layout.spec
+    boundary = num_chunks * spec.chunk_tokens + (BLOCK if is_with_tails else 0)
+    ids = count(1)
+    reads = [read_blocks(group, boundary) for group in groups]
+    tables = [[0] * read.start + [next(ids) for _ in read] for read in reads]
+    transfers = plan_load(spec, boundary, 0, tables)
+    keys = [made.key(each.group_index, HASHES, each.end_token) for each in transfers]
+    slots = [Slot(((number, 1),)) for number, _ in enumerate(transfers)]
+    local = LocalCopies(tuple(each.block_ids if data.draw(st.booleans()) else () for each in transfers), 0)
+    together = copies_of(layout, transfers, keys, slots, local)
+    alone = [
+        msgspec.structs.replace(copy_of(spec, transfer, key, slot), local_blocks=local_blocks)
+        for transfer, key, slot, local_blocks in zip(transfers, keys, slots, local.block_ids, strict=True)
+    ]
+    assert list(together.copies) == alone
+    assert together.local_bytes == sum(bytes_of(layout, copy) for copy in alone if copy.local_blocks)
+    assert together.tier_bytes == sum(bytes_of(layout, copy) for copy in alone if not copy.local_blocks)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.booleans(), st.lists(st.integers(0, 19), max_size=2))
+def test_keys_by_their_ends_are_those_asked_for_one_by_one(units: list[int], in_a_row: bool, kept: list[int]) -> None:
+    made = make_layout([FULL, STATE], BLOCK)
+    chunk = made.spec.chunk_tokens
+    first = units[0] // 2 + 1
+    row = [(first + place) * chunk for place in range(len(units))]
+    ends = row if in_a_row else [unit * BLOCK for unit in units]
+    keys = RequestKeys(made.spec, made.keys).follow(HASHES)
+    if len(kept) == 2:
+        keys.between(0, min(kept), max(kept) + 1)
+    expected = [made.key(0, HASHES, end) for end in ends]
+    assert list(keys.ending_at(0, ends)) == expected
+    assert list(keys.ending_at(0, ends)) == expected

@@ -1,0 +1,161 @@
+"""Exactly those requests are misled that go on from a block which the engine copies wrongly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
+
+STATES, ATTENTION = 0, 1
+BLOCK = 16
+Table = tuple[list[int], list[int]]
+
+
+class Pool:
+    """The hashes of the engine's blocks."""
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(block_hash=None, block_hash_num_tokens=None) for _ in range(64)]
+
+    def name(self, block_id: int, name: str, num_tokens: int) -> None:
+        self.blocks[block_id].block_hash = name
+        self.blocks[block_id].block_hash_num_tokens = num_tokens
+
+
+class Bench:
+    """An engine of one RECURRENT and one FULL group."""
+
+    def __init__(self, *, is_partial: bool) -> None:
+        self.recorder = Recorder()
+        self.wrong = WrongBlocks([BLOCK, BLOCK], self.recorder)
+        self.wrong.partly_copied = {ATTENTION} if is_partial else ()
+        self.pool = Pool()
+        self.wrong.bind(self.pool)  # type: ignore[arg-type]
+        self.tables: dict[str, Table] = {}
+
+    def step(
+        self,
+        new: Mapping[str, tuple[int, Table]] | None = None,
+        copies: Sequence[tuple[int, int]] = (),
+        *,
+        running: Mapping[str, Table] | None = None,
+        handed_over: Mapping[str, Any] | None = None,
+        gone: Sequence[str] = (),
+    ) -> set[str]:
+        """Requests begin with tokens that they have and a table, others go on and get blocks; who is misled by now."""
+        new, running = new or {}, running or {}
+        self.tables |= {name: table for name, (_, table) in new.items()}
+        for name, added in running.items():
+            for blocks, more in zip(self.tables[name], added, strict=True):
+                blocks.extend(more)
+        output: Any = SimpleNamespace(
+            kv_cache_block_copies=list(copies),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=name, num_computed_tokens=computed) for name, (computed, _) in new.items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=list(running),
+                resumed_req_ids=set(),
+                num_computed_tokens=[0] * len(running),
+                new_block_ids=list(running.values()),
+            ),
+            num_scheduled_tokens=dict.fromkeys((*running, *new), 1),
+            preempted_req_ids=set(gone),
+            finished_req_ids=set(),
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads=handed_over or {}),
+        )
+        self.wrong.follow_step(output, self.tables.__getitem__)
+        return set(self.wrong.misled)
+
+    def causes(self) -> dict[str, float]:
+        stats = self.recorder.take()
+        return {} if stats is None else {str(key): value for key, value in stats.reduce().items()}
+
+
+def test_a_hit_on_a_block_that_is_copied_in_part_misleads_its_request_alone() -> None:
+    bench = Bench(is_partial=True)
+    hits = {"inside": (14, ([3], [4])), "at_the_end": (16, ([5], [6])), "cold": (0, ([7], [8]))}
+    assert bench.step(hits, [(1, 3), (2, 4)]) == {"inside"}
+
+
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_of_blocks_that_are_copied_whole_only_a_copy_of_a_copy_misleads(is_chain: bool) -> None:
+    bench = Bench(is_partial=False)
+    copies = [(1, 3), (1, 5), (2, 4), (4 if is_chain else 2, 6)]
+    requests = {"first": (14, ([3], [4])), "second": (14, ([5], [6]))}
+    assert bench.step(requests, copies) == ({"second"} if is_chain else set())
+
+
+def test_the_copy_of_a_state_that_is_handed_over_misleads_nobody() -> None:
+    bench = Bench(is_partial=True)
+    assert bench.step({"one": (0, ([1], [2]))}) == set()
+    assert bench.step(None, [(1, 9)], running={"one": ([], [])}, handed_over={"one": [(STATES, 9, 14)]}) == set()
+    assert not bench.wrong.holds(9)
+
+
+def test_a_state_that_is_itself_copied_in_part_is_wrong() -> None:
+    bench = Bench(is_partial=True)
+    bench.wrong.partly_copied = {STATES}
+    bench.step({"one": (0, ([1], [2]))})
+    assert bench.step(None, [(1, 9)], running={"one": ([], [])}, handed_over={"one": [(STATES, 9, 14)]}) == set()
+    assert bench.wrong.holds(9)
+
+
+def misled_bench() -> Bench:
+    """One is misled, and has filled its first block since."""
+    bench = Bench(is_partial=True)
+    bench.step({"misled": (14, ([3], [4]))}, [(1, 3), (2, 4)])
+    bench.pool.name(4, "full", 16)
+    assert bench.step(running={"misled": ([5], [6])}) == {"misled"}
+    return bench
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_who_hits_what_a_misled_request_left_is_misled_too(is_over: bool) -> None:
+    bench = misled_bench()
+    if is_over:
+        bench.step(gone=["misled"])
+    hit = {"follower": (16, ([10], [4])), "other": (16, ([11], [2]))}
+    assert bench.step(hit) == {"follower"} | (set() if is_over else {"misled"})
+
+
+def test_a_block_that_was_given_to_somebody_else_is_right_again() -> None:
+    bench = misled_bench()
+    bench.step(gone=["misled"])
+    bench.pool.name(4, "another", 16)
+    assert bench.step({"other": (16, ([10], [4]))}) == set()
+
+
+def test_a_block_that_is_computed_or_loaded_anew_is_right_though_its_hash_is_the_same() -> None:
+    bench = misled_bench()
+    bench.step(gone=["misled"])
+    table: Any = SimpleNamespace(blocks=[[SimpleNamespace(block_id=each)] for each in (0, 4)])
+    bench.wrong.take_loaded(table, 0)
+    assert bench.step({"loaded": (16, ([10], [4])), "computes": (0, ([12], [6]))}) == set()
+    assert not bench.wrong.holds(6)
+
+
+def test_a_copy_of_a_wrong_block_is_wrong() -> None:
+    bench = misled_bench()
+    bench.wrong.partly_copied = ()
+    assert bench.step({"inside": (14, ([10], [11]))}, [(1, 10), (4, 11)]) == {"misled", "inside"}
+
+
+def test_a_request_that_starts_over_is_not_misled_any_more() -> None:
+    bench = misled_bench()
+    assert bench.step(gone=["misled"]) == set()
+    assert bench.step({"misled": (0, ([20], [21]))}) == set()
+
+
+def test_misled_requests_are_counted_and_one_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(is_partial=True)
+    with caplog.at_level(logging.WARNING, "vllm.hybridkv"):
+        bench.step({"one": (14, ([3], [4])), "two": (14, ([5], [6]))}, [(1, 3), (2, 4), (1, 5), (2, 6)])
+    assert [record.args[0] for record in caplog.records if record.args] == ["one"]
+    assert list(bench.causes().values()) == [2]
