@@ -6,6 +6,7 @@ starts and what is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import stores
 from multi_engine import REQUEST, recording
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -23,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.outputs import KVConnectorOutput
 
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
 from hybridkv.connectors.vllm.multi.messages import MultiHandshakeMetadata, MultiMetadata
 
@@ -258,6 +261,24 @@ def test_events_of_all_children_are_taken() -> None:
     connector, children = recording(KVConnectorRole.SCHEDULER)
     children[0].answers["take_events"], children[1].answers["take_events"] = ["a"], ("b", "c")
     assert connector.take_events() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_only_of_our_own_stores_events_are_counted(is_ours: bool) -> None:
+    """Others may say the same twice, forget it without a word, or never take anything back."""
+    connector, children = recording(KVConnectorRole.SCHEDULER)
+    if is_ours:
+        configs = [dataclasses.replace(child.config, connector=CONNECTOR) for child in connector._children]
+        pairs = zip(connector._children, configs, strict=True)
+        connector._children = tuple(dataclasses.replace(child, config=config) for child, config in pairs)
+    stored = BlockStored([7], None, [1, 2], 2, None, "CPU", None, group_idx=0)
+    removed = BlockRemoved([7], "CPU", group_idx=0)
+    for child in children:
+        child.answers["take_events"] = [stored]
+    assert connector.take_events() == ([stored] if is_ours else [stored, stored])
+    children[0].answers["take_events"], children[1].answers["take_events"] = [removed], ()
+    assert connector.take_events() == ([] if is_ours else [removed])
+    assert len(connector._told_hashes) == (1 if is_ours else 0)
 
 
 def test_a_handshake_goes_back_to_the_child_that_made_it() -> None:

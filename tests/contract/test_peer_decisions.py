@@ -76,7 +76,10 @@ class Half:
         return answer
 
     def plan(self) -> StepPlan:
-        plan = self.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+        step = SimpleNamespace(
+            num_scheduled_tokens={}, preempted_req_ids=None, finished_req_ids=set(), kv_connector_block_state=None
+        )
+        plan = self.connector.build_connector_meta(step)
         assert isinstance(plan, StepPlan)
         return plan
 

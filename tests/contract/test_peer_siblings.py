@@ -67,6 +67,9 @@ class Engine:
             total_num_scheduled_tokens=len(names),
             scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in names],
             scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_output_tokens=[]),
+            preempted_req_ids=None,
+            finished_req_ids=set(),
+            kv_connector_block_state=None,
         )
         self.connector.build_connector_meta(step)
 

@@ -23,6 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR
+from hybridkv.connectors.vllm.layout import resolve_layout
 from hybridkv.connectors.vllm.messages import StepOutcome, WorkerFacts
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
@@ -82,6 +83,45 @@ def test_the_start_line_says_the_role_and_a_role_that_is_of_no_use_is_warned_of(
         assert is_warned is (len(config["tiers"]) == 1 and not is_of_use_alone)
         started.pop().shutdown()
     logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    ("mix", "unit", "tail"),
+    [(QWEN3_NEXT, None, None), (QWEN3_NEXT, 16, None), (QWEN3_NEXT, 4, 4), (GEMMA3, 4, None), (GPT_OSS, 2, None)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_tails_follow_the_engines_prefix_match_unit_where_it_hands_over_states(
+    mix: Mix, unit: int | None, tail: int | None, started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("vllm.hybridkv")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, "vllm.hybridkv")
+    configs = configure(mix, {"tiers": [RAM]}, hash_tokens=unit)
+    started += [start(configs, role) for role in KVConnectorRole]
+    logger.removeHandler(caplog.handler)
+    assert [half._layout.spec.tail_tokens for half in started] == [tail, tail]
+    said = sorted({record.getMessage() for record in caplog.records if "inside blocks" in record.getMessage()})
+    assert len(said) == (2 if tail else 0), said
+    if tail:
+        assert "at multiples of 4 tokens" in said[0] and "vllm-project/vllm#55112" in said[1]
+
+
+def test_chunks_have_the_keys_that_they_have_without_tails(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    """So what was stored before there were any is found."""
+    layouts = []
+    for _ in range(2):
+        started.append(start(configure(QWEN3_NEXT, {"tiers": [RAM]}, hash_tokens=4)))
+        layouts.append(started[-1]._layout)
+        monkeypatch.setattr("hybridkv.connectors.vllm.layout.choose_tail", lambda *_: None)
+    assert [layout.spec.tail_tokens for layout in layouts] == [4, None]
+    assert layouts[0].fingerprint({}).digest() == layouts[1].fingerprint({}).digest()
+
+
+def test_who_does_not_ask_for_tails_has_none() -> None:
+    """A server of LMCache keeps whole chunks."""
+    configs = configure(QWEN3_NEXT, {"tiers": [RAM]}, hash_tokens=4)
+    assert resolve_layout(configs.vllm, configs.scheduler, "auto").spec.tail_tokens is None
+    assert resolve_layout(configs.vllm, configs.scheduler, "auto", with_tails=True).spec.tail_tokens == 4
 
 
 def test_an_unknown_key() -> None:

@@ -23,6 +23,7 @@ class Audit:
         stored: for each chunk key its group and its pages, layer by layer.
         loads: for each ended load the request, the tokens that were asked for and whether it failed.
         compared_pages: how many restored pages were compared.
+        restored_keys: group and key of every chunk that came back and was compared.
     """
 
     engine: Engine
@@ -31,6 +32,7 @@ class Audit:
     loads: list[tuple[str, int, bool]] = field(default_factory=list)
     compared_pages: int = 0
     mismatches: list[str] = field(default_factory=list)
+    restored_keys: list[tuple[int, bytes]] = field(default_factory=list)
     _open: dict[str, Any] = field(default_factory=dict)
     _asked: dict[str, int] = field(default_factory=dict)
 
@@ -63,6 +65,7 @@ class Audit:
         """Drops what was counted, not what was stored."""
         self.loads.clear()
         self.mismatches.clear()
+        self.restored_keys.clear()
         self.compared_pages = 0
 
     @staticmethod
@@ -109,6 +112,7 @@ class Audit:
 
     def _compare(self, copy: Any) -> None:
         group_index, expected = self.stored[copy.key]
+        self.restored_keys.append((copy.group_index, copy.key))
         for layer, (now, then) in enumerate(zip(self._pages(copy.group_index, copy.block_ids), expected, strict=True)):
             for i, page in enumerate(now):
                 self.compared_pages += 1

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import harness
 import pytest
 from audit import Audit
-from harness import Engine
+from harness import SAME_STEPS, Engine
 from noise import Noise
 
 if TYPE_CHECKING:
     from lmcache_site import LMCacheSite
     from peers import Two
+    from prefix_site import Rows
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +35,7 @@ def kv_transfer_config(load: str) -> dict[str, Any]:
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "512MiB"}], "load": load},
+        "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "512MiB"}], "load": load, **SAME_STEPS},
     }
 
 
@@ -102,3 +103,25 @@ def site(request: pytest.FixtureRequest, kind: str, tmp_path_factory: pytest.Tem
     directory = harness.scratch_directory(tmp_path_factory.mktemp("lmcache")) / request.param
     with running_site(request.param, kind, directory) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def zoo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the zoo's models and the engine's caches lie; the environment of all engines of this process is settled."""
+    # Only the targets whose tests ask for it have these files.
+    import trial
+
+    path = harness.scratch_directory(tmp_path_factory.mktemp("zoo"))
+    trial.prepare(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def rows() -> Iterator[Rows]:
+    """What each connector restored of prompts that share beginnings. It is left behind for whoever reads it."""
+    from prefix_site import Rows
+
+    seen = Rows()
+    yield seen
+    if outputs := os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR"):
+        seen.write(Path(outputs) / "shared_prefixes.json")

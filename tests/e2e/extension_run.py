@@ -16,7 +16,7 @@ from typing import Any
 
 import harness
 import restart_process
-from harness import exact_prompt_lengths, make_prompt
+from harness import SAME_STEPS, exact_prompt_lengths, make_prompt
 
 
 def connector(cache: Path) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def connector(cache: Path) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         # A disk that is slow today is no reason for another answer.
-        "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": 300},
+        "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": 300, **SAME_STEPS},
     }
 
 

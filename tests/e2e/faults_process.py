@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import restart_process
-from harness import Engine, make_prompt, running_engine
+from harness import SAME_STEPS, Engine, make_prompt, running_engine
 from restart_process import prompts
 
 from hybridkv.connectors.vllm import tiers
@@ -256,7 +256,11 @@ def main() -> None:
     if chosen.mount:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(cache)], check=True)
     disk = {"type": "disk", "path": str(cache), "capacity": "256MiB"}
-    extra = {"tiers": [{"type": "ram", "capacity": "64MiB"}, disk], "load_timeout_seconds": LOAD_TIMEOUT_S}
+    extra = {
+        "tiers": [{"type": "ram", "capacity": "64MiB"}, disk],
+        "load_timeout_seconds": LOAD_TIMEOUT_S,
+        **SAME_STEPS,
+    }
     config = {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",

@@ -30,6 +30,9 @@ import torch
 
 import tiny_models
 
+SAME_STEPS: Final[dict[str, Any]] = {"checkpoints": "off"}
+"""Of HybridOffloadConnector, where two runs of a prompt are compared to the last digit. Else a prompt stops where all
+requests before it have made that worth its price, which a machine's speed decides too."""
 _DRAIN_DEADLINE_S: Final = 300.0
 _MAX_STEPS: Final = 100_000
 _PAUSE_S: Final = 0.001

@@ -10,7 +10,7 @@ import json
 import logging
 from pathlib import Path
 
-from harness import Engine, make_prompt, running_engine
+from harness import SAME_STEPS, Engine, make_prompt, running_engine
 from restart_process import prompts, run
 
 from hybridkv.lmcache.testing.server_process import eventually
@@ -46,6 +46,7 @@ def main() -> None:
             "tiers": [{"type": "ram", "capacity": "64MiB"}, server],
             "load_timeout_seconds": 300,
             "compute_tokens_per_second": 1,  # whatever a question takes, it is worth it
+            **SAME_STEPS,
         },
     }
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
@@ -54,7 +55,7 @@ def main() -> None:
         results = run(engine, prompts(chosen.kind), drain=True)
         stack = engine.connector._scheduler._stack
         for _ in range(MAX_CASCADES):  # what a slow machine had no room for on its way at first
-            for key in list(stack.near.evictable):
+            for key in stack.near.eviction_order():
                 stack.cascade(key)
             engine.drain()
         chosen.output.write_text(json.dumps(results))

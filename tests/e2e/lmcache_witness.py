@@ -122,10 +122,18 @@ class Link:
         return num_pages_under_way(self.worker)
 
     def require_up(self) -> None:
-        """Return when both halves may ask. The worker's begins to with the first step."""
+        """Return when both halves may ask the server that is there now. The worker's begins to with the first step."""
         if self.worker._station is None:
             self.engine.generate([make_prompt(1, seed=0)])
-        assert eventually(lambda: all(self.states)), "the server was not found again"
+        assert eventually(lambda: all(self.states) and self._is_known()), "the server was not found again"
+
+    def _is_known(self) -> bool:
+        """Whether the server has heard of both halves: one that was killed a moment ago may not be missed yet."""
+        status = self.site.server.status()
+        known = {*status["registered_gpu_ids"], *status["registered_non_cuda_instance_ids"]}
+        connections = (self.scheduler._lives._questions._operations._connection, self.worker._station.connection)
+        registrations = [state.registration for each in connections if (state := each.ready) is not None]
+        return len(registrations) == 2 and {each.instance for each in registrations if each is not None} <= known
 
     def require_down(self, within_s: float = 60.0) -> None:
         """Return when both halves know that they cannot ask."""

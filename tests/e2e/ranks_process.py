@@ -13,7 +13,7 @@ from typing import Any
 
 import faults_process
 import restart_process
-from harness import Engine, running_engine
+from harness import SAME_STEPS, Engine, running_engine
 from stored_records import records, segments
 
 from hybridkv.planner import GroupKind
@@ -164,6 +164,7 @@ def main() -> None:
             # about time.
             "load_timeout_seconds": 300,
             "load": "async",
+            **SAME_STEPS,
         },
     }
     faults_process.count()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Engine, exact_prompt_lengths, make_prompt, running_engine
+from harness import SAME_STEPS, Engine, exact_prompt_lengths, make_prompt, running_engine
 
 NUM_PROMPTS = 3
 MAX_CASCADES = 3
@@ -44,7 +44,7 @@ def bring_to_disk(engine: Engine, stack: Any) -> None:
     """What a slow machine had no room for on the way to the disk at first."""
     for _ in range(MAX_CASCADES):
         stack.slower["disk"].drain(DRAIN_S)
-        for key in list(stack.near.evictable):
+        for key in stack.near.eviction_order():
             stack.cascade(key)
         engine.drain()
 
@@ -68,7 +68,7 @@ def main() -> None:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         # A disk that is slow today is no reason for another answer.
-        "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": 300},
+        "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": 300, **SAME_STEPS},
     }
     arguments = {"dtype": chosen.dtype} if chosen.dtype else {}
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -86,9 +86,11 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def command(python: Path, kind: str, model: Path, port: int, kv_transfer_config: Mapping[str, Any]) -> list[str]:
+def command(
+    python: Path, kind: str, model: Path, port: int, kv_transfer_config: Mapping[str, Any], flags: Sequence[str] = ()
+) -> list[str]:
     """What an operator would type."""
-    arguments = []
+    arguments = list(flags)
     for name, value in tiny_models.ENGINE_ARGUMENTS[kind].items():
         flag = "--" + name.replace("_", "-")
         arguments.append(flag if value is True else f"{flag}={value}")
@@ -102,7 +104,12 @@ def command(python: Path, kind: str, model: Path, port: int, kv_transfer_config:
 
 @contextlib.contextmanager
 def started(
-    python: Path, kind: str, directory: Path, kv_transfer_config: Mapping[str, Any], **environment_variables: str
+    python: Path,
+    kind: str,
+    directory: Path,
+    kv_transfer_config: Mapping[str, Any],
+    flags: Sequence[str] = (),
+    **environment_variables: str,
 ) -> Iterator[tuple[subprocess.Popen[bytes], Server]]:
     """Starts a server in `directory` and ends all its processes with the block. It may not answer yet, or ever."""
     directory.mkdir(exist_ok=True)
@@ -113,7 +120,7 @@ def started(
     environment |= environment_variables
     with server.log.open("wb") as log:
         process = subprocess.Popen(
-            command(python, kind, model, server.port, kv_transfer_config),
+            command(python, kind, model, server.port, kv_transfer_config, flags),
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=directory,
@@ -135,10 +142,15 @@ def started(
 
 @contextlib.contextmanager
 def running_server(
-    python: Path, kind: str, directory: Path, kv_transfer_config: Mapping[str, Any], **environment_variables: str
+    python: Path,
+    kind: str,
+    directory: Path,
+    kv_transfer_config: Mapping[str, Any],
+    flags: Sequence[str] = (),
+    **environment_variables: str,
 ) -> Iterator[Server]:
     """A server that answers requests, until the block ends."""
-    with started(python, kind, directory, kv_transfer_config, **environment_variables) as (process, server):
+    with started(python, kind, directory, kv_transfer_config, flags, **environment_variables) as (process, server):
         wait_until_ready(process, server)
         yield server
 

@@ -12,7 +12,7 @@ import harness
 import pytest
 from audit import Audit
 from equality import require_same_output
-from harness import Engine, exact_prompt_lengths, make_prompt
+from harness import SAME_STEPS, Engine, exact_prompt_lengths, make_prompt
 
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.testing.faults import Fail, Operation, Rule
@@ -33,7 +33,7 @@ def kv_transfer_config(directory: Path) -> dict[str, Any]:
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"tiers": tiers},
+        "kv_connector_extra_config": {"tiers": tiers, **SAME_STEPS},
     }
 
 

@@ -11,7 +11,7 @@ import harness
 import pytest
 from audit import Audit
 from equality import require_same, require_same_output
-from harness import Engine, Result, make_prompt
+from harness import SAME_STEPS, Engine, Result, make_prompt
 from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite, prompt_lengths
 from lmcache_witness import Link, LMCacheAudit
 
@@ -28,7 +28,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running(site: LMCacheSite, kind: str, directory: Path, weights: tuple[float, float]) -> Iterator[Engine]:
-    memory = {"tiers": [{"type": "ram", "capacity": "256MiB"}], "chunk_tokens": FINE[kind], "load_weight": weights[1]}
+    tiers = [{"type": "ram", "capacity": "256MiB"}]
+    memory = {"tiers": tiers, "chunk_tokens": FINE[kind], "load_weight": weights[1], **SAME_STEPS}
     children = [
         site.transfer(load_weight=weights[0]),
         {"kv_connector": "HybridOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": memory},
@@ -65,6 +66,7 @@ def test_of_two_that_have_as_much_the_weight_decides(
     prompts = [make_prompt(length, seed=seed + i) for i, length in enumerate(prompt_lengths(kind))]
     with running(site, kind, directory, weights) as engine:
         audits, link = watching(engine), Link(engine, site, SERVER)
+        link.require_up()
         cold = one_by_one(link, prompts)
         link.settle()
         engine.reset_prefix_cache()
@@ -85,6 +87,7 @@ def test_the_one_that_has_more_loads_and_the_other_where_it_has_nothing(
     prompts = [make_prompt(2 * chunk + fine + 40, seed=next(_SEEDS)) for _ in range(2)]
     with running(site, kind, directory, (1.0, 1.0)) as engine:
         link = Link(engine, site, SERVER)
+        link.require_up()
         server, memory = watching(engine)
         cold = one_by_one(link, prompts)
         link.settle()

@@ -14,10 +14,9 @@ import pytest
 from equality import require_same
 from harness import Engine, Result, make_prompt
 from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite, prompt_lengths
-from lmcache_witness import Link, LMCacheAudit, may_ask
+from lmcache_witness import Link, LMCacheAudit
 
 from hybridkv.lmcache.testing.segments import segments_of
-from hybridkv.lmcache.testing.server_process import eventually
 
 
 @pytest.fixture
@@ -41,6 +40,7 @@ def test_another_engine_restores_from_the_disk_of_another_server(site: LMCacheSi
     with harness.running_engine(kind, directory, **arguments) as engine:
         before = LMCacheAudit(engine)
         before.attach()
+        Link(engine, site).require_up()
         cold = results_of(engine, prompts)
         Link(engine, site).settle()
         assert shared_by_this_process()
@@ -49,7 +49,7 @@ def test_another_engine_restores_from_the_disk_of_another_server(site: LMCacheSi
     with harness.running_engine(kind, directory, **arguments) as engine:
         audit = LMCacheAudit(engine, pages=before.pages)
         audit.attach()
-        assert eventually(lambda: may_ask(engine))
+        Link(engine, site).require_up()
         warm = results_of(engine, prompts)
         require_same(audit, cold, warm)
         restorable = [(len(prompt) - 1) // CHUNK_TOKENS[kind] * CHUNK_TOKENS[kind] for prompt in prompts]

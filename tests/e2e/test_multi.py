@@ -13,7 +13,7 @@ import pytest
 import stores
 from audit import Audit, stored_views
 from equality import require_same, require_same_output
-from harness import Engine, exact_prompt_lengths, make_prompt
+from harness import SAME_STEPS, Engine, exact_prompt_lengths, make_prompt
 from noise import Noise, deviation
 
 from hybridkv.metrics import ChildSelection
@@ -33,7 +33,7 @@ def offload(chunk_tokens: int, **extra: Any) -> dict[str, Any]:
     return {
         "kv_connector": OFFLOAD,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"tiers": tiers, "chunk_tokens": chunk_tokens, **extra},
+        "kv_connector_extra_config": {"tiers": tiers, "chunk_tokens": chunk_tokens, **SAME_STEPS, **extra},
     }
 
 

@@ -9,6 +9,7 @@ from audit import Audit, stored_views
 from equality import require_close
 from harness import Engine, make_prompt
 from noise import Noise, own_cache_only
+from preempting import run_together
 
 NUM_REQUESTS = 6
 PROMPT_TOKENS = 552
@@ -27,23 +28,6 @@ def engine_arguments(kind: str) -> dict[str, Any]:
     return pool | {"max_num_batched_tokens": 512, "long_prefill_token_threshold": 64}
 
 
-def run_together(engine: Engine, prompts: list[list[int]]) -> tuple[list[Any], int]:
-    """Results, and how many preemptions it took to get them."""
-    preemptions = 0
-    preempt = engine.scheduler._preempt_request
-
-    def counting(*arguments: Any, **options: Any) -> None:
-        nonlocal preemptions
-        preemptions += 1
-        preempt(*arguments, **options)
-
-    engine.scheduler._preempt_request = counting
-    try:
-        return engine.generate(prompts, max_tokens=ANSWER_TOKENS), preemptions
-    finally:
-        engine.scheduler._preempt_request = preempt
-
-
 def alone(engine: Engine, prompts: list[list[int]]) -> list[Any]:
     return [engine.generate([prompt], max_tokens=ANSWER_TOKENS)[0] for prompt in prompts]
 
@@ -56,7 +40,7 @@ def test_preempted_requests_are_restored_and_answer_as_if_they_had_run_alone(
     engine.reset_prefix_cache()
     engine.connector.reset_cache()
     audit.forget()
-    together, preemptions = run_together(engine, prompts)
+    together, preemptions = run_together(engine, prompts, max_tokens=ANSWER_TOKENS)
     assert preemptions > 0
     assert audit.restored_tokens > 0, "no preempted request was restored"
     require_close(audit, expected, together, noise)
@@ -67,7 +51,7 @@ def test_restored_from_the_start_under_the_same_pressure(engine: Engine, audit: 
     expected = alone(engine, prompts)
     engine.reset_prefix_cache()
     audit.forget()
-    together, _ = run_together(engine, prompts)
+    together, _ = run_together(engine, prompts, max_tokens=ANSWER_TOKENS)
     assert audit.restored_tokens >= NUM_REQUESTS * 512
     require_close(audit, expected, together, noise)
 

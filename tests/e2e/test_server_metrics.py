@@ -121,8 +121,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
         "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "12MiB"}], "chunk_tokens": CHUNK_TOKENS},
     }
     logging_file = str(DEPLOY / "vllm/explain-logging.json")
+    # Nobody listens: what is told is counted all the same.
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    flags = [f"--kv-events-config={json.dumps(events)}"]
     with servers.running_server(
-        python, KIND, directory / "server", config, VLLM_LOGGING_CONFIG_PATH=logging_file
+        python, KIND, directory / "server", config, flags, VLLM_LOGGING_CONFIG_PATH=logging_file
     ) as server:
         rules = DEPLOY / "prometheus/hybridkv-alerts.yml"
         with running_prometheus(directory / "prometheus", server.port, rules) as prometheus:

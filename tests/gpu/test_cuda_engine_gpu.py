@@ -80,6 +80,28 @@ def finish(engine: Engine, job_id: int) -> None:
 
 
 @pytest.mark.parametrize("page_bytes", SIZES)
+def test_a_job_may_copy_within_the_gpu_and_from_the_arena(engine: Engine, page_bytes: int) -> None:
+    rig = CopyRig(engine, page_bytes, max(3, min(3000, 64 * 1024 * 1024 // page_bytes)))
+    rig.arena[:] = np.random.default_rng(2).integers(0, 256, rig.arena.nbytes, dtype=np.uint8)
+    rest = np.setdiff1d(np.arange(2 * rig.num_pages), rig.order)
+    loaded, copied = rest[::2], rest[1::2]
+    expected = rig.cache.clone()
+    arena = torch.from_numpy(np.array(rig.arena)).cuda().reshape(rig.num_pages, page_bytes)
+    expected[torch.from_numpy(loaded).cuda()] = arena[: len(loaded)]
+    sources = rig.order[: len(copied)]
+    expected[torch.from_numpy(copied).cuda()] = rig.cache[torch.from_numpy(sources).cuda()]
+    cache, host = rig.cache.data_ptr(), int(rig.arena.ctypes.data)
+    runs = [(host + i * page_bytes, cache + int(page) * page_bytes, page_bytes) for i, page in enumerate(loaded)]
+    runs += [
+        (cache + int(source) * page_bytes, cache + int(page) * page_bytes, page_bytes)
+        for source, page in zip(sources, copied, strict=True)
+    ]
+    engine.submit(JobId(1), CopyRuns.of(runs))
+    finish(engine, 1)
+    assert torch.equal(rig.cache, expected)
+
+
+@pytest.mark.parametrize("page_bytes", SIZES)
 def test_what_was_stored_is_loaded_again(engine: Engine, page_bytes: int) -> None:
     rig = CopyRig(engine, page_bytes, max(3, min(3000, 64 * 1024 * 1024 // page_bytes)))
     wanted = rig.pages()

@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import CONNECTOR
-from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.ram import PlainRamIndex, RamIndex
 from hybridkv.tiers.stack import TierStack
 from oracle.engine import OracleEngine
 from oracle.mixes import Mix
@@ -38,9 +38,9 @@ def forget(random: Random) -> Callable[[OracleEngine, int], None]:
 
     def before_step(engine: OracleEngine, step: int) -> None:
         near = stack_of(engine).near
-        assert isinstance(near, RamIndex)
+        assert isinstance(near, RamIndex | PlainRamIndex)
         if random.random() < 0.2:
-            for key in list(near.evictable):
+            for key in near.eviction_order():
                 near.invalidate(key)
 
     return before_step

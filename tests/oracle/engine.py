@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import pickle
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from vllm.config import set_current_vllm_config
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -102,12 +104,15 @@ class OracleEngine:
         self._open: set[str] = set()
         self._produced: dict[str, list[int]] = {}
         self._fresh_blocks: list[int] = []
+        self._unprocessed: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        """Steps that have run, of which the scheduler has not heard yet: one at most, if it plans ahead."""
         self._prompts: dict[tuple[tuple[int, ...], int, int], Transcript] = {}
         configs = make_configs(mix, settings)
         self.configs = configs
         config = configs.vllm
         with set_current_vllm_config(config):
-            self.scheduler = Scheduler(
+            scheduler_class = AsyncScheduler if settings.async_scheduling else Scheduler
+            self.scheduler: Scheduler = scheduler_class(
                 vllm_config=config,
                 kv_cache_config=configs.scheduler,
                 structured_output_manager=_structured_output(0, _ByIdentity(config)),
@@ -199,6 +204,7 @@ class OracleEngine:
         lora: LoRARequest | None = None,
         model: int | None = None,
         reads_no_cache: bool = False,
+        transfer_params: object = None,
     ) -> None:
         """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted.
 
@@ -213,10 +219,18 @@ class OracleEngine:
         self._open.add(request_id)
         self._produced[request_id] = []
         parameters = SamplingParams(
-            max_tokens=num_outputs, temperature=0.0, ignore_eos=True, skip_reading_prefix_cache=reads_no_cache
+            max_tokens=num_outputs,
+            temperature=0.0,
+            ignore_eos=True,
+            skip_reading_prefix_cache=reads_no_cache,
+            extra_args=None if transfer_params is None else {"kv_transfer_params": transfer_params},
         )
         request = Request(request_id, list(prompt), parameters, None, lora_request=lora, block_hasher=self._hasher)
         self.scheduler.add_request(request)
+
+    def outputs(self, request_id: str) -> list[int]:
+        """The tokens that a request has produced so far."""
+        return list(self._produced[request_id])
 
     def abort(self, request_id: str, *, in_step: bool = False) -> None:
         """Abort a request, now or (`in_step`) between the next forward and the processing of its output."""
@@ -242,6 +256,9 @@ class OracleEngine:
         if self.before_step is not None:
             self.before_step(self, self.num_steps)
         if not self.scheduler.has_requests():
+            if self._unprocessed:
+                self._process(*self._unprocessed.popleft())
+                return True
             return False
         self.num_steps += 1
         output = self.scheduler.schedule()
@@ -249,7 +266,16 @@ class OracleEngine:
         self.preemptions += len(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
             self.local_hit_tokens += new.num_computed_tokens
-        result = self._execute(output, fresh)
+        self._unprocessed.append((output, self._execute(output, fresh)))
+        # As EngineCore.step_with_batch_queue: a batch behind another one is planned first.
+        if len(self._unprocessed) > self.settings.async_scheduling or not output.total_num_scheduled_tokens:
+            self._process(*self._unprocessed.popleft())
+        if output.total_num_scheduled_tokens == 0 and self.worker_connector is not None and IDLE_PAUSE_S:
+            time.sleep(IDLE_PAUSE_S)
+        return output.total_num_scheduled_tokens > 0
+
+    def _process(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """The scheduler hears what became of a step."""
         if result.kv_connector_output is not None:
             self.failed_loads += len(result.kv_connector_output.failed_recving)
         for request_id in self._aborts_in_step:
@@ -260,9 +286,6 @@ class OracleEngine:
                 self._produced[each.request_id].extend(each.new_token_ids)
                 if each.finish_reason is not None:
                     self._finish(each.request_id)
-        if output.total_num_scheduled_tokens == 0 and self.worker_connector is not None and IDLE_PAUSE_S:
-            time.sleep(IDLE_PAUSE_S)
-        return output.total_num_scheduled_tokens > 0
 
     def _finish(self, request_id: str) -> None:
         self._open.discard(request_id)
@@ -272,7 +295,7 @@ class OracleEngine:
 
     @property
     def is_idle(self) -> bool:
-        return not self.scheduler.has_requests()
+        return not self.scheduler.has_requests() and not self._unprocessed
 
     def drain(self) -> None:
         """Step until nothing is left to do; StuckError after too many steps and seconds without a scheduled token."""

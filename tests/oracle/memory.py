@@ -164,3 +164,12 @@ class KVMemory:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """What the worker does for `kv_cache_block_copies`: whole blocks, all sources read first."""
         self._blocks[[pair[1] for pair in pairs]] = self._blocks[[pair[0] for pair in pairs]]
+
+
+_copy_together = KVMemory.copy_blocks
+
+
+def copy_in_order(memory: KVMemory, pairs: list[tuple[int, int]]) -> None:
+    """In the place of `copy_blocks`: one copy after the other, as vLLM means to and does not."""
+    for pair in pairs:
+        _copy_together(memory, [pair])

@@ -1,8 +1,8 @@
 """The fake model runner: real bookkeeping, no model. It checks every byte a real forward pass would read.
 
 Mirrors what vLLM 0.32's runners do with a SchedulerOutput (v1/worker/gpu_model_runner.py,
-v1/worker/gpu/model_runner.py, v1/worker/mamba_utils.py) and the order in which they call a connector. World size 1, no
-speculation, no async scheduling.
+v1/worker/gpu/model_runner.py, v1/worker/mamba_utils.py) and the order in which they call a connector. No
+speculation. Where steps are planned ahead each still runs at once, and the scheduler hears of it one step later.
 """
 
 from __future__ import annotations

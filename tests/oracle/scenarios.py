@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from oracle.content import VOCABULARY_TOKENS
+from oracle.content import VOCABULARY_TOKENS, Transcript
 from oracle.engine import OracleEngine
 from oracle.mixes import Group, Kind, Layers, Mix
 from oracle.settings import EngineSettings
@@ -23,22 +23,28 @@ MAX_OUTPUTS = 12
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A node of the prompt tree: the first `shared` tokens of prompt `parent`, then `fresh` tokens of its own."""
+    """A node of the prompt tree: the first `shared` tokens of prompt `parent`, then `fresh` tokens of its own.
+
+    With `answered` it is the next turn: all of its parent and the first so many tokens of the answer stand before them.
+    """
 
     parent: int
     shared: int
     fresh: int
+    answered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a wave: which prompt, when it comes (in steps), and when it is aborted (steps after it came)."""
+    """A request of a wave: which prompt, when it comes (in steps), when it is aborted (steps after it came), and what
+    it says to the connector."""
 
     prompt: int
     step: int
     num_outputs: int
     abort_after: int | None = None
     abort_in_step: bool = False
+    transfer_params: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +71,14 @@ def tokens_of(prompts: Sequence[Prompt]) -> list[list[int]]:
     """The prompts as tokens. Fresh tokens depend on the prompt's number only."""
     built: list[list[int]] = []
     for number, prompt in enumerate(prompts):
-        stem = built[prompt.parent][: prompt.shared] if built else []
+        stem = _stem(built[prompt.parent], prompt) if built else []
         generator = random.Random(number)
         built.append([*stem, *(generator.randrange(VOCABULARY_TOKENS) for _ in range(prompt.fresh))])
     return built
+
+
+def _stem(parent: list[int], prompt: Prompt) -> list[int]:
+    return Transcript(parent, prompt.answered).tokens if prompt.answered else parent[: prompt.shared]
 
 
 @dataclass(slots=True)
@@ -147,8 +157,10 @@ def scenarios(
     mix: Mix,
     prefix_caching: st.SearchStrategy[bool] | None = None,
     unit_tokens: int | None = None,
+    draws_ahead: bool = False,
 ) -> Scenario:
-    """A scenario for a mix, without a connector: set one with `with_connector`."""
+    """A scenario for a mix, without a connector: set one with `with_connector`. Its steps may be planned ahead if
+    `draws_ahead`."""
     prompts = draw(prompt_trees(mix, unit_tokens))
     waves = tuple(draw(_wave(len(prompts))) for _ in range(draw(st.integers(2, 3))))
     step_tokens = draw(st.sampled_from((16, 24, 64, 256)))
@@ -165,6 +177,7 @@ def scenarios(
         prefix_caching=mix.has_recurrent or prefix_caching is None or draw(prefix_caching),
         retention_tokens=draw(st.sampled_from((0, 0, None, mix.alignment_tokens if mix.is_sparse else 0))),
         runner=draw(st.sampled_from(("v1", "v2"))),
+        async_scheduling=draws_ahead and draw(st.booleans()),
     )
     return Scenario(settings, prompts, waves)
 
@@ -221,7 +234,8 @@ def _run_wave(engine: OracleEngine, number: int, wave: Wave, tokens: Sequence[Se
         for index, arrival in enumerate(wave.arrivals):
             name = f"wave{number}-request{index}"
             if arrival.step == step:
-                engine.submit(name, tokens[arrival.prompt], arrival.num_outputs)
+                said = arrival.transfer_params
+                engine.submit(name, tokens[arrival.prompt], arrival.num_outputs, transfer_params=said)
             if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                 engine.abort(name, in_step=arrival.abort_in_step)
         if wave.reset_running_at == step:

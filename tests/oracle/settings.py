@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -65,9 +65,10 @@ class EngineSettings:
     `runner` picks the order of the worker's calls: "v1" (CPU, and models that runner 2 does not support) tells the
     connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. Another `model` is
     another configuration of the same weights: it turns its keys otherwise, so that no byte in its cache is the same.
-    Below 0 the bytes differ as well, but the configuration says nothing of it. `device` is where the engine says that
-    its KV cache lies; here it is host memory whatever it says. With a `tp_size` above 1 the mix says what one of the
-    ranks has.
+    Below 0 the bytes differ as well, but the configuration says nothing of it. With `async_scheduling` a step is
+    planned before the tokens of the one before it are known. `device` is where the engine says that its KV cache lies;
+    here it is host memory whatever it says. With a `tp_size` above 1 the mix says what one of the ranks has. With
+    `kv_events` it says what it caches; its publisher is a test's to replace.
     """
 
     num_blocks: int
@@ -82,6 +83,8 @@ class EngineSettings:
     model: int = 0
     device: str = "cpu"
     tp_size: int = 1
+    async_scheduling: bool = False
+    kv_events: bool = False
 
 
 class _NoModel(torch.nn.Module):
@@ -165,6 +168,7 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
     config.device_config.device_type = settings.device
     scheduler.max_num_seqs = settings.max_running
     scheduler.max_num_batched_tokens = settings.max_step_tokens
+    scheduler.async_scheduling = settings.async_scheduling
     cache.enable_prefix_caching = settings.prefix_caching
     cache.prefix_cache_retention_interval = settings.retention_tokens
     cache.prefix_match_unit = settings.hash_tokens
@@ -173,6 +177,8 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
     cache.num_gpu_blocks_override = settings.num_blocks
     config.parallel_config = parallel = copy.copy(config.parallel_config)
     parallel.tensor_parallel_size = parallel.world_size = settings.tp_size
+    if settings.kv_events:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if settings.connector is not None:
         config.kv_transfer_config = KVTransferConfig(
             kv_connector=settings.connector.name,

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, cuts, register, worker
+from hybridkv.connectors.vllm import CONNECTOR, cuts, job_lowering, register, worker
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
 from hybridkv.planner import GroupKind, Transfer, plan_load, resume_start
 from oracle.engine import OracleEngine
@@ -127,19 +127,20 @@ def test_cut_chunks_of_random_mixes_never_corrupt() -> None:
 
 def load_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chunk has of its first block is written to tokens before its own."""
-    right = worker.cut_load_runs
+    right = job_lowering.cut_load_runs
 
     def wrong(copy: ChunkCopy, blocks: GroupBlocks, extents: Any) -> CopyRuns:
         if copy.lead_tokens:
             copy = msgspec.structs.replace(copy, lead_tokens=copy.lead_tokens - 4, trail_tokens=copy.trail_tokens + 4)
         return right(copy, blocks, extents)
 
-    monkeypatch.setattr(worker, "cut_load_runs", wrong)
+    monkeypatch.setattr(job_lowering, "cut_load_runs", wrong)
+    monkeypatch.setattr(worker, "job_lowering", job_lowering.PlainLowering)
 
 
 def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chunk has of a block is counted from the block's end, where it is stored."""
-    right = worker.cut_store_runs
+    right = job_lowering.cut_store_runs
 
     def wrong(copy: ChunkCopy, blocks: GroupBlocks, extents: Any, zeros: Any) -> CopyRuns:
         def other_end(tokens: TokenRange) -> GroupPages:
@@ -147,7 +148,8 @@ def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return right(copy, GroupBlocks(blocks.pages, blocks.block_tokens, other_end), extents, zeros)
 
-    monkeypatch.setattr(worker, "cut_store_runs", wrong)
+    monkeypatch.setattr(job_lowering, "cut_store_runs", wrong)
+    monkeypatch.setattr(worker, "job_lowering", job_lowering.PlainLowering)
 
 
 def take_the_state_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +163,7 @@ def take_the_state_before(monkeypatch: pytest.MonkeyPatch) -> None:
             for each in plan_load(spec, *arguments)
         )
 
-    monkeypatch.setattr("hybridkv.connectors.vllm.loads.plan_load", wrong)
+    monkeypatch.setattr("hybridkv.connectors.vllm.loads_in_flight.plan_load", wrong)
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from random import Random
-from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, register
 from hybridkv.connectors.vllm.explain import Explanation, Reason
-from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
-from hybridkv.metrics import Counts
 from oracle.engine import OracleEngine
+from oracle.heard import Heard, heard
+from oracle.known_stops import STEPS, known_stops_alone
 from oracle.mixes import GPT_OSS, NAMED, QWEN3_NEXT, Mix
 from oracle.profile import profile
 from oracle.scenarios import Scenario, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+__all__ = ["heard", "known_stops_alone"]
 
-LOGGER = logging.getLogger("vllm.hybridkv.explain")
-PREFIX = "vllm:hybridkv_"
+pytestmark = pytest.mark.usefixtures("known_stops_alone")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,56 +29,9 @@ def _registered() -> None:
     register()
 
 
-class Heard(logging.Handler):
-    """Every record that was logged, and everything that was counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.explanations: list[Explanation] = []
-        self.counts = Counts()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.explanations.append(msgspec.json.decode(record.getMessage(), type=Explanation))
-
-    def add(self, stats: OffloadStats | None) -> None:
-        if stats is not None:
-            self.counts.merge(Counts.from_dict(stats.data))
-
-    def forget(self) -> None:
-        self.explanations.clear()
-        self.counts = Counts()
-
-    def counted(self, name: str) -> Counter[tuple[str, ...]]:
-        """A counter's values by those of its labels."""
-        return Counter(
-            {labels: value for found, labels, value in self.counts.data().counters if found == PREFIX + name}
-        )
-
-
-@pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
-    handler = Heard()
-    take = Recorder.take
-
-    def taking(recorder: Recorder) -> OffloadStats | None:
-        stats = take(recorder)
-        handler.add(stats)
-        return stats
-
-    monkeypatch.setattr(Recorder, "take", taking)
-    level, propagates = LOGGER.level, LOGGER.propagate
-    LOGGER.setLevel(logging.DEBUG)
-    LOGGER.propagate = False
-    LOGGER.addHandler(handler)
-    yield handler
-    LOGGER.removeHandler(handler)
-    LOGGER.setLevel(level)
-    LOGGER.propagate = propagates
-
-
 def offload(mix: Mix, capacity: str | int = "64MiB") -> Connector:
     tiers = [{"type": "ram", "capacity": capacity}]
-    return Connector(CONNECTOR, {"chunk_tokens": mix.alignment_tokens, "tiers": tiers})
+    return Connector(CONNECTOR, {"chunk_tokens": mix.alignment_tokens, "tiers": tiers, **STEPS})
 
 
 def require_agreement(heard: Heard, engine: OracleEngine) -> None:
@@ -95,6 +43,7 @@ def require_agreement(heard: Heard, engine: OracleEngine) -> None:
         assert one.engine_tokens + one.offered_tokens + one.compute_tokens == one.num_tokens, one
         assert min(one.engine_tokens, one.offered_tokens, one.compute_tokens - 1, one.lost_tokens) >= 0, one
         assert one.lost_tokens < one.num_tokens, one
+        assert 0 <= one.local_tokens <= one.offered_tokens, one
         assert bool(one.lost_tokens) <= (one.limiting_kind not in ("", "full")), one
     lookups = heard.counted("lookups_total")
     assert +Counter((one.result, str(one.reason)) for one in told) == +Counter(
@@ -107,6 +56,15 @@ def require_agreement(heard: Heard, engine: OracleEngine) -> None:
         )
     assert tokens == heard.counted("lookup_tokens_total")
     assert sum(one.offered_tokens for one in told) == heard.counted("hit_tokens_total")[()] == engine.restored_tokens
+    resumable = sum(one.resumable_tokens - one.engine_tokens for one in told)
+    assert resumable == heard.counted("resumable_tokens_total")[()]
+    assert all(one.engine_tokens + one.offered_tokens + one.lost_tokens <= one.resumable_tokens for one in told)
+    assert all(one.stop == (one.resumable_tokens if one.limiting_kind == "recurrent" else 0) for one in told)
+    stops = Counter((reason,) for one in told for _, reason in one.stops)
+    assert stops == heard.counted("checkpoint_stops_total")
+    if not engine.failed_loads:
+        local = sum(heard.counted("local_tokens_total").values())
+        assert sum(one.local_tokens for one in told) == local
     lost: Counter[tuple[str]] = Counter()
     limited: Counter[tuple[str]] = Counter()
     for one in told:
@@ -180,6 +138,17 @@ def test_a_sibling_loses_its_prefix_for_want_of_a_state(heard: Heard, chunk: int
     told = engine.ask(prompt(6 * chunk + 1, 2, prefix=tokens[: 4 * chunk]))
     assert (told.result, told.reason, told.limiting_kind) == ("miss", Reason.GROUP_LIMITS, "recurrent")
     assert (told.offered_tokens, told.lost_tokens, told.junction) == (0, 4 * chunk, "lost")
+    assert (told.resumable_tokens, told.stop, told.stop_reason) == (4 * chunk, 4 * chunk, "junction")
+    assert told.stops == ((4 * chunk, "junction"),)
+
+
+def test_the_sibling_after_it_finds_the_state_and_needs_no_stop(heard: Heard, chunk: int) -> None:
+    engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
+    for seed in (1, 2):
+        engine.ask(prompt(6 * chunk + 1, seed, prefix=tokens[: 4 * chunk]))
+    told = engine.ask(prompt(6 * chunk + 1, 3, prefix=tokens[: 4 * chunk]))
+    assert (told.offered_tokens, told.lost_tokens, told.junction) == (4 * chunk, 0, "resumed")
+    assert (told.resumable_tokens, told.stop, told.stop_reason, told.stops) == (4 * chunk, 0, "", ())
 
 
 def test_a_sibling_with_windows_is_resumed_where_it_parts(heard: Heard) -> None:

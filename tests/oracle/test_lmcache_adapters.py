@@ -61,8 +61,8 @@ def believe_files(engine: OracleEngine) -> None:
 class Life:
     """An engine that answers one prompt again and again."""
 
-    def __init__(self, engine: OracleEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: OracleEngine, server: Server) -> None:
+        self.engine, self.server = engine, server
         self.count = 0
         assert reach(engine)
         believe_files(engine)
@@ -76,6 +76,8 @@ class Life:
         self.engine.drain()
         require_idle(self.engine)
         assert half_that_decides(self.engine)._identity.adapters.settle(SOON_S)
+        # A store that was answered can be read a moment later.
+        assert self.server.is_at_rest(), self.server.held()
         return self.engine.restored_tokens - before
 
 
@@ -94,8 +96,7 @@ def living(
         num_blocks=200, retention_tokens=None, connector=connector, max_step_tokens=max_step_tokens
     )
     with OracleEngine(mix, settings, before_step) as engine:
-        yield Life(engine)
-    assert server.is_at_rest(), server.held()
+        yield Life(engine, server)
 
 
 def test_an_adapter_is_found_again_and_its_next_training_finds_nothing(server: Server, tmp_path: Path) -> None:

@@ -114,6 +114,8 @@ class Town:
         self.restored(OLD)
         for engine in self.engines:
             require_idle(engine)
+        # A store that was answered can be read a moment later.
+        assert self.server.is_at_rest(), self.server.held()
         whole = len(self.prompts[OLD]) - 1
         assert self.restored(OLD) == [whole] * len(self.engines)
 

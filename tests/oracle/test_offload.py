@@ -231,7 +231,7 @@ def test_a_wrong_planner_is_caught(
         transfers = list(plan_load(spec, *arguments))
         return tuple(wrong(spec, transfers) if is_wrong else transfers)
 
-    monkeypatch.setattr("hybridkv.connectors.vllm.loads.plan_load", planned)
+    monkeypatch.setattr("hybridkv.connectors.vllm.loads_in_flight.plan_load", planned)
     # Every state is kept, so that the one before the right one is stored as well.
     settings = EngineSettings(
         num_blocks=200, max_step_tokens=16, retention_tokens=None, connector=offload("async", chunk_tokens)

@@ -53,9 +53,5 @@ def engine_of_family(family: Family, directory: Path) -> Iterator[Trial]:
 
 @pytest.fixture
 def trial(engine_of_family: Trial) -> Iterator[Trial]:
-    """The family's engine, which keeps nothing from the test before."""
-    engine_of_family.forget()
-    num_free = engine_of_family.engine.num_free_blocks
-    yield engine_of_family
-    engine_of_family.engine.reset_prefix_cache()
-    assert engine_of_family.engine.num_free_blocks == num_free, "the connector kept blocks of the engine"
+    with engine_of_family.for_one_test() as trial:
+        yield trial

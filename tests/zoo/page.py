@@ -28,8 +28,8 @@ requests that run together and share prefixes in pairs. Numbers are tokens that 
 The controls say that this proves something: another prefix gives other tokens, and each part of the stored pages of
 each group, zeroed with a renewed checksum, changes log-probabilities. `K of 3` means: the keys of each of 3 groups.
 
-A next turn comes back to its answer's last chunk, but where a group is RECURRENT: the engine keeps no state inside an
-answer."""
+A next turn comes back to its answer's last chunk. Where a group is RECURRENT the engine keeps no state inside an answer
+of itself, so its own hit is one that it has when told to keep them."""
 _MAMBA2 = """\
 Mamba-2 families: vLLM 0.32's CPU build cannot run them with prefix caching, with or without a connector. Its scan
 returns the last state of a sequence where the layer asks for the states at all chunk ends, and the first step that

@@ -12,10 +12,8 @@ from equality import require_close, require_same
 from families import ANSWER_TOKENS, HIT_TOKENS, PROMPT_TOKENS
 from harness import make_prompt
 from rows import Row
-from trial import Trial, hits
+from trial import Trial, engine_keeps_every_state, hits
 from zeroing import least_change, parts, zeroed
-
-from hybridkv.planner import GroupKind
 
 VISIBLE_CHANGE = 0.01
 """Of a log-probability: what a control must move it by. Rounding in another order moves one by far less."""
@@ -43,9 +41,10 @@ def test_a_lost_prefix_comes_back_as_the_engines_own_hit(trial: Trial, row: Row)
 
 def test_the_next_turn_comes_back_as_the_engines_own_hit(trial: Trial, row: Row) -> None:
     first = make_prompt(PROMPT_TOKENS[0], seed=300)
-    own_answer = trial.one_by_one([first], max_tokens=ANSWER_TOKENS)[0].token_ids
-    second = [*first, *own_answer, *make_prompt(16, seed=301)]
-    own = trial.one_by_one([second])
+    with engine_keeps_every_state(trial.engine):
+        own_answer = trial.one_by_one([first], max_tokens=ANSWER_TOKENS)[0].token_ids
+        second = [*first, *own_answer, *make_prompt(16, seed=301)]
+        own = trial.one_by_one([second])
     trial.forget()
     assert trial.one_by_one([first], max_tokens=ANSWER_TOKENS)[0].token_ids == own_answer
     trial.lose_cache()
@@ -57,9 +56,7 @@ def test_the_next_turn_comes_back_as_the_engines_own_hit(trial: Trial, row: Row)
         require_close(trial.audit, own, restored, trial.noise)
     else:
         require_same(trial.audit, own, restored)
-    # The engine keeps no recurrent state inside an answer; of all else, the answer's chunk comes back too.
-    recurrent = any(group.kind is GroupKind.RECURRENT for group in trial.spec.groups)
-    assert hits(restored) == [HIT_TOKENS[0] if recurrent else HIT_TOKENS[0] + ANSWER_TOKENS]
+    assert hits(restored) == [HIT_TOKENS[0] + ANSWER_TOKENS]
     row.next_turn = (hits(restored)[0], len(second))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,8 @@ from harness import Engine, Result
 from noise import Noise
 
 from hybridkv.planner import CacheSpec
+from hybridkv.planner.checkpoints import Experience
+from hybridkv.planner.checkpoints.experience import RUNGS
 
 KV_TRANSFER_CONFIG: Final[dict[str, Any]] = {
     "kv_connector": "HybridOffloadConnector",
@@ -48,13 +50,24 @@ class Trial:
         """The engine and the store keep nothing of what came before."""
         self.engine.reset_prefix_cache()
         self.engine.connector.reset_cache()
+        expect_no_partings(self.engine)
         self.audit.stored.clear()
         self.audit.forget()
 
     def lose_cache(self) -> None:
         """The engine keeps nothing; the store does, and counts from here."""
         self.engine.reset_prefix_cache()
+        expect_no_partings(self.engine)
         self.audit.forget()
+
+    @contextlib.contextmanager
+    def for_one_test(self) -> Iterator[Trial]:
+        """An engine that keeps nothing from the test before, and must give all its blocks back."""
+        self.forget()
+        num_free = self.engine.num_free_blocks
+        yield self
+        self.engine.reset_prefix_cache()
+        assert self.engine.num_free_blocks == num_free, "the connector kept blocks of the engine"
 
     def one_by_one(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8) -> list[Result]:
         """Each prompt on its own."""
@@ -67,23 +80,59 @@ def hits(results: Sequence[Result]) -> list[int]:
 
 
 @contextlib.contextmanager
-def running(family: Family, directory: Path) -> Iterator[Trial]:
-    """Starts the family's engine with the connector, and ends it.
+def running(
+    family: Family,
+    directory: Path,
+    *,
+    kv_transfer_config: Mapping[str, Any] = KV_TRANSFER_CONFIG,
+    arguments: Mapping[str, Any] | None = None,
+) -> Iterator[Trial]:
+    """Starts the family's engine with the connector, and ends it. `arguments` override the family's.
 
     Raises:
         ConfigurationError: the connector refuses the model.
     """
+    with running_engine(family, directory, kv_transfer_config, arguments or {}) as (engine, saved):
+        yield Trial(family, engine, Audit(engine).attach(), Noise(engine), saved)
+
+
+@contextlib.contextmanager
+def running_engine(
+    family: Family, directory: Path, kv_transfer_config: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Iterator[tuple[Engine, mamba2_cpu.SavedStates | None]]:
+    """The same with any connector, which nobody watches."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     model = directory / family.name
     family.write(model)
-    options = family.arguments | {"kv_transfer_config": KV_TRANSFER_CONFIG}
+    options = family.arguments | dict(arguments) | {"kv_transfer_config": dict(kv_transfer_config)}
     with contextlib.ExitStack() as stack:
         # A start that is refused leaves vLLM's process groups behind.
         stack.callback(cleanup_dist_env_and_memory)
         saved = stack.enter_context(mamba2_cpu.checkpoints_in_plain_torch()) if family.needs_mamba2 else None
-        engine = stack.enter_context(harness.running_model(model, options))
-        yield Trial(family, engine, Audit(engine).attach(), Noise(engine), saved)
+        yield stack.enter_context(harness.running_model(model, options)), saved
+
+
+def expect_no_partings(engine: Engine) -> None:
+    """The next prompt stops only where it parts from what is stored. Guesses would cut two runs of the same prompts in
+    different places, for they depend on all requests before."""
+    checkpoints = getattr(getattr(engine.connector, "_scheduler", None), "_checkpoints", None)
+    if checkpoints is not None:
+        checkpoints._experience = Experience(partings=(0.0,) * len(RUNGS))
+
+
+@contextlib.contextmanager
+def engine_keeps_every_state(engine: Engine) -> Iterator[None]:
+    """Within it, the engine keeps in its own cache the state at every boundary that it computes, in answers too.
+
+    As its `prefix_cache_retention_interval` of one block would have it from the start."""
+    coordinator = engine.scheduler.kv_cache_manager.coordinator
+    usual = coordinator.retention_interval
+    coordinator.retention_interval = None
+    try:
+        yield
+    finally:
+        coordinator.retention_interval = usual
 
 
 def prepare(directory: Path) -> None:

@@ -1,0 +1,189 @@
+"""The engines that prompts with shared beginnings run on, and what is asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import trial as trials
+from async_cpu import asynchronous_scheduling
+from audit import stored_views
+from families import FAMILIES, Family
+from harness import Engine, Result
+from shared_prefixes import CHAT_TURNS, Tokens, Workloads
+from trial import Trial
+
+from hybridkv.planner import GroupKind
+
+MODEL: Final = os.environ.get("HYBRIDKV_E2E_MODEL", "qwen3-next")
+IS_ASYNCHRONOUS: Final = os.environ.get("HYBRIDKV_E2E_SCHEDULING", "sync") == "async"
+
+_MAMBA2: Final[dict[str, Any]] = {"max_model_len": 2048, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 256}
+ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
+    "qwen3-next": {"max_model_len": 2048, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 256},
+    "lfm2": {"max_model_len": 1024, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 256},
+    "granite-4": _MAMBA2,
+    "nemotron-h": _MAMBA2,
+    "falcon-h1": _MAMBA2,
+    "zamba2": _MAMBA2,
+}
+"""Of each family's engine. A step is four blocks, so that boundaries lie between those at which steps end anyway."""
+
+
+def family() -> Family:
+    """The family of models that this target is about."""
+    [found] = (each for each in FAMILIES if each.name == MODEL)
+    return found
+
+
+def workloads() -> Workloads:
+    return Workloads(family().arguments["block_size"])
+
+
+def offload_config(**extra: Any) -> dict[str, Any]:
+    """HybridOffloadConnector with room for all that the tests store.
+
+    An engine that computes so little takes steps that cost next to nothing beside tokens. So what is seen is where
+    states lie, and not whether they pay for prompts as short as these.
+    """
+    tiers = [{"type": "ram", "capacity": "512MiB"}]
+    config: dict[str, Any] = {"tiers": tiers, "compute_tokens_per_second": 200, **extra}
+    return trials.KV_TRANSFER_CONFIG | {"kv_connector_extra_config": config}
+
+
+def engine_arguments() -> dict[str, Any]:
+    return ARGUMENTS[MODEL] | {"async_scheduling": IS_ASYNCHRONOUS}
+
+
+@contextlib.contextmanager
+def running(directory: Path, **arguments: Any) -> Iterator[Trial]:
+    """An engine with HybridOffloadConnector as it comes, under watch."""
+    with contextlib.ExitStack() as stack:
+        if IS_ASYNCHRONOUS:
+            stack.enter_context(asynchronous_scheduling())
+        options = engine_arguments() | arguments
+        trial = stack.enter_context(
+            trials.running(family(), directory, kv_transfer_config=offload_config(), arguments=options)
+        )
+        assert trial.engine.core.async_scheduling is IS_ASYNCHRONOUS
+        yield trial
+
+
+@contextlib.contextmanager
+def running_beside(directory: Path, kv_transfer_config: Mapping[str, Any]) -> Iterator[Engine]:
+    """The same engine with another connector, or with ours in another way."""
+    with contextlib.ExitStack() as stack:
+        if IS_ASYNCHRONOUS:
+            stack.enter_context(asynchronous_scheduling())
+        engine, _ = stack.enter_context(
+            trials.running_engine(family(), directory, kv_transfer_config, engine_arguments())
+        )
+        yield engine
+
+
+Between = Callable[[], None]
+"""What happens between two requests, after the engine has come to rest."""
+
+
+def in_turn(
+    engine: Engine, prompts: Sequence[Sequence[int]], between: Between, *, guesses: bool = False
+) -> list[Result]:
+    """Each prompt on its own, and `between` before each but the first."""
+    results: list[Result] = []
+    for prompt in prompts:
+        if results:
+            between()
+        if not guesses:
+            trials.expect_no_partings(engine)
+        results += engine.generate([prompt])
+    return results
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What was asked, turn by turn, and what came."""
+
+    prompts: list[Tokens] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens of each prompt and its answer."""
+        return [len(p) + len(r.token_ids) for p, r in zip(self.prompts, self.results, strict=True)]
+
+
+def chat(engine: Engine, words: Workloads, between: Between, *, seed: int = 0) -> Chat:
+    """A chat in which every prompt is the last one, its answer and some more."""
+    so_far = Chat()
+    prompt = words.first_message(seed=seed)
+    for turn in range(CHAT_TURNS):
+        if turn:
+            between()
+        trials.expect_no_partings(engine)
+        num_tokens = words.answer_tokens(turn, len(prompt))
+        so_far.prompts.append(prompt)
+        so_far.results.extend(engine.generate([prompt], max_tokens=num_tokens))
+        prompt = words.next_turn(prompt, so_far.results[-1].token_ids, seed=10 * seed + turn)
+    return so_far
+
+
+# GroupBytes at other places, for the controls.
+
+GroupBytes = Mapping[int, bytes]
+"""Of each recurrent group, all layers one after the other."""
+
+
+def state_after(trial: Trial, tokens: Sequence[int]) -> GroupBytes:
+    """What the recurrent layers remember after exactly these tokens, wherever a block ends. Nothing is stored of it."""
+    engine = trial.engine
+    request_id = engine.add(tokens, max_tokens=2)
+    while not engine.step() and sum(step.num_tokens for step in engine._steps.get(request_id, [])) < len(tokens):
+        pass
+    tables = engine.block_ids(request_id)
+    groups = engine.kv_cache_config.kv_cache_groups
+    states = {
+        group: b"".join(engine.page(layer, tables[group][-1]).numpy().tobytes() for layer in groups[group].layer_names)
+        for group in recurrent_groups(trial)
+    }
+    engine.abort(request_id)
+    trial.forget()
+    return states
+
+
+def recurrent_groups(trial: Trial) -> list[int]:
+    return [i for i, group in enumerate(trial.spec.groups) if group.kind is GroupKind.RECURRENT]
+
+
+def restored_states(trial: Trial) -> dict[int, bytes]:
+    """The key of the state that came back last, of each recurrent group."""
+    keys = dict(trial.audit.restored_keys)
+    return {group: keys[group] for group in recurrent_groups(trial)}
+
+
+def replace_states(trial: Trial, keys: Mapping[int, bytes], states: GroupBytes) -> None:
+    """What the store holds under these keys are other states from now on, and its checksums say that they are right."""
+    for group, key in keys.items():
+        views = list(stored_views(trial.engine, key))
+        assert sum(len(view) for view in views) == len(states[group])
+        rest = memoryview(states[group])
+        for view in stored_views(trial.engine, key):
+            view[:], rest = rest[: len(view)], rest[len(view) :]
+
+
+class Rows:
+    """What each connector restored of the same workloads."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, dict[str, list[int]]] = {}
+
+    def add(self, workload: str, who: str, results: Sequence[Result]) -> None:
+        self.of.setdefault(workload, {})[who] = [result.num_cached_tokens for result in results]
+
+    def write(self, path: Path) -> None:
+        told = {"model": MODEL, "asynchronous": IS_ASYNCHRONOUS, "restored_tokens": self.of}
+        path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,183 @@
+"""A router that hears of a real engine by its socket alone knows what each request will restore, to the token.
+
+vLLM's own publisher sends and a ZeroMQ socket receives. The engine's own blocks come the same way, as another medium.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import harness
+import msgspec
+import pytest
+import zmq
+from harness import Engine, make_prompt
+from kv_router import TIERS, Router
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+BLOCK = 128
+RAM_BYTES, DISK_BYTES = 3 << 20, 16 << 20
+MOST_FILLERS = 60
+decoder = msgspec.msgpack.Decoder(KVEventBatch)
+JOIN_MS, HEAR_MS = 200, 60_000
+TRIES = 200
+"""Until a subscriber has joined: what was sent before, it does not hear."""
+UNSEEN = {"hybridkv_hints": {"store": False, "load": False}}
+"""Of a request that leaves the tiers as they are."""
+
+
+@pytest.fixture(scope="module")
+def kv_transfer_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    disk: Path = harness.scratch_directory(tmp_path_factory.mktemp("disk")) / "kv"
+    tiers = [
+        {"type": "ram", "capacity": RAM_BYTES},
+        {"type": "disk", "path": str(disk), "capacity": DISK_BYTES, "fsync": "none", "direct": False},
+    ]
+    return {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"tiers": tiers, "chunk_tokens": BLOCK, "compute_tokens_per_second": 200},
+    }
+
+
+@pytest.fixture(scope="module")
+def engine_arguments() -> dict[str, Any]:
+    # The star makes the engine bind: to an endpoint without one it connects.
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:*"}
+    return {"kv_events_config": events}
+
+
+@dataclass
+class Subscriber:
+    """What a router knows of one engine, which it hears by a socket."""
+
+    engine: Engine
+    socket: zmq.Socket[bytes]
+    routers: dict[str, Router]
+    media: set[str] = field(default_factory=set)
+    """That were heard of."""
+    next_batch: int | None = None
+    num_marks: int = 0
+
+    def mark(self) -> list[int]:
+        """A prompt that nobody asked before, which tells what was sent until it was computed from what comes later."""
+        self.num_marks += 1
+        prompt = make_prompt(BLOCK + 1, seed=900_000 + self.num_marks)
+        self.engine.add(prompt, max_tokens=1, kv_transfer_params=UNSEEN)
+        self.engine.run()
+        self.engine.drain()
+        return prompt[:BLOCK]
+
+    def join(self) -> None:
+        for _ in range(TRIES):
+            mark = self.mark()
+            while self.socket.poll(JOIN_MS):
+                if self._hear(mark):
+                    return
+        raise TimeoutError("the engine was never heard")
+
+    def catch_up(self) -> None:
+        """Hears all that the engine has said so far."""
+        mark = self.mark()
+        while self.socket.poll(HEAR_MS):
+            if self._hear(mark):
+                return
+        raise TimeoutError("what the engine said last was never heard")
+
+    def _hear(self, mark: list[int]) -> bool:
+        """One batch, and whether it is of the step that computed this block."""
+        _, number, payload = self.socket.recv_multipart()
+        batch = int.from_bytes(number, "big")
+        assert self.next_batch in (None, batch), "batches were lost"
+        self.next_batch = batch + 1
+        for router in self.routers.values():
+            router.hear(payload)
+        stored = [event for event in decoder.decode(payload).events if isinstance(event, BlockStored)]
+        self.media |= {str(event.medium) for event in stored}
+        return any(event.medium == "GPU" and list(event.token_ids) == mark for event in stored)
+
+
+@pytest.fixture(scope="module")
+def subscriber(engine: Engine) -> Iterator[Subscriber]:
+    publisher = engine.scheduler.kv_event_publisher
+    routers = {
+        "all": Router(),
+        "deaf to clearing": Router(clears=False),
+        **{medium: Router(media=(medium,)) for medium in TIERS},
+    }
+    with zmq.Context.instance().socket(zmq.SUB) as socket:
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.subscribe(b"")
+        socket.connect(publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT))
+        heard = Subscriber(engine, socket, routers)
+        heard.join()
+        yield heard
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: what was predicted of it, by whom, and what it restored."""
+
+    restored: int
+    predicted: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def asked(engine: Engine, subscriber: Subscriber) -> dict[str, Asked]:
+    """Requests one after the other, before each of which the engine forgets its own cache."""
+    stem = make_prompt(5 * BLOCK + BLOCK // 2, seed=1)
+    first, second, third = (make_prompt(7 * BLOCK, seed=10 + i, prefix=stem) for i in range(3))
+    branch = make_prompt(8 * BLOCK + 5, seed=20, prefix=second[: 6 * BLOCK + 7])
+    found: dict[str, Asked] = {}
+
+    def ask(name: str, prompt: list[int]) -> None:
+        engine.reset_prefix_cache()
+        subscriber.catch_up()
+        predicted = {who: router.predict(prompt) for who, router in subscriber.routers.items()}
+        [result] = engine.generate([prompt])
+        found[name] = Asked(result.num_cached_tokens, predicted)
+
+    ask("cold", first)
+    ask("the same", first)
+    ask("sibling", second)
+    ask("second sibling", third)
+    ask("branch of a sibling", branch)
+    for medium in TIERS:
+        for number in range(MOST_FILLERS):
+            if not subscriber.routers[medium].predict(first):
+                break
+            ask(f"filler {number} of {medium}", make_prompt(5 * BLOCK, seed=100 + len(found)))
+        ask(f"evicted from {medium}", first)
+    return found
+
+
+def test_what_each_request_restores_is_predicted_from_the_socket_alone(asked: dict[str, Asked]) -> None:
+    for name, each in asked.items():
+        assert each.predicted["all"] == each.predicted["deaf to clearing"] == each.restored, (name, each)
+    restored = {name: each.restored // BLOCK for name, each in asked.items() if not name.startswith("filler")}
+    assert restored.pop("sibling") in (0, 5), "which depends on stops that were guesses"
+    assert restored == {
+        "cold": 0,
+        "the same": 6,
+        "second sibling": 5,
+        "branch of a sibling": 6,
+        "evicted from CPU": 6,
+        "evicted from STORAGE": 0,
+    }
+
+
+def test_a_router_that_does_not_hear_of_the_disk_is_wrong(asked: dict[str, Asked]) -> None:
+    """The control: what was evicted from memory is elsewhere."""
+    each = asked["evicted from CPU"]
+    assert each.predicted["CPU"] == 0 < each.predicted["STORAGE"] == each.restored
+    assert asked["the same"].predicted["CPU"] == asked["the same"].restored
+
+
+def test_the_engines_own_blocks_come_by_the_same_socket_as_another_medium(
+    asked: dict[str, Asked], subscriber: Subscriber
+) -> None:
+    assert asked
+    assert subscriber.media == {"GPU", *TIERS}

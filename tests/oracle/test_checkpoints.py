@@ -1,0 +1,339 @@
+"""Prompts that share their beginnings hit: the engine stops where the store wants a state, and hands it over."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, checkpoints, compat, register
+from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
+from hybridkv.connectors.vllm.steering import Steering
+from hybridkv.connectors.vllm.stored_path import StoredPath
+from hybridkv.metrics import Counts
+from hybridkv.planner.checkpoints import Experience, Placement, Prompt
+from hybridkv.tiers.stack import TierStack
+from oracle.engine import OracleEngine
+from oracle.known_stops import STEPS, known_stops_alone
+from oracle.mixes import GPT_OSS, QWEN3_NEXT, Mix
+from oracle.settings import Connector, EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["known_stops_alone"]
+
+UNIT = QWEN3_NEXT.alignment_tokens
+
+pytestmark = pytest.mark.usefixtures("known_stops_alone")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    register()
+
+
+def offload(chunk_tokens: int = UNIT, load: str = "async", **keys: Any) -> Connector:
+    tiers = [{"type": "ram", "capacity": "64MiB"}]
+    return Connector(CONNECTOR, {"chunk_tokens": chunk_tokens, "tiers": tiers, "load": load, **STEPS, **keys})
+
+
+def two(*chunk_tokens: int, **keys: Any) -> Connector:
+    """HybridMultiConnector over stores with chunks of these lengths."""
+    children = [offload(each, **keys) for each in chunk_tokens]
+    entries = [{"kv_connector": each.name, "kv_connector_extra_config": each.extra_config} for each in children]
+    return Connector(MULTI_CONNECTOR, {"connectors": entries, "lookup_timeout_seconds": 0})
+
+
+def prompt(num_tokens: int, seed: int, prefix: Sequence[int] = ()) -> list[int]:
+    generator = Random(seed)
+    return [*prefix, *(generator.randrange(1000) for _ in range(num_tokens - len(prefix)))]
+
+
+class Played:
+    """An engine that answers one request after the other, and how much of each was restored from the store."""
+
+    def __init__(self, connector: Connector, mix: Mix = QWEN3_NEXT, step_tokens: int = 512, **settings: Any) -> None:
+        self.engine = OracleEngine(
+            mix, EngineSettings(num_blocks=600, max_step_tokens=step_tokens, connector=connector, **settings)
+        )
+        self.num_asked = 0
+
+    def ask(self, tokens: list[int], num_outputs: int = 2, *, keep_cache: bool = False) -> int:
+        """Tokens that were restored, of a request whose engine holds nothing of it unless it keeps its cache."""
+        if not keep_cache:
+            self.engine.reset_prefix_cache()
+        before = self.engine.restored_tokens
+        self.engine.submit(f"request-{self.num_asked}", tokens, num_outputs)
+        self.num_asked += 1
+        self.engine.drain()
+        self.engine.check_idle()
+        return self.engine.restored_tokens - before
+
+    def outputs(self) -> list[int]:
+        """What the last request was answered."""
+        return self.engine.outputs(f"request-{self.num_asked - 1}")
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True], ids=["in_step", "ahead"])
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("shared", [4 * UNIT, 4 * UNIT + 7, 5 * UNIT - 1])
+def test_from_the_second_sibling_on_a_shared_prefix_hits(shared: int, load: str, plans_ahead: bool) -> None:
+    engine, stem = Played(offload(load=load), async_scheduling=plans_ahead), prompt(shared, 0)
+    siblings = [prompt(8 * UNIT + 3, seed, stem) for seed in range(1, 6)]
+    branch = shared // UNIT * UNIT
+    assert [engine.ask(each) for each in siblings] == [0, 0, branch, branch, branch]
+
+
+def test_a_prefill_of_many_steps_stops_within_one_of_them() -> None:
+    engine, stem = Played(offload(), step_tokens=2 * UNIT), prompt(5 * UNIT, 0)
+    assert [engine.ask(prompt(9 * UNIT + 3, seed, stem)) for seed in range(1, 5)] == [0, 0, 5 * UNIT, 5 * UNIT]
+
+
+def test_every_branching_of_a_tree_hits_from_its_third_visit_on() -> None:
+    """An agent's calls: each level shares what came before it, and parts in its own way."""
+    engine, root = Played(offload()), prompt(3 * UNIT, 0)
+    visits: dict[int, int] = {}
+    for seed in range(1, 13):
+        first = prompt(6 * UNIT, 100 + seed % 2, root)
+        second = prompt(9 * UNIT, 200 + seed % 4, first)
+        restored = engine.ask(prompt(11 * UNIT + 5, 300 + seed, second))
+        visits[seed % 4] = visits.get(seed % 4, 0) + 1
+        if visits[seed % 4] == 3:
+            assert restored == 9 * UNIT, seed
+        elif seed > 4:
+            assert restored >= 6 * UNIT, seed
+
+
+def test_a_prefill_that_is_preempted_stops_again_where_it_did() -> None:
+    engine, stem = Played(offload(), step_tokens=2 * UNIT), prompt(5 * UNIT, 0)
+    engine.ask(prompt(9 * UNIT + 3, 1, stem))
+    engine.engine.reset_prefix_cache()
+    engine.engine.submit("preempted", prompt(9 * UNIT + 3, 2, stem), 2)
+    for _ in range(2):
+        engine.engine.step()
+    engine.engine.preempt_all()
+    engine.engine.drain()
+    assert engine.engine.preemptions == 1
+    assert engine.ask(prompt(9 * UNIT + 3, 3, stem)) == 5 * UNIT
+
+
+@pytest.mark.parametrize("num_shared", [0, 3 * UNIT])
+def test_a_prefill_that_is_preempted_does_not_part_from_itself(
+    num_shared: int, counted: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What of it is stored ends where it was preempted, and there is no state there: as where somebody else parted."""
+    learned, learn = [], checkpoints.learn_request
+
+    def learning(experience: Experience, asked: Prompt, placement: Placement) -> Experience:
+        learned.append(learn(experience, asked, placement))
+        return learned[-1]
+
+    monkeypatch.setattr(checkpoints, "learn_request", learning)
+    engine, stem = Played(offload(), step_tokens=2 * UNIT), prompt(num_shared, 0)
+    engine.ask(prompt(9 * UNIT + 3, 1, stem))
+    engine.engine.reset_prefix_cache()
+    engine.engine.submit("preempted", prompt(9 * UNIT + 3, 2, stem), 2)
+    for _ in range(3):
+        engine.engine.step()
+    engine.engine.preempt_all()
+    engine.engine.drain()
+    assert engine.engine.preemptions == 1
+    _, parting, restarted = learned
+    assert (max(parting.partings) > 1) == (num_shared > 0)
+    assert (restarted.partings, restarted.prompts) == (parting.partings, parting.prompts)
+    assert restarted.computed_tokens > parting.computed_tokens
+    assert counters(counted, "checkpoint_stops") == ({"junction": 1} if num_shared else {})
+    # Nobody parts there later either: it is computed as if it had never been preempted.
+    assert engine.ask(prompt(9 * UNIT + 3, 3, stem)) == num_shared
+
+
+def test_a_retry_after_a_failed_load_stops_nowhere(counted: Counts) -> None:
+    engine, tokens = Played(offload()), prompt(8 * UNIT + 3, 1)
+    engine.ask(tokens)
+    worker = engine.engine.worker_connector._worker  # type: ignore[union-attr]
+    for slot in worker._arena._seals:
+        worker._arena._buffer[slot] ^= 1
+    engine.ask(tokens)
+    assert engine.engine.failed_loads
+    assert counters(counted, "checkpoint_stops") == {}
+
+
+@pytest.mark.parametrize("is_demoted", [True, False], ids=["demoted", "kept"])
+def test_states_that_were_superseded_make_room_first(is_demoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_demoted:
+        monkeypatch.setattr(TierStack, "demote", lambda stack, keys: None)
+        monkeypatch.setattr(StoredPath, "drop", lambda path, parts: None)
+    # A chunk of a group takes a granule of 4 KiB: room for the conversation, and half of the next prompt.
+    tiers = [{"type": "ram", "capacity": 21 * 4096}]
+    engine = Played(Connector(CONNECTOR, {"chunk_tokens": UNIT, "tiers": tiers}))
+    said = prompt(3 * UNIT + 3, 0)
+    engine.ask(said, 3 * UNIT)
+    answered = [*said, *engine.outputs()]
+    engine.ask(prompt(4 * UNIT + 1, 1), 1)
+    restored = engine.ask([*answered, 1, 2, 3], 1)
+    assert (restored == 6 * UNIT) == is_demoted, restored
+
+
+def test_switched_off_no_sibling_hits() -> None:
+    engine, stem = Played(offload(checkpoints="off")), prompt(4 * UNIT, 0)
+    assert [engine.ask(prompt(8 * UNIT + 3, seed, stem)) for seed in range(1, 5)] == [0, 0, 0, 0]
+
+
+def test_chunks_of_several_blocks_are_hit_at_their_last_boundary_below_the_branch() -> None:
+    engine, stem = Played(offload(chunk_tokens=2 * UNIT)), prompt(5 * UNIT, 0)
+    assert [engine.ask(prompt(9 * UNIT + 3, seed, stem)) for seed in range(1, 5)] == [0, 0, 4 * UNIT, 4 * UNIT]
+
+
+def test_three_siblings_in_a_row_cost_one_load() -> None:
+    engine, stem = Played(offload()), prompt(4 * UNIT, 0)
+    for seed in (1, 2):
+        engine.ask(prompt(8 * UNIT + 3, seed, stem))
+    engine.engine.reset_prefix_cache()
+    held_before = engine.engine.local_hit_tokens
+    restored = [engine.ask(prompt(8 * UNIT + 3, seed, stem), keep_cache=True) for seed in (3, 4, 5)]
+    assert restored == [4 * UNIT, 0, 0]
+    # What was loaded counts as held when the engine goes on after a load.
+    assert engine.engine.local_hit_tokens - held_before == 3 * 4 * UNIT
+
+
+@pytest.mark.parametrize("chunks", [(UNIT, 2 * UNIT), (2 * UNIT, UNIT)])
+def test_below_one_connector_siblings_hit_in_the_store_of_the_shorter_chunks(chunks: tuple[int, int]) -> None:
+    engine, stem = Played(two(*chunks)), prompt(5 * UNIT, 0)
+    restored = [engine.ask(prompt(9 * UNIT + 3, seed, stem)) for seed in range(1, 6)]
+    assert restored == [0, 0, 5 * UNIT, 5 * UNIT, 5 * UNIT]
+
+
+@pytest.mark.parametrize("chunks", [(UNIT, 2 * UNIT), (2 * UNIT, UNIT)])
+def test_below_one_connector_each_store_learns_where_a_request_begins_whoever_loads(
+    chunks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, learn = [], checkpoints.learn_request
+
+    def learning(experience: Experience, asked: Prompt, placement: Placement) -> Experience:
+        assert all(stop.num_tokens > asked.resumed_tokens for stop in placement.stops)
+        begun.append(asked.resumed_tokens)
+        return learn(experience, asked, placement)
+
+    monkeypatch.setattr(checkpoints, "learn_request", learning)
+    engine, stem = Played(two(*chunks)), prompt(5 * UNIT, 0)
+    restored = [engine.ask(prompt(9 * UNIT + 3, seed, stem)) for seed in range(1, 5)]
+    # The store of the longer chunks could have loaded 4 of these 5.
+    assert restored[-1] == 5 * UNIT
+    assert begun == [tokens for tokens in restored for _ in chunks]
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True], ids=["in_step", "ahead"])
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_every_turn_of_a_conversation_resumes_inside_the_answer_before_it(load: str, plans_ahead: bool) -> None:
+    engine = Played(offload(load=load), async_scheduling=plans_ahead)
+    said, wanted, restored = prompt(5 * UNIT + 3, 0), [0], []
+    for turn, num_outputs in enumerate((2 * UNIT + 1, UNIT, 40, 17, 5)):
+        restored.append(engine.ask(said, num_outputs))
+        said += engine.outputs()
+        wanted.append((len(said) - 1) // UNIT * UNIT)
+        said += prompt(9, turn + 1)
+    assert restored == wanted[:-1]
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True], ids=["in_step", "ahead"])
+@pytest.mark.parametrize("num_prompt", [UNIT - 1, 3 * UNIT, 3 * UNIT + 5])
+def test_wherever_an_answer_ends_the_next_turn_resumes_at_the_last_boundary_that_was_computed(
+    num_prompt: int, plans_ahead: bool
+) -> None:
+    engine = Played(offload(), async_scheduling=plans_ahead)
+    for num_outputs in range(1, 2 * UNIT + 2):
+        said = prompt(num_prompt, num_outputs)
+        engine.ask(said, num_outputs)
+        said += engine.outputs()
+        assert engine.ask([*said, *prompt(5, 0)]) == (len(said) - 1) // UNIT * UNIT, num_outputs
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """Everything that was counted."""
+    counts, take = Counts(), Recorder.take
+
+    def taking(recorder: Recorder) -> OffloadStats | None:
+        stats = take(recorder)
+        if stats is not None:
+            counts.merge(Counts.from_dict(stats.data))
+        return stats
+
+    monkeypatch.setattr(Recorder, "take", taking)
+    return counts
+
+
+def counters(counts: Counts, name: str) -> dict[str, float]:
+    """A counter by its only label."""
+    return {
+        labels[0]: value for found, labels, value in counts.data().counters if found == f"vllm:hybridkv_{name}_total"
+    }
+
+
+def test_stops_and_states_are_counted_by_where_they_come_from(counted: Counts) -> None:
+    engine, stem = Played(offload()), prompt(4 * UNIT, 0)
+    for seed in (1, 2, 3):
+        engine.ask(prompt(8 * UNIT + 3, seed, stem), num_outputs=1)
+    assert counters(counted, "checkpoint_stops") == {"junction": 1}
+    assert counters(counted, "states_stored") == {"prompt_end": 3, "stop": 1}
+    assert counters(counted, "superseded_states") == {}
+
+
+def test_of_a_conversation_the_newest_state_stands_for_those_of_answers_before_it(counted: Counts) -> None:
+    engine, said = Played(offload()), prompt(3 * UNIT + 3, 0)
+    engine.ask(said, 3 * UNIT)
+    # The answer ends at 6 * UNIT + 3: three states of it, the first and the second of which were outgrown.
+    assert counters(counted, "states_stored") == {"prompt_end": 1, "answer": 3}
+    assert counters(counted, "superseded_states") == {"answer": 2}
+    engine.ask([*said, *engine.outputs(), *prompt(UNIT, 1)], 1)
+    assert counters(counted, "states_stored") == {"prompt_end": 2, "answer": 3}
+    assert counters(counted, "superseded_states") == {"answer": 2, "turn": 1}
+
+
+@pytest.mark.parametrize("is_tried_again", [True, False])
+def test_once_a_turn_was_tried_again_the_state_before_it_stays(counted: Counts, is_tried_again: bool) -> None:
+    engine = Played(offload())
+    for seed in (10, 20):
+        said = prompt(3 * UNIT + 3, seed)
+        engine.ask(said, 3 * UNIT)
+        said += engine.outputs()
+        engine.ask([*said, *prompt(UNIT, seed + 1)], 1)
+        if is_tried_again:
+            engine.ask([*said, *prompt(UNIT, seed + 2)], 1)
+    # Nobody had come back to such a state when the first was outgrown. There is room, so none has to go for its bytes.
+    assert counters(counted, "superseded_states")["turn"] == (1 if is_tried_again else 2)
+
+
+def test_answers_may_be_left_out(counted: Counts) -> None:
+    engine, said = Played(offload(checkpoint_answers=False)), prompt(3 * UNIT + 3, 0)
+    engine.ask(said, 3 * UNIT)
+    assert engine.ask([*said, *engine.outputs()]) == 3 * UNIT
+    assert "answer" not in counters(counted, "states_stored")
+
+
+def test_without_steps_to_spare_nothing_stops(counted: Counts) -> None:
+    engine, stem = Played(offload(checkpoint_stops=0)), prompt(4 * UNIT, 0)
+    assert [engine.ask(prompt(8 * UNIT + 3, seed, stem)) for seed in range(1, 5)] == [0, 0, 0, 0]
+    assert counters(counted, "checkpoint_stops_left_out")["stops"] == 3
+
+
+def test_a_model_without_states_is_steered_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steering(*_: Any) -> None:
+        raise AssertionError("nobody may wish anything")
+
+    monkeypatch.setattr(Steering, "wish", steering)
+    monkeypatch.setattr(compat, "keep_at", steering)
+    engine = Played(offload(GPT_OSS.alignment_tokens), GPT_OSS)
+    stem = prompt(4 * UNIT, 0)
+    assert [engine.ask(prompt(8 * UNIT + 3, seed, stem)) for seed in (1, 2)] == [0, 4 * UNIT]
+
+
+def test_a_child_that_cannot_plan_stops_costs_a_request_its_stops_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "_planned", fail)
+    played, tokens = Played(two(UNIT, UNIT)), prompt(4 * UNIT + 1, seed=1)
+    assert [played.ask(tokens), played.ask(tokens)] == [0, 4 * UNIT]

@@ -1,0 +1,245 @@
+"""Prompts that end inside a block come back up to their last hash unit, and the engine never reads a wrong byte.
+
+The oracle checks each token of a block and each state by itself, so it sees a tail that is too long, too short or of
+another prompt. For hits of its own inside blocks vLLM copies blocks, and there this engine does what vLLM 0.32 means to
+do and does not: it copies all of a block, and one copy after the other. In one step a block may be copied to a second
+and that to a third, where two requests with the same prompt come together; vLLM reads all before it writes any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm import CONNECTOR, compat, register
+from hybridkv.planner import GroupKind, Transfer, plan_load
+from oracle.disk_tier import SMALL, forget, stacked
+from oracle.engine import OracleEngine
+from oracle.memory import KVMemory, copy_in_order
+from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
+from oracle.mutants import tails_without_length
+from oracle.profile import profile
+from oracle.remote_tier import World
+from oracle.runner import CorruptionError
+from oracle.scenarios import Scenario, run, scenarios, with_connector
+from oracle.settings import Connector, EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from hybridkv.planner import CacheSpec
+
+STATE = Group(Kind.RECURRENT, 16, (Layers(2, cell_bytes=392),), page_bytes=512)
+TWO_SIZES = Mix(
+    "two_sizes",
+    (STATE, Group(Kind.FULL, 32, (Layers(2, cell_bytes=8, heads=2),))),
+)
+"""Blocks of 16 and 32: states lie inside a chunk also where they end a block."""
+UNITS = {QWEN3_NEXT.name: (2, 4, 8), TWO_SIZES.name: (4, 8)}
+MIXES = (QWEN3_NEXT, TWO_SIZES)
+
+
+copy_together = KVMemory.copy_blocks
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_order)
+    monkeypatch.setattr(compat, "copies_whole_blocks", lambda: True)
+
+
+class TailLoads:
+    """How many loads end inside a chunk, and how many do not. `change` is what a mutant makes of the former."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, change: Any = None) -> None:
+        self.tails = self.chunks = 0
+        self.is_changed = False
+
+        def planned(spec: CacheSpec, num_tokens: int, *arguments: Any) -> tuple[Transfer, ...]:
+            is_tail = num_tokens % spec.chunk_tokens > 0
+            self.tails += is_tail
+            self.chunks += not is_tail
+            transfers = list(plan_load(spec, num_tokens, *arguments))
+            return tuple(change(spec, transfers) if self.is_changed and is_tail else transfers)
+
+        monkeypatch.setattr("hybridkv.connectors.vllm.loads_in_flight.plan_load", planned)
+
+
+def offload(load: str, chunk_tokens: int | str = "auto", capacity: int | str = "64MiB") -> Connector:
+    tiers = [{"type": "ram", "capacity": capacity}]
+    return Connector(CONNECTOR, {"chunk_tokens": chunk_tokens, "tiers": tiers, "load": load})
+
+
+def hashing(scenario: Scenario, unit: int) -> Scenario:
+    """With a `prefix_match_unit`."""
+    return replace(scenario, settings=replace(scenario.settings, hash_tokens=unit))
+
+
+def tail_of(engine: OracleEngine) -> int | None:
+    tail: int | None = engine.scheduler_connector._layout.spec.tail_tokens  # type: ignore[union-attr]
+    return tail
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
+def test_tails_never_corrupt(mix: Mix, load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, num_scenarios = TailLoads(monkeypatch), 0
+
+    @profile(160)
+    @given(scenarios(mix), st.sampled_from(UNITS[mix.name]), st.sampled_from((1, 1, 2)))
+    def check(scenario: Scenario, unit: int, blocks: int) -> None:
+        nonlocal num_scenarios
+        num_scenarios += 1
+        connector = offload(load, blocks * mix.alignment_tokens)
+        assert tail_of(run(mix, with_connector(hashing(scenario, unit), connector))) == unit
+
+    check()
+    assert loads.tails > num_scenarios // 8 and loads.chunks > 0, (loads.tails, loads.chunks, num_scenarios)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
+def test_a_tier_that_evicts_all_the_time_never_corrupts_a_tail(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = TailLoads(monkeypatch)
+    capacity = 2 * 4096 * (len(mix.groups) + 1)
+
+    @profile(60)
+    @given(scenarios(mix), st.sampled_from(UNITS[mix.name]))
+    def check(scenario: Scenario, unit: int) -> None:
+        run(mix, with_connector(hashing(scenario, unit), offload("async", capacity=capacity)))
+
+    check()
+    assert loads.tails > 0
+
+
+@pytest.mark.parametrize("chunks", [SMALL, 500])
+def test_tails_come_back_from_a_disk(chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, number = TailLoads(monkeypatch), 0
+
+    @profile(40)
+    @given(scenarios(QWEN3_NEXT), st.sampled_from(UNITS[QWEN3_NEXT.name]), st.integers(0, 1 << 32))
+    def check(scenario: Scenario, unit: int, seed: int) -> None:
+        nonlocal number
+        number += 1
+        connector = stacked(QWEN3_NEXT, tmp_path / str(number), chunks=chunks)
+        run(QWEN3_NEXT, with_connector(hashing(scenario, unit), connector), forget(Random(seed)))
+
+    check()
+    assert loads.tails > 0
+
+
+def test_tails_come_back_from_a_tier_that_answers_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request asks for the tails behind its last chunk: another engine stored the same prompt there."""
+    loads, world = TailLoads(monkeypatch), World()
+    world.install(monkeypatch)
+    settings = EngineSettings(num_blocks=200, hash_tokens=4)
+    prompt = list(range(103))
+    for number in range(2):
+        connector = stacked(QWEN3_NEXT, tmp_path / str(number), lookup_timeout_seconds=1.0)
+        with OracleEngine(QWEN3_NEXT, replace(settings, connector=connector), world.steps(0, is_kind=True)) as engine:
+            engine.submit("request", prompt, 2)
+            engine.drain()
+            assert engine.restored_tokens == (100 if number else 0)
+    assert loads.tails == 1
+
+
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_two_requests_that_go_on_inside_one_block_in_one_step_need_copies_in_order(
+    is_in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a connector. When this fails, vLLM makes no such chain any more, and copies may be made together."""
+    if not is_in_order:
+        monkeypatch.setattr(KVMemory, "copy_blocks", copy_together)
+    first, longer = list(range(15)), list(range(60))
+    with OracleEngine(QWEN3_NEXT, EngineSettings(num_blocks=200, max_step_tokens=256, hash_tokens=2)) as engine:
+        engine.submit("first", first, 2)
+        engine.drain()
+        for name in ("second", "third"):
+            engine.submit(name, longer, 2)
+        if is_in_order:
+            engine.drain()
+            assert engine.local_hit_tokens == 28
+        else:
+            with pytest.raises(CorruptionError, match=r"group 3 .* holds zeros"):
+                engine.drain()
+
+
+# Planners and keys that are wrong on purpose. The oracle must see each of them, or it proves nothing.
+
+UNIT = 4
+PROMPTS = [list(range(length)) for length in (107, 103)]
+"""Two prompts, one the beginning of the other: their tails end at 104 and at 100."""
+
+
+def tail_before(kind: GroupKind) -> Callable[[CacheSpec, list[Transfer]], list[Transfer]]:
+    """The part of groups of a kind is that of the tail one unit before."""
+
+    def change(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
+        return [
+            Transfer(each.group_index, each.end_token - UNIT, each.first_block, each.block_ids)
+            if spec.groups[each.group_index].kind is kind and each.end_token % spec.chunk_tokens
+            else each
+            for each in transfers
+        ]
+
+    return change
+
+
+def chunk_before(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
+    """The state of the chunk before the tail."""
+    return [
+        Transfer(each.group_index, each.end_token // spec.chunk_tokens * spec.chunk_tokens, 0, each.block_ids)
+        if spec.groups[each.group_index].kind is GroupKind.RECURRENT
+        else each
+        for each in transfers
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [None, tail_before(GroupKind.RECURRENT), tail_before(GroupKind.FULL), chunk_before],
+    ids=["right", "state_before", "full_before", "state_of_the_chunk_before"],
+)
+def test_another_tail_than_the_right_one_is_caught(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tail is there, so that the wrong one is stored as well."""
+    loads = TailLoads(monkeypatch, change)
+    settings = EngineSettings(num_blocks=200, hash_tokens=UNIT, connector=offload("async"))
+    with OracleEngine(QWEN3_NEXT, settings) as engine:
+        for number, prompt in enumerate(PROMPTS[::-1]):
+            engine.submit(f"cold {number}", prompt, 2)
+            engine.drain()
+            engine.reset_prefix_cache()
+        loads.tails, loads.is_changed = 0, change is not None
+        engine.submit("warm", PROMPTS[0], 2)
+        if change is None:
+            engine.drain()
+        else:
+            with pytest.raises(CorruptionError):
+                engine.drain()
+        assert loads.tails == 1
+
+
+@pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
+def test_a_key_that_does_not_name_the_length_of_a_tail_is_caught(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_wrong:
+        tails_without_length(monkeypatch)
+    settings = EngineSettings(num_blocks=200, hash_tokens=UNIT, connector=offload("async"))
+    with OracleEngine(QWEN3_NEXT, settings) as engine:
+        engine.submit("cold", PROMPTS[1], 2)
+        engine.drain()
+        engine.reset_prefix_cache()
+        engine.submit("warm", PROMPTS[0], 2)
+        if is_wrong:
+            with pytest.raises(CorruptionError):
+                engine.drain()
+        else:
+            engine.drain()
+            assert engine.restored_tokens == 100

@@ -1,0 +1,206 @@
+"""What the engine itself computes wrongly behind its own hits inside blocks is never served to anybody else.
+
+This engine copies blocks as vLLM 0.32 does: of an attention block no more than a state has bytes, and all sources are
+read before anything is written. What those requests read that the engine misleads is not looked at, but what everybody
+else reads is. A guard that is left out is caught each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, compat, register
+from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
+from oracle.engine import OracleEngine
+from oracle.memory import KVMemory
+from oracle.mixes import Group, Kind, Layers, Mix
+from oracle.pairs import Pair
+from oracle.profile import profile
+from oracle.runner import CorruptionError, FakeRunner
+from oracle.scenarios import Scenario, run, scenarios, with_connector
+from oracle.settings import Connector, EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ATTENTION = Group(Kind.FULL, 16, (Layers(2, cell_bytes=16, heads=2),))
+STATE = Group(Kind.RECURRENT, 16, (Layers(2, cell_bytes=392),), page_bytes=512)
+MIX = Mix("small_states", (STATE, ATTENTION))
+"""A state is smaller than a page of attention."""
+FIRST, LONGER = list(range(15)), list(range(65))
+"""Of the longer one the engine keeps a state at the end of a block, so a hit on it copies nothing."""
+EXTRA = {"chunk_tokens": 16, "tiers": [{"type": "ram", "capacity": "64MiB"}]}
+copy_together = KVMemory.copy_blocks
+
+
+def copy_in_part(memory: KVMemory, pairs: list[tuple[int, int]]) -> None:
+    """All sources first, and as many bytes of each block as a state has."""
+    for planes in memory.planes:
+        for plane in (plane for plane in planes if plane.recurrent):
+            plane.words[[pair[1] for pair in pairs]] = plane.words[[pair[0] for pair in pairs]]
+
+
+class Blind:
+    """Requests whose reads are not checked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: set[str] = set()
+        report = FakeRunner._report
+
+        def unless_blind(runner: FakeRunner, plane: Any, item: Any, *rest: Any) -> None:
+            if item.request_id not in self.requests:
+                report(runner, plane, item, *rest)
+
+        monkeypatch.setattr(FakeRunner, "_report", unless_blind)
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> Blind:
+    register()
+    return Blind(monkeypatch)
+
+
+def new_engine(**settings: Any) -> OracleEngine:
+    base: dict[str, Any] = {"num_blocks": 200, "max_step_tokens": 256, "hash_tokens": 2, "retention_tokens": 0}
+    return OracleEngine(
+        MIX, EngineSettings(**{**base, "connector": Connector(CONNECTOR, {**EXTRA, "checkpoints": "off"}), **settings})
+    )
+
+
+def answer(engine: OracleEngine, name: str, prompt: list[int]) -> None:
+    engine.submit(name, prompt, 2)
+    engine.drain()
+
+
+def partly(engine: OracleEngine, blind: Blind) -> None:
+    """One goes on inside the first block, which is copied in part."""
+    answer(engine, "first", FIRST)
+    blind.requests = {"misled"}
+    answer(engine, "misled", LONGER)
+
+
+def in_chain(engine: OracleEngine, blind: Blind) -> None:
+    """Two come together, and the second is given a copy of the first one's copy. The first would store the block as it
+    should be, but wishes that nothing is stored."""
+    answer(engine, "first", FIRST)
+    blind.requests = {"misled"}
+    engine.submit("right", LONGER, 2, transfer_params={"hybridkv_hints": {"store": False}})
+    engine.submit("misled", LONGER, 2)
+    engine.drain()
+
+
+def and_another(begin: Callable[[OracleEngine, Blind], None]) -> Callable[[OracleEngine, Blind], None]:
+    """Somebody else goes on from what the misled request left in the engine's own cache."""
+
+    def both(engine: OracleEngine, blind: Blind) -> None:
+        begin(engine, blind)
+        blind.requests.add("follower")
+        engine.submit("follower", [*LONGER, *range(100, 140)], 2)
+        engine.drain()
+        assert engine.local_hit_tokens >= 64
+
+    return both
+
+
+CASES = {
+    "partly": (copy_in_part, partly),
+    "in_chain": (copy_together, in_chain),
+    "partly_and_another": (copy_in_part, and_another(partly)),
+    "in_chain_and_another": (copy_together, and_another(in_chain)),
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "planned_ahead"])
+@pytest.mark.parametrize(
+    ("case", "guard"),
+    [*((case, guard) for case in CASES for guard in ("whole", "none")), ("partly_and_another", "of_copies_alone")],
+)
+def test_nobody_is_served_what_the_engine_copied_wrongly(
+    case: str, is_async: bool, guard: str, blind: Blind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, begin = CASES[case]
+    monkeypatch.setattr(KVMemory, "copy_blocks", copy)
+    monkeypatch.setattr(compat, "copies_whole_blocks", lambda: copy is copy_together)
+    if guard == "none":
+        monkeypatch.setattr(WrongBlocks, "follow_step", lambda *arguments: None)
+    if guard == "of_copies_alone":
+        monkeypatch.setattr(WrongBlocks, "holds", lambda *arguments: False)
+    with new_engine(async_scheduling=is_async) as engine:
+        begin(engine, blind)
+        engine.reset_prefix_cache()
+        engine.submit("victim", [*LONGER, *range(100, 140), 7], 2)
+        if guard == "whole":
+            engine.drain()
+        else:
+            with pytest.raises(CorruptionError, match="victim"):
+                engine.drain()
+
+
+def peer(role: str, hash_tokens: int | None = None) -> EngineSettings:
+    extra = {"transport": "tcp", "weights_digest": "oracle", "load_timeout_seconds": 60}
+    return EngineSettings(
+        num_blocks=200,
+        hash_tokens=hash_tokens,
+        retention_tokens=0,
+        connector=Connector(PEER_CONNECTOR, extra, role=role),
+    )
+
+
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
+def test_a_producer_hands_on_nothing_that_its_engine_copied_wrongly(
+    is_guarded: bool, blind: Blind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what others compute that hit it. Their consumers compute it themselves."""
+    monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_part)
+    monkeypatch.setattr(compat, "copies_whole_blocks", lambda: False)
+    if not is_guarded:
+        monkeypatch.setattr(WrongBlocks, "follow_step", lambda *arguments: None)
+    blind.requests = {"misled", "follower"}
+    # The consumer hits whole blocks alone, so what is wrong has come from its peer, which leaves it the last token.
+    prompts = {"first": [*FIRST, 1], "misled": LONGER, "follower": [*LONGER, *range(100, 140)]}
+    with Pair(MIX, peer("kv_producer", 2), peer("kv_consumer")) as pair:
+        for name, prompt in prompts.items():
+            params = pair.prefill(name, prompt)
+            assert (params is None) is (is_guarded and name != "first")
+            pair.decode(f"of_{name}", prompt, 3, params)
+            if is_guarded or name == "first":
+                pair.drain()
+            else:
+                with pytest.raises(CorruptionError, match=f"of_{name}"):
+                    pair.drain()
+                break
+        assert pair.producer.local_hit_tokens > 0
+        if is_guarded:
+            params = pair.prefill("other", list(range(200, 265)))
+            assert params is not None
+            pair.decode("of_other", list(range(200, 265)), 3, params)
+            pair.drain()
+
+
+def test_whoever_reads_a_wrong_byte_is_known(blind: Blind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others are checked, whatever they load, hit, or copy from the engine's own blocks."""
+    monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_part)
+    monkeypatch.setattr(compat, "copies_whole_blocks", lambda: False)
+    follow, number = WrongBlocks.follow_step, 0
+
+    def noting(wrong: WrongBlocks, *arguments: Any) -> None:
+        nonlocal number
+        follow(wrong, *arguments)
+        blind.requests = set(wrong.misled)
+        number += len(blind.requests)
+
+    monkeypatch.setattr(WrongBlocks, "follow_step", noting)
+
+    @profile(150)
+    @given(scenarios(MIX), st.sampled_from((2, 4, 8)))
+    def check(scenario: Scenario, unit: int) -> None:
+        finer = replace(scenario, settings=replace(scenario.settings, hash_tokens=unit))
+        run(MIX, with_connector(finer, Connector(CONNECTOR, EXTRA)))
+
+    check()
+    assert number > 0
