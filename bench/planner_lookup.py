@@ -42,6 +42,7 @@ from typing import Any
 
 from planner_upstream import Upstream, allocated_blocks
 
+from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.chunk_choice import AUTO_CHUNK_TOKENS
 from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.layout import CacheLayout
@@ -65,6 +66,8 @@ from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import TierStack
 
 GRANULE_BYTES = 64
+PAGE_BYTES = 32768
+"""Of each group's block. No page is there: how long chunks are says into how many granules they go."""
 STEP_CHUNKS = 16
 GOAL = 10
 GOAL_TOKENS = 131072
@@ -100,12 +103,20 @@ def make_layout(preset: str) -> CacheLayout:
         GroupFingerprint(
             kind=group.kind,
             block_tokens=group.block_tokens,
-            layers=(LayerFingerprint(name=f"layers.{i}", page_bytes=GRANULE_BYTES),),
+            layers=(LayerFingerprint(name=f"layers.{i}", page_bytes=PAGE_BYTES),),
             window_tokens=group.window_tokens,
         )
         for i, group in enumerate(groups)
     )
-    return CacheLayout(spec, ((),) * len(groups), prints, HASH_TOKENS[preset], "sha256", 1)
+    layers = tuple((LayerLayout(f"layers.{i}", PAGE_BYTES),) for i in range(len(groups)))
+    return CacheLayout(spec, layers, prints, HASH_TOKENS[preset], "sha256", 1)
+
+
+def open_scheduler(layout: CacheLayout, keys: ChunkKeys, stack: TierStack, recorder: Recorder) -> OffloadScheduler:
+    """The connector's scheduler half over these tiers."""
+    deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
+    identity = Identity(keys, Adapters(keys, 0))
+    return OffloadScheduler(layout, identity, stack, LoadAdmission(layout.spec, 2048), deadlines, recorder)
 
 
 class Ours:
@@ -125,15 +136,7 @@ class Ours:
                 self.index.reserve(key, GRANULE_BYTES)
                 self.index.commit(key)
         self.stack = TierStack(self.index, (), 1, time.monotonic)
-        deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
-        self.scheduler = OffloadScheduler(
-            self.layout,
-            Identity(self.keys, Adapters(self.keys, 0)),
-            self.stack,
-            LoadAdmission(self.spec, 2048),
-            deadlines,
-            Recorder(),
-        )
+        self.scheduler = open_scheduler(self.layout, self.keys, self.stack, Recorder())
         self._ids = count()
 
     def new_request(self) -> Any:

@@ -24,38 +24,10 @@ class Upstream:
     def __init__(
         self, groups: tuple[GroupSpec, ...], stored: list[bool], num_tokens: int, hashes: list[bytes], hash_tokens: int
     ) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-        from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext, make_offload_key
-        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-
         self.groups, self._hashes, self.num_tokens = groups, hashes, num_tokens
-        keys = [
-            make_offload_key(block_hash, index)
-            for index, group in enumerate(self.groups)
-            if stored[index]
-            for block_hash in hashes[group.block_tokens // hash_tokens - 1 :: group.block_tokens // hash_tokens]
-        ]
-        self._manager = CPUOffloadingManager(num_chunks=len(keys) + 1)
-        context = ReqContext(req_id="writer")
-        self._manager.on_new_request(context)
-        if keys:
-            assert self._manager.prepare_store(keys, context) is not None
-            self._manager.complete_store(keys, context)
-        cache = SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True)
-        parallel = SimpleNamespace(world_size=1, decode_context_parallel_size=1)
-        spec = SimpleNamespace(
-            config=SimpleNamespace(
-                groups=[SimpleNamespace(group_id=i, tokens_per_block=g.block_tokens) for i, g in enumerate(self.groups)]
-            ),
-            tokens_per_block=tuple(group.block_tokens for group in self.groups),
-            blocks_per_chunk=1,
-            tokens_per_hash=hash_tokens,
-            offload_prompt_only=True,
-            kv_events_config=OffloadingKVEventsConfig(enable_kv_cache_events=False, self_describing_kv_events=False),
-            get_manager=lambda: self._manager,
-        )
-        config = SimpleNamespace(cache_config=cache, parallel_config=parallel, speculative_config=None)
-        self._scheduler = OffloadingConnectorScheduler(spec, config, _kv_cache_config(self.groups))
+        keys = [key for i in range(len(groups)) if stored[i] for key in offload_keys(groups, i, hashes, hash_tokens)]
+        self._scheduler, self._manager = open_upstream(groups, hash_tokens, len(keys) + 1)
+        fill_upstream(self._manager, keys)
         self._ids = count()
 
     def new_request(self) -> Any:
@@ -89,6 +61,53 @@ class Upstream:
             keys = self._scheduler._jobs.pop(job_id).keys
             self._scheduler._chunks_being_loaded.difference_update(keys)
             self._manager.complete_load(keys, state.req_context)
+
+
+def open_upstream(
+    groups: tuple[GroupSpec, ...], hash_tokens: int, num_chunks: int, blocks_per_chunk: int = 1
+) -> tuple[Any, Any]:
+    """vLLM's scheduler half and its LRU manager with room for so many chunks, each of so many blocks of its group."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    manager = CPUOffloadingManager(num_chunks=num_chunks)
+    cache = SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True)
+    parallel = SimpleNamespace(world_size=1, decode_context_parallel_size=1)
+    spec = SimpleNamespace(
+        config=SimpleNamespace(
+            groups=[SimpleNamespace(group_id=i, tokens_per_block=g.block_tokens) for i, g in enumerate(groups)]
+        ),
+        tokens_per_block=tuple(group.block_tokens for group in groups),
+        blocks_per_chunk=blocks_per_chunk,
+        tokens_per_hash=hash_tokens,
+        offload_prompt_only=True,
+        kv_events_config=OffloadingKVEventsConfig(enable_kv_cache_events=False, self_describing_kv_events=False),
+        get_manager=lambda: manager,
+    )
+    config = SimpleNamespace(cache_config=cache, parallel_config=parallel, speculative_config=None)
+    return OffloadingConnectorScheduler(spec, config, _kv_cache_config(groups)), manager
+
+
+def offload_keys(
+    groups: tuple[GroupSpec, ...], index: int, hashes: list[bytes], hash_tokens: int, blocks_per_chunk: int = 1
+) -> list[Any]:
+    """vLLM's keys of a group, of all chunks that these hashes fill."""
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    step = groups[index].block_tokens * blocks_per_chunk // hash_tokens
+    return [make_offload_key(block_hash, index) for block_hash in hashes[step - 1 :: step]]
+
+
+def fill_upstream(manager: Any, keys: list[Any]) -> None:
+    """Stores these, as far as the manager has room."""
+    from vllm.v1.kv_offload.base import ReqContext
+
+    context = ReqContext(req_id="writer")
+    manager.on_new_request(context)
+    if keys:
+        assert manager.prepare_store(keys, context) is not None
+        manager.complete_store(keys, context)
 
 
 def _kv_cache_config(groups: tuple[GroupSpec, ...]) -> Any:

@@ -1,0 +1,155 @@
+"""Lives of requests, step by step, with what each call of a connector's half costs the scheduler's thread."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from life_engine import LifeRequest, Step
+from life_sides import Side, Work
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+NOTHING = KVConnectorOutput()
+NO_WORK = Work(0, 0)
+
+
+@dataclass
+class Bill:
+    """CPU time of the thread in microseconds: by part, and by step of the engine. What happened besides."""
+
+    us: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    steps_us: list[float] = field(default_factory=list)
+    hit_tokens: int = 0
+    work: Work = NO_WORK
+    plans: list[Any] = field(default_factory=list)
+    """What travelled to the workers, where it was kept."""
+    keeps_plans: bool = False
+    _step_us: float = 0.0
+
+    def time(self, part: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        start = time.thread_time_ns()
+        result = call(*arguments)
+        us = (time.thread_time_ns() - start) / 1000
+        self.us[part] += us
+        self._step_us += us
+        return result
+
+    def end_step(self) -> None:
+        self.steps_us.append(self._step_us)
+        self._step_us = 0.0
+
+    @property
+    def total_us(self) -> float:
+        return sum(self.us.values())
+
+    @property
+    def worst_us(self) -> float:
+        return max(self.steps_us)
+
+
+class Driver:
+    """Lets requests live beside one side.
+
+    Args:
+        side: which one.
+        bill: whom their calls are charged to.
+    """
+
+    def __init__(self, side: Side, bill: Bill) -> None:
+        self.side, self.engine, self.bill = side, side.engine, bill
+        self._outcome = NOTHING
+        """Of the step before, which workers report when the next one is over."""
+
+    def step(self, part: str, step: Step) -> None:
+        """One step of the engine. A store that is planned in it has ended when the next one is over."""
+        side, bill = self.side, self.bill
+        output = self.engine.run(step)
+        plan = bill.time(part, side.plan, output)
+        self.engine.computed(step)
+        work = side.work(plan)
+        bill.work = Work(*map(sum, zip(bill.work, work, strict=True)))
+        if bill.keeps_plans:
+            bill.plans.append(plan)
+        ended, self._outcome = self._outcome, side.outcome(plan) or NOTHING
+        bill.time("load end" if ended.finished_recving else "step end", side.update, ended)
+        bill.time("report", side.report)
+        bill.end_step()
+
+    def begin(self, request: LifeRequest) -> int:
+        """Its first lookup and its blocks. Tokens that are loaded; the load travels with the next step."""
+        side, bill = self.side, self.bill
+        bill.time("begin", side.begin, request)
+        return self.look_up(request)
+
+    def look_up(self, request: LifeRequest) -> int:
+        """As the engine does whenever a request has nothing: at its beginning, and after a preemption."""
+        side, bill = self.side, self.bill
+        found = int(bill.time("lookup", side.lookup, request, 0))
+        blocks = self.engine.admit(request, found)
+        bill.time("allocation", side.allocate, request, blocks, found)
+        if found:
+            bill.time("sources", side.sources, request, found)
+        bill.hit_tokens = found
+        return found
+
+    def load(self, request: LifeRequest, num_tokens: int) -> None:
+        """The steps while the request waits for what it loads."""
+        self.step("load plan", Step())
+        self.step("load plan", Step())
+        request.num_computed_tokens = num_tokens
+
+    def compute(self, request: LifeRequest, *, resumes: bool = False) -> None:
+        """All of its prompt that is not loaded."""
+        engine, is_first, was_loaded = self.engine, True, request.num_computed_tokens > 0
+        while request.num_computed_tokens < request.num_tokens:
+            if is_first and was_loaded:
+                self.bill.time("first step", self.side.allocate, request, engine.blocks(request), 0)
+            begins = (request,) if is_first else ()
+            step = Step(
+                {request: engine.next_tokens(request)},
+                begun=() if resumes else begins,
+                resumed=begins if resumes else (),
+            )
+            self.step("first step" if is_first and was_loaded else "prefill", step)
+            is_first = False
+
+    def decode(self, request: LifeRequest, num_tokens: int) -> None:
+        """So many tokens of an answer."""
+        for _ in range(num_tokens):
+            append_token(request, self.engine.hash_tokens)
+            self.step("decode", Step({request: 1}))
+
+    def finish(self, request: LifeRequest, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> None:
+        """Its end, and the steps until nothing of it is left."""
+        request.status = status
+        self.bill.time("finish", self.side.finish, request, self.engine.get_block_ids(request.request_id))
+        self.engine.free(request)
+        self.step("finish", Step(finished=(request,)))
+        self.step("finish", Step())
+
+    def live(self, request: LifeRequest, answer_tokens: int) -> None:
+        """From its beginning to its end."""
+        if num_tokens := self.begin(request):
+            self.load(request, num_tokens)
+        self.compute(request)
+        self.decode(request, answer_tokens)
+        self.finish(request)
+
+    def preempt(self, request: LifeRequest) -> None:
+        """It loses its blocks, and goes on from what it finds."""
+        self.engine.free(request)
+        request.num_computed_tokens, request.status = 0, RequestStatus.PREEMPTED
+        self.step("preemption", Step(preempted=(request,)))
+        if num_tokens := self.look_up(request):
+            self.load(request, num_tokens)
+        self.compute(request, resumes=True)
+
+
+def append_token(request: LifeRequest, hash_tokens: int) -> None:
+    """A token of its answer. Hashes of answers are made up: no two requests share one."""
+    request.num_tokens += 1
+    if request.num_tokens % hash_tokens == 0:
+        digest = f"{request.request_id} {request.num_tokens}".encode()
+        request.block_hashes.append(digest.ljust(32, b"."))

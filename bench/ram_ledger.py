@@ -1,0 +1,126 @@
+"""What the index of host memory costs a key, in C++ and in Python: time of a call on many keys, and memory.
+
+What is measured: CPU time of the calling thread for calls on 1,024 keys of 48 bytes, while a million are held, each
+call on others than the one before, so that nothing of them is in a cache; and how much more memory a process of its own
+has when so many are held. `pin_all` and `reserve_all` make a slot of Python's for each key. Chunks are of 20 granules.
+
+What is not: making keys, and copying chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridkv.tiers.ram import PlainRamIndex, RamIndex
+
+GRANULE_BYTES = 4096
+CHUNK_BYTES = 20 * GRANULE_BYTES
+KEYS_A_CALL = 1024
+CALLS = 40
+KINDS: dict[str, type[PlainRamIndex]] = {"native": RamIndex, "plain": PlainRamIndex}
+
+
+def key_of(number: int) -> bytes:
+    return b"tag of a group: " + hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def filled(kind: str, count: int) -> PlainRamIndex:
+    """An index of committed keys that nobody but itself keeps, with room for one more."""
+    index = KINDS[kind]((count + 1) * CHUNK_BYTES, GRANULE_BYTES, CHUNK_BYTES)
+    for first in range(0, count, KEYS_A_CALL):
+        keys = [key_of(number) for number in range(first, min(first + KEYS_A_CALL, count))]
+        index.reserve_all([(key, CHUNK_BYTES) for key in keys])
+        index.commit_all(keys)
+    return index
+
+
+def bytes_a_key(kind: str, count: int) -> float:
+    """In this process, which has done nothing else."""
+    before = resident_bytes()
+    index = filled(kind, count)
+    assert index.num_keys == count
+    return (resident_bytes() - before) / count
+
+
+def ns_a_key(kind: str, count: int) -> dict[str, float]:
+    index = filled(kind, count)
+    chosen = random.Random(1).sample(range(count), CALLS * KEYS_A_CALL)
+    held = [[key_of(chosen[call * KEYS_A_CALL + at]) for at in range(KEYS_A_CALL)] for call in range(CALLS)]
+    new = [[key_of(count + call * KEYS_A_CALL + at) for at in range(KEYS_A_CALL)] for call in range(CALLS)]
+    spent: dict[str, list[int]] = {}
+
+    def measure(name: str, call: Callable[[Any], object], batches: Sequence[object]) -> None:
+        for batch in batches:
+            begun = time.thread_time_ns()
+            call(batch)
+            spent.setdefault(name, []).append(time.thread_time_ns() - begun)
+
+    measure("leading", index.leading, held)
+    measure("last_held, none", index.last_held, new)
+    index.reserve(b"pending", CHUNK_BYTES)
+    measure("any_pending", index.any_pending, held)
+    index.abort(b"pending")
+    measure("touch", index.touch, held)
+    measure("pin_all", index.pin_all, held)
+    measure("unpin_all", index.unpin_all, held)
+    measure("demote", index.demote, held)
+    measure("reserve_all, evicting", index.reserve_all, [[(key, CHUNK_BYTES) for key in keys] for keys in new])
+    measure("commit_all", index.commit_all, new)
+    measure("invalidate_all", index.invalidate_all, new)
+    begun = time.thread_time_ns()
+    index.clear()
+    whole = time.thread_time_ns() - begun
+    return {name: statistics.median(times) / KEYS_A_CALL for name, times in spent.items()} | {"clear, whole": whole}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", choices=("time", "memory"), help="one part in this process")
+    parser.add_argument("--kind", choices=tuple(KINDS))
+    options = parser.parse_args()
+    if options.measure:
+        part = ns_a_key if options.measure == "time" else bytes_a_key
+        print(json.dumps(part(options.kind, options.records)))
+        return
+    measured = {
+        f"{kind} {part}": json.loads(
+            subprocess.run(
+                [sys.executable, __file__, "--measure", part, "--kind", kind, "--records", str(options.records)],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout
+        )
+        for part in ("memory", "time")
+        for kind in KINDS
+    }
+    print(f"bytes a key: native {measured['native memory']:.1f}, plain {measured['plain memory']:.1f}")
+    for name, native in measured["native time"].items():
+        plain = measured["plain time"][name]
+        print(f"{name:24} native {native:12.1f} ns, plain {plain:12.1f} ns, {plain / native:6.1f}x")
+    if options.json:
+        about = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+        told = about | {"is_native": RamIndex.is_native, "records": options.records, "measured": measured}
+        options.json.write_text(json.dumps(told, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

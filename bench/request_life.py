@@ -1,0 +1,263 @@
+"""The whole life of a request as the scheduler's thread pays for it, beside vLLM's own offloading, in one process.
+
+What runs on vLLM's side: the real `OffloadingConnectorScheduler` over the real `CPUOffloadingManager` (LRU), once with
+as many blocks to a chunk as ours has of full attention (`vllm chunk`) and once as it comes, with one (`vllm default`).
+On ours: the connector's `OffloadScheduler` over a `TierStack` of one `RamIndex`, in the chunk that the connector
+chooses by itself. Both have vLLM's real `BlockPool`, tables as its manager keeps them, and its real `SchedulerOutput`s
+(`life_engine.py`); a worker's part is to say, a step later, that what was planned is done.
+
+A life, and its parts:
+- `begin` on_new_request; `lookup` get_num_new_matched_tokens; `allocation` update_state_after_alloc; `sources`
+  get_external_cache_hit_sources, which the engine asks for its counters (one tier answers for all of ours);
+- `load plan` build_connector_meta while the request waits; `load end` update_connector_output with the load's end;
+- `first step` update_state_after_alloc once more and build_connector_meta of the first step behind a hit; `prefill`
+  build_connector_meta of the other steps of up to 8,192 tokens; `decode` of steps with one token each;
+- `step end` update_connector_output of all other steps, stores' ends among them; `report` the counters and events that
+  the engine takes in each step; `finish` request_finished, and the two steps behind it.
+
+Judged are the total and the worst single step: all calls between one build_connector_meta and the next, each call in
+the step in which the engine makes it.
+
+Scenarios: `miss`, `half` of the prompt stored, `full`. The tier is full at all times, with another prompt where there
+is none of this one, so whatever is stored evicts. Both store what a prompt leaves; vLLM's default stores no answers.
+
+Besides: `running` requests at one length, all decoding, per step (not beside `vllm default`, which takes minutes to set
+up); `abort` of a request whose load is on its way; `preemption` of one that decodes, until it decodes again; what a
+plan costs to `encode` and to decode (pickle, as it travels to workers) and its size; and of Python's garbage collector
+the pause for all that `running` requests and the tier keep, and what it took of one life with the collector on, frozen
+at the start as vLLM does.
+
+Not measured on either side: hashing, blocks and tables of the engine's own, workers. Requests have the attributes that
+are read; block hashes are random bytes. Times are CPU time of the thread, medians of `--rounds`, sides in turns, after
+one round off the clock. The collector is off but where it is measured.
+
+    python bench/request_life.py --json request_life.json
+
+A run of some cases replaces those in the file and leaves the others.
+"""
+
+import argparse
+import gc
+import json
+import os
+import pickle
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from life_driver import Bill, Driver, append_token
+from life_engine import STEP_TOKENS, Step
+from life_prompts import SCENARIOS, Prompts
+from life_sides import Side
+from planner_lookup import PRESETS
+from vllm.v1.request import RequestStatus
+
+TOKENS = (8192, 131072, 1048576)
+RUNNING_TOKENS = 131072
+DECODED_TOKENS = 32
+STAGGER_TOKENS = 16
+"""Requests that run together are this many tokens apart at most, so that each step begins some blocks."""
+ROUNDS = {8192: 9, 131072: 5}
+"""More for short ones."""
+
+
+def measure_lives(prompts: Prompts, rounds: int) -> dict[str, Any]:
+    """Whole lives, in turns."""
+    sides = {name: prompts.open(name) for name in prompts.side_names}
+    bills: dict[str, list[Bill]] = {name: [] for name in sides}
+    gc.collect()
+    gc.disable()
+    for number in range(rounds + 1):
+        hashes = prompts.next_hashes()
+        for name in list(sides) if number % 2 else reversed(sides):
+            bill = Bill()
+            Driver(sides[name], bill).live(prompts.request(hashes), DECODED_TOKENS)
+            bills[name] += [bill] if number else []
+    gc.enable()
+    return {name: summary(of_side) for name, of_side in bills.items()}
+
+
+def summary(bills: list[Bill]) -> dict[str, Any]:
+    """Medians of lives that did the same."""
+    parts = dict.fromkeys(part for bill in bills for part in bill.us)
+    assert len({(bill.hit_tokens, bill.work) for bill in bills}) == 1, "lives differ in what they did"
+    return {
+        "us": {part: statistics.median(bill.us.get(part, 0.0) for bill in bills) for part in parts},
+        "total_us": statistics.median(bill.total_us for bill in bills),
+        "worst_step_us": statistics.median(bill.worst_us for bill in bills),
+        "hit_tokens": bills[0].hit_tokens,
+        "loaded_blocks": bills[0].work.num_loaded,
+        "stored_full_blocks": bills[0].work.num_stored_full,
+    }
+
+
+def measure_running(prompts: Prompts, name: str, num_requests: int) -> dict[str, float]:
+    """Requests that all decode: a step, and a pause of the collector for all that is kept of them and of the tier."""
+    gc.collect()
+    gc.freeze()
+    side = prompts.open(name, num_requests)
+    gc.collect()
+    gc.disable()
+    driver, hashes, requests = Driver(side, Bill()), prompts.next_hashes(), []
+    for number in range(num_requests):
+        request = prompts.request(hashes, number % STAGGER_TOKENS)
+        found = driver.begin(request)
+        assert found == prompts.hit_tokens, "what the others stored has pushed out what they all hit"
+        driver.load(request, found)
+        if requests:
+            side.engine.share(request, requests[0])
+        driver.compute(request)
+        requests.append(request)
+    driver.bill = Bill()
+    for _ in range(DECODED_TOKENS):
+        for request in requests:
+            append_token(request, side.engine.hash_tokens)
+        driver.step("decode", Step(dict.fromkeys(requests, 1)))
+    steps_us = driver.bill.steps_us
+    start = time.thread_time_ns()
+    gc.collect()
+    pause_us = (time.thread_time_ns() - start) / 1000
+    gc.enable()
+    gc.unfreeze()
+    return {"step_us": statistics.median(steps_us), "worst_step_us": max(steps_us), "collection_us": pause_us}
+
+
+def measure_besides(prompts: Prompts, name: str) -> dict[str, Any]:
+    """An abort, a preemption, a plan on its way, and a life with the collector on."""
+    side = prompts.open(name)
+    driver, hashes = Driver(side, Bill(keeps_plans=True)), prompts.next_hashes()
+    gc.collect()
+    gc.disable()
+    for _ in range(2):  # the first one off the clock
+        request = prompts.request(hashes)
+        driver.load(request, driver.begin(request))
+        plan = driver.bill.plans[-2]
+        driver.compute(request)
+        driver.bill = Bill()
+        driver.preempt(request)
+        preemption = driver.bill
+        driver.finish(request)
+        request = prompts.request(hashes)
+        driver.begin(request)
+        driver.step("load plan", Step())
+        driver.bill = Bill(keeps_plans=True)
+        driver.finish(request, RequestStatus.FINISHED_ABORTED)
+        abort = driver.bill
+    start = time.thread_time_ns()
+    encoded = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+    middle = time.thread_time_ns()
+    pickle.loads(encoded)
+    end = time.thread_time_ns()
+    gc.enable()
+    return {
+        "abort_us": abort.total_us,
+        "preemption_us": preemption.total_us,
+        "preemption_worst_step_us": preemption.worst_us,
+        "plan_bytes": len(encoded),
+        "encode_us": (middle - start) / 1000,
+        "decode_us": (end - middle) / 1000,
+        "collector": measure_collector(prompts, side, hashes),
+    }
+
+
+def measure_collector(prompts: Prompts, side: Side, hashes: list[bytes]) -> dict[str, float]:
+    """What Python's collector took of one life."""
+    pauses_us: list[float] = []
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        now_us = time.thread_time_ns() / 1000
+        if phase == "start":
+            pauses_us.append(-now_us)
+        else:
+            pauses_us[-1] += now_us
+
+    bill, request = Bill(), prompts.request(hashes)
+    gc.collect()
+    gc.freeze()
+    gc.callbacks.append(watch)
+    Driver(side, bill).live(request, DECODED_TOKENS)
+    gc.callbacks.remove(watch)
+    gc.unfreeze()
+    return {"total_us": sum(pauses_us), "worst_us": max(pauses_us, default=0.0), "number": len(pauses_us)}
+
+
+def ratios(sides: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """vLLM's time over ours."""
+    ours = sides["ours"]
+    return {
+        name: {what: theirs[f"{what}_us"] / ours[f"{what}_us"] for what in ("total", "worst_step")}
+        for name, theirs in sides.items()
+        if name != "ours"
+    }
+
+
+def show_lives(title: str, sides: dict[str, dict[str, Any]]) -> None:
+    print(f"{title}: hit {sides['ours']['hit_tokens']}, ms")
+    for name, side in sides.items():
+        parts = "  ".join(f"{part} {us / 1000:.2f}" for part, us in side["us"].items())
+        total_ms, worst_ms = side["total_us"] / 1000, side["worst_step_us"] / 1000
+        print(f"   {name:12} total {total_ms:.2f}  worst step {worst_ms:.2f}  ({parts})")
+    for name, found in ratios(sides).items():
+        print(f"   {name} / ours: total {found['total']:.2f}x  worst step {found['worst_step']:.2f}x")
+
+
+def measure_preset(preset: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    lives = []
+    for asked_tokens in arguments.tokens:
+        for scenario in arguments.scenarios:
+            prompts = Prompts(preset, asked_tokens, scenario)
+            rounds = arguments.rounds or ROUNDS.get(asked_tokens, 3)
+            sides = measure_lives(prompts, rounds)
+            num_tokens = prompts.stored_tokens + 1
+            show_lives(f"{preset} {num_tokens} tokens, {scenario}", sides)
+            case = {"tokens": num_tokens, "asked_tokens": asked_tokens, "scenario": scenario, "rounds": rounds}
+            case["load_average"] = os.getloadavg()[0]
+            lives.append({**case, "sides": sides, "ratios": ratios(sides)})
+    found: dict[str, Any] = {"lives": lives}
+    prompts = Prompts(preset, arguments.running_tokens, "full")
+    if arguments.running:
+        running = {name: measure_running(prompts, name, arguments.running) for name in prompts.side_names[:2]}
+        found["running"] = {"requests": arguments.running, "tokens": prompts.stored_tokens + 1, "sides": running}
+        besides = {name: measure_besides(prompts, name) for name in prompts.side_names}
+        found["besides"] = {"tokens": prompts.stored_tokens + 1, "sides": besides}
+        for name in prompts.side_names:
+            print(f"   {name:12} running {running.get(name)}")
+            print(f"   {name:12} besides {besides[name]}")
+    return found
+
+
+def save(path: Path, preset: str, found: dict[str, Any]) -> None:
+    """Into the file, in place of what it has of the same cases, beside all others."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    of_preset = known.setdefault("presets", {}).setdefault(preset, {"lives": []})
+    new = {(life["asked_tokens"], life["scenario"]) for life in found["lives"]}
+    kept = [life for life in of_preset["lives"] if (life["asked_tokens"], life["scenario"]) not in new]
+    of_preset |= found | {"lives": kept + found["lives"]}
+    known["about"] = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "step_tokens": STEP_TOKENS,
+        "decoded_tokens": DECODED_TOKENS,
+    }
+    path.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="whole lives of requests beside vLLM's offloading scheduler")
+    parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS), help="none: no lives")
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--rounds", type=int, default=0, help="of each case; 0: 9, 5 and 3, fewer for longer prompts")
+    parser.add_argument("--running", type=int, default=256, help="requests that decode together; 0: leave that out")
+    parser.add_argument("--running-tokens", type=int, default=RUNNING_TOKENS)
+    parser.add_argument("--json", type=Path, default=Path("request_life.json"), help="where the figures go")
+    arguments = parser.parse_args()
+    for preset in arguments.presets:
+        save(arguments.json, preset, measure_preset(preset, arguments))
+
+
+if __name__ == "__main__":
+    main()

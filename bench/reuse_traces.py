@@ -1,0 +1,186 @@
+"""Hit rates of hybrid models on public traces, by where recurrent states are placed: planner and index, no engine.
+
+Seven ways, over stores of 5, 10, 30 and 100 % of what a trace stores today without a bound (its attention, and a
+state at each prompt's end):
+- `ends`: the state of each prompt's end, which is what an engine hands over by itself;
+- `junctions`: and one where the store holds all attention and no state;
+- `ladder`: and one every 8 chunks;
+- `budgeted`: the planner's, `hybridkv.planner.checkpoints`, told what a connector knows and not more. States that the
+  next turn has outgrown give way, where the planner says so; `placed_only` is the same without that;
+- `optimal`: the best stops for whoever knows which later requests part where, by dynamic programming, with the price of
+  a state that serves the whole trace best. `optimal_free` also leaves out the ends to which nobody comes back;
+- `attention`: as if attention were all that a model has: no placement can do better with as many bytes.
+
+Cost model: a state is as large as 4 chunks of attention (Qwen3-Next with chunks of 512 tokens), one more step costs as
+much as 64 tokens of prefill (5 ms at 12,800 tokens a second). Requests come one after the other; answers are not
+modelled. Nothing is random: there is no seed. `--variants` also runs the planner with each of its constants halved and
+doubled, and with steps of other costs, for what the judged lines hang on. `--halves` also runs the two halves of each
+trace by themselves, each from an empty store and a planner that has learned nothing.
+
+    python bench/reuse_traces.py --traces FOLDER --json reuse_traces.json --svg reuse_traces.svg
+
+FOLDER holds Mooncake's mooncake_conversation_trace.jsonl and mooncake_synthetic_trace.jsonl (kvcache-ai/Mooncake,
+FAST25-release) and magagent/*.jsonl (LMCache/lmcache-agent-trace), both Apache-2.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from reuse_files import Part, Trace, part_of, read_all
+from reuse_plot import draw
+from reuse_policies import Budgeted, Hindsight, Junctions, Ladder, PromptEnds
+from reuse_simulation import CostModel, Outcome, Policy, simulate, unique_chunks
+
+from hybridkv.planner.checkpoints import experience, outgrown, placement, seen
+
+SIZES: Final = (5, 10, 30, 100)
+LADDER_CHUNKS: Final = 8
+SEEN_CHUNKS: Final = 1 << 18
+"""Prefixes that the planner's table holds."""
+HINDSIGHT_PRICES: Final = (0.125, 4.0, 16.0)
+"""In chunks of attention."""
+WITHIN_BOUND: Final = 0.01
+"""How far from the bound with room is near enough."""
+CONSTANTS: Final = ("KEPT_SHARE", "OLD_SHARE", "DOUBTED_PARTINGS", "DOUBTED_PROMPTS", "EXTRA_RETURN")
+
+
+def run_size(trace: Trace, size: int, costs: CostModel) -> dict[str, Outcome]:
+    """All placements over one store."""
+    capacity = unique_chunks(trace, costs) * size // 100
+    policies: dict[str, Policy | None] = {
+        "ends": PromptEnds(),
+        "junctions": Junctions(),
+        "ladder": Ladder(LADDER_CHUNKS),
+        "budgeted": Budgeted(trace, capacity, costs, SEEN_CHUNKS),
+        "placed_only": Budgeted(trace, capacity, costs, SEEN_CHUNKS, retains=False),
+        "attention": None,
+    }
+    outcomes = {name: simulate(trace, capacity, costs, policy) for name, policy in policies.items()}
+    for name, with_all_ends in (("optimal", True), ("optimal_free", False)):
+        found = (
+            simulate(trace, capacity, costs, Hindsight(trace, capacity, costs, price, with_all_ends))
+            for price in HINDSIGHT_PRICES
+        )
+        outcomes[name] = max(found, key=lambda outcome: outcome.hit_tokens)
+    return outcomes
+
+
+def goal(rates: dict[str, float], size: int) -> float:
+    """The hit rate that is asked of `budgeted`: near the bound with room, elsewhere half of what hindsight gains."""
+    if size == 100:
+        return rates["attention"] - WITHIN_BOUND
+    return (rates["ends"] + rates["optimal"]) / 2
+
+
+def row_of(trace: Trace, size: int, outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    rates = {name: outcome.hit_rate for name, outcome in outcomes.items()}
+    return {
+        "trace": trace.name,
+        "size_percent": size,
+        "hit_rate": {name: round(rate, 5) for name, rate in rates.items()},
+        "stored_per_saved_token": {name: round(o.stored_per_saved_token, 3) for name, o in outcomes.items()},
+        "extra_prefill_share": {name: round(o.extra_share, 5) for name, o in outcomes.items()},
+        "stops": {name: outcome.num_stops for name, outcome in outcomes.items()},
+        "goal": round(goal(rates, size), 5),
+        "reaches_goal": rates["budgeted"] >= goal(rates, size),
+        "never_below_ends": rates["budgeted"] >= rates["ends"],
+        "half_of_optimal_free": rates["budgeted"] >= (rates["ends"] + rates["optimal_free"]) / 2,
+    }
+
+
+@contextmanager
+def _changed(name: str, value: float) -> Iterator[None]:
+    """Another value of a constant, in every module that reads it."""
+    readers = [module for module in (experience, outgrown, placement, seen) if hasattr(module, name)]
+    before = getattr(readers[0], name)
+    for module in readers:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module in readers:
+            setattr(module, name, before)
+
+
+def run_variants(traces: list[Trace], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What `budgeted` reaches with other constants and other steps, against the same goals."""
+    found = []
+    for step_tokens in (16, 32, 64, 128, 256):
+        found.append({"step_tokens": step_tokens} | _budgeted(traces, rows, CostModel(step_tokens=step_tokens)))
+    for name in CONSTANTS:
+        value = getattr(placement if hasattr(placement, name) else experience, name)
+        # What fades is halved and doubled by how much fades.
+        values = (1 - 2 * (1 - value), (1 + value) / 2) if name == "KEPT_SHARE" else (value / 2, value * 2)
+        for other in values:
+            with _changed(name, other):
+                found.append({name: other} | _budgeted(traces, rows, CostModel()))
+    return found
+
+
+def _budgeted(traces: list[Trace], rows: list[dict[str, Any]], costs: CostModel) -> dict[str, Any]:
+    goals = {(row["trace"], row["size_percent"]): row for row in rows}
+    short, below, shares = [], [], []
+    for trace in traces:
+        for size in SIZES:
+            capacity = unique_chunks(trace, costs) * size // 100
+            outcome = simulate(trace, capacity, costs, Budgeted(trace, capacity, costs, SEEN_CHUNKS))
+            row = goals[trace.name, size]
+            shares.append(outcome.extra_share)
+            if outcome.hit_rate < row["goal"]:
+                short.append(f"{trace.name} {size} %: {100 * (outcome.hit_rate - row['goal']):+.2f}")
+            if outcome.hit_rate < row["hit_rate"]["ends"]:
+                below.append(f"{trace.name} {size} %")
+    return {"short_of_goal": short, "below_ends": below, "most_extra_prefill_share": round(max(shares), 5)}
+
+
+def run_part(traces: list[Trace], part: Part, costs: CostModel, with_variants: bool) -> dict[str, Any]:
+    """All placements over all stores, for so much of each trace."""
+    parts = [part_of(trace, part) for trace in traces]
+    rows = []
+    for trace in parts:
+        for size in SIZES:
+            row = row_of(trace, size, run_size(trace, size, costs))
+            rows.append(row)
+            rates = "  ".join(f"{name} {100 * rate:.2f}" for name, rate in row["hit_rate"].items())
+            share = 100 * row["extra_prefill_share"]["budgeted"]
+            verdict = "" if row["reaches_goal"] else f"  short of {100 * row['goal']:.2f}"
+            print(f"{trace.name}, {part}, {size} %: {rates}; extra prefill {share:.2f} %{verdict}", flush=True)
+    return {"rows": rows, "variants": run_variants(parts, rows) if with_variants else []}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="the folder of the traces")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--svg", type=Path, help="where to write the picture")
+    parser.add_argument("--variants", action="store_true", help="with other constants too")
+    parser.add_argument("--halves", action="store_true", help="each half of each trace by itself too")
+    chosen = parser.parse_args()
+    traces, costs = read_all(chosen.traces), CostModel()
+    whole = run_part(traces, Part.WHOLE, costs, chosen.variants)
+    halves = (Part.FIRST, Part.SECOND) if chosen.halves else ()
+    figures = {
+        "cost_model": {
+            "state_chunks": costs.state_chunks,
+            "step_tokens": costs.step_tokens,
+            "chunk_tokens": {trace.name: trace.chunk_tokens for trace in traces},
+            "ladder_chunks": LADDER_CHUNKS,
+            "seed": None,
+        },
+        **whole,
+        "halves": {part: run_part(traces, part, costs, chosen.variants) for part in halves},
+    }
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if chosen.svg is not None:
+        chosen.svg.write_text(draw(whole["rows"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The smallest lives: both sides do the same work, whatever it costs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from life_driver import Bill, Driver
+from life_prompts import SCENARIOS, Prompts
+from life_sides import Ours
+from planner_lookup import PRESETS
+from request_life import measure_besides, measure_lives, measure_running, ratios, save
+
+TOKENS = 2176
+"""Of four chunks of the model with the longest ones."""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_both_sides_hit_load_and_store_the_same(preset: str, scenario: str) -> None:
+    prompts = Prompts(preset, TOKENS, scenario)
+    sides = measure_lives(prompts, 1)
+    done = {(side["hit_tokens"], side["loaded_blocks"], side["stored_full_blocks"]) for side in sides.values()}
+    assert len(done) == 1
+    (hit_tokens, _, stored_blocks), *_ = done
+    full_tokens = PRESETS[preset][0].block_tokens
+    assert hit_tokens == prompts.hit_tokens
+    assert stored_blocks * full_tokens == prompts.stored_tokens - prompts.hit_tokens
+    assert ratios(sides).keys() == sides.keys() - {"ours"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_a_cold_prompt_leaves_in_a_full_tier_is_found_whole_on_both_sides(preset: str) -> None:
+    prompts = Prompts(preset, TOKENS, "miss")
+    hashes = prompts.next_hashes()
+    for name in prompts.side_names:
+        side = prompts.open(name)
+        for expected in (0, prompts.stored_tokens):
+            bill = Bill()
+            Driver(side, bill).live(prompts.request(hashes), 2)
+            assert bill.hit_tokens == expected, name
+
+
+def test_a_cold_prompt_evicts_what_was_there() -> None:
+    prompts = Prompts("gemma3", TOKENS, "miss")
+    side = prompts.open("ours")
+    assert isinstance(side, Ours)
+    num_keys, bill = side.index.num_keys, Bill()
+    Driver(side, bill).live(prompts.request(prompts.next_hashes()), 0)
+    assert bill.work.num_stored_full > 0
+    assert side.index.num_keys == num_keys == len(PRESETS["gemma3"]) * TOKENS // prompts.spec.chunk_tokens
+
+
+@pytest.mark.parametrize("preset", ["gemma3", "qwen3next"])
+def test_what_is_measured_besides_runs_on_both_sides(preset: str) -> None:
+    prompts = Prompts(preset, TOKENS, "full")
+    for name in prompts.side_names:
+        running = measure_running(prompts, name, 3)
+        besides = measure_besides(prompts, name)
+        assert min(running["step_us"], besides["abort_us"], besides["preemption_us"], besides["plan_bytes"]) > 0
+
+
+def test_a_run_of_some_cases_leaves_the_others_in_the_file(tmp_path: Path) -> None:
+    out = tmp_path / "life.json"
+
+    def found(scenario: str, total: int) -> dict[str, list[dict[str, object]]]:
+        return {"lives": [{"asked_tokens": 8192, "scenario": scenario, "total": total}]}
+
+    runs = [("llama", "full", 1), ("llama", "miss", 2), ("gemma3", "full", 3), ("llama", "full", 4)]
+    for preset, scenario, total in runs:
+        save(out, preset, found(scenario, total))
+    presets = json.loads(out.read_text())["presets"]
+    lives = {(name, life["scenario"]): life["total"] for name, each in presets.items() for life in each["lives"]}
+    assert lives == {("llama", "miss"): 2, ("llama", "full"): 4, ("gemma3", "full"): 3}

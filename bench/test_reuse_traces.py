@@ -1,0 +1,131 @@
+"""The simulation on small traces that can be followed by hand, and its picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+from reuse_files import Part, Trace, chained, part_of, read_agents, read_mooncake
+from reuse_plot import draw
+from reuse_policies import Budgeted, Hindsight, Junctions, Ladder, PromptEnds
+from reuse_simulation import CostModel, Moment, simulate, unique_chunks
+from reuse_traces import row_of, run_size
+
+COSTS = CostModel(step_tokens=8)
+ROOM = 100_000
+
+
+def siblings(num: int = 40, shared: int = 20, own: int = 6) -> Trace:
+    """Documents, each asked about three times: a long beginning, and an end of its own."""
+    prompts = [
+        (64 * (shared + own) + 1, [f"document {number // 3}"] * shared + [f"question {number}"] * own)
+        for number in range(num)
+    ]
+    return chained("siblings", 64, prompts)
+
+
+def test_what_a_trace_stores_is_counted_by_hand() -> None:
+    trace = chained("two", 10, [(31, "abc"), (31, "abd")])
+    outcome = simulate(trace, ROOM, COSTS, PromptEnds())
+    assert (outcome.total_tokens, outcome.hit_tokens) == (62, 0)
+    assert outcome.stored_tokens == 10 * (4 + 2 * 4)
+    assert simulate(trace, ROOM, COSTS, None).hit_tokens == 20
+    assert unique_chunks(trace, COSTS) == 4 + 2 * 4
+
+
+def test_a_junction_serves_the_third_sibling_and_hindsight_the_second() -> None:
+    trace = siblings(num=3)
+    hits = [
+        simulate(trace, ROOM, COSTS, policy).hit_tokens
+        for policy in (PromptEnds(), Junctions(), Hindsight(trace, ROOM, COSTS, 1.0, True))
+    ]
+    assert hits == [0, 20 * 64, 2 * 20 * 64]
+
+
+def test_the_planner_learns_where_siblings_part() -> None:
+    trace = siblings()
+    junctions = simulate(trace, ROOM, COSTS, Junctions()).hit_tokens
+    budgeted = simulate(trace, ROOM, COSTS, Budgeted(trace, ROOM, COSTS, 1_000))
+    bound = simulate(trace, ROOM, COSTS, None).hit_tokens
+    assert junctions < budgeted.hit_tokens <= bound
+    assert budgeted.extra_share <= 0.02
+
+
+class LettingAllGo(Budgeted):
+    """Whatever the next turn has outgrown goes, also where others come back to it."""
+
+    def gives_way(self, moment: Moment) -> bool:
+        super().gives_way(moment)
+        return 0 < moment.resumed < moment.end and moment.held <= moment.resumed
+
+
+def chats(num: int, turns: int) -> Trace:
+    """Conversations in turn, each prompt the last one and 4 chunks more."""
+    said = [[f"chat {chat} {place}" for place in range(4 * turn + 4)] for turn in range(turns) for chat in range(num)]
+    return chained("chats", 64, [(64 * len(contents) + 1, contents) for contents in said])
+
+
+def questions(num: int, tries: int) -> Trace:
+    """Documents by themselves, and then in turn questions behind each."""
+    said = [[f"document {document}"] * 8 for document in range(num)]
+    said += [[*said[document], f"try {number}"] for number in range(tries) for document in range(num)]
+    return chained("questions", 64, [(64 * len(contents) + 1, contents) for contents in said])
+
+
+def test_states_that_the_next_turn_has_outgrown_make_room_for_others() -> None:
+    trace = chats(num=60, turns=8)
+    stays, goes = (
+        simulate(trace, 1_700, COSTS, Budgeted(trace, 1_700, COSTS, 10_000, retains=retains)).hit_tokens
+        for retains in (False, True)
+    )
+    assert goes > stays
+
+
+def test_outgrown_states_stay_where_others_come_back_to_them() -> None:
+    trace = questions(num=40, tries=6)
+    policy, control = (kind(trace, 900, COSTS, 10_000) for kind in (Budgeted, LettingAllGo))
+    assert simulate(trace, 900, COSTS, policy).hit_tokens > simulate(trace, 900, COSTS, control).hit_tokens
+
+
+def test_halves_are_traces_by_themselves_and_make_up_the_whole() -> None:
+    trace = siblings(num=7)
+    first, second = part_of(trace, Part.FIRST), part_of(trace, Part.SECOND)
+    assert (len(first.requests), len(second.requests)) == (3, 4)
+    assert first.requests + second.requests == part_of(trace, Part.WHOLE).requests == trace.requests
+    assert (first.name, first.chunk_tokens) == (trace.name, trace.chunk_tokens)
+
+
+def test_no_placement_beats_attention_alone_and_the_ends_alone_beat_none_with_room() -> None:
+    trace = siblings()
+    rates = {name: outcome.hit_rate for name, outcome in run_size(trace, 100, COSTS).items()}
+    assert rates["attention"] == max(rates.values())
+    assert rates["optimal"] >= rates["budgeted"] >= rates["ends"]
+
+
+def test_a_store_that_holds_nothing_hits_nothing() -> None:
+    for policy in (PromptEnds(), Junctions(), Ladder(2), None):
+        assert simulate(siblings(), 1, COSTS, policy).hit_tokens == 0
+
+
+def test_traces_are_read_as_prefixes(tmp_path: Path) -> None:
+    mooncake = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 2, "input_length": 1_030, "hash_ids": [0, 7, 9]},
+        {"timestamp": 1, "input_length": 1_024, "hash_ids": [0, 7]},
+    ]
+    mooncake.write_text("\n".join(json.dumps(line) for line in lines))
+    first, second = read_mooncake(mooncake, "m").requests
+    assert (first.num_tokens, second.num_tokens) == (1_024, 1_030) and first.chunks == second.chunks == (0, 1)
+    lines = [{"timestamp": 1, "input": "a" * 1_030}, {"timestamp": 2, "input": ""}]
+    (tmp_path / "s.openai_chat.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    mooncake.unlink()
+    (only,) = read_agents(tmp_path, "a").requests
+    assert only.num_tokens == 257 and only.chunks == (0, 1)
+
+
+def test_the_picture_is_xml_with_a_panel_for_each_trace() -> None:
+    trace = siblings(num=9)
+    rows = [row_of(trace, size, run_size(trace, size, COSTS)) for size in (30, 100)]
+    picture = ElementTree.fromstring(draw(rows))
+    assert any("siblings" in (element.text or "") for element in picture.iter())
