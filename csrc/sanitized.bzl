@@ -1,11 +1,30 @@
 """Tests whose whole program, the library under test included, is compiled with a sanitizer."""
 
-load("@rules_cc//cc:defs.bzl", "cc_test")
+load("@rules_cc//cc:defs.bzl", "cc_library", "cc_test")
 
 _SANITIZERS = {
     "address": ["-fsanitize=address,undefined"],
     "thread": ["-fsanitize=thread"],
 }
+
+def _copts(options):
+    return options + ["-O2", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+
+def sanitized_library(name, **kwargs):
+    """`<name>_address` and `<name>_thread`: a library as `sanitized_tests` link it, compiled once for all of them.
+
+    Args:
+        name: what the libraries' names begin with.
+        **kwargs: forwarded to cc_library.
+    """
+    for sanitizer, options in _SANITIZERS.items():
+        cc_library(
+            name = "%s_%s" % (name, sanitizer),
+            testonly = True,
+            copts = _copts(options),
+            linkstatic = True,
+            **kwargs
+        )
 
 def sanitized_tests(name, srcs, deps, library = None, **kwargs):
     """`<name>_address_test` and `<name>_thread_test`, so that a plain `bazel test //...` runs them.
@@ -16,15 +35,15 @@ def sanitized_tests(name, srcs, deps, library = None, **kwargs):
         name: the test's name without `_test`.
         srcs: its sources.
         deps: header-only libraries.
-        library: the sources of what it tests, unless that is among deps.
+        library: a `sanitized_library` with what it tests, unless that is among deps.
         **kwargs: forwarded to cc_test.
     """
     for sanitizer, options in _SANITIZERS.items():
         cc_test(
             name = "%s_%s_test" % (name, sanitizer),
-            srcs = srcs + ([library] if library else []),
-            copts = options + ["-O2", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"],
+            srcs = srcs,
+            copts = _copts(options),
             linkopts = options + ["-lpthread"],
-            deps = deps,
+            deps = deps + (["%s_%s" % (library, sanitizer)] if library else []),
             **kwargs
         )

@@ -87,6 +87,8 @@ class Scripted final : public FileQueue {
     std::condition_variable changed;
     bool is_open = true;
     bool is_woken = false;
+    bool is_reaping = false;
+    bool is_deaf = false;
     std::vector<std::pair<FileOperation, std::int64_t>> calls;
     std::function<int(const FileRequest&)> error = [](const FileRequest&) { return 0; };
 
@@ -94,9 +96,18 @@ class Scripted final : public FileQueue {
       const std::lock_guard lock(mutex);
       is_open = false;
     }
+    // Once the queue's thread stands in `reap`, it stays there until `release`, whoever wakes it: until then it takes
+    // nothing of what is submitted.
+    void hold_asleep() {
+      std::unique_lock lock(mutex);
+      expect(changed.wait_for(lock, std::chrono::duration<double>(kLongS), [&] { return is_reaping && !is_woken; }),
+             "the thread goes to sleep");
+      is_deaf = true;
+    }
     void release() {
       const std::lock_guard lock(mutex);
       is_open = true;
+      is_deaf = false;
       changed.notify_all();
     }
     void wait_for_calls(std::size_t count) {
@@ -127,8 +138,10 @@ class Scripted final : public FileQueue {
   std::vector<FileCompletion> reap(std::size_t min_completions, std::size_t capacity, double timeout_s) override {
     {
       std::unique_lock lock(script_.mutex);
+      script_.is_reaping = true;
+      script_.changed.notify_all();
       script_.changed.wait(lock, [&] { return script_.is_open || script_.is_woken; });
-      script_.is_woken = false;
+      script_.is_reaping = script_.is_woken = false;
       if (!script_.is_open) return {};
     }
     std::vector<FileCompletion> completions = inner_->reap(min_completions, capacity, timeout_s);
@@ -140,7 +153,7 @@ class Scripted final : public FileQueue {
   void wake() override {
     {
       const std::lock_guard lock(script_.mutex);
-      script_.is_woken = true;
+      script_.is_woken = !script_.is_deaf;
       script_.changed.notify_all();
     }
     inner_->wake();
@@ -336,7 +349,8 @@ void check_neighbours(FileBackend backend) {
   for (std::size_t number = 0; number < 4; ++number) payloads.emplace_back(std::vector<std::size_t>{4096}, 0);
   for (std::int64_t tag = 0; tag < 4; ++tag) {
     queue.submit(record_of(tag, true, file, false, tag * 8192, payloads[static_cast<std::size_t>(tag)]));
-    script.wait_for_calls(1);
+    // Else it may prepare the next one before that has its neighbours.
+    if (tag == 0) script.hold_asleep();
   }
   script.release();
   const std::map<std::int64_t, RecordCompletion> ended = finish(queue);

@@ -52,7 +52,7 @@ def python(directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def running(python: Path, directory: Path) -> Iterator[Server]:
-    config = transfer_config(chunk_tokens=CHUNK_TOKENS)
+    config = transfer_config(chunk_tokens=CHUNK_TOKENS, **harness.SAME_STEPS)
     with servers.running_server(python, KIND, directory / "positive", config) as server:
         yield server
 
