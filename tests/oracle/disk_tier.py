@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import CONNECTOR
+from hybridkv.tiers.disk import DiskMedium
 from hybridkv.tiers.ram import PlainRamIndex, RamIndex
 from hybridkv.tiers.stack import TierStack
 from oracle.engine import OracleEngine
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 SMALL, LARGE = 5, 500
 """Chunks of each group that a RAM tier has room for: too few for a scenario, and enough for any."""
+DISK_TIMEOUT_S = 60.0
 
 
 def stacked(mix: Mix, directory: str | Path, load: str = "async", chunks: int = LARGE, **more: Any) -> Connector:
@@ -34,13 +36,31 @@ def stack_of(engine: OracleEngine) -> TierStack:
 
 
 def forget(random: Random) -> Callable[[OracleEngine, int], None]:
-    """A hook that now and then evicts from RAM everything that may be evicted."""
+    """A hook that now and then evicts from RAM everything that may be evicted.
+
+    What is on its way to a disk may not. So it waits for that one step before, however slow the disk is: else there
+    would be nothing to evict on a busy machine, and nothing would ever come back from the disk.
+    """
+    is_due = False
 
     def before_step(engine: OracleEngine, step: int) -> None:
+        nonlocal is_due
         near = stack_of(engine).near
         assert isinstance(near, RamIndex | PlainRamIndex)
-        if random.random() < 0.2:
+        if is_due:
             for key in near.eviction_order():
                 near.invalidate(key)
+        is_due = random.random() < 0.2
+        if is_due:
+            wait_for_disk(engine)
 
     return before_step
+
+
+def wait_for_disk(engine: OracleEngine) -> None:
+    """Until a disk has done what it was told. The next step hears of it."""
+    for runner in engine.runners:
+        worker = runner.connector._worker  # type: ignore[union-attr]
+        for medium in worker._mover.media.values():
+            if isinstance(medium, DiskMedium):
+                assert medium.drain(DISK_TIMEOUT_S), "the disk stands still"
