@@ -34,6 +34,8 @@ KIB, MIB = 1 << 10, 1 << 20
 GRANULE_BYTES = 4096
 CHUNK_TOKENS = 8
 NEVER_S = 1e6
+PAUSE_S = 1e-4
+"""Between two steps: whoever spins lets the threads that write wait for the interpreter."""
 OPTIONS = DiskOptions(capacity_bytes=64 * MIB, fsync=Fsync.NONE, max_in_flight=2)
 NUM_FITTING = 288
 """Chunks, with a state each, that the disk has room for."""
@@ -137,6 +139,7 @@ class Engine:
             self._mover.start(self.stack.take_moves())
             for move, failure, _ in self._mover.poll():
                 self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+            time.sleep(PAUSE_S)
 
     def end(self, name: str) -> None:
         self.planner.on_gone(self.states[name])

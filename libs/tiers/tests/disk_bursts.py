@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +27,8 @@ from hybridkv.tiers.testing.copying import CopyingMedium
 CHUNK_TOKENS = 64
 HYBRID = CacheSpec((GroupSpec(GroupKind.FULL, 64), GroupSpec(GroupKind.RECURRENT, 64)), CHUNK_TOKENS)
 NEVER_S = 1e6
+PAUSE_S = 1e-4
+"""Between two steps: whoever spins lets the threads that write wait for the interpreter."""
 GRANULE_BYTES = 4096
 
 
@@ -107,6 +110,7 @@ class Burst:
             self._mover.start(self.stack.take_moves())
             for move, failure, _ in self._mover.poll():
                 self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+            time.sleep(PAUSE_S)
 
     def resumable(self, name: bytes) -> int:
         """Tokens of a prompt that an engine could resume from the disk alone."""
