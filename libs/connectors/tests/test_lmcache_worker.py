@@ -286,6 +286,17 @@ def test_without_a_server_loads_and_stores_end(rank: MakeRank) -> None:
     assert worker.counted()["lmcache_up"] == 0
 
 
+def test_a_server_that_was_there_once_and_is_gone_is_not_waited_for(rank: MakeRank) -> None:
+    with ScriptedServer() as server:
+        worker = ready(rank(server.address, connect_timeout_seconds=3600.0))
+    assert eventually(lambda: isinstance(worker.station.connection.state, Down))
+    tables = worker.tables(1, 2)
+    worker.begin(loads=[worker.load_of("r", DIGESTS, tables)], stores=[worker.store_of(DIGESTS, tables)])
+    ended = worker.finish(1, 1)
+    assert [failure.reason for failure in ended.failures["r"]] == ["io"]
+    assert [outcome.reason for outcome in ended.stores.values()] == ["io"]
+
+
 def test_without_a_namespace_nothing_is_opened(server: ScriptedServer, rank: MakeRank) -> None:
     worker = rank(server.address)
     tables = worker.tables(1, 2)

@@ -137,6 +137,7 @@ class Connection:
         self._clock = clock
         self._changed = threading.Condition()
         self._state: ServerState = Down("not tried yet")
+        self._was_ready = False
         self._errands: deque[Callable[[Ready], None]] = deque(maxlen=MAX_ERRANDS)
         self._registered: int | None = None
         """What was registered last."""
@@ -159,6 +160,11 @@ class Connection:
         """The server, where it can be asked."""
         state = self._state
         return state if isinstance(state, Ready) else None
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether the server could be asked at any time until now."""
+        return self._was_ready
 
     def wait_ready(self, timeout_s: float) -> ServerState:
         """The state as soon as it is `Ready`, or a refusal, or after so long."""
@@ -350,4 +356,5 @@ class Connection:
     def _set(self, state: ServerState) -> None:
         with self._changed:
             self._state = state
+            self._was_ready |= isinstance(state, Ready)
             self._changed.notify_all()

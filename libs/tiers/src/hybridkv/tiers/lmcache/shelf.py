@@ -63,7 +63,6 @@ class Shelf:
         namespace, self._world_size, self.num_bytes = cache
         self._member = CacheMember(groups_of(self.num_bytes), namespace, self._world_size, pages)
         self._spare = pages // 4 or 1
-        self._was_ready = False
         self.connection = Connection(address, self._member, options, clock)
         self.operations = Operations(self.connection, clock)
 
@@ -76,8 +75,7 @@ class Shelf:
     def is_new(self) -> bool:
         """Whether the server was not reached yet, and may be soon."""
         state = self.connection.state
-        self._was_ready |= isinstance(state, Ready)
-        return not self._was_ready and isinstance(state, Down) and state.refusal is None
+        return not self.connection.was_ready and isinstance(state, Down) and state.refusal is None
 
     def prefix(self, key: Key, ready: Ready) -> Prefix:
         """What the server is asked for."""

@@ -41,7 +41,6 @@ class Station:
         self._clock = clock
         self._num_chunks = site.num_chunks
         self._reach_until_s = clock() + site.connect_timeout_s
-        self._was_ready = False
         self._memory: PoolMemory | None = None
         self._lock = threading.Lock()
         self._held: set[Hold] = set()
@@ -58,9 +57,8 @@ class Station:
     def is_coming(self) -> bool:
         """Whether the server was not reached yet, and may be soon."""
         state = self.connection.state
-        self._was_ready |= isinstance(state, Ready)
         is_refused = isinstance(state, Down) and state.refusal is not None
-        return not self._was_ready and not is_refused and self._clock() < self._reach_until_s
+        return not self.connection.was_ready and not is_refused and self._clock() < self._reach_until_s
 
     @property
     def chunks_at_once(self) -> int:
