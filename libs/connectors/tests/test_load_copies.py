@@ -6,15 +6,16 @@ import dataclasses
 from itertools import count
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_copies import bytes_of, copy_of
 from test_lookups import BLOCK, DRAFTER, FULL, HASHES, STATE, make_layout
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.chunk_copies import copies_of
+from hybridkv.connectors.vllm.chunk_copies import copies_of, copies_of_runs
 from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.planner import GroupKind, GroupSpec, LocalCopies, plan_load, read_blocks
+from hybridkv.planner import GroupKind, GroupSpec, LocalCopies, plan_load, plan_load_runs, read_blocks
 from hybridkv.tiers import Slot
 
 WINDOW = GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=3 * BLOCK)
@@ -49,6 +50,12 @@ def test_copies_made_together_are_those_made_one_by_one(
     assert list(together.copies) == alone
     assert together.local_bytes == sum(bytes_of(layout, copy) for copy in alone if copy.local_blocks)
     assert together.tier_bytes == sum(bytes_of(layout, copy) for copy in alone if not copy.local_blocks)
+    # Where nothing comes from blocks there is no object for a chunk, and in places of one extent or of several.
+    scattered = [Slot(tuple((each + more, 1) for more in range(1 + each % 7 // 5))) for each in range(len(keys))]
+    runs = plan_load_runs(spec, boundary, 0, tables)
+    assert copies_of_runs(layout, runs, keys, scattered) == copies_of(layout, transfers, keys, scattered)
+    with pytest.raises(ValueError, match="keys and slots"):
+        copies_of_runs(layout, runs, keys, scattered[1:])
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.booleans(), st.lists(st.integers(0, 19), max_size=2))

@@ -20,11 +20,10 @@ from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.requests import TrackedRequest
-from hybridkv.planner import GroupKind, GroupSpec, LocalCopies, plan_load
+from hybridkv.planner import GroupKind, GroupSpec, LocalCopies, plan_load_runs
 
 FULL, LARGE = GroupSpec(GroupKind.FULL, BLOCK), GroupSpec(GroupKind.FULL, 2 * BLOCK)
 TOKENS = 6 * BLOCK
-NOTHING = LocalCopies(((),) * 6, 0)
 
 
 def own_hash(value: Any) -> bytes:
@@ -49,7 +48,7 @@ class Bench:
         self.local = LocalBlocks(self.layout)
         self.local.bind(self.pool)
         tables = [[100 + i for i in range(6)], [200 + i for i in range(3)]]
-        self.transfers = plan_load(self.layout.spec, TOKENS, 0, tables)
+        self.runs = plan_load_runs(self.layout.spec, TOKENS, 0, tables)
 
     def leave(self, group_index: int, block_tokens: int) -> list[KVCacheBlock]:
         blocks: list[KVCacheBlock] = self.pool.get_new_blocks(TOKENS // block_tokens)
@@ -58,7 +57,12 @@ class Bench:
         return blocks
 
     def find(self) -> LocalCopies:
-        return self.local.find(self.tracked, self.transfers, 0)
+        found = self.look()
+        assert found is not None
+        return found
+
+    def look(self) -> LocalCopies | None:
+        return self.local.find(self.tracked, self.runs, 0)
 
     def evict(self, blocks: Sequence[KVCacheBlock]) -> None:
         self.pool.evict_blocks({block.block_id for block in blocks})
@@ -67,8 +71,8 @@ class Bench:
 def test_blocks_are_found_by_what_they_hold_whatever_a_groups_block_is() -> None:
     bench = Bench()
     small, large = ([block.block_id for block in blocks] for blocks in bench.left)
-    assert [(each.group_index, each.end_token) for each in bench.transfers] == [
-        (group, end) for group in range(2) for end in range(2 * BLOCK, TOKENS + 1, 2 * BLOCK)
+    assert [(run.group_index, *run.end_tokens(2 * BLOCK)) for run in bench.runs] == [
+        (group, *range(2 * BLOCK, TOKENS + 1, 2 * BLOCK)) for group in range(2)
     ]
     pairs = [tuple(small[i : i + 2]) for i in (0, 2, 4)]
     assert bench.find() == LocalCopies((*pairs, *((block_id,) for block_id in large)), TOKENS)
@@ -113,12 +117,12 @@ def test_nothing_stays_pinned_at_the_end() -> None:
 
 
 def test_with_an_adapter_nothing_is_found() -> None:
-    assert Bench(lora=LoRARequest("a", 1, "/nowhere")).find() == NOTHING
+    assert Bench(lora=LoRARequest("a", 1, "/nowhere")).look() is None
 
 
 def test_hashes_that_two_contents_may_share_name_nothing() -> None:
     layout = dataclasses.replace(make_layout((FULL, LARGE)).layout, hash_algorithm="xxhash")
-    assert Bench(layout).find() == NOTHING
+    assert Bench(layout).look() is None
 
 
 @pytest.mark.parametrize("switch", ["by configuration", "later", "without a pool", "without prefix caching"])
@@ -133,7 +137,7 @@ def test_switched_off_nothing_is_found(switch: str) -> None:
             bench.local.bind(
                 BlockPool(32, enable_caching=False, hash_block_size=BLOCK) if "caching" in switch else bench.pool
             )
-    assert bench.find() == NOTHING
+    assert bench.look() is None
 
 
 def test_tokens_that_have_no_hash_yet_are_not_found() -> None:

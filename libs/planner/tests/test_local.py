@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from strategies import any_caches, boundaries, computed_tokens
 from test_plans import table
 
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LocalCopies, Transfer, find_local_copies, plan_load
+from hybridkv.planner import (
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
+    LocalCopies,
+    Transfer,
+    find_local_copies,
+    has_local_copies,
+    plan_load,
+    plan_load_runs,
+)
 
 FULL = GroupSpec(kind=GroupKind.FULL, block_tokens=4)
 WINDOW = GroupSpec(kind=GroupKind.WINDOW, block_tokens=4, window_tokens=6)
@@ -105,5 +115,20 @@ def test_what_is_found_is_what_the_definition_says(spec: CacheSpec, data: st.Dat
     has = {
         (i, place) for i in range(len(spec.groups)) for place in range(len(tables[i])) if data.draw(st.integers(0, 5))
     }
-    found = find_local_copies(spec, plan, computed, lambda group, place: place + 7 if (group, place) in has else None)
+
+    def held(group_index: int, place: int) -> int | None:
+        return place + 7 if (group_index, place) in has else None
+
+    found = find_local_copies(spec, plan, computed, held)
     assert found == by_definition(spec, plan, computed, has)
+    runs = plan_load_runs(spec, boundary, computed, tables)
+    assert has_local_copies(spec, runs, held) or not any(found.block_ids)
+
+
+def test_where_the_engine_holds_nothing_few_blocks_are_asked_for() -> None:
+    asked = []
+    runs = plan_load_runs(SPEC, 16, 0, [[11, 12, 13, 14], [0, 0, 23, 24], [0, 32]])
+    assert not has_local_copies(SPEC, runs, lambda group, place: asked.append((group, place)))
+    assert asked == [(0, 0), (1, 2)]
+    assert has_local_copies(SPEC, runs, everything)
+    assert not has_local_copies(SPEC, runs, lambda group, place: place if group == 2 else None), "never a state"

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +12,12 @@ from hybridkv.planner import (
     State,
     StorePlan,
     Transfer,
+    TransferRun,
     chunk_blocks,
     chunk_span,
     coverage,
     plan_load,
+    plan_load_runs,
     plan_store,
     plan_tail,
     storable_ends,
@@ -49,6 +52,23 @@ def test_a_load_writes_what_each_kind_needs_and_no_more() -> None:
         Transfer(1, 16, 0, (23, 24)),
         Transfer(2, 16, 0, (32,)),
     )
+
+
+def test_whole_chunks_in_a_row_are_one_run_and_its_ends_are_runs_of_their_own() -> None:
+    blocks = list(range(1, 13))
+    spec = CacheSpec((FULL, msgspec.structs.replace(WINDOW, window_tokens=13)), 8)
+    assert plan_load_runs(spec, 40, 0, [blocks[:10], [0] * 7 + blocks[7:10]]) == (
+        TransferRun(0, 8, 5, 0, tuple(blocks[:10])),
+        TransferRun(1, 32, 1, 1, (8,)),
+        TransferRun(1, 40, 1, 0, (9, 10)),
+    )
+    tails = CacheSpec((FULL,), 8, 4)
+    assert plan_load_runs(tails, 44, 4, [blocks[:11]]) == (
+        TransferRun(0, 8, 1, 1, (2,)),
+        TransferRun(0, 16, 4, 0, tuple(blocks[2:10])),
+        TransferRun(0, 44, 1, 0, (11,)),
+    )
+    assert plan_load_runs(tails, 4, 0, [[1]]) == (TransferRun(0, 4, 1, 0, (1,)),)
 
 
 def test_a_load_leaves_alone_what_the_engine_holds() -> None:

@@ -64,16 +64,16 @@ from hybridkv.planner.diagnosis import Finding, Problem, diagnose
 from hybridkv.planner.foreign import common_block_count, slice_group_blocks
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit, whole_chunk_unit
 from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
-from hybridkv.planner.local import LocalCopies, find_local_copies
+from hybridkv.planner.local import LocalCopies, find_local_copies, has_local_copies
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.loss import Loss, measure_loss
 from hybridkv.planner.offload_units import HybridOffloadPlanner
 from hybridkv.planner.paths import needed_before, needed_parts, path_order
-from hybridkv.planner.plans import plan_load, plan_store, storable_ends
+from hybridkv.planner.plans import plan_load, plan_load_runs, plan_store, storable_ends
 from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
 from hybridkv.planner.retention import Retention, deepest_state, retain
 from hybridkv.planner.tails import plan_tail
-from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer
+from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, TransferRun, transfers_of
 
 __all__ = [
     "AUTO",
@@ -127,6 +127,7 @@ __all__ = [
     "Take",
     "TokenSpan",
     "Transfer",
+    "TransferRun",
     "Unusable",
     "Verdict",
     "Wait",
@@ -145,6 +146,7 @@ __all__ = [
     "find_local_copies",
     "gate_load",
     "gate_lookup",
+    "has_local_copies",
     "is_weight",
     "keep",
     "last_boundary",
@@ -160,6 +162,7 @@ __all__ = [
     "observe",
     "path_order",
     "plan_load",
+    "plan_load_runs",
     "plan_stops",
     "plan_store",
     "plan_tail",
@@ -170,6 +173,7 @@ __all__ = [
     "slice_group_blocks",
     "stages",
     "storable_ends",
+    "transfers_of",
     "whole_chunk_unit",
     "window_blocks",
 ]

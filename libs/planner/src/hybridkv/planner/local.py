@@ -1,12 +1,12 @@
 """Which parts of a load an engine holds itself, in blocks of its own that no request of it may resume from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from hybridkv.planner.coverage import chunk_blocks
 from hybridkv.planner.groups import CacheSpec, GroupKind
-from hybridkv.planner.transfers import Transfer
+from hybridkv.planner.transfers import Transfer, TransferRun
 
 
 class LocalCopies(msgspec.Struct, frozen=True):
@@ -57,6 +57,31 @@ def find_local_copies(
             tokens[transfer.end_token] = tokens.get(transfer.end_token, True) and bool(ids)
     whole = (end - max(computed_tokens, end - spec.chunk_tokens) for end, is_local in tokens.items() if is_local)
     return LocalCopies(tuple(found), sum(whole))
+
+
+def has_local_copies(
+    spec: CacheSpec, runs: Iterable[TransferRun], held: Callable[[int, int], int | None]
+) -> bool:
+    """Whether `find_local_copies` may find anything of these. Mostly it does not: then few blocks are asked for.
+
+    Args:
+        spec: the model's groups.
+        runs: of a load, as `plan_load_runs` gives them.
+        held: as of `find_local_copies`.
+    """
+    gone: set[int] = set()
+    for run in runs:
+        index, group = run.group_index, spec.groups[run.group_index]
+        if index in gone or not _may_copy(spec, index):
+            continue
+        first = chunk_blocks(spec, index, run.end_token).start + run.first_block
+        step = spec.chunk_tokens // group.block_tokens
+        is_full = group.kind is GroupKind.FULL
+        if any(held(index, first + number * step) is not None for number in range(1 if is_full else run.num_transfers)):
+            return True
+        if is_full:
+            gone.add(index)
+    return False
 
 
 def _may_copy(spec: CacheSpec, group_index: int) -> bool:

@@ -6,12 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 from hybridkv.planner.coverage import chunk_blocks, load_start, needed_ends
 from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.tails import plan_tail
-from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, table_of
+from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, TransferRun, table_of, transfers_of
 
 
 def plan_load(
     spec: CacheSpec, num_tokens: int, computed_tokens: int, block_ids: Sequence[Sequence[int]], null_block: int = 0
 ) -> tuple[Transfer, ...]:
+    """What must be written into the engine's blocks so that the request resumes at `num_tokens`: one transfer for each
+    chunk. As `plan_load_runs`, which makes no object for a chunk.
+
+    Raises:
+        PlanError: as `plan_load_runs`.
+    """
+    return transfers_of(plan_load_runs(spec, num_tokens, computed_tokens, block_ids, null_block), spec.chunk_tokens)
+
+
+def plan_load_runs(
+    spec: CacheSpec, num_tokens: int, computed_tokens: int, block_ids: Sequence[Sequence[int]], null_block: int = 0
+) -> tuple[TransferRun, ...]:
     """What must be written into the engine's blocks so that the request resumes at `num_tokens`.
 
     Args:
@@ -29,7 +41,7 @@ def plan_load(
         raise PlanError(f"num_tokens must be a multiple of {spec.boundary_tokens} tokens, got {num_tokens}")
     if computed_tokens < 0:
         raise PlanError(f"computed_tokens must not be negative, got {computed_tokens}")
-    transfers: list[Transfer] = []
+    runs: list[TransferRun] = []
     cut = spec.cut_groups
     for group_index in spec.stored_groups:
         group, table = spec.groups[group_index], table_of(spec, block_ids, group_index)
@@ -41,35 +53,46 @@ def plan_load(
             ids = tuple(table[first_needed:stop])
             if len(ids) != stop - first_needed or null_block in ids:
                 raise _missing_block(spec, group_index, num_tokens, computed_tokens, table, null_block)
-            if group_index in cut:
-                transfers += _cut_transfers(spec, group_index, ends, first_needed, ids)
-            else:
-                first = chunk_blocks(spec, group_index, ends[0])
-                size = first.stop - first_needed
-                transfers.append(Transfer(group_index, ends[0], first_needed - first.start, ids[:size]))
-                step = spec.chunk_tokens // group.block_tokens
-                rest = zip(ends[1:], range(size, len(ids), step), strict=True)
-                transfers += [Transfer(group_index, end_token, 0, ids[i : i + step]) for end_token, i in rest]
+            make_runs = _cut_runs if group_index in cut else _whole_runs
+            runs += make_runs(spec, group_index, ends, first_needed, ids)
         unwritten = table[computed_tokens // group.block_tokens : first_needed]
         if unwritten.count(null_block) != len(unwritten):
             raise PlanError(
                 f"group {group_index} ({group.kind.name}) has blocks before {first_needed} that a load to {num_tokens} "
                 f"would leave unwritten: {list(unwritten)}"
             )
-    return tuple(transfers)
+    return tuple(runs)
 
 
-def _cut_transfers(
+def _whole_runs(
     spec: CacheSpec, group_index: int, ends: Sequence[int], first_needed: int, ids: tuple[int, ...]
-) -> list[Transfer]:
+) -> Iterator[TransferRun]:
+    """Of blocks that no chunk cuts: what is needed of the first chunk, the whole ones behind it, and a tail."""
+    step = spec.chunk_tokens // spec.groups[group_index].block_tokens
+    first = chunk_blocks(spec, group_index, ends[0])
+    size, num_whole = first.stop - first_needed, len(ends) - (ends[-1] % spec.chunk_tokens != 0)
+    start = place = 0
+    if num_whole and size != step:
+        yield TransferRun(group_index, ends[0], 1, first_needed - first.start, ids[:size])
+        start, place = size, 1
+    if place < num_whole:
+        stop = start + (num_whole - place) * step
+        yield TransferRun(group_index, ends[place], num_whole - place, 0, ids[start:stop])
+        start = stop
+    if num_whole < len(ends):
+        first_block = 0 if num_whole else first_needed - first.start
+        yield TransferRun(group_index, ends[-1], 1, first_block, ids[start:])
+
+
+def _cut_runs(
+    spec: CacheSpec, group_index: int, ends: Sequence[int], first_needed: int, ids: tuple[int, ...]
+) -> Iterator[TransferRun]:
     """Where chunks end inside blocks: the block that two of them share is in both transfers, each with its part."""
-    transfers = []
     for end_token in ends:
         stored = chunk_blocks(spec, group_index, end_token)
         first = max(stored.start, first_needed)
         own = ids[first - first_needed : stored.stop - first_needed]
-        transfers.append(Transfer(group_index, end_token, first - stored.start, own))
-    return transfers
+        yield TransferRun(group_index, end_token, 1, first - stored.start, own)
 
 
 def _missing_block(

@@ -1,6 +1,7 @@
 """What plans are made of: frozen values that can be printed, compared and replayed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -27,6 +28,43 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     end_token: int
     first_block: int
     block_ids: tuple[int, ...]
+
+
+class TransferRun(msgspec.Struct, frozen=True, array_like=True):
+    """Transfers of one group that follow each other, a chunk apart and with as many blocks each.
+
+    Args:
+        group_index: the group.
+        end_token: of the first of them.
+        num_transfers: how many there are. More than one are of whole chunks.
+        first_block: of each, as of `Transfer`.
+        block_ids: of all of them, one behind the other.
+    """
+
+    group_index: int
+    end_token: int
+    num_transfers: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+    def end_tokens(self, chunk_tokens: int) -> range:
+        """Where each ends."""
+        return range(self.end_token, self.end_token + self.num_transfers * chunk_tokens, chunk_tokens)
+
+    def transfers(self, chunk_tokens: int) -> list[Transfer]:
+        """Each by itself."""
+        group, first_block, ids = self.group_index, self.first_block, self.block_ids
+        step = len(ids) // self.num_transfers
+        ends = self.end_tokens(chunk_tokens)
+        return [
+            Transfer(group, end_token, first_block, ids[start : start + step])
+            for end_token, start in zip(ends, range(0, len(ids), step), strict=True)
+        ]
+
+
+def transfers_of(runs: Iterable[TransferRun], chunk_tokens: int) -> tuple[Transfer, ...]:
+    """Each transfer of runs by itself, in order."""
+    return tuple(chain.from_iterable(run.transfers(chunk_tokens) for run in runs))
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):

@@ -105,6 +105,20 @@ class CopyColumns(NamedTuple):
     local_blocks: Sequence[Sequence[int]] | None = None
 
 
+class CopyRun(NamedTuple):
+    """Copies in a row that are of the same part of their chunks, with as many blocks each.
+
+    Args:
+        part: of each.
+        num_copies: how many there are.
+        block_ids: of all of them, one behind the other.
+    """
+
+    part: ChunkPart
+    num_copies: int
+    block_ids: Sequence[int]
+
+
 class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Copies, in order. In the byte order of the machine: nobody keeps it.
 
@@ -157,6 +171,29 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
             _packed("i", columns.block_ids),
             _packed("i", columns.local_blocks or ()),
             _packed("q", list(chain.from_iterable(extents))),
+        )
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[CopyRun], keys: Sequence[bytes], slots: Sequence[Slot]) -> CopyTable:
+        """The same, of runs whose copies are of chunks with these keys, in these slots. `ValueError` where there are
+        more or fewer of them."""
+        num_copies = sum(run.num_copies for run in runs)
+        if not num_copies == len(keys) == len(slots):
+            raise ValueError(f"expected {num_copies} keys and slots, got {len(keys)} and {len(slots)}")
+        extents = [slot.extents for slot in slots]
+        shapes, start = [], 0
+        for part, num_copies, block_ids in runs:
+            end, num_blocks = start + num_copies, len(block_ids) // num_copies
+            for number, num_extents, key_bytes in _alike((extents[start:end], keys[start:end])):
+                shapes.append(_shape(number, part, num_blocks, 0, num_extents, key_bytes))
+            start = end
+        places = list(chain.from_iterable(chain.from_iterable(extents)))
+        return cls(
+            b"".join(shapes),
+            b"".join(keys),
+            b"".join([struct.pack(f"{len(run.block_ids)}i", *run.block_ids) for run in runs]),
+            b"",
+            struct.pack(f"{len(places)}q", *places),
         )
 
     def rows(self) -> Iterator[CopyShape]:
@@ -214,25 +251,32 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 def _shapes(columns: CopyColumns, extents: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bytes]:
     """Rows of the table."""
-    pack, start = _packer("i", SHAPE_NUMBERS), 0
+    start = 0
     local_blocks: Sequence[Sequence[int]] = columns.local_blocks or [()] * len(extents)
     of_each: tuple[Sequence[Sized], ...] = (columns.block_ids, local_blocks, extents, columns.key)
     for part, run in groupby(columns.part):
         end = start + len(list(run))
         for num_copies, num_blocks, num_local, num_extents, key_bytes in _alike([each[start:end] for each in of_each]):
-            yield pack(
-                num_copies,
-                part.group_index,
-                part.first_block,
-                num_blocks,
-                part.stored_blocks,
-                part.lead_tokens,
-                part.trail_tokens,
-                num_local,
-                num_extents,
-                key_bytes,
-            )
+            yield _shape(num_copies, part, num_blocks, num_local, num_extents, key_bytes)
         start = end
+
+
+def _shape(
+    num_copies: int, part: ChunkPart, num_blocks: int, num_local: int, num_extents: int, key_bytes: int
+) -> bytes:
+    """A row of the table: a `CopyShape`."""
+    return _packer("i", SHAPE_NUMBERS)(
+        num_copies,
+        part.group_index,
+        part.first_block,
+        num_blocks,
+        part.stored_blocks,
+        part.lead_tokens,
+        part.trail_tokens,
+        num_local,
+        num_extents,
+        key_bytes,
+    )
 
 
 def _alike(columns: Sequence[Sequence[Sized]]) -> Iterator[tuple[int, ...]]:

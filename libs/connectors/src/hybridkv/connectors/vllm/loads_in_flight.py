@@ -15,13 +15,22 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hybridkv.connectors.vllm.block_ids import tables_of
-from hybridkv.connectors.vllm.chunk_copies import copies_of
+from hybridkv.connectors.vllm.chunk_copies import copies_of, copies_of_runs
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.messages import CopyTable, Load, LoadFailure
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.stats import RAM, Recorder
-from hybridkv.planner import LoadAdmission, LocalCopies, LookupResult, PlanError, Transfer, plan_load
+from hybridkv.planner import (
+    LoadAdmission,
+    LocalCopies,
+    LookupResult,
+    PlanError,
+    Transfer,
+    TransferRun,
+    plan_load_runs,
+    transfers_of,
+)
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.stack import TierStack
 
@@ -94,9 +103,9 @@ class LoadsInFlight:
         hold = self._stack.hold(request_id)
         in_flight = _LoadInFlight([], boundary - computed, 0, source=RAM if hold is None else hold.source)
         try:
-            transfers = plan_load(self._layout.spec, boundary, computed, table, NULL_BLOCK)
-            local = self._local.find(tracked, transfers, computed)
-            load = Load(request_id, self._pin(tracked, transfers, local, in_flight))
+            runs = plan_load_runs(self._layout.spec, boundary, computed, table, NULL_BLOCK)
+            local = self._local.find(tracked, runs, computed)
+            load = Load(request_id, self._pin(tracked, runs, local, in_flight))
         except PlanError as error:
             # The engine waits for this load, so it is told that it failed; nothing was written.
             self._stack.unpin_all(in_flight.keys)
@@ -106,32 +115,38 @@ class LoadsInFlight:
         return load, in_flight
 
     def _pin(
-        self, tracked: TrackedRequest, transfers: Sequence[Transfer], local: LocalCopies, in_flight: _LoadInFlight
+        self, tracked: TrackedRequest, runs: Sequence[TransferRun], local: LocalCopies | None, in_flight: _LoadInFlight
     ) -> CopyTable:
         """The copies, with every chunk pinned in its tier, also those that are copied from elsewhere: they are in use
         as much as the others, and what cannot be copied from there after all is read from here."""
-        wanted = self._keys_of(tracked, transfers)
+        wanted = self._keys_of(tracked, runs)
         slots = self._stack.pin_all(wanted)
         if slots is None:
-            raise PlanError(self._what_is_missing(transfers, wanted))
+            raise PlanError(self._what_is_missing(runs, wanted))
         if self._stack.has_late:
-            self._require_sizes(transfers, wanted, slots)
+            self._require_sizes(runs, wanted, slots)
         in_flight.keys += wanted
-        in_flight.local_tokens = local.num_tokens
-        planned = copies_of(self._layout, transfers, wanted, slots, local)
+        if local is None:
+            planned = copies_of_runs(self._layout, runs, wanted, slots)
+        else:
+            in_flight.local_tokens = local.num_tokens
+            planned = copies_of(self._layout, self._transfers(runs), wanted, slots, local)
+            self._local.pin(tracked.request_id, local)
         in_flight.num_bytes += planned.tier_bytes
         in_flight.local_bytes += planned.local_bytes
-        self._local.pin(tracked.request_id, local)
         return planned.copies
 
-    def _keys_of(self, tracked: TrackedRequest, transfers: Sequence[Transfer]) -> list[bytes]:
-        keys = tracked.keys()
+    def _transfers(self, runs: Sequence[TransferRun]) -> tuple[Transfer, ...]:
+        return transfers_of(runs, self._layout.spec.chunk_tokens)
+
+    def _keys_of(self, tracked: TrackedRequest, runs: Sequence[TransferRun]) -> list[bytes]:
+        keys, chunk = tracked.keys(), self._layout.spec.chunk_tokens
         wanted: list[bytes] = []
-        for group_index, of_group in groupby(transfers, key=attrgetter("group_index")):
-            wanted += keys.ending_at(group_index, [transfer.end_token for transfer in of_group])
+        for group_index, of_group in groupby(runs, key=attrgetter("group_index")):
+            wanted += keys.ending_at(group_index, [end for run in of_group for end in run.end_tokens(chunk)])
         return wanted
 
-    def _require_sizes(self, transfers: Sequence[Transfer], keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+    def _require_sizes(self, runs: Sequence[TransferRun], keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Refuses, and withdraws everywhere, chunks of another length than theirs: a tier elsewhere was believed what
         it said of them, and the next request would meet them again.
 
@@ -141,7 +156,7 @@ class LoadsInFlight:
         size = self._layout.chunk_bytes
         bad = [
             (key, slot.num_bytes)
-            for part, key, slot in zip(transfers, keys, slots, strict=True)
+            for part, key, slot in zip(self._transfers(runs), keys, slots, strict=True)
             if slot.num_bytes != size(part.group_index, part.end_token)
         ]
         if bad:
@@ -152,9 +167,9 @@ class LoadsInFlight:
                 f"{len(bad)} of its chunks have another length, as {bad[0][0].hex()} with {bad[0][1]} bytes"
             )
 
-    def _what_is_missing(self, transfers: Sequence[Transfer], keys: Sequence[bytes]) -> str:
+    def _what_is_missing(self, runs: Sequence[TransferRun], keys: Sequence[bytes]) -> str:
         lookup = self._stack.lookup_near
-        for part, key in zip(transfers, keys, strict=True):
+        for part, key in zip(self._transfers(runs), keys, strict=True):
             if lookup(key) is not LookupResult.HIT:
                 return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"
         return "the fast tier pins none of its chunks"

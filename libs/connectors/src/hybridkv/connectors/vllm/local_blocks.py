@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.pins import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.requests import TrackedRequest
-from hybridkv.planner import LocalCopies, Transfer, find_local_copies
+from hybridkv.planner import LocalCopies, TransferRun, find_local_copies, has_local_copies, transfers_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -52,13 +52,14 @@ class LocalBlocks:
         """Find none from now on. What is being copied is copied to its end."""
         self._is_on = False
 
-    def find(self, tracked: TrackedRequest, transfers: Sequence[Transfer], computed_tokens: int) -> LocalCopies:
-        """What of a load the engine holds. With an adapter nothing: its name is in a hash, what it holds is not."""
+    def find(self, tracked: TrackedRequest, runs: Sequence[TransferRun], computed_tokens: int) -> LocalCopies | None:
+        """What of a load the engine holds; None where that is nothing. With an adapter it is: its name is in a hash,
+        what it holds is not."""
         pool = self._pool
         if not self._is_on or pool is None or tracked.lora is not None:
-            return LocalCopies(((),) * len(transfers), 0)
+            return None
         spec, names = self._layout.spec, {}
-        for group_index in {transfer.group_index for transfer in transfers}:
+        for group_index in {run.group_index for run in runs}:
             block_tokens = spec.groups[group_index].block_tokens
             names[group_index] = compat.block_names(
                 tracked.request.block_hashes, self._layout.hash_block_tokens, block_tokens
@@ -69,7 +70,10 @@ class LocalBlocks:
             block_id = None if place >= len(named) else compat.cached_block(pool, named[place], group_index)
             return None if block_id is None or self.is_wrong(block_id) else block_id
 
-        return find_local_copies(spec, transfers, computed_tokens, held)
+        if not has_local_copies(spec, runs, held):
+            return None
+        found = find_local_copies(spec, transfers_of(runs, spec.chunk_tokens), computed_tokens, held)
+        return found if any(found.block_ids) else None
 
     def pin(self, request_id: str, found: LocalCopies) -> None:
         """Keep them as they are until `free`."""
