@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR, cuts, job_lowering, register, worker
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
-from hybridkv.planner import GroupKind, Transfer, plan_load, resume_start
+from hybridkv.planner import GroupKind, Transfer, resume_start
 from oracle.engine import OracleEngine
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, HEADS_BEFORE_LAYERS, Group, Kind, Layers, Mix
+from oracle.planned import change_loads
 from oracle.profile import profile
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
@@ -155,15 +156,15 @@ def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def take_the_state_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recurrent state of the boundary before the right one."""
 
-    def wrong(spec: CacheSpec, *arguments: Any) -> tuple[Transfer, ...]:
-        return tuple(
+    def wrong(spec: CacheSpec, num_tokens: int, transfers: list[Transfer]) -> list[Transfer]:
+        return [
             Transfer(each.group_index, each.end_token - spec.chunk_tokens, each.first_block, each.block_ids)
             if spec.groups[each.group_index].kind is GroupKind.RECURRENT
             else each
-            for each in plan_load(spec, *arguments)
-        )
+            for each in transfers
+        ]
 
-    monkeypatch.setattr("hybridkv.connectors.vllm.loads_in_flight.plan_load", wrong)
+    change_loads(monkeypatch, wrong)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, layout, register
-from hybridkv.planner import GroupKind, GroupSpec, Transfer, plan_load
+from hybridkv.planner import GroupKind, GroupSpec, Transfer
 from hybridkv.tiers import TierCounts
 from hybridkv.tiers.ram import RamIndex
 from oracle.engine import OracleEngine
 from oracle.mixes import GEMMA3, GPT_OSS, HEADS_BEFORE_LAYERS, NAMED, QWEN3_NEXT, Mix
+from oracle.planned import change_loads
 from oracle.profile import profile
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
@@ -227,11 +228,8 @@ def take_the_state_before(spec: CacheSpec, transfers: list[Transfer]) -> list[Tr
 def test_a_wrong_planner_is_caught(
     mix: Mix, chunk_tokens: int, wrong: Any, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def planned(spec: CacheSpec, *arguments: Any) -> tuple[Transfer, ...]:
-        transfers = list(plan_load(spec, *arguments))
-        return tuple(wrong(spec, transfers) if is_wrong else transfers)
-
-    monkeypatch.setattr("hybridkv.connectors.vllm.loads_in_flight.plan_load", planned)
+    if is_wrong:
+        change_loads(monkeypatch, lambda spec, _, transfers: wrong(spec, transfers))
     # Every state is kept, so that the one before the right one is stored as well.
     settings = EngineSettings(
         num_blocks=200, max_step_tokens=16, retention_tokens=None, connector=offload("async", chunk_tokens)

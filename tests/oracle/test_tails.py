@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, compat, register
-from hybridkv.planner import GroupKind, Transfer, plan_load
+from hybridkv.planner import GroupKind, Transfer
 from oracle.disk_tier import SMALL, forget, stacked
 from oracle.engine import OracleEngine
 from oracle.memory import KVMemory, copy_in_order
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
 from oracle.mutants import tails_without_length
+from oracle.planned import change_loads
 from oracle.profile import profile
 from oracle.remote_tier import World
 from oracle.runner import CorruptionError
@@ -62,14 +63,13 @@ class TailLoads:
         self.tails = self.chunks = 0
         self.is_changed = False
 
-        def planned(spec: CacheSpec, num_tokens: int, *arguments: Any) -> tuple[Transfer, ...]:
+        def seen(spec: CacheSpec, num_tokens: int, transfers: list[Transfer]) -> list[Transfer] | None:
             is_tail = num_tokens % spec.chunk_tokens > 0
             self.tails += is_tail
             self.chunks += not is_tail
-            transfers = list(plan_load(spec, num_tokens, *arguments))
-            return tuple(change(spec, transfers) if self.is_changed and is_tail else transfers)
+            return change(spec, transfers) if self.is_changed and is_tail else None
 
-        monkeypatch.setattr("hybridkv.connectors.vllm.loads_in_flight.plan_load", planned)
+        change_loads(monkeypatch, seen)
 
 
 def offload(load: str, chunk_tokens: int | str = "auto", capacity: int | str = "64MiB") -> Connector:

@@ -59,9 +59,7 @@ def find_local_copies(
     return LocalCopies(tuple(found), sum(whole))
 
 
-def has_local_copies(
-    spec: CacheSpec, runs: Iterable[TransferRun], held: Callable[[int, int], int | None]
-) -> bool:
+def has_local_copies(spec: CacheSpec, runs: Iterable[TransferRun], held: Callable[[int, int], int | None]) -> bool:
     """Whether `find_local_copies` may find anything of these. Mostly it does not: then few blocks are asked for.
 
     Args:

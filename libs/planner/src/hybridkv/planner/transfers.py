@@ -55,10 +55,9 @@ class TransferRun(msgspec.Struct, frozen=True, array_like=True):
         """Each by itself."""
         group, first_block, ids = self.group_index, self.first_block, self.block_ids
         step = len(ids) // self.num_transfers
-        ends = self.end_tokens(chunk_tokens)
         return [
-            Transfer(group, end_token, first_block, ids[start : start + step])
-            for end_token, start in zip(ends, range(0, len(ids), step), strict=True)
+            Transfer(group, end_token, first_block, ids[number * step : (number + 1) * step])
+            for number, end_token in enumerate(self.end_tokens(chunk_tokens))
         ]
 
 

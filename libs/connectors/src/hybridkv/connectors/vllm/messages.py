@@ -52,6 +52,8 @@ class StepPlan(KVConnectorMetadata):
     """Between the tiers."""
     namespace: bytes = b""
     """Of slower tiers, where there are moves: the scheduler and the workers describe a model's layers differently."""
+    is_idle: bool = False
+    """Nothing is computed in this step: whoever waits for a load meanwhile holds up nobody."""
 
 
 @dataclass(slots=True)

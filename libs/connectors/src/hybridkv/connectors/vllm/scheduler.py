@@ -193,7 +193,7 @@ class OffloadScheduler:
         loads = self._in_flight.without_wrong_blocks(loads, self._wrong.holds)
         if not compat.loads_after_forward(scheduler_output):
             loads = self._in_flight.from_tiers_alone(loads)
-        return self._with_moves(loads, stores)
+        return self._with_moves(loads, stores, is_idle=not scheduler_output.num_scheduled_tokens)
 
     def plan_moves(self) -> StepPlan:
         """As `plan_step` at an end, where no request runs any more."""
@@ -202,11 +202,12 @@ class OffloadScheduler:
         stores, self._planned_stores = self._planned_stores, []
         return self._with_moves((), stores)
 
-    def _with_moves(self, loads: Iterable[Load], stores: Iterable[Store]) -> StepPlan:
+    def _with_moves(self, loads: Iterable[Load], stores: Iterable[Store], *, is_idle: bool = False) -> StepPlan:
         moves = tuple(self._stack.take_moves())
         is_needed = bool(moves) or not self._has_told_namespace
         self._has_told_namespace = True
-        return StepPlan(tuple(loads), tuple(stores), moves, self._identity.namespace if is_needed else b"")
+        namespace = self._identity.namespace if is_needed else b""
+        return StepPlan(tuple(loads), tuple(stores), moves, namespace, is_idle)
 
     def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> list[Store]:
         stores: list[Store] = []

@@ -38,6 +38,11 @@ DRAIN_S = 10.0
 """How long `close` waits for chunks that are on their way to a slower tier."""
 
 
+IDLE_WAIT_S = 0.002
+"""How long a step that computes nothing waits for loads. The engine would pause about as long before it looks again;
+where it does not pause, its thread keeps the interpreter from the one that copies."""
+
+
 @dataclass(slots=True)
 class _CopyInFlight:
     store_id: int | None = None
@@ -75,6 +80,8 @@ class OffloadWorker:
         self._in_flight: dict[JobId, _CopyInFlight] = {}
         self._job_ids = itertools.count(1)
         self._outcomes = Outcomes()
+        self._is_idle = False
+        """Whether the step computes nothing."""
 
     def bind_slower_tiers(
         self, open_medium: Mapping[str, Callable[[bytes], TierMedium]], at_once: frozenset[str] = frozenset()
@@ -113,6 +120,7 @@ class OffloadWorker:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads, and its moves between the tiers."""
+        self._is_idle = plan.is_idle
         now_s = self._paths.clock()
         for load in plan.loads:
             in_flight = _CopyInFlight(request_id=load.request_id)
@@ -239,6 +247,8 @@ class OffloadWorker:
 
     def results(self) -> LoadResults:
         """Loads that ended since the last call. Moves between the tiers that ended are in `outcome`."""
+        if self._is_idle and (loading := [job_id for job_id, copy in self._in_flight.items() if copy.request_id]):
+            self._paths.loads.wait(loading, IDLE_WAIT_S)
         for engine in self._engines:
             for copied in engine.poll():
                 in_flight = self._in_flight[copied.job_id]
