@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
-from hybridkv.transfer import CopyRuns, InlineCopyEngine
+from hybridkv.transfer import CopyEngine, CopyRuns, InlineCopyEngine
 from hybridkv.transfer.native import Copier, copy_one_by_one, runs_copier
 
 BLOCKS = 16
@@ -32,12 +32,12 @@ SLOTS = (Slot(((40_000, CHUNK_BYTES),)), Slot(((80_000, 5000), (0, CHUNK_BYTES -
 
 
 class Rig:
-    """A worker over one group of plain memory, which copies by `copier`."""
+    """A worker over one group of plain memory, which copies by `copier`, or with an engine that is there already."""
 
-    def __init__(self, copier: Copier) -> None:
+    def __init__(self, copier: Copier, engine: CopyEngine | None = None) -> None:
         self.memory = np.random.default_rng(3).integers(0, 256, len(PAGES) * BLOCKS * STRIDE, dtype=np.uint8)
         self.arena = RamArena(128 * 1024)
-        engine = InlineCopyEngine(copier=lambda: copier)
+        engine = engine or InlineCopyEngine(copier=lambda: copier)
         paths = CopyPaths(engine, engine, 30.0, lambda: 0.0)
         self.recorder = Recorder()
         self.worker = OffloadWorker(cast(Any, None), self.arena, paths, self.recorder)

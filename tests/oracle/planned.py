@@ -1,0 +1,27 @@
+"""What a load is planned to read, seen and changed on its way from the planner to the connector."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hybridkv.planner import CacheSpec, Transfer, TransferRun, plan_load_runs, transfers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+
+def change_loads(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[CacheSpec, int, list[Transfer]], list[Transfer] | None]
+) -> None:
+    """Every load up to so many tokens reads what `change` makes of its transfers; where that is None, these."""
+
+    def planned(spec: CacheSpec, num_tokens: int, *arguments: Any) -> tuple[TransferRun, ...]:
+        runs = plan_load_runs(spec, num_tokens, *arguments)
+        changed = change(spec, num_tokens, list(transfers_of(runs, spec.chunk_tokens)))
+        if changed is None:
+            return runs
+        return tuple(TransferRun(one.group_index, one.end_token, 1, one.first_block, one.block_ids) for one in changed)
+
+    monkeypatch.setattr("hybridkv.connectors.vllm.loads_in_flight.plan_load_runs", planned)
