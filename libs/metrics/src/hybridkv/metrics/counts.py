@@ -61,9 +61,10 @@ class Counts:
         series = self._series(name, Kind.HISTOGRAM, labels)
         bounds = self._catalogue.metric(name, Kind.HISTOGRAM).buckets
         _require(name, value, is_negative_allowed=False)
-        buckets = [EMPTY_BUCKET] * (len(bounds) + 1)
-        buckets[bisect.bisect_left(bounds, value)] = (1, float(value))
-        self._add_buckets(series, tuple(buckets))
+        buckets = self._histograms.get(series) or (EMPTY_BUCKET,) * (len(bounds) + 1)
+        place = bisect.bisect_left(bounds, value)
+        count, total = buckets[place]
+        self._histograms[series] = (*buckets[:place], (count + 1, total + float(value)), *buckets[place + 1 :])
 
     def merge(self, other: Counts) -> None:
         """Add what `other` counted, which stays as it is.
