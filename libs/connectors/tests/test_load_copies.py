@@ -53,7 +53,10 @@ def test_copies_made_together_are_those_made_one_by_one(
     # Where nothing comes from blocks there is no object for a chunk, and in places of one extent or of several.
     scattered = [Slot(tuple((each + more, 1) for more in range(1 + each % 7 // 5))) for each in range(len(keys))]
     runs = plan_load_runs(spec, boundary, 0, tables)
-    assert copies_of_runs(layout, runs, keys, scattered) == copies_of(layout, transfers, keys, scattered)
+    from_tier = copies_of_runs(layout, runs, keys, scattered)
+    assert from_tier == copies_of(layout, transfers, keys, scattered)
+    assert list(from_tier.copies) == [copy_of(spec, *each) for each in zip(transfers, keys, scattered, strict=True)]
+    assert (from_tier.tier_bytes, from_tier.local_bytes) == (sum(bytes_of(layout, copy) for copy in alone), 0)
     with pytest.raises(ValueError, match="keys and slots"):
         copies_of_runs(layout, runs, keys, scattered[1:])
 

@@ -180,10 +180,15 @@ def _store_transfers(
     """Of chunks with these ends, of whose blocks all that are stored are in the table, which is read once."""
     first, last = (chunk_blocks(spec, group_index, end) for end in (ends[0], ends[-1]))
     ids = tuple(table[first.start : last.stop])
+    if spec.alike_parts[group_index] is None:
+        for end_token in ends:
+            stored = chunk_blocks(spec, group_index, end_token)
+            yield Transfer(group_index, end_token, 0, ids[stored.start - first.start : stored.stop - first.start])
+        return
+    num_blocks, block_tokens, first_end = len(first), spec.groups[group_index].block_tokens, ends[0]
     for end_token in ends:
-        stored = chunk_blocks(spec, group_index, end_token)
-        own = ids[stored.start - first.start : stored.stop - first.start]
-        yield Transfer(group_index, end_token, 0, own)
+        start = (end_token - first_end) // block_tokens
+        yield Transfer(group_index, end_token, 0, ids[start : start + num_blocks])
 
 
 def storable_ends(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from hybridkv.connectors.vllm.copy_table import ChunkPart, CopyColumns, CopyRun, CopyShape, CopyTable
@@ -48,8 +49,9 @@ def copies_of(
         for transfer in transfers
     ]
     block_ids = [transfer.block_ids for transfer in transfers]
-    local_blocks = None if local is None else local.block_ids
-    return _measured(layout, CopyTable.of_columns(CopyColumns(parts, keys, slots, block_ids, local_blocks)))
+    if local is not None:
+        return _measured(layout, CopyTable.of_columns(CopyColumns(parts, keys, slots, block_ids, local.block_ids)))
+    return _measured(layout, CopyTable.of_runs(list(_runs_of(parts, block_ids)), keys, slots))
 
 
 def copies_of_runs(
@@ -68,6 +70,15 @@ def copies_of_runs(
                 for each in run.transfers(spec.chunk_tokens)
             ]
     return _measured(layout, CopyTable.of_runs(copied, keys, slots))
+
+
+def _runs_of(parts: Sequence[ChunkPart], block_ids: Sequence[Sequence[int]]) -> Iterator[CopyRun]:
+    """Copies in a row of the same part, and of as many blocks."""
+    start = 0
+    for (part, _), run in groupby(zip(parts, map(len, block_ids), strict=True)):
+        end = start + len(list(run))
+        yield CopyRun(part, end - start, list(chain.from_iterable(block_ids[start:end])))
+        start = end
 
 
 def _measured(layout: CacheLayout, table: CopyTable) -> Copies:
