@@ -280,6 +280,10 @@ class TierIndex(Protocol):
         """
         ...
 
+    def commit_all(self, keys: Sequence[Key]) -> list[bool]:
+        """`commit` of each, in their order; what each was answered."""
+        ...
+
     def abort(self, key: Key) -> None:
         """A reservation, doomed or not, that will never be committed: its space is freed now.
 

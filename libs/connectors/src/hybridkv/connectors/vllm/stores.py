@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
@@ -239,16 +239,15 @@ class StorePlanner:
             used = [c.key for c in reversed(chunks) if not c.is_new or (is_below is not None and is_below(c.key))]
             self._touch([*used, *from_end])
         ended: Counter[tuple[int, str]] = Counter()
-        for chunk in self._checked(path, chunks) if is_overdue else chunks:
-            if not chunk.is_new:
+        checked = self._checked(path, chunks) if is_overdue else chunks
+        for is_new, run in itertools.groupby(checked, key=attrgetter("is_new")):
+            if is_new:
+                ended += self._end(list(run), is_stored)
+                continue
+            for chunk in run:
                 # What another store still brings, that one lets cascade.
                 if self._stack.in_near(chunk.key):
                     self._stack.cascade(chunk.key, chunk.on_path)
-                continue
-            is_offered = is_stored and self._stack.commit(chunk.key, chunk.on_path)
-            if not is_stored:
-                self._stack.abort(chunk.key)
-            ended[chunk.part[0], "stored" if is_offered else "failed"] += 1
         for (group_index, outcome), number in ended.items():
             self._recorder.store(spec.groups[group_index].kind, outcome, number)
         if path.is_complete:
@@ -258,6 +257,17 @@ class StorePlanner:
             self._offer_again(path)
         renewed = path.take_renewal(spec, self._placing.used_bytes, is_overdue)
         self._touch([*(chunk.key for chunk in reversed(chunks)), *from_end] if renewed is None else renewed)
+
+    def _end(self, chunks: Sequence[StoredPart], is_stored: bool) -> Counter[tuple[int, str]]:
+        """Commits what a store brought, or gives it up. How many chunks of each group ended how."""
+        if is_stored:
+            offered = self._stack.commit_all([(chunk.key, chunk.on_path) for chunk in chunks])
+        else:
+            for chunk in chunks:
+                self._stack.abort(chunk.key)
+            offered = [False] * len(chunks)
+        of_groups = [chunk.part[0] for chunk in chunks]
+        return Counter(zip(of_groups, ["stored" if each else "failed" for each in offered], strict=True))
 
     def _touch(self, keys: list[bytes]) -> None:
         """Make these recent everywhere, but for what was given up."""

@@ -160,6 +160,12 @@ class AskedIndex(Generic[Q, E]):
     def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
         return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
 
+    def commit(self, key: Key) -> bool:
+        raise NotImplementedError
+
+    def commit_all(self, keys: Sequence[Key]) -> list[bool]:
+        return [self.commit(key) for key in keys]
+
     def abort(self, key: Key) -> None:
         self._known.abort(key)
 

@@ -156,6 +156,9 @@ class DiskIndex(AnswersAtOnce):
         self._upkeep.run_if_needed()
         return is_committed
 
+    def commit_all(self, keys: Sequence[Key]) -> list[bool]:
+        return [self.commit(key) for key in keys]
+
     def abort(self, key: Key) -> None:
         record = self._records.reserved_now.get(key)
         self._records.abort(key)

@@ -337,14 +337,23 @@ class TierStack:
 
     def commit(self, key: Key, on_path: PathPosition = ALONE) -> bool:
         """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
-        is_stored = self.near.commit(key)
+        return self.commit_all([(key, on_path)])[0]
+
+    def commit_all(self, chunks: Sequence[tuple[Key, PathPosition]]) -> list[bool]:
+        """`commit` of each, in their order; what each was answered."""
+        are_stored = self.near.commit_all([key for key, _ in chunks])
+        if self._levels:
+            for (key, on_path), is_stored in zip(chunks, are_stored, strict=True):
+                self._committed(key, on_path, is_stored)
+        return are_stored
+
+    def _committed(self, key: Key, on_path: PathPosition, is_stored: bool) -> None:
         if self._holds.by_owner:
             self._holds.hand_out(key) if is_stored else self._holds.lose(key)
         for level in self._cascading:
             if is_stored:
                 level.cascade(key, on_path)
         self._unpark(key)
-        return is_stored
 
     def abort(self, key: Key) -> None:
         """It will not be stored."""

@@ -163,6 +163,17 @@ class IndexConformance(TierSuite):
         assert is_protocol_error(lambda: index.reserve_all([(A, CHUNK_BYTES), (B, 0)]))
         assert (index.lookup(A), index.lookup(B)) == (LookupResult.PENDING, LookupResult.MISS)
 
+    def test_many_keys_are_committed_one_after_the_other_each_with_its_own_answer(self) -> None:
+        index = self.make_index(3)
+        index.reserve_all([(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, CHUNK_BYTES)])
+        index.invalidate(B)
+        assert index.commit_all([A, B]) == [True, False]
+        assert [index.lookup(key) for key in (A, B, C)] == [LookupResult.HIT, LookupResult.MISS, LookupResult.PENDING]
+        assert index.commit_all([]) == []
+        assert is_protocol_error(lambda: index.commit_all([C, A]))
+        assert index.lookup(C) is LookupResult.HIT, "those before a mistake are made"
+        assert index.take_counts().commits == 2
+
     def test_many_keys_are_pinned_all_or_none(self) -> None:
         index = self.make_index(3)
         slots = index.reserve_all([(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, CHUNK_BYTES)])

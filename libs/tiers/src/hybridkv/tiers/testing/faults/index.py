@@ -82,6 +82,9 @@ class FaultInjectingIndex:
         self._vanish(Operation.COMMIT, key)
         return self._inner.commit(key)
 
+    def commit_all(self, keys: Sequence[Key]) -> list[bool]:
+        return [self.commit(key) for key in keys]
+
     def abort(self, key: Key) -> None:
         self._inner.abort(key)
 

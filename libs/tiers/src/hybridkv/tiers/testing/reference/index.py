@@ -157,6 +157,9 @@ class ReferenceIndex(AnswersAtOnce):
         self._tally.commits += 1
         return True
 
+    def commit_all(self, keys: Sequence[Key]) -> list[bool]:
+        return [self.commit(key) for key in keys]
+
     def abort(self, key: Key) -> None:
         entry = self._reserved_entry("abort", key)
         del self._entries[key]

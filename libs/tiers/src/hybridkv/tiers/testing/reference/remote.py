@@ -252,6 +252,9 @@ class RemoteIndex:
             self._store.directory[key] = self._slots[key]
         return is_committed
 
+    def commit_all(self, keys: Sequence[Key]) -> list[bool]:
+        return [self.commit(key) for key in keys]
+
     def abort(self, key: Key) -> None:
         self._known.abort(key)
 
