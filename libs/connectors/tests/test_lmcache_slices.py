@@ -72,8 +72,10 @@ def test_what_is_stored_is_what_the_planner_stores_of_objects_that_are_whole(
     span = storable(geometry, blocks, stored_tokens, final)
     assert span == TokenSpan(stored_tokens, max(stored_tokens, final // CHUNK * CHUNK))
     copies = store_copies(geometry, spec.stored_groups, blocks, span, separate=separate)
-    planned = plan_store(spec, stored_tokens, final, tables, (), lambda *_: True)
-    by_planner = {(part.group_index, part.end_token // CHUNK - 1): part.block_ids for part in planned.transfers}
+    planned = plan_store(spec, stored_tokens, final, tables, (), lambda _, ends: ends)
+    by_planner = {
+        (part.group_index, part.end_token // CHUNK - 1): part.block_ids for part in planned.transfers(spec.chunk_tokens)
+    }
     together = geometry.objects(separate=separate)
     for chunk in range(stored_tokens // CHUNK, span.end // CHUNK):
         for each in together:

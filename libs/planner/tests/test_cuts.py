@@ -1,5 +1,6 @@
 """Chunks that end inside blocks: what of a block belongs to which chunk, and what must stay whole."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,8 +31,8 @@ STATE = GroupSpec(GroupKind.RECURRENT, 12)
 SPEC = CacheSpec((STATE, WINDOW, FULL), 24)
 
 
-def everything(group_index: int, end_token: int) -> bool:
-    return True
+def everything(group_index: int, ends: Sequence[int]) -> Sequence[int]:
+    return ends
 
 
 def test_a_chunk_is_whole_units_and_need_not_be_whole_blocks() -> None:
@@ -71,7 +72,7 @@ def test_the_block_that_two_chunks_share_is_stored_with_each_in_part() -> None:
     assert [chunk_span(SPEC, 2, end) for end in (24, 48, 72)] == [(0, 24), (24, 48), (48, 72)]
     assert [chunk_blocks(SPEC, 2, end) for end in (24, 48, 72)] == [range(1), range(2), range(1, 3)]
     plan = plan_store(SPEC, 0, 72, [[], [0, 0, 23, 24], [31, 32, 33]], [], everything)
-    assert plan.transfers == (
+    assert plan.transfers(SPEC.chunk_tokens) == (
         Transfer(1, 72, 0, (24,)),
         Transfer(2, 24, 0, (31,)),
         Transfer(2, 48, 0, (31, 32)),

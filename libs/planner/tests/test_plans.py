@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -29,8 +31,8 @@ RECURRENT = GroupSpec(kind=GroupKind.RECURRENT, block_tokens=8)
 SPEC = CacheSpec((FULL, WINDOW, RECURRENT), 8)
 
 
-def everything(group_index: int, end_token: int) -> bool:
-    return True
+def everything(group_index: int, ends: Sequence[int]) -> Sequence[int]:
+    return ends
 
 
 def table(spec: CacheSpec, group_index: int, boundary: int, computed: int) -> list[int]:
@@ -119,13 +121,15 @@ def test_a_group_without_a_table_is_refused_by_name() -> None:
 
 
 def test_a_store_of_nothing_but_states_needs_no_table() -> None:
-    assert plan_store(SPEC, 8, 8, [], [State(2, 31, 8)], everything).transfers == (Transfer(2, 8, 0, (31,)),)
+    assert plan_store(SPEC, 8, 8, [], [State(2, 31, 8)], everything).transfers(SPEC.chunk_tokens) == (
+        Transfer(2, 8, 0, (31,)),
+    )
 
 
 def test_a_store_takes_whole_chunks_of_attention_and_only_states_handed_over() -> None:
     tables = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 25], [31, 32, 33]]
     plan = plan_store(SPEC, 0, 19, tables, [State(2, 32, 16)], everything)
-    assert plan.transfers == (
+    assert plan.transfers(SPEC.chunk_tokens) == (
         Transfer(0, 8, 0, (11, 12)),
         Transfer(0, 16, 0, (13, 14)),
         Transfer(1, 8, 0, (21, 22)),
@@ -136,12 +140,12 @@ def test_a_store_takes_whole_chunks_of_attention_and_only_states_handed_over() -
 
 def test_a_chunk_whose_blocks_are_gone_is_left_out() -> None:
     plan = plan_store(SPEC, 0, 16, [[11, 12, 13, 14], [0, 22, 23, 24], [0, 0]], [], everything)
-    assert [t for t in plan.transfers if t.group_index == 1] == [Transfer(1, 16, 0, (23, 24))]
+    assert [t for t in plan.transfers(SPEC.chunk_tokens) if t.group_index == 1] == [Transfer(1, 16, 0, (23, 24))]
 
 
 def test_a_state_off_the_chunk_grid_is_counted_and_left_out() -> None:
     plan = plan_store(SPEC, 16, 16, [[], [], []], [State(2, 31, 12), State(2, 0, 16)], everything)
-    assert plan.transfers == () and plan.unaligned_states == 2
+    assert plan.transfers(SPEC.chunk_tokens) == () and plan.unaligned_states == 2
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,9 @@ def test_a_store_of_less_than_nothing_is_refused_by_name() -> None:
 def test_a_state_whose_content_is_not_final_is_counted_and_left_out() -> None:
     early = State(2, 31, 16)
     assert plan_store(SPEC, 8, 15, [[], [], []], [early], everything) == StorePlan((), early_states=1)
-    assert plan_store(SPEC, 16, 16, [[], [], []], [early], everything).transfers == (Transfer(2, 16, 0, (31,)),)
+    assert plan_store(SPEC, 16, 16, [[], [], []], [early], everything).transfers(SPEC.chunk_tokens) == (
+        Transfer(2, 16, 0, (31,)),
+    )
 
 
 @pytest.mark.parametrize("end_token", [8, 12])
@@ -185,7 +191,7 @@ def test_a_state_waits_for_the_tokens_that_it_depends_on(end_token: int) -> None
     spec = CacheSpec((GroupSpec(GroupKind.RECURRENT, 8, lookahead_tokens=4),), 8, tail_tokens=4)
     state = State(0, 31, end_token)
     assert plan_store(spec, 0, end_token + 3, [[]], [state], everything) == StorePlan((), early_states=1)
-    assert plan_store(spec, 0, end_token + 4, [[]], [state], everything).transfers == (
+    assert plan_store(spec, 0, end_token + 4, [[]], [state], everything).transfers(spec.chunk_tokens) == (
         Transfer(0, end_token, 0, (31,)),
     )
 
@@ -194,19 +200,23 @@ def test_a_tail_waits_for_the_tokens_that_its_state_depends_on() -> None:
     spec = CacheSpec((GroupSpec(GroupKind.RECURRENT, 8, lookahead_tokens=4),), 8, tail_tokens=4)
     state = State(0, 31, 12)
     assert plan_tail(spec, 12, 15, [[]], [state], everything) == StorePlan((), incomplete_tails=1)
-    assert plan_tail(spec, 12, 16, [[]], [state], everything).transfers == (Transfer(0, 12, 0, (31,)),)
+    assert plan_tail(spec, 12, 16, [[]], [state], everything).transfers(spec.chunk_tokens) == (
+        Transfer(0, 12, 0, (31,)),
+    )
 
 
 def test_what_is_stored_already_is_left_out() -> None:
     tables = [[11, 12], [21, 22], [31]]
-    plan = plan_store(SPEC, 0, 8, tables, [State(2, 31, 8)], lambda group, end: group == 1)
-    assert plan.transfers == (Transfer(1, 8, 0, (21, 22)),)
+    plan = plan_store(SPEC, 0, 8, tables, [State(2, 31, 8)], lambda group, ends: ends if group == 1 else ())
+    assert plan.transfers(SPEC.chunk_tokens) == (Transfer(1, 8, 0, (21, 22)),)
 
 
 def test_a_drafter_chunk_waits_for_the_tokens_that_it_depends_on() -> None:
     spec = CacheSpec((GroupSpec(kind=GroupKind.FULL, block_tokens=4, lookahead_tokens=4),), 8)
-    assert plan_store(spec, 0, 11, [[1, 2, 3]], [], everything).transfers == ()
-    assert plan_store(spec, 0, 12, [[1, 2, 3]], [], everything).transfers == (Transfer(0, 8, 0, (1, 2)),)
+    assert plan_store(spec, 0, 11, [[1, 2, 3]], [], everything).transfers(spec.chunk_tokens) == ()
+    assert plan_store(spec, 0, 12, [[1, 2, 3]], [], everything).transfers(spec.chunk_tokens) == (
+        Transfer(0, 8, 0, (1, 2)),
+    )
 
 
 @given(any_caches, st.data())
@@ -259,21 +269,50 @@ def test_every_token_that_a_boundary_needs_is_loaded_from_where_it_was_stored(
             assert needed <= loaded[group_index]
 
 
+@given(any_caches, st.data())
+def test_a_store_is_of_each_chunk_that_is_wanted_and_of_the_blocks_that_it_lies_in(
+    spec: CacheSpec, data: st.DataObject
+) -> None:
+    total = CHUNKS * spec.chunk_tokens
+    tables = [[1 + i for i in range(-(-total // group.block_tokens))] for group in spec.groups]
+    ends = range(spec.chunk_tokens, total + 1, spec.chunk_tokens)
+    parts = [(index, end) for index in spec.stored_groups for end in ends]
+    unwanted = data.draw(st.sets(st.sampled_from(parts), max_size=len(parts) // 2)) if parts else set()
+
+    def wanted(group_index: int, of_group: Sequence[int]) -> Sequence[int]:
+        return [end for end in of_group if (group_index, end) not in unwanted]
+
+    plan = plan_store(spec, 0, total, tables, [], wanted if unwanted else everything)
+    expected = []
+    for index, end in parts:
+        group, stored = spec.groups[index], chunk_blocks(spec, index, end)
+        if group.kind is GroupKind.RECURRENT or not stored or end > total - group.lookahead_tokens:
+            continue
+        if (index, end) not in unwanted:
+            expected.append(Transfer(index, end, 0, tuple(tables[index][stored.start : stored.stop])))
+    assert plan.transfers(spec.chunk_tokens) == tuple(expected)
+    if not unwanted:
+        # Nothing stands for a chunk where all of them are alike.
+        alike = [index for index in spec.stored_groups if spec.alike_parts[index] is not None]
+        assert all(sum(run.group_index == index for run in plan.runs) <= 1 for index in alike)
+
+
 @given(caches(), st.data())
 def test_stores_in_several_steps_cover_the_same_chunks_as_one(spec: CacheSpec, data: st.DataObject) -> None:
     total = CHUNKS * spec.chunk_tokens
     tables = [[1 + i for i in range(total // group.block_tokens)] for group in spec.groups]
-    at_once = plan_store(spec, 0, total, tables, [], everything).transfers
+    at_once = plan_store(spec, 0, total, tables, [], everything).transfers(spec.chunk_tokens)
     cuts = [*sorted(data.draw(st.sets(st.integers(0, total), max_size=4))), total]
     stepwise: list[Transfer] = []
     lookahead = max(group.lookahead_tokens for group in spec.groups)
     seen = 0
 
-    def not_yet(group_index: int, end_token: int) -> bool:
-        return all((group_index, end_token) != (t.group_index, t.end_token) for t in stepwise)
+    def not_yet(group_index: int, ends: Sequence[int]) -> Sequence[int]:
+        stored = {t.end_token for t in stepwise if t.group_index == group_index}
+        return [end for end in ends if end not in stored]
 
     for cut in cuts:
-        stepwise += plan_store(spec, seen, cut, tables, [], not_yet).transfers
+        stepwise += plan_store(spec, seen, cut, tables, [], not_yet).transfers(spec.chunk_tokens)
         seen = max(seen, max(0, cut - lookahead) // spec.chunk_tokens * spec.chunk_tokens)
     assert len(stepwise) == len(at_once)
     assert set(stepwise) == set(at_once)

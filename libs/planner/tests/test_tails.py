@@ -1,5 +1,7 @@
 """Partial tails: boundaries inside a chunk, where a cache stores them."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,8 +36,8 @@ TABLES = [[11, 12, 13, 14], [21, 22, 23, 24, 25, 26, 27], [31, 32]]
 STATES = [State(2, 39, 26)]
 
 
-def everything(group: int, end: int) -> bool:
-    return True
+def everything(group_index: int, ends: Sequence[int]) -> Sequence[int]:
+    return ends
 
 
 def lookup_in(stored: set[tuple[int, int]]) -> Lookup:
@@ -76,7 +78,11 @@ def test_a_tail_that_one_group_lacks_is_no_boundary(missing: tuple[int, int]) ->
 
 def test_a_state_inside_a_chunk_is_stored_with_the_tails_of_the_other_groups() -> None:
     plan = plan_store(SPEC, 16, 26, TABLES, STATES, everything)
-    assert plan.transfers == (Transfer(0, 26, 0, (13, 14)), Transfer(1, 26, 0, (26, 27)), Transfer(2, 26, 0, (39,)))
+    assert plan.transfers(SPEC.chunk_tokens) == (
+        Transfer(0, 26, 0, (13, 14)),
+        Transfer(1, 26, 0, (26, 27)),
+        Transfer(2, 26, 0, (39,)),
+    )
     assert plan.unaligned_states == plan.incomplete_tails == 0
 
 
@@ -84,18 +90,20 @@ def test_a_tail_that_some_group_cannot_give_is_left_out_and_counted() -> None:
     gone = [TABLES[0], [0] * 7, TABLES[2]]
     assert plan_tail(SPEC, 26, 26, gone, STATES, everything).incomplete_tails == 1
     assert plan_tail(SPEC, 26, 26, TABLES, [], everything).incomplete_tails == 1
-    assert plan_tail(SPEC, 26, 25, TABLES, STATES, everything).transfers == ()
+    assert plan_tail(SPEC, 26, 25, TABLES, STATES, everything).transfers(SPEC.chunk_tokens) == ()
 
 
 def test_a_state_off_the_grid_of_tails_is_counted_and_left_out() -> None:
     plan = plan_store(SPEC, 16, 26, TABLES, [State(2, 39, 25)], everything)
-    assert plan.transfers == () and plan.unaligned_states == 1
+    assert plan.transfers(SPEC.chunk_tokens) == () and plan.unaligned_states == 1
 
 
 def test_a_drafter_tail_waits_for_the_tokens_that_it_depends_on() -> None:
     spec = CacheSpec((GroupSpec(GroupKind.FULL, 8, lookahead_tokens=2),), 16, tail_tokens=2)
-    assert plan_tail(spec, 26, 27, TABLES, [], everything).transfers == ()
-    assert plan_tail(spec, 26, 28, TABLES, [], everything).transfers == (Transfer(0, 26, 0, (13, 14)),)
+    assert plan_tail(spec, 26, 27, TABLES, [], everything).transfers(spec.chunk_tokens) == ()
+    assert plan_tail(spec, 26, 28, TABLES, [], everything).transfers(spec.chunk_tokens) == (
+        Transfer(0, 26, 0, (13, 14)),
+    )
 
 
 @pytest.mark.parametrize(("spec", "end"), [(SPEC, 16), (SPEC, 25), (SPEC, 0), (CacheSpec((FULL,), 16), 8)])

@@ -181,8 +181,8 @@ def play() -> Engine:
     engine.ask()
     engine.stage = life.allocated(engine.stage, None)
     engine.admission.give_back("r")
-    plan = plan_store(SPEC, 0, 32, [[0, 0, 0, 7], list(range(20, 28))], [State(0, 7, 32)], lambda *part: True)
-    engine.story.append(f"store {len(plan.transfers)} chunks")
+    plan = plan_store(SPEC, 0, 32, [[0, 0, 0, 7], list(range(20, 28))], [State(0, 7, 32)], lambda group, ends: ends)
+    engine.story.append(f"store {len(plan.transfers(SPEC.chunk_tokens))} chunks")
     return engine
 
 

@@ -1,12 +1,22 @@
 """Which blocks of which groups move, to load a prefix and to store what became complete."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from hybridkv.planner.coverage import chunk_blocks, load_start, needed_ends
 from hybridkv.planner.groups import CacheSpec, GroupKind
 from hybridkv.planner.tails import plan_tail
-from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, TransferRun, table_of, transfers_of
+from hybridkv.planner.transfers import (
+    PlanError,
+    State,
+    StorePlan,
+    Transfer,
+    TransferRun,
+    Wanted,
+    table_of,
+    transfers_of,
+)
 
 
 def plan_load(
@@ -119,7 +129,7 @@ def plan_store(
     num_tokens: int,
     block_ids: Sequence[Sequence[int]],
     states: Sequence[State],
-    wanted: Callable[[int, int], bool],
+    wanted: Wanted,
     null_block: int = 0,
 ) -> StorePlan:
     """What of [first_token, num_tokens) can be stored for a request, now that `num_tokens` of it are computed.
@@ -134,7 +144,7 @@ def plan_store(
         num_tokens: tokens whose content is final.
         block_ids: for every group of `spec`, the request's block table.
         states: what the engine hands over this step for this request.
-        wanted: `wanted(group_index, end_token)`: False for chunks that are stored already.
+        wanted: leaves out what is stored already.
         null_block: the id that stands for "no block" in a table.
 
     Raises:
@@ -145,16 +155,15 @@ def plan_store(
         raise PlanError(f"first_token must be a multiple of {spec.chunk_tokens} tokens, got {first_token}")
     if num_tokens < 0:
         raise PlanError(f"num_tokens must not be negative, got {num_tokens}")
-    transfers: list[Transfer] = []
+    runs: list[TransferRun] = []
     for group_index in spec.stored_groups:
         group = spec.groups[group_index]
         if group.kind is GroupKind.RECURRENT:
             continue
         last = num_tokens - group.lookahead_tokens
         ends = storable_ends(spec, group_index, first_token, last, block_ids, null_block)
-        wanted_ends = [end_token for end_token in ends if wanted(group_index, end_token)]
-        if wanted_ends:
-            transfers += _store_transfers(spec, group_index, wanted_ends, block_ids[group_index])
+        if ends and (ends := wanted(group_index, ends)):
+            runs += _store_runs(spec, group_index, ends, block_ids[group_index])
     unaligned, early, incomplete = 0, 0, 0
     tails: dict[int, list[State]] = {}
     for index, state in enumerate(states):
@@ -165,30 +174,46 @@ def plan_store(
             early += 1
         elif state.num_tokens % spec.chunk_tokens:
             tails.setdefault(state.num_tokens, []).append(state)
-        elif wanted(state.group_index, state.num_tokens):
-            transfers.append(Transfer(state.group_index, state.num_tokens, 0, (state.block_id,)))
+        elif wanted(state.group_index, (state.num_tokens,)):
+            runs.append(TransferRun(state.group_index, state.num_tokens, 1, 0, (state.block_id,)))
     for end_token, its_states in tails.items():
         tail = plan_tail(spec, end_token, num_tokens, block_ids, its_states, wanted, null_block)
-        transfers += tail.transfers
+        runs += tail.runs
         incomplete += tail.incomplete_tails
-    return StorePlan(tuple(transfers), unaligned, incomplete, early)
+    return StorePlan(tuple(runs), unaligned, incomplete, early)
 
 
-def _store_transfers(
-    spec: CacheSpec, group_index: int, ends: Sequence[int], table: Sequence[int]
-) -> Iterator[Transfer]:
+def _store_runs(spec: CacheSpec, group_index: int, ends: Sequence[int], table: Sequence[int]) -> Iterator[TransferRun]:
     """Of chunks with these ends, of whose blocks all that are stored are in the table, which is read once."""
+    chunk, block_tokens = spec.chunk_tokens, spec.groups[group_index].block_tokens
     first, last = (chunk_blocks(spec, group_index, end) for end in (ends[0], ends[-1]))
-    ids = tuple(table[first.start : last.stop])
+    ids, num_blocks = tuple(table[first.start : last.stop]), len(first)
     if spec.alike_parts[group_index] is None:
         for end_token in ends:
             stored = chunk_blocks(spec, group_index, end_token)
-            yield Transfer(group_index, end_token, 0, ids[stored.start - first.start : stored.stop - first.start])
+            own = ids[stored.start - first.start : stored.stop - first.start]
+            yield TransferRun(group_index, end_token, 1, 0, own)
         return
-    num_blocks, block_tokens, first_end = len(first), spec.groups[group_index].block_tokens, ends[0]
-    for end_token in ends:
-        start = (end_token - first_end) // block_tokens
-        yield Transfer(group_index, end_token, 0, ids[start : start + num_blocks])
+    step = chunk // block_tokens
+    for in_a_row in _rows(ends, chunk):
+        start = (in_a_row[0] - ends[0]) // block_tokens
+        own = ids[start : start + (len(in_a_row) - 1) * step + num_blocks]
+        if num_blocks != step:
+            # Of a short window's chunks only the ends are stored.
+            own = tuple(chain.from_iterable(own[at : at + num_blocks] for at in range(0, len(own), step)))
+        yield TransferRun(group_index, in_a_row[0], len(in_a_row), 0, own)
+
+
+def _rows(ends: Sequence[int], chunk_tokens: int) -> Iterator[range]:
+    """Ascending ends of whole chunks as ranges a chunk apart."""
+    if isinstance(ends, range):
+        yield ends
+        return
+    start = 0
+    for place in range(1, len(ends) + 1):
+        if place == len(ends) or ends[place] - ends[place - 1] != chunk_tokens:
+            yield range(ends[start], ends[place - 1] + 1, chunk_tokens)
+            start = place
 
 
 def storable_ends(

@@ -1,7 +1,10 @@
 """What plans are made of: frozen values that can be printed, compared and replayed."""
 
-from collections.abc import Iterable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import TypeAlias
 
 import msgspec
 
@@ -60,10 +63,22 @@ class TransferRun(msgspec.Struct, frozen=True, array_like=True):
             for number, end_token in enumerate(self.end_tokens(chunk_tokens))
         ]
 
+    def single(self, chunk_tokens: int) -> list[TransferRun]:
+        """Each as a run of one."""
+        return [
+            TransferRun(each.group_index, each.end_token, 1, each.first_block, each.block_ids)
+            for each in self.transfers(chunk_tokens)
+        ]
+
 
 def transfers_of(runs: Iterable[TransferRun], chunk_tokens: int) -> tuple[Transfer, ...]:
     """Each transfer of runs by itself, in order."""
     return tuple(chain.from_iterable(run.transfers(chunk_tokens) for run in runs))
+
+
+Wanted: TypeAlias = Callable[[int, Sequence[int]], Sequence[int]]
+"""Of a group's chunks or tails that end at these tokens, ascending, those that are to be stored: the same object where
+that is all of them."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
@@ -78,16 +93,20 @@ class StorePlan(msgspec.Struct, frozen=True):
     """What becomes storable.
 
     Args:
-        transfers: what to store.
+        runs: what to store.
         unaligned_states: states that lie on no boundary and are left out.
         early_states: states whose content is not final yet, left out too.
         incomplete_tails: tails that are left out because some group cannot give its part: no hit could use them.
     """
 
-    transfers: tuple[Transfer, ...]
+    runs: tuple[TransferRun, ...]
     unaligned_states: int = 0
     incomplete_tails: int = 0
     early_states: int = 0
+
+    def transfers(self, chunk_tokens: int) -> tuple[Transfer, ...]:
+        """What to store, each chunk by itself."""
+        return transfers_of(self.runs, chunk_tokens)
 
 
 def table_of(spec: CacheSpec, block_ids: Sequence[Sequence[int]], group_index: int) -> Sequence[int]:

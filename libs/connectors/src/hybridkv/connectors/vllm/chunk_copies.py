@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hybridkv.connectors.vllm.copy_table import ChunkPart, CopyColumns, CopyRun, CopyShape, CopyTable
@@ -39,8 +38,7 @@ def copies_of(
     slots: Sequence[Slot],
     local: LocalCopies | None = None,
 ) -> Copies:
-    """The copies of a load's or a store's transfers, given where each chunk lies and, of a load, which of them the
-    engine holds itself."""
+    """The copies of a load's transfers, given where each chunk lies and which of them the engine holds itself."""
     spec = layout.spec
     whole = _whole_parts(spec)
     parts = [
@@ -49,15 +47,14 @@ def copies_of(
         for transfer in transfers
     ]
     block_ids = [transfer.block_ids for transfer in transfers]
-    if local is not None:
-        return _measured(layout, CopyTable.of_columns(CopyColumns(parts, keys, slots, block_ids, local.block_ids)))
-    return _measured(layout, CopyTable.of_runs(list(_runs_of(parts, block_ids)), keys, slots))
+    local_blocks = None if local is None else local.block_ids
+    return _measured(layout, CopyTable.of_columns(CopyColumns(parts, keys, slots, block_ids, local_blocks)))
 
 
 def copies_of_runs(
     layout: CacheLayout, runs: Sequence[TransferRun], keys: Sequence[bytes], slots: Sequence[Slot]
 ) -> Copies:
-    """The same of a load of which the engine holds nothing itself, without an object for a chunk."""
+    """The copies of a store, or of a load of which the engine holds nothing itself, without an object for a chunk."""
     spec = layout.spec
     whole = _whole_parts(spec)
     copied: list[CopyRun] = []
@@ -70,15 +67,6 @@ def copies_of_runs(
                 for each in run.transfers(spec.chunk_tokens)
             ]
     return _measured(layout, CopyTable.of_runs(copied, keys, slots))
-
-
-def _runs_of(parts: Sequence[ChunkPart], block_ids: Sequence[Sequence[int]]) -> Iterator[CopyRun]:
-    """Copies in a row of the same part, and of as many blocks."""
-    start = 0
-    for (part, _), run in groupby(zip(parts, map(len, block_ids), strict=True)):
-        end = start + len(list(run))
-        yield CopyRun(part, end - start, list(chain.from_iterable(block_ids[start:end])))
-        start = end
 
 
 def _measured(layout: CacheLayout, table: CopyTable) -> Copies:

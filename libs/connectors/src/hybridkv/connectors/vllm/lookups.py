@@ -73,7 +73,7 @@ class RequestKeys:
             return kept[place]
         return self._keys.key(self._groups.index(group_index), self._hashes, end_token)
 
-    def ending_at(self, group_index: int, end_tokens: list[int]) -> Sequence[bytes]:
+    def ending_at(self, group_index: int, end_tokens: Sequence[int]) -> Sequence[bytes]:
         """The keys of a group's chunks and tails by their ends, in their order; cheap for chunks in a row.
 
         Raises:
@@ -82,7 +82,7 @@ class RequestKeys:
         chunk = self.chunk_tokens
         if len(end_tokens) > 1 and end_tokens[0] % chunk == 0:
             in_a_row = range(end_tokens[0], end_tokens[-1] + 1, chunk)
-            if len(in_a_row) == len(end_tokens) and list(in_a_row) == end_tokens:
+            if in_a_row == end_tokens or (len(in_a_row) == len(end_tokens) and list(in_a_row) == end_tokens):
                 return self.between(group_index, end_tokens[0] // chunk - 1, end_tokens[-1] // chunk)
         return [self.key(group_index, end_token) for end_token in end_tokens]
 

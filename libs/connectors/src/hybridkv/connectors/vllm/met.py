@@ -26,7 +26,7 @@ class Met(NamedTuple):
     """In the order of their path."""
     keys: list[bytes]
     behind: dict[Part, bytes]
-    """The keys of chunks that end behind it and could be stored, as far as they were asked about."""
+    """The keys of chunks that end behind it and could be stored, as far as they were asked about and not absent."""
     absent: frozenset[int]
     """Groups of which the fast tier holds none of those."""
 
@@ -81,13 +81,15 @@ def find_met(
     behind: dict[Part, bytes] = {}
     for group_index, ends, of_group in found:
         num_met = len(ends) if stop >= ends[-1] else bisect_right(ends, stop)
-        of_parts = list(zip(repeat(group_index), ends, strict=False))
-        parts += of_parts[:num_met]
-        key_of.update(zip(of_parts[:num_met], of_group, strict=False))
+        of_parts = list(zip(repeat(group_index), ends[:num_met], strict=False))
+        parts += of_parts
+        key_of.update(zip(of_parts, of_group, strict=False))
         if num_met < len(ends):
-            behind.update(zip(of_parts[num_met:], of_group[num_met:], strict=True))
-            if near.last_held(of_group[num_met:]) is None:
+            of_rest = of_group[num_met:]
+            if near.last_held(of_rest) is None:
                 absent.add(group_index)
+            else:
+                behind.update(zip(zip(repeat(group_index), ends[num_met:], strict=False), of_rest, strict=True))
     if len(found) > 1:
         parts = path_order(spec, parts)
     return Met(stop, parts, [key_of[part] for part in parts], behind, frozenset(absent))

@@ -28,7 +28,7 @@ class BlockPins:
         """
         if self._pool is None:
             raise RuntimeError("the engine never bound its block pool")
-        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        blocks = list(map(self._pool.blocks.__getitem__, block_ids))
         self._pool.touch(blocks)
         return blocks
 

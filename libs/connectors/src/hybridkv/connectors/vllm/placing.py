@@ -115,9 +115,9 @@ class Placing:
                 self._stranded.note(path, keys[part], self._layout.chunk_bytes(*part), is_new=part in new)
         if not self._stack.slower:
             # Nothing goes from here to anywhere.
-            for part in order:
-                known.setdefault(part, keys[part])
-            return [StoredPart(part, keys[part], ALONE, part in new) for part in order]
+            of_order = [keys[part] for part in order]
+            known.update(zip(order, of_order, strict=True))
+            return [StoredPart(part, key, ALONE, part in new) for part, key in zip(order, of_order, strict=True)]
         derived, chunks = tracked.keys(), []
         for part in order:
             key, costs = keys[part], self._stack.costs(self._layout.chunk_bytes(*part))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from hybridkv.planner import CacheSpec, GroupKind, path_order
 from hybridkv.planner.paths import Part
@@ -29,7 +30,7 @@ def add(mine: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(operator.add, mine, more)) if mine else more
 
 
-class StoredPart(NamedTuple):
+class StoredPart(msgspec.Struct, frozen=True, gc=False):
     """A chunk that is stored, or being stored."""
 
     part: Part

@@ -7,21 +7,24 @@ has committed it. What depends on other chunks is made to leave the tiers before
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count, groupby, repeat
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+import msgspec
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.checkpointed import state_groups
-from hybridkv.connectors.vllm.chunk_copies import copies_of
+from hybridkv.connectors.vllm.chunk_copies import copies_of_runs
 from hybridkv.connectors.vllm.events import RouterEvents
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.keeping import Keeper
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.messages import CopyTable, Store, StoreOutcome
 from hybridkv.connectors.vllm.met import find_met
 from hybridkv.connectors.vllm.pins import BlockPins, frees_on_end
@@ -35,7 +38,7 @@ from hybridkv.planner import (
     LookupResult,
     State,
     StorePlan,
-    Transfer,
+    TransferRun,
     needed_before,
     path_order,
     plan_store,
@@ -103,7 +106,7 @@ class StorePlanner:
         """Whom to tell what a request's chunks are."""
         self._pins = BlockPins()
         self._stores: dict[int, _StoreInFlight] = {}
-        self._store_ids = itertools.count(1)
+        self._store_ids = count(1)
         self.num_planned_bytes = 0
         """Of all stores ever planned, on one rank."""
 
@@ -130,31 +133,37 @@ class StorePlanner:
         tracked.seen = complete
         tracked.path.begin(request.num_computed_tokens, tracked.hints.keep_seconds)
         table, derived = tables(request.request_id), tracked.keys()
-        met = find_met(spec, self._stack, derived, tracked.stored_tokens, complete[1] * spec.chunk_tokens, table)
+        asked_tokens = complete[1] * spec.chunk_tokens
+        met = find_met(spec, self._stack, derived, tracked.stored_tokens, asked_tokens, table)
         keys, absent = met.behind, met.absent
         present: list[Part] = []
 
-        def wanted(group_index: int, end_token: int) -> bool:
-            part = group_index, end_token
+        def is_wanted(part: Part) -> bool:
             key = keys.get(part)
             if key is None:
-                key = keys[part] = derived.key(group_index, end_token)
-            elif group_index in absent:
-                return True
+                key = keys[part] = derived.key(*part)
             # A chunk that only a slower tier holds is stored again: this costs no read, and the fast tier gets it.
             is_stored = self._stack.lookup_near(key) is not LookupResult.MISS
             if is_stored:
                 present.append(part)
             return not is_stored
 
+        def wanted(group_index: int, ends: Sequence[int]) -> Sequence[int]:
+            if group_index in absent and ends[-1] <= asked_tokens:
+                return ends
+            # Behind a drafter's chunks there may be some of other groups that nobody was asked about.
+            return [
+                end for end in ends if (group_index in absent and end <= asked_tokens) or is_wanted((group_index, end))
+            ]
+
         plan = plan_store(spec, met.stop_tokens, final, table, states, wanted, NULL_BLOCK)
         # A drafter's chunk comes later than the others, which are then looked at again.
-        tracked.stored_tokens = max(complete[1] * spec.chunk_tokens, tracked.stored_tokens)
+        tracked.stored_tokens = max(asked_tokens, tracked.stored_tokens)
         self._count(plan, [*met.parts, *present])
         # What is stored already has been of use, and must not make room for what follows it.
         self._stack.touch_near(met.keys_among(spec, present, keys)[::-1])
         in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.sworn)
-        copies, stored = self._reserve(in_flight, plan.transfers, keys)
+        copies, stored = self._reserve(in_flight, plan.runs, derived, keys)
         in_flight.whole, others = self._placing.meet(tracked.path, met, [*present, *stored])
         num_whole = len(in_flight.whole.parts)
         keys.update(zip(met.parts[num_whole:], met.keys[num_whole:], strict=True))
@@ -180,29 +189,46 @@ class StorePlanner:
             self._recorder.store("recurrent", "dropped_incomplete", plan.incomplete_tails)
 
     def _reserve(
-        self, in_flight: _StoreInFlight, transfers: Sequence[Transfer], keys: Mapping[Part, bytes]
+        self, in_flight: _StoreInFlight, runs: Sequence[TransferRun], derived: RequestKeys, keys: dict[Part, bytes]
     ) -> tuple[CopyTable, list[Part]]:
-        size = self._layout.chunk_bytes
-        parts = [(transfer.group_index, transfer.end_token) for transfer in transfers]
-        wanted = [keys[part] for part in parts]
-        slots = self._stack.reserve_all([(key, size(*part)) for part, key in zip(parts, wanted, strict=True)])
-        stored: list[tuple[Part, Transfer, bytes, Slot]] = []
+        """The copies of what finds room, whose blocks are pinned, and which parts these are. `keys` has theirs then."""
+        chunk, size = self._layout.spec.chunk_tokens, self._layout.chunk_bytes
+        parts: list[Part] = []
+        wanted: list[bytes] = []
+        sizes: list[int] = []
+        for run in runs:
+            ends = run.end_tokens(chunk)
+            parts += zip(repeat(run.group_index), ends, strict=False)
+            wanted += derived.ending_at(run.group_index, ends)
+            sizes += [size(run.group_index, run.end_token)] * len(ends)
+        keys.update(zip(parts, wanted, strict=True))
+        slots = self._stack.reserve_all(list(zip(wanted, sizes, strict=True)))
+        if Refusal in set(map(type, slots)):
+            runs, parts, slots = self._without_refused(runs, parts, slots)
+        if not parts:
+            return CopyTable(), []
+        planned = copies_of_runs(self._layout, runs, [keys[part] for part in parts], cast("list[Slot]", slots))
+        in_flight.num_bytes = planned.tier_bytes
+        in_flight.blocks = self._pins.pin(chain.from_iterable(run.block_ids for run in runs))
+        return planned.copies, parts
+
+    def _without_refused(
+        self, runs: Sequence[TransferRun], parts: Sequence[Part], slots: Sequence[Slot | Refusal]
+    ) -> tuple[list[TransferRun], list[Part], list[Slot | Refusal]]:
+        """The same without the chunks that the fast tier has no place for, which are counted."""
         refused: Counter[tuple[int, Refusal]] = Counter()
-        for part, transfer, key, slot in zip(parts, transfers, wanted, slots, strict=True):
+        kept: tuple[list[TransferRun], list[Part], list[Slot | Refusal]] = [], [], []
+        each = (one for run in runs for one in run.single(self._layout.spec.chunk_tokens))
+        for part, run, slot in zip(parts, each, slots, strict=True):
             if isinstance(slot, Refusal):
                 refused[part[0], slot] += 1
-            else:
-                stored.append((part, transfer, key, slot))
+                continue
+            for column, value in zip(kept, (run, part, slot), strict=True):
+                column.append(value)
         for (group_index, why), number in refused.items():
             kind = self._layout.spec.groups[group_index].kind
             self._recorder.store(kind, _OUTCOMES.get(why, "dropped_no_room"), number)
-        if not stored:
-            return CopyTable(), []
-        of_parts, moved, of_keys, of_slots = map(list, zip(*stored, strict=True))
-        planned = copies_of(self._layout, moved, of_keys, of_slots)
-        in_flight.num_bytes = planned.tier_bytes
-        in_flight.blocks = self._pins.pin([block_id for transfer in moved for block_id in transfer.block_ids])
-        return planned.copies, of_parts
+        return kept
 
     def _origins(self, tracked: TrackedRequest, parts: Iterable[Part]) -> dict[Part, str]:
         if self._first_state is None:
@@ -240,7 +266,7 @@ class StorePlanner:
             self._touch([*used, *from_end])
         ended: Counter[tuple[int, str]] = Counter()
         checked = self._checked(path, chunks) if is_overdue else chunks
-        for is_new, run in itertools.groupby(checked, key=attrgetter("is_new")):
+        for is_new, run in groupby(checked, key=attrgetter("is_new")):
             if is_new:
                 ended += self._end(list(run), is_stored)
                 continue
@@ -256,7 +282,7 @@ class StorePlanner:
                 self._keeper.keep(path, path.keep_seconds)
             self._offer_again(path)
         renewed = path.take_renewal(spec, self._placing.used_bytes, is_overdue)
-        self._touch([*(chunk.key for chunk in reversed(chunks)), *from_end] if renewed is None else renewed)
+        self._touch([*[chunk.key for chunk in reversed(chunks)], *from_end] if renewed is None else renewed)
 
     def _end(self, chunks: Sequence[StoredPart], is_stored: bool) -> Counter[tuple[int, str]]:
         """Commits what a store brought, or gives it up. How many chunks of each group ended how."""
@@ -287,7 +313,7 @@ class StorePlanner:
             if self._stack.lacks_below(chunk.key):
                 if missing.isdisjoint(chunk.on_path.needs):
                     on_path = chunk.on_path._replace(prefix=path.prefix(spec, chunk.part[1]))
-                    checked.append(chunk._replace(on_path=on_path))
+                    checked.append(msgspec.structs.replace(chunk, on_path=on_path))
                 else:
                     checked.append(chunk)
                 missing.add(chunk.key)

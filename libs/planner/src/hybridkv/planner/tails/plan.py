@@ -1,10 +1,10 @@
 """The plan of one tail."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hybridkv.planner.coverage import chunk_blocks
 from hybridkv.planner.groups import CacheSpec, GroupKind
-from hybridkv.planner.transfers import State, StorePlan, Transfer, table_of
+from hybridkv.planner.transfers import State, StorePlan, TransferRun, Wanted, table_of
 
 
 def plan_tail(
@@ -13,7 +13,7 @@ def plan_tail(
     num_tokens: int,
     block_ids: Sequence[Sequence[int]],
     states: Sequence[State],
-    wanted: Callable[[int, int], bool],
+    wanted: Wanted,
     null_block: int = 0,
 ) -> StorePlan:
     """The tail that ends at `end_token`, inside a chunk: every group's part, or nothing where one group has none.
@@ -27,7 +27,7 @@ def plan_tail(
         num_tokens: tokens whose content is final.
         block_ids: for every group of `spec`, the request's block table.
         states: of every RECURRENT group the state at `end_token`.
-        wanted: `wanted(group_index, end_token)`: False for parts that are stored already.
+        wanted: leaves out what is stored already.
         null_block: the id that stands for "no block" in a table.
 
     Raises:
@@ -40,7 +40,7 @@ def plan_tail(
             f"got {end_token}"
         )
     handed_over = {state.group_index: state.block_id for state in states if state.num_tokens == end_token}
-    transfers: list[Transfer] = []
+    runs: list[TransferRun] = []
     for group_index in spec.stored_groups:
         group = spec.groups[group_index]
         stored = chunk_blocks(spec, group_index, end_token)
@@ -54,5 +54,5 @@ def plan_tail(
         if len(ids) != len(stored) or null_block in ids:
             return StorePlan((), incomplete_tails=1)
         if stored:
-            transfers.append(Transfer(group_index, end_token, 0, ids))
-    return StorePlan(tuple(t for t in transfers if wanted(t.group_index, t.end_token)))
+            runs.append(TransferRun(group_index, end_token, 1, 0, ids))
+    return StorePlan(tuple(run for run in runs if wanted(run.group_index, (run.end_token,))))
