@@ -174,6 +174,7 @@ class OffloadScheduler:
             if tracked := self._requests.get(request_id):
                 tracked.forget_progress()
         self._keeper.renew()
+        self._stores.advance()
         self._prefetcher.advance(self._keeper.near_bytes_left)
         stores, self._planned_stores = self._planned_stores, []
         stores += self._plan_stores(scheduler_output, set(preempted))

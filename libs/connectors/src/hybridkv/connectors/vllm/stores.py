@@ -29,6 +29,7 @@ from hybridkv.connectors.vllm.messages import CopyTable, Store, StoreOutcome
 from hybridkv.connectors.vllm.met import find_met
 from hybridkv.connectors.vllm.pins import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.placing import NOTHING_MET, Placing, Whole
+from hybridkv.connectors.vllm.renewals import Renewals
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stored_path import StoredPart, StoredPath, add
@@ -105,6 +106,7 @@ class StorePlanner:
         self.events: RouterEvents | None = None
         """Whom to tell what a request's chunks are."""
         self._pins = BlockPins()
+        self._renewals = Renewals(stack)
         self._stores: dict[int, _StoreInFlight] = {}
         self._store_ids = count(1)
         self.num_planned_bytes = 0
@@ -256,8 +258,7 @@ class StorePlanner:
         chunks = [*self._placing.lacking(path, whole), *chunks]
         if not (chunks or is_overdue or path.is_complete):
             # Nothing comes between a touch of what was met and one of the path that it is a part of.
-            renewed = path.take_renewal(spec, self._placing.used_bytes)
-            self._touch(from_end if renewed is None else renewed)
+            self._renew(path, from_end)
             return
         if not is_overdue:
             # What was there already must not make room for what follows it.
@@ -281,8 +282,14 @@ class StorePlanner:
             if path.keep_seconds and self._keeper is not None:
                 self._keeper.keep(path, path.keep_seconds)
             self._offer_again(path)
-        renewed = path.take_renewal(spec, self._placing.used_bytes, is_overdue)
-        self._touch([*[chunk.key for chunk in reversed(chunks)], *from_end] if renewed is None else renewed)
+        self._renew(path, [*[chunk.key for chunk in reversed(chunks)], *from_end], is_overdue)
+
+    def _renew(self, path: StoredPath, from_end: list[bytes], is_overdue: bool = False) -> None:
+        """Makes what was stored or met recent, the end first, or all of its path where that is due."""
+        if (renewed := path.take_renewal(self._layout.spec, self._placing.used_bytes, is_overdue)) is None:
+            self._touch(from_end)
+        else:
+            self._renewals.renew(path, renewed)
 
     def _end(self, chunks: Sequence[StoredPart], is_stored: bool) -> Counter[tuple[int, str]]:
         """Commits what a store brought, or gives it up. How many chunks of each group ended how."""
@@ -326,7 +333,7 @@ class StorePlanner:
         which the fast tier has not either, or for which there can be no room in any. What waits already is not asked
         for twice."""
         spec, stack = self._layout.spec, self._stack
-        if stack.has_all_below(list(path.keys.values())):
+        if not stack.slower or stack.has_all_below(list(path.keys.values())):
             return
         path_bytes: tuple[int, ...] = ()
         for part in path_order(spec, path.keys):
@@ -342,6 +349,10 @@ class StorePlanner:
             elif spec.groups[part[0]].kind is GroupKind.FULL and part[1] % spec.chunk_tokens == 0:
                 return
 
+    def advance(self) -> None:
+        """Does a step's part of what is spread over steps."""
+        self._renewals.advance()
+
     def on_gone(self, tracked: TrackedRequest) -> None:
         """The request has ended: what it leaves is made recent as a whole, now or when its last store has ended."""
         tracked.path.is_over = True
@@ -350,6 +361,7 @@ class StorePlanner:
     def forget(self) -> None:
         """Nothing that was stored is there any more. Stores that are on their way end by themselves."""
         self._stranded.forget()
+        self._renewals.forget()
 
     def holds_freed_blocks(self) -> bool:
         """Whether a store that ends will give blocks back to the engine's pool."""
@@ -392,7 +404,8 @@ class StorePlanner:
         self._pins.free(in_flight.blocks)
 
     def close(self) -> None:
-        """Gives back what is still pinned in the engine's pool."""
+        """Gives back what is still pinned in the engine's pool, and leaves the tiers' order of use as it is to be."""
+        self._renewals.finish()
         for in_flight in self._stores.values():
             self._pins.free(in_flight.blocks)
         self._stores.clear()
