@@ -149,6 +149,7 @@ NB_MODULE(_cpu, module) {
            "num_bytes"_a.noconvert(), "record_ends"_a.noconvert())
       .def("digest", &digest, "addresses"_a.noconvert(), "num_bytes"_a.noconvert(), "record_ends"_a.noconvert());
   bind_ledger(module);
+  bind_record_ledger(module);
   bind_lowering(module);
   bind_record_queue(module);
 }

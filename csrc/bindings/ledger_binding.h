@@ -1,4 +1,4 @@
-// The ledger's part of the module.
+// The ledgers' parts of the module.
 #ifndef HYBRIDKV_BINDINGS_LEDGER_BINDING_H_
 #define HYBRIDKV_BINDINGS_LEDGER_BINDING_H_
 
@@ -7,6 +7,7 @@
 namespace hybridkv::bindings {
 
 void bind_ledger(nanobind::module_& module);
+void bind_record_ledger(nanobind::module_& module);
 
 }  // namespace hybridkv::bindings
 

@@ -27,11 +27,15 @@ class Chains {
   }
   void remove(KeyTable& entries, std::uint32_t index) {
     const Entry& entry = entries[index];
+    if (index == watched_) watched_ = entry.next;
     Ends& ends = of(entry.chain);
     (entry.previous == kNone ? ends.first : entries[entry.previous].next) = entry.next;
     (entry.next == kNone ? ends.last : entries[entry.next].previous) = entry.previous;
     --ends.size;
   }
+  // An entry that somebody looks at from time to time, on his way along a chain: the one behind it, when it leaves.
+  std::uint32_t watched() const { return watched_; }
+  void watch(std::uint32_t index) { watched_ = index; }
   void move(KeyTable& entries, std::uint32_t index, Chain chain) {
     remove(entries, index);
     append(entries, index, chain);
@@ -48,6 +52,7 @@ class Chains {
   const Ends& of(Chain chain) const { return ends_[static_cast<std::size_t>(chain)]; }
 
   Ends ends_[kNumChains];
+  std::uint32_t watched_ = kNone;
 };
 
 }  // namespace hybridkv::ledger

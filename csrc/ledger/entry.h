@@ -19,6 +19,20 @@ enum class KeyState : std::uint8_t { kUnknown, kReserved, kCommitted, kDoomedWri
 enum class Chain : std::uint8_t { kRecent, kDemoted, kReserved, kPinned };
 inline constexpr std::size_t kNumChains = 4;
 
+// Of one whose bytes lie in granules of an arena.
+struct InGranules {
+  std::uint32_t num_granules;
+  std::uint32_t spare_bytes;  // of the last granule
+  std::uint32_t place;        // the first granule, or the first fragment
+};
+
+// Of one whose bytes lie in a segment of a store.
+struct InSegment {
+  std::uint32_t payload_bytes;
+  std::uint32_t offset;
+  std::uint32_t number;  // of the segment
+};
+
 struct Entry {
   unsigned char key[kInlineKeyBytes];
   std::uint8_t key_bytes;
@@ -29,9 +43,10 @@ struct Entry {
   std::uint32_t num_pins;
   std::uint32_t previous;
   std::uint32_t next;  // in its chain; among free entries the next free one
-  std::uint32_t num_granules;
-  std::uint32_t spare_bytes;  // of the last granule
-  std::uint32_t place;        // the first granule, or the first fragment
+  union {
+    InGranules granules;
+    InSegment record;
+  };
 };
 
 static_assert(sizeof(Entry) == 76);

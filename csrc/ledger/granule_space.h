@@ -31,10 +31,12 @@ class GranuleSpace {
   // Of all that it can ever take while chunks lie in one run each.
   static std::uint64_t most_bytes(std::uint32_t num_granules);
 
+  std::uint64_t units_of(const Entry& entry) const { return entry.granules.num_granules; }
   // As many granules as the entry says.
   void take(Entry& entry);
+  GranuleSpace begun_anew() const;
   // Those that an entry of another space of this kind has, here.
-  void copy(const GranuleSpace& other, const Entry& from, Entry& to);
+  void copy(const GranuleSpace& other, std::uint32_t index, const Entry& from, Entry& to);
   void free(const Entry& entry);
   void append(const Entry& entry, Places& places) const;
   void take_memory(std::vector<LazyMemory>& memories);
@@ -50,6 +52,7 @@ class GranuleSpace {
   template <class Act>
   void each_run(const Entry& entry, Act&& act) const;
 
+  std::uint32_t num_granules_ = 0;
   std::uint64_t granule_bytes_ = 0;
   Granules granules_;
   LazyArray<Fragment> fragments_;

@@ -109,7 +109,7 @@ struct Model {
     while (used() + wanted > options.num_granules || held.size() >= options.max_keys) {
       const std::string first = demoted.empty() ? recent.front() : demoted.front();
       ++tally.evictions;
-      tally.evicted_bytes += held.at(first).num_granules * options.granule_bytes;
+      tally.evicted_units += held.at(first).num_granules;
       untrack(first);
       held.erase(first);
       anew(first);
@@ -428,7 +428,7 @@ class Session {
     const Tally wanted = std::exchange(model_.tally, {});
     expect(told.reservations == wanted.reservations && told.commits == wanted.commits && told.aborts == wanted.aborts &&
                told.invalidations == wanted.invalidations && told.evictions == wanted.evictions &&
-               told.evicted_bytes == wanted.evicted_bytes &&
+               told.evicted_units == wanted.evicted_units &&
                std::equal(std::begin(told.refusals), std::end(told.refusals), std::begin(wanted.refusals)),
            "what happened is counted as in the model");
   }

@@ -14,7 +14,8 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.contract import UNSPECIFIED
 from hybridkv.tiers.disk import DiskIndex
-from hybridkv.tiers.disk.tables.records import Record, RecordTable
+from hybridkv.tiers.disk.tables.record import Record
+from hybridkv.tiers.disk.tables.records import RecordTable
 from soak.ledger import Log
 
 SEGMENT_BITS = 32

@@ -12,6 +12,7 @@ from hybridkv.tiers import Completion, Slot, Ticket, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor, plan_sizes
 from hybridkv.tiers.disk.files.names import rank_name, segment_name
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of, offset_of
+from hybridkv.tiers.disk.tables.record import Record
 
 TIMEOUT_S = 30.0
 """Only a broken tier ever waits that long."""
@@ -36,6 +37,13 @@ def fingerprint(**changes: object) -> Fingerprint:
     facts = {name: str(value) for name, value in changes.items() if name not in FINGERPRINT.__struct_fields__}
     fields = {name: value for name, value in changes.items() if name not in facts}
     return msgspec.structs.replace(FINGERPRINT, facts=FINGERPRINT.facts | facts, **fields)
+
+
+def records_of(index: DiskIndex) -> dict[bytes, Record]:
+    """All that an index knows, by key: what goes first first, and then what is reserved or pinned."""
+    table = index._records
+    keys = [*table.eviction_order(), *(record.key for record in table.in_use())]
+    return {key: record for key in keys if (record := table.find(key)) is not None}
 
 
 class Clock:

@@ -32,7 +32,8 @@ from hybridkv.tiers import Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, Fsync
 from hybridkv.tiers.disk.files.names import rank_name, segment_name
 from hybridkv.tiers.disk.format.layout import number_of, offset_of, record_bytes
-from hybridkv.tiers.disk.tables.records import Record, RecordTable
+from hybridkv.tiers.disk.tables.record import Record
+from hybridkv.tiers.disk.tables.records import RecordTable
 
 RANKS = {"tensor_parallel_size": NUM_RANKS}
 

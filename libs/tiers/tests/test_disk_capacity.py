@@ -99,7 +99,7 @@ def test_a_store_goes_on_when_all_segments_are_in_use_however_few_are_ready(
     medium = disk_store.make_medium(tmp_path / "store", options)
     noise = random.Random(0)
     for number in range(300):
-        held = sorted(index._records.by_key)
+        held = sorted(disk_store.records_of(index))
         index.touch(noise.sample(held, len(held) // 2))
         assert disk_store.store(index, medium, b"%d" % number, b"x" * 4000)
     assert index.take_disk_counts().moved_records > 10

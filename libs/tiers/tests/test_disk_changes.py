@@ -52,13 +52,13 @@ def kill(index: DiskIndex, medium: DiskMedium) -> None:
 
 def order_of(index: DiskIndex) -> list[tuple[bytes, int]]:
     """Keys and addresses, least recently used first."""
-    return [(key, index._records.by_key[key].address) for key in index._records.evictable]
+    return [(key, disk_store.records_of(index)[key].address) for key in index._records.eviction_order()]
 
 
 def offered(path: Path, options: DiskOptions = OPTIONS) -> list[bytes]:
     """Every key that the next process is offered, each with its own bytes."""
     index, medium = opened(path, options)
-    keys = list(index._records.by_key)
+    keys = list(disk_store.records_of(index))
     for key in keys:
         loaded = disk_store.load(index, medium, key)
         assert loaded is not None and loaded[0].failure is None and loaded[1] == chunk(key)

@@ -19,7 +19,8 @@ from hybridkv.tiers.disk import DiskIndex, FileIO
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES, address_of
 from hybridkv.tiers.disk.format.record import RECORD_HEAD_BYTES
-from hybridkv.tiers.disk.opening.recovery import FoundRecord, recover
+from hybridkv.tiers.disk.opening.recovery import recover
+from hybridkv.tiers.disk.tables.found import FoundRecord
 
 OPTIONS = disk_store.options_for(4 * 8192, direct=False, max_quarantined=16)
 CHUNKS = {
@@ -82,7 +83,7 @@ def directory_of(path: Path) -> Path:
 
 
 def found_in(namespace: Namespace) -> list[FoundRecord]:
-    return recover(namespace, MAX_METADATA_BYTES, OPTIONS.max_records).records
+    return list(recover(namespace, MAX_METADATA_BYTES, OPTIONS.max_records).records.in_order())
 
 
 def offered(namespace: Namespace, loader: Loader) -> set[bytes]:

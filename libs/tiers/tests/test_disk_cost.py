@@ -108,7 +108,7 @@ def test_a_store_looks_at_as_many_segments_however_many_there_are(
 
 def full_segment(index: DiskIndex) -> tuple[bytes, Segment]:
     """A key whose record lies in one that takes no more, and that segment."""
-    segments, records = index._segments, index._records.by_key
+    segments, records = index._segments, disk_store.records_of(index)
     return next((key, found) for key in records if (found := segments.of(records[key].address)) is not segments.open)
 
 
@@ -124,8 +124,9 @@ def test_a_read_of_a_full_segment_is_no_reason_to_look_for_work(tmp_path: Path) 
     index.unpin(key)
     assert segment.is_candidate and segments.revision == before
     assert index.pin(key) is not None
-    for in_it in list(segment.keys):
-        index.invalidate(in_it)
+    for record in disk_store.records_of(index).values():
+        if segments.of(record.address) is segment:
+            index.invalidate(record.key)
     before = segments.revision
     index.unpin(key)
     assert segments.revision > before, "what goes with its last reader is one"
@@ -136,7 +137,7 @@ def test_a_read_that_ends_is_a_reason_to_look_for_work_where_all_segments_were_h
     subject = Subject(tmp_path / "store", FEW)
     subject.store(3 * RECORDS_IN_SEGMENT)
     index, segments = subject.index, subject.index._segments
-    keys = list(index._records.by_key)
+    keys = list(disk_store.records_of(index))
     for key in keys:
         assert index.pin(key) is not None
     assert index._upkeep._agenda.copier.compaction.cheapest() is None

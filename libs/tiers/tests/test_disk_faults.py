@@ -62,7 +62,7 @@ def test_a_file_system_that_stays_full_costs_little_of_what_is_there(tmp_path: P
         num_taken += store.store()
     assert store.index.num_keys > before - 4 * 6, "a segment or two were given up to make room"
     assert num_taken < 4 * 6, "stores are dropped meanwhile"
-    for key in list(store.index._records.by_key):
+    for key in list(disk_store.records_of(store.index)):
         assert store.load_fails_with(key) is None
     store.io.failing.clear()
     store.clock.now_s += options.retry_interval_s
@@ -146,7 +146,7 @@ def test_compaction_goes_on_beside_a_segment_that_cannot_be_deleted(
     taken, noise = [], random.Random(0)
     with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
         for number in range(400):
-            held = sorted(store.index._records.by_key)
+            held = sorted(disk_store.records_of(store.index))
             store.index.touch(noise.sample(held, len(held) // 2))
             store.clock.now_s += number % 2 * options.retry_interval_s
             taken.append(store.store())

@@ -233,7 +233,7 @@ def use(path: Path, is_killed: bool, is_stored: bool) -> None:
     assert io.read_bytes <= 4 * on_disk_bytes + MIB
     medium = disk_store.make_medium(path, OPTIONS)
     assert index.used_bytes <= index.capacity_bytes
-    for key, record in list(index._records.by_key.items()):
+    for key, record in list(disk_store.records_of(index).items()):
         if record.payload_bytes <= MIB:
             loaded = disk_store.load(index, medium, key)
             assert loaded is not None and (loaded[0].failure is not None or loaded[1] == CHUNK)

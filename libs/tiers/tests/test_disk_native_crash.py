@@ -62,7 +62,7 @@ def offered(path: Path, is_native: bool) -> set[int]:
     options, ranks = disk_native_writer.OPTIONS, disk_native_writer.RANKS
     index = disk_store.make_index(path, options, **ranks)
     assert index.take_counts().evictions == 0
-    found = {key: int(key.split()[1]) for key in index._records.by_key}
+    found = {key: int(key.split()[1]) for key in disk_store.records_of(index)}
     for rank in range(disk_native_writer.NUM_RANKS):
         medium = DiskMedium(str(path), index.namespace, rank, options, is_native=is_native)
         for key, number in found.items():

@@ -65,7 +65,7 @@ def lonely_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[St
 
 
 def held(index: DiskIndex) -> set[bytes]:
-    return set(index._records.by_key)
+    return set(disk_store.records_of(index))
 
 
 def files_below(path: Path) -> dict[Path, bytes]:

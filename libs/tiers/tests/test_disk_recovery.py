@@ -41,7 +41,7 @@ def offered(path: Path) -> dict[bytes, bytes]:
     """Every key that the next process is offered, with the bytes that rank 1 loads."""
     index, media = opened(path)
     found = {}
-    for key in list(index._records.by_key):
+    for key in list(disk_store.records_of(index)):
         loaded = disk_store.load(index, media[1], key)
         assert loaded is not None and loaded[0].failure is None
         found[key] = loaded[1]
@@ -178,13 +178,13 @@ def test_segments_that_are_read_side_by_side_are_found_in_their_order(tmp_path: 
     keys = [b"%d" % number for number in range(10 * SCAN_THREADS)]
     for key in keys:
         assert disk_store.store(index, medium, key, chunk(key))
-    assert len({number_of(record.address) for record in index._records.by_key.values()}) > SCAN_THREADS
+    assert len({number_of(record.address) for record in disk_store.records_of(index).values()}) > SCAN_THREADS
     medium.close()
     index.close()
     (snapshot,) = (tmp_path / "store").rglob("snapshot")
     snapshot.unlink()
     index, medium = (make(tmp_path / "store", options) for make in (disk_store.make_index, disk_store.make_medium))
-    assert list(index._records.by_key) == keys
+    assert list(disk_store.records_of(index)) == keys
     for key in keys:
         loaded = disk_store.load(index, medium, key)
         assert loaded is not None and loaded == (loaded[0], chunk(key)) and loaded[0].failure is None
@@ -244,7 +244,7 @@ def test_another_capacity_keeps_what_fits(tmp_path: Path) -> None:
         options = disk_store.options_for(num_chunks * 8192, num_ranks=2, num_spare=5)
         index = disk_store.make_index(path, options, **RANKS)
         medium = disk_store.make_medium(path, options, rank=1, **RANKS)
-        kept = list(index._records.by_key)
+        kept = list(disk_store.records_of(index))
         assert kept == [b"%d" % number for number in range(8 - expected, 8)]
         for key in kept:
             loaded = disk_store.load(index, medium, key)

@@ -302,7 +302,7 @@ def test_an_opening_that_lacks_something_does_not_start_and_drops_nothing(
     with pytest.raises(Exception, match=os.strerror(number)):
         disk_store.make_index(path, OPTIONS, io)
     index = disk_store.make_index(path, OPTIONS)
-    assert set(index._records.by_key) == keys
+    assert set(disk_store.records_of(index)) == keys
     index.close()
 
 
@@ -314,7 +314,7 @@ def test_an_opening_without_threads_reads_one_segment_after_the_other(
     store = Store(path, options)
     for _ in range(24):
         assert store.store()
-    keys = set(store.index._records.by_key)
+    keys = set(disk_store.records_of(store.index))
     store.medium.close()
     store.index._namespace.close()  # as a crash
 
@@ -323,7 +323,7 @@ def test_an_opening_without_threads_reads_one_segment_after_the_other(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     index = disk_store.make_index(path, options)
-    assert len(keys) == 24 and set(index._records.by_key) == keys
+    assert len(keys) == 24 and set(disk_store.records_of(index)) == keys
     assert "one segment is read after the other" in caplog.text
     index.close()
 

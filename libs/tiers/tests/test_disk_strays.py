@@ -52,7 +52,7 @@ def use(path: Path, key: bytes, *before: bytes) -> int:
         loaded = disk_store.load(index, medium, old_key)
         assert loaded is not None and (loaded[0].failure, loaded[1]) == (None, CHUNK)
     assert disk_store.store(index, medium, key, CHUNK)
-    number = number_of(index._records.by_key[key].address)
+    number = number_of(disk_store.records_of(index)[key].address)
     medium.close()
     index.close()
     return number
@@ -222,7 +222,7 @@ def test_a_running_store_never_leaves_the_numbers(path: Path, caplog: pytest.Log
     keys = [b"%d" % number for number in range(80)]
     stored = [key for key in keys if disk_store.store(index, medium, key, CHUNK)]
     assert len(stored) < len(keys)
-    assert max(number_of(record.address) for record in index._records.by_key.values()) == LARGEST_NUMBER
+    assert max(number_of(record.address) for record in disk_store.records_of(index).values()) == LARGEST_NUMBER
     assert index._segments.next_number == LARGEST_NUMBER + 1
     assert index.reserve(b"one more", 100) is Refusal.NO_ROOM
     assert [line for line in warnings(caplog) if "the numbers of segments are used up" in line]

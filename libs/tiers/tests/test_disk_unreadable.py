@@ -73,7 +73,7 @@ def offered(path: Path, io: FileIO | None = None) -> set[bytes]:
     """What an opening offers, every chunk of it loaded. It stores one more, and ends."""
     index = disk_store.make_index(path, OPTIONS, io)
     medium = disk_store.make_medium(path, OPTIONS)
-    found = set(index._records.by_key)
+    found = set(disk_store.records_of(index))
     for key in found:
         loaded = disk_store.load(index, medium, key)
         assert loaded is not None and loaded[0].failure is None and loaded[1] == CHUNK
@@ -136,14 +136,14 @@ def test_what_could_not_be_opened_once_is_found_again_whatever_happened_meanwhil
     assert isinstance(index.reserve(b"pending", 4000), Slot)
     if not is_pending:
         index.abort(b"pending")
-    held, first = set(index._records.by_key) - {b"pending"}, min(index._segments.by_number)
+    held, first = set(disk_store.records_of(index)) - {b"pending"}, min(index._segments.by_number)
     medium.close()
     index._namespace.close()
     assert len(held) == 11
 
     index = disk_store.make_index(store, options, Unreadable({segment_name(first)}, number, "open"), clock)
     medium = disk_store.make_medium(store, options)
-    assert set(index._records.by_key) < held
+    assert set(disk_store.records_of(index)) < held
     clock.now_s += 2 * options.snapshot_interval_s
     assert disk_store.store(index, medium, b"new", CHUNK[:4000])
     assert index.drain(30.0)
@@ -153,7 +153,7 @@ def test_what_could_not_be_opened_once_is_found_again_whatever_happened_meanwhil
     index._namespace.close()
 
     index = disk_store.make_index(store, options)
-    assert set(index._records.by_key) == held | {b"new"}
+    assert set(disk_store.records_of(index)) == held | {b"new"}
     index.close()
 
 
@@ -193,7 +193,7 @@ def test_a_file_system_that_is_read_only_loads_what_it_holds(path: Path) -> None
             return super().open(name, flags, mode, dir_fd)
 
     index = disk_store.make_index(path, OPTIONS, ReadOnly())
-    assert set(index._records.by_key) == KEYS - WITHDRAWN
+    assert set(disk_store.records_of(index)) == KEYS - WITHDRAWN
     index.close()
 
 

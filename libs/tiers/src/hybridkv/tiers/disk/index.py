@@ -23,7 +23,7 @@ from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES
 from hybridkv.tiers.disk.opening.store import open_store
 from hybridkv.tiers.disk.options import DiskOptions, Fsync, plan_sizes
-from hybridkv.tiers.disk.tables.records import cost_of
+from hybridkv.tiers.disk.tables.record import cost_of
 from hybridkv.tiers.disk.upkeep.janitor import Janitor, ThreadJanitor
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 from hybridkv.tiers.errors import TierProtocolError
@@ -105,9 +105,7 @@ class DiskIndex(AnswersAtOnce):
         return self._records.lacks(key)
 
     def lookup(self, key: Key) -> LookupResult:
-        # As the ledger's own, which would be one call more.
-        record = self._records.by_key.get(key)
-        return LookupResult.MISS if record is None else record.state.answer
+        return self._records.lookup(key)
 
     def leading(self, keys: Iterable[Key]) -> int:
         return self._records.leading(keys)
@@ -123,7 +121,8 @@ class DiskIndex(AnswersAtOnce):
         self._upkeep.write_changes()
 
     def demote(self, keys: Iterable[Key]) -> None:
-        """As the contract says. It is not written down: after a restart these go by their last use."""
+        """As the contract says. It is not written down by itself: after a restart these go by their last use, or as the
+        last snapshot found them."""
         self._records.demote(keys)
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
@@ -142,11 +141,11 @@ class DiskIndex(AnswersAtOnce):
             if not self._segments.has_room(cost, may_take_last=False):
                 refusal = Refusal.BUSY if self._upkeep.makes_room else Refusal.NO_ROOM
         if refusal is not None:
-            return records.tally.refuse(refusal)
+            return records.count_refusal(refusal)
         records.make_room(cost)
-        record = records.take(key, num_bytes, cost)
+        slot = records.reserve(key, num_bytes, cost)
         self._upkeep.run_if_needed()
-        return record.slot
+        return slot
 
     def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
         return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
@@ -160,7 +159,7 @@ class DiskIndex(AnswersAtOnce):
         return [self.commit(key) for key in keys]
 
     def abort(self, key: Key) -> None:
-        record = self._records.reserved_now.get(key)
+        record = self._records.find(key)
         self._records.abort(key)
         if record is not None:
             self._upkeep.withdraw(record)
@@ -240,9 +239,9 @@ class DiskIndex(AnswersAtOnce):
         """
         if self._records.is_closed:
             return
-        self._records.is_closed = True
+        self._records.close()
         self._upkeep.collect()
-        for record in self._records.reserved_now.values():
+        for record in self._records.reserved():
             # What a medium has written and nobody has heard of yet is found by the next opening, which verifies it.
             if record.state is KeyState.DOOMED_WRITE:
                 self._upkeep.withdraw(record)

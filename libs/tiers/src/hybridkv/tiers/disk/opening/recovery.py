@@ -30,10 +30,11 @@ from hybridkv.tiers.disk.format.layout import (
     number_of,
 )
 from hybridkv.tiers.disk.opening import segment_headers
-from hybridkv.tiers.disk.opening.replay import FoundRecord, Frontier, frontier_of, keep_those_in, keys_at, replay
+from hybridkv.tiers.disk.opening.replay import Frontier, frontier_of, keep_those_in, keys_at, replay
 from hybridkv.tiers.disk.opening.scanner import Search, search_all, searches_behind
 from hybridkv.tiers.disk.opening.segment_headers import FoundSegment, NoHeader, Row, epochs_in, read_headers, sort_out
 from hybridkv.tiers.disk.options import LARGEST_CHANGES_BYTES, LARGEST_JOURNAL_BYTES
+from hybridkv.tiers.disk.tables.found import FoundRecords
 from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Found(NamedTuple):
     """Segments to be deleted: older epochs, other versions, damaged, or not on every rank."""
     unavailable: list[int]
     """Segments of which nothing is known, because a file of theirs could not be opened. Left alone."""
-    records: list[FoundRecord]
+    records: FoundRecords
     """Least recently used first."""
     next_number: int
     withdrawals: list[journal.Withdrawal]
@@ -88,15 +89,15 @@ def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> 
     if named.frontier is not None:
         searches = searches_behind(named.frontier, segments)
     num_searched = _add_found(namespace, searches, named.records)
-    records = _without_withdrawn(named.records, withdrawals)
-    is_all_named = not num_searched and len(records) == len(named.records)
+    num_withdrawn = _remove_withdrawn(named.records, withdrawals)
+    is_all_named = not num_searched and not num_withdrawn
     return Found(
         epoch,
         is_new_epoch,
         segments,
         useless,
         unavailable,
-        records,
+        named.records,
         next_number,
         withdrawals,
         num_searched,
@@ -111,7 +112,7 @@ def _begin_anew(namespace: Namespace, headers: dict[int, Row], epoch: int) -> Fo
     unavailable = [number for number, row in headers.items() if NoHeader.UNAVAILABLE in row]
     useless = [number for number in headers if number not in unavailable]
     new_epoch = _unused_epoch(headers, epoch)
-    return Found(new_epoch, True, [], useless, unavailable, [], 0, [], 0, 0, None, is_begun_anew=True)
+    return Found(new_epoch, True, [], useless, unavailable, FoundRecords(), 0, [], 0, 0, None, is_begun_anew=True)
 
 
 def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
@@ -154,7 +155,7 @@ class _Bounds(NamedTuple):
 class _Named(NamedTuple):
     """What snapshot and changes say."""
 
-    records: dict[Key, FoundRecord]
+    records: FoundRecords
     frontier: Frontier | None
     """None: nothing is known of what else there may be."""
     num_changes: int
@@ -167,7 +168,7 @@ def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], 
     if data is not None and saved is None:
         logger.warning("%s: the snapshot is damaged; reading every segment", namespace.path)
     if data is None or saved is None or saved.epoch != epoch:
-        return _Named({}, None, 0, None)
+        return _Named(FoundRecords(), None, 0, None)
     since = _read_changes(namespace, snapshot.checksum_of(data), bounds.file_bytes)
     end_of = {segment.number: segment.segment_bytes for segment in segments}
     records, doubtful = _named(saved, end_of)
@@ -203,7 +204,7 @@ def _read_journal(namespace: Namespace, max_bytes: int) -> list[journal.Withdraw
     return found
 
 
-def _add_found(namespace: Namespace, searches: list[Search], records: dict[Key, FoundRecord]) -> int:
+def _add_found(namespace: Namespace, searches: list[Search], records: FoundRecords) -> int:
     """Add what lies on disk and is not named, the last written last. How many segments had to be read for it."""
     num_searched = 0
     for rows in search_all(namespace, searches):
@@ -211,21 +212,24 @@ def _add_found(namespace: Namespace, searches: list[Search], records: dict[Key, 
         for found in rows or ():
             before = records.get(found.key)
             if before is None or before.address < found.address:
-                records.pop(found.key, None)
-                records[found.key] = found
+                records.put(found)
     return num_searched
 
 
-def _without_withdrawn(records: dict[Key, FoundRecord], withdrawals: list[journal.Withdrawal]) -> list[FoundRecord]:
+def _remove_withdrawn(records: FoundRecords, withdrawals: list[journal.Withdrawal]) -> int:
+    """How many there were."""
+    if not withdrawals:
+        return 0
     withdrawn = Withdrawals(len(withdrawals) + 1)
     for entry in withdrawals:
         withdrawn.add(entry)
-    if not withdrawals:
-        return list(records.values())
-    return [record for record in records.values() if not withdrawn.covers(record.key, record.address)]
+    covered = [record.key for record in records.in_order() if withdrawn.covers(record.key, record.address)]
+    for key in covered:
+        records.remove(key)
+    return len(covered)
 
 
-def _named(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[dict[Key, FoundRecord], set[Key]]:
+def _named(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[FoundRecords, set[Key]]:
     """The records of a snapshot, and the keys of those that do not lie in segments that are still there."""
     addresses = np.asarray(saved.addresses, dtype=np.uint64)
     sizes = np.asarray(saved.payload_bytes, dtype=np.uint64)
@@ -235,5 +239,4 @@ def _named(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[dict[Key, 
     offsets = addresses & np.uint64(LARGEST_SEGMENT_BYTES - 1)
     fits = sizes <= np.uint64(LARGEST_SEGMENT_BYTES)
     fits &= offsets + page + (sizes + page - np.uint64(1)) // page * page <= ends
-    rows = map(FoundRecord, saved.keys, addresses.tolist(), sizes.tolist())
-    return dict(zip(saved.keys, rows, strict=True)), {saved.keys[place] for place in np.flatnonzero(~fits).tolist()}
+    return FoundRecords(saved.keys, addresses, sizes), {saved.keys[place] for place in np.flatnonzero(~fits).tolist()}

@@ -15,14 +15,7 @@ from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format.changes import Change, Committed, Gone, Relocated, Reserved, Used
 from hybridkv.tiers.disk.format.layout import number_of, offset_of, record_bytes
 from hybridkv.tiers.disk.format.snapshot import Snapshot
-
-
-class FoundRecord(NamedTuple):
-    """A record that may be offered."""
-
-    key: Key
-    address: int
-    payload_bytes: int
+from hybridkv.tiers.disk.tables.found import FoundRecord, FoundRecords
 
 
 class Frontier(NamedTuple):
@@ -65,7 +58,7 @@ def keys_at(saved: Snapshot, changes: Iterable[Change]) -> dict[int, Key]:
     return {int(addresses[place]): saved.keys[place] for place in places.tolist()}
 
 
-def replay(records: dict[Key, FoundRecord], key_at: dict[int, Key], changes: Iterable[Change]) -> set[Key]:
+def replay(records: FoundRecords, key_at: dict[int, Key], changes: Iterable[Change]) -> set[Key]:
     """Bring what a snapshot named, least recently used first, up to date. The keys of records that lie elsewhere now.
 
     What lies in segments that are gone has to be among the records: it may have been moved before they went.
@@ -75,29 +68,29 @@ def replay(records: dict[Key, FoundRecord], key_at: dict[int, Key], changes: Ite
         if isinstance(change, Used):
             key = key_at.get(change.address)
             if key is not None and key in records:
-                records[key] = records.pop(key)
+                records.use(key)
         elif isinstance(change, Committed):
             before = records.get(change.key)
             if before is None or before.address <= change.address:
-                records.pop(change.key, None)
-                records[change.key] = FoundRecord(change.key, change.address, change.payload_bytes)
+                records.put(FoundRecord(change.key, change.address, change.payload_bytes))
                 key_at[change.address] = change.key
                 placed.add(change.key)
         elif isinstance(change, Relocated):
             key = key_at.pop(change.address, None)
             record = records.get(key) if key is not None else None
             if record is not None and record.address == change.address:
-                records[record.key] = record._replace(address=change.new_address)
+                records.replace(record._replace(address=change.new_address))
                 key_at[change.new_address] = record.key
                 placed.add(record.key)
         elif isinstance(change, Gone):
             key = key_at.pop(change.address, None)
-            if key is not None and key in records and records[key].address == change.address:
-                del records[key]
+            record = records.get(key) if key is not None else None
+            if record is not None and record.address == change.address:
+                records.remove(record.key)
     return placed
 
 
-def keep_those_in(end_of: Mapping[int, int], records: dict[Key, FoundRecord], doubtful: Iterable[Key]) -> None:
+def keep_those_in(end_of: Mapping[int, int], records: FoundRecords, doubtful: Iterable[Key]) -> None:
     """Forget the doubtful ones whose place is none in the segments that are there, whose sizes are these."""
     for key in doubtful:
         record = records.get(key)
@@ -105,4 +98,4 @@ def keep_those_in(end_of: Mapping[int, int], records: dict[Key, FoundRecord], do
             continue
         end_offset = offset_of(record.address) + record_bytes(record.payload_bytes)
         if end_offset > end_of.get(number_of(record.address), 0):
-            del records[key]
+            records.remove(key)

@@ -24,8 +24,9 @@ from hybridkv.tiers.disk.format.layout import (
     record_bytes,
 )
 from hybridkv.tiers.disk.format.record import RECORD_HEAD_BYTES, RECORD_MAGIC, RecordHeader, decode_record
-from hybridkv.tiers.disk.opening.replay import FoundRecord, Frontier
+from hybridkv.tiers.disk.opening.replay import Frontier
 from hybridkv.tiers.disk.opening.segment_headers import FoundSegment, read_at
+from hybridkv.tiers.disk.tables.found import FoundRecord
 from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)

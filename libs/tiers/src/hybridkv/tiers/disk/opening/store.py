@@ -94,7 +94,7 @@ def _open_store(
         "disk tier in %s: %d chunks, %.1f MiB of %.1f MiB used, "
         "opened in %.2f s (%d of %d segments and %d changes read)",
         namespace.path,
-        len(records.by_key),
+        records.num_keys,
         records.used_bytes / 2**20,
         sizes.usable_bytes / 2**20,
         time.monotonic() - started_s,

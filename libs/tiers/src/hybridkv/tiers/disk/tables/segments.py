@@ -61,7 +61,8 @@ class Segment:
         self.num_written = 0
         """Of those, the ones that somebody may still be writing."""
         self.keys: list[Key] = []
-        """Of every record that was ever appended; most may live elsewhere by now, or nowhere."""
+        """Of every record that ever lay in it, where the records' table keeps them here; most may live elsewhere by
+        now, or nowhere."""
         self.is_moving = False
         """Its records are being copied away."""
         self.is_sealed = False
@@ -173,7 +174,7 @@ class SegmentTable:
             return False
         return may_take_last or len(self.ready) + self.creatable + self.num_leaving >= 2
 
-    def append(self, key: Key, cost: int) -> int:
+    def append(self, cost: int) -> int:
         """The address of a new record. The caller saw that there is room."""
         if self.open is None or self.open.end_offset + cost > self.open.segment_bytes:
             self.close_open()
@@ -183,7 +184,6 @@ class SegmentTable:
         segment = self.open
         address = address_of(segment.number, segment.end_offset)
         segment.end_offset += cost
-        segment.keys.append(key)
         return address
 
     def change_live(self, address: int, num_bytes: int) -> None:
@@ -206,20 +206,20 @@ class SegmentTable:
             self.refile(segment)
         return key_lists
 
-    def hold(self, address: int, is_writing: bool) -> None:
-        """A record at this address has a reader or a writer."""
+    def hold(self, address: int, is_writing: bool, count: int = 1) -> None:
+        """A record at this address has a reader or a writer; so have others in its segment, `count` together."""
         segment = self.of(address)
-        segment.num_used += 1
+        segment.num_used += count
         if is_writing:
-            segment.num_written += 1
+            segment.num_written += count
             self.written[segment.number] = segment
 
-    def release(self, address: int, is_writing: bool) -> None:
+    def release(self, address: int, is_writing: bool, count: int = 1) -> None:
         """It has that reader or writer no more."""
         segment = self.of(address)
-        segment.num_used -= 1
+        segment.num_used -= count
         if is_writing:
-            segment.num_written -= 1
+            segment.num_written -= count
             if not segment.num_written:
                 del self.written[segment.number]
         if segment is self.open:

@@ -8,10 +8,9 @@ where it is.
 from __future__ import annotations
 
 from hybridkv.tiers.disk.files.segment_files import Relocation
-from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of
-from hybridkv.tiers.disk.tables.records import Record, RecordTable
+from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES
+from hybridkv.tiers.disk.tables.records import RecordTable
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable
-from hybridkv.tiers.ledger import KeyState
 
 
 class Compaction:
@@ -32,10 +31,10 @@ class Compaction:
     def relocations(self, victim: Segment) -> tuple[Relocation, ...]:
         """The victim's live records, with new addresses for as many as fit into what is open and empty."""
         relocations = []
-        for record in self._live(victim):
+        for record in self._records.movable_in(victim):
             if not self._segments.has_room(record.cost, may_take_last=True):
                 break
-            address = self._segments.append(record.key, record.cost)
+            address = self._segments.append(record.cost)
             self._segments.hold(address, is_writing=True)
             self._records.log.reserved(address, record.payload_bytes)
             relocations.append(Relocation(record.key, record.address, address, record.payload_bytes))
@@ -43,7 +42,7 @@ class Compaction:
 
     def empty(self, victim: Segment) -> None:
         """Evict everything in it."""
-        for record in self._live(victim):
+        for record in self._records.movable_in(victim):
             self._records.evict(record.key)
 
     def cheapest(self) -> Segment | None:
@@ -57,25 +56,14 @@ class Compaction:
 
     def _evict_until_worth_copying(self, cheapest: Segment) -> None:
         left_bytes = self._segments.largest_bytes
-        while left_bytes > 0 and self._records.evictable:
+        while left_bytes > 0 and self._records.has_evictable:
             record = self._records.evict_next()
             segment = self._segments.of(record.address)
             left_bytes -= record.cost
             if segment.is_candidate and self._is_worth_copying(segment):
                 return
         cheapest = self.cheapest() or cheapest
-        for record in self._live(cheapest):
+        for record in self._records.movable_in(cheapest):
             if self._is_worth_copying(cheapest):
                 return
             self._records.evict(record.key)
-
-    def _live(self, segment: Segment) -> list[Record]:
-        """Its records that may be moved or evicted, in the order in which they lie."""
-        found = {}
-        for key in segment.keys:
-            record = self._records.by_key.get(key)
-            if record is None or number_of(record.address) != segment.number:
-                continue
-            if record.state is KeyState.COMMITTED and not record.num_pins:
-                found[record.address] = record
-        return [found[address] for address in sorted(found)]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.tables.records import Record
+from hybridkv.tiers.disk.tables.record import Record
 from hybridkv.tiers.disk.upkeep.agenda import Agenda
 from hybridkv.tiers.disk.upkeep.dispatch import Dispatcher
 from hybridkv.tiers.disk.upkeep.janitor import Janitor

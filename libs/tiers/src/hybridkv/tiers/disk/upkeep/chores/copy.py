@@ -113,7 +113,7 @@ class SegmentCopier(Kind[Copy, Copied]):
     def _is_moved(self, relocation: Relocation, reason: FailureReason | None) -> bool:
         """Whether the record lies where it was copied to, from now on."""
         state = self._state
-        record = state.records.by_key.get(relocation.key)
+        record = state.records.find(relocation.key)
         if record is None or record.address != relocation.old_address:
             return False
         if reason is not None:

@@ -87,6 +87,7 @@ class SegmentDropper(Kind[Drop, None]):
                 segments.refile(segment)
             else:
                 segments.remove(segment)
+                self._state.records.drop_segment(segment.number)
                 state.retries.forget(number)
                 self._maker.dropped(segment.segment_bytes)
                 state.tally.add("segments_dropped")

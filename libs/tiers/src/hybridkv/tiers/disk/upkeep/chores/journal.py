@@ -12,7 +12,7 @@ from hybridkv.tiers.disk.files.directory import write_all
 from hybridkv.tiers.disk.files.names import JOURNAL_NAME
 from hybridkv.tiers.disk.format import journal
 from hybridkv.tiers.disk.format.journal import Withdrawal, digest_of
-from hybridkv.tiers.disk.tables.records import Record
+from hybridkv.tiers.disk.tables.record import Record
 from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
 from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridkv.tiers.disk.files.names import segment_number
-from hybridkv.tiers.disk.format.layout import number_of
 from hybridkv.tiers.disk.tables.segments import Segment, Stage
 from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
 from hybridkv.tiers.disk.upkeep.chores.epoch import WriteEpoch
@@ -76,8 +75,5 @@ class Restorer(Kind[Restore, set[int] | None]):
         if segment.stage in (Stage.READY, Stage.UNAVAILABLE, Stage.STUCK):
             segment.stage = Stage.FULL
         segment.may_be_sealed = False
-        for key in segment.keys:
-            record = records.by_key.get(key)
-            if record is not None and number_of(record.address) == segment.number:
-                records.withdraw(key)
+        records.withdraw_in(segment)
         segments.refile(segment)

@@ -11,12 +11,12 @@ from hybridkv.tiers.disk.format import snapshot
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import SNAPSHOT_ENTRY_BYTES
 from hybridkv.tiers.disk.tables.change_log import Cut, GivenUpError
+from hybridkv.tiers.disk.tables.snapshot_source import Source
 from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
 from hybridkv.tiers.disk.upkeep.chores.changes import Log
 from hybridkv.tiers.disk.upkeep.chores.copy import SegmentCopier
 from hybridkv.tiers.disk.upkeep.chores.journal import JournalWriter
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
-from hybridkv.tiers.disk.upkeep.snapshot_source import Source
 from hybridkv.tiers.disk.upkeep.state import StoreState
 
 
@@ -129,12 +129,12 @@ class SnapshotWriter(Kind[Save, bool]):
         state, segments, records = self._state, self._state.segments, self._state.records
         scan_from = min([next_written, *segments.written])
         copied = [relocation.new_address for relocation in self._copier.copying]
-        pending = [*(record.address for record in records.reserved_now.values()), *copied]
+        pending = [*(record.address for record in records.reserved()), *copied]
         self._journal.keep(address_of(min(segments.by_number, default=segments.next_number), 0))
         self._last_s = state.clock()
         self._generation = records.generation
         numbers = (state.epoch, scan_from, segments.next_number, segments.next_address)
-        source = Source(records.by_key, [segment.keys for segment in segments.by_number.values()])
+        source = records.source()
         self._cut = records.log.cut()
         return Piece(self, Save(*numbers, tuple(pending), source, self._max_bytes, self._cut))
 

@@ -1,0 +1,551 @@
+// Which keys a tier holds and what may be done to them now: the rules of hybridkv.tiers.ledger, least recently used goes
+// first, for many keys in one call. Where bytes lie is a space's to say, and what they take up there, in units.
+//
+// What a call costs does not depend on the number of keys that are held; `forget_all`: on how many are reserved or
+// pinned. For one thread.
+#ifndef HYBRIDKV_LEDGER_BASIC_LEDGER_H_
+#define HYBRIDKV_LEDGER_BASIC_LEDGER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/ledger/chains.h"
+#include "csrc/ledger/change_feed.h"
+#include "csrc/ledger/entry.h"
+#include "csrc/ledger/key_table.h"
+#include "csrc/ledger/lazy_memory.h"
+
+namespace hybridkv::ledger {
+
+enum class Answer : std::uint8_t { kMiss, kPending, kHit };
+
+enum class Refusal : std::uint8_t { kNone, kNoRoom, kTooLarge, kPresent, kClosed };
+inline constexpr std::size_t kNumRefusals = 5;
+
+struct Tally {
+  std::uint64_t reservations = 0;
+  std::uint64_t commits = 0;
+  std::uint64_t aborts = 0;
+  std::uint64_t invalidations = 0;
+  std::uint64_t evictions = 0;
+  std::uint64_t evicted_units = 0;
+  std::uint64_t refusals[kNumRefusals] = {};
+};
+
+struct Bounds {
+  std::uint64_t num_units;      // that all keys together may take up
+  std::uint64_t largest_units;  // that one may
+  std::uint32_t max_keys;       // at least 1, below kNone; doomed ones count
+  std::uint64_t seed;           // of chance
+  // Tables that had so many at most are given back at once: little of them was ever used. So there are as many
+  // reservations at least between two that wait for them.
+  std::uint32_t few_keys = 256;
+};
+
+inline bool is_held(KeyState state) { return state == KeyState::kReserved || state == KeyState::kCommitted; }
+
+// `Space` has `units_of(entry)`; `free(entry)`; `begun_anew()`, another one in which nothing lies; `copy(other, from,
+// to)`, the place of an entry of another one; and `take_memory(memories)`, as KeyTable.
+template <class Space>
+class BasicLedger {
+ public:
+  std::uint64_t used_units() const { return used_units_; }
+  std::uint32_t max_keys() const { return bounds_.max_keys; }
+  std::uint32_t num_keys() const { return num_held_; }
+  std::uint32_t num_reserved() const { return chains_.size(Chain::kReserved); }
+  std::uint32_t num_pinned() const { return chains_.size(Chain::kPinned); }
+  std::uint64_t generation() const { return generation_; }
+  bool is_closed() const { return is_closed_; }
+
+  // What is asked.
+  KeyState state(Key key) const;
+  Answer answer(Key key) const;
+  std::size_t leading(std::span<const Key> keys) const;
+  std::optional<std::size_t> last_held(std::span<const Key> keys) const;
+  bool any_pending(std::span<const Key> keys) const;
+  // What may be evicted, what goes first first.
+  std::vector<std::string> eviction_order() const;
+
+  // What is done to many. Those that return a position stop there, before a key that does not fit, and those before it
+  // are done; else it is the number of keys. `act`, where there is one, is told of each entry when it has changed.
+  template <class Act>
+  std::size_t commit_all(std::span<const Key> keys, Act&& act);  // act(position, entry, is_offered), before it is freed
+  std::size_t abort_all(std::span<const Key> keys);
+  // How many there were to withdraw.
+  std::size_t invalidate_all(std::span<const Key> keys);
+  template <class Act>
+  void touch(std::span<const Key> keys, Act&& act);  // act(entry), of what may be evicted
+  void demote(std::span<const Key> keys);
+  // The entries of keys that are committed, all of them or false.
+  bool find_committed(std::span<const Key> keys, std::uint32_t* entries) const;
+  template <class Act>
+  void pin_found(std::span<const std::uint32_t> entries, Act&& act);  // act(entry, is_first)
+  template <class Act>
+  std::size_t unpin_all(std::span<const Key> keys, Act&& act);  // act(entry) of a last one, before it is freed
+
+  // `invalidate_all` of everything. How many were withdrawn. What that leaves is given back by later reservations.
+  // Where the system has no room for new tables it takes a step for each key.
+  std::uint64_t forget_all();
+  void close();
+
+  Tally take_tally() { return std::exchange(tally_, {}); }
+  void watch(std::size_t max_keys) { feed_.watch(max_keys); }
+  Changes take_changes() { return feed_.take(); }
+  // Of what was forgotten and is not given back yet, addresses that were never used among them.
+  std::uint64_t leftover_bytes() const;
+
+ protected:
+  BasicLedger(const Bounds& bounds, Space space)
+      : bounds_(bounds), table_(bounds.max_keys, bounds.seed), space_(std::move(space)) {}
+
+  // Why there can be no such key. Changes nothing and counts nothing.
+  Refusal why_not(Key key, std::uint32_t tag, std::uint64_t num_units) const;
+  // Evicts until so much more, and so many keys more, are within bounds, or nothing is left to evict. `act(index)`
+  // before each goes.
+  template <class Act>
+  void make_room(std::uint64_t num_units, std::uint32_t num_keys, Act&& act);
+  void evict(std::uint32_t index);
+  // A reserved entry for a key for which there is room. `place(entry)` says how large it is, and where it lies.
+  template <class Place>
+  std::uint32_t take(Key key, std::uint32_t tag, Place&& place);
+  std::uint32_t next_to_go() const;
+  // The tables of what is forgotten: kept elsewhere, or to be given back.
+  virtual void retire(KeyTable&& table, const Chains& chains, Space&& space);
+  virtual ~BasicLedger() = default;
+
+  Bounds bounds_;
+  KeyTable table_;
+  Space space_;
+  Chains chains_;
+  ChangeFeed feed_;
+  Tally tally_;
+  std::uint64_t used_units_ = 0;
+  std::uint64_t evictable_units_ = 0;
+  std::uint32_t num_held_ = 0;
+  std::uint32_t num_pending_ = 0;
+  std::uint64_t generation_ = 0;
+  bool is_closed_ = false;
+  std::vector<LazyMemory> leftovers_;
+
+  void track(std::uint32_t index);
+  void withdraw(std::uint32_t index);
+  void forget(std::uint32_t index);
+  void answers_anew(std::uint32_t index);
+  void begin_anew();
+  void forget_each();
+  void give_back_some();
+  std::uint64_t units_of(std::uint32_t index) const { return space_.units_of(table_[index]); }
+
+ private:
+  // Of what was forgotten, by one reservation. One uses less of new tables than this, so leftovers never grow for long.
+  static constexpr std::size_t kGivenBackBytes = 64 * 1024;
+  // Pieces of memory that wait. What is older is given back at once; by then nearly all of it was.
+  static constexpr std::size_t kMostLeftovers = 256;
+  // Of the tables of one ledger, at most.
+  static constexpr std::size_t kMostPieces = 16;
+};
+
+// What is asked.
+
+template <class Space>
+KeyState BasicLedger<Space>::state(Key key) const {
+  const std::uint32_t index = table_.find(key);
+  return index == kNone ? KeyState::kUnknown : table_[index].state;
+}
+
+template <class Space>
+Answer BasicLedger<Space>::answer(Key key) const {
+  switch (state(key)) {
+    case KeyState::kReserved:
+      return Answer::kPending;
+    case KeyState::kCommitted:
+      return Answer::kHit;
+    default:
+      return Answer::kMiss;
+  }
+}
+
+template <class Space>
+std::size_t BasicLedger<Space>::leading(std::span<const Key> keys) const {
+  std::size_t num_leading = keys.size();
+  table_.each(keys, [&](std::size_t position, std::uint32_t index) {
+    if (index != kNone && is_held(table_[index].state)) return true;
+    num_leading = position;
+    return false;
+  });
+  return num_leading;
+}
+
+template <class Space>
+std::optional<std::size_t> BasicLedger<Space>::last_held(std::span<const Key> keys) const {
+  // From the end, a few at a time: where much is held, the last one is mostly near.
+  constexpr std::size_t kAtATime = 32;
+  for (std::size_t end = keys.size(); end > 0;) {
+    const std::size_t first = end > kAtATime ? end - kAtATime : 0;
+    std::optional<std::size_t> last;
+    table_.each(keys.subspan(first, end - first), [&](std::size_t position, std::uint32_t index) {
+      if (index != kNone && is_held(table_[index].state)) last = first + position;
+      return true;
+    });
+    if (last) return last;
+    end = first;
+  }
+  return std::nullopt;
+}
+
+template <class Space>
+bool BasicLedger<Space>::any_pending(std::span<const Key> keys) const {
+  bool is_any = false;
+  if (num_pending_ == 0) return false;
+  table_.each(keys, [&](std::size_t, std::uint32_t index) {
+    is_any = index != kNone && table_[index].state == KeyState::kReserved;
+    return !is_any;
+  });
+  return is_any;
+}
+
+template <class Space>
+std::vector<std::string> BasicLedger<Space>::eviction_order() const {
+  std::vector<std::string> keys;
+  for (const Chain chain : {Chain::kDemoted, Chain::kRecent}) {
+    for (std::uint32_t index = chains_.first(chain); index != kNone; index = table_[index].next) {
+      keys.emplace_back(table_.key_of(index));
+    }
+  }
+  return keys;
+}
+
+// Reserving.
+
+template <class Space>
+Refusal BasicLedger<Space>::why_not(Key key, std::uint32_t tag, std::uint64_t num_units) const {
+  if (is_closed_) return Refusal::kClosed;
+  if (table_.find(key, tag) != kNone) return Refusal::kPresent;
+  if (num_units > bounds_.largest_units) return Refusal::kTooLarge;
+  if (used_units_ + num_units - evictable_units_ > bounds_.num_units) return Refusal::kNoRoom;
+  if (num_reserved() + num_pinned() >= bounds_.max_keys) return Refusal::kNoRoom;
+  return Refusal::kNone;
+}
+
+template <class Space>
+template <class Act>
+void BasicLedger<Space>::make_room(std::uint64_t num_units, std::uint32_t num_keys, Act&& act) {
+  while (evictable_units_ > 0 &&
+         (used_units_ + num_units > bounds_.num_units || table_.size() + std::uint64_t{num_keys} > bounds_.max_keys)) {
+    const std::uint32_t index = next_to_go();
+    if (table_[index].next != kNone) __builtin_prefetch(&table_[table_[index].next], 1);  // goes after it, mostly soon
+    act(index);
+    evict(index);
+  }
+}
+
+// What goes first of what may be evicted, kNone where that is nothing.
+template <class Space>
+std::uint32_t BasicLedger<Space>::next_to_go() const {
+  const std::uint32_t demoted = chains_.first(Chain::kDemoted);
+  return demoted != kNone ? demoted : chains_.first(Chain::kRecent);
+}
+
+template <class Space>
+void BasicLedger<Space>::evict(std::uint32_t index) {
+  evictable_units_ -= units_of(index);
+  --num_held_;
+  answers_anew(index);
+  ++tally_.evictions;
+  tally_.evicted_units += units_of(index);
+  forget(index);
+}
+
+template <class Space>
+template <class Place>
+std::uint32_t BasicLedger<Space>::take(Key key, std::uint32_t tag, Place&& place) {
+  give_back_some();
+  const std::uint32_t index = table_.insert(key, tag);
+  Entry& entry = table_[index];
+  entry.state = KeyState::kReserved;
+  entry.goes_first = false;
+  entry.num_pins = 0;
+  place(entry);
+  chains_.append(table_, index, Chain::kReserved);
+  used_units_ += units_of(index);
+  ++num_held_;
+  ++num_pending_;
+  answers_anew(index);
+  ++tally_.reservations;
+  return index;
+}
+
+// The life of a key.
+
+template <class Space>
+template <class Act>
+std::size_t BasicLedger<Space>::commit_all(std::span<const Key> keys, Act&& act) {
+  std::size_t num_done = keys.size();
+  table_.each(keys, [&](std::size_t position, std::uint32_t index) {
+    if (index == kNone || table_[index].chain != Chain::kReserved) {
+      num_done = position;
+      return false;
+    }
+    const bool is_offered = table_[index].state == KeyState::kReserved;
+    act(position, std::as_const(table_[index]), is_offered);
+    if (!is_offered) {
+      forget(index);
+      return true;
+    }
+    table_[index].state = KeyState::kCommitted;
+    --num_pending_;
+    track(index);
+    answers_anew(index);
+    ++tally_.commits;
+    return true;
+  });
+  return num_done;
+}
+
+template <class Space>
+std::size_t BasicLedger<Space>::abort_all(std::span<const Key> keys) {
+  std::size_t num_done = keys.size();
+  table_.each(keys, [&](std::size_t position, std::uint32_t index) {
+    if (index == kNone || table_[index].chain != Chain::kReserved) {
+      num_done = position;
+      return false;
+    }
+    if (table_[index].state == KeyState::kReserved) {
+      --num_held_;
+      --num_pending_;
+      answers_anew(index);
+    }
+    forget(index);
+    ++tally_.aborts;
+    return true;
+  });
+  return num_done;
+}
+
+template <class Space>
+std::size_t BasicLedger<Space>::invalidate_all(std::span<const Key> keys) {
+  std::size_t num_withdrawn = 0;
+  table_.each(keys, [&](std::size_t, std::uint32_t index) {
+    if (index == kNone || !is_held(table_[index].state)) return true;
+    ++num_withdrawn;
+    withdraw(index);
+    return true;
+  });
+  return num_withdrawn;
+}
+
+template <class Space>
+void BasicLedger<Space>::withdraw(std::uint32_t index) {
+  Entry& entry = table_[index];
+  --num_held_;
+  entry.goes_first = false;
+  answers_anew(index);
+  ++tally_.invalidations;
+  if (entry.state == KeyState::kReserved) {
+    --num_pending_;
+    entry.state = KeyState::kDoomedWrite;
+  } else if (entry.num_pins > 0) {
+    entry.state = KeyState::kDoomedRead;
+  } else {
+    evictable_units_ -= units_of(index);
+    forget(index);
+  }
+}
+
+template <class Space>
+template <class Act>
+void BasicLedger<Space>::touch(std::span<const Key> keys, Act&& act) {
+  table_.each(keys, [&](std::size_t, std::uint32_t index) {
+    if (index == kNone) return true;
+    Entry& entry = table_[index];
+    entry.goes_first = false;
+    if (entry.chain == Chain::kRecent || entry.chain == Chain::kDemoted) {
+      chains_.move(table_, index, Chain::kRecent);
+      act(std::as_const(entry));
+    }
+    return true;
+  });
+}
+
+template <class Space>
+void BasicLedger<Space>::demote(std::span<const Key> keys) {
+  table_.each(keys, [&](std::size_t, std::uint32_t index) {
+    if (index == kNone) return true;
+    Entry& entry = table_[index];
+    if (entry.chain == Chain::kRecent || entry.chain == Chain::kDemoted) {
+      chains_.move(table_, index, Chain::kDemoted);
+    } else {
+      entry.goes_first = is_held(entry.state);
+    }
+    return true;
+  });
+}
+
+template <class Space>
+bool BasicLedger<Space>::find_committed(std::span<const Key> keys, std::uint32_t* entries) const {
+  bool are_all = true;
+  table_.each(keys, [&](std::size_t position, std::uint32_t index) {
+    are_all = index != kNone && table_[index].state == KeyState::kCommitted;
+    entries[position] = index;
+    return are_all;
+  });
+  return are_all;
+}
+
+template <class Space>
+template <class Act>
+void BasicLedger<Space>::pin_found(std::span<const std::uint32_t> entries, Act&& act) {
+  for (const std::uint32_t index : entries) {
+    Entry& entry = table_[index];
+    const bool is_first = entry.num_pins++ == 0;
+    if (is_first) {
+      evictable_units_ -= units_of(index);
+      chains_.move(table_, index, Chain::kPinned);
+    }
+    act(std::as_const(entry), is_first);
+  }
+}
+
+template <class Space>
+template <class Act>
+std::size_t BasicLedger<Space>::unpin_all(std::span<const Key> keys, Act&& act) {
+  std::size_t num_done = keys.size();
+  table_.each(keys, [&](std::size_t position, std::uint32_t index) {
+    if (index == kNone || table_[index].chain != Chain::kPinned) {
+      num_done = position;
+      return false;
+    }
+    if (--table_[index].num_pins > 0) return true;
+    act(std::as_const(table_[index]));
+    if (table_[index].state == KeyState::kCommitted) {
+      track(index);
+    } else {
+      forget(index);
+    }
+    return true;
+  });
+  return num_done;
+}
+
+// It may be evicted from now on.
+template <class Space>
+void BasicLedger<Space>::track(std::uint32_t index) {
+  Entry& entry = table_[index];
+  evictable_units_ += units_of(index);
+  chains_.move(table_, index, entry.goes_first ? Chain::kDemoted : Chain::kRecent);
+  entry.goes_first = false;
+}
+
+template <class Space>
+void BasicLedger<Space>::answers_anew(std::uint32_t index) {
+  ++generation_;
+  feed_.add(table_.key_of(index));
+}
+
+template <class Space>
+void BasicLedger<Space>::forget(std::uint32_t index) {
+  chains_.remove(table_, index);
+  used_units_ -= units_of(index);
+  space_.free(table_[index]);
+  table_.erase(index);
+}
+
+template <class Space>
+std::uint64_t BasicLedger<Space>::forget_all() {
+  const std::uint64_t num_withdrawn = num_held_;
+  if (num_withdrawn > 0) {
+    try {
+      begin_anew();
+    } catch (const std::bad_alloc&) {
+      forget_each();
+    }
+  }
+  evictable_units_ = 0;
+  num_held_ = num_pending_ = 0;
+  generation_ += num_withdrawn;
+  feed_.add_all();
+  tally_.invalidations += num_withdrawn;
+  return num_withdrawn;
+}
+
+// New tables, with copies of what is in use. Nothing has changed where the system has no room for them.
+template <class Space>
+void BasicLedger<Space>::begin_anew() {
+  leftovers_.reserve(leftovers_.size() + kMostPieces);
+  KeyTable table(bounds_.max_keys, bounds_.seed);
+  Space space = space_.begun_anew();
+  Chains chains;
+  std::uint64_t used_units = 0;
+  for (const Chain chain : {Chain::kReserved, Chain::kPinned}) {
+    for (std::uint32_t old = chains_.first(chain); old != kNone; old = table_[old].next) {
+      const Key key = table_.key_of(old);
+      const std::uint32_t index = table.insert(key, table.tag_of(key));
+      Entry& entry = table[index];
+      entry.state = chain == Chain::kReserved ? KeyState::kDoomedWrite : KeyState::kDoomedRead;
+      entry.goes_first = false;
+      entry.num_pins = table_[old].num_pins;
+      space.copy(space_, index, table_[old], entry);
+      chains.append(table, index, chain);
+      used_units += space.units_of(entry);
+    }
+  }
+  std::swap(table_, table);
+  std::swap(space_, space);
+  std::swap(chains_, chains);
+  used_units_ = used_units;
+  retire(std::move(table), chains, std::move(space));
+}
+
+template <class Space>
+void BasicLedger<Space>::retire(KeyTable&& table, const Chains&, Space&& space) {
+  if (table.num_used() <= bounds_.few_keys) return;
+  table.take_memory(leftovers_);
+  space.take_memory(leftovers_);
+  std::erase_if(leftovers_, [](const LazyMemory& memory) { return memory.num_bytes() == 0; });
+  if (leftovers_.size() > kMostLeftovers) leftovers_.erase(leftovers_.begin(), leftovers_.end() - kMostLeftovers);
+}
+
+// The same, where it has to do without. Takes a step for each key.
+template <class Space>
+void BasicLedger<Space>::forget_each() {
+  for (const Chain chain : {Chain::kDemoted, Chain::kRecent}) {
+    while (chains_.first(chain) != kNone) forget(chains_.first(chain));
+  }
+  for (const Chain chain : {Chain::kReserved, Chain::kPinned}) {
+    for (std::uint32_t index = chains_.first(chain); index != kNone; index = table_[index].next) {
+      table_[index].state = chain == Chain::kReserved ? KeyState::kDoomedWrite : KeyState::kDoomedRead;
+      table_[index].goes_first = false;
+    }
+  }
+}
+
+// Of the oldest first, since one that was forgotten later is mostly one of which less was used.
+template <class Space>
+void BasicLedger<Space>::give_back_some() {
+  if (leftovers_.empty()) return;
+  leftovers_.front().give_back(kGivenBackBytes);
+  if (leftovers_.front().num_bytes() == 0) leftovers_.erase(leftovers_.begin());
+}
+
+template <class Space>
+std::uint64_t BasicLedger<Space>::leftover_bytes() const {
+  std::uint64_t num_bytes = 0;
+  for (const LazyMemory& memory : leftovers_) num_bytes += memory.num_bytes();
+  return num_bytes;
+}
+
+template <class Space>
+void BasicLedger<Space>::close() {
+  is_closed_ = true;
+  forget_all();
+}
+
+}  // namespace hybridkv::ledger
+
+#endif  // HYBRIDKV_LEDGER_BASIC_LEDGER_H_

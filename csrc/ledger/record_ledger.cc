@@ -1,0 +1,241 @@
+#include "csrc/ledger/record_ledger.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace hybridkv::ledger {
+
+template class BasicLedger<SegmentSpace>;
+
+namespace {
+
+// What was used last comes last. Chains of which nothing is committed are not walked.
+constexpr Chain kInOrder[] = {Chain::kDemoted, Chain::kRecent, Chain::kPinned};
+constexpr std::size_t kNumInOrder = std::size(kInOrder);
+
+RecordPlace place_of(const Entry& entry) { return {address_of(entry), entry.record.payload_bytes}; }
+
+}  // namespace
+
+std::uint64_t RecordLedger::most_bytes() const {
+  return KeyTable::most_bytes(bounds_.max_keys) + std::uint64_t{bounds_.max_keys} * 2 * sizeof(std::uint32_t);
+}
+
+Record RecordLedger::record_of(std::uint32_t index) const {
+  const Entry& entry = table_[index];
+  return {std::string(table_.key_of(index)), place_of(entry), entry.state, entry.num_pins};
+}
+
+std::optional<Record> RecordLedger::find(Key key) const {
+  const std::uint32_t index = table_.find(key);
+  if (index == kNone) return std::nullopt;
+  return record_of(index);
+}
+
+std::vector<Record> RecordLedger::in(Chain chain) const {
+  std::vector<Record> records;
+  for (std::uint32_t index = chains_.first(chain); index != kNone; index = table_[index].next) {
+    records.push_back(record_of(index));
+  }
+  return records;
+}
+
+std::vector<Record> RecordLedger::in_use() const {
+  std::vector<Record> records = reserved();
+  for (Record& record : in(Chain::kPinned)) records.push_back(std::move(record));
+  return records;
+}
+
+std::vector<Record> RecordLedger::movable_in(std::uint32_t number) const {
+  std::vector<std::uint32_t> found = space_.in_segment(number);
+  std::erase_if(found, [&](std::uint32_t index) {
+    const Entry& entry = table_[index];
+    return entry.state != KeyState::kCommitted || entry.num_pins > 0 || entry.record.number != number;
+  });
+  std::sort(found.begin(), found.end(), [&](std::uint32_t one, std::uint32_t other) {
+    return table_[one].record.offset < table_[other].record.offset;
+  });
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  std::vector<Record> records;
+  records.reserve(found.size());
+  for (const std::uint32_t index : found) records.push_back(record_of(index));
+  return records;
+}
+
+std::vector<Record> RecordLedger::held_in(std::uint32_t number) const {
+  std::vector<std::uint32_t> found = space_.in_segment(number);
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  std::vector<Record> records;
+  for (const std::uint32_t index : found) {
+    if (is_held(table_[index].state) && table_[index].record.number == number) records.push_back(record_of(index));
+  }
+  return records;
+}
+
+Refusal RecordLedger::why_not(Key key, std::uint64_t num_pages) const {
+  return BasicLedger::why_not(key, table_.tag_of(key), num_pages);
+}
+
+std::vector<Record> RecordLedger::make_room(std::uint64_t num_pages, std::uint32_t num_keys) {
+  std::vector<Record> evicted;
+  BasicLedger::make_room(num_pages, num_keys, [&](std::uint32_t index) { evicted.push_back(record_of(index)); });
+  return evicted;
+}
+
+void RecordLedger::take(Key key, RecordPlace place) {
+  const std::uint32_t index = BasicLedger::take(key, table_.tag_of(key), [&](Entry& entry) {
+    entry.record.payload_bytes = place.payload_bytes;
+    put_at(entry, place.address);
+  });
+  space_.add(index, table_[index]);
+}
+
+std::optional<Record> RecordLedger::evict_next() {
+  const std::uint32_t index = next_to_go();
+  if (index == kNone) return std::nullopt;
+  Record evicted = record_of(index);
+  BasicLedger::evict(index);
+  return evicted;
+}
+
+bool RecordLedger::evict(Key key) {
+  const std::uint32_t index = table_.find(key);
+  if (index == kNone || table_[index].state != KeyState::kCommitted || table_[index].num_pins > 0) return false;
+  BasicLedger::evict(index);
+  return true;
+}
+
+std::size_t RecordLedger::commit_all(std::span<const Key> keys, RecordPlace* places, bool* are_offered) {
+  return BasicLedger::commit_all(keys, [&](std::size_t position, const Entry& entry, bool is_offered) {
+    places[position] = place_of(entry);
+    are_offered[position] = is_offered;
+  });
+}
+
+void RecordLedger::touch(std::span<const Key> keys, std::vector<std::uint64_t>& addresses) {
+  BasicLedger::touch(keys, [&](const Entry& entry) { addresses.push_back(address_of(entry)); });
+}
+
+void RecordLedger::pin_found(std::span<const std::uint32_t> entries, std::vector<RecordPlace>& places,
+                             std::vector<std::uint64_t>& held) {
+  BasicLedger::pin_found(entries, [&](const Entry& entry, bool is_first) {
+    places.push_back(place_of(entry));
+    if (is_first) held.push_back(address_of(entry));
+  });
+}
+
+std::size_t RecordLedger::unpin_all(std::span<const Key> keys, std::vector<RecordPlace>& used,
+                                    std::vector<RecordPlace>& freed) {
+  return BasicLedger::unpin_all(keys, [&](const Entry& entry) {
+    (entry.state == KeyState::kCommitted ? used : freed).push_back(place_of(entry));
+  });
+}
+
+bool RecordLedger::relocate(Key key, std::uint64_t address) {
+  const std::uint32_t index = table_.find(key);
+  if (index == kNone) return false;
+  put_at(table_[index], address);
+  space_.add(index, table_[index]);
+  return true;
+}
+
+bool RecordLedger::restore(Key key, RecordPlace place) {
+  const std::uint32_t tag = table_.tag_of(key);
+  if (table_.size() >= bounds_.max_keys || table_.find(key, tag) != kNone) return false;
+  const std::uint32_t index = table_.insert(key, tag);
+  Entry& entry = table_[index];
+  entry.state = KeyState::kCommitted;
+  entry.goes_first = false;
+  entry.num_pins = 0;
+  entry.record.payload_bytes = place.payload_bytes;
+  put_at(entry, place.address);
+  chains_.append(table_, index, Chain::kRecent);
+  space_.add(index, entry);
+  used_units_ += units_of(index);
+  evictable_units_ += units_of(index);
+  ++num_held_;
+  return true;
+}
+
+std::uint64_t RecordLedger::forget_all() {
+  const std::uint64_t num_withdrawn = BasicLedger::forget_all();
+  // Where there was no room for new tables the old ones are empty, and say nothing of what was there.
+  if (num_withdrawn > 0 && !walk_.retired) end_walk();
+  return num_withdrawn;
+}
+
+// A walk.
+
+std::uint64_t RecordLedger::begin_walk() {
+  end_walk();
+  walk_.number = ++num_walks_;
+  walk_.is_on = true;
+  // What is used while it is looked at comes once more, so there is an end to that.
+  walk_.steps_left = 2 * std::uint64_t{table_.size()};
+  return walk_.number;
+}
+
+void RecordLedger::end_walk() {
+  Walk ended = std::exchange(walk_, {});
+  chains_.watch(kNone);
+  if (ended.retired) BasicLedger::retire(std::move(*ended.retired), ended.retired_chains, SegmentSpace());
+}
+
+std::optional<bool> RecordLedger::walk(std::uint64_t number, std::size_t num_entries, Columns& columns) {
+  if (!walk_.is_on || walk_.number != number) return std::nullopt;
+  if (walk_.chain < kNumInOrder) {
+    look_at_order(num_entries);
+    return true;
+  }
+  const KeyTable& table = walk_.retired ? *walk_.retired : table_;
+  const std::uint32_t end = table.num_used();
+  for (; num_entries > 0 && walk_.next < end; --num_entries, ++walk_.next) {
+    const Entry& entry = table[walk_.next];
+    if (entry.state != KeyState::kCommitted) continue;
+    const Key key = table.key_of(walk_.next);
+    columns.keys += key;
+    columns.key_bytes.push_back(static_cast<std::uint16_t>(key.size()));
+    columns.addresses.push_back(address_of(entry));
+    columns.payload_bytes.push_back(entry.record.payload_bytes);
+    const std::uint32_t turn = walk_.next < walk_.turns.size() ? walk_.turns[walk_.next] : 0;
+    columns.turns.push_back(turn - 1);
+  }
+  if (walk_.next < end) return true;
+  end_walk();
+  return false;
+}
+
+void RecordLedger::look_at_order(std::size_t num_entries) {
+  const KeyTable& table = walk_.retired ? *walk_.retired : table_;
+  Chains& chains = walk_.retired ? walk_.retired_chains : chains_;
+  if (walk_.turns.size() < table.num_used()) walk_.turns.resize(table.num_used());
+  while (num_entries > 0 && walk_.chain < kNumInOrder) {
+    if (!walk_.is_begun) {
+      chains.watch(chains.first(kInOrder[walk_.chain]));
+      walk_.is_begun = true;
+    }
+    const std::uint32_t index = chains.watched();
+    if (index == kNone || walk_.steps_left == 0) {
+      ++walk_.chain;
+      walk_.is_begun = false;
+      chains.watch(kNone);
+      continue;
+    }
+    walk_.turns[index] = ++walk_.turn;
+    chains.watch(table[index].next);
+    --walk_.steps_left;
+    --num_entries;
+  }
+}
+
+void RecordLedger::retire(KeyTable&& table, const Chains& chains, SegmentSpace&& space) {
+  if (walk_.is_on && !walk_.retired) {
+    walk_.retired = std::move(table);
+    walk_.retired_chains = chains;
+    return;
+  }
+  BasicLedger::retire(std::move(table), chains, std::move(space));
+}
+
+}  // namespace hybridkv::ledger

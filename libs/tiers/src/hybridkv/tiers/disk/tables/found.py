@@ -1,0 +1,89 @@
+"""The records that an opening finds, as columns: no object stands for one of them, since there may be millions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.tiers.contract import Key
+
+Numbers = npt.NDArray[np.uint64]
+
+
+class FoundRecord(NamedTuple):
+    """A record that may be offered."""
+
+    key: Key
+    address: int
+    payload_bytes: int
+
+
+class FoundRecords:
+    """Records by key, in the order of their use, least recently used first.
+
+    Args:
+        keys: of those that are known from the start. Of several that are the same the last counts.
+        addresses: of these.
+        payload_bytes: of these.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Key] = (),
+        addresses: Sequence[int] | Numbers = (),
+        payload_bytes: Sequence[int] | Numbers = (),
+    ) -> None:
+        self._place_of = dict(zip(keys, range(len(keys)), strict=True))
+        self._addresses = np.asarray(addresses, dtype=np.uint64)
+        self._payload_bytes = np.asarray(payload_bytes, dtype=np.uint64)
+        self._added: list[tuple[int, int]] = []
+        """Address and payload bytes of those that came later. They are behind the others in the columns."""
+
+    def __len__(self) -> int:
+        return len(self._place_of)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._place_of
+
+    def get(self, key: Key) -> FoundRecord | None:
+        place = self._place_of.get(key)
+        return None if place is None else FoundRecord(key, *self._at(place))
+
+    def put(self, record: FoundRecord) -> None:
+        """It is the most recently used, in place of another one with its key."""
+        self._place_of.pop(record.key, None)
+        self.replace(record)
+
+    def replace(self, record: FoundRecord) -> None:
+        """It stands where the one with its key stood."""
+        self._place_of[record.key] = len(self._addresses) + len(self._added)
+        self._added.append((record.address, record.payload_bytes))
+
+    def use(self, key: Key) -> None:
+        """One that is there is the most recently used."""
+        self._place_of[key] = self._place_of.pop(key)
+
+    def remove(self, key: Key) -> None:
+        del self._place_of[key]
+
+    def in_order(self) -> Iterator[FoundRecord]:
+        keys, addresses, payload_bytes = self.columns()
+        return map(FoundRecord, keys, addresses.tolist(), payload_bytes.tolist())
+
+    def columns(self) -> tuple[list[Key], Numbers, Numbers]:
+        """Keys, addresses and payload bytes, in order."""
+        places = np.fromiter(self._place_of.values(), dtype=np.int64, count=len(self._place_of))
+        added = np.array(self._added, dtype=np.uint64).reshape(-1, 2)
+        columns = (
+            np.concatenate([known, more])[places]
+            for known, more in zip((self._addresses, self._payload_bytes), added.T, strict=True)
+        )
+        return list(self._place_of), *columns  # type: ignore[return-value]
+
+    def _at(self, place: int) -> tuple[int, int]:
+        if place >= len(self._addresses):
+            return self._added[place - len(self._addresses)]
+        return int(self._addresses[place]), int(self._payload_bytes[place])
