@@ -1,0 +1,161 @@
+"""What the index of the disk costs a record: memory, in C++ and in Python, and how long a start takes that finds many.
+
+What is measured: how much more memory a process of its own has when so many records of 48-byte keys are committed in
+the table that an index keeps; and the time from `DiskIndex(...)` until it answers, in a process of its own, where a store
+of so many records was closed before, so that a snapshot says what is there. Records are of one page, so a million
+take 8 GiB of files, of which nothing is written or read but the heads of segments.
+
+What is not: payloads. A start verifies none; each is verified when it is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ram_ledger import KEYS_A_CALL, key_of, resident_bytes
+
+from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
+from hybridkv.tiers.disk import DiskIndex, DiskOptions
+from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES, record_bytes
+from hybridkv.tiers.disk.options import DiskSizes
+from hybridkv.tiers.disk.tables.change_log import ChangeLog
+from hybridkv.tiers.disk.tables.plain_records import PlainRecordTable
+from hybridkv.tiers.disk.tables.records import RecordTable
+from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable
+from hybridkv.tiers.ledger import KeyState
+
+KINDS = {"native": RecordTable, "plain": PlainRecordTable}
+PAYLOAD_BYTES = PAGE_BYTES
+COST = record_bytes(PAYLOAD_BYTES)
+RECORDS_A_SEGMENT = 8192
+SEGMENT_BYTES = SEGMENT_HEAD_BYTES + RECORDS_A_SEGMENT * COST
+FINGERPRINT = Fingerprint(
+    facts={"model": "bench"},
+    chunk_tokens=128,
+    hash_algorithm="sha256",
+    tensor_parallel_size=1,
+    groups=(
+        GroupFingerprint(
+            kind="full", block_tokens=16, layers=(LayerFingerprint(name="0", page_bytes=8, facts={"dtype": "u8"}),)
+        ),
+    ),
+)
+
+
+def bytes_a_record(kind: str, count: int) -> float:
+    """In this process, which has done nothing else."""
+    num_segments = -(-count // RECORDS_A_SEGMENT)
+    sizes = SimpleNamespace(
+        room_bytes=SEGMENT_BYTES,
+        usable_bytes=num_segments * SEGMENT_BYTES,
+        max_records=count,
+        num_ranks=1,
+        data_bytes=num_segments * SEGMENT_BYTES,
+        segment_bytes=SEGMENT_BYTES,
+    )
+    segments = SegmentTable(cast(DiskSizes, sizes), num_segments)
+    for number in range(num_segments):
+        segments.add(Segment(number, SEGMENT_BYTES, 0))
+    log = ChangeLog()
+    log.close()
+    before = resident_bytes()
+    table = KINDS[kind](segments, log, cast(DiskSizes, sizes))
+    for first in range(0, count, KEYS_A_CALL):
+        keys = [key_of(number) for number in range(first, min(first + KEYS_A_CALL, count))]
+        for key in keys:
+            table.reserve(key, PAYLOAD_BYTES, COST)
+        table.commit_all(keys)
+    assert table.num_keys == count
+    record = table.find(key_of(0))
+    assert record is not None and record.state is KeyState.COMMITTED
+    return (resident_bytes() - before) / count
+
+
+def open_store(path: Path, count: int) -> DiskIndex:
+    capacity_bytes = int(1.3 * count * COST) + (1 << 30)
+    options = DiskOptions(capacity_bytes=capacity_bytes, segment_bytes=SEGMENT_BYTES, max_records=count)
+    return DiskIndex(str(path), FINGERPRINT, options)
+
+
+def fill(path: Path, count: int) -> None:
+    index = open_store(path, count)
+    number = 0
+    while number < count:
+        if index.reserve(key_of(number), PAYLOAD_BYTES).__class__.__name__ == "Slot":
+            index.commit(key_of(number))
+            number += 1
+        else:
+            index.drain(1.0)
+    assert index.drain(60.0)
+    index.close()
+
+
+def seconds_to_open(path: Path, count: int) -> dict[str, Any]:
+    begun = time.perf_counter()
+    index = open_store(path, count)
+    told = {"seconds": time.perf_counter() - begun, "records": index.num_keys}
+    index.close()
+    return told
+
+
+def measured(part: str, kind: str, count: int, path: Path | None = None) -> Any:
+    """In a process of its own."""
+    words = [sys.executable, __file__, "--measure", part, "--kind", kind, "--records", str(count)]
+    words += ["--path", str(path)] if path else []
+    return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--path", type=Path, help="of a directory with 9 GiB to spare for a million records")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", choices=("memory", "fill", "open"), help="one part in this process")
+    parser.add_argument("--kind", choices=tuple(KINDS))
+    options = parser.parse_args()
+    if options.measure == "memory":
+        print(json.dumps(bytes_a_record(options.kind, options.records)))
+        return
+    if options.measure:
+        part = fill if options.measure == "fill" else seconds_to_open
+        print(json.dumps(part(options.path, options.records)))
+        return
+    memory = {
+        f"{kind} {count}": measured("memory", kind, count)
+        for kind, count in (
+            ("native", options.records),
+            ("native", 10 * options.records),
+            ("plain", options.records),
+        )
+    }
+    for name, num_bytes in memory.items():
+        print(f"{name:>20} records: {num_bytes:.1f} bytes each")
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        store = Path(folder) / "store"
+        measured("fill", "native", options.records, store)
+        opened = [measured("open", "native", options.records, store) for _ in range(options.rounds)]
+    seconds = sorted(each["seconds"] for each in opened)
+    print(f"opened with {opened[0]['records']} records in {seconds[0]:.2f} to {seconds[-1]:.2f} s")
+    if options.json:
+        told = {
+            "machine": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            "is_native": RecordTable.is_native,
+            "bytes_a_record": memory,
+            "opened": opened,
+        }
+        options.json.write_text(json.dumps(told, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
