@@ -1,8 +1,8 @@
 """What the index of the disk costs a record: memory, in C++ and in Python, and how long a start takes that finds many.
 
 What is measured: how much more memory a process of its own has when so many records of 48-byte keys are committed in
-the table that an index keeps; and the time from `DiskIndex(...)` until it answers, in a process of its own, where a store
-of so many records was closed before, so that a snapshot says what is there. Records are of one page, so a million
+the table that an index keeps; and the time from `DiskIndex(...)` until it answers, in a process of its own, where a
+store of so many records was closed before, so that a snapshot says what is there. Records are of one page, so a million
 take 8 GiB of files, of which nothing is written or read but the heads of segments.
 
 What is not: payloads. A start verifies none; each is verified when it is loaded.

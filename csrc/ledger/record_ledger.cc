@@ -47,10 +47,17 @@ std::vector<Record> RecordLedger::in_use() const {
 }
 
 std::vector<Record> RecordLedger::movable_in(std::uint32_t number) const {
+  std::vector<Record> records = held_in(number);
+  std::erase_if(records, [](const Record& record) {
+    return record.state != KeyState::kCommitted || record.num_pins > 0;
+  });
+  return records;
+}
+
+std::vector<Record> RecordLedger::held_in(std::uint32_t number) const {
   std::vector<std::uint32_t> found = space_.in_segment(number);
   std::erase_if(found, [&](std::uint32_t index) {
-    const Entry& entry = table_[index];
-    return entry.state != KeyState::kCommitted || entry.num_pins > 0 || entry.record.number != number;
+    return !is_held(table_[index].state) || table_[index].record.number != number;
   });
   std::sort(found.begin(), found.end(), [&](std::uint32_t one, std::uint32_t other) {
     return table_[one].record.offset < table_[other].record.offset;
@@ -59,17 +66,6 @@ std::vector<Record> RecordLedger::movable_in(std::uint32_t number) const {
   std::vector<Record> records;
   records.reserve(found.size());
   for (const std::uint32_t index : found) records.push_back(record_of(index));
-  return records;
-}
-
-std::vector<Record> RecordLedger::held_in(std::uint32_t number) const {
-  std::vector<std::uint32_t> found = space_.in_segment(number);
-  std::sort(found.begin(), found.end());
-  found.erase(std::unique(found.begin(), found.end()), found.end());
-  std::vector<Record> records;
-  for (const std::uint32_t index : found) {
-    if (is_held(table_[index].state) && table_[index].record.number == number) records.push_back(record_of(index));
-  }
   return records;
 }
 

@@ -54,10 +54,10 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   // What is reserved, doomed or not; and with what is pinned.
   std::vector<Record> reserved() const { return in(Chain::kReserved); }
   std::vector<Record> in_use() const;
-  // Committed and not pinned, in the order in which they lie in a segment.
-  std::vector<Record> movable_in(std::uint32_t number) const;
-  // Whatever lies in a segment and is committed or reserved.
+  // What is committed or reserved, in the order in which it lies in a segment.
   std::vector<Record> held_in(std::uint32_t number) const;
+  // Of that, what is committed and not pinned.
+  std::vector<Record> movable_in(std::uint32_t number) const;
 
   Refusal why_not(Key key, std::uint64_t num_pages) const;
   void count_refusal(Refusal refusal) { ++tally_.refusals[static_cast<std::size_t>(refusal)]; }

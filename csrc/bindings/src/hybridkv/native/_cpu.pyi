@@ -1,7 +1,7 @@
 """What cpu_module.cc and the other bindings export. ValueError for arguments that fit no call."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ _Caching = Literal["by_size", "cached", "streamed"]
 _Answer = TypeVar("_Answer")
 _Refusal = TypeVar("_Refusal")
 _Slot = TypeVar("_Slot")
+_State = TypeVar("_State")
 _Backend = Literal["best", "io_uring", "threads"]
 
 def levels() -> list[str]:
@@ -212,3 +213,114 @@ class GranuleLedger(Generic[_Answer, _Refusal, _Slot]):
 
     def take_changed(self) -> tuple[set[bytes], bool]:
         """They, since the last call, and whether others may have changed, too."""
+
+class RecordLedger(Generic[_Answer, _Refusal, _State, _Slot]):
+    """Which records a store holds, in which of its segments, and what may be done to them now.
+
+    As `GranuleLedger`, but somebody else says where a record lies, and hears what he has to count along. An address is
+    a segment's number times 2^32, plus an offset in it; a record takes a page of 4096 bytes beside its payload, in whole
+    pages. A row is (key, address, payload_bytes, state, num_pins). Several addresses are 64-bit numbers in bytes.
+
+    `states` are RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. `ValueError` for more than 2^32 - 2 keys.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        largest_pages: int,
+        max_keys: int,
+        seed: int,
+        answers: tuple[_Answer, _Answer, _Answer],
+        refusals: tuple[_Refusal, _Refusal, _Refusal, _Refusal],
+        states: tuple[_State, _State, _State, _State],
+        make_slot: Callable[[tuple[tuple[int, int], ...]], _Slot],
+        misuse: type[Exception],
+    ) -> None: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def max_keys(self) -> int: ...
+    @property
+    def most_index_bytes(self) -> int: ...
+    @property
+    def leftover_bytes(self) -> int: ...
+    @property
+    def num_keys(self) -> int: ...
+    @property
+    def num_reserved(self) -> int: ...
+    @property
+    def num_pinned(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def has_evictable(self) -> bool: ...
+    def lacks(self, key: bytes) -> bool: ...
+    def lookup(self, key: bytes) -> _Answer: ...
+    def leading(self, keys: Iterable[bytes]) -> int: ...
+    def last_held(self, keys: Sequence[bytes]) -> int | None: ...
+    def any_pending(self, keys: Iterable[bytes]) -> bool: ...
+    def eviction_order(self) -> list[bytes]: ...
+    def find(self, key: bytes) -> tuple[bytes, int, int, _State, int] | None: ...
+    def reserved(self) -> list[tuple[bytes, int, int, _State, int]]:
+        """What is being written, doomed or not."""
+
+    def in_use(self) -> list[tuple[bytes, int, int, _State, int]]:
+        """That, and what is pinned."""
+
+    def held_in(self, number: int) -> list[tuple[bytes, int, int, _State, int]]:
+        """Of a segment what is committed or reserved, in the order in which it lies."""
+
+    def movable_in(self, number: int) -> list[tuple[bytes, int, int, _State, int]]:
+        """Of that, what is committed and not pinned."""
+
+    def why_not(self, key: bytes, num_pages: int) -> _Refusal | None: ...
+    def count_refusal(self, refusal: _Refusal) -> None: ...
+    def make_room(self, num_pages: int, num_keys: int) -> list[tuple[bytes, int, int, _State, int]]:
+        """What was evicted."""
+
+    def take(self, key: bytes, payload_bytes: int, address: int) -> _Slot:
+        """A reservation that has no reason why not, and room."""
+
+    def evict_next(self) -> tuple[bytes, int, int, _State, int] | None: ...
+    def evict(self, key: bytes) -> bool: ...
+    def count_evicted(self, num_pages: int) -> None:
+        """A record that was evicted before it was taken in."""
+
+    def commit_all(self, keys: Sequence[bytes]) -> tuple[list[tuple[int, int, bool]], bool]:
+        """(address, payload_bytes, is_offered) of each before one that is not reserved, and whether that is all."""
+
+    def raise_not_reserved(self, key: bytes) -> NoReturn: ...
+    def abort(self, key: bytes) -> None: ...
+    def invalidate(self, key: bytes) -> bool: ...
+    def touch(self, keys: Iterable[bytes]) -> bytes:
+        """Addresses of what may be evicted, in order."""
+
+    def demote(self, keys: Iterable[bytes]) -> None: ...
+    def pin_all(self, keys: Sequence[bytes]) -> tuple[list[_Slot], bytes] | None:
+        """Slots, and addresses of what was not pinned before."""
+
+    def unpin_all(self, keys: Iterable[bytes]) -> tuple[bytes, list[tuple[int, int]], int]:
+        """Addresses of what is pinned no more and used; (address, payload_bytes) of what was freed; how many keys came
+        before one that is not pinned."""
+
+    def raise_not_pinned(self, key: bytes) -> NoReturn: ...
+    def relocate(self, key: bytes, address: int) -> bool: ...
+    def drop_segment(self, number: int) -> None: ...
+    def restore(self, keys: Sequence[bytes], addresses: bytes, payload_bytes: bytes) -> int:
+        """Take in committed records, the least recently used first, before anything else is done. Columns of 64-bit
+        numbers; how many were taken, from the first."""
+
+    def forget_all(self) -> int: ...
+    def refuse_all(self) -> None: ...
+    def begin_walk(self) -> int:
+        """A walk over what is committed, in steps between which anything may happen. It ends the one before."""
+
+    def walk(self, number: int, num_entries: int) -> tuple[bool, bytes, bytes, bytes, bytes, bytes] | None:
+        """Whether it goes on; keys one behind the other, their lengths (16 bits), addresses, payload bytes (64 bits
+        each) and turns (32 bits): what has the lowest was used longest ago. None where another one has begun."""
+
+    def take_tally(self) -> tuple[int, int, int, int, int, int, dict[_Refusal, int]]: ...
+    def watch_at_most(self, max_keys: int) -> None: ...
+    def take_changed(self) -> tuple[set[bytes], bool]: ...

@@ -1,6 +1,6 @@
 """Makes long paths recent in all tiers, a part in each step of the engine.
 
-To touch a chunk costs a tenth of a microsecond or two: a path of fifty thousand of them, all at once, is a step in which
+To touch a chunk costs a tenth of a microsecond or two: a path of fifty thousand, all at once, is a step in which
 nobody decodes. Until its turn comes a chunk is as recent as it was, which is where it stands while its request runs.
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hybridkv.tiers.index_size import in_words
 from hybridkv.tiers.ram.plain_index import PlainRamIndex
 
 _why_not_native = ""
@@ -41,5 +42,4 @@ else:
 
 def describe(index: PlainRamIndex) -> str:
     """In which language it is, why not in the other, and what it may take, for an operator."""
-    language = "C++" if index.is_native else f"Python{_why_not_native}"
-    return f"index of {index.max_keys} records takes up to {index.most_index_bytes / (1 << 20):.1f} MiB, in {language}"
+    return in_words(index, _why_not_native)

@@ -19,7 +19,7 @@ from hybridkv.tiers.disk.opening.recovery import Found, recover
 from hybridkv.tiers.disk.opening.unknown_files import remove_leftovers, say_unknown_files
 from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes, Fsync
 from hybridkv.tiers.disk.tables.change_log import ChangeLog
-from hybridkv.tiers.disk.tables.records import RecordTable
+from hybridkv.tiers.disk.tables.records import RecordTable, why_not_native
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable, Stage
 from hybridkv.tiers.disk.upkeep.agenda import Agenda
 from hybridkv.tiers.disk.upkeep.changes_file import ChangesFile
@@ -29,6 +29,7 @@ from hybridkv.tiers.disk.upkeep.compaction import Compaction
 from hybridkv.tiers.disk.upkeep.janitor import InlineJanitor
 from hybridkv.tiers.disk.upkeep.state import Epoch, StoreState, Tables
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
+from hybridkv.tiers.index_size import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def _open_store(
         logger.warning("%s: %s", namespace.root.path, error)
     logger.info(
         "disk tier in %s: %d chunks, %.1f MiB of %.1f MiB used, "
-        "opened in %.2f s (%d of %d segments and %d changes read)",
+        "opened in %.2f s (%d of %d segments and %d changes read); %s",
         namespace.path,
         records.num_keys,
         records.used_bytes / 2**20,
@@ -101,6 +102,7 @@ def _open_store(
         found.num_scanned_segments,
         len(found.segments),
         found.num_changes,
+        in_words(records, why_not_native),
     )
     return Opened(state, Agenda(state, found.withdrawals))
 

@@ -124,20 +124,22 @@ class PlainRecordTable(KeyLedger[Record]):
         return self.take(key, num_bytes, cost).slot
 
     def movable_in(self, segment: Segment) -> list[Record]:
+        return [
+            record for record in self._held_in(segment) if record.state is KeyState.COMMITTED and not record.num_pins
+        ]
+
+    def withdraw_in(self, segment: Segment) -> None:
+        for record in self._held_in(segment):
+            self.withdraw(record.key)
+
+    def _held_in(self, segment: Segment) -> list[Record]:
+        """What is committed or reserved, in the order in which it lies there."""
         found = {}
         for key in segment.keys:
             record = self.by_key.get(key)
-            if record is None or number_of(record.address) != segment.number:
-                continue
-            if record.state is KeyState.COMMITTED and not record.num_pins:
+            if record is not None and number_of(record.address) == segment.number and key in self._held:
                 found[record.address] = record
         return [found[address] for address in sorted(found)]
-
-    def withdraw_in(self, segment: Segment) -> None:
-        for key in segment.keys:
-            record = self.by_key.get(key)
-            if record is not None and number_of(record.address) == segment.number:
-                self.withdraw(key)
 
     def drop_segment(self, number: int) -> None:
         """Nothing of it is kept here."""

@@ -1,0 +1,372 @@
+// Any sequence of calls has the answers of a plain model, which looks for everything from the beginning; and a walk in
+// the middle of them names each record once that was there all the time, and none that was never there.
+#include "csrc/ledger/record_ledger.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "csrc/tests/expect.h"
+#include "csrc/tests/fuzz.h"
+
+namespace {
+
+using hybridkv::ledger::Bounds;
+using hybridkv::ledger::Columns;
+using hybridkv::ledger::Key;
+using hybridkv::ledger::KeyState;
+using hybridkv::ledger::Record;
+using hybridkv::ledger::record_pages;
+using hybridkv::ledger::RecordLedger;
+using hybridkv::ledger::RecordPlace;
+using hybridkv::ledger::Refusal;
+using hybridkv::testing::Choices;
+using hybridkv::testing::expect;
+
+constexpr std::size_t kMaxSteps = 1500;
+constexpr std::uint32_t kNumSegments = 5;
+
+struct Held {
+  KeyState state = KeyState::kReserved;
+  std::uint32_t num_pins = 0;
+  std::uint64_t address = 0;
+  std::uint32_t payload_bytes = 0;
+  bool goes_first = false;
+};
+
+bool is_held(const Held& held) { return held.state == KeyState::kReserved || held.state == KeyState::kCommitted; }
+
+class Session {
+ public:
+  explicit Session(Choices choices)
+      : choices_(choices),
+        bounds_{choices_.between(1, 40), choices_.between(1, 12), static_cast<std::uint32_t>(choices_.between(1, 30)), 7,
+                static_cast<std::uint32_t>(choices_.below(10))},
+        ledger_(bounds_) {
+    for (std::uint64_t number = 0; number < 24; ++number) {
+      // Some are longer than an entry has room for.
+      keys_.push_back(std::string(number % 5 == 0 ? 60 : 20, 'k') + std::to_string(number));
+    }
+  }
+
+  void run() {
+    for (std::size_t step = 0; step < kMaxSteps && !choices_.is_used_up(); ++step) {
+      act();
+      check();
+    }
+    end_walk();
+  }
+
+ private:
+  const std::string& any_key() { return keys_[choices_.below(keys_.size())]; }
+  std::uint64_t new_address() { return std::uint64_t{choices_.below(kNumSegments)} << 32 | 4096 * ++num_given_; }
+
+  std::uint64_t used() const {
+    std::uint64_t sum = 0;
+    for (const auto& [key, one] : held_) sum += record_pages(one.payload_bytes);
+    return sum;
+  }
+  std::uint64_t evictable() const {
+    std::uint64_t sum = 0;
+    for (const auto* list : {&demoted_, &recent_}) {
+      for (const std::string& key : *list) sum += record_pages(held_.at(key).payload_bytes);
+    }
+    return sum;
+  }
+  void leave(const std::string& key) {
+    std::erase(demoted_, key);
+    std::erase(recent_, key);
+  }
+  void track(const std::string& key) {
+    Held& one = held_.at(key);
+    (one.goes_first ? demoted_ : recent_).push_back(key);
+    one.goes_first = false;
+  }
+  void forget(const std::string& key) {
+    leave(key);
+    held_.erase(key);
+    seen_all_the_time_.erase(key);
+  }
+  std::string next_to_go() const { return demoted_.empty() ? recent_.front() : demoted_.front(); }
+
+  void act() {
+    switch (choices_.below(14)) {
+      case 0:
+      case 1:
+      case 2:
+        return reserve();
+      case 3:
+      case 4:
+        return commit();
+      case 5:
+        return abort();
+      case 6:
+        return withdraw();
+      case 7:
+        return choices_.one_in(2) ? touch() : demote();
+      case 8:
+        return pin();
+      case 9:
+        return unpin();
+      case 10:
+        return relocate();
+      case 11:
+        return choices_.one_in(8) ? forget_all() : restore();
+      default:
+        return walk();
+    }
+  }
+
+  void reserve() {
+    const std::string& key = any_key();
+    const auto payload_bytes = static_cast<std::uint32_t>(choices_.between(1, 5) * 3000);
+    const std::uint64_t pages = record_pages(payload_bytes);
+    std::size_t num_used = 0;
+    for (const auto& [other, one] : held_) num_used += one.state != KeyState::kCommitted || one.num_pins > 0;
+    Refusal wanted = Refusal::kNone;
+    if (held_.count(key) != 0) {
+      wanted = Refusal::kPresent;
+    } else if (pages > bounds_.largest_units) {
+      wanted = Refusal::kTooLarge;
+    } else if (used() + pages - evictable() > bounds_.num_units || num_used >= bounds_.max_keys) {
+      wanted = Refusal::kNoRoom;
+    }
+    expect(ledger_.why_not(key, pages) == wanted, "why not");
+    if (wanted != Refusal::kNone) return;
+    std::vector<std::string> gone;
+    while (evictable() > 0 && (used() + pages > bounds_.num_units || held_.size() + 1 > bounds_.max_keys)) {
+      gone.push_back(next_to_go());
+      forget(gone.back());
+    }
+    const std::vector<Record> evicted = ledger_.make_room(pages, 1);
+    expect(evicted.size() == gone.size(), "evicted");
+    for (std::size_t at = 0; at < gone.size(); ++at) expect(evicted[at].key == gone[at], "which was evicted");
+    const RecordPlace place{new_address(), payload_bytes};
+    ledger_.take(key, place);
+    held_[key] = {KeyState::kReserved, 0, place.address, payload_bytes, false};
+  }
+
+  void commit() {
+    const std::string& key = any_key();
+    const Key view = key;
+    RecordPlace place{};
+    bool is_offered = false;
+    const bool is_reserved = held_.count(key) != 0 && (held_[key].state == KeyState::kReserved ||
+                                                       held_[key].state == KeyState::kDoomedWrite);
+    expect(ledger_.commit_all({&view, 1}, &place, &is_offered) == (is_reserved ? 1u : 0u), "commit");
+    if (!is_reserved) return;
+    expect(place.address == held_[key].address && place.payload_bytes == held_[key].payload_bytes, "its place");
+    expect(is_offered == (held_[key].state == KeyState::kReserved), "offered");
+    if (!is_offered) return forget(key);
+    held_[key].state = KeyState::kCommitted;
+    track(key);
+  }
+
+  void abort() {
+    const std::string& key = any_key();
+    const Key view = key;
+    const bool is_reserved = held_.count(key) != 0 && (held_[key].state == KeyState::kReserved ||
+                                                       held_[key].state == KeyState::kDoomedWrite);
+    expect(ledger_.abort_all({&view, 1}) == (is_reserved ? 1u : 0u), "abort");
+    if (is_reserved) forget(key);
+  }
+
+  void withdraw() {
+    const std::string& key = any_key();
+    const Key view = key;
+    const bool is_there = held_.count(key) != 0 && is_held(held_[key]);
+    expect(ledger_.invalidate_all({&view, 1}) == (is_there ? 1u : 0u), "invalidate");
+    if (!is_there) return;
+    seen_all_the_time_.erase(key);
+    Held& one = held_[key];
+    one.goes_first = false;
+    if (one.state == KeyState::kReserved) {
+      one.state = KeyState::kDoomedWrite;
+    } else if (one.num_pins > 0) {
+      one.state = KeyState::kDoomedRead;
+    } else {
+      forget(key);
+    }
+  }
+
+  void touch() {
+    const std::string& key = any_key();
+    const Key view = key;
+    std::vector<std::uint64_t> addresses;
+    ledger_.touch({&view, 1}, addresses);
+    const auto found = held_.find(key);
+    if (found == held_.end()) return expect(addresses.empty(), "nothing used");
+    found->second.goes_first = false;
+    const bool may_go = found->second.state == KeyState::kCommitted && found->second.num_pins == 0;
+    expect(addresses.size() == (may_go ? 1u : 0u), "used");
+    if (!may_go) return;
+    expect(addresses[0] == found->second.address, "which was used");
+    leave(key);
+    recent_.push_back(key);
+  }
+
+  void demote() {
+    const std::string& key = any_key();
+    const Key view = key;
+    ledger_.demote({&view, 1});
+    const auto found = held_.find(key);
+    if (found == held_.end()) return;
+    if (found->second.state == KeyState::kCommitted && found->second.num_pins == 0) {
+      leave(key);
+      demoted_.push_back(key);
+    } else {
+      found->second.goes_first = is_held(found->second);
+    }
+  }
+
+  void pin() {
+    const std::string& key = any_key();
+    const Key view = key;
+    std::uint32_t entry = 0;
+    const bool is_there = held_.count(key) != 0 && held_[key].state == KeyState::kCommitted;
+    expect(ledger_.find_committed({&view, 1}, &entry) == is_there, "committed");
+    if (!is_there) return;
+    std::vector<RecordPlace> places;
+    std::vector<std::uint64_t> first;
+    ledger_.pin_found({&entry, 1}, places, first);
+    expect(places.size() == 1 && places[0].address == held_[key].address, "where it lies");
+    expect(first.size() == (held_[key].num_pins == 0 ? 1u : 0u), "the first pin");
+    if (held_[key].num_pins++ == 0) leave(key);
+  }
+
+  void unpin() {
+    const std::string& key = any_key();
+    const Key view = key;
+    std::vector<RecordPlace> used;
+    std::vector<RecordPlace> freed;
+    const bool is_pinned = held_.count(key) != 0 && held_[key].num_pins > 0;
+    expect(ledger_.unpin_all({&view, 1}, used, freed) == (is_pinned ? 1u : 0u), "unpin");
+    if (!is_pinned) return;
+    if (--held_[key].num_pins > 0) return expect(used.empty() && freed.empty(), "still pinned");
+    const bool is_committed = held_[key].state == KeyState::kCommitted;
+    expect(used.size() == is_committed && freed.size() == !is_committed, "used or freed");
+    is_committed ? track(key) : forget(key);
+  }
+
+  void relocate() {
+    const std::string& key = any_key();
+    if (held_.count(key) == 0) return expect(!ledger_.relocate(key, 1 << 20), "nothing to move");
+    if (held_[key].state != KeyState::kCommitted || held_[key].num_pins > 0) return;
+    held_[key].address = new_address();
+    expect(ledger_.relocate(key, held_[key].address), "moved");
+  }
+
+  void restore() {
+    const std::string& key = any_key();
+    const RecordPlace place{new_address(), 4096};
+    const bool fits = held_.count(key) == 0 && held_.size() < bounds_.max_keys;
+    expect(ledger_.restore(key, place) == fits, "restored");
+    if (!fits) return;
+    held_[key] = {KeyState::kCommitted, 0, place.address, place.payload_bytes, false};
+    recent_.push_back(key);
+  }
+
+  void forget_all() {
+    std::uint64_t num_held = 0;
+    for (const auto& [key, one] : held_) num_held += is_held(one);
+    expect(ledger_.forget_all() == num_held, "forgotten");
+    std::erase_if(held_, [](const auto& each) { return each.second.state != KeyState::kReserved &&
+                                                       each.second.state != KeyState::kDoomedWrite &&
+                                                       each.second.num_pins == 0; });
+    for (auto& [key, one] : held_) {
+      one.state = one.num_pins > 0 ? KeyState::kDoomedRead : KeyState::kDoomedWrite;
+      one.goes_first = false;
+    }
+    demoted_.clear();
+    recent_.clear();
+    // A walk that is on goes on over what was there.
+  }
+
+  void walk() {
+    if (!walk_) {
+      walk_ = ledger_.begin_walk();
+      columns_ = {};
+      seen_all_the_time_.clear();
+      for (const auto& [key, one] : held_) {
+        if (one.state == KeyState::kCommitted) seen_all_the_time_.insert(key);
+      }
+      return;
+    }
+    const std::optional<bool> goes_on = ledger_.walk(*walk_, choices_.between(1, 6), columns_);
+    expect(goes_on.has_value(), "nobody ended it");
+    if (!*goes_on) check_walk();
+  }
+  void end_walk() {
+    while (walk_) walk();
+  }
+  void check_walk() {
+    walk_.reset();
+    std::set<std::string> named;
+    std::size_t at = 0;
+    for (const std::uint16_t num_bytes : columns_.key_bytes) {
+      named.insert(columns_.keys.substr(at, num_bytes));
+      at += num_bytes;
+    }
+    expect(at == columns_.keys.size(), "all keys are named");
+    expect(columns_.addresses.size() == columns_.key_bytes.size() && columns_.turns.size() == columns_.key_bytes.size() &&
+               columns_.payload_bytes.size() == columns_.key_bytes.size(),
+           "columns are of one length");
+    const std::set<std::uint64_t> addresses(columns_.addresses.begin(), columns_.addresses.end());
+    expect(addresses.size() == columns_.addresses.size(), "each once");
+    for (const std::string& key : seen_all_the_time_) expect(named.count(key) == 1, "what was there is named");
+    const std::set<std::string> all(keys_.begin(), keys_.end());
+    for (const std::string& key : named) expect(all.count(key) == 1, "what is named was there");
+    expect(!ledger_.walk(1, 1, columns_).has_value(), "it is over");
+  }
+
+  void check() {
+    std::vector<std::string> order(demoted_);
+    order.insert(order.end(), recent_.begin(), recent_.end());
+    expect(ledger_.eviction_order() == order, "order");
+    expect(ledger_.used_units() == used(), "used");
+    expect(ledger_.has_evictable() == (evictable() > 0), "evictable");
+    const std::string& key = any_key();
+    const std::optional<Record> record = ledger_.find(key);
+    const auto found = held_.find(key);
+    expect(record.has_value() == (found != held_.end()), "known");
+    if (record) {
+      expect(record->state == found->second.state && record->num_pins == found->second.num_pins &&
+                 record->place.address == found->second.address,
+             "what is known");
+    }
+    const auto number = static_cast<std::uint32_t>(choices_.below(kNumSegments));
+    std::map<std::uint64_t, std::string> in_segment;
+    for (const auto& [other, one] : held_) {
+      if (is_held(one) && one.address >> 32 == number) in_segment[one.address] = other;
+    }
+    const std::vector<Record> told = ledger_.held_in(number);
+    expect(told.size() == in_segment.size(), "how many lie in a segment");
+    std::size_t at = 0;
+    for (const auto& [address, other] : in_segment) expect(told[at++].key == other, "which lie in a segment");
+    if (in_segment.empty() && choices_.one_in(4)) ledger_.drop_segment(number);
+  }
+
+  Choices choices_;
+  Bounds bounds_;
+  RecordLedger ledger_;
+  std::vector<std::string> keys_;
+  std::map<std::string, Held> held_;
+  std::vector<std::string> demoted_;
+  std::vector<std::string> recent_;
+  std::uint64_t num_given_ = 0;
+  std::optional<std::uint64_t> walk_;
+  Columns columns_;
+  std::set<std::string> seen_all_the_time_;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  Session(Choices(data, size)).run();
+  return 0;
+}
