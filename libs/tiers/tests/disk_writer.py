@@ -173,7 +173,8 @@ class Writer:
 
     def gone(self) -> list[bytes]:
         """What was evicted since it was committed."""
-        return [key for key in self.committed if self.index.lookup(key) is LookupResult.MISS]
+        # Not `lookup`, which answers anew only behind what the janitor may have written down by then.
+        return [key for key in self.committed if self.index.lacks(key)]
 
     def tell_evictions(self) -> None:
         for key in self.gone():

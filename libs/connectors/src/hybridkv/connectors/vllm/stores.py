@@ -218,19 +218,13 @@ class StorePlanner:
         self, runs: Sequence[TransferRun], parts: Sequence[Part], slots: Sequence[Slot | Refusal]
     ) -> tuple[list[TransferRun], list[Part], list[Slot | Refusal]]:
         """The same without the chunks that the fast tier has no place for, which are counted."""
-        refused: Counter[tuple[int, Refusal]] = Counter()
-        kept: tuple[list[TransferRun], list[Part], list[Slot | Refusal]] = [], [], []
-        each = (one for run in runs for one in run.single(self._layout.spec.chunk_tokens))
-        for part, run, slot in zip(parts, each, slots, strict=True):
-            if isinstance(slot, Refusal):
-                refused[part[0], slot] += 1
-                continue
-            for column, value in zip(kept, (run, part, slot), strict=True):
-                column.append(value)
+        refused = Counter((part[0], slot) for part, slot in zip(parts, slots, strict=True) if isinstance(slot, Refusal))
         for (group_index, why), number in refused.items():
             kind = self._layout.spec.groups[group_index].kind
             self._recorder.store(kind, _OUTCOMES.get(why, "dropped_no_room"), number)
-        return kept
+        each = [one for run in runs for one in run.single(self._layout.spec.chunk_tokens)]
+        kept = [place for place, slot in enumerate(slots) if isinstance(slot, Slot)]
+        return [each[place] for place in kept], [parts[place] for place in kept], [slots[place] for place in kept]
 
     def _origins(self, tracked: TrackedRequest, parts: Iterable[Part]) -> dict[Part, str]:
         if self._first_state is None:

@@ -92,9 +92,10 @@ def _open_store(
     except OSError as error:
         logger.warning("%s: %s", namespace.root.path, error)
     logger.info(
-        "disk tier in %s: %d chunks, %.1f MiB of %.1f MiB used, "
-        "opened in %.2f s (%d of %d segments and %d changes read); %s",
+        "disk tier in %s: %s; %d chunks, %.1f MiB of %.1f MiB used, "
+        "opened in %.2f s (%d of %d segments and %d changes read)",
         namespace.path,
+        in_words(records, why_not_native),
         records.num_keys,
         records.used_bytes / 2**20,
         sizes.usable_bytes / 2**20,
@@ -102,7 +103,6 @@ def _open_store(
         found.num_scanned_segments,
         len(found.segments),
         found.num_changes,
-        in_words(records, why_not_native),
     )
     return Opened(state, Agenda(state, found.withdrawals))
 
