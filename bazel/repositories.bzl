@@ -5,6 +5,7 @@ load("//bazel/gpu:local_gpus.bzl", "local_gpus")
 load("//bazel/gpu:torch_headers.bzl", "torch_headers")
 load("//bazel/npm:npm_buildifier.bzl", "npm_buildifier")
 load("//bazel/prometheus:debian_prometheus.bzl", "debian_prometheus")
+load("//bazel/python:debian_python.bzl", "debian_python")
 load("//bazel/python:local_python.bzl", "local_python")
 load("//bazel/python:locked_packages.bzl", "locked_packages")
 load("//bazel/python:nanobind_cc.bzl", "nanobind_cc")
@@ -12,6 +13,13 @@ load("//bazel/python:nanobind_cc.bzl", "nanobind_cc")
 def hybridkv_repositories():
     """Declares the repositories; none is fetched before something needs it."""
     local_python(name = "local_python", python_version = "3.11")
+
+    # For what is to run on every Python from 3.12 on.
+    debian_python(
+        name = "debian_python",
+        installer = "//tools:install_python.sh",
+        private_apt = "//tools:private_apt.sh",
+    )
 
     # What the libraries import; small.
     locked_packages(name = "pypi", lock = "//third_party/python:requirements_lock.txt")

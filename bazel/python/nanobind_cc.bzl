@@ -1,12 +1,14 @@
-"""nanobind's C++ sources, from the wheel that the lock installs, as `@nanobind_cc`."""
+"""nanobind's C++ sources, from the wheel that the lock installs, as `@nanobind_cc`: for this build's Python, and for the stable ABI."""
 
 _BUILD = """\
 load("@rules_cc//cc:defs.bzl", "cc_library")
 
 package(default_visibility = ["//visibility:public"])
 
-cc_library(
-    name = "nanobind",
+# And once more for the stable ABI, which is as old as Python 3.12 here.
+[cc_library(
+    name = name,
+    defines = defines,
     srcs = ["nanobind/src/nb_combined.cpp"],
     hdrs = glob(["nanobind/include/**/*.h"]),
     copts = [
@@ -31,8 +33,19 @@ cc_library(
         ],
         exclude = ["nanobind/src/nb_combined.cpp"],
     ),
-    deps = ["@local_python//:headers"],
-)
+    deps = [headers],
+) for name, headers, defines in [
+    (
+        "nanobind",
+        "@local_python//:headers",
+        [],
+    ),
+    (
+        "nanobind_abi3",
+        "@debian_python//:headers",
+        ["Py_LIMITED_API=0x030C0000"],
+    ),
+]]
 """
 
 def _nanobind_cc_impl(rctx):
