@@ -17,7 +17,7 @@ cc_library(
 )
 
 filegroup(
-    name = "python",
+    name = "interpreter",
     srcs = {python},
     data = glob(
         ["usr/bin/**", "usr/lib/**"],

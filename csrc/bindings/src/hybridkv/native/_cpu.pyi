@@ -218,8 +218,8 @@ class RecordLedger(Generic[_Answer, _Refusal, _State, _Slot]):
     """Which records a store holds, in which of its segments, and what may be done to them now.
 
     As `GranuleLedger`, but somebody else says where a record lies, and hears what he has to count along. An address is
-    a segment's number times 2^32, plus an offset in it; a record takes a page of 4096 bytes beside its payload, in whole
-    pages. A row is (key, address, payload_bytes, state, num_pins). Several addresses are 64-bit numbers in bytes.
+    a segment's number times 2^32, plus an offset in it; a record takes a page of 4096 bytes beside its payload, in
+    whole pages. A row is (key, address, payload_bytes, state, num_pins). Several addresses are 64-bit numbers in bytes.
 
     `states` are RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. `ValueError` for more than 2^32 - 2 keys.
     """
