@@ -15,11 +15,12 @@ import disk_store
 import msgspec
 import pytest
 
-from hybridkv.tiers import Completion, FailureReason, Slot, Ticket
+from hybridkv.tiers import Completion, FailureReason, Slot, Ticket, TierConfigurationError
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES
 from hybridkv.tiers.disk.medium import native_runner
 from hybridkv.tiers.disk.medium.disk_medium import native_queue
+from hybridkv.tiers.disk.tables import native_records
 
 OPTIONS = disk_store.options_for(16 * 8192, num_spare=3, batch_bytes=8 * PAGE_BYTES)
 
@@ -443,3 +444,17 @@ def test_memory_is_kept_until_it_is_no_longer_written_to(tmp_path: Path) -> None
     destination.extend(b"more")
     medium.close()
     index.close()
+
+
+def test_a_store_for_whose_table_there_are_no_addresses_says_so_and_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(*_: object) -> None:
+        raise MemoryError
+
+    options = disk_store.options_for(8 * 8192)
+    with monkeypatch.context() as patch:
+        patch.setattr(native_records, "RecordLedger", refused)
+        with pytest.raises(TierConfigurationError, match="max_records"):
+            disk_store.make_index(tmp_path / "store", options)
+    disk_store.make_index(tmp_path / "store", options).close()

@@ -29,6 +29,7 @@ from hybridkv.tiers.disk.upkeep.compaction import Compaction
 from hybridkv.tiers.disk.upkeep.janitor import InlineJanitor
 from hybridkv.tiers.disk.upkeep.state import Epoch, StoreState, Tables
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
+from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.index_size import in_words
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,11 @@ def _open_store(
     found = _look_around(namespace, fingerprint, sizes)
     log = ChangeLog()
     segments = _segment_table(sizes, found)
-    records = RecordTable(segments, log, sizes)
+    try:
+        records = RecordTable(segments, log, sizes)
+    except TierConfigurationError:
+        namespace.close()
+        raise
     records.restore(found.records)
     _shrink(segments, records, options, sizes)
     syncs = options.fsync is not Fsync.NONE

@@ -24,7 +24,7 @@ from hybridkv.tiers.disk.tables.found import FoundRecord, FoundRecords
 from hybridkv.tiers.disk.tables.record import Record, cost_of
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable
 from hybridkv.tiers.disk.tables.snapshot_source import WalkedSource
-from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.ledger import Forgotten, KeyState
 
 if TYPE_CHECKING:
@@ -51,17 +51,17 @@ class NativeRecordTable:
         largest_bytes = min(sizes.room_bytes, sizes.usable_bytes)
         # Of chance, so that nobody can choose prompts whose keys all belong to one place.
         seed = int.from_bytes(os.urandom(_SEED_BYTES), "little")
-        self._ledger: _Ledger = RecordLedger(
-            sizes.usable_bytes // PAGE_BYTES,
-            largest_bytes // PAGE_BYTES,
-            min(sizes.max_records, _MOST_KEYS),
-            seed,
-            _ANSWERS,
-            _REFUSALS,
-            _STATES,
-            Slot,
-            TierProtocolError,
-        )
+        pages = sizes.usable_bytes // PAGE_BYTES, largest_bytes // PAGE_BYTES
+        words = _ANSWERS, _REFUSALS, _STATES, Slot, TierProtocolError
+        try:
+            self._ledger: _Ledger = RecordLedger(*pages, min(sizes.max_records, _MOST_KEYS), seed, *words)
+        except MemoryError as error:
+            raise TierConfigurationError(
+                "max_records",
+                "a table for which the system has addresses",
+                sizes.max_records,
+                hint="lift what bounds them (ulimit -v, vm.overcommit_memory), or lower it",
+            ) from error
         ledger = self._ledger
         self.lacks, self.lookup = ledger.lacks, ledger.lookup
         self.leading, self.last_held, self.any_pending = ledger.leading, ledger.last_held, ledger.any_pending
