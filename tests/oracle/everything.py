@@ -16,7 +16,8 @@ from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stores import StorePlanner
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.tables import records
+from hybridkv.tiers.disk.opening import store
+from hybridkv.tiers.disk.tables import plain_records
 from hybridkv.tiers.ledger import LeastRecentlyUsed
 from hybridkv.tiers.ledger.states import E
 from hybridkv.tiers.ram import PlainRamIndex, plain_index
@@ -151,8 +152,8 @@ class Watch:
     order: str = ORDERS[0]
     """In which chunks leave tiers that are built from now on."""
     random: Random = field(default_factory=lambda: Random(0))
-    index_type: type[PlainRamIndex] = PlainRamIndex
-    """Of host memory. Only in the one in Python the order is what it is told."""
+    is_as_shipped: bool = False
+    """With indexes in C++. Only in those in Python the order is what it is told."""
     _origins: dict[int, str] = field(default_factory=dict)
     """Of states that were stored, by the tokens before them."""
 
@@ -186,8 +187,10 @@ class Watch:
         # What vLLM means to do where its own hits end inside blocks; test_tails.py says more.
         monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_order)
         monkeypatch.setattr(compat, "copies_whole_blocks", lambda: True)
-        monkeypatch.setattr(opened_tiers, "RamIndex", self.index_type)
-        for module in (plain_index, records):
+        if not self.is_as_shipped:
+            monkeypatch.setattr(opened_tiers, "RamIndex", PlainRamIndex)
+            monkeypatch.setattr(store, "RecordTable", plain_records.PlainRecordTable)
+        for module in (plain_index, plain_records):
             monkeypatch.setattr(module, "LeastRecentlyUsed", lambda: Watched(self))
         self._watch_hits(monkeypatch)
         self._watch_stores(monkeypatch)

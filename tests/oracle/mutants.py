@@ -13,6 +13,8 @@ from hybridkv.connectors.vllm.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.planner import LocalCopies, State
 from hybridkv.planner.hints import NO_HINTS
+from hybridkv.tiers.disk.opening import store
+from hybridkv.tiers.disk.tables.plain_records import PlainRecordTable
 from hybridkv.tiers.ledger import KeyLedger, LeastRecentlyUsed
 from hybridkv.tiers.ram import PlainRamIndex
 from hybridkv.tiers.stack import Direction, TierMove, TierStack
@@ -99,8 +101,9 @@ def hints_unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index of host memory is the one that can be mended."""
+    """The indexes are those that can be mended."""
     monkeypatch.setattr(tiers, "RamIndex", PlainRamIndex)
+    monkeypatch.setattr(store, "RecordTable", PlainRecordTable)
 
 
 def evicted_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from hybridkv.connectors.vllm import register
+from hybridkv.tiers.disk.tables.records import RecordTable
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.transfer import native_lowering
 from oracle.everything import FEW_CHUNKS, ORDERS, Everything, Watch, everything
@@ -101,9 +102,10 @@ def test_everything_at_once_never_corrupts(mix: Mix, watch: Watch, heard_counts:
 
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GEMMA3], ids=lambda mix: mix.name)
 def test_everything_at_once_never_corrupts_with_what_is_shipped(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index of host memory in C++, in its own order."""
-    assert native_lowering() is not None and RamIndex.is_native, "hybridkv.native is not installed"
-    watch, tally = Watch(index_type=RamIndex), Tally()
+    """The indexes of host memory and of the disk in C++, in their own order."""
+    are_native = RamIndex.is_native and RecordTable.is_native
+    assert native_lowering() is not None and are_native, "hybridkv.native is not installed"
+    watch, tally = Watch(is_as_shipped=True), Tally()
     watch.install(monkeypatch)
 
     @profile(SCENARIOS[mix.name] // 2)

@@ -61,7 +61,10 @@ def scatter_strays(root: Path, log: Log, random: Random) -> None:
     names = ["notes.txt", "core.1234", ".nfs0001", "segment-1", "segment-00000000001", "snapshot.old", "rank-x"]
     names += ["lost+found", "segment-0000000001.new", *WRITTEN, *HOSTILE]
     for _ in range(random.randint(1, 4)):
-        place = random.choice(sorted(path for path in places if path.is_dir()))
+        there = sorted(path for path in places if path.is_dir())
+        if not there:
+            return  # another trouble has removed all of it
+        place = random.choice(there)
         path = place / random.choice(names)
         if path.exists() or path.is_symlink():
             continue
