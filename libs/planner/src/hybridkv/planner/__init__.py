@@ -73,7 +73,7 @@ from hybridkv.planner.plans import plan_load, plan_load_runs, plan_store, storab
 from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
 from hybridkv.planner.retention import Retention, deepest_state, retain
 from hybridkv.planner.tails import plan_tail
-from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, TransferRun, transfers_of
+from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, TransferRun, Wanted, transfers_of
 
 __all__ = [
     "AUTO",
@@ -131,6 +131,7 @@ __all__ = [
     "Unusable",
     "Verdict",
     "Wait",
+    "Wanted",
     "Weight",
     "admit",
     "blocks_to_run",

@@ -51,10 +51,18 @@ class NativeRecordTable:
         largest_bytes = min(sizes.room_bytes, sizes.usable_bytes)
         # Of chance, so that nobody can choose prompts whose keys all belong to one place.
         seed = int.from_bytes(os.urandom(_SEED_BYTES), "little")
-        pages = sizes.usable_bytes // PAGE_BYTES, largest_bytes // PAGE_BYTES
-        words = _ANSWERS, _REFUSALS, _STATES, Slot, TierProtocolError
         try:
-            self._ledger: _Ledger = RecordLedger(*pages, min(sizes.max_records, _MOST_KEYS), seed, *words)
+            self._ledger: _Ledger = RecordLedger(
+                sizes.usable_bytes // PAGE_BYTES,
+                largest_bytes // PAGE_BYTES,
+                min(sizes.max_records, _MOST_KEYS),
+                seed,
+                _ANSWERS,
+                _REFUSALS,
+                _STATES,
+                Slot,
+                TierProtocolError,
+            )
         except MemoryError as error:
             raise TierConfigurationError(
                 "max_records",
