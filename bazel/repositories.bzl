@@ -35,6 +35,9 @@ def hybridkv_repositories():
     # LMCache's server in two versions, a process for the tests that speak with it. No target imports it.
     locked_packages(name = "pypi_lmcache_0_5_6", lock = "//third_party/python:lmcache_0_5_6_lock.txt")
     locked_packages(name = "pypi_lmcache_0_5_7rc2", lock = "//third_party/python:lmcache_0_5_7rc2_lock.txt")
+
+    # A server of objects, likewise.
+    locked_packages(name = "pypi_seaweedfs", lock = "//third_party/python:seaweedfs_lock.txt")
     local_cuda(name = "local_cuda")
     local_gpus(name = "local_gpus", engine_lock = "//third_party/python:engine_lock.txt")
 

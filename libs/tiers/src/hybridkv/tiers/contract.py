@@ -367,6 +367,29 @@ class TierMedium(Protocol):
 
 
 @runtime_checkable
+class GathersPlaces(Protocol):
+    """An index that gives chunks places together, and wants to know which follows which. Asked for by a stack."""
+
+    def follows(self, key: Key, needs: Sequence[Key]) -> None:
+        """What the key that is reserved next needs before it on its path, as `PathPosition.needs`."""
+        ...
+
+    def end_batch(self) -> None:
+        """What was reserved since the last call is given to the media in one go, and what comes is not."""
+        ...
+
+
+@runtime_checkable
+class GathersStores(Protocol):
+    """A medium that stores chunks together."""
+
+    def flush(self) -> None:
+        """What was given to be stored since the last call was one batch. Without it nothing of that need be stored
+        before `drain`."""
+        ...
+
+
+@runtime_checkable
 class ExposesBytes(Protocol):
     """A medium whose stored bytes are addressable memory: what a copy engine writes to, and what tests corrupt."""
 

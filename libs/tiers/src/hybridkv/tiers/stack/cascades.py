@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import Failure, FailureReason, Key, Refusal, Slot
+from hybridkv.tiers.contract import Failure, FailureReason, GathersPlaces, Key, Refusal, Slot
 from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SlowerTierOptions
 from hybridkv.tiers.stack.order import UseOrder
@@ -53,6 +53,7 @@ class Cascades:
     ) -> None:
         self._order = order
         self._near, self._far = order.near, order.far
+        self._gathers = order.far if isinstance(order.far, GathersPlaces) else None
         self._traffic = traffic
         self._options = options
         self._plan_move = plan
@@ -239,6 +240,8 @@ class Cascades:
         return Next.PARKED
 
     def _send(self, waiting: Waiting, near: Slot) -> Next | MoveResult:
+        if self._gathers is not None:
+            self._gathers.follows(waiting.key, waiting.on_path.needs)
         far = self._far.reserve(waiting.key, waiting.num_bytes)
         if isinstance(far, Slot):
             self._has_sent = True
@@ -253,6 +256,11 @@ class Cascades:
             return Next.LATER
         # What is on its way holds its place, but may be evicted when it is there.
         return self._wait_or(MoveResult.DROPPED_NO_ROOM) if far is Refusal.NO_ROOM else MoveResult.DROPPED_NO_ROOM
+
+    def end_batch(self) -> None:
+        """What was sent since the last call is handed out now."""
+        if self._gathers is not None:
+            self._gathers.end_batch()
 
     # What came of it.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from hybridkv.tiers.contract import Completion, Failure, FailureReason, SealedMemory, Ticket, TierMedium
+from hybridkv.tiers.contract import Completion, Failure, FailureReason, GathersStores, SealedMemory, Ticket, TierMedium
 from hybridkv.tiers.shortage import is_shortage
 from hybridkv.tiers.stack.moves import Direction, TierMove
 
@@ -56,6 +56,12 @@ class TierMover:
                     medium.store(ticket, move.key, move.far, views)
             except Exception as error:  # it may have begun all the same: the move ends with its completion, or late
                 self._complain(move.tier, error)
+        for tier, medium in self.media.items():
+            if isinstance(medium, GathersStores):
+                try:
+                    medium.flush()
+                except Exception as error:
+                    self._complain(tier, error)
 
     def _complain(self, tier: str, error: Exception) -> None:
         """A medium broke its contract. Said once each: it may go on so in every step."""

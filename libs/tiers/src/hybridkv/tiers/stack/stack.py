@@ -443,6 +443,8 @@ class TierStack:
         for level in self._cascading:
             level.pump()
         self._prefetches.pump(self._clock())
+        for cascades in self._queues:
+            cascades.end_batch()
         planned = self._planned
         moves, planned.moves = planned.moves, []
         return moves

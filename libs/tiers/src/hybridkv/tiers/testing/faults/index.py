@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Heard, Key, Refusal, Slot, TierCounts, TierIndex
+from hybridkv.tiers.contract import UNSPECIFIED, GathersPlaces, Heard, Key, Refusal, Slot, TierCounts, TierIndex
 from hybridkv.tiers.testing.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
@@ -67,6 +67,16 @@ class FaultInjectingIndex:
 
     def demote(self, keys: Iterable[Key]) -> None:
         self._inner.demote(keys)
+
+    def follows(self, key: Key, needs: Sequence[Key]) -> None:
+        """As the inner index, if it is told."""
+        if isinstance(self._inner, GathersPlaces):
+            self._inner.follows(key, needs)
+
+    def end_batch(self) -> None:
+        """As the inner index, if it is told."""
+        if isinstance(self._inner, GathersPlaces):
+            self._inner.end_batch()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         action = self._trigger.action(Operation.RESERVE, key)

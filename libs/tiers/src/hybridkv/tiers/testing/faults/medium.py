@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybridkv.tiers.contract import Completion, ExposesBytes, Failure, Key, Slot, Ticket, TierMedium
+from hybridkv.tiers.contract import Completion, ExposesBytes, Failure, GathersStores, Key, Slot, Ticket, TierMedium
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.testing.faults.plan import Action, Corrupt, Delay, Drop, Fail, FaultPlan, Operation, Trigger
 
@@ -37,6 +37,11 @@ class FaultInjectingMedium:
     def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
         if not self._meet(Operation.LOAD, ticket, key, slot):
             self._inner.load(ticket, key, slot, destination)
+
+    def flush(self) -> None:
+        """As the inner medium, if it gathers."""
+        if isinstance(self._inner, GathersStores):
+            self._inner.flush()
 
     def poll(self) -> list[Completion]:
         self._collect()
