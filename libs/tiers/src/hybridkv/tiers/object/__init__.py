@@ -1,0 +1,36 @@
+"""One store for a fleet: an object store that every engine of one model reads and writes.
+
+index.py      what is known of it: the scheduler's half
+librarian.py  finds and writes manifests for it, on a thread of its own; search.py how, paths.py what of
+packs.py      which chunk goes where
+medium.py     writes packs and reads ranges of them: each rank's half
+format/       the bytes of both; FORMAT.md
+names.py      what objects are called; epochs.py which of them count
+store.py      obstore, which speaks with S3, GCS, Azure and directories
+opening.py    either half from a URL and a secret
+"""
+
+from hybridkv.tiers.object.courier import Courier, Found, Unanswered
+from hybridkv.tiers.object.index import ObjectIndex
+from hybridkv.tiers.object.known import ObjectSlot, Place
+from hybridkv.tiers.object.librarian import Librarian
+from hybridkv.tiers.object.medium import ObjectMedium
+from hybridkv.tiers.object.opening import Depot, open_index, open_medium
+from hybridkv.tiers.object.options import ObjectOptions
+from hybridkv.tiers.object.packs import Stored
+
+__all__ = [
+    "Courier",
+    "Depot",
+    "Found",
+    "Librarian",
+    "ObjectIndex",
+    "ObjectMedium",
+    "ObjectOptions",
+    "ObjectSlot",
+    "Place",
+    "Stored",
+    "Unanswered",
+    "open_index",
+    "open_medium",
+]

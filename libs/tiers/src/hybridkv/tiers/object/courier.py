@@ -1,0 +1,65 @@
+"""What an index of objects needs of whoever speaks with the store. Values, and a protocol; nothing here is sent."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from hybridkv.tiers.contract import Key
+from hybridkv.tiers.object.known import Place
+from hybridkv.tiers.object.packs import Stored
+
+
+class Found(NamedTuple):
+    """What the store was found to hold of what one question asked for."""
+
+    request: int
+    places: Mapping[Key, Place]
+    """Of what it holds; all else it does not."""
+    source: bytes
+    """The prefix of the manifest that says so."""
+    heard_s: float
+    """When, by the index's clock."""
+
+
+class Unanswered(NamedTuple):
+    """There will be no answer to a question."""
+
+    request: int
+    heard_s: float
+
+
+class Courier(Protocol):
+    """Takes questions to the store and brings answers. No call waits; answers come from another thread into `news`."""
+
+    @property
+    def namespace(self) -> str:
+        """Under which everything is now."""
+        ...
+
+    @property
+    def news(self) -> deque[Found | Unanswered]:
+        """What arrived, in order. The index takes it from the left."""
+        ...
+
+    def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+        """Find out which of these the store holds; they are in the order of their path. False: nobody can be asked,
+        and there will be no answer."""
+        ...
+
+    def publish(self, stored: Sequence[Stored]) -> None:
+        """These lie in the store by now: let others find them."""
+        ...
+
+    def retract(self, source: bytes) -> None:
+        """A manifest names what is not there, or is not what it should be: let it be written anew."""
+        ...
+
+    def clear(self, *, is_for_all: bool) -> None:
+        """Forget what was stored and found. For all: nobody shall find again what is stored by now."""
+        ...
+
+    def close(self) -> None:
+        """End everything, within a bounded time. Repeatable."""
+        ...

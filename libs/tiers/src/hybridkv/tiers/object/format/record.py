@@ -1,0 +1,80 @@
+"""One chunk of one rank within a pack: a header, and the bytes behind it.
+
+The header says whose bytes they are and where they belong, so that what lies at another place, in another pack or under
+another rank is not taken for this chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybridkv.tiers.contract import Failure, FailureReason, Key
+from hybridkv.tiers.object.format.seals import SEAL_BYTES, Seals
+
+MAGIC = b"hkvpart1"
+LARGEST_KEY_BYTES = 64
+_CHECKSUM_BYTES = 16
+_HEAD = struct.Struct(f"<8sHHIQ{_CHECKSUM_BYTES}s{LARGEST_KEY_BYTES}s24x")
+"""Magic, rank, bytes of the key, zero, bytes of the chunk, XXH3-128 of them, the key; zeros."""
+HEADER_BYTES = _HEAD.size + SEAL_BYTES
+assert HEADER_BYTES == 160
+
+
+class PartPlace(NamedTuple):
+    """Where a chunk of one rank lies.
+
+    Args:
+        object_name: of a pack, its rank included.
+        rank: whose part it is.
+        offset: of the header in the object, in bytes.
+    """
+
+    object_name: str
+    rank: int
+    offset: int
+
+    def words(self) -> bytes:
+        """What a seal says of it."""
+        return f"{self.object_name}@{self.offset}".encode()
+
+
+def encode_header(
+    seals: Seals, place: PartPlace, key: Key, checksum: bytes, num_bytes: int, views: Sequence[memoryview]
+) -> bytes:
+    """The header of a chunk.
+
+    Args:
+        seals: of the fleet.
+        place: where it will lie.
+        key: at most `LARGEST_KEY_BYTES`.
+        checksum: XXH3-128 of the bytes.
+        num_bytes: of them.
+        views: the bytes.
+    """
+    head = _HEAD.pack(MAGIC, place.rank, len(key), 0, num_bytes, checksum, key)
+    return head + seals.of(head, place.words(), views=views)
+
+
+def check_header(header: bytes, place: PartPlace, key: Key, num_bytes: int) -> bytes | Failure:
+    """The checksum that a chunk must have, where its header is that of this chunk. Its seal is to be checked with the
+    bytes, by `check_seal`."""
+    if len(header) < HEADER_BYTES:
+        return Failure(FailureReason.MISSING, f"{place.object_name} ends before {place.offset}")
+    magic, rank, key_bytes, _, stored_bytes, checksum, stored_key = _HEAD.unpack_from(header)
+    if magic != MAGIC:
+        return Failure(FailureReason.CHECKSUM, f"no chunk begins in {place.object_name} at {place.offset}")
+    if stored_key[:key_bytes] != key or rank != place.rank or stored_bytes != num_bytes:
+        return Failure(FailureReason.WRONG_KEY, f"another chunk lies in {place.object_name} at {place.offset}")
+    return bytes(checksum)
+
+
+def check_seal(seals: Seals, header: bytes, place: PartPlace, views: Sequence[memoryview]) -> Failure | None:
+    """Why the header, or with keyed seals a byte of the chunk, is not what this fleet wrote there."""
+    head, seal = header[: _HEAD.size], header[_HEAD.size : HEADER_BYTES]
+    if seals.holds(seal, head, place.words(), views=views):
+        return None
+    return Failure(
+        FailureReason.CHECKSUM, f"the seal in {place.object_name} at {place.offset} is not that of this chunk"
+    )

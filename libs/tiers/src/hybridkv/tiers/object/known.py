@@ -1,0 +1,71 @@
+"""Where chunks lie in packs, as entries of a ledger: what was heard of, and what is on its way there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hybridkv.tiers.contract import Key, Slot
+from hybridkv.tiers.ledger import Entry, KeyState
+from hybridkv.tiers.leftovers import Table
+from hybridkv.tiers.object.format.record import HEADER_BYTES
+
+
+class ObjectSlot(Slot, frozen=True, array_like=True, gc=False):
+    """A place in a pack. Its one extent begins at a number that no other slot of the index has."""
+
+    pack: str = ""
+    """The object's name, without its rank."""
+    offset: int = 0
+    """Of the chunk's header in the object."""
+
+
+class Place(NamedTuple):
+    """Of a chunk, on every rank."""
+
+    pack: str
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """The offset behind it."""
+        return self.offset + HEADER_BYTES + self.num_bytes
+
+
+class Known(Entry):
+    """A chunk that lies in the store, or is to."""
+
+    key: Key
+    number: int
+    place: Place
+    source: bytes
+    """The prefix of the manifest that named it; empty where this engine stored it."""
+    is_over: bool
+    """It was believed for long enough: nobody who comes now is offered it."""
+
+    @property
+    def slot(self) -> Slot:
+        pack, offset, num_bytes = self.place
+        return ObjectSlot(((self.number, num_bytes),), pack, offset)
+
+
+class Shelves:
+    """The `Space` of an index of objects: there is a place for everything, and it is told before it is taken.
+
+    `next` is (place, source) of the key that is taken next.
+    """
+
+    def __init__(self) -> None:
+        self.next: tuple[Place, bytes] = (Place("", 0, 0), b"")
+        self._number = 0
+
+    def take(self, key: Key, num_bytes: int, cost: int) -> Known:
+        number, self._number = self._number, self._number + num_bytes
+        return Known(cost, KeyState.RESERVED, 0, key, number, *self.next, False)
+
+    def free(self, entry: Known) -> None:
+        """Nothing to be given back."""
+
+    def keep_only(self, entries: Iterable[Known]) -> tuple[Table, ...]:
+        return ()

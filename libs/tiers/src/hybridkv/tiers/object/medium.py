@@ -1,0 +1,318 @@
+"""Carries one rank's chunks to packs and back. What is stored together goes as one object, what lies together comes as
+one range.
+
+A dispatching thread gathers what was asked for; a few others read and write. Every byte that is read is compared with
+its header, its checksum and its seal before a load succeeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from hybridkv.tiers.buffers import slot_views
+from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
+from hybridkv.tiers.digests import view_digest
+from hybridkv.tiers.in_flight import InFlight
+from hybridkv.tiers.object.format.record import (
+    HEADER_BYTES,
+    LARGEST_KEY_BYTES,
+    PartPlace,
+    check_header,
+    check_seal,
+    encode_header,
+)
+from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.known import ObjectSlot
+from hybridkv.tiers.object.names import rank_name
+from hybridkv.tiers.object.options import ObjectOptions
+from hybridkv.tiers.object.store import failure_of
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+    from typing_extensions import Buffer
+
+logger = logging.getLogger(__name__)
+
+_MAX_WRITTEN = 4096
+"""Packs that are remembered as written."""
+_CLOSED = Failure(FailureReason.CLOSED, "the medium was closed")
+
+
+class _Move(NamedTuple):
+    ticket: Ticket
+    key: Key
+    slot: ObjectSlot
+    views: list[memoryview]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slot.num_bytes
+
+    @property
+    def end(self) -> int:
+        """The offset behind it."""
+        return self.slot.offset + HEADER_BYTES + self.num_bytes
+
+
+class ObjectMedium:
+    """A `TierMedium` for the slots of an `ObjectIndex`.
+
+    Args:
+        open_store: opens the store, on a thread of the medium's.
+        seals: of the fleet.
+        rank: whose parts are moved.
+        options: bounds.
+    """
+
+    def __init__(self, open_store: Callable[[], ObjectStore], seals: Seals, rank: int, options: ObjectOptions) -> None:
+        self._open_store = open_store
+        self._store: ObjectStore | None = None
+        self._opening = threading.Lock()
+        self._seals = seals
+        self._rank = rank
+        self._options = options
+        self._moves = InFlight()
+        self._stores: dict[str, list[_Move]] = {}
+        """By pack, until they are flushed."""
+        self._written: OrderedDict[str, None] = OrderedDict()
+        self._loads: queue.SimpleQueue[_Move | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._pool = ThreadPoolExecutor(options.num_threads, thread_name_prefix="hybridkv-object")
+        self._dispatcher = threading.Thread(target=self._dispatch, name="hybridkv-object-dispatch", daemon=True)
+        self._dispatcher.start()
+
+    def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
+        move = self._begun(ticket, key, slot, source, is_store=True)
+        if move is not None:
+            self._stores.setdefault(move.slot.pack, []).append(move)
+
+    def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
+        move = self._begun(ticket, key, slot, destination, is_store=False)
+        if move is not None:
+            self._loads.put(move)
+
+    def flush(self) -> None:
+        """As `GathersStores` says: what was given to be stored since the last call goes."""
+        stores, self._stores = self._stores, {}
+        for pack, moves in stores.items():
+            if pack in self._written:
+                self._end_all(moves, Failure(FailureReason.IO, f"{pack} is written already"))
+                continue
+            self._written[pack] = None
+            if len(self._written) > _MAX_WRITTEN:
+                self._written.popitem(last=False)
+            self._submit(self._write, pack, moves)
+
+    def _begun(
+        self, ticket: Ticket, key: Key, slot: Slot, buffers: Sequence[Buffer], *, is_store: bool
+    ) -> _Move | None:
+        self._moves.begin()
+        failure: Failure | None = None
+        views: list[memoryview] = []
+        if self._is_closed:
+            failure = _CLOSED
+        elif self._moves.num_open > self._options.max_waiting:
+            failure = Failure(FailureReason.BUSY, f"{self._options.max_waiting} operations wait")
+        else:
+            checked = slot_views(slot, buffers, is_written=not is_store)
+            if isinstance(checked, Failure):
+                failure = checked
+            elif not isinstance(slot, ObjectSlot) or not slot.pack or len(key) > LARGEST_KEY_BYTES:
+                failure = Failure(FailureReason.IO, "the slot is no place in a pack, or the key is too long")
+            else:
+                views = checked
+        if failure is not None:
+            self._moves.complete(Completion(ticket, failure))
+            return None
+        assert isinstance(slot, ObjectSlot)
+        return _Move(ticket, key, slot, views)
+
+    def poll(self) -> list[Completion]:
+        return self._moves.poll()
+
+    def drain(self, timeout_s: float) -> bool:
+        self.flush()
+        return self._moves.drain(timeout_s)
+
+    def close(self) -> None:
+        """Everything ends, what was not begun for CLOSED. What a store holds longer is left."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for moves in self._stores.values():
+            self._end_all(moves, _CLOSED)
+        self._stores.clear()
+        self._loads.put(None)
+        self._dispatcher.join(self._options.close_timeout_s)
+        ending = threading.Thread(target=self._pool.shutdown, name="hybridkv-object-end", daemon=True)
+        ending.start()
+        ending.join(self._options.close_timeout_s)
+
+    # On other threads.
+
+    def _dispatch(self) -> None:
+        while True:
+            moves = [self._loads.get()]
+            while not self._loads.empty():
+                moves.append(self._loads.get())
+            by_pack: dict[str, list[_Move]] = {}
+            for move in moves:
+                if move is not None:
+                    by_pack.setdefault(move.slot.pack, []).append(move)
+            for pack, wanted in by_pack.items():
+                for run in self._runs(wanted):
+                    self._submit(self._read, pack, run)
+            if None in moves:
+                return
+
+    def _runs(self, moves: list[_Move]) -> Iterator[list[_Move]]:
+        """Neighbours in a pack, each run of them as long as one read may be."""
+        run: list[_Move] = []
+        for move in sorted(moves, key=lambda each: each.slot.offset):
+            if run and (
+                not 0 <= move.slot.offset - run[-1].end <= self._options.gap_bytes
+                or move.end - run[0].slot.offset > self._options.read_bytes
+            ):
+                yield run
+                run = []
+            run.append(move)
+        if run:
+            yield run
+
+    def _submit(self, work: Callable[[str, list[_Move]], None], pack: str, moves: list[_Move]) -> None:
+        def run() -> None:
+            if self._is_closed:
+                self._end_all(moves, _CLOSED)
+                return
+            try:
+                work(pack, moves)
+            except Exception:  # an operation without an end would leave everybody waiting
+                logger.exception("a pack could not be moved")
+
+        try:
+            self._pool.submit(run)
+        except RuntimeError as error:  # it is closed, or there is no thread to be had
+            self._end_all(moves, _CLOSED if self._is_closed else failure_of(error, "begin"))
+
+    def _end_all(self, moves: Sequence[_Move], failure: Failure) -> None:
+        for move in moves:
+            self._moves.complete(Completion(move.ticket, failure))
+
+    def _opened(self) -> ObjectStore:
+        with self._opening:
+            if self._store is None:
+                self._store = self._open_store()
+            return self._store
+
+    def _write(self, pack: str, moves: list[_Move]) -> None:
+        """One object of what is to be stored in it. What others of its batch have left out stays empty."""
+        import obstore
+
+        name = rank_name(pack, self._rank)
+        moves.sort(key=lambda move: move.slot.offset)
+        checksums: list[bytes] = []
+        body: list[Buffer] = []
+        end = 0
+        try:
+            for move in moves:
+                place = PartPlace(name, self._rank, move.slot.offset)
+                checksum = view_digest()(move.views)
+                body += [bytes(move.slot.offset - end)] if move.slot.offset > end else []
+                body.append(encode_header(self._seals, place, move.key, checksum, move.num_bytes, move.views))
+                body += move.views
+                checksums.append(checksum)
+                end = move.end
+            obstore.put(self._opened(), name, body, use_multipart=False)
+        except Exception as error:
+            self._end_all(moves, failure_of(error, f"storing {name}"))
+            return
+        for move, checksum in zip(moves, checksums, strict=True):
+            self._moves.complete(Completion(move.ticket, checksum=checksum))
+
+    def _read(self, pack: str, run: list[_Move]) -> None:
+        import obstore
+
+        name = rank_name(pack, self._rank)
+        left = list(run)
+        try:
+            first, last = run[0].slot.offset, max(move.end for move in run)
+            answer = obstore.get(self._opened(), name, options={"range": (first, last)})
+            stream = _Stream(answer.stream(min_chunk_size=1), first)
+            while left:
+                move = left[0]
+                stream.skip_to(move.slot.offset)
+                completion = self._taken(stream, PartPlace(name, self._rank, move.slot.offset), move)
+                left.pop(0)
+                self._moves.complete(completion)
+        except Exception as error:
+            if not isinstance(error, FileNotFoundError) and _is_beyond(error):
+                error = FileNotFoundError(str(error))
+            self._end_all(left, failure_of(error, f"reading {name}"))
+
+    def _taken(self, stream: _Stream, place: PartPlace, move: _Move) -> Completion:
+        header = stream.read(HEADER_BYTES)
+        expected = check_header(header, place, move.key, move.num_bytes)
+        if isinstance(expected, Failure):
+            stream.skip_to(move.end)
+            return Completion(move.ticket, expected)
+        for view in move.views:
+            if not stream.read_into(view):
+                return Completion(move.ticket, Failure(FailureReason.MISSING, f"{place.object_name} ends too early"))
+        failure = check_seal(self._seals, header, place, move.views)
+        if failure is None and view_digest()(move.views) != expected:
+            failure = Failure(FailureReason.CHECKSUM, f"the bytes of {move.key.hex()} are not those that were stored")
+        return Completion(move.ticket, failure, None if failure else expected)
+
+
+class _Stream:
+    """The bytes of a range, as they come."""
+
+    def __init__(self, chunks: Iterator[Buffer], at: int) -> None:
+        self._chunks = iter(chunks)
+        self._at = at
+        self._rest = memoryview(b"")
+
+    def _next(self, num_bytes: int) -> memoryview:
+        """At most so many; none at the end."""
+        while not self._rest:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                return self._rest
+            self._rest = memoryview(chunk).cast("B")
+        taken, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+        self._at += len(taken)
+        return taken
+
+    def skip_to(self, offset: int) -> None:
+        while self._at < offset and self._next(offset - self._at):
+            pass
+
+    def read(self, num_bytes: int) -> bytes:
+        """So many, or fewer at the end."""
+        data = bytearray()
+        while len(data) < num_bytes and (taken := self._next(num_bytes - len(data))):
+            data += taken
+        return bytes(data)
+
+    def read_into(self, view: memoryview) -> bool:
+        """False where it ended too early."""
+        at = 0
+        while at < len(view):
+            taken = self._next(len(view) - at)
+            if not taken:
+                return False
+            view[at : at + len(taken)] = taken
+            at += len(taken)
+        return True
+
+
+def _is_beyond(error: BaseException) -> bool:
+    """Whether a store says that an object ends before the range."""
+    text = str(error).lower()
+    return "range" in text and ("416" in text or "invalid" in text or "satisfiable" in text or "larger" in text)

@@ -1,0 +1,101 @@
+"""Either half of the tier from a URL and a secret."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.object.epochs import current_epoch
+from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.index import ObjectIndex
+from hybridkv.tiers.object.librarian import Librarian
+from hybridkv.tiers.object.medium import ObjectMedium
+from hybridkv.tiers.object.names import cache_name
+from hybridkv.tiers.object.options import ObjectOptions
+from hybridkv.tiers.object.store import first_line, open_object_store, prove
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class Depot:
+    """A fleet's part of an object store.
+
+    Args:
+        url: of the store, with the prefix under which everything is.
+        settings: of the client, by obstore's names.
+        secret: that all engines of the fleet share; empty where all who may write there are trusted.
+    """
+
+    url: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def seals(self) -> Seals:
+        """Of the fleet."""
+        return Seals(self.secret)
+
+    def open(self, options: ObjectOptions) -> ObjectStore:
+        """The store itself.
+
+        Raises:
+            TierConfigurationError: it cannot be opened.
+        """
+        return open_object_store(self.url, dict(self.settings), options)
+
+
+def open_index(
+    depot: Depot,
+    fingerprint: bytes,
+    world_size: int,
+    options: ObjectOptions,
+    clock: Callable[[], float],
+    *,
+    clears_all: bool = False,
+) -> ObjectIndex:
+    """The scheduler's half. Proves first that the store does what is needed of it.
+
+    Args:
+        depot: where.
+        fingerprint: its digest: whose content it is.
+        world_size: ranks that each have their part of every chunk.
+        options: bounds.
+        clock: seconds.
+        clears_all: whether a reset is for the whole fleet.
+
+    Raises:
+        TierConfigurationError: the store cannot be used.
+    """
+    store = depot.open(options)
+    cache = cache_name(depot.secret, fingerprint, options.boundary_every)
+
+    def opened() -> int:
+        prove(store, cache)
+        return current_epoch(store, cache)
+
+    pool = ThreadPoolExecutor(1, thread_name_prefix="hybridkv-object-opening")
+    try:
+        epoch = pool.submit(opened).result(options.opening_timeout_s)
+    except FutureTimeoutError:
+        raise TierConfigurationError(
+            "url", f"a store that answers within {options.opening_timeout_s:g} s", "no answer", "is it reachable?"
+        ) from None
+    except TierConfigurationError:
+        raise
+    except Exception as error:
+        raise TierConfigurationError("url", "a store that can be listed", first_line(error)) from error
+    finally:
+        pool.shutdown(wait=False)
+    librarian = Librarian(store, depot.seals, (cache, epoch), world_size, options, clock)
+    return ObjectIndex(librarian, options, clock, clears_all=clears_all)
+
+
+def open_medium(depot: Depot, rank: int, options: ObjectOptions) -> ObjectMedium:
+    """A rank's half. Reaches no store before something moves."""
+    return ObjectMedium(lambda: depot.open(options), depot.seals, rank, options)

@@ -1,0 +1,70 @@
+"""What bounds a tier in an object store. Each has a name and a default; an operator chooses few of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hybridkv.tiers.errors import TierConfigurationError
+
+
+class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`TierConfigurationError` for a value that cannot work."""
+
+    # Packs and manifests.
+    pack_bytes: int = 16 << 20
+    """A pack is full when it has as many. One chunk may have more: then it is a pack by itself."""
+    boundary_every: int = 8
+    """One prefix hash of so many, by chance, has a manifest wherever it is passed. The same in all engines of a fleet:
+    it is a part of the namespace."""
+
+    # The scheduler's half.
+    max_asked: int = 4096
+    """Keys about which answers are waited for at one time."""
+    max_searching: int = 32
+    """Prefixes that are searched at one time; the others wait for their turn."""
+    max_probes: int = 16
+    """Manifests that are asked for together in one round of a search for the last boundary that has one."""
+    max_tail_probes: int = 32
+    """The same behind that boundary, where a path may have ended anywhere."""
+    max_known: int = 262_144
+    """Chunks that are believed to be there."""
+    known_bytes: int = 1 << 44
+    """Of these, in one rank."""
+    max_nodes: int = 262_144
+    """Prefixes whose place on their path is remembered, so that a manifest can name all that comes before."""
+    max_unpublished: int = 1024
+    """Ends of paths whose manifests wait for what comes before them."""
+    missing_s: float = 5.0
+    """For so long nobody asks again for what is not there."""
+    given_up_s: float = 10.0
+    """What was not answered so long after its deadline is waited for no more."""
+    believed_s: float = 600.0
+    """For so long a chunk is offered that was found or stored. It is asked for again then, since packs expire."""
+    bad_s: float = 600.0
+    """For so long a place is believed by nobody here whose bytes were wrong or gone, whatever manifest names it."""
+    manifest_bytes: int = 64 << 20
+    """A larger manifest is not read."""
+
+    # Bytes.
+    read_bytes: int = 16 << 20
+    """Neighbours in a pack are read together up to so many."""
+    gap_bytes: int = 64 << 10
+    """Two chunks are neighbours with no more than this between them."""
+    num_threads: int = 4
+    """Packs that are read or written by one rank at one time."""
+    max_waiting: int = 4096
+    """Loads and stores that are not over. One more is BUSY."""
+    request_timeout_s: float = 10.0
+    """A request to the store that takes longer has failed, and is made once more."""
+    connect_timeout_s: float = 2.0
+    """The same for reaching it."""
+    opening_timeout_s: float = 20.0
+    """The proof of what a store can do takes no longer at the start."""
+    close_timeout_s: float = 5.0
+    """What is on its way at the end has so long."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise TierConfigurationError(name, "a number > 0", value)

@@ -1,0 +1,102 @@
+"""Which prefix follows which, and what of each lies in the store: what a manifest is made of.
+
+Learned from what this engine stores and from the manifests that it reads. Bounded: of a path whose beginning is
+forgotten nothing is named, because a manifest of a part would hide one of all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from hybridkv.tiers.contract import Key
+from hybridkv.tiers.object.format.manifest import Node, Part
+from hybridkv.tiers.object.names import is_boundary, prefix_of, tag_of
+from hybridkv.tiers.object.packs import Stored
+
+_BEGINNING = b""
+"""What comes before the first prefix of a path."""
+
+
+class _Step:
+    __slots__ = ("before", "parts")
+
+    def __init__(self) -> None:
+        self.before: bytes | None = None
+        """The prefix before this one; None while it is not known."""
+        self.parts: dict[bytes, Part] = {}
+        """By tag."""
+
+
+class Paths:
+    """All prefixes that are remembered. Used by one thread.
+
+    Args:
+        max_nodes: of them.
+    """
+
+    def __init__(self, max_nodes: int) -> None:
+        self._max_nodes = max_nodes
+        self._steps: OrderedDict[bytes, _Step] = OrderedDict()
+
+    def add(self, stored: Sequence[Stored]) -> list[bytes]:
+        """What was stored. The prefixes that its chunks end, in order."""
+        ended: dict[bytes, None] = {}
+        for key, place, needs in stored:
+            prefix = prefix_of(key)
+            step = self._step(prefix)
+            step.parts[tag_of(key)] = Part(tag_of(key), place.pack, place.offset, place.num_bytes)
+            before = next((other for need in needs if (other := prefix_of(need)) != prefix), _BEGINNING)
+            if before or (step.before is None and not needs):
+                step.before = before
+            ended[prefix] = None
+        return list(ended)
+
+    def learn(self, path: Iterable[Node]) -> None:
+        """What a manifest says."""
+        before = _BEGINNING
+        for node in path:
+            step = self._step(node.prefix)
+            step.before = before
+            for part in node.parts:
+                step.parts.setdefault(part.tag, part)
+            before = node.prefix
+
+    def ends(self, prefixes: Sequence[bytes], boundary_every: int) -> list[bytes]:
+        """Those of these at which a manifest is to stand: where nothing of them follows, and boundaries."""
+        followed = {self._steps[prefix].before for prefix in prefixes}
+        return [prefix for prefix in prefixes if prefix not in followed or is_boundary(prefix, boundary_every)]
+
+    def up_to(self, prefix: bytes) -> list[Node] | None:
+        """All that is stored of a path, from its beginning to this prefix. None where a part of it is not known."""
+        path: list[Node] = []
+        seen: set[bytes] = set()
+        while prefix != _BEGINNING:
+            step = self._steps.get(prefix)
+            if step is None or step.before is None or prefix in seen:
+                return None
+            seen.add(prefix)
+            path.append(Node(prefix, list(step.parts.values())))
+            prefix = step.before
+        return path[::-1]
+
+    def forget(self, parts: Iterable[tuple[Key, str]]) -> None:
+        """These chunks are not in these packs any more, or never were."""
+        for key, pack in parts:
+            step = self._steps.get(prefix_of(key))
+            if step is not None and (part := step.parts.get(tag_of(key))) is not None and part.pack == pack:
+                del step.parts[tag_of(key)]
+
+    def clear(self) -> None:
+        """Nothing is stored any more."""
+        self._steps.clear()
+
+    def _step(self, prefix: bytes) -> _Step:
+        step = self._steps.get(prefix)
+        if step is None:
+            if len(self._steps) >= self._max_nodes:
+                self._steps.popitem(last=False)
+            step = self._steps[prefix] = _Step()
+        else:
+            self._steps.move_to_end(prefix)
+        return step

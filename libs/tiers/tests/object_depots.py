@@ -1,0 +1,69 @@
+"""A fleet's store in a directory, and what tests do to it behind a tier's back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Key, Slot, TierIndex
+from hybridkv.tiers.object import Depot, ObjectIndex, ObjectMedium, ObjectOptions, ObjectSlot, open_index, open_medium
+from hybridkv.tiers.object.format.record import HEADER_BYTES
+
+FINGERPRINT = bytes(range(32))
+TIMEOUT_S = 30.0
+"""Only a broken tier waits so long."""
+
+
+def depot_at(directory: Path, secret: bytes = b"") -> Depot:
+    return Depot(f"file://{directory}", secret=secret)
+
+
+def index_at(directory: Path, options: ObjectOptions | None = None, world_size: int = 1) -> ObjectIndex:
+    return open_index(depot_at(directory), FINGERPRINT, world_size, options or ObjectOptions(), time.monotonic)
+
+
+def medium_at(directory: Path, options: ObjectOptions | None = None, rank: int = 0) -> ObjectMedium:
+    return open_medium(depot_at(directory), rank, options or ObjectOptions())
+
+
+def pack_path(directory: Path, slot: Slot, rank: int = 0) -> Path:
+    assert isinstance(slot, ObjectSlot)
+    return directory / slot.pack / str(rank)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a byte."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)
+
+
+def flip_payload(directory: Path, slot: Slot, at: int = -1, rank: int = 0) -> None:
+    """Change a byte of a chunk."""
+    assert isinstance(slot, ObjectSlot)
+    flip(pack_path(directory, slot, rank), slot.offset + HEADER_BYTES + at % slot.num_bytes)
+
+
+def manifests(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("*/m/*") if path.is_file())
+
+
+def packs(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("*/p/*/*") if path.is_file())
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < end_s, "it is still not so"
+        time.sleep(0.005)
+
+
+def heard(index: TierIndex, keys: Iterable[Key]) -> list[LookupResult]:
+    """Ask, and wait for the answers."""
+    keys = list(keys)
+    index.ask(keys, time.monotonic() + TIMEOUT_S)
+    wait_until(lambda: not index.any_pending(keys))
+    return [index.lookup(key) for key in keys]

@@ -1,0 +1,59 @@
+"""A fleet's store that a test plays: it answers when it is told to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hybridkv.tiers import Key
+from hybridkv.tiers.object import Found, Place, Stored, Unanswered
+
+
+class PlayedDepot:
+    """A `Courier`.
+
+    Args:
+        clock: the test's.
+        held: what the store holds, and where.
+    """
+
+    def __init__(self, clock: Callable[[], float], held: dict[Key, Place]) -> None:
+        self._clock = clock
+        self.held = held
+        self.namespace = "n"
+        self.news: deque[Found | Unanswered] = deque()
+        self.asked: list[tuple[int, tuple[Key, ...]]] = []
+        self.published: list[Stored] = []
+        self.retracted: list[bytes] = []
+        self.cleared: list[bool] = []
+        self.is_reachable = True
+        self.is_closed = False
+
+    def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+        if self.is_reachable:
+            self.asked.append((request, tuple(keys)))
+        return self.is_reachable
+
+    def answer(self) -> None:
+        """Everything that was asked."""
+        asked, self.asked = self.asked, []
+        for request, keys in asked:
+            places = {key: self.held[key] for key in keys if key in self.held}
+            self.news.append(Found(request, places, b"source", self._clock()))
+
+    def fail(self) -> None:
+        """Everything that was asked has no answer."""
+        asked, self.asked = self.asked, []
+        self.news += [Unanswered(request, self._clock()) for request, _ in asked]
+
+    def publish(self, stored: Sequence[Stored]) -> None:
+        self.published += stored
+
+    def retract(self, source: bytes) -> None:
+        self.retracted.append(source)
+
+    def clear(self, *, is_for_all: bool) -> None:
+        self.cleared.append(is_for_all)
+
+    def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,212 @@
+"""The bytes of packs and manifests: what was written comes back, and nothing else does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.tiers import Failure, FailureReason
+from hybridkv.tiers.object.format.manifest import Node, Part, decode_manifest, encode_manifest
+from hybridkv.tiers.object.format.record import HEADER_BYTES, PartPlace, check_header, check_seal, encode_header
+from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.names import (
+    cache_name,
+    epoch_name,
+    is_boundary,
+    manifest_name,
+    namespace_of,
+    pack_name,
+    prefix_of,
+    rank_name,
+    tag_of,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+PLACE = PartPlace("n/p/engine-1/3", 3, 4096)
+KEY = bytes(range(48))
+CHECKSUM = bytes(range(16))
+CHUNK = memoryview(bytes(range(100)))
+PATH = [
+    Node(b"a" * 32, [Part(b"f" * 16, "n/p/e-1", 0, 4096), Part(b"w" * 16, "n/p/e-2", 0, 100)]),
+    Node(b"b" * 32, []),
+    Node(b"c" * 32, [Part(b"f" * 16, "n/p/e-1", 4256, 4096)]),
+]
+
+parts = st.builds(
+    Part,
+    st.binary(min_size=1, max_size=16),
+    st.text(min_size=1, max_size=8),
+    st.integers(0, 1 << 40),
+    st.integers(1, 1 << 40),
+)
+paths = st.lists(st.builds(Node, st.binary(max_size=32), st.lists(parts, max_size=3)), max_size=6)
+
+
+def header(seals: Seals) -> bytes:
+    return encode_header(seals, PLACE, KEY, CHECKSUM, len(CHUNK), [CHUNK[:30], CHUNK[30:]])
+
+
+@pytest.mark.parametrize("secret", [b"", b"one"])
+def test_a_header_says_what_it_was_told(secret: bytes) -> None:
+    seals = Seals(secret)
+    made = header(seals)
+    assert len(made) == HEADER_BYTES
+    assert check_header(made, PLACE, KEY, len(CHUNK)) == CHECKSUM
+    assert check_seal(seals, made, PLACE, [CHUNK[:30], CHUNK[30:]]) is None
+
+
+@pytest.mark.parametrize("secret", [b"", b"one"])
+def test_buffers_may_be_cut_anywhere(secret: bytes) -> None:
+    """Who reads a chunk has other memory than who wrote it."""
+    seals = Seals(secret)
+    for views in ([CHUNK], [CHUNK[:1], CHUNK[1:99], CHUNK[99:]]):
+        assert check_seal(seals, header(seals), PLACE, views) is None
+
+
+@pytest.mark.parametrize("secret", [b"", b"one"])
+def test_any_changed_byte_of_a_header_is_found(secret: bytes) -> None:
+    seals = Seals(secret)
+    made = header(seals)
+    for at in range(HEADER_BYTES):
+        changed = bytearray(made)
+        changed[at] ^= 1
+        checked = check_header(bytes(changed), PLACE, KEY, len(CHUNK))
+        found = isinstance(checked, Failure) or check_seal(seals, bytes(changed), PLACE, [CHUNK[:30], CHUNK[30:]])
+        assert found, at
+
+
+def test_a_header_is_good_for_its_place_alone() -> None:
+    seals = Seals()
+    made = header(seals)
+    for place in (
+        PLACE._replace(offset=0),
+        PLACE._replace(object_name="n/p/engine-2/3"),
+        PLACE._replace(object_name="m/p/engine-1/3"),
+    ):
+        assert check_seal(seals, made, place, [CHUNK]) is not None
+    for place, key, num_bytes in (
+        (PLACE._replace(rank=2), KEY, len(CHUNK)),
+        (PLACE, KEY[::-1], len(CHUNK)),
+        (PLACE, KEY[:-1], len(CHUNK)),
+        (PLACE, KEY, len(CHUNK) - 1),
+    ):
+        checked = check_header(made, place, key, num_bytes)
+        assert isinstance(checked, Failure)
+        assert checked.reason is FailureReason.WRONG_KEY
+
+
+def test_a_header_that_ends_too_early_is_missing() -> None:
+    checked = check_header(header(Seals())[:-1], PLACE, KEY, len(CHUNK))
+    assert isinstance(checked, Failure)
+    assert checked.reason is FailureReason.MISSING
+
+
+def test_with_a_secret_the_bytes_are_sealed_too() -> None:
+    other = memoryview(bytes(100))
+    assert check_seal(Seals(b"one"), header(Seals(b"one")), PLACE, [other]) is not None
+    assert check_seal(Seals(), header(Seals()), PLACE, [other]) is None, "the checksum finds that"
+
+
+def test_nobody_makes_a_seal_without_the_secret() -> None:
+    for secret in (b"", b"two"):
+        assert check_seal(Seals(b"one"), header(Seals(secret)), PLACE, [CHUNK[:30], CHUNK[30:]]) is not None
+        assert decode_manifest(Seals(b"one"), "m", 1, encode_manifest(Seals(secret), "m", 1, PATH)) is None
+
+
+@given(paths, st.integers(1, 64), st.sampled_from([b"", b"one"]))
+def test_a_manifest_says_what_it_was_told(path: list[Node], world_size: int, secret: bytes) -> None:
+    data = encode_manifest(Seals(secret), "n/m/1", world_size, path)
+    assert decode_manifest(Seals(secret), "n/m/1", world_size, data) == path
+
+
+@given(st.data())
+def test_a_changed_manifest_is_none(data: st.DataObject) -> None:
+    made = bytearray(encode_manifest(Seals(), "m", 1, PATH))
+    at = data.draw(st.integers(0, len(made) - 1))
+    made[at] ^= data.draw(st.integers(1, 255))
+    assert decode_manifest(Seals(), "m", 1, bytes(made)) is None
+    assert decode_manifest(Seals(), "m", 1, bytes(made[:at])) is None
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_whatever_raise_even_where_their_seal_holds(body: bytes) -> None:
+    data = Seals().of(b"m", body) + body
+    decode_manifest(Seals(), "m", 1, data)
+    check_header(body, PLACE, KEY, 100)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [2, 1, [], [], [], [], []],
+        [1, 2, [], [], [], [], []],
+        [1, 1, [b"t"], ["p"], [b"x"], [1], [0, 0, 0]],
+        [1, 1, [b"t"], ["p"], [b"x"], [1], [1, 0, 0, 5]],
+        [1, 1, [b"t"], ["p"], [b"x"], [1], [0, -1, 0, 5]],
+        [1, 1, [b"t"], ["p"], [b"x"], [1], [0, 0, -1, 5]],
+        [1, 1, [b"t"], ["p"], [b"x"], [1], [0, 0, 0, 0]],
+        [1, 1, [b"t"], ["p"], [b"x", b"y"], [2, -1], [0, 0, 0, 5]],
+        [1, 1, [b"t"], ["p"], [b"x"], [], []],
+    ],
+)
+def test_a_manifest_that_does_not_fit_together_is_none(body: list[object]) -> None:
+    import msgspec
+
+    data = msgspec.msgpack.encode(body)
+    assert decode_manifest(Seals(), "m", 1, Seals().of(b"m", data) + data) is None
+
+
+def test_a_manifest_is_good_under_its_name_alone() -> None:
+    data = encode_manifest(Seals(), "n/m/1", 1, PATH)
+    assert decode_manifest(Seals(), "n/m/2", 1, data) is None
+    assert decode_manifest(Seals(), "n/m/1", 2, data) is None
+
+
+@pytest.mark.parametrize("secret", [b"", b"one"])
+def test_the_bytes_are_those_of_version_1(secret: bytes) -> None:
+    """Changed bytes are another format, under another version."""
+    made = {
+        f"object_part_v1{'_keyed' if secret else ''}.bin": header(Seals(secret)),
+        f"object_manifest_v1{'_keyed' if secret else ''}.bin": encode_manifest(Seals(secret), "n/m/1", 2, PATH),
+    }
+    for name, data in made.items():
+        assert data == (GOLDEN / name).read_bytes(), name
+
+
+def test_names_are_those_of_version_1() -> None:
+    cache = cache_name(b"one", bytes(32), 8)
+    namespace = namespace_of(cache, 2)
+    pack = pack_name("n", "e-1")
+    assert [cache, namespace, manifest_name("n", b"prefix"), epoch_name("c", 7), rank_name(pack, 3)] == [
+        "f7dacd8221c3cc8069dd9422556a17e572d4143d",
+        "d1fe32402dc1f1d813fe713f44233b4a34a5761d",
+        "n/m/c54307b6e4b2ed72fb2eb426a14c51d4e3b1c27e",
+        "c/e/0000000007",
+        "n/p/e-1/3",
+    ]
+
+
+def test_each_fact_of_a_cache_changes_its_name() -> None:
+    names = {
+        cache_name(b"", bytes(32), 8),
+        cache_name(b"one", bytes(32), 8),
+        cache_name(b"one", bytes(31) + b"1", 8),
+        cache_name(b"one", bytes(32), 16),
+    }
+    assert len(names) == 4
+    assert namespace_of("c", 1) != namespace_of("c", 2)
+
+
+def test_a_key_is_a_tag_and_the_hash_of_a_prefix() -> None:
+    assert (tag_of(KEY), prefix_of(KEY)) == (KEY[:16], KEY[16:])
+    assert (tag_of(b"short"), prefix_of(b"short")) == (b"", b"short")
+
+
+def test_one_prefix_of_so_many_is_a_boundary() -> None:
+    import hashlib
+
+    chosen = sum(is_boundary(hashlib.sha256(bytes([a, b])).digest(), 8) for a in range(64) for b in range(64))
+    assert 400 < chosen < 630

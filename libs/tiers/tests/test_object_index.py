@@ -1,0 +1,263 @@
+"""What an index of a fleet's store asks, believes and doubts; time and the store are the test's."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+
+from played_objects import PlayedDepot  # noqa: E402
+
+from hybridkv.planner import LookupResult  # noqa: E402
+from hybridkv.tiers import (  # noqa: E402
+    FailureReason,
+    GathersPlaces,
+    Key,
+    Slot,
+    TierConfigurationError,
+    TierIndex,
+)
+from hybridkv.tiers.object import ObjectIndex, ObjectOptions, ObjectSlot, Place  # noqa: E402
+from hybridkv.tiers.testing.conformance import (  # noqa: E402
+    CHUNK_BYTES,
+    AskConformance,
+    EvictionConformance,
+    ExactEvictionConformance,
+    IndexConformance,
+    LateConformance,
+    Tier,
+)
+from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultPlan  # noqa: E402
+from hybridkv.tiers.testing.reference import ReferenceMedium  # noqa: E402
+
+A, B, C = b"key a", b"key b", b"key c"
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
+FULL, WINDOW = b"f" * 16, b"w" * 16
+"""Tags of two groups."""
+
+
+class TestObjectIndex(IndexConformance, AskConformance, EvictionConformance, ExactEvictionConformance, LateConformance):
+    time_s = 0.0
+    depot: PlayedDepot
+
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        self.depot = PlayedDepot(self.now_s, {})
+        return Tier(ObjectIndex(self.depot, ObjectOptions(known_bytes=capacity_bytes), self.now_s), ReferenceMedium())
+
+    def make_late(self) -> TierIndex:
+        index = self.make_tier_of(4).index
+        self.depot.held = {A: Place("p", 0, CHUNK_BYTES), B: Place("p", CHUNK_BYTES, CHUNK_BYTES)}
+        return index
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def pass_time(self, seconds: float) -> None:
+        self.time_s += seconds
+
+    def answer_all(self) -> None:
+        self.depot.answer()
+
+
+class TestObjectIndexInAnIdleFaultInjector(TestObjectIndex):
+    def make_tier(self, capacity_bytes: int) -> Tier:
+        tier = super().make_tier(capacity_bytes)
+        return Tier(FaultInjectingIndex(tier.index, FaultPlan()), tier.medium)
+
+
+class World:
+    """An index over a store that holds A and B."""
+
+    def __init__(self, *, clears_all: bool = False, **options: float) -> None:
+        self.time_s = 0.0
+        self.depot = PlayedDepot(lambda: self.time_s, {A: Place("p", 0, CHUNK_BYTES), B: Place("q", 7, CHUNK_BYTES)})
+        self.index = ObjectIndex(self.depot, ObjectOptions(**options), lambda: self.time_s, clears_all=clears_all)
+
+    def hear(self, *keys: Key) -> list[LookupResult]:
+        self.index.ask(keys, self.time_s + 1.0)
+        self.depot.answer()
+        return [self.index.lookup(key) for key in keys]
+
+    def reserve(self, key: Key, num_bytes: int = CHUNK_BYTES, needs: tuple[Key, ...] = ()) -> ObjectSlot:
+        self.index.follows(key, needs)
+        slot = self.index.reserve(key, num_bytes)
+        assert isinstance(slot, ObjectSlot)
+        return slot
+
+
+def test_an_index_of_objects_gathers_places() -> None:
+    assert isinstance(World().index, GathersPlaces)
+
+
+def test_what_was_found_is_offered_where_it_lies() -> None:
+    world = World()
+    assert world.hear(A, B, C) == [HIT, HIT, MISS]
+    slot = world.index.pin(B)
+    assert isinstance(slot, ObjectSlot)
+    assert (slot.pack, slot.offset, slot.num_bytes) == ("q", 7, CHUNK_BYTES)
+
+
+def test_a_prompt_is_one_question() -> None:
+    world = World()
+    world.index.ask([A, B, C], 1.0)
+    assert [keys for _, keys in world.depot.asked] == [(A, B, C)]
+
+
+def test_a_store_that_cannot_be_asked_leaves_nobody_waiting() -> None:
+    world = World()
+    world.depot.is_reachable = False
+    world.index.ask([A], 1.0)
+    assert world.index.lookup(A) is MISS
+
+
+def test_a_question_without_an_answer_is_over() -> None:
+    world = World()
+    world.index.ask([A, B], 1.0)
+    world.depot.fail()
+    assert not world.index.any_pending([A, B])
+    assert world.index.heard == (0, 2)
+
+
+def test_what_is_not_there_is_not_asked_for_again_for_a_while() -> None:
+    world = World(missing_s=5.0)
+    world.hear(C)
+    world.index.ask([C], 2.0)
+    assert not world.depot.asked
+    world.time_s = 5.1
+    world.index.ask([C], 6.0)
+    assert world.depot.asked
+
+
+def test_what_was_found_is_believed_for_a_while_and_then_asked_for_again() -> None:
+    world = World(believed_s=60.0)
+    world.hear(A)
+    world.time_s = 59.0
+    assert world.index.lookup(A) is HIT
+    world.time_s = 60.0
+    assert world.index.lookup(A) is MISS
+    assert world.hear(A) == [HIT]
+
+
+def test_what_is_read_while_it_fades_stays_until_it_is_read() -> None:
+    world = World(believed_s=60.0)
+    world.hear(A)
+    world.index.pin(A)
+    world.time_s = 60.0
+    assert world.index.lookup(A) is HIT
+    world.index.unpin(A)
+    assert world.index.lookup(A) is MISS
+
+
+@pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING])
+def test_a_bad_place_is_not_learned_again_and_its_manifest_is_withdrawn(reason: FailureReason) -> None:
+    world = World(bad_s=100.0, missing_s=1.0)
+    world.hear(A)
+    world.index.invalidate(A, reason)
+    world.time_s = 2.0
+    assert world.hear(A) == [MISS]
+    assert world.depot.retracted == [b"source"]
+    world.depot.held[A] = Place("p2", 0, CHUNK_BYTES)
+    world.time_s = 4.0
+    assert world.hear(A) == [HIT], "another place is as good as any"
+
+
+def test_what_failed_for_another_reason_is_believed_again() -> None:
+    world = World(missing_s=1.0)
+    world.hear(A)
+    world.index.invalidate(A)
+    assert world.hear(A) == [HIT]
+    assert not world.depot.retracted
+
+
+def test_chunks_of_one_group_and_one_batch_lie_one_behind_the_other() -> None:
+    world = World()
+    first, second = world.reserve(FULL + b"1"), world.reserve(FULL + b"2")
+    assert first.pack == second.pack
+    assert second.offset >= first.offset + CHUNK_BYTES
+    assert world.reserve(WINDOW + b"1").pack != first.pack, "groups are read apart"
+    world.index.end_batch()
+    assert world.reserve(FULL + b"3").pack != first.pack
+
+
+def test_a_full_pack_is_followed_by_another() -> None:
+    world = World(pack_bytes=3 * CHUNK_BYTES)
+    packs = [world.reserve(FULL + bytes([number])).pack for number in range(5)]
+    assert packs[0] == packs[1] != packs[2] == packs[3] != packs[4]
+
+
+def test_a_batch_is_named_when_the_last_of_it_has_come() -> None:
+    world = World()
+    world.reserve(FULL + b"1")
+    world.reserve(FULL + b"2", needs=(FULL + b"1",))
+    world.index.commit(FULL + b"1")
+    world.index.end_batch()
+    assert not world.depot.published
+    world.index.commit(FULL + b"2")
+    assert [(stored.key, stored.needs) for stored in world.depot.published] == [
+        (FULL + b"1", ()),
+        (FULL + b"2", (FULL + b"1",)),
+    ]
+
+
+def test_what_came_before_its_batch_had_ended_is_named_at_its_end() -> None:
+    world = World()
+    world.reserve(FULL + b"1")
+    world.index.commit(FULL + b"1")
+    assert not world.depot.published
+    world.index.end_batch()
+    assert len(world.depot.published) == 1
+
+
+def test_what_did_not_come_is_not_named() -> None:
+    world = World()
+    world.reserve(FULL + b"1")
+    world.reserve(FULL + b"2")
+    world.index.end_batch()
+    world.index.invalidate(FULL + b"1")
+    assert not world.index.commit(FULL + b"1")
+    world.index.abort(FULL + b"2")
+    assert not world.depot.published
+
+
+def test_a_reset_is_this_engines_own_unless_it_is_told_otherwise() -> None:
+    world = World()
+    world.hear(A)
+    world.reserve(FULL + b"1")
+    assert world.index.clear() == 2
+    assert world.depot.cleared == [False]
+    world.index.end_batch()
+    assert not world.index.commit(FULL + b"1")
+    assert not world.depot.published
+    world = World(clears_all=True)
+    world.index.clear()
+    assert world.depot.cleared == [True]
+
+
+def test_what_has_come_at_the_end_is_named() -> None:
+    world = World()
+    world.reserve(FULL + b"1")
+    world.reserve(FULL + b"2")
+    world.index.end_batch()
+    world.index.commit(FULL + b"1")
+    world.index.close()
+    assert [stored.key for stored in world.depot.published] == [FULL + b"1"]
+    assert world.depot.is_closed
+    assert not world.index.commit(FULL + b"2"), "what comes later is nobody's"
+
+
+def test_no_two_engines_name_a_pack_alike() -> None:
+    assert World().reserve(A).pack != World().reserve(A).pack
+
+
+def test_options_that_cannot_work_are_refused() -> None:
+    with pytest.raises(TierConfigurationError, match="pack_bytes"):
+        ObjectOptions(pack_bytes=0)
+
+
+def test_a_slot_that_was_found_is_a_slot() -> None:
+    world = World()
+    world.hear(A, B)
+    slots = world.index.pin_all([A, B])
+    assert slots is not None
+    assert all(isinstance(slot, Slot) for slot in slots)
+    assert len({slot.first_offset for slot in slots}) == 2

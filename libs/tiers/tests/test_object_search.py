@@ -1,0 +1,144 @@
+"""The search for the last manifest, beside one that looks at all; and the paths that manifests are made of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.tiers.object import Place, Stored
+from hybridkv.tiers.object.format.manifest import Node, Part
+from hybridkv.tiers.object.names import is_boundary
+from hybridkv.tiers.object.paths import Paths
+from hybridkv.tiers.object.search import find_last
+
+EVERY = 4
+FULL, WINDOW = b"f" * 16, b"w" * 16
+
+
+def prefix(number: int) -> bytes:
+    return number.to_bytes(32, "little")[::-1]
+
+
+class Reader:
+    def __init__(self, there: set[bytes]) -> None:
+        self.there = there
+        self.rounds: list[int] = []
+
+    async def read(self, prefixes: Sequence[bytes]) -> list[bytes | None]:
+        self.rounds.append(len(prefixes))
+        return [each if each in self.there else None for each in prefixes]
+
+    def find(self, prefixes: Sequence[bytes], probes: int = 4, tail: int = 1000) -> bytes | None:
+        found = asyncio.run(find_last(prefixes, self.read, EVERY, probes, tail))
+        return None if found is None else found[0]
+
+
+@given(st.lists(st.integers(0, 1 << 16), unique=True, max_size=200), st.data())
+def test_the_last_manifest_of_what_one_engine_stored_is_found(numbers: list[int], data: st.DataObject) -> None:
+    """Engines that share a beginning, each with a manifest at its end and at every boundary before."""
+    path = [prefix(number) for number in numbers]
+    ends = data.draw(st.lists(st.integers(0, len(path)), max_size=4))
+    there = {each for end in ends for each in path[:end] if is_boundary(each, EVERY)} | {
+        path[end - 1] for end in ends if end
+    }
+    found = Reader(there).find(path, data.draw(st.integers(1, 20)))
+    assert found == (path[max(ends) - 1] if max(ends, default=0) else None)
+
+
+def test_a_long_path_takes_few_rounds_of_few_questions() -> None:
+    path = [prefix(number) for number in range(4096)]
+    reader = Reader({each for each in path[:3001] if is_boundary(each, EVERY)} | {path[3000]})
+    assert reader.find(path, 16, 32) == path[3000]
+    assert len(reader.rounds) <= 4
+    assert sum(reader.rounds) <= 3 * 16 + 32
+
+
+def test_a_prompt_that_nobody_has_seen_takes_two_rounds() -> None:
+    path = [prefix(number) for number in range(1, 4097)]
+    reader = Reader(set())
+    assert reader.find(path, 16, 32) is None
+    assert len(reader.rounds) <= 4, reader.rounds
+
+
+def stored(tag: bytes, number: int, pack: str, needs: Sequence[bytes]) -> Stored:
+    return Stored(tag + prefix(number), Place(pack, 100 * number, 64), needs)
+
+
+def path_of_two_groups(first: int, stop: int, pack: str) -> list[Stored]:
+    chunks = []
+    for number in range(first, stop):
+        before = [FULL + prefix(number - 1)] if number else []
+        chunks.append(stored(FULL, number, pack, before))
+        chunks.append(stored(WINDOW, number, pack, [FULL + prefix(number)]))
+    return chunks
+
+
+def test_a_manifest_names_all_groups_from_the_beginning() -> None:
+    paths = Paths(100)
+    added = paths.add(path_of_two_groups(0, 5, "p"))
+    assert added == [prefix(number) for number in range(5)]
+    path = paths.up_to(prefix(4))
+    assert path is not None
+    assert [node.prefix for node in path] == added
+    assert all([part.tag for part in node.parts] == [FULL, WINDOW] for node in path)
+    assert path[3].parts[0] == Part(FULL, "p", 300, 64)
+
+
+def test_manifests_stand_at_ends_and_boundaries() -> None:
+    paths = Paths(100)
+    added = paths.add(path_of_two_groups(0, 7, "p"))
+    ends = paths.ends(added, 1 << 30)
+    assert ends[-1] == prefix(6)
+    assert set(paths.ends(added, 1)) == set(added)
+
+
+def test_two_ends_of_one_beginning_have_one_each() -> None:
+    paths = Paths(100)
+    chunks = path_of_two_groups(0, 3, "p")
+    chunks.append(stored(FULL, 50, "q", [FULL + prefix(2)]))
+    chunks.append(stored(FULL, 60, "q", [FULL + prefix(2)]))
+    assert [end for end in paths.ends(paths.add(chunks), 1 << 62) if end != prefix(0)] == [prefix(50), prefix(60)]
+
+
+def test_of_a_path_whose_beginning_is_not_known_nothing_is_named() -> None:
+    paths = Paths(100)
+    paths.add(path_of_two_groups(3, 5, "p"))
+    assert paths.up_to(prefix(4)) is None
+    paths.add(path_of_two_groups(0, 3, "p"))
+    path = paths.up_to(prefix(4))
+    assert path is not None
+    assert len(path) == 5
+
+
+def test_what_a_manifest_said_comes_before_what_is_stored_behind_it() -> None:
+    paths = Paths(100)
+    paths.learn([Node(prefix(number), [Part(FULL, "theirs", number, 9)]) for number in range(3)])
+    paths.add(path_of_two_groups(3, 4, "mine"))
+    path = paths.up_to(prefix(3))
+    assert path is not None
+    assert [node.parts[0].pack for node in path] == ["theirs"] * 3 + ["mine"]
+
+
+def test_what_is_forgotten_is_no_beginning() -> None:
+    paths = Paths(4)
+    paths.add(path_of_two_groups(0, 6, "p"))
+    assert paths.up_to(prefix(5)) is None
+
+
+def test_a_group_that_needs_nothing_is_named_by_itself() -> None:
+    """Of a model without full attention one state is all that a resume needs."""
+    paths = Paths(100)
+    paths.add([stored(WINDOW, 7, "p", ()), stored(WINDOW, 9, "p", ())])
+    for number in (7, 9):
+        path = paths.up_to(prefix(number))
+        assert path is not None
+        assert [node.prefix for node in path] == [prefix(number)]
+
+
+def test_a_circle_of_needs_is_no_path() -> None:
+    paths = Paths(100)
+    paths.add([stored(FULL, 1, "p", [FULL + prefix(2)]), stored(FULL, 2, "p", [FULL + prefix(1)])])
+    assert paths.up_to(prefix(1)) is None
