@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,19 +25,13 @@ from object_depots import (  # noqa: E402
     packs,
     wait_until,
 )
+from object_engines import FULL, Engine, chunks_of, last_is_named, path_of  # noqa: E402
 
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import FailureReason, GathersStores, Slot, Ticket, TierConfigurationError, TierMedium  # noqa: E402
-from hybridkv.tiers.object import ObjectIndex, ObjectMedium, ObjectOptions, open_index, open_medium  # noqa: E402
-from hybridkv.tiers.object.names import manifest_name, prefix_of  # noqa: E402
-from hybridkv.tiers.ram import RamArena, RamIndex  # noqa: E402
+from hybridkv.tiers.object import ObjectMedium, ObjectOptions, open_index  # noqa: E402
 from hybridkv.tiers.stack import (  # noqa: E402
     Direction,
-    MoveOutcome,
-    PathPosition,
-    SlowerTier,
-    TierMover,
-    TierStack,
 )
 from hybridkv.tiers.testing.conformance import (  # noqa: E402
     CHUNK_BYTES,
@@ -48,8 +41,6 @@ from hybridkv.tiers.testing.conformance import (  # noqa: E402
 from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
-FULL, WINDOW = b"f" * 16, b"w" * 16
-"""Tags of two groups."""
 
 
 class TestObjectTier(ExactTierConformance):
@@ -83,116 +74,12 @@ class TestObjectTierInAnIdleFaultInjector(TestObjectTier):
         return Tier(FaultInjectingIndex(tier.index, FaultPlan()), FaultInjectingMedium(tier.medium, FaultPlan()))
 
 
-class Engine:
-    """A stack of memory over the store, and each rank's mover, without an engine."""
-
-    def __init__(
-        self, directory: Path, num_ranks: int = 1, secret: bytes = b"", options: ObjectOptions | None = None
-    ) -> None:
-        options = options or ObjectOptions()
-        depot = depot_at(directory, secret)
-        self.index: ObjectIndex = open_index(depot, FINGERPRINT, num_ranks, options, time.monotonic)
-        self.near = RamIndex(1 << 24, 4096)
-        self.stack = TierStack(self.near, [SlowerTier("object", self.index)], num_ranks, time.monotonic)
-        self.arenas = [RamArena(1 << 24, 4096) for _ in range(num_ranks)]
-        self.media = [open_medium(depot, rank, options) for rank in range(num_ranks)]
-        self.movers = [
-            TierMover(arena, {"object": medium}, time.monotonic)
-            for arena, medium in zip(self.arenas, self.media, strict=True)
-        ]
-
-    def step(self) -> None:
-        moves = self.stack.take_moves()
-        for mover in self.movers:
-            mover.start(moves)
-            for move, failure, _ in mover.poll():
-                self.stack.on_move(move.move_id, MoveOutcome(1, failure))
-        self.stack.tick()
-
-    def run(self) -> None:
-        """Until nothing moves."""
-
-        def is_idle() -> bool:
-            self.step()
-            return not self.stack.has_moves_alive()
-
-        wait_until(is_idle)
-
-    def store(self, path: list[bytes], chunks: dict[bytes, bytes]) -> None:
-        """Each needs the one before it."""
-        for number, key in enumerate(path):
-            slot = self.stack.reserve(key, len(chunks[key]))
-            assert isinstance(slot, Slot)
-            for rank, arena in enumerate(self.arenas):
-                for view in arena.views(slot):
-                    view[:] = bytes(byte ^ rank for byte in chunks[key])
-                assert arena.seal(key, slot) is None
-            self.stack.commit(key, PathPosition(tuple(path[number - 1 : number])))
-        self.run()
-
-    def hear(self, keys: list[bytes]) -> list[LookupResult]:
-        self.stack.ask(keys)
-        wait_until(lambda: not self.stack.any_pending(keys))
-        return [self.stack.lookup(key) for key in keys]
-
-    def load(self, keys: list[bytes]) -> list[bytes] | None:
-        """The first rank's bytes, when all ranks' are right."""
-        hold = self.stack.acquire("r", keys)
-        assert not isinstance(hold, str), hold
-
-        def is_over() -> bool:
-            self.step()
-            hold = self.stack.hold("r")
-            assert hold is not None
-            return not hold.waiting or hold.failure is not None
-
-        wait_until(is_over)
-        hold = self.stack.hold("r")
-        assert hold is not None
-        if hold.failure is not None:
-            self.stack.release("r")
-            return None
-        slots = self.stack.pin_all(keys)
-        assert slots is not None
-        self.stack.release("r")
-        found = []
-        for rank, arena in enumerate(self.arenas):
-            for key, slot in zip(keys, slots, strict=True):
-                assert arena.check(key, slot) is None
-                data = b"".join(bytes(view) for view in arena.views(slot))
-                found += [data] if rank == 0 else []
-                assert rank == 0 or data == bytes(byte ^ rank for byte in found[keys.index(key)])
-        self.stack.unpin_all(keys)
-        return found
-
-    def close(self) -> None:
-        for mover in self.movers:
-            mover.close(TIMEOUT_S)
-        self.stack.close()
-        for arena in self.arenas:
-            arena.close()
-
-
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[list[Engine]]:
     made: list[Engine] = []
     yield made
     for engine in made:
         engine.close()
-
-
-def path_of(number: int, seed: bytes = b"") -> list[bytes]:
-    """Keys of a path of one group."""
-    return [FULL + seed + bytes([step]) * 32 for step in range(number)]
-
-
-def _last_is_named(directory: Path, keys: list[bytes]) -> bool:
-    """Whether the manifest of a whole path is there."""
-    return any(path.name == manifest_name("", prefix_of(keys[-1]))[3:] for path in manifests(directory))
-
-
-def chunks_of(keys: list[bytes]) -> dict[bytes, bytes]:
-    return {key: os.urandom(CHUNK_BYTES) for key in keys}
 
 
 def test_a_medium_of_objects_gathers_stores(tmp_path: Path) -> None:
@@ -203,11 +90,11 @@ def test_a_medium_of_objects_gathers_stores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_one_engine_stored_another_finds_and_loads(tmp_path: Path, engines: list[Engine], num_ranks: int) -> None:
-    engines += [Engine(tmp_path, num_ranks), Engine(tmp_path, num_ranks)]
+    engines += [Engine(depot_at(tmp_path), num_ranks), Engine(depot_at(tmp_path), num_ranks)]
     keys = path_of(40)
     chunks = chunks_of(keys)
     engines[0].store(keys, chunks)
-    wait_until(lambda: _last_is_named(tmp_path, keys))
+    wait_until(lambda: last_is_named(tmp_path, keys))
     more = [*keys, FULL + b"x" * 32]
     assert engines[1].hear(more) == [HIT] * 40 + [MISS]
     assert engines[1].load(keys) == [chunks[key] for key in keys]
@@ -216,10 +103,10 @@ def test_what_one_engine_stored_another_finds_and_loads(tmp_path: Path, engines:
 def test_an_engine_that_closes_leaves_what_it_stored_to_the_next(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(20)
     chunks = chunks_of(keys)
-    first = Engine(tmp_path)
+    first = Engine(depot_at(tmp_path))
     first.store(keys, chunks)
     first.close()
-    engines.append(Engine(tmp_path))
+    engines.append(Engine(depot_at(tmp_path)))
     assert engines[0].hear(keys) == [HIT] * 20
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
@@ -228,30 +115,30 @@ def test_a_conversation_that_goes_on_is_found_whole(tmp_path: Path, engines: lis
     keys = path_of(30)
     chunks = chunks_of(keys)
     for stop in (7, 19, 30):
-        engine = Engine(tmp_path)
+        engine = Engine(depot_at(tmp_path))
         engine.hear(keys[:stop])
         engine.store(keys[:stop], chunks)
         engine.close()
-    engines.append(Engine(tmp_path))
+    engines.append(Engine(depot_at(tmp_path)))
     assert engines[0].hear(keys) == [HIT] * 30
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
 def test_another_secret_finds_nothing(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(20)
-    first = Engine(tmp_path, secret=b"one")
+    first = Engine(depot_at(tmp_path, b"one"))
     first.store(keys, chunks_of(keys))
     first.close()
-    engines += [Engine(tmp_path, secret=b"two"), Engine(tmp_path), Engine(tmp_path, secret=b"one")]
+    engines += [Engine(depot_at(tmp_path, b"two")), Engine(depot_at(tmp_path)), Engine(depot_at(tmp_path, b"one"))]
     assert [engine.hear(keys)[0] for engine in engines] == [MISS, MISS, HIT]
 
 
 def test_another_number_of_ranks_finds_nothing(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(20)
-    first = Engine(tmp_path)
+    first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))
     first.close()
-    engines.append(Engine(tmp_path, 2))
+    engines.append(Engine(depot_at(tmp_path), 2))
     assert engines[0].hear(keys)[0] is MISS
 
 
@@ -259,12 +146,12 @@ def test_another_number_of_ranks_finds_nothing(tmp_path: Path, engines: list[Eng
 @pytest.mark.parametrize("where", ["header", "bytes"])
 def test_a_flipped_bit_is_no_hit(tmp_path: Path, engines: list[Engine], secret: bytes, where: str) -> None:
     keys = path_of(20)
-    first = Engine(tmp_path, secret=secret)
+    first = Engine(depot_at(tmp_path, secret))
     first.store(keys, chunks_of(keys))
     first.close()
     [pack] = packs(tmp_path)
     flip(pack, 20 if where == "header" else 200)
-    engines.append(Engine(tmp_path, secret=secret, options=ObjectOptions(missing_s=0.01)))
+    engines.append(Engine(depot_at(tmp_path, secret), options=ObjectOptions(missing_s=0.01)))
     assert engines[0].hear(keys) == [HIT] * 20
     assert engines[0].load(keys) is None
     assert engines[0].index.lookup(keys[0]) is MISS
@@ -274,25 +161,25 @@ def test_a_flipped_bit_is_no_hit(tmp_path: Path, engines: list[Engine], secret: 
 
 def test_a_flipped_bit_of_a_manifest_is_a_miss_and_it_is_deleted(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(4)[1:]
-    first = Engine(tmp_path)
+    first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))
     first.close()
     for path in manifests(tmp_path):
         flip(path, 60)
-    engines.append(Engine(tmp_path))
+    engines.append(Engine(depot_at(tmp_path)))
     assert engines[0].hear(keys) == [MISS] * 3
     assert not manifests(tmp_path)
 
 
 def test_packs_that_expired_are_a_miss_and_their_manifest_is_withdrawn(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(6)
-    first = Engine(tmp_path)
+    first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))
     first.close()
     for pack in packs(tmp_path):
         pack.unlink()
     number = len(manifests(tmp_path))
-    engines.append(Engine(tmp_path))
+    engines.append(Engine(depot_at(tmp_path)))
     assert engines[0].hear(keys) == [HIT] * 6
     assert engines[0].load(keys) is None
     wait_until(lambda: len(manifests(tmp_path)) < number)
@@ -320,10 +207,10 @@ def test_a_pack_that_ends_too_early_is_missing(tmp_path: Path) -> None:
 def test_neighbours_come_in_one_read(tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     keys = path_of(20)
     chunks = chunks_of(keys)
-    engines += [Engine(tmp_path), Engine(tmp_path)]
+    engines += [Engine(depot_at(tmp_path)), Engine(depot_at(tmp_path))]
     engines[0].store(keys, chunks)
     assert len(packs(tmp_path)) == 1
-    wait_until(lambda: _last_is_named(tmp_path, keys))
+    wait_until(lambda: last_is_named(tmp_path, keys))
     reads: list[str] = []
     read = ObjectMedium._read
 
@@ -339,7 +226,7 @@ def test_neighbours_come_in_one_read(tmp_path: Path, engines: list[Engine], monk
 
 def test_a_reset_for_all_hides_what_is_stored_from_everybody(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(5)
-    first = Engine(tmp_path)
+    first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))
     first.close()
     resetting = open_index(depot_at(tmp_path), FINGERPRINT, 1, ObjectOptions(), time.monotonic, clears_all=True)
@@ -347,7 +234,7 @@ def test_a_reset_for_all_hides_what_is_stored_from_everybody(tmp_path: Path, eng
     resetting.clear()
     assert heard(resetting, keys) == [MISS] * 5
     resetting.close()
-    engines.append(Engine(tmp_path))
+    engines.append(Engine(depot_at(tmp_path)))
     assert engines[0].hear(keys) == [MISS] * 5
 
 
@@ -359,11 +246,11 @@ def test_a_store_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Pat
 
 def test_a_promotion_is_counted_by_its_bytes(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(4)
-    first = Engine(tmp_path)
+    first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))
     assert first.stack.take_counts().tiers["object"].cascaded_bytes == 4 * CHUNK_BYTES
     first.close()
-    engines.append(Engine(tmp_path))
+    engines.append(Engine(depot_at(tmp_path)))
     engines[0].hear(keys)
     engines[0].load(keys)
     counts = engines[0].stack.take_counts().tiers["object"]

@@ -33,7 +33,7 @@ class Depot:
     """
 
     url: str
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict, repr=False)
     secret: bytes = field(default=b"", repr=False)
 
     @property

@@ -1,0 +1,135 @@
+"""Engines that use a fleet's store: a stack of memory over it and each rank's mover, without an engine."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from object_depots import FINGERPRINT, TIMEOUT_S, manifests, wait_until
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import Refusal, Slot
+from hybridkv.tiers.object import Depot, ObjectIndex, ObjectOptions, open_index, open_medium
+from hybridkv.tiers.object.names import manifest_name, prefix_of
+from hybridkv.tiers.ram import RamArena, RamIndex
+from hybridkv.tiers.stack import MoveOutcome, PathPosition, SlowerTier, SlowerTierOptions, TierMover, TierStack
+
+CHUNK_BYTES = 4096
+FULL, WINDOW = b"f" * 16, b"w" * 16
+"""Tags of two groups."""
+
+
+class Engine:
+    """A stack of memory over the store, and each rank's mover, without an engine."""
+
+    def __init__(
+        self,
+        depot: Depot,
+        num_ranks: int = 1,
+        options: ObjectOptions | None = None,
+        slower: SlowerTierOptions | None = None,
+    ) -> None:
+        options = options or ObjectOptions()
+        self.index: ObjectIndex = open_index(depot, FINGERPRINT, num_ranks, options, time.monotonic)
+        self.near = RamIndex(1 << 24, 4096)
+        self.stack = TierStack(
+            self.near, [SlowerTier("object", self.index, slower or SlowerTierOptions())], num_ranks, time.monotonic
+        )
+        self.arenas = [RamArena(1 << 24, 4096) for _ in range(num_ranks)]
+        self.media = [open_medium(depot, rank, options) for rank in range(num_ranks)]
+        self.movers = [
+            TierMover(arena, {"object": medium}, time.monotonic)
+            for arena, medium in zip(self.arenas, self.media, strict=True)
+        ]
+
+    def step(self) -> None:
+        moves = self.stack.take_moves()
+        for mover in self.movers:
+            mover.start(moves)
+            for move, failure, _ in mover.poll():
+                self.stack.on_move(move.move_id, MoveOutcome(1, failure))
+        self.stack.tick()
+
+    def run(self) -> None:
+        """Until nothing moves."""
+
+        def is_idle() -> bool:
+            self.step()
+            return not self.stack.has_moves_alive()
+
+        wait_until(is_idle)
+
+    def store(self, path: list[bytes], chunks: dict[bytes, bytes]) -> None:
+        """Each needs the one before it."""
+        self.begin_store(path, chunks)
+        self.run()
+
+    def begin_store(self, path: list[bytes], chunks: dict[bytes, bytes]) -> None:
+        """The same, and do not wait until it is there."""
+        for number, key in enumerate(path):
+            slot = self.stack.reserve(key, len(chunks[key]))
+            assert isinstance(slot, Slot)
+            for rank, arena in enumerate(self.arenas):
+                for view in arena.views(slot):
+                    view[:] = bytes(byte ^ rank for byte in chunks[key])
+                assert arena.seal(key, slot) is None
+            self.stack.commit(key, PathPosition(tuple(path[number - 1 : number])))
+        self.step()
+
+    def hear(self, keys: list[bytes]) -> list[LookupResult]:
+        self.stack.ask(keys)
+        wait_until(lambda: not self.stack.any_pending(keys))
+        return [self.stack.lookup(key) for key in keys]
+
+    def load(self, keys: list[bytes]) -> list[bytes] | None:
+        """The first rank's bytes, when all ranks' are right. None where they cannot be had."""
+        hold = self.stack.acquire("r", keys)
+        if isinstance(hold, Refusal):
+            return None
+
+        def is_over() -> bool:
+            self.step()
+            hold = self.stack.hold("r")
+            assert hold is not None
+            return not hold.waiting or hold.failure is not None
+
+        wait_until(is_over)
+        hold = self.stack.hold("r")
+        assert hold is not None
+        if hold.failure is not None:
+            self.stack.release("r")
+            return None
+        slots = self.stack.pin_all(keys)
+        assert slots is not None
+        self.stack.release("r")
+        found = []
+        for rank, arena in enumerate(self.arenas):
+            for key, slot in zip(keys, slots, strict=True):
+                assert arena.check(key, slot) is None
+                data = b"".join(bytes(view) for view in arena.views(slot))
+                found += [data] if rank == 0 else []
+                assert rank == 0 or data == bytes(byte ^ rank for byte in found[keys.index(key)])
+        self.stack.unpin_all(keys)
+        return found
+
+    def close(self, within_s: float = TIMEOUT_S) -> None:
+        for mover in self.movers:
+            mover.close(within_s)
+        self.stack.close()
+        for arena in self.arenas:
+            arena.close()
+
+
+def path_of(number: int, seed: bytes = b"") -> list[bytes]:
+    """Keys of a path of one group."""
+    return [FULL + seed + bytes([step]) * (32 - len(seed)) for step in range(number)]
+
+
+def last_is_named(directory: Path, keys: list[bytes]) -> bool:
+    """Whether the manifest of a whole path is there."""
+    return any(path.name == manifest_name("", prefix_of(keys[-1]))[3:] for path in manifests(directory))
+
+
+def chunks_of(keys: list[bytes]) -> dict[bytes, bytes]:
+    return {key: os.urandom(CHUNK_BYTES) for key in keys}

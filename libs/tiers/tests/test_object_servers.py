@@ -1,0 +1,202 @@
+"""A fleet's store at a real server of objects: engines find each other's chunks, and a server in trouble costs a
+bounded wait and no wrong byte."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from object_depots import FINGERPRINT, wait_until
+from object_engines import FULL, Engine, chunks_of, path_of
+from slow_link import SlowLink
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers.object import Depot, ObjectOptions, open_index
+from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, SlowerTierOptions
+from hybridkv.tiers.testing.object_server import BUCKET, VARIABLE, ObjectServer, command
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+OPTIONS = ObjectOptions(missing_s=0.05, request_timeout_s=2.0, connect_timeout_s=1.0)
+BREAKER = BreakerOptions(failures=3, first_pause_s=0.2, longest_pause_s=1.0)
+PATIENT = SlowerTierOptions(ask_timeout_s=20.0, load_timeout_s=60.0, breaker=BREAKER)
+HASTY = SlowerTierOptions(ask_timeout_s=0.25, load_timeout_s=3.0, breaker=BREAKER)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    weed = command()
+    if weed is None:
+        pytest.skip(f"{VARIABLE} names no server of objects")
+    with ObjectServer(weed, tmp_path_factory.mktemp("weed")) as running:
+        yield running
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def prefix(request: pytest.FixtureRequest) -> str:
+    """Of this test's objects."""
+    return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+def depot(server: ObjectServer, url: str, who: str = "owner", secret: bytes = b"s", port: int = 0) -> Depot:
+    endpoint = f"http://127.0.0.1:{port}" if port else None
+    return Depot(url, server.settings(who, endpoint), secret)
+
+
+def stored(place: Depot, number: int = 40) -> tuple[list[bytes], dict[bytes, bytes]]:
+    """What an engine that has ended left there."""
+    keys = path_of(number)
+    chunks = chunks_of(keys)
+    engine = Engine(place, options=OPTIONS, slower=PATIENT)
+    engine.store(keys, chunks)
+    engine.close()
+    return keys, chunks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_one_engine_stored_another_restores(
+    server: ObjectServer, prefix: str, engines: list[Engine], num_ranks: int
+) -> None:
+    keys = path_of(40)
+    chunks = chunks_of(keys)
+    first = Engine(depot(server, prefix), num_ranks, OPTIONS, PATIENT)
+    first.store(keys, chunks)
+    first.close()
+    engines.append(Engine(depot(server, prefix), num_ranks, OPTIONS, PATIENT))
+    assert engines[0].hear([*keys, FULL + b"x" * 32]) == [HIT] * 40 + [MISS]
+    assert engines[0].load(keys) == [chunks[key] for key in keys]
+
+
+def test_a_tenant_reads_nothing_of_anothers(server: ObjectServer, prefix: str) -> None:
+    stored(depot(server, prefix))
+    with pytest.raises(TierConfigurationError) as refused:
+        open_index(depot(server, prefix, "tenant"), FINGERPRINT, 1, OPTIONS, time.monotonic)
+    assert "PermissionDenied" in str(refused.value)
+
+
+def test_a_tenant_has_a_store_of_its_own(server: ObjectServer, engines: list[Engine]) -> None:
+    stored(depot(server, "s3://tenant/of-the-owner"), 1)  # who may make a bucket has made it
+    place = depot(server, "s3://tenant/cache", "tenant")
+    keys, chunks = stored(place)
+    engines.append(Engine(place, options=OPTIONS, slower=PATIENT))
+    assert engines[0].hear(keys) == [HIT] * 40
+    assert engines[0].load(keys) == [chunks[key] for key in keys]
+
+
+def test_wrong_credentials_are_refused_at_the_start_and_not_shown(server: ObjectServer, prefix: str) -> None:
+    settings = {**server.settings(), "secret_access_key": "SKWRONG00000"}
+    with pytest.raises(TierConfigurationError) as refused:
+        open_index(Depot(prefix, settings), FINGERPRINT, 1, OPTIONS, time.monotonic)
+    for secret in ("SKWRONG", "AKOWNER"):
+        assert secret not in str(refused.value)
+        assert secret not in repr(Depot(prefix, settings))
+
+
+def test_another_secret_finds_nothing(server: ObjectServer, prefix: str, engines: list[Engine]) -> None:
+    keys, _ = stored(depot(server, prefix))
+    engines.append(Engine(depot(server, prefix, secret=b"t"), options=OPTIONS, slower=PATIENT))
+    assert engines[0].hear(keys)[0] is MISS
+
+
+def test_a_server_that_is_not_there_is_refused_at_the_start(server: ObjectServer, prefix: str) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(TierConfigurationError, match="url"):
+        open_index(depot(server, prefix, port=9), FINGERPRINT, 1, OPTIONS, time.monotonic)
+    assert time.monotonic() - began_s < 30
+
+
+def test_a_stalled_connection_costs_a_question_its_deadline_and_a_load_its_own(
+    server: ObjectServer, prefix: str, engines: list[Engine]
+) -> None:
+    keys, chunks = stored(depot(server, prefix))
+    with SlowLink(server.port) as link:
+        engines.append(Engine(depot(server, prefix, port=link.port), options=OPTIONS, slower=HASTY))
+        link.is_stalled = True
+        began_s = time.monotonic()
+        assert engines[0].hear(keys) == [MISS] * 40
+        assert time.monotonic() - began_s < 2.0
+        link.is_stalled = False
+        link.cut()
+        wait_until(lambda: engines[0].hear(keys)[0] is HIT)
+        link.is_stalled = True
+        assert engines[0].load(keys) is None
+        link.is_stalled = False
+        link.cut()
+        wait_until(lambda: _is_loaded(engines[0], keys, chunks))
+
+
+def _is_loaded(engine: Engine, keys: list[bytes], chunks: dict[bytes, bytes]) -> bool:
+    """Whether a load has come, whole and right, now that nothing is in its way. Wrong bytes are a failure."""
+    engine.step()
+    if set(engine.hear(keys)) != {HIT}:
+        return False
+    found = engine.load(keys)
+    assert found is None or found == [chunks[key] for key in keys]
+    return found is not None
+
+
+def test_a_slow_connection_is_waited_for_as_long_as_a_load_may_take(
+    server: ObjectServer, prefix: str, engines: list[Engine]
+) -> None:
+    keys, chunks = stored(depot(server, prefix))
+    with SlowLink(server.port) as link:
+        engines.append(Engine(depot(server, prefix, port=link.port), options=OPTIONS, slower=PATIENT))
+        link.bytes_per_s = 1_000_000.0
+        assert engines[0].hear(keys) == [HIT] * 40
+        assert engines[0].load(keys) == [chunks[key] for key in keys]
+
+
+def test_a_killed_server_is_left_alone_and_taken_up_again_when_it_is_back(
+    tmp_path: Path, engines: list[Engine]
+) -> None:
+    weed = command()
+    if weed is None:
+        pytest.skip(f"{VARIABLE} names no server of objects")
+    server = ObjectServer(weed, tmp_path).wait()
+    try:
+        place = depot(server, f"s3://{BUCKET}/killed")
+        keys, chunks = stored(place)
+        engines.append(Engine(place, options=OPTIONS, slower=HASTY))
+        assert engines[0].hear(keys) == [HIT] * 40
+        server.kill()
+        began_s = time.monotonic()
+        assert engines[0].load(keys) is None
+        assert time.monotonic() - began_s < 20.0
+        others = path_of(4, b"other")
+        engines[0].store(others, chunks_of(others))
+        wait_until(lambda: _is_left_alone(engines[0]))
+        server = ObjectServer(weed, tmp_path, server.ports).wait()
+        wait_until(lambda: _is_loaded(engines[0], keys, chunks))
+    finally:
+        server.kill()
+
+
+def _is_left_alone(engine: Engine) -> bool:
+    engine.step()
+    states = [engine.stack.breaker_state(direction, "object") for direction in Direction]
+    return BreakerState.OPEN in states or BreakerState.PROBING in states
+
+
+def test_a_server_that_stands_still_at_the_end_does_not_hold_an_engine(tmp_path: Path) -> None:
+    weed = command()
+    if weed is None:
+        pytest.skip(f"{VARIABLE} names no server of objects")
+    with ObjectServer(weed, tmp_path) as server:
+        engine = Engine(depot(server, f"s3://{BUCKET}/still"), options=OPTIONS, slower=HASTY)
+        keys = path_of(4)
+        engine.begin_store(keys, chunks_of(keys))
+        server.signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        engine.close(within_s=1.0)
+        assert time.monotonic() - began_s < 20.0
