@@ -6,6 +6,7 @@ from hybridkv.connectors.errors import ConfigurationError
 RAM = {"type": "ram", "capacity": "4GiB"}
 LMCACHE = {"type": "lmcache", "url": "tcp://127.0.0.1:5555"}
 PEER = {"type": "peer", "listen": "127.0.0.1:14700"}
+OBJECT = {"type": "object", "url": "s3://bucket/kv"}
 DISK = {"type": "disk", "path": "/cache", "capacity": "1GiB"}
 
 
@@ -73,6 +74,12 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [RAM, {**LMCACHE, "http_port": 0}]}, "tiers[1].http_port", "a port", "0", "--http-port"),
         ({"tiers": [RAM, {**LMCACHE, "pool": "0"}]}, "tiers[1].pool", "a positive size", "'0'", "4GiB"),
         ({"tiers": [RAM, {**LMCACHE, "uri": "x"}]}, "tiers[1].uri", "a known key", "unknown", 'did you mean "url"?'),
+        ({"tiers": [RAM, {"type": "object"}]}, "tiers[1].url", "a value", "nothing", 'add "url"'),
+        ({"tiers": [RAM, {**OBJECT, "url": "bucket"}]}, "tiers[1].url", "s3://", "'bucket'", "endpoint"),
+        ({"tiers": [RAM, {**OBJECT, "url": "http://a"}]}, "tiers[1].url", "s3://", "'http://a'", "endpoint"),
+        ({"tiers": [RAM, OBJECT]}, "weights_digest", '"full"', "sampled", "name the revision"),
+        ({"tiers": [RAM, {**OBJECT, "resets": "all"}]}, "tiers[1].resets", '"fleet"', "'all'", "configuration.md"),
+        ({"tiers": [RAM, {**OBJECT, "pack": 0}]}, "tiers[1].pack", "a positive size", "0", "4GiB"),
         ({"tiers": [DISK]}, "tiers", 'a "ram" tier first', '"disk"', "passes through host memory"),
         ({"tiers": [DISK, RAM]}, "tiers", 'a "ram" tier first', '"disk", "ram"', "passes through host memory"),
         ({"tiers": [RAM, DISK | {"cascade": "some"}]}, "tiers[1].cascade", '"nothing"', "'some'", "configuration.md"),

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hybridkv.tiers import Key
-from hybridkv.tiers.object import Found, Place, Stored, Unanswered
+from hybridkv.tiers.object import Found, Moved, News, Place, Stored, Unanswered
 
 
 class PlayedDepot:
@@ -20,8 +20,8 @@ class PlayedDepot:
     def __init__(self, clock: Callable[[], float], held: dict[Key, Place]) -> None:
         self._clock = clock
         self.held = held
-        self.namespace = "n"
-        self.news: deque[Found | Unanswered] = deque()
+        self.namespace: str | None = "n"
+        self.news: deque[News] = deque()
         self.asked: list[tuple[int, tuple[Key, ...]]] = []
         self.published: list[Stored] = []
         self.retracted: list[bytes] = []
@@ -45,6 +45,11 @@ class PlayedDepot:
         """Everything that was asked has no answer."""
         asked, self.asked = self.asked, []
         self.news += [Unanswered(request, self._clock()) for request, _ in asked]
+
+    def move(self) -> None:
+        """Somebody else has begun another epoch."""
+        self.namespace = "n2"
+        self.news.append(Moved(self._clock()))
 
     def publish(self, stored: Sequence[Stored]) -> None:
         self.published += stored

@@ -23,6 +23,8 @@ class SlowLink:
         """In each direction of each connection; 0: as fast as it goes."""
         self.is_stalled = False
         """Nothing passes."""
+        self.is_refusing = False
+        """Whoever comes is sent away."""
         self._server_port = server_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -50,6 +52,9 @@ class SlowLink:
         while not self._is_closed:
             try:
                 near, _ = self._listener.accept()
+                if self.is_refusing:
+                    near.close()
+                    continue
                 far = socket.create_connection(("127.0.0.1", self._server_port))
             except OSError:
                 continue

@@ -13,6 +13,7 @@ from hybridkv.tiers import (  # noqa: E402
     FailureReason,
     GathersPlaces,
     Key,
+    Refusal,
     Slot,
     TierConfigurationError,
     TierIndex,
@@ -261,3 +262,26 @@ def test_a_slot_that_was_found_is_a_slot() -> None:
     assert slots is not None
     assert all(isinstance(slot, Slot) for slot in slots)
     assert len({slot.first_offset for slot in slots}) == 2
+
+
+def test_before_the_store_is_reached_nothing_is_stored_and_asking_again_helps() -> None:
+    world = World()
+    world.depot.namespace = None
+    assert world.index.reserve(FULL + b"1", CHUNK_BYTES) is Refusal.BUSY
+    world.depot.namespace = "n"
+    world.reserve(FULL + b"1")
+
+
+def test_when_another_epoch_begins_nothing_of_the_last_one_is_offered_or_named() -> None:
+    world = World()
+    world.hear(A)
+    world.index.ask([C], 1.0)
+    first = world.reserve(FULL + b"1")
+    world.depot.move()
+    assert [world.index.lookup(key) for key in (A, C)] == [MISS, MISS]
+    assert not world.index.commit(FULL + b"1")
+    assert world.reserve(FULL + b"2").pack != first.pack
+    world.index.end_batch()
+    world.index.commit(FULL + b"2")
+    assert [stored.key for stored in world.depot.published] == [FULL + b"2"]
+    assert world.index.take_counts().invalidations == 0

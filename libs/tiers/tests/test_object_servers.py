@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from object_depots import FINGERPRINT, wait_until
 from object_engines import FULL, Engine, chunks_of, path_of
@@ -109,11 +110,27 @@ def test_another_secret_finds_nothing(server: ObjectServer, prefix: str, engines
     assert engines[0].hear(keys)[0] is MISS
 
 
-def test_a_server_that_is_not_there_is_refused_at_the_start(server: ObjectServer, prefix: str) -> None:
-    began_s = time.monotonic()
-    with pytest.raises(TierConfigurationError, match="url"):
-        open_index(depot(server, prefix, port=9), FINGERPRINT, 1, OPTIONS, time.monotonic)
-    assert time.monotonic() - began_s < 30
+def test_an_engine_starts_without_its_server_and_finds_it_later(
+    server: ObjectServer, prefix: str, engines: list[Engine]
+) -> None:
+    keys, chunks = stored(depot(server, prefix))
+    options = msgspec.structs.replace(OPTIONS, opening_timeout_s=0.5, first_retry_s=0.1, last_retry_s=0.2)
+    with SlowLink(server.port) as link:
+        link.is_refusing = True
+        began_s = time.monotonic()
+        engines.append(Engine(depot(server, prefix, port=link.port), options=options, slower=PATIENT))
+        assert time.monotonic() - began_s < 10.0
+        assert engines[0].hear(keys) == [MISS] * 40
+        others = path_of(2, b"other")
+        engines[0].begin_store(others, chunks_of(others))
+        link.is_refusing = False
+        wait_until(lambda: _is_loaded(engines[0], keys, chunks))
+        wait_until(lambda: _is_stored(engines[0], others))
+
+
+def _is_stored(engine: Engine, keys: list[bytes]) -> bool:
+    engine.step()
+    return all(engine.index.lookup(key) is HIT for key in keys)
 
 
 def test_a_stalled_connection_costs_a_question_its_deadline_and_a_load_its_own(

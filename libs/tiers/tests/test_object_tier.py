@@ -238,6 +238,22 @@ def test_a_reset_for_all_hides_what_is_stored_from_everybody(tmp_path: Path, eng
     assert engines[0].hear(keys) == [MISS] * 5
 
 
+def test_an_engine_hears_that_another_began_an_epoch(tmp_path: Path, engines: list[Engine]) -> None:
+    engines += [Engine(depot_at(tmp_path), options=ObjectOptions(epoch_check_s=0.02)) for _ in range(2)]
+    keys = path_of(5)
+    engines[0].store(keys, chunks_of(keys))
+    assert engines[0].index.lookup(keys[0]) is HIT
+    resetting = open_index(depot_at(tmp_path), FINGERPRINT, 1, ObjectOptions(), time.monotonic, clears_all=True)
+    resetting.clear()
+    resetting.close()
+    wait_until(lambda: engines[0].index.lookup(keys[0]) is MISS)
+    chunks = chunks_of(keys)
+    other = Engine(depot_at(tmp_path))
+    other.store(keys, chunks)
+    other.close()
+    wait_until(lambda: engines[1].hear(keys[:1]) == [HIT])
+
+
 def test_a_store_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(TierConfigurationError, match="url"):

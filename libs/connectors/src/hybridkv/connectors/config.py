@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -23,11 +23,14 @@ _CHOICES = {
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
     "transport": '"auto", "nixl" or "tcp"',
+    "resets": '"engine" or "fleet"',
     "cascade": '"all" or "nothing"; of peers "nothing"',
     "weights_digest": '"sampled", "full", or your own name for these weights',
     "identity_ignores": "a list of names of facts",
 }
 MAX_PEERS = 64
+OBJECT_SCHEMES = ("s3", "gs", "az", "file")
+"""Of URLs of object stores."""
 KEEP_SHARE = 0.25
 """Of each tier, that may be kept for requests that ask for it, where the operator does not say."""
 ASK_TIMEOUT_S = 1.0
@@ -57,6 +60,7 @@ class SlowerTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     cascade: Literal["all", "nothing"] = "all"
     load_timeout_seconds: float | None = None
     ask_timeout_seconds: float | None = None
+    default_ask_timeout_s: ClassVar[float] = ASK_TIMEOUT_S
 
 
 class DiskTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="disk"):
@@ -107,7 +111,30 @@ class LMCacheTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="
     pool: int = 512 << 20
 
 
-TierConfig = RamTierConfig | DiskTierConfig | PeerTierConfig | LMCacheTierConfig
+class ObjectTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="type", tag="object"):
+    """An object store that a fleet of engines shares.
+
+    Args:
+        url: "s3://bucket/prefix", "gs://bucket/prefix", "az://account/container/prefix" or "file:///directory".
+        endpoint: of a server of one's own, where the URL does not say it: "http://10.0.0.5:8333".
+        region: of a bucket.
+        credentials_file: JSON with the settings of the client that are secret, where the environment has none.
+        secret_file: holds what all engines of the fleet know, and others who may write to the store do not.
+        pack: bytes that one object has at most, of one rank.
+        resets: "engine": a reset of the prefix cache is this engine's own; "fleet": it is for all.
+    """
+
+    url: str
+    endpoint: str | None = None
+    region: str | None = None
+    credentials_file: str | None = None
+    secret_file: str | None = None
+    pack: int = 16 << 20
+    resets: Literal["engine", "fleet"] = "engine"
+    default_ask_timeout_s: ClassVar[float] = 0.25
+
+
+TierConfig = RamTierConfig | DiskTierConfig | PeerTierConfig | LMCacheTierConfig | ObjectTierConfig
 _TIER_TYPES: dict[str, type[msgspec.Struct]] = {str(kind.__struct_config__.tag): kind for kind in get_args(TierConfig)}
 
 
@@ -177,6 +204,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The tier at a server of LMCache, if there is one."""
         return next((tier for tier in self.tiers if isinstance(tier, LMCacheTierConfig)), None)
 
+    @property
+    def object(self) -> ObjectTierConfig | None:
+        """The tier in an object store, if there is one."""
+        return next((tier for tier in self.tiers if isinstance(tier, ObjectTierConfig)), None)
+
     def path_of(self, name: str) -> str:
         """Where a slower tier stands in the configuration."""
         return f"{ROOT}.tiers[{[name_of(tier) for tier in self.tiers].index(name)}]"
@@ -188,7 +220,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def ask_timeout_of(self, tier: SlowerTierConfig) -> float:
         """Seconds that a slower tier has to say what it holds, where it cannot say so at once."""
         given = tier.ask_timeout_seconds
-        return min(ASK_TIMEOUT_S, self.load_timeout_of(tier)) if given is None else given
+        return min(tier.default_ask_timeout_s, self.load_timeout_of(tier)) if given is None else given
 
 
 def name_of(tier: RamTierConfig | SlowerTierConfig) -> str:
@@ -287,8 +319,30 @@ def _require_stack(config: OffloadConfig) -> None:
         _require_addresses(config.path_of("peer"), config.peer)
     if config.lmcache is not None:
         require_server(config.path_of("lmcache"), config.lmcache.url, config.lmcache.http_port)
+    if config.object is not None:
+        _require_fleet(config, config.object)
     for name, tier in config.slower.items():
         _require_timeouts(config, config.path_of(name), tier)
+
+
+def _require_fleet(config: OffloadConfig, tier: ObjectTierConfig) -> None:
+    path = config.path_of("object")
+    scheme, mark, rest = tier.url.partition("://")
+    if not mark or not rest or scheme not in OBJECT_SCHEMES:
+        raise ConfigurationError(
+            f"{path}.url",
+            "a URL that begins with " + ", ".join(f"{scheme}://" for scheme in OBJECT_SCHEMES),
+            repr(tier.url),
+            'for example "s3://bucket/hybridkv"; the address of a server of your own is endpoint',
+        )
+    if config.weights_digest == "sampled":
+        raise ConfigurationError(
+            f"{ROOT}.weights_digest",
+            'with an object tier "full", or your own name for these weights',
+            '"sampled"',
+            "a sample does not tell two fine-tunes apart for sure, and a fleet has many: name the revision, "
+            'for example "granite-4@3f2a91c"',
+        )
 
 
 def _require_addresses(path: str, tier: PeerTierConfig) -> None:
@@ -350,9 +404,15 @@ def parse_address(text: str) -> tuple[str, int] | None:
 
 
 def _require_timeouts(config: OffloadConfig, path: str, tier: SlowerTierConfig) -> None:
+    default_s = tier.default_ask_timeout_s
     limits = (
         ("load_timeout_seconds", config.load_timeout_seconds, ROOT, "to wait for this tier as long as for all"),
-        ("ask_timeout_seconds", config.load_timeout_of(tier), path, f"for {ASK_TIMEOUT_S:g}, or that where it is less"),
+        (
+            "ask_timeout_seconds",
+            config.load_timeout_of(tier),
+            path,
+            f"for {default_s:g}, or that where it is less",
+        ),
     )
     for field, limit_s, whose, hint in limits:
         given_s = getattr(tier, field)
@@ -378,7 +438,7 @@ def _plain_tier(path: str, tier: object) -> object:
         )
     refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
     plain = dict(tier)
-    for field in ("capacity", "pool"):
+    for field in ("capacity", "pool", "pack"):
         if field in tier:
             plain[field] = parse_size(f"{path}.{field}", tier[field])
     return plain

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.config import (
     DiskTierConfig,
     LMCacheTierConfig,
+    ObjectTierConfig,
     OffloadConfig,
     PeerTierConfig,
     SlowerTierConfig,
@@ -121,6 +122,9 @@ def _slower_words(name: str, tier: SlowerTierConfig, per_chunk: int, chunk: int)
         return f"peer asks {len(tier.peers)} engines and is asked at {tier.listen}; "
     if isinstance(tier, LMCacheTierConfig):
         return f"lmcache asks the server at {tier.url}, through {format_size(tier.pool)} of shared memory; "
+    if isinstance(tier, ObjectTierConfig):
+        who = "is trusted" if tier.secret_file is None else "needs the fleet's secret to be believed"
+        return f"object finds and stores at {tier.url}, where whoever writes {who}; "
     if not isinstance(tier, DiskTierConfig):
         return f"{name}; "
     return f"disk {format_size(tier.capacity)} at {tier.path} holds about {tier.capacity // per_chunk * chunk} tokens; "

@@ -13,6 +13,7 @@ from hybridkv.connectors.config import (
     ROOT,
     DiskTierConfig,
     LMCacheTierConfig,
+    ObjectTierConfig,
     OffloadConfig,
     PeerTierConfig,
     SlowerTierConfig,
@@ -21,6 +22,7 @@ from hybridkv.connectors.config import (
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache_tier import lmcache_index, lmcache_medium
+from hybridkv.connectors.vllm.object_tier import object_index, object_medium
 from hybridkv.connectors.vllm.peer_tier import peer_index, peer_medium
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers import SealedMemory, TierConfigurationError, TierIndex, TierMedium
@@ -183,6 +185,8 @@ def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:
         case LMCacheTierConfig():
             namespace = setting.fingerprint.digest()
             return lmcache_index(tier, setting.layout, namespace, setting.load_timeout_s, clock)
+        case ObjectTierConfig():
+            return object_index(tier, setting.layout, setting.fingerprint, setting.load_timeout_s, clock)
     raise AssertionError(f"no index for {type(tier).__name__}")
 
 
@@ -195,6 +199,8 @@ def open_medium(tier: SlowerTierConfig, namespace: bytes, worker: WorkerPart) ->
             return peer_medium(tier, worker.arena, namespace, worker.rank, worker.load_timeout_s, clock)
         case LMCacheTierConfig():
             return lmcache_medium(tier, worker.layout, namespace, worker.rank, worker.load_timeout_s, clock)
+        case ObjectTierConfig():
+            return object_medium(tier, worker.rank, worker.load_timeout_s)
     raise AssertionError(f"no medium for {type(tier).__name__}")
 
 

@@ -10,10 +10,9 @@ store.py      obstore, which speaks with S3, GCS, Azure and directories
 opening.py    either half from a URL and a secret
 """
 
-from hybridkv.tiers.object.courier import Courier, Found, Unanswered
+from hybridkv.tiers.object.courier import Courier, Found, Moved, News, Unanswered
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.known import ObjectSlot, Place
-from hybridkv.tiers.object.librarian import Librarian
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.opening import Depot, open_index, open_medium
 from hybridkv.tiers.object.options import ObjectOptions
@@ -23,7 +22,8 @@ __all__ = [
     "Courier",
     "Depot",
     "Found",
-    "Librarian",
+    "Moved",
+    "News",
     "ObjectIndex",
     "ObjectMedium",
     "ObjectOptions",

@@ -30,16 +30,26 @@ class Unanswered(NamedTuple):
     heard_s: float
 
 
+class Moved(NamedTuple):
+    """Somebody began another epoch: what was found or stored before is nobody's to offer."""
+
+    heard_s: float
+
+
+News = Found | Unanswered | Moved
+
+
 class Courier(Protocol):
     """Takes questions to the store and brings answers. No call waits; answers come from another thread into `news`."""
 
     @property
-    def namespace(self) -> str:
-        """Under which everything is now."""
+    def namespace(self) -> str | None:
+        """Under which everything is now. None while that is not known, because the store was not reached yet: nothing
+        can be stored."""
         ...
 
     @property
-    def news(self) -> deque[Found | Unanswered]:
+    def news(self) -> deque[News]:
         """What arrived, in order. The index takes it from the left."""
         ...
 

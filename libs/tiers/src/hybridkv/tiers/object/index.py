@@ -16,7 +16,7 @@ from hybridkv.tiers.asking import AskedIndex, Question, Questions
 from hybridkv.tiers.contract import UNSPECIFIED, Answer, FailureReason, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger import KeyLedger, LeastRecentlyUsed
-from hybridkv.tiers.object.courier import Courier, Found
+from hybridkv.tiers.object.courier import Courier, Found, Moved
 from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
 from hybridkv.tiers.object.known import Known, Place, Shelves
 from hybridkv.tiers.object.names import pack_name
@@ -65,8 +65,10 @@ class ObjectIndex(AskedIndex[Question, Known]):
         """Reservations and commits that were no stores, and what was withdrawn because nobody knows any more."""
 
     def _new_pack(self) -> str:
+        namespace = self._courier.namespace
+        assert namespace is not None, "`reserve` looked"
         self._num_packs += 1
-        return pack_name(self._courier.namespace, f"{self._engine}-{self._num_packs}")
+        return pack_name(namespace, f"{self._engine}-{self._num_packs}")
 
     # What is not known yet.
 
@@ -90,6 +92,9 @@ class ObjectIndex(AskedIndex[Question, Known]):
         news = self._courier.news
         while news:
             event = news.popleft()
+            if isinstance(event, Moved):
+                self._move(event.heard_s)
+                continue
             for key in self._requests.pop(event.request, ()):
                 question = self._questions.by_key.get(key)
                 if question is None or event.request < question.since:
@@ -101,6 +106,15 @@ class ObjectIndex(AskedIndex[Question, Known]):
                 else:
                     self._questions.miss(key, event.heard_s)
                     self._questions.end(key, Answer.MISSING, event.heard_s)
+
+    def _move(self, heard_s: float) -> None:
+        """What was heard of is of an epoch that is over. What is being stored is nobody's when it has come."""
+        for key in list(self._questions.by_key):
+            self._questions.end(key, Answer.LATE, heard_s)
+        self._requests.clear()
+        self._believed.clear()
+        self._packs.give_up()
+        self._heard_of[2] += self._known.forget_all().num_withdrawn
 
     def _learn(self, key: Key, place: Place, source: bytes) -> bool:
         """Offer what lies there. False where it is known from elsewhere, is bad, or there is no room to know of it."""
@@ -163,6 +177,8 @@ class ObjectIndex(AskedIndex[Question, Known]):
         self._hear()
         known = self._known
         refusal = known.why_not(key, num_bytes)
+        if refusal is None and self._courier.namespace is None:
+            refusal = Refusal.BUSY
         if refusal is not None:
             return known.tally.refuse(refusal)
         known.make_room(num_bytes)

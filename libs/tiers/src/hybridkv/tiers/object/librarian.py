@@ -12,12 +12,16 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.object.courier import Found, Unanswered
-from hybridkv.tiers.object.epochs import begin_epoch
+from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.object.courier import Found, Moved, News, Unanswered
+from hybridkv.tiers.object.epochs import begin_epoch, current_epoch
 from hybridkv.tiers.object.format.manifest import Node, decode_manifest, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.known import Place
@@ -26,7 +30,7 @@ from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import Stored
 from hybridkv.tiers.object.paths import Paths
 from hybridkv.tiers.object.search import find_last
-from hybridkv.tiers.object.store import first_line
+from hybridkv.tiers.object.store import first_line, prove
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -34,42 +38,51 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """What one cache of a fleet has in a store.
+
+    Args:
+        store: opened.
+        seals: of the fleet.
+        cache: name of all that it ever stores.
+        world_size: ranks that each have their part.
+    """
+
+    store: ObjectStore
+    seals: Seals
+    cache: str
+    world_size: int
+
+
 class Librarian:
     """Of one engine.
 
     Args:
-        store: opened and proved.
-        seals: of the fleet.
-        cache: name of all that this cache stores.
-        epoch: that has begun last.
-        world_size: ranks that each have their part.
+        collection: what it looks after.
         options: bounds.
         clock: the index's.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        seals: Seals,
-        cache: tuple[str, int],
-        world_size: int,
-        options: ObjectOptions,
-        clock: Callable[[], float],
-    ) -> None:
-        self._store = store
-        self._seals = seals
-        self._cache, self._epoch = cache
-        self._world_size = world_size
+    def __init__(self, collection: Collection, options: ObjectOptions, clock: Callable[[], float]) -> None:
+        self._store = collection.store
+        self._seals = collection.seals
+        self._cache = collection.cache
+        self._world_size = collection.world_size
         self._options = options
         self._clock = clock
-        self.namespace = namespace_of(self._cache, self._epoch)
-        self.news: deque[Found | Unanswered] = deque()
+        self._epoch = 0
+        self.namespace: str | None = None
+        self.news: deque[News] = deque()
+        self._opened: Future[None] = Future()
         self._paths = Paths(options.max_nodes)
         self._unpublished: dict[bytes, None] = {}
         """Ends of paths of which something before is not known yet. The oldest first."""
         self._num_searching = 0
         self._waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._work: set[asyncio.Task[None]] = set()
+        self._follower: asyncio.Task[None] | None = None
+        """Works as long as the engine lives."""
         self._is_closed = False
         self._has_complained = False
         self._loop = asyncio.new_event_loop()
@@ -78,8 +91,20 @@ class Librarian:
 
     # On the engine's thread.
 
+    def open(self) -> None:
+        """Wait until the store is proved, for `opening_timeout_s` at most: it goes on behind that.
+
+        Raises:
+            TierConfigurationError: the store does not do what is needed of it, or lets nobody in.
+        """
+        self._post(self._follow)
+        try:
+            self._opened.result(self._options.opening_timeout_s)
+        except FutureTimeoutError:
+            logger.warning("the object store is not reached yet: nothing is found or stored there until it is")
+
     def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
-        if self._is_closed:
+        if self._is_closed or self.namespace is None:
             return False
         self._post(lambda: self._begin_search(partial(self._search, request, tuple(keys), until_s)))
         return True
@@ -88,14 +113,14 @@ class Librarian:
         self._post(lambda: self._publish(stored))
 
     def retract(self, source: bytes) -> None:
-        self._post(lambda: self._do(self._delete(source)))
+        self._post(lambda: self._begin(self._delete(source)))
 
     def clear(self, *, is_for_all: bool) -> None:
-        if is_for_all:
+        if is_for_all and self.namespace is not None:
             self._epoch += 1
             self.namespace = namespace_of(self._cache, self._epoch)
             epoch = self._epoch
-            self._post(lambda: self._do(self._begin_epoch(epoch)))
+            self._post(lambda: self._begin(self._begin_epoch(epoch)))
         self._post(self._forget)
 
     def close(self) -> None:
@@ -123,15 +148,19 @@ class Librarian:
         self._loop.run_until_complete(asyncio.gather(*self._work, return_exceptions=True))
         self._loop.close()
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _do(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
+        return task
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._do(work)
 
     def _finish(self, done: threading.Event) -> None:
         async def wait() -> None:
-            mine = asyncio.current_task()
-            await asyncio.gather(*(task for task in self._work if task is not mine), return_exceptions=True)
+            others = [task for task in self._work if task not in (asyncio.current_task(), self._follower)]
+            await asyncio.gather(*others, return_exceptions=True)
             done.set()
 
         self._waiting.clear()
@@ -146,6 +175,45 @@ class Librarian:
         log = logger.debug if self._has_complained else logger.warning
         log("the object store did not let itself be %s: %s", doing, first_line(error))
         self._has_complained = True
+
+    # Epochs.
+
+    def _follow(self) -> None:
+        self._follower = self._do(self._follow_epochs())
+
+    async def _follow_epochs(self) -> None:
+        """Prove the store, as soon as it is reached, and look again and again which epoch it is."""
+        options, retry_s = self._options, self._options.first_retry_s
+        while not self._is_closed:
+            try:
+                if self.namespace is None:
+                    await asyncio.to_thread(prove, self._store, self._cache)
+                epoch = await asyncio.to_thread(current_epoch, self._store, self._cache)
+            except TierConfigurationError as error:
+                if not self._opened.done():
+                    self._opened.set_exception(error)
+                logger.error("the object store cannot be used: %s", error)
+                return
+            except Exception as error:
+                self._complain("reached", error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, options.last_retry_s)
+                continue
+            self._enter(epoch)
+            retry_s = options.first_retry_s
+            await asyncio.sleep(options.epoch_check_s)
+
+    def _enter(self, epoch: int) -> None:
+        if self.namespace is None:
+            self._epoch = epoch
+            self.namespace = namespace_of(self._cache, epoch)
+            self._opened.set_result(None)
+        elif epoch > self._epoch:
+            logger.info("somebody has begun epoch %d of this cache: what was stored before is found no more", epoch)
+            self._epoch = epoch
+            self.namespace = namespace_of(self._cache, epoch)
+            self._forget()
+            self.news.append(Moved(self._clock()))
 
     # Searches.
 
@@ -174,8 +242,10 @@ class Librarian:
             self.news.append(news or Unanswered(request, self._clock()))
             self._end_search()
 
-    async def _found(self, request: int, keys: Sequence[Key]) -> Found:
+    async def _found(self, request: int, keys: Sequence[Key]) -> Found | None:
         options, namespace = self._options, self.namespace
+        if namespace is None:
+            return None
         prefixes = list(dict.fromkeys(map(prefix_of, keys)))
         found = await find_last(
             prefixes,
@@ -223,6 +293,8 @@ class Librarian:
     # Manifests.
 
     def _publish(self, stored: Sequence[Stored]) -> None:
+        if self.namespace is None:
+            return
         ends = self._paths.ends(self._paths.add(stored), self._options.boundary_every)
         waiting, self._unpublished = self._unpublished, {}
         for prefix in (*waiting, *ends):
@@ -248,7 +320,8 @@ class Librarian:
             self._complain("written to", error)
 
     async def _delete(self, source: bytes) -> None:
-        await self._delete_object(manifest_name(self.namespace, source))
+        if self.namespace is not None:
+            await self._delete_object(manifest_name(self.namespace, source))
 
     async def _delete_object(self, name: str) -> None:
         import obstore

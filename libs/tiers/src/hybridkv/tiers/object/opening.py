@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.object.epochs import current_epoch
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.index import ObjectIndex
-from hybridkv.tiers.object.librarian import Librarian
+from hybridkv.tiers.object.librarian import Collection, Librarian
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.names import cache_name
 from hybridkv.tiers.object.options import ObjectOptions
-from hybridkv.tiers.object.store import first_line, open_object_store, prove
+from hybridkv.tiers.object.store import open_object_store
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -59,7 +55,7 @@ def open_index(
     *,
     clears_all: bool = False,
 ) -> ObjectIndex:
-    """The scheduler's half. Proves first that the store does what is needed of it.
+    """The scheduler's half. Proves first that the store does what is needed of it; where it is not reached, later.
 
     Args:
         depot: where.
@@ -72,27 +68,13 @@ def open_index(
     Raises:
         TierConfigurationError: the store cannot be used.
     """
-    store = depot.open(options)
     cache = cache_name(depot.secret, fingerprint, options.boundary_every)
-
-    def opened() -> int:
-        prove(store, cache)
-        return current_epoch(store, cache)
-
-    pool = ThreadPoolExecutor(1, thread_name_prefix="hybridkv-object-opening")
+    librarian = Librarian(Collection(depot.open(options), depot.seals, cache, world_size), options, clock)
     try:
-        epoch = pool.submit(opened).result(options.opening_timeout_s)
-    except FutureTimeoutError:
-        raise TierConfigurationError(
-            "url", f"a store that answers within {options.opening_timeout_s:g} s", "no answer", "is it reachable?"
-        ) from None
-    except TierConfigurationError:
+        librarian.open()
+    except BaseException:
+        librarian.close()
         raise
-    except Exception as error:
-        raise TierConfigurationError("url", "a store that can be listed", first_line(error)) from error
-    finally:
-        pool.shutdown(wait=False)
-    librarian = Librarian(store, depot.seals, (cache, epoch), world_size, options, clock)
     return ObjectIndex(librarian, options, clock, clears_all=clears_all)
 
 

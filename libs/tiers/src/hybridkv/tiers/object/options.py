@@ -58,8 +58,14 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A request to the store that takes longer has failed, and is made once more."""
     connect_timeout_s: float = 2.0
     """The same for reaching it."""
-    opening_timeout_s: float = 20.0
-    """The proof of what a store can do takes no longer at the start."""
+    opening_timeout_s: float = 10.0
+    """A start waits no longer for the proof of what a store can do; it goes on behind it."""
+    first_retry_s: float = 0.5
+    """A store that was not reached is tried again after so long, and twice as long each time,"""
+    last_retry_s: float = 30.0
+    """up to this."""
+    epoch_check_s: float = 60.0
+    """So often it is looked whether somebody has begun another epoch."""
     close_timeout_s: float = 5.0
     """What is on its way at the end has so long."""
 

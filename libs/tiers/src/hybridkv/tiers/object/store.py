@@ -75,17 +75,18 @@ def prove(store: ObjectStore, cache: str) -> None:
     """Finds out that a store does what this tier needs: conditional puts and ranges.
 
     Raises:
-        TierConfigurationError: it does not, or cannot be written to or read.
+        TierConfigurationError: it does not, or lets nobody in who comes with these credentials.
+        Exception: of obstore, where that could not be found out: it was not reached, or is in trouble.
     """
     import obstore
-    from obstore.exceptions import AlreadyExistsError
+    from obstore import exceptions
 
     name = f"{cache}/proof/{uuid.uuid4().hex}"
     try:
         obstore.put(store, name, _PROOF, mode="create", use_multipart=False)
         try:
             obstore.put(store, name, _PROOF[::-1], mode="create", use_multipart=False)
-        except AlreadyExistsError:
+        except exceptions.AlreadyExistsError:
             pass
         else:
             raise _lacks("puts only what is not there yet (If-None-Match)", "it wrote over an object")
@@ -93,9 +94,13 @@ def prove(store: ObjectStore, cache: str) -> None:
         if part != _PROOF[9:15]:
             raise _lacks("reads a range of an object", f"it gave {len(part)} other bytes")
         obstore.delete(store, [name])
-    except TierConfigurationError:
-        raise
-    except Exception as error:
+    except (
+        exceptions.PermissionDeniedError,
+        exceptions.UnauthenticatedError,
+        exceptions.InvalidPathError,
+        exceptions.NotSupportedError,
+        FileNotFoundError,
+    ) as error:
         raise _lacks("can be written to, read from and deleted from", first_line(error)) from error
 
 
