@@ -1,0 +1,52 @@
+"""One life of an engine over a fleet's object store, as a process of its own: runs prompts, and writes what they gave.
+
+Its host memory begins empty, so what it does not compute comes from the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+from harness import SAME_STEPS, running_engine
+from restart_process import prompts, run
+
+MAX_CASCADES = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tier", type=json.loads, required=True)
+    chosen = parser.parse_args()
+    # A server that is slow today is no reason for another answer.
+    tier = {"type": "object", "ask_timeout_seconds": 60, **chosen.tier}
+    config = {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "tiers": [{"type": "ram", "capacity": "64MiB"}, tier],
+            "weights_digest": "full",
+            "load_timeout_seconds": 300,
+            "compute_tokens_per_second": 1,  # whatever a question takes, it is worth it
+            **SAME_STEPS,
+        },
+    }
+    logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
+    with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config) as engine:
+        results = run(engine, prompts(chosen.kind), drain=True)
+        stack = engine.connector._scheduler._stack
+        for _ in range(MAX_CASCADES):  # what a slow machine had no room for on its way at first
+            for key in stack.near.eviction_order():
+                stack.cascade(key)
+            engine.drain()
+        chosen.output.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What one engine stored in a fleet's object store another restores, with equal tokens and log-probabilities.
+
+A real server of objects. What lies there changed is computed; so is what another fleet, or a tenant, may not read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import obstore
+import object_tier_process
+import pytest
+import restart_process
+from equality import require_same_written
+from harness import scratch_directory
+from obstore.store import from_url
+
+from hybridkv.tiers.testing.object_server import BUCKET, VARIABLE, ObjectServer, command
+
+START_S = 800
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a process left behind."""
+
+    results: list[dict[str, Any]]
+    log: str
+
+    @property
+    def cached(self) -> list[int]:
+        return [result["cached"] for result in self.results]
+
+
+class Fleet:
+    """One server, and engines one after the other."""
+
+    def __init__(self, kind: str, server: ObjectServer, directory: Path) -> None:
+        self.url = f"s3://{BUCKET}/{kind}"
+        self._kind, self._server, self._directory = kind, server, directory
+        options: Any = {"allow_http": True}
+        self.store = from_url(self.url, **server.settings(), client_options=options)
+
+    def secret(self, name: str) -> str:
+        path = self._directory / name
+        if not path.exists():
+            path.write_text(name * 8)
+            path.chmod(0o600)
+        return str(path)
+
+    def names(self, kind: str) -> list[str]:
+        """Of packs ("p") or manifests ("m")."""
+        found = [each["path"] for page in obstore.list(self.store) for each in page]
+        return [path for path in found if path.split("/")[1] == kind]
+
+    def spoil(self) -> None:
+        """Change one bit in the middle of every pack."""
+        for name in self.names("p"):
+            data = bytearray(obstore.get(self.store, name).bytes())
+            data[len(data) // 2] ^= 1
+            obstore.put(self.store, name, bytes(data), use_multipart=False)
+
+    def live(self, **tier: Any) -> Life:
+        """One engine's life."""
+        output = self._directory / "results.json"
+        output.unlink(missing_ok=True)
+        settings = self._server.settings()
+        asked = {"url": self.url, "endpoint": settings.pop("endpoint"), "region": settings.pop("region"), **tier}
+        arguments = ["--kind", self._kind, "--directory", str(self._directory), "--output", str(output)]
+        arguments += ["--tier", json.dumps(asked)]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["VLLM_LOGGING_LEVEL"] = "INFO"
+        environment |= {f"AWS_{name.upper()}": value for name, value in settings.items()}
+        process = subprocess.run(
+            [sys.executable, object_tier_process.__file__, *arguments],
+            env=environment,
+            capture_output=True,
+            timeout=START_S,
+            check=False,
+        )
+        log = (process.stdout + process.stderr).decode(errors="replace")
+        assert process.returncode == 0, log
+        assert settings["secret_access_key"] not in log
+        return Life(json.loads(output.read_text()), log)
+
+
+@pytest.fixture(scope="module")
+def fleet(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    weed = command()
+    if weed is None:
+        pytest.skip(f"{VARIABLE} names no server of objects")
+    directory = scratch_directory(tmp_path_factory.mktemp("fleet"))
+    with ObjectServer(weed, directory / "server") as server:
+        yield Fleet(kind, server, directory)
+
+
+def test_an_engine_restores_from_the_store_what_another_stored_there(fleet: Fleet, kind: str) -> None:
+    cold = fleet.live(secret_file=fleet.secret("one"))
+    assert cold.cached == [0, 0, 0]
+    assert fleet.names("p") and fleet.names("m"), cold.log
+    warm = fleet.live(secret_file=fleet.secret("one"))
+    for cached, prompt in zip(warm.cached, restart_process.prompts(kind), strict=True):
+        assert len(prompt) - 256 <= cached < len(prompt), warm.log
+    require_same_written(cold.results, warm.results)
+    other = fleet.live(secret_file=fleet.secret("two"))
+    assert other.cached == [0, 0, 0], "another fleet reads nothing of this one"
+    require_same_written(cold.results, other.results)
+    fleet.spoil()
+    wrong = fleet.live(secret_file=fleet.secret("one"))
+    require_same_written(cold.results, wrong.results)
+    assert wrong.cached == [0, 0, 0], "every byte that is loaded is one that was stored"
