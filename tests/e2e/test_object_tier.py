@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import obstore
 import object_tier_process
+import obstore
 import pytest
 import restart_process
 from equality import require_same_written

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 
 pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
@@ -236,6 +237,19 @@ def test_a_reset_for_all_hides_what_is_stored_from_everybody(tmp_path: Path, eng
     resetting.close()
     engines.append(Engine(depot_at(tmp_path)))
     assert engines[0].hear(keys) == [MISS] * 5
+
+
+def test_a_store_that_writes_over_what_is_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = obstore.put
+    monkeypatch.setattr(obstore, "put", lambda store, name, data, **more: put(store, name, data, use_multipart=False))
+    with pytest.raises(TierConfigurationError, match="If-None-Match"):
+        index_at(tmp_path)
+
+
+def test_a_store_that_reads_no_ranges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obstore, "get_range", lambda store, name, *, start, end: obstore.get(store, name).bytes())
+    with pytest.raises(TierConfigurationError, match="range"):
+        index_at(tmp_path)
 
 
 def test_an_engine_hears_that_another_began_an_epoch(tmp_path: Path, engines: list[Engine]) -> None:
