@@ -99,6 +99,7 @@ class Engine:
         assert hold is not None
         if hold.failure is not None:
             self.stack.release("r")
+            self.run()  # others of them are on their way
             return None
         slots = self.stack.pin_all(keys)
         assert slots is not None
