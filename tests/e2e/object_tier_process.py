@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--tier", type=json.loads, required=True)
     chosen = parser.parse_args()
     # A server that is slow today is no reason for another answer.
-    tier = {"type": "object", "ask_timeout_seconds": 60, **chosen.tier}
+    tier = {"type": "object", "ask_timeout_seconds": 60, "cascade": "all", **chosen.tier}
     config = {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",

@@ -77,8 +77,10 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [RAM, {"type": "object"}]}, "tiers[1].url", "a value", "nothing", 'add "url"'),
         ({"tiers": [RAM, {**OBJECT, "url": "bucket"}]}, "tiers[1].url", "s3://", "'bucket'", "endpoint"),
         ({"tiers": [RAM, {**OBJECT, "url": "http://a"}]}, "tiers[1].url", "s3://", "'http://a'", "endpoint"),
+        ({"tiers": [RAM, {**OBJECT, "endpoint": "a:1"}]}, "tiers[1].endpoint", "http://HOST:PORT", "'a:1'", "10.0.0.5"),
         ({"tiers": [RAM, OBJECT]}, "weights_digest", '"full"', "sampled", "name the revision"),
         ({"tiers": [RAM, {**OBJECT, "resets": "all"}]}, "tiers[1].resets", '"fleet"', "'all'", "configuration.md"),
+        ({"tiers": [RAM, {**OBJECT, "cascade": "some"}]}, "tiers[1].cascade", '"reused"', "'some'", "configuration.md"),
         ({"tiers": [RAM, {**OBJECT, "pack": 0}]}, "tiers[1].pack", "a positive size", "0", "4GiB"),
         ({"tiers": [DISK]}, "tiers", 'a "ram" tier first', '"disk"', "passes through host memory"),
         ({"tiers": [DISK, RAM]}, "tiers", 'a "ram" tier first', '"disk", "ram"', "passes through host memory"),
@@ -164,3 +166,13 @@ def test_a_slower_tier_has_deadlines_of_its_own(keys: dict, load_s: float, ask_s
 @pytest.mark.parametrize(("num_bytes", "text"), [(10, "10 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")])
 def test_sizes_are_written_for_people(num_bytes: int, text: str) -> None:
     assert format_size(num_bytes) == text
+
+
+def test_an_object_store_is_given_what_is_used_again_and_has_less_time_to_answer() -> None:
+    config = decode_config({"tiers": [RAM, OBJECT], "weights_digest": "v1"})
+    tier = config.object
+    assert tier is not None
+    assert (tier.cascade, config.ask_timeout_of(tier), tier.pack) == ("reused", 0.25, 16 << 20)
+    config = decode_config({"tiers": [RAM, {**OBJECT, "cascade": "all", "pack": "4MiB"}], "weights_digest": "full"})
+    assert config.object is not None
+    assert (config.object.cascade, config.object.pack) == ("all", 4 << 20)

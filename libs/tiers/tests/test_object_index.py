@@ -139,6 +139,16 @@ def test_what_was_found_is_believed_for_a_while_and_then_asked_for_again() -> No
     assert world.hear(A) == [HIT]
 
 
+def test_what_faded_is_not_stored_again_before_somebody_asked() -> None:
+    world = World(believed_s=60.0, missing_s=1.0)
+    world.hear(A, B)
+    world.time_s = 60.0
+    assert not world.index.lacks(A) and world.index.lacks(C)
+    del world.depot.held[A]
+    assert world.hear(A) == [MISS]
+    assert world.index.lacks(A) and not world.index.lacks(B)
+
+
 def test_what_is_read_while_it_fades_stays_until_it_is_read() -> None:
     world = World(believed_s=60.0)
     world.hear(A)

@@ -160,6 +160,17 @@ def test_a_promoted_chunk_goes_to_a_nearer_tier_when_somebody_offers_what_he_met
     assert ways(it.moves()) == [(A, "disk")]
 
 
+def test_a_tier_for_what_is_used_again_is_given_nothing_at_its_first_use() -> None:
+    it = Three(peer=SlowerTierOptions(cascades=CascadePolicy.REUSED))
+    it.stack.reserve(A, CHUNK)
+    assert it.stack.commit(A)
+    it.stack.cascade(A, is_met=False)
+    assert ways(it.moves()) == [(A, "disk")]
+    assert it.stack.lacks_below(A) and it.stack.has_all_below([A]), "the end of a path offers it to nobody else"
+    it.stack.cascade(A)
+    assert ways(it.moves()) == [(A, "peer")]
+
+
 def test_what_a_tier_cannot_take_goes_to_the_others() -> None:
     it = Three()
     it.stack.reserve(A, CHUNK)

@@ -24,7 +24,7 @@ _CHOICES = {
     "direct": 'true, false or "auto"',
     "transport": '"auto", "nixl" or "tcp"',
     "resets": '"engine" or "fleet"',
-    "cascade": '"all" or "nothing"; of peers "nothing"',
+    "cascade": '"all", "reused" or "nothing"; of peers "nothing"',
     "weights_digest": '"sampled", "full", or your own name for these weights',
     "identity_ignores": "a list of names of facts",
 }
@@ -52,12 +52,13 @@ class SlowerTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """What every tier under host memory has.
 
     Args:
-        cascade: "all" copies there what host memory is given; "nothing" only reads what somebody else put there.
+        cascade: "all" copies there what host memory is given; "reused" what a request meets there that did not store
+            it; "nothing" only reads what somebody else put there.
         load_timeout_seconds: how long a request waits for this tier, where that is less than for all of them.
         ask_timeout_seconds: how long a tier that answers late has to say what it holds.
     """
 
-    cascade: Literal["all", "nothing"] = "all"
+    cascade: Literal["all", "reused", "nothing"] = "all"
     load_timeout_seconds: float | None = None
     ask_timeout_seconds: float | None = None
     default_ask_timeout_s: ClassVar[float] = ASK_TIMEOUT_S
@@ -131,6 +132,7 @@ class ObjectTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="t
     secret_file: str | None = None
     pack: int = 16 << 20
     resets: Literal["engine", "fleet"] = "engine"
+    cascade: Literal["all", "reused", "nothing"] = "reused"
     default_ask_timeout_s: ClassVar[float] = 0.25
 
 
@@ -334,6 +336,13 @@ def _require_fleet(config: OffloadConfig, tier: ObjectTierConfig) -> None:
             "a URL that begins with " + ", ".join(f"{scheme}://" for scheme in OBJECT_SCHEMES),
             repr(tier.url),
             'for example "s3://bucket/hybridkv"; the address of a server of your own is endpoint',
+        )
+    if tier.endpoint is not None and not tier.endpoint.startswith(("http://", "https://")):
+        raise ConfigurationError(
+            f"{path}.endpoint",
+            "http://HOST:PORT or https://HOST:PORT",
+            repr(tier.endpoint),
+            'for example "http://10.0.0.5:8333"',
         )
     if config.weights_digest == "sampled":
         raise ConfigurationError(

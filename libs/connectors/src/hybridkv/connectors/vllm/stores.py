@@ -339,7 +339,8 @@ class StorePlanner:
                 continue
             needs = needed_before(spec, *part)
             if stack.in_near(key) and path.keys.keys() >= set(needs):
-                stack.cascade(key, PathPosition(tuple(path.keys[need] for need in needs), path_bytes))
+                on_path = PathPosition(tuple(path.keys[need] for need in needs), path_bytes)
+                stack.cascade(key, on_path, is_met=False)
             elif spec.groups[part[0]].kind is GroupKind.FULL and part[1] % spec.chunk_tokens == 0:
                 return
 

@@ -59,6 +59,8 @@ class ObjectIndex(AskedIndex[Question, Known]):
         """What the key that is reserved next needs."""
         self._believed: deque[tuple[float, Known]] = deque()
         """Until when, the earliest first."""
+        self._faded: dict[Key, None] = {}
+        """What was believed once: worth asking for, and not worth storing before that. The oldest first."""
         self._bad: dict[tuple[str, int], float] = {}
         """Until when a place is not believed."""
         self._heard_of = [0, 0, 0]
@@ -86,6 +88,10 @@ class ObjectIndex(AskedIndex[Question, Known]):
             for key in keys:
                 questions.unasked(key)
 
+    def lacks(self, key: Key) -> bool:
+        """What was there a while ago, and was not asked for since, is taken to be there still."""
+        return super().lacks(key) and (key not in self._faded or key in self._questions.by_key)
+
     # What is heard.
 
     def _take_news(self) -> None:
@@ -104,6 +110,7 @@ class ObjectIndex(AskedIndex[Question, Known]):
                 elif (place := event.places.get(key)) is not None and self._learn(key, place, event.source):
                     self._questions.end(key, Answer.HELD, event.heard_s)
                 else:
+                    self._faded.pop(key, None)
                     self._questions.miss(key, event.heard_s)
                     self._questions.end(key, Answer.MISSING, event.heard_s)
 
@@ -113,6 +120,7 @@ class ObjectIndex(AskedIndex[Question, Known]):
             self._questions.end(key, Answer.LATE, heard_s)
         self._requests.clear()
         self._believed.clear()
+        self._faded.clear()
         self._packs.give_up()
         self._heard_of[2] += self._known.forget_all().num_withdrawn
 
@@ -133,6 +141,7 @@ class ObjectIndex(AskedIndex[Question, Known]):
         return True
 
     def _believe(self, entry: Known) -> None:
+        self._faded.pop(entry.key, None)
         until_s = self._clock() + self._options.believed_s
         self._believed.append((until_s, entry))
         self._due_s = min(self._due_s, until_s)
@@ -157,6 +166,9 @@ class ObjectIndex(AskedIndex[Question, Known]):
     def _fade(self, entry: Known) -> None:
         self._known.withdraw(entry.key)
         self._heard_of[2] += 1
+        if len(self._faded) >= self._options.max_known:
+            del self._faded[next(iter(self._faded))]
+        self._faded[entry.key] = None
 
     # Storing.
 
@@ -207,6 +219,7 @@ class ObjectIndex(AskedIndex[Question, Known]):
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         self._questions.withdraw(key)
+        self._faded.pop(key, None)
         entry = self._known.by_key.get(key)
         if entry is not None and reason in _BAD:
             self._distrust(entry)
@@ -239,6 +252,7 @@ class ObjectIndex(AskedIndex[Question, Known]):
         self._questions.clear()
         self._requests.clear()
         self._believed.clear()
+        self._faded.clear()
         self._packs.give_up()
         return self._known.forget_all().num_withdrawn
 

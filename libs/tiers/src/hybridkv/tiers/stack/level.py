@@ -99,7 +99,9 @@ class Level:
         self._noticed_s = common.clock()
         """When a deadline was looked for last without `tick`."""
         self.cascades: Cascades | None = None
-        if tier.options.cascades is CascadePolicy.ALL:
+        self.is_eager = tier.options.cascades is CascadePolicy.ALL
+        """Whether it is given what is used for the first time."""
+        if tier.options.cascades is not CascadePolicy.NOTHING:
             order = UseOrder(common.near, tier.index, common.demoted)
             self.cascades = Cascades(order, self.traffic, tier.options, self._plan_cascade, position)
 
@@ -198,10 +200,10 @@ class Level:
     def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
         self.plan(Direction.CASCADE, key, near, far)
 
-    def cascade(self, key: Key, on_path: PathPosition) -> None:
-        """Copy a chunk here when its turn comes, if this tier is given any and lacks it."""
+    def cascade(self, key: Key, on_path: PathPosition, *, is_met: bool) -> None:
+        """Copy a chunk here when its turn comes, if this tier is given such and lacks it."""
         cascades = self.cascades
-        if cascades is not None:
+        if cascades is not None and (is_met or self.is_eager):
             if cascades.is_full and cascades.has_news:
                 self.pump()
             dropped = cascades.add(key, on_path, self._clock())

@@ -16,6 +16,8 @@ class CascadePolicy(enum.StrEnum):
     ALL = "all"
     """Whatever is stored in the fast tier, and whatever is met there and offered again: so what came up from another
     tier comes too, when somebody has used it."""
+    REUSED = "reused"
+    """What is met in the fast tier by somebody who did not store it: what is used once alone stays where it is."""
     NOTHING = "nothing"
     """It is only read: somebody else fills it."""
 

@@ -66,6 +66,7 @@ class TierStack:
         self._common = Common(near, clock, self._planned, self._demoted)
         self._levels = tuple(Level(tier, place, len(names), self._common) for place, tier in enumerate(slower))
         self._cascading = tuple(level for level in self._levels if level.cascades is not None)
+        self._eager = tuple(level for level in self._cascading if level.is_eager)
         self._queues = tuple(level.cascades for level in self._levels if level.cascades is not None)
         self.slower: Mapping[str, TierIndex] = {tier.name: tier.index for tier in slower}
         """The slower tiers by name, the nearest first."""
@@ -175,8 +176,8 @@ class TierStack:
         return any(not level.index.lacks(key) for level in self._cascading)
 
     def has_all_below(self, keys: Sequence[Key]) -> bool:
-        """Whether no slower tier that is given chunks lacks one of these."""
-        return all(holds_all(level.index, keys) for level in self._cascading)
+        """Whether no slower tier that is given all chunks lacks one of these."""
+        return all(holds_all(level.index, keys) for level in self._eager)
 
     def leading_below(self, keys: Sequence[Key]) -> int:
         """How many keys in a row, from the first, no slower tier that is given chunks lacks."""
@@ -352,7 +353,7 @@ class TierStack:
             self._holds.hand_out(key) if is_stored else self._holds.lose(key)
         for level in self._cascading:
             if is_stored:
-                level.cascade(key, on_path)
+                level.cascade(key, on_path, is_met=False)
         self._unpark(key)
 
     def abort(self, key: Key) -> None:
@@ -415,14 +416,19 @@ class TierStack:
         self._prefetches.clear()
         self._holds.lose_all()
 
-    def cascade(self, key: Key, on_path: PathPosition = ALONE) -> None:
-        """Copy a chunk of the fast tier to each slower one that is given chunks and lacks it, when its turn comes.
+    def cascade(self, key: Key, on_path: PathPosition = ALONE, *, is_met: bool = True) -> None:
+        """Copy a chunk of the fast tier to each slower one that is given such and lacks it, when its turn comes.
+
+        Args:
+            key: of the chunk.
+            on_path: its place among those that are used together.
+            is_met: whether somebody met it who did not store it.
 
         Chunks go in the order of these calls; one that needs others is called for after them. They are looked at
         together: before anything else can come into the fast tier, at the next `touch`, or when the moves are taken.
         """
         for level in self._cascading:
-            level.cascade(key, on_path)
+            level.cascade(key, on_path, is_met=is_met)
 
     def num_waiting(self, tier: str) -> int:
         """Chunks that wait for their way down to a tier."""

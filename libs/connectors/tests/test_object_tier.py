@@ -1,0 +1,63 @@
+"""The tier in an object store, from what an operator says: a directory here, and files with secrets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_worker_facts import layout
+
+from hybridkv.connectors.config import ObjectTierConfig, OffloadConfig, RamTierConfig
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import tiers
+
+LAYOUT = layout()
+SIZES = tiers.ArenaSizes(1 << 20, 4096)
+
+
+def build(tier: ObjectTierConfig) -> Any:
+    config = OffloadConfig(tiers=(RamTierConfig(capacity=1 << 20), tier), weights_digest="v1")
+    return tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), SIZES)
+
+
+def secret(path: Path, text: str = "s" * 32, mode: int = 0o600) -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_directory_is_a_store(tmp_path: Path) -> None:
+    stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", secret_file=secret(tmp_path / "secret")))
+    assert list(stack.slower) == ["object"] and stack.has_late
+    stack.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "expected"),
+    [
+        ({"url": "file:///proc/nothing/fleet"}, "tiers[1].url", "a store that"),
+        ({"secret_file": "absent"}, "tiers[1].secret_file", "a file that can be read"),
+        ({"secret_file": "short"}, "tiers[1].secret_file", "16 to 4096 bytes"),
+        ({"credentials_file": "absent"}, "tiers[1].credentials_file", "a file that can be read"),
+        ({"credentials_file": "open"}, "tiers[1].credentials_file", "only its owner"),
+        ({"credentials_file": "short"}, "tiers[1].credentials_file", "a JSON object of strings"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_key(tmp_path: Path, keys: dict[str, str], path: str, expected: str) -> None:
+    secret(tmp_path / "short", "secret!")
+    secret(tmp_path / "open", '{"access_key_id": "secret!"}', 0o644)
+    named = {name: str(tmp_path / value) if name.endswith("_file") else value for name, value in keys.items()}
+    with pytest.raises(ConfigurationError) as refused:
+        build(ObjectTierConfig(**{"url": f"file://{tmp_path}/fleet", **named}))
+    assert refused.value.path.endswith(path), refused.value
+    assert expected in refused.value.expected
+    assert "secret!" not in str(refused.value)
+
+
+def test_two_caches_of_one_store_find_nothing_of_each_other(tmp_path: Path) -> None:
+    """Names on disk say nothing that a list of directories could tell of a prompt."""
+    stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet"))
+    stack.close()
+    assert all(len(name) == 40 for name in os.listdir(tmp_path / "fleet"))
