@@ -38,8 +38,8 @@ class PlayedDepot:
         """Everything that was asked."""
         asked, self.asked = self.asked, []
         for request, keys in asked:
-            places = {key: self.held[key] for key in keys if key in self.held}
-            self.news.append(Found(request, places, b"source", self._clock()))
+            places = {key: self.held[key]._replace(source=b"source") for key in keys if key in self.held}
+            self.news.append(Found(request, places, self._clock()))
 
     def fail(self) -> None:
         """Everything that was asked has no answer."""

@@ -295,3 +295,45 @@ def test_when_another_epoch_begins_nothing_of_the_last_one_is_offered_or_named()
     world.index.commit(FULL + b"2")
     assert [stored.key for stored in world.depot.published] == [FULL + b"2"]
     assert world.index.take_counts().invalidations == 0
+
+
+def test_what_was_heard_of_makes_room_the_oldest_answer_first() -> None:
+    world = World(known_bytes=2 * CHUNK_BYTES)
+    world.depot.held[C] = Place("r", 0, CHUNK_BYTES)
+    assert world.hear(A) == [HIT]
+    assert world.hear(B) == [HIT]
+    assert world.hear(C) == [HIT]
+    assert [world.index.lookup(key) for key in (A, B)] == [MISS, HIT]
+    world.index.pin(B)
+    world.reserve(FULL + b"1")
+    assert [world.index.lookup(key) for key in (B, C)] == [HIT, MISS], "what is read stays"
+    assert world.index.used_bytes == world.index.capacity_bytes
+    assert world.index.take_counts().evictions == 2
+
+
+def test_of_an_answer_for_which_there_is_no_room_the_beginning_is_known() -> None:
+    world = World(max_known=2)
+    keys = [FULL + bytes([number]) * 32 for number in range(3)]
+    world.depot.held |= {key: Place("p", place, CHUNK_BYTES) for place, key in enumerate(keys)}
+    assert world.hear(*keys) == [HIT, HIT, MISS]
+
+
+def test_what_nobody_knows_any_more_takes_no_room() -> None:
+    world = World(believed_s=60.0)
+    world.hear(A, B)
+    world.index.pin(A)
+    world.index.unpin(A)
+    assert (world.index.num_keys, world.index.used_bytes) == (2, 2 * CHUNK_BYTES)
+    world.time_s = 61.0
+    assert world.index.generation and (world.index.num_keys, world.index.used_bytes) == (0, 0)
+
+
+def test_a_key_that_was_withdrawn_is_asked_for_again_by_a_question_of_its_own() -> None:
+    world = World()
+    world.index.ask([A, B], 1.0)
+    world.index.invalidate(A)
+    world.index.ask([A, B], 1.0)
+    assert [keys for _, keys in world.depot.asked] == [(A, B), (A,)]
+    world.depot.answer()
+    assert [world.index.lookup(key) for key in (A, B)] == [HIT, HIT]
+    assert world.index.heard == (2, 0)

@@ -17,8 +17,6 @@ class Found(NamedTuple):
     request: int
     places: Mapping[Key, Place]
     """Of what it holds; all else it does not."""
-    source: bytes
-    """The prefix of the manifest that says so."""
     heard_s: float
     """When, by the index's clock."""
 

@@ -21,11 +21,19 @@ class ObjectSlot(Slot, frozen=True, array_like=True, gc=False):
 
 
 class Place(NamedTuple):
-    """Of a chunk, on every rank."""
+    """Of a chunk, on every rank.
+
+    Args:
+        pack: the object's name, without its rank.
+        offset: of the chunk's header in it.
+        num_bytes: of the chunk.
+        source: the prefix of the manifest that named it; empty where this engine stored it.
+    """
 
     pack: str
     offset: int
     num_bytes: int
+    source: bytes = b""
 
     @property
     def end(self) -> int:
@@ -39,30 +47,28 @@ class Known(Entry):
     key: Key
     number: int
     place: Place
-    source: bytes
-    """The prefix of the manifest that named it; empty where this engine stored it."""
     is_over: bool
     """It was believed for long enough: nobody who comes now is offered it."""
 
     @property
     def slot(self) -> Slot:
-        pack, offset, num_bytes = self.place
+        pack, offset, num_bytes, _ = self.place
         return ObjectSlot(((self.number, num_bytes),), pack, offset)
 
 
 class Shelves:
     """The `Space` of an index of objects: there is a place for everything, and it is told before it is taken.
 
-    `next` is (place, source) of the key that is taken next.
+    `next` is that of the key that is taken next.
     """
 
     def __init__(self) -> None:
-        self.next: tuple[Place, bytes] = (Place("", 0, 0), b"")
+        self.next = Place("", 0, 0)
         self._number = 0
 
     def take(self, key: Key, num_bytes: int, cost: int) -> Known:
         number, self._number = self._number, self._number + num_bytes
-        return Known(cost, KeyState.RESERVED, 0, key, number, *self.next, False)
+        return Known(cost, KeyState.RESERVED, 0, key, number, self.next, False)
 
     def free(self, entry: Known) -> None:
         """Nothing to be given back."""

@@ -256,7 +256,6 @@ class Librarian:
         )
         self._has_complained = False
         places: dict[Key, Place] = {}
-        source = b""
         if found is not None:
             source, path = found
             if namespace == self.namespace:
@@ -265,8 +264,8 @@ class Librarian:
             for prefix, parts in path:
                 for tag, pack, offset, num_bytes in parts:
                     if (key := tag + prefix) in wanted:
-                        places[key] = Place(pack, offset, num_bytes)
-        return Found(request, places, source, self._clock())
+                        places[key] = Place(pack, offset, num_bytes, source)
+        return Found(request, places, self._clock())
 
     async def _read_all(self, namespace: str, prefixes: Sequence[bytes]) -> list[list[Node] | None]:
         return await asyncio.gather(*(self._read(namespace, prefix) for prefix in prefixes))
