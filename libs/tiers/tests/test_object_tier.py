@@ -252,6 +252,25 @@ def test_a_store_that_reads_no_ranges_is_refused(tmp_path: Path, monkeypatch: py
         index_at(tmp_path)
 
 
+def test_a_manifest_that_could_not_be_written_is_written_with_what_is_stored_next(
+    tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines.append(Engine(depot_at(tmp_path)))
+    put, others = obstore.put_async, path_of(3, b"other")
+    monkeypatch.setattr(obstore, "put_async", fails)
+    keys = path_of(5)
+    chunks = chunks_of(keys)
+    engines[0].store(keys, chunks)
+    wait_until(lambda: bool(engines[0].index._courier._unpublished))
+    monkeypatch.setattr(obstore, "put_async", put)
+    engines[0].store(others, chunks_of(others))
+    wait_until(lambda: last_is_named(tmp_path, keys))
+
+
+async def fails(*arguments: object, **more: object) -> None:
+    raise ConnectionError("no")
+
+
 def test_an_engine_hears_that_another_began_an_epoch(tmp_path: Path, engines: list[Engine]) -> None:
     engines += [Engine(depot_at(tmp_path), options=ObjectOptions(epoch_check_s=0.02)) for _ in range(2)]
     keys = path_of(5)

@@ -77,10 +77,13 @@ class Librarian:
         self._opened: Future[None] = Future()
         self._paths = Paths(options.max_nodes)
         self._unpublished: dict[bytes, None] = {}
-        """Ends of paths of which something before is not known yet. The oldest first."""
+        """Ends of paths of which something before is not known yet, or whose manifest could not be written. The oldest
+        first."""
         self._num_searching = 0
         self._waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._work: set[asyncio.Task[None]] = set()
+        self._searches: set[asyncio.Task[None]] = set()
+        self._requests = asyncio.Semaphore(options.max_requests)
         self._follower: asyncio.Task[None] | None = None
         """Works as long as the engine lives."""
         self._is_closed = False
@@ -159,8 +162,8 @@ class Librarian:
 
     def _finish(self, done: threading.Event) -> None:
         async def wait() -> None:
-            others = [task for task in self._work if task not in (asyncio.current_task(), self._follower)]
-            await asyncio.gather(*others, return_exceptions=True)
+            useless = {asyncio.current_task(), self._follower, *self._searches}
+            await asyncio.gather(*(task for task in self._work if task not in useless), return_exceptions=True)
             done.set()
 
         self._waiting.clear()
@@ -222,7 +225,9 @@ class Librarian:
             self._waiting.append(search)
             return
         self._num_searching += 1
-        self._do(search())
+        task = self._do(search())
+        self._searches.add(task)
+        task.add_done_callback(self._searches.discard)
 
     def _end_search(self) -> None:
         self._num_searching -= 1
@@ -276,12 +281,13 @@ class Librarian:
 
         name = manifest_name(namespace, prefix)
         try:
-            answer = await obstore.get_async(self._store, name)
+            async with self._requests:
+                answer = await obstore.get_async(self._store, name)
+                if answer.meta["size"] > self._options.manifest_bytes:
+                    return None
+                data = (await answer.bytes_async()).to_bytes()
         except FileNotFoundError:
             return None
-        if answer.meta["size"] > self._options.manifest_bytes:
-            return None
-        data = (await answer.bytes_async()).to_bytes()
         path = decode_manifest(self._seals, name, self._world_size, data)
         if path is None or path[-1:] == [] or path[-1].prefix != prefix:
             logger.warning("a manifest in the object store is not what this fleet writes, and is deleted: %s", name)
@@ -302,21 +308,23 @@ class Librarian:
                 self._unpublished[prefix] = None
             else:
                 name = manifest_name(self.namespace, prefix)
-                self._do(self._put(name, encode_manifest(self._seals, name, self._world_size, path)))
+                self._do(self._put(prefix, name, encode_manifest(self._seals, name, self._world_size, path)))
         while len(self._unpublished) > self._options.max_unpublished:
             del self._unpublished[next(iter(self._unpublished))]
 
-    async def _put(self, name: str, data: bytes) -> None:
+    async def _put(self, prefix: bytes, name: str, data: bytes) -> None:
         """What is there already says as much: it was put by somebody who had all of it."""
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            await obstore.put_async(self._store, name, data, mode="create", use_multipart=False)
+            async with self._requests:
+                await obstore.put_async(self._store, name, data, mode="create", use_multipart=False)
         except AlreadyExistsError:
             pass
         except Exception as error:
             self._complain("written to", error)
+            self._unpublished[prefix] = None  # with what is stored next
 
     async def _delete(self, source: bytes) -> None:
         if self.namespace is not None:

@@ -26,6 +26,8 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Manifests that are asked for together in one round of a search for the last boundary that has one."""
     max_tail_probes: int = 32
     """The same behind that boundary, where a path may have ended anywhere."""
+    max_requests: int = 64
+    """To the store, of the scheduler's half at one time."""
     max_known: int = 262_144
     """Chunks that are believed to be there."""
     known_bytes: int = 1 << 44
