@@ -12,7 +12,7 @@ from hybridkv.tiers.object import Depot, ObjectIndex, ObjectMedium, ObjectOption
 from hybridkv.tiers.object.format.record import HEADER_BYTES
 
 FINGERPRINT = bytes(range(32))
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 """Only a broken tier waits so long."""
 
 

@@ -380,12 +380,12 @@ class GathersPlaces(Protocol):
 
 
 @runtime_checkable
-class GathersStores(Protocol):
-    """A medium that stores chunks together."""
+class GathersMoves(Protocol):
+    """A medium that stores chunks together, and loads them together."""
 
     def flush(self) -> None:
-        """What was given to be stored since the last call was one batch. Without it nothing of that need be stored
-        before `drain`."""
+        """What was given to be stored or loaded since the last call was one batch. Without it nothing of that need be
+        moved before `drain`."""
         ...
 
 

@@ -292,11 +292,11 @@ class ObjectIndex:
     # Storing.
 
     def follows(self, key: Key, needs: Sequence[Key]) -> None:
-        """As `GathersStores` says."""
+        """As `GathersPlaces` says."""
         self._needs = (key, needs)
 
     def end_batch(self) -> None:
-        """As `GathersStores` says."""
+        """As `GathersPlaces` says."""
         self._publish(self._packs.end_batch())
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:

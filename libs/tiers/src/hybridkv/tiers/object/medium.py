@@ -1,14 +1,13 @@
 """Carries one rank's chunks to packs and back. What is stored together goes as one object, what lies together comes as
 one range.
 
-A dispatching thread gathers what was asked for; a few others read and write. Every byte that is read is compared with
-its header, its checksum and its seal before a load succeeds.
+A few threads read and write what was gathered. Every byte that is read is compared with its header, its checksum and
+its seal before a load succeeds.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -81,11 +80,10 @@ class ObjectMedium:
         self._stores: dict[str, list[_Move]] = {}
         """By pack, until they are flushed."""
         self._written: OrderedDict[str, None] = OrderedDict()
-        self._loads: queue.SimpleQueue[_Move | None] = queue.SimpleQueue()
+        self._loads: list[_Move] = []
+        """The same."""
         self._is_closed = False
         self._pool = ThreadPoolExecutor(options.num_threads, thread_name_prefix="hybridkv-object")
-        self._dispatcher = threading.Thread(target=self._dispatch, name="hybridkv-object-dispatch", daemon=True)
-        self._dispatcher.start()
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
         move = self._begun(ticket, key, slot, source, is_store=True)
@@ -95,11 +93,14 @@ class ObjectMedium:
     def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
         move = self._begun(ticket, key, slot, destination, is_store=False)
         if move is not None:
-            self._loads.put(move)
+            self._loads.append(move)
 
     def flush(self) -> None:
-        """As `GathersStores` says: what was given to be stored since the last call goes."""
+        """As `GathersMoves` says: what was given to be moved since the last call goes."""
         stores, self._stores = self._stores, {}
+        loads, self._loads = self._loads, []
+        if loads:
+            self._submit(lambda _, moves: self._read_all(moves), "", loads)
         for pack, moves in stores.items():
             if pack in self._written:
                 self._end_all(moves, Failure(FailureReason.IO, f"{pack} is written already"))
@@ -145,31 +146,22 @@ class ObjectMedium:
         if self._is_closed:
             return
         self._is_closed = True
-        for moves in self._stores.values():
+        for moves in (*self._stores.values(), self._loads):
             self._end_all(moves, _CLOSED)
-        self._stores.clear()
-        self._loads.put(None)
-        self._dispatcher.join(self._options.close_timeout_s)
+        self._stores, self._loads = {}, []
         ending = threading.Thread(target=self._pool.shutdown, name="hybridkv-object-end", daemon=True)
         ending.start()
         ending.join(self._options.close_timeout_s)
 
     # On other threads.
 
-    def _dispatch(self) -> None:
-        while True:
-            moves = [self._loads.get()]
-            while not self._loads.empty():
-                moves.append(self._loads.get())
-            by_pack: dict[str, list[_Move]] = {}
-            for move in moves:
-                if move is not None:
-                    by_pack.setdefault(move.slot.pack, []).append(move)
-            for pack, wanted in by_pack.items():
-                for run in self._runs(wanted):
-                    self._submit(self._read, pack, run)
-            if None in moves:
-                return
+    def _read_all(self, moves: list[_Move]) -> None:
+        by_pack: dict[str, list[_Move]] = {}
+        for move in moves:
+            by_pack.setdefault(move.slot.pack, []).append(move)
+        for pack, wanted in by_pack.items():
+            for run in self._runs(wanted):
+                self._submit(self._read, pack, run)
 
     def _runs(self, moves: list[_Move]) -> Iterator[list[_Move]]:
         """Neighbours in a pack, each run of them as long as one read may be."""
