@@ -24,7 +24,7 @@ class PlayedDepot:
         self.news: deque[News] = deque()
         self.asked: list[tuple[int, tuple[Key, ...]]] = []
         self.published: list[Stored] = []
-        self.retracted: list[bytes] = []
+        self.retracted: list[tuple[Key, Place]] = []
         self.cleared: list[bool] = []
         self.is_reachable = True
         self.is_closed = False
@@ -54,8 +54,8 @@ class PlayedDepot:
     def publish(self, stored: Sequence[Stored]) -> None:
         self.published += stored
 
-    def retract(self, source: bytes) -> None:
-        self.retracted.append(source)
+    def retract(self, key: Key, place: Place) -> None:
+        self.retracted.append((key, place))
 
     def clear(self, *, is_for_all: bool) -> None:
         self.cleared.append(is_for_all)

@@ -166,7 +166,7 @@ def test_a_bad_place_is_not_learned_again_and_its_manifest_is_withdrawn(reason: 
     world.index.invalidate(A, reason)
     world.time_s = 2.0
     assert world.hear(A) == [MISS]
-    assert world.depot.retracted == [b"source"]
+    assert world.depot.retracted == [(A, Place("p", 0, CHUNK_BYTES, b"source"))]
     world.depot.held[A] = Place("p2", 0, CHUNK_BYTES)
     world.time_s = 4.0
     assert world.hear(A) == [HIT], "another place is as good as any"

@@ -142,3 +142,17 @@ def test_a_circle_of_needs_is_no_path() -> None:
     paths = Paths(100)
     paths.add([stored(FULL, 1, "p", [FULL + prefix(2)]), stored(FULL, 2, "p", [FULL + prefix(1)])])
     assert paths.up_to(prefix(1)) is None
+
+
+def test_what_is_gone_is_named_no_more_and_nothing_behind_it() -> None:
+    paths = Paths(100)
+    paths.add(path_of_two_groups(0, 5, "p"))
+    paths.forget(WINDOW + prefix(2), "p")
+    path = paths.up_to(prefix(4))
+    assert path is not None and [len(node.parts) for node in path] == [2, 2, 1, 2, 2], "a window is not needed there"
+    paths.forget(FULL + prefix(2), "other")
+    assert paths.up_to(prefix(4)) is not None
+    paths.forget(FULL + prefix(2), "p")
+    assert paths.up_to(prefix(4)) is None and paths.up_to(prefix(1)) is not None
+    paths.add([stored(FULL, 2, "q", [FULL + prefix(1)])])
+    assert paths.up_to(prefix(4)) is not None

@@ -60,8 +60,9 @@ class Courier(Protocol):
         """These lie in the store by now: let others find them."""
         ...
 
-    def retract(self, source: bytes) -> None:
-        """A manifest names what is not there, or is not what it should be: let it be written anew."""
+    def retract(self, key: Key, place: Place) -> None:
+        """What lies there is gone, or is not what it should be: name it no more, and let a manifest that does be
+        written anew."""
         ...
 
     def clear(self, *, is_for_all: bool) -> None:

@@ -386,18 +386,17 @@ class ObjectIndex:
             self._take_over(key)
         entry = self._known.by_key.get(key)
         if entry is not None and reason in _BAD:
-            self._distrust(entry.place)
+            self._distrust(key, entry.place)
         return self._known.invalidate(key, reason)
 
-    def _distrust(self, place: Place) -> None:
+    def _distrust(self, key: Key, place: Place) -> None:
         """What lies there is not to be learned again from a manifest that names it."""
         where = (place.pack, place.offset)
         self._bad.pop(where, None)
         if len(self._bad) >= self._options.max_asked:
             del self._bad[next(iter(self._bad))]
         self._bad[where] = self._clock() + self._options.bad_s
-        if place.source:
-            self._courier.retract(place.source)
+        self._courier.retract(key, place)
 
     def clear(self) -> int:
         """`invalidate` every key here. What lies in the store is others' too, and stays, unless this is for all."""

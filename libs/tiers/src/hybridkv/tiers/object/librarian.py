@@ -115,8 +115,8 @@ class Librarian:
     def publish(self, stored: Sequence[Stored]) -> None:
         self._post(lambda: self._publish(stored))
 
-    def retract(self, source: bytes) -> None:
-        self._post(lambda: self._begin(self._delete(source)))
+    def retract(self, key: Key, place: Place) -> None:
+        self._post(lambda: self._retract(key, place))
 
     def clear(self, *, is_for_all: bool) -> None:
         if is_for_all and self.namespace is not None:
@@ -325,6 +325,11 @@ class Librarian:
         except Exception as error:
             self._complain("written to", error)
             self._unpublished[prefix] = None  # with what is stored next
+
+    def _retract(self, key: Key, place: Place) -> None:
+        self._paths.forget(key, place.pack)
+        if place.source:
+            self._do(self._delete(place.source))
 
     async def _delete(self, source: bytes) -> None:
         if self.namespace is not None:

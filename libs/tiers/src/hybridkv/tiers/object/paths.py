@@ -19,13 +19,15 @@ _BEGINNING = b""
 
 
 class _Step:
-    __slots__ = ("before", "parts")
+    __slots__ = ("before", "needed", "parts")
 
     def __init__(self) -> None:
         self.before: bytes | None = None
         """The prefix before this one; None while it is not known."""
         self.parts: dict[bytes, Part] = {}
         """By tag."""
+        self.needed: set[bytes] = set()
+        """Tags without whose parts what follows is worth nothing."""
 
 
 class Paths:
@@ -46,6 +48,8 @@ class Paths:
             prefix = prefix_of(key)
             step = self._step(prefix)
             step.parts[tag_of(key)] = Part(tag_of(key), place.pack, place.offset, place.num_bytes)
+            for need in needs:
+                self._step(prefix_of(need)).needed.add(tag_of(need))
             before = next((other for need in needs if (other := prefix_of(need)) != prefix), _BEGINNING)
             if before or (step.before is None and not needs):
                 step.before = before
@@ -68,24 +72,24 @@ class Paths:
         return [prefix for prefix in prefixes if prefix not in followed or is_boundary(prefix, boundary_every)]
 
     def up_to(self, prefix: bytes) -> list[Node] | None:
-        """All that is stored of a path, from its beginning to this prefix. None where a part of it is not known."""
+        """All that is stored of a path, from its beginning to this prefix. None where something of it that is needed is
+        not known: a manifest with a hole would stand in the way of one without."""
         path: list[Node] = []
         seen: set[bytes] = set()
         while prefix != _BEGINNING:
             step = self._steps.get(prefix)
-            if step is None or step.before is None or prefix in seen:
+            if step is None or step.before is None or prefix in seen or not step.needed <= step.parts.keys():
                 return None
             seen.add(prefix)
             path.append(Node(prefix, list(step.parts.values())))
             prefix = step.before
         return path[::-1]
 
-    def forget(self, parts: Iterable[tuple[Key, str]]) -> None:
-        """These chunks are not in these packs any more, or never were."""
-        for key, pack in parts:
-            step = self._steps.get(prefix_of(key))
-            if step is not None and (part := step.parts.get(tag_of(key))) is not None and part.pack == pack:
-                del step.parts[tag_of(key)]
+    def forget(self, key: Key, pack: str) -> None:
+        """A chunk is not in this pack any more, or never was."""
+        step = self._steps.get(prefix_of(key))
+        if step is not None and (part := step.parts.get(tag_of(key))) is not None and part.pack == pack:
+            del step.parts[tag_of(key)]
 
     def clear(self) -> None:
         """Nothing is stored any more."""
