@@ -24,6 +24,11 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "reset_external",
         "vllm:prompt_tokens_total",
     ),
+    "clients of object stores": (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_ENDPOINT_URL",
+        "AWS_REGION",
+    ),
     "Bazel and rules_python": (
         "--nobuild",
         "--only",

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hybridkv.tiers import Key
-from hybridkv.tiers.object import Found, Moved, News, Place, Stored, Unanswered
+from hybridkv.tiers.object import Found, Moved, News, PackPlace, Stored, Unanswered
 
 
 class PlayedDepot:
@@ -17,14 +17,14 @@ class PlayedDepot:
         held: what the store holds, and where.
     """
 
-    def __init__(self, clock: Callable[[], float], held: dict[Key, Place]) -> None:
+    def __init__(self, clock: Callable[[], float], held: dict[Key, PackPlace]) -> None:
         self._clock = clock
         self.held = held
         self.namespace: str | None = "n"
         self.news: deque[News] = deque()
         self.asked: list[tuple[int, tuple[Key, ...]]] = []
         self.published: list[Stored] = []
-        self.retracted: list[tuple[Key, Place]] = []
+        self.retracted: list[tuple[Key, PackPlace]] = []
         self.cleared: list[bool] = []
         self.is_reachable = True
         self.is_closed = False
@@ -54,7 +54,7 @@ class PlayedDepot:
     def publish(self, stored: Sequence[Stored]) -> None:
         self.published += stored
 
-    def retract(self, key: Key, place: Place) -> None:
+    def retract(self, key: Key, place: PackPlace) -> None:
         self.retracted.append((key, place))
 
     def clear(self, *, is_for_all: bool) -> None:

@@ -18,7 +18,7 @@ from hybridkv.tiers import (  # noqa: E402
     TierConfigurationError,
     TierIndex,
 )
-from hybridkv.tiers.object import ObjectIndex, ObjectOptions, ObjectSlot, Place  # noqa: E402
+from hybridkv.tiers.object import ObjectIndex, ObjectOptions, ObjectSlot, PackPlace  # noqa: E402
 from hybridkv.tiers.testing.conformance import (  # noqa: E402
     CHUNK_BYTES,
     AskConformance,
@@ -47,7 +47,7 @@ class TestObjectIndex(IndexConformance, AskConformance, EvictionConformance, Exa
 
     def make_late(self) -> TierIndex:
         index = self.make_tier_of(4).index
-        self.depot.held = {A: Place("p", 0, CHUNK_BYTES), B: Place("p", CHUNK_BYTES, CHUNK_BYTES)}
+        self.depot.held = {A: PackPlace("p", 0, CHUNK_BYTES), B: PackPlace("p", CHUNK_BYTES, CHUNK_BYTES)}
         return index
 
     def now_s(self) -> float:
@@ -71,7 +71,9 @@ class World:
 
     def __init__(self, *, clears_all: bool = False, **options: float) -> None:
         self.time_s = 0.0
-        self.depot = PlayedDepot(lambda: self.time_s, {A: Place("p", 0, CHUNK_BYTES), B: Place("q", 7, CHUNK_BYTES)})
+        self.depot = PlayedDepot(
+            lambda: self.time_s, {A: PackPlace("p", 0, CHUNK_BYTES), B: PackPlace("q", 7, CHUNK_BYTES)}
+        )
         self.index = ObjectIndex(self.depot, ObjectOptions(**options), lambda: self.time_s, clears_all=clears_all)
 
     def hear(self, *keys: Key) -> list[LookupResult]:
@@ -166,8 +168,8 @@ def test_a_bad_place_is_not_learned_again_and_its_manifest_is_withdrawn(reason: 
     world.index.invalidate(A, reason)
     world.time_s = 2.0
     assert world.hear(A) == [MISS]
-    assert world.depot.retracted == [(A, Place("p", 0, CHUNK_BYTES, b"source"))]
-    world.depot.held[A] = Place("p2", 0, CHUNK_BYTES)
+    assert world.depot.retracted == [(A, PackPlace("p", 0, CHUNK_BYTES, b"source"))]
+    world.depot.held[A] = PackPlace("p2", 0, CHUNK_BYTES)
     world.time_s = 4.0
     assert world.hear(A) == [HIT], "another place is as good as any"
 
@@ -299,7 +301,7 @@ def test_when_another_epoch_begins_nothing_of_the_last_one_is_offered_or_named()
 
 def test_what_was_heard_of_makes_room_the_oldest_answer_first() -> None:
     world = World(known_bytes=2 * CHUNK_BYTES)
-    world.depot.held[C] = Place("r", 0, CHUNK_BYTES)
+    world.depot.held[C] = PackPlace("r", 0, CHUNK_BYTES)
     assert world.hear(A) == [HIT]
     assert world.hear(B) == [HIT]
     assert world.hear(C) == [HIT]
@@ -314,7 +316,7 @@ def test_what_was_heard_of_makes_room_the_oldest_answer_first() -> None:
 def test_of_an_answer_for_which_there_is_no_room_the_beginning_is_known() -> None:
     world = World(max_known=2)
     keys = [FULL + bytes([number]) * 32 for number in range(3)]
-    world.depot.held |= {key: Place("p", place, CHUNK_BYTES) for place, key in enumerate(keys)}
+    world.depot.held |= {key: PackPlace("p", place, CHUNK_BYTES) for place, key in enumerate(keys)}
     assert world.hear(*keys) == [HIT, HIT, MISS]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.tiers.object import Place, Stored
+from hybridkv.tiers.object import PackPlace, Stored
 from hybridkv.tiers.object.format.manifest import Node, Part
 from hybridkv.tiers.object.names import is_boundary
 from hybridkv.tiers.object.paths import Paths
@@ -64,7 +64,7 @@ def test_a_prompt_that_nobody_has_seen_takes_two_rounds() -> None:
 
 
 def stored(tag: bytes, number: int, pack: str, needs: Sequence[bytes]) -> Stored:
-    return Stored(tag + prefix(number), Place(pack, 100 * number, 64), needs)
+    return Stored(tag + prefix(number), PackPlace(pack, 100 * number, 64), needs)
 
 
 def path_of_two_groups(first: int, stop: int, pack: str) -> list[Stored]:

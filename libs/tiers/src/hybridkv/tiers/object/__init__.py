@@ -12,7 +12,7 @@ opening.py    either half from a URL and a secret
 
 from hybridkv.tiers.object.courier import Courier, Found, Moved, News, Unanswered
 from hybridkv.tiers.object.index import ObjectIndex
-from hybridkv.tiers.object.known import ObjectSlot, Place
+from hybridkv.tiers.object.known import ObjectSlot, PackPlace
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.opening import Depot, open_index, open_medium
 from hybridkv.tiers.object.options import ObjectOptions
@@ -28,7 +28,7 @@ __all__ = [
     "ObjectMedium",
     "ObjectOptions",
     "ObjectSlot",
-    "Place",
+    "PackPlace",
     "Stored",
     "Unanswered",
     "open_index",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.object.known import Place
+from hybridkv.tiers.object.known import PackPlace
 from hybridkv.tiers.object.packs import Stored
 
 
@@ -15,7 +15,7 @@ class Found(NamedTuple):
     """What the store was found to hold of what one question asked for."""
 
     request: int
-    places: Mapping[Key, Place]
+    places: Mapping[Key, PackPlace]
     """Of what it holds; all else it does not."""
     heard_s: float
     """When, by the index's clock."""
@@ -60,7 +60,7 @@ class Courier(Protocol):
         """These lie in the store by now: let others find them."""
         ...
 
-    def retract(self, key: Key, place: Place) -> None:
+    def retract(self, key: Key, place: PackPlace) -> None:
         """What lies there is gone, or is not what it should be: name it no more, and let a manifest that does be
         written anew."""
         ...

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.object.known import Place
+from hybridkv.tiers.object.known import PackPlace
 
 _NUM_BYTES = attrgetter("num_bytes")
 
@@ -22,7 +22,7 @@ class HeardPlaces:
 
     def __init__(self, believed_s: float) -> None:
         self._believed_s = believed_s
-        self.by_key: dict[Key, Place] = {}
+        self.by_key: dict[Key, PackPlace] = {}
         self.num_bytes = 0
         """Of all of them."""
         self._answers: deque[tuple[float, tuple[Key, ...]]] = deque()
@@ -30,14 +30,14 @@ class HeardPlaces:
         self.due_s = math.inf
         """Nothing is forgotten before."""
 
-    def learn(self, places: Mapping[Key, Place], now_s: float) -> None:
+    def learn(self, places: Mapping[Key, PackPlace], now_s: float) -> None:
         """None of these is there."""
         self.by_key.update(places)
         self.num_bytes += sum(map(_NUM_BYTES, places.values()))
         self._answers.append((now_s + self._believed_s, tuple(places)))
         self.due_s = self._answers[0][0]
 
-    def pop(self, key: Key) -> Place | None:
+    def pop(self, key: Key) -> PackPlace | None:
         """It is somebody else's to know, or is not believed any more."""
         place = self.by_key.pop(key, None)
         if place is not None:

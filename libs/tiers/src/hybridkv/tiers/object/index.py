@@ -21,7 +21,7 @@ from hybridkv.tiers.object.asked import Asked, Ended
 from hybridkv.tiers.object.courier import Courier, Found, Moved
 from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
 from hybridkv.tiers.object.heard import HeardPlaces
-from hybridkv.tiers.object.known import Known, Place, Shelves
+from hybridkv.tiers.object.known import Known, PackPlace, Shelves
 from hybridkv.tiers.object.names import pack_name
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import Packs, Stored
@@ -168,11 +168,11 @@ class ObjectIndex:
                 self._faded.pop(key, None)
         return len(places)
 
-    def _fitting(self, keys: Iterable[Key], places: Mapping[Key, Place]) -> dict[Key, Place]:
+    def _fitting(self, keys: Iterable[Key], places: Mapping[Key, PackPlace]) -> dict[Key, PackPlace]:
         """As much of it as there is room to know of, from its beginning on."""
         left_bytes = self.capacity_bytes - self.used_bytes
         left_keys = self._options.max_known - len(self._known.by_key) - len(self._heard.by_key)
-        fitting: dict[Key, Place] = {}
+        fitting: dict[Key, PackPlace] = {}
         for key in keys:
             place = places.get(key)
             if place is not None and place.num_bytes <= left_bytes and len(fitting) < left_keys:
@@ -389,7 +389,7 @@ class ObjectIndex:
             self._distrust(key, entry.place)
         return self._known.invalidate(key, reason)
 
-    def _distrust(self, key: Key, place: Place) -> None:
+    def _distrust(self, key: Key, place: PackPlace) -> None:
         """What lies there is not to be learned again from a manifest that names it."""
         where = (place.pack, place.offset)
         self._bad.pop(where, None)

@@ -20,7 +20,7 @@ class ObjectSlot(Slot, frozen=True, array_like=True, gc=False):
     """Of the chunk's header in the object."""
 
 
-class Place(NamedTuple):
+class PackPlace(NamedTuple):
     """Of a chunk, on every rank.
 
     Args:
@@ -46,7 +46,7 @@ class Known(Entry):
 
     key: Key
     number: int
-    place: Place
+    place: PackPlace
     is_over: bool
     """It was believed for long enough: nobody who comes now is offered it."""
 
@@ -63,7 +63,7 @@ class Shelves:
     """
 
     def __init__(self) -> None:
-        self.next = Place("", 0, 0)
+        self.next = PackPlace("", 0, 0)
         self._number = 0
 
     def take(self, key: Key, num_bytes: int, cost: int) -> Known:

@@ -24,7 +24,7 @@ from hybridkv.tiers.object.courier import Found, Moved, News, Unanswered
 from hybridkv.tiers.object.epochs import begin_epoch, current_epoch
 from hybridkv.tiers.object.format.manifest import Node, decode_manifest, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.known import Place
+from hybridkv.tiers.object.known import PackPlace
 from hybridkv.tiers.object.names import manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import Stored
@@ -115,7 +115,7 @@ class Librarian:
     def publish(self, stored: Sequence[Stored]) -> None:
         self._post(lambda: self._publish(stored))
 
-    def retract(self, key: Key, place: Place) -> None:
+    def retract(self, key: Key, place: PackPlace) -> None:
         self._post(lambda: self._retract(key, place))
 
     def clear(self, *, is_for_all: bool) -> None:
@@ -260,7 +260,7 @@ class Librarian:
             options.max_tail_probes,
         )
         self._has_complained = False
-        places: dict[Key, Place] = {}
+        places: dict[Key, PackPlace] = {}
         if found is not None:
             source, path = found
             if namespace == self.namespace:
@@ -269,7 +269,7 @@ class Librarian:
             for prefix, parts in path:
                 for tag, pack, offset, num_bytes in parts:
                     if (key := tag + prefix) in wanted:
-                        places[key] = Place(pack, offset, num_bytes, source)
+                        places[key] = PackPlace(pack, offset, num_bytes, source)
         return Found(request, places, self._clock())
 
     async def _read_all(self, namespace: str, prefixes: Sequence[bytes]) -> list[list[Node] | None]:
@@ -326,7 +326,7 @@ class Librarian:
             self._complain("written to", error)
             self._unpublished[prefix] = None  # with what is stored next
 
-    def _retract(self, key: Key, place: Place) -> None:
+    def _retract(self, key: Key, place: PackPlace) -> None:
         self._paths.forget(key, place.pack)
         if place.source:
             self._do(self._delete(place.source))

@@ -43,7 +43,7 @@ _MAX_WRITTEN = 4096
 _CLOSED = Failure(FailureReason.CLOSED, "the medium was closed")
 
 
-class _Move(NamedTuple):
+class _PackMove(NamedTuple):
     ticket: Ticket
     key: Key
     slot: ObjectSlot
@@ -77,10 +77,10 @@ class ObjectMedium:
         self._rank = rank
         self._options = options
         self._moves = InFlight()
-        self._stores: dict[str, list[_Move]] = {}
+        self._stores: dict[str, list[_PackMove]] = {}
         """By pack, until they are flushed."""
         self._written: OrderedDict[str, None] = OrderedDict()
-        self._loads: list[_Move] = []
+        self._loads: list[_PackMove] = []
         """The same."""
         self._is_closed = False
         self._pool = ThreadPoolExecutor(options.num_threads, thread_name_prefix="hybridkv-object")
@@ -112,7 +112,7 @@ class ObjectMedium:
 
     def _begun(
         self, ticket: Ticket, key: Key, slot: Slot, buffers: Sequence[Buffer], *, is_store: bool
-    ) -> _Move | None:
+    ) -> _PackMove | None:
         self._moves.begin()
         failure: Failure | None = None
         views: list[memoryview] = []
@@ -132,7 +132,7 @@ class ObjectMedium:
             self._moves.complete(Completion(ticket, failure))
             return None
         assert isinstance(slot, ObjectSlot)
-        return _Move(ticket, key, slot, views)
+        return _PackMove(ticket, key, slot, views)
 
     def poll(self) -> list[Completion]:
         return self._moves.poll()
@@ -155,17 +155,17 @@ class ObjectMedium:
 
     # On other threads.
 
-    def _read_all(self, moves: list[_Move]) -> None:
-        by_pack: dict[str, list[_Move]] = {}
+    def _read_all(self, moves: list[_PackMove]) -> None:
+        by_pack: dict[str, list[_PackMove]] = {}
         for move in moves:
             by_pack.setdefault(move.slot.pack, []).append(move)
         for pack, wanted in by_pack.items():
             for run in self._runs(wanted):
                 self._submit(self._read, pack, run)
 
-    def _runs(self, moves: list[_Move]) -> Iterator[list[_Move]]:
+    def _runs(self, moves: list[_PackMove]) -> Iterator[list[_PackMove]]:
         """Neighbours in a pack, each run of them as long as one read may be."""
-        run: list[_Move] = []
+        run: list[_PackMove] = []
         for move in sorted(moves, key=lambda each: each.slot.offset):
             if run and (
                 not 0 <= move.slot.offset - run[-1].end <= self._options.gap_bytes
@@ -177,7 +177,7 @@ class ObjectMedium:
         if run:
             yield run
 
-    def _submit(self, work: Callable[[str, list[_Move]], None], pack: str, moves: list[_Move]) -> None:
+    def _submit(self, work: Callable[[str, list[_PackMove]], None], pack: str, moves: list[_PackMove]) -> None:
         def run() -> None:
             if self._is_closed:
                 self._end_all(moves, _CLOSED)
@@ -192,7 +192,7 @@ class ObjectMedium:
         except RuntimeError as error:  # it is closed, or there is no thread to be had
             self._end_all(moves, _CLOSED if self._is_closed else failure_of(error, "begin"))
 
-    def _end_all(self, moves: Sequence[_Move], failure: Failure) -> None:
+    def _end_all(self, moves: Sequence[_PackMove], failure: Failure) -> None:
         for move in moves:
             self._moves.complete(Completion(move.ticket, failure))
 
@@ -202,7 +202,7 @@ class ObjectMedium:
                 self._store = self._open_store()
             return self._store
 
-    def _write(self, pack: str, moves: list[_Move]) -> None:
+    def _write(self, pack: str, moves: list[_PackMove]) -> None:
         """One object of what is to be stored in it. What others of its batch have left out stays empty."""
         import obstore
 
@@ -227,7 +227,7 @@ class ObjectMedium:
         for move, checksum in zip(moves, checksums, strict=True):
             self._moves.complete(Completion(move.ticket, checksum=checksum))
 
-    def _read(self, pack: str, run: list[_Move]) -> None:
+    def _read(self, pack: str, run: list[_PackMove]) -> None:
         import obstore
 
         name = rank_name(pack, self._rank)
@@ -247,7 +247,7 @@ class ObjectMedium:
                 error = FileNotFoundError(str(error))
             self._end_all(left, failure_of(error, f"reading {name}"))
 
-    def _taken(self, stream: _Stream, place: PartPlace, move: _Move) -> Completion:
+    def _taken(self, stream: _Stream, place: PartPlace, move: _PackMove) -> Completion:
         header = stream.read(HEADER_BYTES)
         expected = check_header(header, place, move.key, move.num_bytes)
         if isinstance(expected, Failure):

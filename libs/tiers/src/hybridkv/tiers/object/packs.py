@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.object.known import Place
+from hybridkv.tiers.object.known import PackPlace
 from hybridkv.tiers.object.names import tag_of
 
 
@@ -25,13 +25,13 @@ class Stored(NamedTuple):
     """
 
     key: Key
-    place: Place
+    place: PackPlace
     needs: Sequence[Key]
 
 
 @dataclass(slots=True)
 class _Batch:
-    open_keys: dict[Key, tuple[Place, Sequence[Key]]] = field(default_factory=dict)
+    open_keys: dict[Key, tuple[PackPlace, Sequence[Key]]] = field(default_factory=dict)
     stored: list[Stored] = field(default_factory=list)
     is_closed: bool = False
 
@@ -50,17 +50,17 @@ class Packs:
         self._batch = _Batch()
         self._batches: dict[Key, _Batch] = {}
         """Of what is on its way."""
-        self._open: dict[bytes, Place] = {}
+        self._open: dict[bytes, PackPlace] = {}
         """The last place of each group's open pack."""
 
-    def place(self, key: Key, num_bytes: int, needs: Sequence[Key]) -> Place:
+    def place(self, key: Key, num_bytes: int, needs: Sequence[Key]) -> PackPlace:
         """Where a chunk is to lie."""
         tag = tag_of(key)
         last = self._open.get(tag)
         if last is None or last.end + num_bytes > self._pack_bytes:
-            place = Place(self._new_name(), 0, num_bytes)
+            place = PackPlace(self._new_name(), 0, num_bytes)
         else:
-            place = Place(last.pack, last.end, num_bytes)
+            place = PackPlace(last.pack, last.end, num_bytes)
         self._open[tag] = place
         self._batch.open_keys[key] = (place, needs)
         self._batches[key] = self._batch
