@@ -1,4 +1,10 @@
-"""A Python toolchain from an interpreter that the machine already has."""
+"""A Python toolchain from an interpreter that the machine already has.
+
+The virtual environment lies in the user's cache: its path is part of each Python action, and results that Bazel keeps
+for all checkouts count only where the path is the same.
+"""
+
+load("//bazel:cache.bzl", "CACHE_ENVIRON", "cache_folder", "make_once")
 
 _BUILD = """\
 load("@bazel_tools//tools/python:toolchain.bzl", "py_runtime_pair")
@@ -44,6 +50,27 @@ if "%d.%d" % sys.version_info[:2] != sys.argv[1]:
 print(os.path.realpath(sys.executable))
 """
 
+_DIGEST = """\
+import hashlib, os, sys
+print(hashlib.sha256(repr((os.path.realpath(sys.executable), sys.version)).encode()).hexdigest()[:16])
+"""
+
+def _make_venv(rctx, python):
+    """Returns the path of a virtual environment's Python. The environment hides the packages that the machine has installed."""
+    folder = str(rctx.path("venv"))
+    if cache_folder(rctx):
+        digest = rctx.execute([python, "-I", "-c", _DIGEST]).stdout.strip()
+        folder = "{}/python-{}".format(cache_folder(rctx), digest)
+    path = folder + "/bin/python3"
+
+    def make(place):
+        result = rctx.execute([python, "-I", "-m", "venv", "--clear", "--without-pip", place])
+        if result.return_code:
+            fail("{} makes no virtual environment: {}".format(python, (result.stderr or result.stdout).strip()))
+
+    make_once(rctx, folder, make)
+    return path
+
 def _candidates(rctx):
     chosen = rctx.os.environ.get("HYBRIDKV_PYTHON", "")
     if chosen:
@@ -70,10 +97,7 @@ def _local_python_impl(rctx):
     for candidate in _candidates(rctx):
         result = rctx.execute([candidate, "-I", "-c", _PROBE, rctx.attr.python_version])
         if result.return_code == 0:
-            # A venv keeps out the packages that the machine has installed.
-            result = rctx.execute([result.stdout.strip(), "-I", "-m", "venv", "--clear", "--without-pip", "venv"])
-        if result.return_code == 0:
-            path = str(rctx.path("venv/bin/python3"))
+            path = _make_venv(rctx, result.stdout.strip())
             rctx.file("BUILD.bazel", _BUILD.format(path = path))
             rctx.file("path.txt", path)
             _link_headers(rctx, path)
@@ -87,6 +111,6 @@ def _local_python_impl(rctx):
 local_python = repository_rule(
     implementation = _local_python_impl,
     attrs = {"python_version": attr.string(mandatory = True)},
-    environ = ["HYBRIDKV_PYTHON", "PATH", "PYENV_ROOT"],
+    environ = CACHE_ENVIRON + ["HYBRIDKV_PYTHON", "PATH", "PYENV_ROOT"],
     local = True,
 )

@@ -5,7 +5,12 @@ A directory per distribution (rules_python's pip_parse) would break wheels that 
 shared libraries by relative path (torch and nvidia-*, nixl), and would put 67,000 links in every
 test that needs vLLM. The price: within one lock Bazel does not see which distribution a target
 imports, so a missing dependency on a neighbour goes unnoticed here.
+
+The directory lies in the user's cache, under a digest of the lock: all checkouts share one, and a test's inputs are the
+same in each of them.
 """
+
+load("//bazel:cache.bzl", "CACHE_ENVIRON", "cache_folder", "make_once")
 
 # uv's wheel carries a static binary. pip fetches it from whatever index this machine is set up for; the hash says which bytes are accepted.
 _UV = {
@@ -34,6 +39,11 @@ py_library(
     imports = ["site-packages"],
     tags = ["pypi_version={version}"],
 )
+"""
+
+_DIGEST = """\
+import hashlib, pathlib, sys
+print(hashlib.sha256(sys.executable.encode() + pathlib.Path(sys.argv[1]).read_bytes()).hexdigest()[:16])
 """
 
 def _locked(text):
@@ -78,6 +88,19 @@ def _locked_packages_impl(rctx):
     uv = _UV[platform]
     lock = rctx.path(rctx.attr.lock)
     python = rctx.read(Label("@local_python//:path.txt"))
+    folder = str(rctx.path("packages"))
+    if cache_folder(rctx):
+        digest = rctx.execute([python, "-I", "-c", _DIGEST, lock]).stdout.strip()
+        folder = "{}/packages/{}-{}".format(cache_folder(rctx), lock.basename.removesuffix("_lock.txt"), digest)
+    make_once(rctx, folder, lambda place: _install(rctx, uv, python, lock, place))
+    rctx.symlink(folder + "/site-packages", "site-packages")
+    build = _HEADER + "".join([
+        _DISTRIBUTION.format(name = name, version = version)
+        for name, version in _locked(rctx.read(lock))
+    ])
+    rctx.file("BUILD.bazel", build)
+
+def _install(rctx, uv, python, lock, folder):
     _fetch_uv(rctx, python, uv)
     find_links = []
     for place in rctx.os.environ.get("PIP_FIND_LINKS", "").split(" "):
@@ -94,20 +117,16 @@ def _locked_packages_impl(rctx):
             "--only-binary=:all:",
             "--compile-bytecode",
             "--python=" + python,
-            "--target=site-packages",
+            "--target=%s/site-packages" % folder,
             "--requirements=" + str(lock),
         ] + find_links,
         timeout = 1800,
         quiet = rctx.attr.quiet,
     )
-    if result.return_code:
-        fail("cannot install {}; docs/building.md has a section on this:\n{}".format(rctx.attr.lock, result.stderr))
     rctx.delete("uv")
-    build = _HEADER + "".join([
-        _DISTRIBUTION.format(name = name, version = version)
-        for name, version in _locked(rctx.read(lock))
-    ])
-    rctx.file("BUILD.bazel", build)
+    if result.return_code:
+        rctx.delete(folder)
+        fail("cannot install {}; docs/building.md has a section on this:\n{}".format(rctx.attr.lock, result.stderr))
 
 locked_packages = repository_rule(
     implementation = _locked_packages_impl,
@@ -115,5 +134,5 @@ locked_packages = repository_rule(
         "lock": attr.label(mandatory = True),
         "quiet": attr.bool(default = True),
     },
-    environ = ["PIP_FIND_LINKS"],
+    environ = CACHE_ENVIRON + ["PIP_FIND_LINKS"],
 )
