@@ -41,8 +41,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 
+_READ_NOTHING = frozenset({"timeout", "busy"})
+"""Reasons of loads that failed before they read a byte."""
+
+
 @dataclass(slots=True)
 class _LoadInFlight:
+    tracked: TrackedRequest
+    boundary: int
     keys: list[bytes]
     num_tokens: int
     num_bytes: int
@@ -101,7 +107,8 @@ class LoadsInFlight:
         request_id, computed = tracked.request_id, tracked.computed_tokens
         table = tables_of(blocks.blocks)
         hold = self._stack.hold(request_id)
-        in_flight = _LoadInFlight([], boundary - computed, 0, source=RAM if hold is None else hold.source)
+        source = RAM if hold is None else hold.source
+        in_flight = _LoadInFlight(tracked, boundary, [], boundary - computed, 0, source=source)
         try:
             runs = plan_load_runs(self._layout.spec, boundary, computed, table, NULL_BLOCK)
             local = self._local.find(tracked, runs, computed)
@@ -218,7 +225,7 @@ class LoadsInFlight:
         if tracked is None:
             self._admission.give_back(request_id)
         culprits = {failure.key for failure in in_flight.failures if failure.key is not None}
-        for key in culprits:
+        for key in self._in_doubt(in_flight, culprits):
             self._stack.withdraw(key)
         self._stack.unpin_all(reversed(in_flight.keys))
         self._local.free(request_id)
@@ -237,6 +244,32 @@ class LoadsInFlight:
                 in_flight.num_tokens,
                 reasons,
             )
+
+    def _in_doubt(self, in_flight: _LoadInFlight, culprits: set[bytes]) -> Iterable[bytes]:
+        """Keys of the fast tier that nobody may be offered after a load, since with `kv_load_failure_policy: fail` each
+        further damaged chunk would end one more request.
+
+        Where chunks are to blame, that is the prefix up to the boundary, but for chunks that every rank has verified: a
+        shorter load would read windows and states that this one did not. Where none is, all that the load read.
+        """
+        if not culprits:
+            has_read = any(failure.reason not in _READ_NOTHING for failure in in_flight.failures)
+            return in_flight.keys if has_read else ()
+        doubted = culprits | set(self._prefix_keys(in_flight))
+        # A rank that names no chunk has checked none, and chunks that are copied from the engine's blocks are not checked.
+        if not in_flight.local_bytes and all(failure.key is not None for failure in in_flight.failures):
+            doubted -= set(in_flight.keys) - culprits
+        else:
+            doubted |= set(in_flight.keys)
+        return [key for key in doubted if self._stack.in_near(key)]
+
+    def _prefix_keys(self, in_flight: _LoadInFlight) -> list[bytes]:
+        """The keys of all groups up to the boundary of a load."""
+        tracked, step = in_flight.tracked, self._layout.spec.boundary_tokens
+        if tracked.kept_keys is None:
+            return []
+        keys, ends = tracked.keys(), range(step, min(in_flight.boundary, tracked.request.num_tokens) + 1, step)
+        return [key for group in self._layout.spec.stored_groups for key in keys.ending_at(group, ends)]
 
     def on_gone(self, request_id: str) -> None:
         """The request has ended. A load of it that is on its way ends by itself."""

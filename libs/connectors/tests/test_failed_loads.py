@@ -1,0 +1,140 @@
+"""After a failed load no request is offered what that load did not prove right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from test_lookups import BLOCK, FULL, HASHES, STATE, make_layout
+
+from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
+from hybridkv.connectors.vllm.lookups import RequestKeys
+from hybridkv.connectors.vllm.messages import LoadFailure
+from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.planner import GroupKind, GroupSpec, LoadAdmission, resume_start
+from hybridkv.tiers import Slot
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import TierStack
+
+CHUNKS = 12
+CHUNK_TOKENS = 2 * BLOCK
+NUM_TOKENS = CHUNKS * CHUNK_TOKENS
+WINDOW = GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=12)
+"""Its resumes read two chunks."""
+
+
+class Engine:
+    """A scheduler's half over host memory with one prompt in it, and a worker that finds some chunks damaged."""
+
+    def __init__(self, other: GroupSpec) -> None:
+        self.keyed = make_layout([FULL, other])
+        self.near = RamIndex(1 << 22, 4096)
+        self.stack = TierStack(self.near, [], 1, lambda: 0.0)
+        admission, recorder = LoadAdmission(self.keyed.spec, 64), Recorder()
+        self.in_flight = LoadsInFlight(self.keyed.layout, self.stack, admission, recorder)
+        deadlines = Deadlines(10.0, 10.0, lambda: 0.0)
+        self.planner = LoadPlanner(self.keyed.layout, self.stack, admission, deadlines, recorder, self.in_flight)
+        self.damaged: set[bytes] = set()
+        self.blames = True
+        """Whether the worker says which chunks are damaged."""
+        self.reasons: tuple[str, ...] = ()
+        """Failures of every load, with no chunk to blame."""
+        self.compute()
+
+    def key(self, group: int, chunk: int) -> bytes:
+        return self.keyed.key(group, HASHES, (chunk + 1) * CHUNK_TOKENS)
+
+    def compute(self) -> None:
+        """A request computes the prompt and stores what is not there; that is sound."""
+        for group in (0, 1):
+            for chunk in range(CHUNKS):
+                key = self.key(group, chunk)
+                if isinstance(self.near.reserve(key, 1), Slot) and self.near.commit(key):
+                    self.damaged.discard(key)
+
+    def damage(self, group: int, chunks: Iterable[int]) -> None:
+        self.damaged |= {self.key(group, chunk) for chunk in chunks}
+
+    def serve(self, name: str) -> tuple[int, bool]:
+        """A new request for the prompt, as under `kv_load_failure_policy: fail`: the tokens that it loads, and whether
+        that fails. One that does not fail computes the rest."""
+        request = SimpleNamespace(request_id=name, num_tokens=NUM_TOKENS + 1, block_hashes=HASHES[: CHUNKS * 2])
+        tracked = TrackedRequest(cast(Any, request), None, RequestKeys(self.keyed.spec, self.keyed.keys))
+        offered = self.planner.matched_tokens(tracked, 0)
+        assert offered is not None
+        failures: list[LoadFailure] = []
+        load = self.planner.on_allocated(tracked, cast(Any, SimpleNamespace(blocks=self._blocks(offered))), offered)
+        if load is not None:
+            assert load.refused is None
+            bad = [key for key, _, _ in load.copies.chunks() if key in self.damaged]
+            failures = [LoadFailure("checksum", "", key) if self.blames else LoadFailure("io", "") for key in bad]
+            failures += [LoadFailure(reason, "") for reason in self.reasons]
+            self.in_flight.on_failures(name, failures)
+            self.in_flight.on_ended(name, tracked, failed=bool(failures))
+        self.planner.on_gone(name)
+        if not failures:
+            self.compute()
+        return offered, bool(failures)
+
+    def _blocks(self, boundary: int) -> list[list[Any]]:
+        firsts = [resume_start(group, boundary) // group.block_tokens for group in self.keyed.spec.groups]
+        return [
+            [SimpleNamespace(block_id=at + 1 if at >= first else NULL_BLOCK) for at in range(boundary // block_tokens)]
+            for first, block_tokens in zip(
+                firsts, (group.block_tokens for group in self.keyed.spec.groups), strict=True
+            )
+        ]
+
+    def failed(self, num_requests: int = 8) -> int:
+        """How many of several requests, one after the other, end with an error."""
+        return sum(self.serve(f"r{number}")[1] for number in range(num_requests))
+
+
+@pytest.mark.parametrize("chunks", [range(9, 12), range(6, 12), range(12), (1, 4, 7, 11)])
+@pytest.mark.parametrize("other", [WINDOW, STATE], ids=["window", "state"])
+def test_one_damaged_prefix_ends_one_request(other: GroupSpec, chunks: Iterable[int]) -> None:
+    engine = Engine(other)
+    engine.damage(1, chunks)
+    assert engine.failed() == 1
+    assert engine.serve("last") == (NUM_TOKENS, False)
+    assert engine.near.used_bytes == 2 * CHUNKS * 4096
+    engine.near.clear()
+    assert engine.near.used_bytes == 0, "nothing stays pinned"
+
+
+def test_what_a_failed_load_proved_right_stays() -> None:
+    engine = Engine(WINDOW)
+    engine.damage(1, [CHUNKS - 1])
+    assert engine.failed(1) == 1
+    assert engine.near.leading([engine.key(0, chunk) for chunk in range(CHUNKS)]) == CHUNKS
+    assert engine.stack.in_near(engine.key(1, CHUNKS - 2))
+    assert not any(engine.stack.in_near(engine.key(1, chunk)) for chunk in (*range(CHUNKS - 2), CHUNKS - 1))
+
+
+def test_nothing_stays_of_what_a_load_read_that_failed_for_no_chunk() -> None:
+    engine = Engine(WINDOW)
+    engine.blames = False
+    engine.damage(0, [3])
+    assert engine.failed() == 1
+    assert engine.serve("last") == (NUM_TOKENS, False)
+
+
+@pytest.mark.parametrize("reason", ["timeout", "busy"])
+def test_a_load_that_read_nothing_puts_nothing_in_doubt(reason: str) -> None:
+    engine = Engine(WINDOW)
+    engine.reasons = (reason,)
+    assert engine.failed(1) == 1
+    engine.reasons = ()
+    assert engine.serve("next") == (NUM_TOKENS, False)
+
+
+def test_the_check_of_one_rank_proves_nothing_of_another() -> None:
+    engine = Engine(WINDOW)
+    engine.damage(1, [CHUNKS - 1])
+    engine.reasons = ("timeout",)
+    assert engine.failed(1) == 1
+    assert engine.near.used_bytes == 0
