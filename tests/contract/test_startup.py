@@ -219,7 +219,37 @@ def test_a_disk_that_several_engines_or_hosts_would_share(field: str, tmp_path: 
     configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
     setattr(configs.vllm.parallel_config, field, 2)
     error = refused(configs)
-    assert error.path == field and "disk" in error.expected
+    assert error.path == field and "disk" in error.expected and "object tier" in error.hint
+
+
+def of_dense_group(rank: int, path: Path, **fields: Any) -> Configs:
+    """What vLLM hands to one engine of a group of two that serve a dense model."""
+    configs = configure(GPT_OSS, with_disk(path))
+    parallel = configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
+    parallel.data_parallel_size = 2
+    parallel.data_parallel_rank_local, parallel.data_parallel_index = rank, rank
+    for field, value in fields.items():
+        setattr(parallel, field, value)
+    parallel.reconfigure_for_independent_dp_rank()
+    assert parallel.data_parallel_size == 1
+    return configs
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_disk_that_the_engines_of_a_dense_model_would_share_is_refused_before_it_is_opened(
+    role: KVConnectorRole, tmp_path: Path
+) -> None:
+    configs = of_dense_group(1, tmp_path / "cache")
+    with pytest.raises(ConfigurationError) as caught:
+        start(configs, role)
+    assert caught.value.path == "data_parallel_size" and "1 with a disk tier" in caught.value.expected
+    assert "rank 1" in str(caught.value) and "object tier" in caught.value.hint
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_engine_of_a_group_with_a_configuration_of_its_own_has_a_disk(started: list[Any], tmp_path: Path) -> None:
+    started.append(start(of_dense_group(1, tmp_path / "cache", data_parallel_external_lb=True)))
+
 
 
 def test_a_disk_path_that_is_a_link(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from audit import Audit
 from equality import require_same_output
 from harness import SAME_STEPS, Engine, exact_prompt_lengths, make_prompt
 
+from hybridkv.planner import GroupKind
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.testing.faults import Fail, Operation, Rule
 
@@ -90,6 +91,31 @@ def test_a_failed_load_ends_its_request_with_an_error_and_no_other(engine: Engin
     # What was to blame is gone, so the same request again is computed or restored, and right.
     again = engine.generate([damaged])[0]
     require_same_output([cold[0]], [again])
+
+
+def test_one_damaged_prefix_ends_one_request_whatever_of_its_windows_is_damaged(
+    engine: Engine, audit: Audit, kind: str
+) -> None:
+    prompt = make_prompt(exact_prompt_lengths(kind, 1)[0], seed=4)
+    cold = engine.generate([prompt])[0]
+    stack = engine.connector._scheduler._stack
+    engine.reset_prefix_cache()
+    # No copy below host memory, which would be as good.
+    for tier in stack.slower.values():
+        tier.clear()
+    layout = engine.connector._layout
+    (window,) = [index for index, group in enumerate(layout.spec.groups) if group.kind is GroupKind.WINDOW]
+    keys = audit.keys_of(window)
+    assert len(keys) >= 3
+    arena = engine.worker_connector._worker._arena
+    for key in keys:
+        slot = stack.near.pin(key)
+        arena.views(slot)[-1][-1] ^= 1
+        stack.near.unpin(key)
+    warm = [engine.generate([prompt])[0] for _ in range(3)]
+    assert [each.finish_reason for each in warm] == ["error", cold.finish_reason, cold.finish_reason]
+    require_same_output([cold, cold], warm[1:])
+    assert warm[2].num_cached_tokens > 0
 
 
 def test_a_read_of_the_disk_that_fails_is_no_failed_load(engine: Engine, audit: Audit, kind: str) -> None:

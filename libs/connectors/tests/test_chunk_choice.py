@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from hybridkv.connectors.errors import ConfigurationError
@@ -52,6 +54,37 @@ def test_what_is_refused_comes_with_what_would_work(
         choose_chunk(groups, wanted, 98304, 32)
     assert caught.value.path == "kv_connector_extra_config.chunk_tokens"
     assert expected in caught.value.expected and caught.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("groups", "wanted", "named"),
+    [
+        ((STATE, FULL), "auto", "multiples of 2162688 tokens; multiples of 1056 without group 0 (recurrent, blocks of 65"),
+        ((FULL, FULL, SCRATCH, STATE), 65536, "; multiples of 1056 without group 3 (recurrent, blocks of 65536 tokens)"),
+        (
+            (SMALL, *[GroupSpec(GroupKind.WINDOW, 7168, window_tokens=64)] * 2, GroupSpec(GroupKind.FULL, 98303)),
+            "auto",
+            "; multiples of 7168 without group 3 (full, blocks of 98303 tokens)",
+        ),
+        (
+            (FULL, *[GroupSpec(GroupKind.WINDOW, 65536, window_tokens=64)] * 2),
+            "auto",
+            "without group 1 (window, blocks of 65536 tokens), 2 (window, blocks of 65536 tokens)",
+        ),
+    ],
+)
+def test_the_refusal_of_a_common_multiple_names_the_groups_that_make_it_large(
+    groups: tuple[GroupSpec, ...], wanted: int | Literal["auto"], named: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        choose_chunk(groups, wanted, 98304, 32)
+    assert named in caught.value.expected
+
+
+def test_a_refusal_names_no_group_where_all_are_alike() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        choose_chunk((STATE, STATE), "auto", 65536, 32)
+    assert caught.value.expected.endswith("the groups need multiples of 65536 tokens")
 
 
 HYBRID = (GroupSpec(GroupKind.RECURRENT, 128), GroupSpec(GroupKind.FULL, 128), GroupSpec(GroupKind.SCRATCH, 16))

@@ -56,16 +56,32 @@ def choose_chunk(
         raise ConfigurationError(
             path,
             f"a multiple of {unit} tokens, so that a chunk is whole blocks of every group that cannot be cut "
-            f"(blocks of {whole})",
+            f"(blocks of {whole}){_largest_part(specs, hash_tokens)}",
             chunk,
             f'use {nearest}, or "auto"' if nearest else _longer(unit),
         )
     raise ConfigurationError(
         path,
-        f"less than max_model_len, so that some prompt can hit (the groups need multiples of {unit})",
+        f"less than max_model_len, so that some prompt can hit; the groups need multiples of {unit} tokens"
+        + _largest_part(specs, hash_tokens),
         f"{chunk} with max_model_len {max_model_len}",
         f"use {nearest}, or {_longer(chunk)}" if nearest else _longer(chunk),
     )
+
+
+def _largest_part(specs: Sequence[GroupSpec], hash_tokens: int) -> str:
+    """Words that name the groups without which the common multiple is smallest; none where all groups are alike."""
+    units = {index: spec.unit_tokens for index, spec in enumerate(specs) if spec.kind is not GroupKind.SCRATCH}
+    without = {unit: math.lcm(hash_tokens, *(set(units.values()) - {unit})) for unit in units.values()}
+    if len(without) < 2:
+        return ""
+    largest = min(without, key=lambda unit: (without[unit], -unit))
+    names = ", ".join(
+        f"{index} ({specs[index].kind}, {'parts' if specs[index].part_tokens else 'blocks'} of {unit} tokens)"
+        for index, unit in units.items()
+        if unit == largest
+    )
+    return f"; multiples of {without[largest]} without group {names}"
 
 
 def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int, hash_tokens: int) -> int:

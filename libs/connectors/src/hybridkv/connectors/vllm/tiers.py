@@ -210,18 +210,25 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
     Raises:
         ConfigurationError: the engine's workers are on several hosts, or it is one of several of a data-parallel group.
     """
-    owned = [("a disk tier", "a directory")] if config.disk is not None else []
-    owned += [("a peer tier", "an address")] if config.peer is not None else []
+    parallel = vllm_config.parallel_config
+    owned = [("a disk tier", "path")] if config.disk is not None else []
+    owned += [("a peer tier", "address")] if config.peer is not None else []
     for tier, what in owned:
-        for field in ("nnodes", "data_parallel_size"):
-            number = getattr(vllm_config.parallel_config, field, 1)
-            if number != 1:
-                raise ConfigurationError(
-                    field,
-                    f"1 with {tier}",
-                    number,
-                    f"{what} belongs to one engine on one host; use host memory alone",
-                )
+        if (num_hosts := getattr(parallel, "nnodes", 1)) != 1:
+            hint = f"its {what} belongs to one host; use host memory alone, or an object tier"
+            raise ConfigurationError("nnodes", f"1 with {tier}", num_hosts, hint)
+        size = getattr(parallel, "data_parallel_size", 1)
+        # vLLM tells each engine of a dense model that it is alone; only its rank on this host is left.
+        has_own = getattr(parallel, "data_parallel_external_lb", False)
+        rank = 0 if has_own else getattr(parallel, "data_parallel_rank_local", None) or 0
+        if size != 1 or rank:
+            raise ConfigurationError(
+                "data_parallel_size",
+                f"1 with {tier}",
+                size if size != 1 else f"rank {rank} on this host of a group that is given one configuration",
+                f"its {what} belongs to one engine; use an object tier, an lmcache tier or host memory alone, or start "
+                f"each engine by itself with its own {what}",
+            )
     num_hosts = getattr(vllm_config.parallel_config, "nnodes", 1)
     if config.lmcache is not None and num_hosts != 1:
         raise ConfigurationError(
