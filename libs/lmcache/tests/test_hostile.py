@@ -1,6 +1,7 @@
 """Servers that say anything: every call ends once, memory stays bounded, and nothing is believed that does not fit."""
 
 import contextlib
+import errno
 import itertools
 import os
 import random
@@ -13,11 +14,12 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
+import zmq
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 
 from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
-from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready
+from hybridkv.lmcache.connection import CLOSE_S, Connection, ConnectionOptions, Down, Ready
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
 from hybridkv.lmcache.operations import Found, Pages
 from hybridkv.lmcache.pool import Taken
@@ -410,6 +412,95 @@ def test_what_a_lookup_locks_while_the_connection_is_closed_is_given_back(server
     assert len(ended) == 1 and isinstance(ended[0], Answer)
     assert server.calls.index("unregister_kv_cache") > server.calls.index("end_session")
     assert "free_lookup_locks" in server.calls[server.calls.index("lookup") :]
+
+
+def test_a_server_that_comes_back_is_looked_for_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    has_tried_often = threading.Event()
+
+    def pause(connection: Connection, pause_s: float, is_over: object = None) -> None:
+        pauses.append(pause_s)
+        if len(pauses) >= 20:
+            has_tried_often.set()
+
+    with ScriptedServer() as server:
+        address = server.address
+    monkeypatch.setattr(Connection, "_pause", pause)
+    rig = Rig(address, QWEN3_NEXT, uuid.uuid4().bytes)
+    try:
+        assert has_tried_often.wait(60)
+    finally:
+        rig.close()
+    assert max(pauses) <= 2.0 and pauses[0] < pauses[2]
+
+
+def test_a_channel_without_a_socket_makes_one_when_it_can(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = _channel(server)
+    connect, num_failures = Channel._connect, [0]
+
+    def fail_twice(self: Channel) -> object:
+        if num_failures[0] < 2:
+            num_failures[0] += 1
+            raise zmq.ZMQError(errno.EMFILE)
+        return connect(self)
+
+    monkeypatch.setattr(Channel, "_connect", fail_twice)
+    try:
+        channel.drop()
+        assert eventually(lambda: num_failures[0] == 1)
+        unsent = _ping(channel, 0.1)
+        assert isinstance(unsent, Lack) and unsent.trouble is Trouble.UNSENT
+        assert _ping(channel, 60.0) == Answer(True)
+        assert num_failures[0] == 2
+    finally:
+        assert channel.close(10)
+
+
+def test_a_channel_that_has_no_socket_closes(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = _channel(server)
+    has_failed = threading.Event()
+
+    def fail(self: Channel) -> object:
+        has_failed.set()
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(Channel, "_connect", fail)
+    channel.drop()
+    assert has_failed.wait(60)
+    ended: list[Ended[bool]] = []
+    channel.call(CODEC_0_5_7RC2.ping(1), 60.0, ended.append)
+    assert channel.close(60)
+    assert ended == [Lack(Trouble.CLOSED, "ping")]
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["half-open", "silent"])
+def test_an_end_with_open_calls_takes_one_bounded_time_not_one_for_each_wait(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    waited: list[float] = []
+    drain = Channel.drain
+
+    def note(channel: Channel, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return drain(channel, timeout_s)
+
+    monkeypatch.setattr(Channel, "drain", note)
+    rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes)
+    rig.ready()
+    server.script = _after("unregister_kv_cache", silent) if leaves else silent
+    ended: list[Ended[bool]] = []
+    for _ in range(142):
+        rig.connection.channel.call(CODEC_0_5_7RC2.ping(1), 3600.0, ended.append)
+    if not leaves:
+        assert eventually(lambda: server.calls.count("ping") > 142)
+    began_s = time.monotonic()
+    rig.close()
+    # A half of it for calls; the other for a server that does not say that it has forgotten this process.
+    assert time.monotonic() - began_s < 4 * CLOSE_S
+    assert waited == [CLOSE_S / 2]
+    assert len(ended) == 142
 
 
 def test_changed_bytes_of_answers_are_values_or_malformed() -> None:

@@ -34,6 +34,8 @@ IDLE_S = 1.0
 """The longest wait without looking around."""
 _BATCH = 256
 """Answers that are read before the clock is looked at again."""
+_RECONNECT_S = 0.5
+"""Between two attempts to make a socket, where files or memory have run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +222,9 @@ class Channel:
 
     def _look(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        if not self._socket.closed:
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
         ready = dict(poller.poll(int(self._pause_s() * 1000) + 1))
         if self._woken.fileno() in ready:
@@ -229,9 +232,9 @@ class Channel:
                 self._woken.recv(4096)
         self._obey()
         for _ in range(_BATCH):
-            if not self._safely(self._read):
+            if self._socket.closed or not self._safely(self._read):
                 break
-        if self._monitor in ready:
+        if self._monitor in ready and not self._monitor.closed:
             self._safely(self._hear)
         self._ring()
 
@@ -277,11 +280,17 @@ class Channel:
         sock.setsockopt(zmq.RECONNECT_IVL, 100)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         sock.setsockopt(zmq.IPV6, 1)
-        monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        sock.connect(self._address)
+        try:
+            monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            sock.connect(self._address)
+        except BaseException:
+            sock.close(0)
+            raise
         return sock, monitor
 
     def _disconnect(self) -> None:
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
@@ -295,7 +304,18 @@ class Channel:
         self._late.clear()
         for each in asked.values():
             self._end(each, Lack(Trouble.LOST, each.call.name))
-        self._socket, self._monitor = self._connect()
+        self._reconnect()
+
+    def _reconnect(self) -> None:
+        """Another socket, as soon as there can be one."""
+        if self._is_closing or not self._socket.closed:
+            return
+        try:
+            self._socket, self._monitor = self._connect()
+        except zmq.ZMQError as error:
+            logger.warning("no socket for LMCache's server, tried again soon: %s", error)
+            due_s = self._clock() + _RECONNECT_S
+            heapq.heappush(self._timers, (due_s, next(self._uids), self._reconnect))
 
     def _send(self, asked: _Asked) -> None:
         """Send, or try again soon: a connection may be on its way."""
@@ -304,6 +324,8 @@ class Channel:
             return
         uid = next(self._uids).to_bytes(8, "big")
         try:
+            if self._socket.closed:
+                raise zmq.Again
             self._socket.send_multipart((uid, asked.call.operation, *asked.call.payloads), zmq.NOBLOCK)
         except zmq.Again:
             heapq.heappush(self._timers, (self._clock() + 0.02, next(self._uids), lambda: self._send(asked)))

@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 
 MAX_ERRANDS = 256
+CLOSE_S = 2.0
+"""How long `Connection.close` takes."""
+_END_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class ConnectionOptions:
         beat_s: between two looks at a server that lives.
         max_missed_beats: in a row; then it is taken for gone.
         retry_s: between two attempts to reach one; doubled each time, up to `retry_max_s`.
-        retry_max_s: the longest.
+        retry_max_s: the longest. A server is on this host, so an attempt costs little, and one that comes back is used
+            so soon.
         limits: of the channel.
     """
 
@@ -55,7 +59,7 @@ class ConnectionOptions:
     beat_s: float = 2.0
     max_missed_beats: int = 3
     retry_s: float = 0.5
-    retry_max_s: float = 15.0
+    retry_max_s: float = 2.0
     limits: ChannelLimits = DEFAULT_LIMITS
 
 
@@ -200,19 +204,22 @@ class Connection:
         """Give up this connection, and begin another."""
         self._cut()
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Let what is under way end, unregister, and end the rest, for CLOSED. Repeatable."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End in about `timeout_s`. Open calls have half of it; in what is left the server is told, and then all calls
+        end for CLOSED. Repeatable."""
         with self._changed:
             if self._is_closing:
                 return
             self._is_closing = True
+        ends_s = time.monotonic() + timeout_s
         if self.ready is not None:
-            self.channel.drain(timeout_s)
+            self.channel.drain(timeout_s / 2)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        self._thread.join(max(0.0, ends_s - time.monotonic()))
         self.channel.close(timeout_s)
+        self._thread.join(_END_S)  # what the keeper waited for has ended, unless it is over HTTP
 
     def _cut(self) -> None:
         with self._changed:

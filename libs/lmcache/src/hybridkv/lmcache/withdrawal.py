@@ -22,7 +22,8 @@ _BEFORE_ALL = blake3(bytes(8) + bytes(4)).digest()
 """What the first chunk is hashed behind: the number 0 in eight bytes, and one token 0."""
 _NO_DISK = 503
 """Of a server without a slower tier, whose host memory is dealt with by itself."""
-TIMEOUT_S = 10.0
+TIMEOUT_S = 3.0
+"""Of one question. The connection looks after nothing else meanwhile."""
 MAX_ATTEMPTS, RETRY_S = 50, 0.2
 """What somebody reads just now is not deleted, so it is tried again."""
 

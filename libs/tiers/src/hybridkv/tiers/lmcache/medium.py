@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from hybridkv.lmcache import connection
 from hybridkv.tiers.buffers import slot_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.in_flight import InFlight
@@ -26,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 0.05
 """The longest that the thread waits without looking at the clock."""
-CLOSE_S = 5.0
+CLOSE_S = 2 * connection.CLOSE_S
+"""How long `close` waits for the connections, which end side by side; then for the thread."""
 
 
 class LMCacheMedium:
@@ -95,8 +98,9 @@ class LMCacheMedium:
         closers = [threading.Thread(target=shelf.close, daemon=True) for shelf in self._shelves.values()]
         for closer in closers:
             closer.start()
+        ends_s = time.monotonic() + CLOSE_S
         for closer in closers:
-            closer.join(3 * CLOSE_S)
+            closer.join(max(0.0, ends_s - time.monotonic()))
         self._inbox.put(self._finish)
         self._thread.join(CLOSE_S)
 
