@@ -11,6 +11,9 @@ from played_lmcache import PlayedServer  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import Answer, FailureReason, Key, Refusal, Slot, TierConfigurationError, TierIndex  # noqa: E402
 from hybridkv.tiers.lmcache import Found, LMCacheIndex, LMCacheOptions  # noqa: E402
+from hybridkv.tiers.ram import RamIndex  # noqa: E402
+from hybridkv.tiers.stack import Direction, MoveOutcome, SlowerTier, SlowerTierOptions, TierStack  # noqa: E402
+from hybridkv.tiers.stack.breaker import BreakerState  # noqa: E402
 from hybridkv.tiers.testing.conformance import (  # noqa: E402
     CHUNK_BYTES,
     AskConformance,
@@ -147,6 +150,30 @@ def test_a_server_that_is_lost_is_waited_for_no_more_and_believed_no_more() -> N
     assert world.index.take_counts().answers == {Answer.LATE: 1}
     world.server.is_there = True
     assert world.hear(A) == [HIT]
+
+
+def test_nothing_is_stored_at_a_server_that_is_gone_and_its_return_is_noticed_at_once() -> None:
+    world, near = World(), RamIndex(1 << 20, CHUNK_BYTES)
+    tier = SlowerTier("lmcache", world.index, SlowerTierOptions())
+    stack = TierStack(near, [tier], 1, lambda: world.time_s)
+    world.server.lose()
+    for number in range(200):
+        key = b"key %d" % number
+        assert isinstance(stack.reserve(key, CHUNK_BYTES), Slot) and stack.commit(key)
+        world.time_s += 1.0
+        stack.tick()
+        assert not stack.take_moves()
+    assert stack.breaker_state(Direction.CASCADE, "lmcache") is BreakerState.CLOSED
+    waiting = stack.num_waiting("lmcache")
+    assert 0 < waiting < 200, "what waits for too long is dropped"
+    assert not stack.has_moves_alive(), "an engine without requests does not wait for it"
+    world.server.is_there = True
+    stack.tick()
+    moves = stack.take_moves()
+    assert len(moves) == waiting
+    for move in moves:
+        stack.on_move(move.move_id, MoveOutcome(1, None))
+    assert stack.num_waiting("lmcache") == 0 and world.index.num_keys == waiting
 
 
 def test_a_question_that_ends_without_an_answer_is_a_miss_at_once() -> None:

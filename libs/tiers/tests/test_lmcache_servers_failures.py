@@ -88,7 +88,7 @@ def test_a_server_that_is_killed_in_mid_load_and_mid_store_costs_those_and_is_us
     engine.index.unpin(A)
     engine.index.abort(B)
     assert eventually(lambda: engine.index.lookup(A) is MISS)
-    assert eventually(lambda: engine.put(C, chunk_bytes(3)) is FailureReason.IO), "at once, while it is gone"
+    assert engine.index.reserve(C, CHUNK_BYTES) is Refusal.BUSY, "at once, while it is gone"
     place.start()
     assert eventually(engine.is_there)
     assert engine.put(B, chunk_bytes(2)) is None and engine.get(B) == chunk_bytes(2)
@@ -147,11 +147,13 @@ def test_a_server_that_never_answers_costs_an_opening_its_time_and_then_nothing(
     engine = Engine(silent, options=SHORT)
     engine.index.ask([A], time.monotonic() + 60.0)
     assert engine.index.lookup(A) is MISS and engine.index.heard == (0, 0), "nobody was asked"
-    assert engine.put(A, chunk_bytes(1)) is FailureReason.IO
-    engine.medium.load(Ticket(1), A, Slot(((0, CHUNK_BYTES),)), [bytearray(CHUNK_BYTES)])
+    assert engine.index.reserve(A, CHUNK_BYTES) is Refusal.BUSY
+    slot = Slot(((0, CHUNK_BYTES),))
+    engine.medium.load(Ticket(1), A, slot, [bytearray(CHUNK_BYTES)])
+    engine.medium.store(Ticket(2), B, slot, [chunk_bytes(2)])
     assert engine.medium.drain(60.0)
-    [completion] = engine.medium.poll()
-    assert completion.failure is not None and completion.failure.reason is FailureReason.IO
+    reasons = {each.ticket: each.failure.reason for each in engine.medium.poll() if each.failure is not None}
+    assert reasons == {1: FailureReason.IO, 2: FailureReason.BUSY}, "a store is made again and blames nobody"
     engine.close()
 
 

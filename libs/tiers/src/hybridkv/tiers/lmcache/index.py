@@ -148,7 +148,11 @@ class LMCacheIndex(AskedIndex[Question, Known]):
     # Storing.
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        """A promise: the place is there when the medium says that it stored."""
+        """A promise: the place is there when the medium says that it stored.
+
+        BUSY while the server is gone: a store that cannot succeed would count against the tier, which would then be
+        left alone for long after the server came back.
+        """
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         self._hear()
@@ -159,6 +163,8 @@ class LMCacheIndex(AskedIndex[Question, Known]):
             elif self._clock() < self._bad.get(key, -math.inf):
                 refusal = Refusal.PRESENT
         refusal = refusal or known.why_not(key, num_bytes)
+        if refusal is None and not self._courier.is_there:
+            refusal = Refusal.BUSY
         if refusal is not None:
             return known.tally.refuse(refusal)
         known.make_room(num_bytes)

@@ -134,7 +134,9 @@ class Moving:
         if ready is None:
             if not is_late and now_s < self._reach_until_s and shelf.is_new:
                 return False
-            self._fail(move, FailureReason.IO, f"no server: {shelf.connection.state}")
+            # A store is made again, and blames nobody: the other half may see a moment later that the server is gone.
+            reason = FailureReason.BUSY if move.is_store else FailureReason.IO
+            self._fail(move, reason, f"no server: {shelf.connection.state}")
         elif is_late:
             self._give_up(row, move)
         else:

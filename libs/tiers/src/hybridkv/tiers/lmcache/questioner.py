@@ -57,6 +57,11 @@ class Courier(Protocol):
         """What arrived, in order. The index takes it from the left."""
         ...
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the server can be asked now."""
+        ...
+
     def look(self) -> None:
         """Notice whether the server is still the one that it was."""
         ...
@@ -119,6 +124,10 @@ class Questioner:
         self._num_looking = 0
         self._is_beginning = False
 
+    @property
+    def is_there(self) -> bool:
+        return self._connection.ready is not None
+
     def look(self) -> None:
         state = self._connection.state
         if state is not self._state:
@@ -127,7 +136,7 @@ class Questioner:
             self._state = state
 
     def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
-        if self._connection.ready is None:
+        if not self.is_there:
             return False
         with self._lock:
             self._waiting.extend(_Look(request, key, until_s, len(self._sizes)) for key in keys)
