@@ -251,7 +251,6 @@ def test_an_engine_of_a_group_with_a_configuration_of_its_own_has_a_disk(started
     started.append(start(of_dense_group(1, tmp_path / "cache", data_parallel_external_lb=True)))
 
 
-
 def test_a_disk_path_that_is_a_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")

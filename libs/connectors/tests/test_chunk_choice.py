@@ -59,8 +59,16 @@ def test_what_is_refused_comes_with_what_would_work(
 @pytest.mark.parametrize(
     ("groups", "wanted", "named"),
     [
-        ((STATE, FULL), "auto", "multiples of 2162688 tokens; multiples of 1056 without group 0 (recurrent, blocks of 65"),
-        ((FULL, FULL, SCRATCH, STATE), 65536, "; multiples of 1056 without group 3 (recurrent, blocks of 65536 tokens)"),
+        (
+            (STATE, FULL),
+            "auto",
+            "multiples of 2162688 tokens; multiples of 1056 without group 0 (recurrent, blocks of 65",
+        ),
+        (
+            (FULL, FULL, SCRATCH, STATE),
+            65536,
+            "; multiples of 1056 without group 3 (recurrent, blocks of 65536 tokens)",
+        ),
         (
             (SMALL, *[GroupSpec(GroupKind.WINDOW, 7168, window_tokens=64)] * 2, GroupSpec(GroupKind.FULL, 98303)),
             "auto",

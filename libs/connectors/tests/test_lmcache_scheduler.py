@@ -9,6 +9,8 @@ import pytest
 from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
 
 from hybridkv.connectors.vllm.duties import Duties
+from hybridkv.connectors.vllm.lmcache import lives
+from hybridkv.connectors.vllm.lmcache.lives import DOUBT_S
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.messages import LoadFailure, StoreOutcome
 from hybridkv.hashing import ChunkKeys
@@ -344,6 +346,39 @@ def test_a_load_that_fails_at_a_chunk_is_asked_for_once_more_up_to_there(engine:
     assert engine.server.asked[0].num_chunks == 1
     engine.server.answer(1)
     assert engine.half.matched_tokens(request, 0) == CHUNK
+
+
+def test_a_prefix_over_which_a_load_failed_is_offered_to_nobody_else_for_a_while(engine: PlayedEngine) -> None:
+    """With `kv_load_failure_policy: fail` each offer of it could end one more request."""
+    waiting, first = new_request("waiting", PROMPT), new_request("first", PROMPT)
+    engine.half.track(waiting)
+    engine.server.answer(3)
+    planned = load(engine, first)
+    engine.free(first)
+    engine.tell(failures={"first": [LoadFailure("checksum", "bad", planned.digests[2])]})
+    first.status = first.status.FINISHED_ERROR
+    engine.step(finished=["first"])
+    num_asked = engine.server.num_asked
+    assert engine.half.matched_tokens(waiting, 0) == 0, "it was found before"
+    late = new_request("late", (*PROMPT, *PROMPT))
+    assert engine.half.matched_tokens(late, 0) == 0
+    assert engine.server.num_asked == num_asked and not engine.server.locked
+    other = new_request("other", tuple(reversed(PROMPT)))
+    engine.half.track(other)
+    engine.server.answer(3)
+    assert engine.half.matched_tokens(other, 0) == 3 * CHUNK
+    engine.now_s += DOUBT_S
+    again = new_request("again", PROMPT)
+    engine.half.track(again)
+    engine.server.answer(3)
+    assert engine.half.matched_tokens(again, 0) is not None
+
+
+def test_no_more_is_in_doubt_than_may_be(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "MAX_DOUBTED", 2)
+    planned = load(engine, new_request("r", PROMPT))
+    engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[0])]})
+    assert list(engine.lives._doubted) == list(planned.digests[:2])
 
 
 def test_a_request_whose_loads_keep_failing_is_computed(engine: PlayedEngine) -> None:

@@ -256,7 +256,7 @@ class LoadsInFlight:
             has_read = any(failure.reason not in _READ_NOTHING for failure in in_flight.failures)
             return in_flight.keys if has_read else ()
         doubted = culprits | set(self._prefix_keys(in_flight))
-        # A rank that names no chunk has checked none, and chunks that are copied from the engine's blocks are not checked.
+        # A rank that names no chunk has checked none. Chunks that are copied from the engine's blocks are not checked.
         if not in_flight.local_bytes and all(failure.key is not None for failure in in_flight.failures):
             doubted -= set(in_flight.keys) - culprits
         else:

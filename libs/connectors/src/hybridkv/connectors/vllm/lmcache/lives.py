@@ -2,7 +2,8 @@
 
 One question for all groups: the server answers with the longest prefix behind which every group can be resumed, and
 keeps it until it is given back. It is kept until the load has ended on every rank, so what was promised stays.
-A request is asked about once; after a failed load that names a chunk, once more for what lies before that chunk.
+A request is asked about once; after a failed load that names a chunk, once more for what lies before that chunk. Other
+requests are not offered that prefix for a while.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 logger = logging.getLogger("vllm.hybridkv.lmcache")
+
+
+DOUBT_S = 30.0
+"""How long other requests are not offered a prefix over which a load failed. Its bad chunks are deleted meanwhile."""
+MAX_DOUBTED = 4096
+"""Chunks that are in doubt at one time; of more the oldest are forgotten."""
 
 
 class Stage(enum.Enum):
@@ -108,6 +115,8 @@ class Lives:
         self._clock = clock
         self._lives: dict[str, Life] = {}
         self._loads: dict[str, _LoadInFlight] = {}
+        self._doubted: dict[bytes, float] = {}
+        """Until when a chunk is in doubt, by its digest."""
         stored = self._spec.stored_groups
         self._naming_group = max(stored, key=lambda index: self._spec.groups[index].lookahead_tokens)
         """Whose keys name chunks. What a drafter keeps of a chunk depends on tokens behind it, so its keys name more
@@ -131,10 +140,13 @@ class Lives:
         if life.limit_chunks is not None:
             num_chunks = min(num_chunks, life.limit_chunks)
         num_chunks = min(num_chunks, self.max_chunks)
-        if not num_chunks:
+        digests = self.digests(tracked, num_chunks)
+        if life.limit_chunks is None:
+            digests = digests[: self._num_trusted(digests)]
+        if not digests:
             life.stage = Stage.OVER
             return
-        life.question = self._questions.ask(self.digests(tracked, num_chunks))
+        life.question = self._questions.ask(digests)
         life.stage = Stage.ASKED
 
     def hear(self, tracked: TrackedRequest) -> Life:
@@ -184,6 +196,10 @@ class Lives:
         if not self._is_still_so(tracked, life):
             self._end(life, Reason.NOT_STORED, "the request has other tokens by now")
             return 0
+        if life.limit_chunks is None and self._doubted and life.question is not None:
+            if self._num_trusted(life.question.digests[: life.found_chunks]) < life.found_chunks:
+                self._end(life, Reason.NOT_STORED, "a load of this prefix has failed since")
+                return 0
         verdict = self._room.verdict(tracked.request_id, tracked.request.num_tokens)
         if verdict is Verdict.REFUSE:
             self._end(life, Reason.ENGINE_ROOM, "")
@@ -215,6 +231,25 @@ class Lives:
             life.has_waited = True
             self._recorder.pending(is_asked=True)
         return None
+
+    def _num_trusted(self, digests: Sequence[bytes]) -> int:
+        """How many chunks, from the first, are not in doubt."""
+        doubted, now_s = self._doubted, self._clock()
+        while doubted and doubted[oldest := next(iter(doubted))] <= now_s:
+            del doubted[oldest]
+        if not doubted:
+            return len(digests)
+        return next((number for number, digest in enumerate(digests) if digest in doubted), len(digests))
+
+    def _doubt(self, digests: Sequence[bytes]) -> None:
+        """A load of this prefix met a bad chunk. All of it is in doubt: a shorter load reads windows and states that
+        this one did not, and with `kv_load_failure_policy: fail` each further bad chunk would end one more request."""
+        until_s = self._clock() + DOUBT_S
+        for digest in digests[:MAX_DOUBTED]:
+            self._doubted.pop(digest, None)
+            self._doubted[digest] = until_s
+        while len(self._doubted) > MAX_DOUBTED:
+            del self._doubted[next(iter(self._doubted))]
 
     def _is_still_so(self, tracked: TrackedRequest, life: Life) -> bool:
         assert life.question is not None
@@ -312,6 +347,9 @@ class Lives:
             self._questions.drop(in_flight.question)
         num_bytes = in_flight.num_bytes * self._layout.world_size
         self._recorder.load(in_flight.num_tokens, num_bytes, failed, in_flight.failures)
+        bad = [digests.index(failure.key) for failure in in_flight.failures if failure.key in digests]
+        if bad:
+            self._doubt(digests)
         if tracked is None:
             self._room.give_back((request_id,))
             self._lives.pop(request_id, None)
@@ -325,7 +363,6 @@ class Lives:
         life.failed_loads += 1
         life.steps_back = True
         life.known_chunks = 0
-        bad = [digests.index(failure.key) for failure in in_flight.failures if failure.key in digests]
         if bad and life.failed_loads < MAX_FAILED_LOADS:
             life.stage, life.limit_chunks = Stage.NEW, min(bad)
         reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in in_flight.failures})) or "no reason given"
