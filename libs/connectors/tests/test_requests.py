@@ -67,6 +67,21 @@ def change(request: Request, kept: int, new: list[int]) -> None:
     request.update_block_hashes()
 
 
+@pytest.mark.parametrize("reuses_hashes", [True, False])
+def test_tenants_with_other_cache_salts_share_no_key(reuses_hashes: bool) -> None:
+    init_none_hash(engine_hash)
+    hasher = get_request_block_hasher(BLOCK, engine_hash)
+
+    def keys(salt: str | None) -> list[bytes]:
+        sampling = SamplingParams(max_tokens=9)
+        request = Request("r", [1] * 20, sampling, None, block_hasher=hasher, cache_salt=salt)
+        return list(track(request, reuses_hashes).keys().between(0, 0, 2))
+
+    own, others, unsalted = keys("own"), keys("others"), keys(None)
+    assert own == keys("own"), "a tenant finds what it stored"
+    assert len({*own, *others, *unsalted}) == 6, "in no chunk, though only the first block names the salt"
+
+
 @given(CHANGES, st.booleans())
 def test_our_own_hashes_are_those_of_the_present_tokens(
     changes: list[tuple[int, list[int], bool]], has_hashes: bool
