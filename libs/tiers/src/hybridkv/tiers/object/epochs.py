@@ -1,35 +1,49 @@
-"""Epochs of a cache: what was stored in an earlier one is found by nobody any more.
+"""Epochs of a cache: no engine finds what was stored in an earlier epoch.
 
-An epoch is an object that only one can make, so two who begin the next one at once agree.
+An epoch is the second in which it began, by the clock of the host that began it. So a mark can be checked against the
+reader's own clock, and one from far in the future is not believed.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hybridkv.tiers.object.names import epoch_name, epoch_prefix
+from hybridkv.tiers.object.bodies import Room, read_body
+from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
+from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.names import epoch_name
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+FARTHEST_AHEAD_S = 86_400
+"""A mark that lies further in the future is not believed. Clocks of hosts differ by less."""
 
-def current_epoch(store: ObjectStore, cache: str) -> int:
-    """The last that has begun; 0 where none has."""
+
+def next_epoch(epoch: int, now_s: float) -> int:
+    """The epoch that begins now, after this one."""
+    return max(epoch + 1, int(now_s))
+
+
+async def current_epoch(store: ObjectStore, seals: Seals, cache: str, now_s: float) -> int:
+    """The epoch that the store's mark names. 0 where there is no mark, or none to be believed.
+
+    Raises:
+        Exception: of obstore, where the store gave no answer.
+    """
+    name = epoch_name(cache)
+    try:
+        async with read_body(store, name, EPOCH_MARK_BYTES, Room(EPOCH_MARK_BYTES)) as body:
+            epoch = decode_epoch(seals, name, body.data) if body.data is not None else None
+    except FileNotFoundError:
+        return 0
+    return epoch if epoch is not None and epoch <= now_s + FARTHEST_AHEAD_S else 0
+
+
+async def begin_epoch(store: ObjectStore, seals: Seals, cache: str, epoch: int) -> None:
+    """Mark an epoch as current. Of two engines that do so at once, the one with the later epoch finds an earlier mark
+    at its next look, and writes its own again."""
     import obstore
 
-    epochs = [0]
-    for page in obstore.list(store, prefix=epoch_prefix(cache)):
-        for found in page:
-            number = found["path"].rpartition("/")[2]
-            epochs += [int(number)] if number.isdecimal() else []
-    return max(epochs)
-
-
-def begin_epoch(store: ObjectStore, cache: str, epoch: int) -> None:
-    """Begin it, or find that somebody has."""
-    import obstore
-    from obstore.exceptions import AlreadyExistsError
-
-    with suppress(AlreadyExistsError):
-        obstore.put(store, epoch_name(cache, epoch), b"", mode="create", use_multipart=False)
+    name = epoch_name(cache)
+    await obstore.put_async(store, name, encode_epoch(seals, name, epoch), use_multipart=False)

@@ -25,6 +25,7 @@ from hybridkv.tiers.object.known import Known, PackPlace, Shelves
 from hybridkv.tiers.object.names import pack_name
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import Packs, Stored
+from hybridkv.tiers.object.quarantine import Quarantine
 
 _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING})
@@ -67,8 +68,8 @@ class ObjectIndex:
         """None of that is over before."""
         self._faded: dict[Key, None] = {}
         """What was believed once: worth asking for, and not worth storing before that. The oldest first."""
-        self._bad: dict[tuple[str, int], float] = {}
-        """Until when a place is not believed."""
+        self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
+        """Places that are not believed."""
         self._changes = 0
         """How often the answer of a lookup about what was heard may have changed."""
         self._heard_of = [0, 0, 0, 0]
@@ -147,11 +148,10 @@ class ObjectIndex:
         if self._known.is_closed:
             return 0
         if not ended.is_whole or self._bad:
-            now_s, bad = self._clock(), self._bad
             places = {
                 key: place
                 for key in ended.keys
-                if (place := places.get(key)) is not None and bad.get((place.pack, place.offset), -math.inf) <= now_s
+                if (place := places.get(key)) is not None and (place.pack, place.offset) not in self._bad
             }
         if not self._make_room(sum(place.num_bytes for place in places.values()), len(places)):
             places = self._fitting(ended.keys, places)
@@ -391,11 +391,7 @@ class ObjectIndex:
 
     def _distrust(self, key: Key, place: PackPlace) -> None:
         """What lies there is not to be learned again from a manifest that names it."""
-        where = (place.pack, place.offset)
-        self._bad.pop(where, None)
-        if len(self._bad) >= self._options.max_asked:
-            del self._bad[next(iter(self._bad))]
-        self._bad[where] = self._clock() + self._options.bad_s
+        self._bad.add((place.pack, place.offset), True)
         self._courier.retract(key, place)
 
     def clear(self) -> int:

@@ -1,4 +1,7 @@
-"""Speaks with the store for the scheduler's half: finds manifests, writes new ones, deletes bad ones. A `Courier`.
+"""Speaks with the store for the scheduler's half: finds manifests, writes new ones, replaces bad ones. A `Courier`.
+
+It deletes nothing: what it reads badly, another host may read well. A bad manifest is replaced by an engine that has
+stored all that it named.
 
 One thread with an event loop does all of it; the engine's thread leaves work and takes answers. A search is a few
 rounds of reads at one time. Whatever the store does, every question has an answer in the end, if only that there is
@@ -10,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -20,15 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.object.bodies import Body
 from hybridkv.tiers.object.courier import Found, Moved, News, Unanswered
-from hybridkv.tiers.object.epochs import begin_epoch, current_epoch
-from hybridkv.tiers.object.format.manifest import Node, decode_manifest, encode_manifest
+from hybridkv.tiers.object.epochs import begin_epoch, current_epoch, next_epoch
+from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, decode_manifest, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.known import PackPlace
 from hybridkv.tiers.object.names import manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import Stored
 from hybridkv.tiers.object.paths import Paths
+from hybridkv.tiers.object.quarantine import Quarantine
+from hybridkv.tiers.object.reader import ManifestReader
 from hybridkv.tiers.object.search import find_last
 from hybridkv.tiers.object.store import first_line, prove
 
@@ -55,6 +62,16 @@ class Collection:
     world_size: int
 
 
+@dataclass(slots=True)
+class _Lookup:
+    """One search, and the last manifest that it keeps."""
+
+    namespace: str
+    place: int = -1
+    """Of the prefix whose manifest it keeps, among those that are searched."""
+    body: Body | None = None
+
+
 class Librarian:
     """Of one engine.
 
@@ -76,6 +93,11 @@ class Librarian:
         self.news: deque[News] = deque()
         self._opened: Future[None] = Future()
         self._paths = Paths(options.max_nodes)
+        self._reader = ManifestReader(collection.store, collection.seals, options, clock)
+        self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
+        """Places whose bytes were wrong or gone."""
+        self._doubted: dict[bytes, None] = {}
+        """Ends of paths whose manifests named such a place. The oldest first."""
         self._unpublished: dict[bytes, None] = {}
         """Ends of paths of which something before is not known yet, or whose manifest could not be written. The oldest
         first."""
@@ -83,7 +105,6 @@ class Librarian:
         self._waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._work: set[asyncio.Task[None]] = set()
         self._searches: set[asyncio.Task[None]] = set()
-        self._requests = asyncio.Semaphore(options.max_requests)
         self._follower: asyncio.Task[None] | None = None
         """Works as long as the engine lives."""
         self._is_closed = False
@@ -120,7 +141,7 @@ class Librarian:
 
     def clear(self, *, is_for_all: bool) -> None:
         if is_for_all and self.namespace is not None:
-            self._epoch += 1
+            self._epoch = next_epoch(self._epoch, time.time())
             self.namespace = namespace_of(self._cache, self._epoch)
             epoch = self._epoch
             self._post(lambda: self._begin(self._begin_epoch(epoch)))
@@ -172,6 +193,7 @@ class Librarian:
     def _forget(self) -> None:
         self._paths.clear()
         self._unpublished.clear()
+        self._doubted.clear()
 
     def _complain(self, doing: str, error: Exception) -> None:
         """Once while it lasts: what follows from it is counted."""
@@ -185,24 +207,24 @@ class Librarian:
         self._follower = self._do(self._follow_epochs())
 
     async def _follow_epochs(self) -> None:
-        """Prove the store, as soon as it is reached, and look again and again which epoch it is."""
+        """Prove the store, as soon as it is reached, and look again and again which epoch it is. Ends with the engine
+        alone: a store that is coming back may refuse once what it grants a second later."""
         options, retry_s = self._options, self._options.first_retry_s
         while not self._is_closed:
             try:
                 if self.namespace is None:
                     await asyncio.to_thread(prove, self._store, self._cache)
-                epoch = await asyncio.to_thread(current_epoch, self._store, self._cache)
-            except TierConfigurationError as error:
-                if not self._opened.done():
-                    self._opened.set_exception(error)
-                logger.error("the object store cannot be used: %s", error)
-                return
+                epoch = await current_epoch(self._store, self._seals, self._cache, time.time())
+                self._enter(epoch)
+                if epoch < self._epoch:  # the mark expired, or somebody wrote over it
+                    await self._begin_epoch(self._epoch)
             except Exception as error:
+                if isinstance(error, TierConfigurationError) and not self._opened.done():
+                    self._opened.set_exception(error)
                 self._complain("reached", error)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, options.last_retry_s)
                 continue
-            self._enter(epoch)
             retry_s = options.first_retry_s
             await asyncio.sleep(options.epoch_check_s)
 
@@ -210,7 +232,9 @@ class Librarian:
         if self.namespace is None:
             self._epoch = epoch
             self.namespace = namespace_of(self._cache, epoch)
-            self._opened.set_result(None)
+            self._has_complained = False
+            if not self._opened.done():
+                self._opened.set_result(None)
         elif epoch > self._epoch:
             logger.info("somebody has begun epoch %d of this cache: what was stored before is found no more", epoch)
             self._epoch = epoch
@@ -252,9 +276,11 @@ class Librarian:
         if namespace is None:
             return None
         prefixes = list(dict.fromkeys(map(prefix_of, keys)))
+        places_of = {prefix: place for place, prefix in enumerate(prefixes)}
+        lookup = _Lookup(namespace)
         found = await find_last(
             prefixes,
-            partial(self._read_all, namespace),
+            lambda wanted: self._probe_all(lookup, {prefix: places_of[prefix] for prefix in wanted}),
             options.boundary_every,
             options.max_probes,
             options.max_tail_probes,
@@ -262,9 +288,10 @@ class Librarian:
         self._has_complained = False
         places: dict[Key, PackPlace] = {}
         if found is not None:
-            source, path = found
+            source = found[0]
+            path = await self._path(lookup, places_of[source], source)
             if namespace == self.namespace:
-                self._paths.learn(path)
+                self._paths.learn(path, self._is_bad)
             wanted = set(keys)
             for prefix, parts in path:
                 for tag, pack, offset, num_bytes in parts:
@@ -272,28 +299,42 @@ class Librarian:
                         places[key] = PackPlace(pack, offset, num_bytes, source)
         return Found(request, places, self._clock())
 
-    async def _read_all(self, namespace: str, prefixes: Sequence[bytes]) -> list[list[Node] | None]:
-        return await asyncio.gather(*(self._read(namespace, prefix) for prefix in prefixes))
+    async def _probe_all(self, lookup: _Lookup, wanted: Mapping[bytes, int]) -> list[bool | None]:
+        """Whether these have manifests. One object that cannot be read, as somebody may make it, is none; raises where
+        the store gives none at all."""
+        probes = (self._probe(lookup, prefix, place) for prefix, place in wanted.items())
+        answers = await asyncio.gather(*probes, return_exceptions=True)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures and len(failures) == len(answers):
+            raise failures[0]
+        return [None if isinstance(answer, BaseException) else answer for answer in answers]
 
-    async def _read(self, namespace: str, prefix: bytes) -> list[Node] | None:
-        """The path that a manifest names. None where there is none, or none that is to be believed."""
-        import obstore
+    async def _probe(self, lookup: _Lookup, prefix: bytes, place: int) -> bool | None:
+        body = await self._reader.read(manifest_name(lookup.namespace, prefix))
+        if body is None or body.data is None:
+            return None
+        if place > lookup.place:
+            lookup.place, lookup.body = place, body if len(body.data) <= self._options.lookup_bytes else None
+        return True
 
-        name = manifest_name(namespace, prefix)
-        try:
-            async with self._requests:
-                answer = await obstore.get_async(self._store, name)
-                if answer.meta["size"] > self._options.manifest_bytes:
-                    return None
-                data = (await answer.bytes_async()).to_bytes()
-        except FileNotFoundError:
-            return None
-        path = decode_manifest(self._seals, name, self._world_size, data)
-        if path is None or path[-1:] == [] or path[-1].prefix != prefix:
-            logger.warning("a manifest in the object store is not what this fleet writes, and is deleted: %s", name)
-            await self._delete_object(name)
-            return None
-        return path
+    async def _path(self, lookup: _Lookup, place: int, prefix: bytes) -> list[Node]:
+        """What the manifest says that a lookup found. Empty where it says nothing that can be used."""
+        name = manifest_name(lookup.namespace, prefix)
+        body = lookup.body if lookup.place == place else None
+        body = body or await self._reader.read(name)
+        if body is None:
+            return []
+        path = self._decoded(name, prefix, body)
+        if path is None:
+            self._reader.distrust(name, body.tag)
+        return path or []
+
+    def _decoded(self, name: str, prefix: bytes, body: Body) -> list[Node] | None:
+        path = decode_manifest(self._seals, name, self._world_size, body.data or b"")
+        return None if path is None or path[-1:] == [] or path[-1].prefix != prefix else path
+
+    def _is_bad(self, part: Part) -> bool:
+        return (part.pack, part.offset) in self._bad
 
     # Manifests.
 
@@ -307,46 +348,63 @@ class Librarian:
             if path is None:
                 self._unpublished[prefix] = None
             else:
-                name = manifest_name(self.namespace, prefix)
-                self._do(self._put(prefix, name, encode_manifest(self._seals, name, self._world_size, path)))
+                self._do(self._put(prefix, manifest_name(self.namespace, prefix), path))
         while len(self._unpublished) > self._options.max_unpublished:
             del self._unpublished[next(iter(self._unpublished))]
 
-    async def _put(self, prefix: bytes, name: str, data: bytes) -> None:
-        """What is there already says as much: it was put by somebody who had all of it."""
+    async def _put(self, prefix: bytes, name: str, path: list[Node]) -> None:
+        """What is there already says as much: it was put by an engine that had all of it. One that this host found bad
+        is looked at again, and replaced if it still is."""
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
+        data = encode_manifest(self._seals, name, self._world_size, path)
+        if len(data) > self._options.manifest_bytes or sum(len(node.parts) for node in path) > MAX_PARTS:
+            logger.debug("a path of %d chunks is too long for a manifest", len(path))
+            return
         try:
-            async with self._requests:
-                await obstore.put_async(self._store, name, data, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            pass
+            try:
+                async with self._reader.requests:
+                    await obstore.put_async(self._store, name, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                if not await self._is_worse(prefix, name, path):
+                    return
+                async with self._reader.requests:
+                    await obstore.put_async(self._store, name, data, use_multipart=False)
+            self._reader.trust(name)
+            self._doubted.pop(prefix, None)
         except Exception as error:
             self._complain("written to", error)
             self._unpublished[prefix] = None  # with what is stored next
 
+    async def _is_worse(self, prefix: bytes, name: str, path: list[Node]) -> bool:
+        """Whether the manifest that stands there is to be replaced by this path: it cannot be believed, or names a bad
+        place and nothing that this path does not name."""
+        if prefix not in self._doubted and not self._reader.is_bad(name):
+            return False
+        body = await self._reader.read(name, is_again=True)
+        standing = None if body is None else self._decoded(name, prefix, body)
+        if standing is None:
+            return True
+        if not any(self._is_bad(part) for node in standing for part in node.parts):
+            self._doubted.pop(prefix, None)
+            return False
+        named = {(node.prefix, part.tag) for node in path for part in node.parts}
+        return all((node.prefix, part.tag) in named for node in standing for part in node.parts)
+
     def _retract(self, key: Key, place: PackPlace) -> None:
+        """Name it no more. The manifests that do are replaced when it is stored again."""
+        self._bad.add((place.pack, place.offset), True)
         self._paths.forget(key, place.pack)
-        if place.source:
-            self._do(self._delete(place.source))
-
-    async def _delete(self, source: bytes) -> None:
-        if self.namespace is not None:
-            await self._delete_object(manifest_name(self.namespace, source))
-
-    async def _delete_object(self, name: str) -> None:
-        import obstore
-
-        try:
-            await obstore.delete_async(self._store, [name])
-        except FileNotFoundError:
-            pass
-        except Exception as error:  # whoever may not delete reads it again, and believes it as little
-            self._complain("cleaned", error)
+        if not place.source:
+            return
+        for end in self._paths.behind(prefix_of(key), place.source, self._options.boundary_every):
+            self._doubted[end] = self._unpublished[end] = None
+        while len(self._doubted) > self._options.max_unpublished:
+            del self._doubted[next(iter(self._doubted))]
 
     async def _begin_epoch(self, epoch: int) -> None:
         try:
-            await asyncio.to_thread(begin_epoch, self._store, self._cache, epoch)
+            await begin_epoch(self._store, self._seals, self._cache, epoch)
         except Exception as error:
             self._complain("reset", error)

@@ -3,7 +3,7 @@ one.
 
     <namespace>/p/<pack>/<rank>      chunks of one group, one after the other
     <namespace>/m/<prefix>           manifest of a prefix
-    <cache>/e/<epoch>                an epoch has begun; the last one counts
+    <cache>/epoch                    which epoch is current
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from blake3 import blake3
 from hybridkv.hashing import TAG_BYTES
 from hybridkv.tiers.contract import Key
 
-_CACHE_CONTEXT = "hybridkv 2026 cache in an object store v1"
+_CACHE_CONTEXT = "hybridkv 2026 cache in an object store v2"
 _NAMESPACE_CONTEXT = "hybridkv 2026 epoch of a cache in an object store v1"
 _PREFIX_CONTEXT = "hybridkv 2026 prefix in an object store v1"
 _NAME_BYTES = 20
@@ -69,11 +69,6 @@ def manifest_name(namespace: str, prefix: bytes) -> str:
     return f"{namespace}/m/{blake3(prefix, derive_key_context=_PREFIX_CONTEXT).hexdigest(_NAME_BYTES)}"
 
 
-def epoch_prefix(cache: str) -> str:
-    """Under which a cache's epochs are listed."""
-    return f"{cache}/e"
-
-
-def epoch_name(cache: str, epoch: int) -> str:
-    """Of the mark that an epoch has begun."""
-    return f"{epoch_prefix(cache)}/{epoch:010d}"
+def epoch_name(cache: str) -> str:
+    """Of the mark that says which epoch of a cache is current."""
+    return f"{cache}/epoch"

@@ -32,8 +32,9 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks that are believed to be there."""
     known_bytes: int = 1 << 44
     """Of these, in one rank."""
-    max_nodes: int = 262_144
-    """Prefixes whose place on their path is remembered, so that a manifest can name all that comes before."""
+    max_nodes: int = 131_072
+    """Prefixes whose place on their path is remembered, and chunks that end there, so that a manifest can name all that
+    comes before."""
     max_unpublished: int = 1024
     """Ends of paths whose manifests wait for what comes before them."""
     missing_s: float = 5.0
@@ -44,8 +45,12 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
     """For so long a chunk is offered that was found or stored. It is asked for again then, since packs expire."""
     bad_s: float = 600.0
     """For so long a place is believed by nobody here whose bytes were wrong or gone, whatever manifest names it."""
-    manifest_bytes: int = 64 << 20
-    """A larger manifest is not read."""
+    manifest_bytes: int = 4 << 20
+    """A larger manifest is neither written nor read."""
+    reading_bytes: int = 8 << 20
+    """Of manifests, that all lookups together read at one time."""
+    lookup_bytes: int = 256 << 10
+    """A lookup keeps the last manifest that it found, if that has no more bytes; a larger one it reads again."""
 
     # Bytes.
     read_bytes: int = 16 << 20

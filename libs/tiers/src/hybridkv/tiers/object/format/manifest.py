@@ -1,21 +1,30 @@
 """What a fleet holds of one prefix: every chunk of all groups on its path, from the first token on, and where each is.
 
 A manifest is named by the prefix at whose end it stands, so who knows a prompt knows what to ask for; it is put when
-all that it names is there, and never changed.
+all that it names is there. It is replaced only where it is bad.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from hybridkv.tiers.object.format.seals import SEAL_BYTES, Seals
 
 VERSION = 1
 _NUMBERS = 4
 """Of a part: its tag, its pack, its offset, its bytes."""
+MAX_PARTS = 65_536
+"""Of one manifest, and as many prefixes and packs. A stranger's bytes must not cost memory, so the decoder looks at
+lengths before it makes anything."""
+MAX_TAGS = 256
+_LARGEST_TAG = 64
+_LARGEST_PREFIX = 64
+_LARGEST_PACK = 128
+_LARGEST_NUMBER = (1 << 63) - 1
 
 
 class Part(NamedTuple):
@@ -46,15 +55,18 @@ class Node(NamedTuple):
     parts: Sequence[Part]
 
 
-class _Body(msgspec.Struct, array_like=True):
+_Number = Annotated[int, Meta(ge=0, le=_LARGEST_NUMBER)]
+
+
+class _Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     version: int
     world_size: int
-    tags: list[bytes]
-    packs: list[str]
-    prefixes: list[bytes]
-    counts: list[int]
+    tags: Annotated[list[Annotated[bytes, Meta(max_length=_LARGEST_TAG)]], Meta(max_length=MAX_TAGS)]
+    packs: Annotated[list[Annotated[str, Meta(max_length=_LARGEST_PACK)]], Meta(max_length=MAX_PARTS)]
+    prefixes: Annotated[list[Annotated[bytes, Meta(max_length=_LARGEST_PREFIX)]], Meta(max_length=MAX_PARTS)]
+    counts: Annotated[list[_Number], Meta(max_length=MAX_PARTS)]
     """How many parts each prefix has."""
-    numbers: list[int]
+    numbers: Annotated[list[_Number], Meta(max_length=_NUMBERS * MAX_PARTS)]
     """Of all parts, one after the other."""
 
 
@@ -63,7 +75,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[Node]) -> bytes:
-    """The bytes of a manifest.
+    """The bytes of a manifest. One of more than `MAX_PARTS` is read by nobody.
 
     Args:
         seals: of the fleet.
@@ -85,18 +97,23 @@ def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[Nod
     return seals.of(name.encode(), body) + body
 
 
+def is_sealed(seals: Seals, name: str, data: bytes) -> bool:
+    """Whether this fleet wrote these bytes under this name. Looks at nothing that they say."""
+    view = memoryview(data)
+    return len(data) >= SEAL_BYTES and seals.holds(data[:SEAL_BYTES], name.encode(), view[SEAL_BYTES:])
+
+
 def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> list[Node] | None:
     """The path of a manifest. None where it is not one that this fleet wrote under this name, for as many ranks."""
-    seal, body = data[:SEAL_BYTES], data[SEAL_BYTES:]
-    if len(seal) < SEAL_BYTES or not seals.holds(seal, name.encode(), body):
+    if not is_sealed(seals, name, data):
         return None
     try:
-        found = _decoder.decode(body)
-    except msgspec.DecodeError:
+        found = _decoder.decode(memoryview(data)[SEAL_BYTES:])
+    except (msgspec.DecodeError, RecursionError):
         return None
     if (found.version, found.world_size) != (VERSION, world_size) or len(found.counts) != len(found.prefixes):
         return None
-    if min(found.counts, default=0) < 0 or len(found.numbers) != _NUMBERS * sum(found.counts):
+    if len(found.numbers) != _NUMBERS * sum(found.counts):
         return None
     each = iter(found.numbers)
     path: list[Node] = []
@@ -104,7 +121,7 @@ def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> li
         parts = []
         for _ in range(count):
             tag, pack, offset, num_bytes = next(each), next(each), next(each), next(each)
-            if not (0 <= tag < len(found.tags) and 0 <= pack < len(found.packs) and offset >= 0 and num_bytes > 0):
+            if tag >= len(found.tags) or pack >= len(found.packs) or not num_bytes:
                 return None
             parts.append(Part(found.tags[tag], found.packs[pack], offset, num_bytes))
         path.append(Node(prefix, parts))

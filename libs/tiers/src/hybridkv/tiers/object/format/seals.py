@@ -31,7 +31,7 @@ class Seals:
         """Whether a seal proves who made it, and covers the bytes of chunks."""
         return self._key is not None
 
-    def of(self, *parts: bytes, views: Sequence[memoryview] = ()) -> bytes:
+    def of(self, *parts: bytes | memoryview, views: Sequence[memoryview] = ()) -> bytes:
         """The seal of these, each with its length before it, and, where it is keyed, of a chunk's bytes, however they
         are cut into views. Where it is not, a checksum has them."""
         digest = blake3() if self._key is None else blake3(key=self._key)
@@ -44,6 +44,6 @@ class Seals:
                 digest.update(view)
         return digest.digest()
 
-    def holds(self, seal: bytes, *parts: bytes, views: Sequence[memoryview] = ()) -> bool:
+    def holds(self, seal: bytes, *parts: bytes | memoryview, views: Sequence[memoryview] = ()) -> bool:
         """Whether this is their seal."""
         return hmac.compare_digest(seal, self.of(*parts, views=views))

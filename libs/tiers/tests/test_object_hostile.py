@@ -1,0 +1,297 @@
+"""A store in strangers' hands, and hosts that are sick: what they can do to others, which is little."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from object_depots import FINGERPRINT, wait_until
+from object_engines import FULL, Engine, chunks_of, path_of
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.object import Depot, ObjectOptions, open_index
+from hybridkv.tiers.object.names import cache_name, manifest_name, namespace_of, prefix_of
+from hybridkv.tiers.testing.played_s3 import PlayedS3, Request, Trouble, Zeros
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+MIB = 1 << 20
+OPTIONS = ObjectOptions(missing_s=0.01, first_retry_s=0.02, last_retry_s=0.1, epoch_check_s=0.02)
+
+
+@pytest.fixture
+def s3() -> Iterator[PlayedS3]:
+    with PlayedS3() as server:
+        yield server
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def engine_at(s3: PlayedS3, who: str = "owner", secret: bytes = b"s", options: ObjectOptions = OPTIONS) -> Engine:
+    return Engine(Depot("s3://fleet", s3.settings(who), secret), options=options)
+
+
+def stored(s3: PlayedS3, keys: list[bytes], secret: bytes = b"s") -> dict[bytes, bytes]:
+    """What an engine that has ended left there."""
+    chunks = chunks_of(keys)
+    engine = engine_at(s3, secret=secret)
+    engine.store(keys, chunks)
+    engine.close()
+    return chunks
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1]) if data else data
+
+
+def loaded(s3: PlayedS3, keys: list[bytes]) -> list[bytes] | None:
+    """What an engine finds that knows nothing yet."""
+    engine = engine_at(s3)
+    try:
+        return engine.load(keys) if engine.hear(keys) == [HIT] * len(keys) else None
+    finally:
+        engine.close()
+
+
+# Sick hosts.
+
+
+def test_a_host_with_damaged_reads_takes_nothing_from_others(s3: PlayedS3, engines: list[Engine]) -> None:
+    """It cannot read, and says so; what is there stays as it is, and others find it."""
+    paths = [path_of(12, bytes([number])) for number in range(8)]
+    chunks = {key: chunk for keys in paths for key, chunk in stored(s3, keys).items()}
+    before = dict(s3.objects)
+    s3.trouble = lambda request: Trouble(damage=flipped) if request.who == "sick" and "/m/" in request.name else None
+    engines.append(engine_at(s3, "sick"))
+    for keys in paths:
+        assert engines[0].hear(keys) == [MISS] * 12
+    engines[0].close()
+    assert {name: data for name, data in s3.objects.items() if "/proof/" not in name} == before
+    engines[:] = [engine_at(s3)]
+    for keys in paths:
+        assert engines[0].hear(keys) == [HIT] * 12
+        assert engines[0].load(keys) == [chunks[key] for key in keys]
+
+
+def test_a_host_with_damaged_reads_that_stores_takes_nothing_from_others(
+    s3: PlayedS3, engines: list[Engine]
+) -> None:
+    keys = path_of(12)
+    chunks = stored(s3, keys)
+    s3.trouble = lambda request: Trouble(damage=flipped) if request.who == "sick" and "/m/" in request.name else None
+    engines.append(engine_at(s3, "sick"))
+    assert engines[0].hear(keys) == [MISS] * 12
+    engines[0].store(keys, chunks)
+    engines[0].close()
+    engines[:] = []
+    assert loaded(s3, keys) == [chunks[key] for key in keys]
+
+
+def test_a_host_that_reads_no_pack_takes_nothing_from_others(s3: PlayedS3, engines: list[Engine]) -> None:
+    keys = path_of(12)
+    chunks = stored(s3, keys)
+    number = len(s3.names("/m/"))
+    s3.trouble = lambda request: Trouble(damage=flipped) if request.who == "sick" and "/p/" in request.name else None
+    engines.append(engine_at(s3, "sick"))
+    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].load(keys) is None
+    engines[0].close()
+    engines[:] = []
+    assert len(s3.names("/m/")) == number
+    assert loaded(s3, keys) == [chunks[key] for key in keys]
+
+
+@pytest.mark.parametrize("part", ["/m/", "/p/"])
+def test_a_read_that_is_damaged_once_is_made_again_another_way(
+    s3: PlayedS3, engines: list[Engine], part: str
+) -> None:
+    keys = path_of(12)
+    chunks = stored(s3, keys)
+    reads: Counter[str] = Counter()
+
+    def trouble(request: Request) -> Trouble | None:
+        if request.method != "GET" or part not in request.name:
+            return None
+        reads[request.name] += 1
+        return Trouble(damage=flipped) if reads[request.name] == 1 else None
+
+    s3.trouble = trouble
+    engines.append(engine_at(s3))
+    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].load(keys) == [chunks[key] for key in keys]
+    assert max(reads.values()) > 1
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk", bytes(5000)])
+def test_a_bad_manifest_is_replaced_by_whoever_stores_its_path(
+    s3: PlayedS3, engines: list[Engine], junk: bytes
+) -> None:
+    keys = path_of(12)
+    stored(s3, keys)
+    for name in s3.names("/m/"):
+        s3.objects[name] = junk
+    engines.append(engine_at(s3))
+    assert engines[0].hear(keys) == [MISS] * 12
+    chunks = chunks_of(keys)
+    engines[0].store(keys, chunks)
+    engines[0].close()
+    engines[:] = []
+    assert loaded(s3, keys) == [chunks[key] for key in keys]
+
+
+def test_a_manifest_of_a_pack_that_expired_is_replaced_by_whoever_stores_that_part(
+    s3: PlayedS3, engines: list[Engine]
+) -> None:
+    """Its own one, and those behind it on its path, which name it too."""
+    keys = path_of(12)
+    chunks = chunks_of(keys)
+    for first, stop in ((0, 5), (5, 12)):
+        engine = engine_at(s3)
+        engine.hear(keys[:first])
+        engine.store(keys[:stop], chunks)
+        engine.close()
+    [pack] = [name for name in s3.names("/p/") if loadable_part(s3, name, chunks[keys[0]])]
+    del s3.objects[pack]
+    engines.append(engine_at(s3))
+    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].load(keys) is None
+    number = len(s3.names("/m/"))
+    missing = [key for key in keys if engines[0].index.lookup(key) is MISS]
+    assert missing and set(missing) <= set(keys[:5])
+    engines[0].store(keys[:5], chunks)
+    engines[0].close()
+    engines[:] = []
+    assert len(s3.names("/m/")) >= number
+    assert loaded(s3, keys) == [chunks[key] for key in keys]
+
+
+def loadable_part(s3: PlayedS3, name: str, chunk: bytes) -> bool:
+    data = s3.objects[name]
+    return isinstance(data, bytes) and chunk in data
+
+
+def test_no_reader_deletes(s3: PlayedS3, engines: list[Engine]) -> None:
+    keys = path_of(6)
+    stored(s3, keys)
+    for name in s3.names("/p/"):
+        del s3.objects[name]
+    deleted: list[str] = []
+    s3.trouble = lambda request: deleted.append(request.name) if request.method == "DELETE" else None
+    engines.append(engine_at(s3))
+    engines[0].hear(keys)
+    assert engines[0].load(keys) is None
+    engines[0].close()
+    engines[:] = []
+    assert not [name for name in deleted if "/proof/" not in name]
+
+
+# Memory.
+
+
+def manifest_names(keys: list[bytes], secret: bytes = b"s") -> list[str]:
+    cache = cache_name(secret, FINGERPRINT, OPTIONS.boundary_every)
+    return [manifest_name(namespace_of(cache, 0), prefix_of(key)) for key in keys]
+
+
+def test_of_a_manifest_that_is_too_large_no_more_is_read_than_its_size(s3: PlayedS3, engines: list[Engine]) -> None:
+    keys = path_of(20)
+    for name in manifest_names(keys):
+        s3.objects[name] = Zeros(64 * MIB)
+    engines.append(engine_at(s3))
+    assert engines[0].hear(keys) == [MISS] * 20
+    # What the system's buffers take is not read.
+    assert s3.sent_bytes < 20 * 8 * MIB
+
+
+JUNK = """
+import resource, sys, time
+from object_engines import Engine, path_of
+from hybridkv.tiers.object import Depot, ObjectOptions
+from hybridkv.planner import LookupResult
+url, port, secret = sys.argv[1], sys.argv[2], sys.argv[3].encode()
+settings = {"endpoint": f"http://127.0.0.1:{port}", "region": "us-east-1", "access_key_id": "a",
+            "secret_access_key": "b"}
+engine = Engine(Depot(url, settings, secret), options=ObjectOptions(missing_s=0.01))
+engine.hear(path_of(1, b"warm"))
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+before, most = rss(), 0
+import threading
+over = threading.Event()
+def watch():
+    global most
+    while not over.wait(0.002):
+        most = max(most, rss())
+threading.Thread(target=watch, daemon=True).start()
+keys = path_of(int(sys.argv[4]))
+for _ in range(3):
+    engine.hear(keys)
+    time.sleep(0.02)
+over.set()
+began = time.monotonic()
+engine.close()
+print(max(most, rss()) - before, time.monotonic() - began)
+"""
+
+
+def grown_bytes(s3: PlayedS3, secret: str, number: int) -> int:
+    """By how much a scheduler's process has grown at most while it asked for a path."""
+    command = [sys.executable, "-c", JUNK, "s3://fleet", str(s3.port), secret, str(number)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    return int(done.stdout.split()[0])
+
+
+@pytest.mark.parametrize("num_bytes", [64 * MIB, OPTIONS.manifest_bytes])
+def test_junk_under_manifests_names_costs_little_memory(s3: PlayedS3, num_bytes: int) -> None:
+    for name in manifest_names(path_of(100)):
+        s3.objects[name] = Zeros(num_bytes)
+    assert grown_bytes(s3, "s", 100) < 64 * MIB
+
+
+# Epochs.
+
+
+def test_one_strange_mark_hides_nothing(s3: PlayedS3, engines: list[Engine]) -> None:
+    keys = path_of(5)
+    stored(s3, keys)
+    cache = cache_name(b"s", FINGERPRINT, OPTIONS.boundary_every)
+    s3.objects[f"{cache}/e/9999999999"] = b""
+    s3.objects[f"{cache}/e"] = b"junk"
+    engines.append(engine_at(s3))
+    assert engines[0].hear(keys) == [HIT] * 5
+
+
+# A store that comes back.
+
+
+@pytest.mark.parametrize("status", [403, 404, 503])
+def test_a_store_that_refuses_while_it_comes_back_is_used_when_it_is_back(
+    s3: PlayedS3, engines: list[Engine], status: int
+) -> None:
+    keys = path_of(5)
+    chunks = stored(s3, keys)
+    answers = [status] * 4
+    is_gone = threading.Event()
+    is_gone.set()
+
+    def trouble(request: Request) -> Trouble | None:
+        if is_gone.is_set():
+            return Trouble(503)
+        return Trouble(answers.pop()) if answers else None
+
+    s3.trouble = trouble
+    engines.append(engine_at(s3, options=msgspec.structs.replace(OPTIONS, opening_timeout_s=0.1)))
+    is_gone.clear()
+    wait_until(lambda: not answers and engines[0].hear(keys) == [HIT] * 5)
+    assert engines[0].load(keys) == [chunks[key] for key in keys]
