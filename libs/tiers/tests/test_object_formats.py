@@ -176,15 +176,15 @@ def test_the_bytes_are_those_of_version_1(secret: bytes) -> None:
         assert data == (GOLDEN / name).read_bytes(), name
 
 
-def test_names_are_those_of_version_1() -> None:
+def test_names_are_those_of_version_2() -> None:
     cache = cache_name(b"one", bytes(32), 8)
     namespace = namespace_of(cache, 2)
     pack = pack_name("n", "e-1")
-    assert [cache, namespace, manifest_name("n", b"prefix"), epoch_name("c", 7), rank_name(pack, 3)] == [
+    assert [cache, namespace, manifest_name("n", b"prefix"), epoch_name("c"), rank_name(pack, 3)] == [
         "f7dacd8221c3cc8069dd9422556a17e572d4143d",
         "d1fe32402dc1f1d813fe713f44233b4a34a5761d",
         "n/m/c54307b6e4b2ed72fb2eb426a14c51d4e3b1c27e",
-        "c/e/0000000007",
+        "c/epoch",
         "n/p/e-1/3",
     ]
 

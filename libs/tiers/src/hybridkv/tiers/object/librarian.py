@@ -96,8 +96,6 @@ class Librarian:
         self._reader = ManifestReader(collection.store, collection.seals, options, clock)
         self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
         """Places whose bytes were wrong or gone."""
-        self._doubted: dict[bytes, None] = {}
-        """Ends of paths whose manifests named such a place. The oldest first."""
         self._unpublished: dict[bytes, None] = {}
         """Ends of paths of which something before is not known yet, or whose manifest could not be written. The oldest
         first."""
@@ -193,7 +191,6 @@ class Librarian:
     def _forget(self) -> None:
         self._paths.clear()
         self._unpublished.clear()
-        self._doubted.clear()
 
     def _complain(self, doing: str, error: Exception) -> None:
         """Once while it lasts: what follows from it is counted."""
@@ -353,8 +350,8 @@ class Librarian:
             del self._unpublished[next(iter(self._unpublished))]
 
     async def _put(self, prefix: bytes, name: str, path: list[Node]) -> None:
-        """What is there already says as much: it was put by an engine that had all of it. One that this host found bad
-        is looked at again, and replaced if it still is."""
+        """What is there already says as much: it was put by an engine that had all of it. Unless it is bad: then it is
+        replaced."""
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
@@ -372,7 +369,6 @@ class Librarian:
                 async with self._reader.requests:
                     await obstore.put_async(self._store, name, data, use_multipart=False)
             self._reader.trust(name)
-            self._doubted.pop(prefix, None)
         except Exception as error:
             self._complain("written to", error)
             self._unpublished[prefix] = None  # with what is stored next
@@ -380,14 +376,11 @@ class Librarian:
     async def _is_worse(self, prefix: bytes, name: str, path: list[Node]) -> bool:
         """Whether the manifest that stands there is to be replaced by this path: it cannot be believed, or names a bad
         place and nothing that this path does not name."""
-        if prefix not in self._doubted and not self._reader.is_bad(name):
-            return False
         body = await self._reader.read(name, is_again=True)
         standing = None if body is None else self._decoded(name, prefix, body)
         if standing is None:
             return True
         if not any(self._is_bad(part) for node in standing for part in node.parts):
-            self._doubted.pop(prefix, None)
             return False
         named = {(node.prefix, part.tag) for node in path for part in node.parts}
         return all((node.prefix, part.tag) in named for node in standing for part in node.parts)
@@ -399,9 +392,7 @@ class Librarian:
         if not place.source:
             return
         for end in self._paths.behind(prefix_of(key), place.source, self._options.boundary_every):
-            self._doubted[end] = self._unpublished[end] = None
-        while len(self._doubted) > self._options.max_unpublished:
-            del self._doubted[next(iter(self._doubted))]
+            self._unpublished[end] = None
 
     async def _begin_epoch(self, epoch: int) -> None:
         try:

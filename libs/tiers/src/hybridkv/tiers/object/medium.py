@@ -228,24 +228,35 @@ class ObjectMedium:
             self._moves.complete(Completion(move.ticket, checksum=checksum))
 
     def _read(self, pack: str, run: list[_PackMove]) -> None:
+        """One range. What comes wrong is read once more, by another range: what is sick may lie on the way here."""
+        bad = self._read_from(pack, run, run[0].slot.offset, is_last=False)
+        if bad:
+            first = 0 if bad[-1].end <= self._options.read_bytes else bad[0].slot.offset
+            self._read_from(pack, bad, first, is_last=True)
+
+    def _read_from(self, pack: str, run: list[_PackMove], first: int, *, is_last: bool) -> list[_PackMove]:
+        """Those whose bytes were wrong and that may be read again; all others have ended."""
         import obstore
 
         name = rank_name(pack, self._rank)
-        left = list(run)
+        left, bad = list(run), []
         try:
-            first, last = run[0].slot.offset, max(move.end for move in run)
-            answer = obstore.get(self._opened(), name, options={"range": (first, last)})
+            answer = obstore.get(self._opened(), name, options={"range": (first, max(move.end for move in run))})
             stream = _Stream(answer.stream(min_chunk_size=1), first)
             while left:
                 move = left[0]
                 stream.skip_to(move.slot.offset)
                 completion = self._taken(stream, PartPlace(name, self._rank, move.slot.offset), move)
                 left.pop(0)
-                self._moves.complete(completion)
+                if completion.failure is None or is_last:
+                    self._moves.complete(completion)
+                else:
+                    bad.append(move)
         except Exception as error:
             if not isinstance(error, FileNotFoundError) and _is_beyond(error):
                 error = FileNotFoundError(str(error))
             self._end_all(left, failure_of(error, f"reading {name}"))
+        return bad
 
     def _taken(self, stream: _Stream, place: PartPlace, move: _PackMove) -> Completion:
         header = stream.read(HEADER_BYTES)

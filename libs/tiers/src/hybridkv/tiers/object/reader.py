@@ -43,10 +43,6 @@ class ManifestReader:
         self._bad: Quarantine[str, str] = Quarantine(options.max_asked, options.bad_s, clock)
         """Tags of the versions that are not read again, by name. No store's tag is empty."""
 
-    def is_bad(self, name: str) -> bool:
-        """Whether this host could not believe what it read there."""
-        return name in self._bad
-
     def distrust(self, name: str, tag: str | None) -> None:
         """Its seal holds or not: this version says nothing that can be used."""
         log = logger.debug if self._bad else logger.warning
