@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.tiers import Failure, FailureReason
-from hybridkv.tiers.object.format.manifest import Node, Part, decode_manifest, encode_manifest
+from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
+from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, decode_manifest, encode_manifest
 from hybridkv.tiers.object.format.record import HEADER_BYTES, PartPlace, check_header, check_seal, encode_header
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import (
@@ -150,6 +152,12 @@ def test_no_bytes_whatever_raise_even_where_their_seal_holds(body: bytes) -> Non
         [1, 1, [b"t"], ["p"], [b"x"], [1], [0, 0, 0, 0]],
         [1, 1, [b"t"], ["p"], [b"x", b"y"], [2, -1], [0, 0, 0, 5]],
         [1, 1, [b"t"], ["p"], [b"x"], [], []],
+        [1, 1, [b"t"], ["p"], [b"x"], [1], [0, 0, 1 << 63, 5]],
+        [1, 1, [b"t" * 65], [], [], [], []],
+        [1, 1, [b"t"] * 257, [], [], [], []],
+        [1, 1, [], ["p" * 129], [], [], []],
+        [1, 1, [], [], [b"x" * 65], [0], []],
+        [1, 1, [], [], [], [], [], []],
     ],
 )
 def test_a_manifest_that_does_not_fit_together_is_none(body: list[object]) -> None:
@@ -157,6 +165,51 @@ def test_a_manifest_that_does_not_fit_together_is_none(body: list[object]) -> No
 
     data = msgspec.msgpack.encode(body)
     assert decode_manifest(Seals(), "m", 1, Seals().of(b"m", data) + data) is None
+
+
+LISTS = {
+    "tags": lambda number: [1, 1, [b"t"] * number, [], [], [], []],
+    "packs": lambda number: [1, 1, [], ["p1"] * number, [], [], []],
+    "prefixes": lambda number: [1, 1, [], [], [b"x"] * number, [], []],
+    "counts": lambda number: [1, 1, [], [], [], [0] * number, []],
+    "numbers": lambda number: [1, 1, [], [], [], [], [300] * number],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_crafted_manifest_costs_no_memory(name: str) -> None:
+    """Its lengths are looked at before anything is made of it."""
+    import msgspec
+
+    data = msgspec.msgpack.encode(LISTS[name](1_000_000))
+    made = Seals().of(b"m", data) + data
+    tracemalloc.start()
+    assert decode_manifest(Seals(), "m", 1, made) is None
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 1 << 20
+
+
+def test_a_manifest_of_as_many_chunks_as_it_may_have_is_read() -> None:
+    path = [Node(bytes([7]) * 32, [Part(b"f" * 16, "n/p/e-1", 4096 * number, 4096)]) for number in range(MAX_PARTS)]
+    made = encode_manifest(Seals(), "m", 1, path)
+    assert decode_manifest(Seals(), "m", 1, made) == path
+    more = encode_manifest(Seals(), "m", 1, [*path, *path[:1]])
+    assert decode_manifest(Seals(), "m", 1, more) is None
+
+
+@pytest.mark.parametrize("secret", [b"", b"one"])
+def test_a_mark_of_an_epoch_says_what_it_was_told(secret: bytes) -> None:
+    made = encode_epoch(Seals(secret), "c/epoch", 7)
+    assert len(made) == EPOCH_MARK_BYTES
+    assert decode_epoch(Seals(secret), "c/epoch", made) == 7
+    assert decode_epoch(Seals(secret), "d/epoch", made) is None
+    assert decode_epoch(Seals(b"two"), "c/epoch", made) is None
+    for at in range(len(made)):
+        changed = bytearray(made)
+        changed[at] ^= 1
+        assert decode_epoch(Seals(secret), "c/epoch", bytes(changed)) is None
+        assert decode_epoch(Seals(secret), "c/epoch", made[:at]) is None
 
 
 def test_a_manifest_is_good_under_its_name_alone() -> None:
@@ -171,6 +224,7 @@ def test_the_bytes_are_those_of_version_1(secret: bytes) -> None:
     made = {
         f"object_part_v1{'_keyed' if secret else ''}.bin": header(Seals(secret)),
         f"object_manifest_v1{'_keyed' if secret else ''}.bin": encode_manifest(Seals(secret), "n/m/1", 2, PATH),
+        f"object_epoch_v1{'_keyed' if secret else ''}.bin": encode_epoch(Seals(secret), "c/epoch", 1_800_000_000),
     }
     for name, data in made.items():
         assert data == (GOLDEN / name).read_bytes(), name
@@ -181,8 +235,8 @@ def test_names_are_those_of_version_2() -> None:
     namespace = namespace_of(cache, 2)
     pack = pack_name("n", "e-1")
     assert [cache, namespace, manifest_name("n", b"prefix"), epoch_name("c"), rank_name(pack, 3)] == [
-        "f7dacd8221c3cc8069dd9422556a17e572d4143d",
-        "d1fe32402dc1f1d813fe713f44233b4a34a5761d",
+        "6696f07bd9cf017df2e4a85f4be7984b41efea4e",
+        "0aa75139ce62e45ca624af8ddf030aae244c5fb3",
         "n/m/c54307b6e4b2ed72fb2eb426a14c51d4e3b1c27e",
         "c/epoch",
         "n/p/e-1/3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -16,7 +17,13 @@ from object_engines import FULL, Engine, chunks_of, path_of
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.object import Depot, ObjectOptions, open_index
-from hybridkv.tiers.object.names import cache_name, manifest_name, namespace_of, prefix_of
+from hybridkv.tiers.object.bodies import Room
+from hybridkv.tiers.object.epochs import next_epoch
+from hybridkv.tiers.object.format.epoch import encode_epoch
+from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, encode_manifest
+from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.names import cache_name, epoch_name, manifest_name, namespace_of, prefix_of
+from hybridkv.tiers.object.quarantine import Quarantine
 from hybridkv.tiers.testing.played_s3 import PlayedS3, Request, Trouble, Zeros
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -259,17 +266,136 @@ def test_junk_under_manifests_names_costs_little_memory(s3: PlayedS3, num_bytes:
     assert grown_bytes(s3, "s", 100) < 64 * MIB
 
 
+def crafted(name: str, prefix: bytes, pack: str) -> bytes:
+    """A manifest of as many chunks as it may have; without a secret anybody makes one."""
+    tags = [bytes([number]) * 16 for number in range(4)]
+    own = [prefix[:16] + number.to_bytes(16, "little") for number in range(MAX_PARTS // 4 - 1)] + [prefix]
+    path = [Node(each, [Part(tag, f"{pack}{at % 7}", 1 << 40, 1 << 20) for tag in tags]) for at, each in enumerate(own)]
+    return encode_manifest(Seals(), name, 1, path)
+
+
+def test_crafted_manifests_cost_little_memory(s3: PlayedS3) -> None:
+    keys = path_of(24)
+    for name, key in zip(manifest_names(keys, b""), keys, strict=True):
+        s3.objects[name] = crafted(name, prefix_of(key), name[:8])
+    assert grown_bytes(s3, "", 24) < 64 * MIB
+
+
+def test_a_path_that_is_too_long_has_no_manifest(s3: PlayedS3, engines: list[Engine]) -> None:
+    """Nobody would read it."""
+    engines.append(engine_at(s3, options=msgspec.structs.replace(OPTIONS, manifest_bytes=300)))
+    keys = path_of(12)
+    engines[0].store(keys, chunks_of(keys))
+    engines[0].close()
+    engines[:] = []
+    assert all(len(s3.objects[name]) <= 300 for name in s3.names("/m/"))  # type: ignore[arg-type]
+
+
+def test_of_a_manifest_that_is_too_large_to_be_kept_the_chunks_are_found(s3: PlayedS3, engines: list[Engine]) -> None:
+    keys = path_of(12)
+    chunks = stored(s3, keys)
+    engines.append(engine_at(s3, options=msgspec.structs.replace(OPTIONS, lookup_bytes=100)))
+    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].load(keys) == [chunks[key] for key in keys]
+
+
+def test_one_object_that_cannot_be_read_hides_no_other(s3: PlayedS3, engines: list[Engine]) -> None:
+    keys = path_of(12)
+    stored(s3, keys)
+    other = manifest_names([*keys, FULL + b"x" * 32])[-1]
+    s3.objects[other] = b""
+    s3.trouble = lambda request: Trouble(403) if request.name == other else None
+    engines.append(engine_at(s3))
+    assert engines[0].hear([*keys, FULL + b"x" * 32]) == [HIT] * 12 + [MISS]
+
+
+@pytest.mark.parametrize("part", ["/m/", "/p/", "/epoch"])
+def test_an_answer_of_more_than_was_asked_for_is_not_read(s3: PlayedS3, engines: list[Engine], part: str) -> None:
+    keys = path_of(12)
+    stored(s3, keys)
+    s3.trouble = lambda request: Trouble(more_bytes=64 * MIB) if part in request.name else None
+    engines.append(engine_at(s3))
+    before = s3.sent_bytes
+    engines[0].hear(keys)
+    engines[0].load(keys)
+    assert s3.sent_bytes - before < 64 * MIB
+
+
+def test_room_is_never_overdrawn() -> None:
+    async def run() -> int:
+        room, held, most = Room(100), 0, 0
+
+        async def take(num_bytes: int) -> None:
+            nonlocal held, most
+            async with room.taken(num_bytes):
+                held += num_bytes
+                most = max(most, held)
+                await asyncio.sleep(0)
+                held -= num_bytes
+
+        given_up = [asyncio.create_task(take(90)) for _ in range(3)]
+        await asyncio.sleep(0)
+        given_up[1].cancel()
+        await asyncio.gather(*(take(num_bytes) for num_bytes in (60, 50, 40, 100, 1)))
+        return most
+
+    assert 90 <= asyncio.run(run()) <= 100
+
+
+def test_a_quarantine_is_bounded_and_ends() -> None:
+    now = [0.0]
+    bad: Quarantine[str, int] = Quarantine(2, 10.0, lambda: now[0])
+    for number, name in enumerate("abc"):
+        bad.add(name, number)
+    assert ["a" in bad, "b" in bad, bad.get("c")] == [False, True, 2]
+    bad.release("c")
+    now[0] = 10.0
+    assert "b" not in bad and "c" not in bad
+
+
 # Epochs.
 
 
-def test_one_strange_mark_hides_nothing(s3: PlayedS3, engines: list[Engine]) -> None:
+def mark_name(secret: bytes = b"s") -> str:
+    return epoch_name(cache_name(secret, FINGERPRINT, OPTIONS.boundary_every))
+
+
+@pytest.mark.parametrize("secret", [b"", b"s"])
+def test_no_strange_mark_hides_anything(s3: PlayedS3, engines: list[Engine], secret: bytes) -> None:
+    """Sealed by somebody else, or from the far future."""
     keys = path_of(5)
-    stored(s3, keys)
-    cache = cache_name(b"s", FINGERPRINT, OPTIONS.boundary_every)
-    s3.objects[f"{cache}/e/9999999999"] = b""
-    s3.objects[f"{cache}/e"] = b"junk"
+    stored(s3, keys, secret)
+    name = mark_name(secret)
+    far = int(time.time()) + 10 * 86_400
+    marks = [b"", b"junk", encode_epoch(Seals(secret), name, far), encode_epoch(Seals(b"t"), name, int(time.time()))]
+    for mark in marks:
+        s3.objects[name] = mark
+        s3.objects[f"{name.removesuffix('poch')}/9999999999"] = b""
+        engines.append(engine_at(s3, secret=secret))
+        assert engines[-1].hear(keys) == [HIT] * 5
+
+
+def test_a_mark_that_was_lost_or_written_over_is_written_again(s3: PlayedS3, engines: list[Engine]) -> None:
+    place = Depot("s3://fleet", s3.settings(), b"s")
+    resetting = open_index(place, FINGERPRINT, 1, OPTIONS, time.monotonic, clears_all=True)
+    resetting.clear()
+    name = mark_name()
+    wait_until(lambda: name in s3.objects)
+    mark = s3.objects[name]
+    keys = path_of(5)
     engines.append(engine_at(s3))
-    assert engines[0].hear(keys) == [HIT] * 5
+    engines[0].store(keys, chunks_of(keys))
+    del s3.objects[name]
+    wait_until(lambda: s3.objects.get(name) == mark)
+    s3.objects[name] = b"junk"
+    wait_until(lambda: s3.objects.get(name) == mark)
+    resetting.close()
+    assert loaded(s3, keys) is not None
+
+
+def test_epochs_go_on_where_they_are_ahead_of_the_clock() -> None:
+    assert next_epoch(0, 1_800_000_000.5) == 1_800_000_000
+    assert next_epoch(1_800_000_000, 1_800_000_000.5) == 1_800_000_001
 
 
 # A store that comes back.

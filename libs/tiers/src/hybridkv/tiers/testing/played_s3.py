@@ -43,11 +43,13 @@ class Trouble:
         status: answered at once, with an error's body; 0: the request is carried out.
         damage: changes the bytes of an object on their way to the client.
         delay_s: waited before anything else.
+        more_bytes: behind an answer, that nobody asked for.
     """
 
     status: int = 0
     damage: Callable[[bytes], bytes] | None = None
     delay_s: float = 0.0
+    more_bytes: int = 0
 
 
 class Zeros:
@@ -132,8 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         request = self._request("LIST" if "list-type" in self.path else "GET")
-        damage = self._troubled(request)
-        if damage is None:
+        trouble = self._troubled(request)
+        if trouble is None:
             return
         if request.method == "LIST":
             self._list()
@@ -159,13 +161,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206 if "Content-Range" in more else 200)
         for name, value in more.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(end - first))
+        self.send_header("Content-Length", str(end - first + trouble.more_bytes))
         self.end_headers()
         for at in range(first, end, _PIECE_BYTES):
             stop = min(end, at + _PIECE_BYTES)
             data = bytes(stop - at) if isinstance(found, Zeros) else found[at:stop]
-            self.wfile.write(damage(data))
-            self.s3.sent_bytes += stop - at
+            self._send(trouble.damage(data) if trouble.damage else data)
+        for at in range(0, trouble.more_bytes, _PIECE_BYTES):
+            self._send(bytes(min(_PIECE_BYTES, trouble.more_bytes - at)))
+
+    def _send(self, data: bytes) -> None:
+        self.wfile.write(data)
+        self.s3.sent_bytes += len(data)
 
     def do_PUT(self) -> None:
         data = self.rfile.read(int(self.headers.get("Content-Length", "0")))
@@ -218,8 +225,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _request(self, method: str) -> Request:
         return Request(method, unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2], self._who())
 
-    def _troubled(self, request: Request) -> Callable[[bytes], bytes] | None:
-        """What is done to the bytes of an answer. None where the request was answered with an error."""
+    def _troubled(self, request: Request) -> Trouble | None:
+        """What is done to the answer. None where the request was answered with an error."""
         with self.s3.lock:
             self.s3.counts[request.method] += 1
         trouble = self.s3.trouble(request) or Trouble()
@@ -228,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
         if trouble.status:
             self._say(trouble.status, _error(_CODES.get(trouble.status, "InternalError")))
             return None
-        return trouble.damage or (lambda data: data)
+        return trouble
 
     def _say(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
