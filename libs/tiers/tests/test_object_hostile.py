@@ -275,10 +275,10 @@ def crafted(name: str, prefix: bytes, pack: str) -> bytes:
 
 
 def test_crafted_manifests_cost_little_memory(s3: PlayedS3) -> None:
-    keys = path_of(24)
+    keys = path_of(8)
     for name, key in zip(manifest_names(keys, b""), keys, strict=True):
         s3.objects[name] = crafted(name, prefix_of(key), name[:8])
-    assert grown_bytes(s3, "", 24) < 64 * MIB
+    assert grown_bytes(s3, "", 8) < 64 * MIB
 
 
 def test_a_path_that_is_too_long_has_no_manifest(s3: PlayedS3, engines: list[Engine]) -> None:

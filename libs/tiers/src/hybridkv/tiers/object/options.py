@@ -45,7 +45,7 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
     """For so long a chunk is offered that was found or stored. It is asked for again then, since packs expire."""
     bad_s: float = 600.0
     """For so long a place is believed by nobody here whose bytes were wrong or gone, whatever manifest names it."""
-    manifest_bytes: int = 4 << 20
+    manifest_bytes: int = 2 << 20
     """A larger manifest is neither written nor read."""
     reading_bytes: int = 8 << 20
     """Of manifests, that all lookups together read at one time."""

@@ -17,7 +17,7 @@ from hybridkv.tiers.object.format.seals import SEAL_BYTES, Seals
 VERSION = 1
 _NUMBERS = 4
 """Of a part: its tag, its pack, its offset, its bytes."""
-MAX_PARTS = 65_536
+MAX_PARTS = 32_768
 """Of one manifest, and as many prefixes and packs. A stranger's bytes must not cost memory, so the decoder looks at
 lengths before it makes anything."""
 MAX_TAGS = 256
