@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from control_pair import Recorder, Stranger, counted
+from control_pair import TIMEOUT_S, Recorder, Stranger, counted
 
 from hybridkv.peers.control import ControlLoop, LinkId
+from hybridkv.peers.control.resolving import MAX_NAMES, Resolver
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.testing.suite import until
@@ -91,6 +93,34 @@ def test_messages_arrive_in_order_and_both_ways(make_loop: MakeLoop) -> None:
     assert heard_there.received == sent
     assert listening.send(heard_there.opened[0][0], Renewed(Lease(1, 1), 3.0))
     heard_here.until(lambda: heard_here.received == [Renewed(Lease(1, 1), 3.0)])
+
+
+def test_a_bug_of_the_selector_ends_no_loop(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    listening, heard_there, connecting, heard_here = connected(make_loop)
+    select, errors = listening._selector.select, [KeyError("a bug"), OSError(9, "bad file")]
+
+    def fail_first(timeout: float | None = None) -> object:
+        if errors:
+            raise errors.pop()
+        return select(timeout)
+
+    monkeypatch.setattr(listening._selector, "select", fail_first)
+    assert connecting.send(heard_here.opened[0][0], Renew(Lease(4, 2)))
+    heard_there.until(lambda: heard_there.received == [Renew(Lease(4, 2))])
+
+
+def test_a_name_is_looked_up_again_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver, found = Resolver(), threading.Event()
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        for _ in range(2 * MAX_NAMES):
+            assert not resolver.begin("localhost", 1, lambda address: found.set())
+    assert resolver.begin("localhost", 1, lambda address: found.set())
+    assert found.wait(TIMEOUT_S)
 
 
 def test_a_handler_may_answer(make_loop: MakeLoop) -> None:

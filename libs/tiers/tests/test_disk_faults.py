@@ -538,6 +538,16 @@ def test_a_janitor_that_is_closed_takes_no_more() -> None:
         assert not janitor.submit(lambda: None)
 
 
+def test_a_janitor_goes_on_behind_a_task_that_raises() -> None:
+    janitor = ThreadJanitor()
+    done = threading.Event()
+    assert janitor.submit(lambda: [][0])
+    assert janitor.submit_later(lambda: [][0], 0.001)
+    assert janitor.submit_later(done.set, 0.002)
+    assert done.wait(disk_faults.TIMEOUT_S)
+    assert janitor.close(disk_faults.TIMEOUT_S)
+
+
 def test_a_janitor_takes_a_bounded_number_of_jobs() -> None:
     janitor = ThreadJanitor(max_queued=2)
     event = threading.Event()

@@ -209,6 +209,29 @@ def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_
     assert io.count("fdatasync") == 2
 
 
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("a bug"), OSError(errno.EIO, "no")])
+def test_the_thread_that_syncs_goes_on_whatever_a_sync_meets(tmp_path: Path, error: Exception) -> None:
+    has_failed, synced = threading.Event(), threading.Event()
+    errors = [error]
+
+    class OnceIO(FileIO):
+        def fdatasync(self, fd: int) -> None:
+            if errors:
+                has_failed.set()
+                raise errors.pop()
+            super().fdatasync(fd)
+            synced.set()
+
+    options = msgspec.structs.replace(OPTIONS, fsync=Fsync.INTERVAL, fsync_interval_s=0.001, max_in_flight=1)
+    index = disk_store.make_index(tmp_path / "store", options)
+    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, OnceIO())
+    assert disk_store.store(index, medium, b"first", b"x" * 100)
+    assert has_failed.wait(disk_faults.TIMEOUT_S)
+    assert disk_store.store(index, medium, b"second", b"x" * 100)
+    assert synced.wait(disk_faults.TIMEOUT_S)
+    close(index, medium)
+
+
 def test_a_store_whose_sync_fails_fails(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
     index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, fsync=Fsync.ALWAYS), io)

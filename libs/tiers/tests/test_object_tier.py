@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import obstore
@@ -256,16 +257,17 @@ def test_a_store_that_reads_no_ranges_is_refused(tmp_path: Path, monkeypatch: py
 
 
 def test_a_manifest_that_could_not_be_written_is_written_with_what_is_stored_next(
-    tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engines: list[Engine]
 ) -> None:
     engines.append(Engine(depot_at(tmp_path)))
-    put, others = obstore.put_async, path_of(3, b"other")
-    monkeypatch.setattr(obstore, "put_async", fails)
+    others, courier = path_of(3, b"other"), engines[0].index._courier
+    store = courier._store
+    courier._store = SimpleNamespace(put_async=fails)
     keys = path_of(5)
     chunks = chunks_of(keys)
     engines[0].store(keys, chunks)
-    wait_until(lambda: bool(engines[0].index._courier._unpublished))
-    monkeypatch.setattr(obstore, "put_async", put)
+    wait_until(lambda: bool(courier._unpublished))
+    courier._store = store
     engines[0].store(others, chunks_of(others))
     wait_until(lambda: last_is_named(tmp_path, keys))
 

@@ -145,11 +145,14 @@ class ControlLoop:
 
     def _run(self) -> None:
         while not self._is_over():
-            for key, mask in self._selector.select(self._pause_s()):
-                self._safely(functools.partial(self._look_at, key, mask))
+            self._safely(self._look)
             self._commands.obey()
             self._safely(self._sweep)
         self._finish()
+
+    def _look(self) -> None:
+        for key, mask in self._selector.select(self._pause_s()):
+            self._safely(functools.partial(self._look_at, key, mask))
 
     def _look_at(self, key: selectors.SelectorKey, mask: int) -> None:
         if self._commands.take_wake(key):

@@ -29,7 +29,7 @@ class Resolver:
     def begin(self, host: str, port: int, then: Callable[[Address | None], None]) -> bool:
         """Ask the system; `then` is called on a thread of its own, with None where there is no such host.
 
-        False, and nothing done, when as many names as allowed are being asked for.
+        False, and nothing done, when as many names as allowed are being asked for, or there is no thread to be had.
         """
         if not self._places.acquire(blocking=False):
             return False
@@ -42,7 +42,11 @@ class Resolver:
             finally:
                 self._places.release()
 
-        threading.Thread(target=ask, name="hybridkv-peer-name", daemon=True).start()
+        try:
+            threading.Thread(target=ask, name="hybridkv-peer-name", daemon=True).start()
+        except (RuntimeError, MemoryError):  # the process may have no more threads; later it may again
+            self._places.release()
+            return False
         return True
 
 

@@ -43,7 +43,5 @@ async def current_epoch(store: ObjectStore, seals: Seals, cache: str, now_s: flo
 async def begin_epoch(store: ObjectStore, seals: Seals, cache: str, epoch: int) -> None:
     """Mark an epoch as current. Of two engines that do so at once, the one with the later epoch finds an earlier mark
     at its next look, and writes its own again."""
-    import obstore
-
     name = epoch_name(cache)
-    await obstore.put_async(store, name, encode_epoch(seals, name, epoch), use_multipart=False)
+    await store.put_async(name, encode_epoch(seals, name, epoch), use_multipart=False)

@@ -352,7 +352,6 @@ class Librarian:
     async def _put(self, prefix: bytes, name: str, path: list[Node]) -> None:
         """What is there already says as much: it was put by an engine that had all of it. Unless it is bad: then it is
         replaced."""
-        import obstore
         from obstore.exceptions import AlreadyExistsError
 
         data = encode_manifest(self._seals, name, self._world_size, path)
@@ -362,12 +361,12 @@ class Librarian:
         try:
             try:
                 async with self._reader.requests:
-                    await obstore.put_async(self._store, name, data, mode="create", use_multipart=False)
+                    await self._store.put_async(name, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
                 if not await self._is_worse(prefix, name, path):
                     return
                 async with self._reader.requests:
-                    await obstore.put_async(self._store, name, data, use_multipart=False)
+                    await self._store.put_async(name, data, use_multipart=False)
             self._reader.trust(name)
         except Exception as error:
             self._complain("written to", error)

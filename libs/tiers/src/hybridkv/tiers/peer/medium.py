@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -100,21 +101,26 @@ class PeerMedium:
         self._is_closing = True
 
     def _run(self) -> None:
-        reading = self._reading
         while not self._is_closing:
-            wait_s = 0.0 if reading.is_busy else IDLE_S
-            if reading.is_busy:
-                reading.wait(BUSY_S)
-            try:
-                self._take(wait_s)
-                reading.step()
-            except Exception:  # whatever it was, other loads go on, and this one has a deadline
-                logger.exception("the tier of peers met a bug")
+            for part in (self._wait, self._take, self._reading.step):
+                self._safely(part)
 
-    def _take(self, wait_s: float) -> None:
+    def _safely(self, part: Callable[[], None]) -> None:
+        """Whatever it met, other loads go on, and this one has a deadline."""
+        try:
+            part()
+        except Exception:
+            logger.exception("the tier of peers met a bug")
+            time.sleep(BUSY_S)
+
+    def _wait(self) -> None:
+        if self._reading.is_busy:
+            self._reading.wait(BUSY_S)
+
+    def _take(self) -> None:
         """Do what was left in the inbox."""
         try:
-            self._inbox.get(timeout=wait_s)() if wait_s else self._inbox.get_nowait()()
+            (self._inbox.get_nowait() if self._reading.is_busy else self._inbox.get(timeout=IDLE_S))()
             for _ in range(self._inbox.qsize()):
                 self._inbox.get_nowait()()
         except queue.Empty:

@@ -65,12 +65,14 @@ class Syncer:
                 self._has_failed = False
             except FileNotFoundError:
                 pass  # dropped meanwhile: nobody needs it any more
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 if is_shortage(error):
                     self._again(number)
                 if not self._has_failed:
                     logger.warning("segment %d could not be synced: %s; a loss of power may lose it", number, error)
                 self._has_failed = True
+            except Exception:  # the thread that syncs goes on
+                logger.exception("syncing segment %d met a bug", number)
 
     def _again(self, number: int) -> None:
         """It could not even be tried."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias
+
+logger = logging.getLogger(__name__)
 
 Task: TypeAlias = Callable[[], None]
 """File work. It must not raise: what it meets it hands back through a queue of its owner."""
@@ -142,9 +145,9 @@ class ThreadJanitor:
             if item.due_s:
                 self._delayed.append(item)
             else:
-                item.task()
+                _run_safely(item.task)
         for item in self._delayed:
-            item.task()
+            _run_safely(item.task)
 
     def _run_delayed(self) -> float | None:
         """Run what is due. How long the next one waits, None when there is none."""
@@ -152,7 +155,15 @@ class ThreadJanitor:
         due = [item for item in self._delayed if item.due_s <= now_s]
         self._delayed = [item for item in self._delayed if item.due_s > now_s]
         for item in due:
-            item.task()
+            _run_safely(item.task)
         if not self._delayed:
             return None
         return max(min(item.due_s for item in self._delayed) - time.monotonic(), 0.0)
+
+
+def _run_safely(task: Task) -> None:
+    """A bug in one task is logged, and the thread does the next one."""
+    try:
+        task()
+    except Exception:
+        logger.exception("file work of the disk tier met a bug")
