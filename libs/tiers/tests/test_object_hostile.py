@@ -91,9 +91,7 @@ def test_a_host_with_damaged_reads_takes_nothing_from_others(s3: PlayedS3, engin
         assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
-def test_a_host_with_damaged_reads_that_stores_takes_nothing_from_others(
-    s3: PlayedS3, engines: list[Engine]
-) -> None:
+def test_a_host_with_damaged_reads_that_stores_takes_nothing_from_others(s3: PlayedS3, engines: list[Engine]) -> None:
     keys = path_of(12)
     chunks = stored(s3, keys)
     s3.trouble = lambda request: Trouble(damage=flipped) if request.who == "sick" and "/m/" in request.name else None
@@ -120,9 +118,7 @@ def test_a_host_that_reads_no_pack_takes_nothing_from_others(s3: PlayedS3, engin
 
 
 @pytest.mark.parametrize("part", ["/m/", "/p/"])
-def test_a_read_that_is_damaged_once_is_made_again_another_way(
-    s3: PlayedS3, engines: list[Engine], part: str
-) -> None:
+def test_a_read_that_is_damaged_once_is_made_again_another_way(s3: PlayedS3, engines: list[Engine], part: str) -> None:
     keys = path_of(12)
     chunks = stored(s3, keys)
     reads: Counter[str] = Counter()

@@ -1,0 +1,291 @@
+"""A fleet over one object store, with a stranger who writes to it, a host that reads badly, a store in trouble, and
+kills. `tools/bazel run //tests/soak:fleet -- --minutes 15`.
+
+It runs twice: without all that, and with it. Nobody may load wrong bytes, healthy engines must restore as much as in
+the quiet run (but for the time in which the store refuses everybody), and processes must stay small and end in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import IO
+
+from hybridkv.tiers.object.format.epoch import encode_epoch
+from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, encode_manifest
+from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.names import cache_name, epoch_name, manifest_name, namespace_of, pack_name, prefix_of
+from hybridkv.tiers.testing.played_s3 import PlayedS3, Request, Trouble, Zeros
+from soak.fleet_engine import FINGERPRINT, NUM_PATHS, OPTIONS, path_of
+
+MIB = 1 << 20
+NUM_HEALTHY = 3
+SECRET = "the fleet's"
+END_S = 10.0
+"""A process is gone so long after it was told to end."""
+MOST_GROWN_BYTES = 64 * MIB
+MOST_POINTS = 2.0
+"""So much less, of 100, healthy engines may restore than in a quiet run."""
+SETTLE_S = 3.0
+"""What happens so long after the store refused everybody counts as a part of that."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a run showed.
+
+    Args:
+        asked: chunks that healthy engines asked for while the store served them.
+        restored: of these.
+        wrong: chunks with wrong bytes, of all engines.
+        most_grown: bytes by which a healthy process grew.
+        longest_end_s: of a process.
+        tally: of what was done.
+    """
+
+    asked: int = 0
+    restored: int = 0
+    wrong: int = 0
+    most_grown: int = 0
+    longest_end_s: float = 0.0
+    tally: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def percent(self) -> float:
+        return 100.0 * self.restored / max(1, self.asked)
+
+    def add(self, name: str, number: int = 1) -> None:
+        self.tally[name] = self.tally.get(name, 0) + number
+
+
+class Member:
+    """A process of the fleet, and what it says."""
+
+    def __init__(self, s3: PlayedS3, who: str, seed: int) -> None:
+        self.who = who
+        orders = json.dumps({"settings": s3.settings(who), "secret": SECRET, "seed": seed})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "soak.fleet_engine", orders], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        self.told: dict[str, int] = {}
+        assert self.process.stdout is not None
+        threading.Thread(target=self._hear, args=(self.process.stdout,), daemon=True).start()
+
+    def _hear(self, lines: IO[bytes]) -> None:
+        for line in lines:
+            self.told = {**self.told, **json.loads(line)}
+
+    def end(self) -> float:
+        """In how many seconds it was gone after it was told to end; the bound and more where it was killed."""
+        began_s = time.monotonic()
+        self.process.terminate()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return END_S + 1.0
+        return time.monotonic() - began_s
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Stranger:
+    """Writes what nobody should believe. Knows the names of objects, as whoever lists a bucket does."""
+
+    def __init__(self, s3: PlayedS3, random: Random) -> None:
+        self._s3 = s3
+        self._random = random
+        self._cache = cache_name(SECRET.encode(), FINGERPRINT, OPTIONS.boundary_every)
+        self._namespace = namespace_of(self._cache, 0)
+
+    def act(self) -> str:
+        """Write one object. What it was."""
+        keys = path_of(self._random.randrange(NUM_PATHS))
+        key = self._random.choice(keys)
+        name = manifest_name(self._namespace, prefix_of(key))
+        kind = self._random.choice(["junk", "large", "empty", "unsealed", "mark", "far mark", "crafted"])
+        objects = self._s3.objects
+        with self._s3.lock:
+            if kind == "junk":
+                objects[name] = self._random.randbytes(20_000)
+            elif kind == "large":
+                objects[name] = Zeros(64 * MIB)
+            elif kind == "empty":
+                objects[name] = b""
+            elif kind == "unsealed":
+                objects[name] = encode_manifest(Seals(), name, 1, self._path(keys))
+            elif kind == "mark":
+                objects[epoch_name(self._cache)] = b""
+                objects[f"{self._cache}/e/9999999999"] = b""
+            elif kind == "far mark":  # with the secret
+                mark = epoch_name(self._cache)
+                objects[mark] = encode_epoch(Seals(SECRET.encode()), mark, int(time.time()) + 10**6)
+            else:  # with the secret: what a prefix nobody asks for needs, at the largest
+                name = manifest_name(self._namespace, self._random.randbytes(32))
+                path = [Node(self._random.randbytes(32), [Part(b"f" * 16, "p", 0, 1)])] * (MAX_PARTS // 8)
+                objects[name] = encode_manifest(Seals(SECRET.encode()), name, 1, path)
+        return kind
+
+    def _path(self, keys: list[bytes]) -> Iterable[Node]:
+        pack = pack_name(self._namespace, "stranger-1")
+        return [Node(prefix_of(key), [Part(key[:16], pack, 0, 4096)]) for key in keys]
+
+
+class Weather:
+    """What the store does to requests."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self.refuses = False
+        self.is_full = False
+        self.is_rough = False
+
+    def trouble(self, request: Request) -> Trouble | None:
+        if self.refuses:
+            return Trouble(403)
+        if self.is_full and request.method == "PUT":
+            return Trouble(507)
+        chance = self._random.random()
+        if "/proof/" in request.name:
+            return None
+        if request.who == "sick" and request.method == "GET" and chance < 0.7:
+            return Trouble(damage=lambda data: data[:-1] + bytes([data[-1] ^ 1]) if data else data)
+        if self.is_rough and chance < 0.01:
+            return self._random.choice([Trouble(503), Trouble(delay_s=0.2), Trouble(damage=lambda data: data[::-1])])
+        return None
+
+
+def run(seconds: float, seed: int, *, is_quiet: bool) -> Found:
+    """One run of so long."""
+    random, found = Random(seed), Found()
+    weather = Weather(Random(seed + 1))
+    with PlayedS3(weather.trouble) as s3:
+        names = [f"healthy{number}" for number in range(NUM_HEALTHY)]
+        members = [Member(s3, who, random.getrandbits(32)) for who in names]
+        if not is_quiet:
+            members.append(Member(s3, "sick", random.getrandbits(32)))
+            weather.is_rough = True
+        try:
+            _live(seconds, s3, members, weather, random, found, is_quiet=is_quiet)
+        finally:
+            for member in members:
+                found.longest_end_s = max(found.longest_end_s, member.end())
+                _take(member, found, {}, is_counted=False)
+        found.add("objects", len(s3.objects))
+        for method, number in s3.counts.items():
+            found.add(f"requests: {method}", number)
+    return found
+
+
+def _live(
+    seconds: float,
+    s3: PlayedS3,
+    members: list[Member],
+    weather: Weather,
+    random: Random,
+    found: Found,
+    *,
+    is_quiet: bool,
+) -> None:
+    stranger = Stranger(s3, random)
+    before: dict[Member, tuple[int, int]] = {}
+    refused_s = -SETTLE_S
+    began_s = time.monotonic()
+    period_s = max(15.0, min(60.0, seconds / 3))
+    while (now_s := time.monotonic() - began_s) < seconds:
+        time.sleep(0.5)
+        # What is stored for the first time is no difference between two runs.
+        is_warm = now_s > min(30.0, seconds / 3)
+        if not is_quiet:
+            at_s = now_s % period_s
+            weather.refuses = 0.5 * period_s < at_s < 0.5 * period_s + 2.0
+            weather.is_full = 0.75 * period_s < at_s < 0.75 * period_s + 2.0
+            if weather.refuses:
+                refused_s = now_s
+                found.add("half seconds of 403")
+            if weather.is_full:
+                found.add("half seconds of a full store")
+            if random.random() < 0.25:
+                found.add(f"stranger: {stranger.act()}")
+            if random.random() < 0.5 / 15:
+                place = random.randrange(len(members))
+                members[place].kill()
+                _take(members[place], found, before, is_counted=False)
+                members[place] = Member(s3, members[place].who, random.getrandbits(32))
+                found.add("kills")
+        for member in members:
+            _take(member, found, before, is_counted=is_warm and now_s - refused_s > SETTLE_S)
+        for place, member in enumerate(members):
+            if member.process.poll() is None:
+                continue
+            # An engine that the store refuses at its start does not start.
+            assert now_s - refused_s < SETTLE_S + END_S, f"{member.who} ended by itself: {member.process.returncode}"
+            members[place] = Member(s3, member.who, random.getrandbits(32))
+            found.add("starts that the store refused")
+
+
+def _take(member: Member, found: Found, before: dict[Member, tuple[int, int]], *, is_counted: bool) -> None:
+    """What a member said since it was last looked at."""
+    told = member.told
+    asked, restored = told.get("asked", 0), told.get("restored", 0)
+    last_asked, last_restored = before.get(member, (0, 0))
+    before[member] = (asked, restored)
+    if member.who != "sick":
+        found.most_grown = max(found.most_grown, told.get("grown", 0))
+        if is_counted:
+            found.asked += asked - last_asked
+            found.restored += restored - last_restored
+    found.add("wrong", told.get("wrong", 0) - told.get("wrong taken", 0))
+    found.wrong += told.get("wrong", 0) - told.get("wrong taken", 0)
+    member.told = {**member.told, "wrong taken": told.get("wrong", 0)}
+
+
+def complaints(quiet: Found, rough: Found) -> list[str]:
+    """What a run showed that must not be."""
+    lines = []
+    if quiet.wrong or rough.wrong:
+        lines.append(f"{quiet.wrong + rough.wrong} chunks with wrong bytes")
+    if rough.percent < quiet.percent - MOST_POINTS:
+        lines.append(f"healthy engines restored {rough.percent:.2f} %, in a quiet run {quiet.percent:.2f} %")
+    if rough.most_grown > MOST_GROWN_BYTES:
+        lines.append(f"a process grew by {rough.most_grown / MIB:.1f} MiB")
+    if max(quiet.longest_end_s, rough.longest_end_s) > END_S:
+        lines.append(f"a process was there {rough.longest_end_s:.1f} s after its end")
+    return lines
+
+
+def report(found: Found) -> str:
+    """Lines for a person."""
+    lines = [f"{count:>12,}  {name}" for name, count in sorted(found.tally.items())]
+    lines.append(f"{found.percent:>12.2f}  percent of {found.asked:,} chunks restored")
+    lines.append(f"{found.most_grown / MIB:>12.1f}  MiB that a process grew by at most")
+    lines.append(f"{found.longest_end_s:>12.2f}  s until a process was gone at most")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=2.0, help="how long, both runs together")
+    parser.add_argument("--seed", type=int, default=1, help="of what is done and when")
+    arguments = parser.parse_args()
+    seconds = 60 * arguments.minutes
+    quiet = run(seconds / 4, arguments.seed, is_quiet=True)
+    print("quiet", report(quiet), sep="\n", flush=True)
+    rough = run(3 * seconds / 4, arguments.seed, is_quiet=False)
+    print("rough", report(rough), sep="\n", flush=True)
+    found = complaints(quiet, rough)
+    print(*(found or ["nothing was wrong"]), sep="\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
