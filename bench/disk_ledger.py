@@ -24,6 +24,7 @@ from typing import Any, cast
 from ram_ledger import KEYS_A_CALL, key_of, resident_bytes
 
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
+from hybridkv.tiers import Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES, record_bytes
 from hybridkv.tiers.disk.options import DiskSizes
@@ -86,23 +87,44 @@ def open_store(path: Path, count: int) -> DiskIndex:
     return DiskIndex(str(path), FINGERPRINT, options)
 
 
-def fill(path: Path, count: int) -> None:
+def peak_bytes() -> int:
+    """The most memory that this process ever had."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+def fill(path: Path, count: int) -> dict[str, Any]:
+    """Store so many records; memory of the whole index before it is closed, in this process, which does nothing else."""
+    before = resident_bytes()
     index = open_store(path, count)
     number = 0
     while number < count:
-        if index.reserve(key_of(number), PAYLOAD_BYTES).__class__.__name__ == "Slot":
+        if isinstance(index.reserve(key_of(number), PAYLOAD_BYTES), Slot):
             index.commit(key_of(number))
             number += 1
         else:
             index.drain(1.0)
-    assert index.drain(60.0)
+    assert index.drain(60.0) and index.num_keys == count
+    told = {"bytes_a_record": (resident_bytes() - before) / count, "records": index.num_keys}
     index.close()
+    return told
 
 
-def seconds_to_open(path: Path, count: int) -> dict[str, Any]:
+def reopened(path: Path, count: int) -> dict[str, Any]:
+    """Open such a store: time and memory of the whole index, in this process, which does nothing else."""
+    before = resident_bytes()
     begun = time.perf_counter()
     index = open_store(path, count)
-    told = {"seconds": time.perf_counter() - begun, "records": index.num_keys}
+    seconds = time.perf_counter() - begun
+    index.drain(60.0)
+    told = {
+        "seconds": seconds,
+        "records": index.num_keys,
+        "bytes_a_record": (resident_bytes() - before) / count,
+        "peak_bytes": peak_bytes() - before,
+    }
     index.close()
     return told
 
@@ -127,7 +149,7 @@ def main() -> None:
         print(json.dumps(bytes_a_record(options.kind, options.records)))
         return
     if options.measure:
-        part = fill if options.measure == "fill" else seconds_to_open
+        part = fill if options.measure == "fill" else reopened
         print(json.dumps(part(options.path, options.records)))
         return
     memory = {
@@ -142,7 +164,7 @@ def main() -> None:
         print(f"{name:>20} records: {num_bytes:.1f} bytes each")
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         store = Path(folder) / "store"
-        measured("fill", "native", options.records, store)
+        stored = measured("fill", "native", options.records, store)
         opened = [measured("open", "native", options.records, store) for _ in range(options.rounds)]
     seconds = sorted(each["seconds"] for each in opened)
     print(f"opened with {opened[0]['records']} records in {seconds[0]:.2f} to {seconds[-1]:.2f} s")

@@ -68,19 +68,41 @@ void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
+// No process has memory from here on.
+constexpr std::int64_t kMemoryEnd = std::int64_t{1} << 56;
+
+// Whether these bytes can be memory at all. Only the caller knows whether they are.
+bool may_be_memory(std::int64_t address, std::int64_t num_bytes) {
+  return num_bytes == 0 || (num_bytes > 0 && num_bytes < kMemoryEnd && address > 0 && address <= kMemoryEnd - num_bytes);
+}
+
+void require_memory(const char* name, const Integers& addresses, const Integers& num_bytes) {
+  for (std::size_t run = 0; run < num_bytes.size(); ++run) {
+    if (may_be_memory(addresses.data()[run], num_bytes.data()[run])) continue;
+    throw std::invalid_argument(std::string(name) + ", num_bytes: expected memory, got " +
+                                std::to_string(num_bytes.data()[run]) + " bytes at " +
+                                std::to_string(addresses.data()[run]));
+  }
+}
+
 cpu::RunArrays runs_of(const Integers& sources, const Integers& destinations, const Integers& num_bytes) {
   require(sources.size() == num_bytes.size() && destinations.size() == num_bytes.size(),
           "sources, destinations, num_bytes: expected arrays of one length");
+  require_memory("sources", sources, num_bytes);
+  require_memory("destinations", destinations, num_bytes);
   return {sources.data(), destinations.data(), num_bytes.data(), num_bytes.size()};
 }
 
-void require_records(const Integers& record_ends, std::size_t num_runs) {
+// A copy of the ends: another thread may write to the array while the interpreter lock is given up.
+std::vector<std::int64_t> checked_ends(const Integers& record_ends, std::size_t num_runs) {
+  std::vector<std::int64_t> ends(record_ends.data(), record_ends.data() + record_ends.size());
   std::int64_t last = 0;
-  for (std::size_t record = 0; record < record_ends.size(); ++record) {
-    require(record_ends.data()[record] >= last, "record_ends: expected ends that do not fall");
-    last = record_ends.data()[record];
+  for (const std::int64_t end : ends) {
+    require(end >= last, "record_ends: expected ends that do not fall");
+    last = end;
   }
   require(static_cast<std::size_t>(last) == num_runs, "record_ends: expected the last to be the number of runs");
+  return ends;
 }
 
 nb::bytes bytes_of(const std::vector<Digest128>& digests) {
@@ -100,11 +122,11 @@ void copy(MemoryCopier& copier, const Integers& sources, const Integers& destina
 nb::bytes copy_and_digest(MemoryCopier& copier, const Integers& sources, const Integers& destinations,
                           const Integers& num_bytes, const Integers& record_ends) {
   const cpu::RunArrays runs = runs_of(sources, destinations, num_bytes);
-  require_records(record_ends, runs.size());
-  std::vector<Digest128> digests(record_ends.size());
+  const std::vector<std::int64_t> ends = checked_ends(record_ends, runs.size());
+  std::vector<Digest128> digests(ends.size());
   {
     const Unlocked unlocked;
-    cpu::copy_and_digest(runs, record_ends.data(), digests.size(), digests.data(), copier.options);
+    cpu::copy_and_digest(runs, ends.data(), digests.size(), digests.data(), copier.options);
   }
   return bytes_of(digests);
 }
@@ -112,20 +134,24 @@ nb::bytes copy_and_digest(MemoryCopier& copier, const Integers& sources, const I
 nb::bytes digest(MemoryCopier& copier, const Integers& addresses, const Integers& num_bytes,
                  const Integers& record_ends) {
   require(addresses.size() == num_bytes.size(), "addresses, num_bytes: expected arrays of one length");
-  require_records(record_ends, num_bytes.size());
-  std::vector<Digest128> digests(record_ends.size());
+  require_memory("addresses", addresses, num_bytes);
+  const std::vector<std::int64_t> ends = checked_ends(record_ends, num_bytes.size());
+  std::vector<Digest128> digests(ends.size());
   {
     const Unlocked unlocked;
     const cpu::RunArrays runs(addresses.data(), nullptr, num_bytes.data(), num_bytes.size());
-    cpu::digest(runs, record_ends.data(), digests.size(), digests.data(), copier.options);
+    cpu::digest(runs, ends.data(), digests.size(), digests.data(), copier.options);
   }
   return bytes_of(digests);
 }
 
 // The C library's copy, for benchmarks: without ctypes in the way.
-void copy_with_memcpy(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes) {
+void copy_with_memcpy(std::int64_t source, std::int64_t destination, std::int64_t num_bytes) {
+  require(may_be_memory(source, num_bytes) && may_be_memory(destination, num_bytes),
+          "source, destination, num_bytes: expected memory");
   const Unlocked unlocked;
-  std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), num_bytes);
+  std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),
+              static_cast<std::size_t>(num_bytes));
 }
 
 std::vector<std::string> levels() {

@@ -45,6 +45,21 @@ inline const char* words_of(KeyState state) {
   }
 }
 
+inline const char* words_of(Refusal refusal) {
+  switch (refusal) {
+    case Refusal::kNoRoom:
+      return "there is no room";
+    case Refusal::kTooLarge:
+      return "too large";
+    case Refusal::kPresent:
+      return "present";
+    case Refusal::kClosed:
+      return "the ledger is closed";
+    default:
+      return "nothing";
+  }
+}
+
 inline std::string hex(Key key) {
   std::string digits;
   for (const char byte : key) {
@@ -154,6 +169,8 @@ class LedgerBase {
         misuse_(std::move(misuse)) {
     require(answers_.size() == 3 && refusals_.size() == ledger::kNumRefusals - 1,
             "answers, refusals: expected three and four");
+    if (PyCallable_Check(make_slot_.ptr()) == 0) throw nb::type_error("make_slot: expected what can be called");
+    if (!PyExceptionClass_Check(misuse_.ptr())) throw nb::type_error("misuse: expected a type of exceptions");
   }
 
   std::size_t leading_one_by_one(nb::handle keys) const {

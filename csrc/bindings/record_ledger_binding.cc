@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -28,9 +29,13 @@ nb::bytes packed(const std::vector<Number>& numbers) {
 }
 
 template <class Number>
-std::span<const Number> unpacked(const nb::bytes& numbers) {
-  return {reinterpret_cast<const Number*>(numbers.c_str()), numbers.size() / sizeof(Number)};
+std::span<const Number> unpacked(const nb::bytes& numbers, std::size_t count) {
+  require(numbers.size() == count * sizeof(Number), "restore: expected columns of one length");
+  return {reinterpret_cast<const Number*>(numbers.c_str()), count};
 }
+
+// Their bytes are counted in 64 bits.
+constexpr std::uint64_t kMostPages = std::uint64_t{1} << 51;
 
 struct Extent {
   std::uint64_t offset;
@@ -66,10 +71,16 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
     return refusal == Refusal::kNone ? nb::none() : refused(refusal);
   }
   nb::list make_room(std::uint64_t num_pages, std::uint32_t num_keys) {
+    require(num_pages <= kMostPages, "num_pages: expected at most 2^51");
     return rows_of(ledger_.make_room(num_pages, num_keys));
   }
   nb::object take(nb::handle key, std::uint32_t payload_bytes, std::uint64_t address) {
-    ledger_.take(key_of(key.ptr()), {address, payload_bytes});
+    const Key view = key_of(key.ptr());
+    const Refusal refusal = ledger_.take(view, {address, payload_bytes});
+    if (refusal != Refusal::kNone) {
+      raise(std::string("take: expected a key that nothing speaks against, got ") + hex(view) + " (" +
+            words_of(refusal) + ")");
+    }
     return slot({address, payload_bytes});
   }
   nb::object evict_next() {
@@ -149,10 +160,12 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
 
   // Columns as long as `keys`, of 64-bit numbers. How many were taken, from the first.
   std::size_t restore(nb::handle keys, const nb::bytes& addresses, const nb::bytes& payload_bytes) {
-    const auto at = unpacked<std::uint64_t>(addresses);
-    const auto sizes = unpacked<std::uint64_t>(payload_bytes);
     KeyBatches batches(keys);
-    require(at.size() == batches.size() && sizes.size() == batches.size(), "restore: expected columns of one length");
+    const auto at = unpacked<std::uint64_t>(addresses, batches.size());
+    const auto sizes = unpacked<std::uint64_t>(payload_bytes, batches.size());
+    for (const std::uint64_t size : sizes) {
+      require(size <= std::numeric_limits<std::uint32_t>::max(), "payload_bytes: expected at most 2^32 - 1");
+    }
     std::size_t num_restored = 0;
     batches.each([&](std::size_t first, std::span<const Key> batch) {
       for (std::size_t key = 0; key < batch.size(); ++key) {
@@ -166,8 +179,9 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
 
   void count_refusal(nb::handle refusal) {
     for (std::size_t place = 0; place < refusals_.size(); ++place) {
-      if (refusals_[place].is(refusal)) ledger_.count_refusal(static_cast<Refusal>(place + 1));
+      if (refusals_[place].is(refusal)) return ledger_.count_refusal(static_cast<Refusal>(place + 1));
     }
+    throw std::invalid_argument("refusal: expected one of those that the ledger was made with");
   }
   void count_evicted(std::uint64_t num_pages) { ledger_.count_evicted(num_pages); }
   std::uint64_t forget_all() { return ledger_.forget_all(); }
@@ -177,6 +191,7 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
   // Whether it goes on, and columns: keys one behind the other, their lengths (16 bits), addresses, payload bytes (64
   // bits) and turns (32 bits). None where the walk was ended by another.
   nb::object walk(std::uint64_t number, std::size_t num_entries) {
+    require(num_entries >= 1, "num_entries: expected at least 1");
     ledger::Columns columns;
     const std::optional<bool> goes_on = ledger_.walk(number, num_entries, columns);
     if (!goes_on) return nb::none();
@@ -187,6 +202,7 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
  private:
   static ledger::Bounds checked(std::uint64_t num_pages, std::uint64_t largest_pages, std::uint64_t max_keys,
                                 std::uint64_t seed) {
+    require(num_pages <= kMostPages && largest_pages <= kMostPages, "num_pages, largest_pages: expected at most 2^51");
     require(max_keys >= 1 && max_keys < ledger::kNone, "max_keys: expected 1 to 2^32 - 2");
     return {num_pages, largest_pages, static_cast<std::uint32_t>(max_keys), seed};
   }

@@ -55,13 +55,17 @@ class Buffers {
   std::vector<Py_buffer> buffers_;
 };
 
+constexpr std::int64_t kLargestOffset = std::int64_t{1} << 62;
+constexpr std::size_t kLargestPayload = 0xFFFFFFFF;  // so many a record's header can tell
+
 // Its name is another than that of the file queue: types are told apart by theirs.
 class Records {
  public:
   Records(std::size_t max_in_flight, std::size_t batch_bytes, std::size_t digest_at, const std::string& backend)
       : digest_at_(digest_at) {
-    require(digest_at + 2 * cpu::kDigestBytes <= cpu::kRecordPageBytes,
+    require(digest_at <= cpu::kRecordPageBytes - 2 * cpu::kDigestBytes,
             "digest_at: expected room for two digests behind it in a page");
+    require(batch_bytes >= 1, "batch_bytes: expected at least 1");
     // Calls beyond the largest number of threads wait for one. Where the system gives too few, the file queue must
     // leave one for the record queue's own.
     for (std::size_t num_threads = std::min(max_in_flight, kMaxThreads); queue_ == nullptr; num_threads /= 2) {
@@ -96,20 +100,23 @@ class Records {
 
   bool submit(std::int64_t tag, bool is_store, int fd, std::int64_t offset, bool is_direct, bool syncs,
               const nb::bytes& header, const nb::sequence& buffers) {
-    require(buffers_.count(tag) == 0, "tag: expected one that no record has that has not been taken");
-    require(offset >= 0 && offset % static_cast<std::int64_t>(cpu::kRecordPageBytes) == 0,
-            "offset: expected a multiple of 4096");
+    require(fd >= 0, "fd: expected a file that is open");
+    require(offset >= 0 && offset <= kLargestOffset && offset % static_cast<std::int64_t>(cpu::kRecordPageBytes) == 0,
+            "offset: expected a multiple of 4096, at most 2^62");
     require(
         header.size() >= digest_at_ + cpu::kDigestBytes && header.size() + cpu::kDigestBytes <= cpu::kRecordPageBytes,
         "header: expected room for the payload's digest in it, and for its own behind it in a page");
     Buffers held;
     for (const nb::handle buffer : buffers) held.add(buffer, !is_store);
     cpu::RecordRequest record{tag, is_store, is_direct, syncs, fd, offset, {}, held.extents()};
-    require(!record.payload.empty(), "buffers: expected at least one byte");
+    const std::size_t payload_bytes = record.payload_bytes();
+    require(payload_bytes >= 1 && payload_bytes <= kLargestPayload, "buffers: expected 1 to 2^32 - 1 bytes");
     const auto* bytes = static_cast<const unsigned char*>(header.data());
     record.header.assign(bytes, bytes + header.size());
-    // Held before they can be written to, whatever fails between.
-    const auto place = buffers_.emplace(tag, std::move(held)).first;
+    // Held before they can be written to, whatever fails between. Looked at now: Python may have run since the call
+    // began, for the sequence and its buffers.
+    const auto [place, is_new] = buffers_.try_emplace(tag, std::move(held));
+    require(is_new, "tag: expected one that no record has that has not been taken");
     bool is_taken = false;
     try {
       is_taken = queue_->submit(std::move(record));
@@ -125,7 +132,7 @@ class Records {
   nb::list take() {
     nb::list result;
     for (const cpu::RecordCompletion& completion : queue_->take()) {
-      buffers_.erase(completion.tag);
+      const auto held = buffers_.extract(completion.tag);  // let go at the end, since that may run Python
       unsigned char digest[cpu::kDigestBytes];
       write_canonical(completion.digest, digest);
       result.append(nb::make_tuple(completion.tag, static_cast<int>(completion.outcome), completion.error,

@@ -13,6 +13,13 @@ namespace {
 
 std::string text(std::int64_t number) { return std::to_string(number); }
 
+// No process has memory from here on, so no sum of two such numbers overflows.
+constexpr std::int64_t kMemoryEnd = std::int64_t{1} << 56;
+// Ids of blocks have 32 bits.
+constexpr std::int64_t kMostBlocks = std::int64_t{1} << 31;
+// Pieces of one job: runs of them take 3 GiB. Numbers that fit each other may still say more than memory has room for.
+constexpr std::int64_t kMostPieces = std::int64_t{1} << 27;
+
 // Takes what is next of an array, which must have it.
 template <typename T>
 class Cursor {
@@ -42,17 +49,43 @@ void require_shape(const CopyShape& shape) {
                                     shape.lead_tokens, shape.trail_tokens, shape.num_local, shape.num_extents}) {
     if (number < 0) refuse("shapes: expected numbers that are not negative, got " + text(number));
   }
+  // Else copies would take nothing from the arrays, so that a row of them has no end.
+  if (shape.num_local == 0 && shape.num_extents == 0 && shape.num_copies > 0) {
+    refuse("shapes: expected copies of a slot or of other blocks, got " + text(shape.num_copies) + " of neither");
+  }
 }
 
-void require_apart(const BlockPages& pages) {
+void require_memory(const char* name, std::int64_t address, std::int64_t num_bytes) {
+  if (address < 0 || num_bytes < 0 || address > kMemoryEnd || num_bytes > kMemoryEnd - address) {
+    refuse(std::string(name) + ": expected memory, got " + text(num_bytes) + " bytes at " + text(address));
+  }
+}
+
+// That the pages of every block lie in memory, and one behind the other in a chunk's block.
+void require_pages(const BlockPages& pages) {
+  if (pages.num_blocks < 0 || pages.num_blocks > kMostBlocks) {
+    refuse("num_blocks: expected 0 to 2^31, got " + text(pages.num_blocks));
+  }
+  if (pages.block_bytes < 0 || pages.block_bytes > kMemoryEnd) {
+    refuse("block_bytes: expected 0 to 2^56, got " + text(pages.block_bytes));
+  }
   std::int64_t end = 0;
   for (const PageColumn& column : pages.columns) {
     if (column.offset < end || column.page_bytes <= 0) {
       refuse("pages: expected them one behind the other, got one at " + text(column.offset));
     }
+    if (column.page_bytes > pages.block_bytes || column.offset > pages.block_bytes - column.page_bytes) {
+      refuse("pages: expected " + text(pages.block_bytes) + " bytes, got " + text(column.page_bytes) + " at " +
+             text(column.offset));
+    }
     end = column.offset + column.page_bytes;
+    const std::int64_t last = std::max<std::int64_t>(pages.num_blocks - 1, 0);
+    if (column.stride_bytes < 0 || (last > 0 && column.stride_bytes > kMemoryEnd / last)) {
+      refuse("pages: expected blocks in memory, got a stride of " + text(column.stride_bytes));
+    }
+    require_memory("pages", column.address, last * column.stride_bytes);
+    require_memory("pages", column.address + last * column.stride_bytes, column.page_bytes);
   }
-  if (end > pages.block_bytes) refuse("pages: expected " + text(pages.block_bytes) + " bytes, got " + text(end));
 }
 
 void require_blocks(std::span<const std::int32_t> ids, const BlockPages& pages) {
@@ -74,6 +107,12 @@ class Lowering::Emitter {
   bool is_store() const { return is_store_; }
   std::int64_t slot_bytes() const { return slot_bytes_; }
 
+  // So many pieces come next.
+  void expect(std::int64_t count) {
+    if (count > kMostPieces - num_pieces_) refuse("expected a job of at most 2^27 pieces");
+    num_pieces_ += count;
+  }
+
   // The next run is not joined to those before.
   void part_here() { is_parted_ = true; }
 
@@ -86,6 +125,8 @@ class Lowering::Emitter {
                text(lowering_.arena_bytes_) + " bytes");
       }
       slot_bytes_ += extent.num_bytes;
+      // They would lie over each other, or be counted past what a number holds.
+      if (slot_bytes_ > lowering_.arena_bytes_) refuse("a slot is larger than the arena");
     }
     extent_ = extents.data();
     extent_start_ = 0;
@@ -111,6 +152,8 @@ class Lowering::Emitter {
 
   // Zeros at [offset, end) of the slot.
   void place_zeros(std::int64_t offset, std::int64_t end) {
+    if (end - offset > kMemoryEnd - out_.zero_bytes) refuse("a job has more zeros than memory has bytes");
+    expect((end - offset) / lowering_.zeros_bytes_);
     out_.zero_bytes += end - offset;
     while (offset < end) {
       const std::int64_t size = std::min(end - offset, lowering_.zeros_bytes_);
@@ -139,6 +182,7 @@ class Lowering::Emitter {
   bool is_parted_ = true;
   std::int64_t next_source_ = 0;
   std::int64_t next_destination_ = 0;
+  std::int64_t num_pieces_ = 0;
   std::int64_t slot_bytes_ = 0;
   const SlotExtent* extent_ = nullptr;
   std::int64_t extent_start_ = 0;  // where it begins in the slot
@@ -150,17 +194,21 @@ Lowering::Lowering(std::int64_t arena_address, std::int64_t arena_bytes, std::in
       arena_bytes_(arena_bytes),
       zeros_address_(zeros_address),
       zeros_bytes_(zeros_bytes) {
-  if (arena_bytes < 0 || zeros_bytes <= 0) refuse("expected an arena, and at least one byte of zeros");
+  require_memory("arena", arena_address, arena_bytes);
+  require_memory("zeros", zeros_address, zeros_bytes);
+  if (zeros_bytes == 0) refuse("zeros: expected at least one byte");
 }
 
 void Lowering::add_group(std::int32_t group_index, std::int64_t block_tokens, BlockPages pages) {
-  require_apart(pages);
+  require_pages(pages);
+  if (block_tokens < 0) refuse("block_tokens: expected at least 0, got " + text(block_tokens));
   const std::unique_lock lock(changes_);
   groups_.insert_or_assign(group_index, Group{block_tokens, std::move(pages)});
 }
 
 void Lowering::add_part(std::int32_t group_index, std::int64_t start, std::int64_t end, BlockPages pages) {
-  require_apart(pages);
+  require_pages(pages);
+  if (start < 0 || end <= start) refuse("tokens " + text(start) + " to " + text(end) + " are none of a block's");
   const std::unique_lock lock(changes_);
   // Not assigned: somebody may lower by what is there.
   parts_.try_emplace({group_index, start, end}, std::move(pages));
@@ -219,6 +267,10 @@ const BlockPages& Lowering::part(std::int32_t group_index, const Group& group, s
   if (found == parts_.end()) {
     refuse("tokens " + text(start) + " to " + text(end) + " of group " + text(group_index) + "'s blocks have no pages");
   }
+  if (found->second.num_blocks < group.pages.num_blocks) {
+    refuse("tokens " + text(start) + " to " + text(end) + " of group " + text(group_index) + " have pages of " +
+           text(found->second.num_blocks) + " blocks, and the group has " + text(group.pages.num_blocks));
+  }
   return found->second;
 }
 
@@ -259,12 +311,14 @@ void Lowering::copy_chunk(const CopyShape& shape, const Group& group, const std:
   std::int64_t piece_offset = 0;
   for (std::size_t number = 0; number < num_pieces; ++number) {
     const auto [pages, first, count] = pieces_of_it[number];
+    if (count > 0 && pages->block_bytes > kMemoryEnd / count) refuse("a chunk is larger than memory");
     const std::int64_t needed = piece_offset + count * pages->block_bytes;
     const std::int64_t from = std::max(first, begin);
     const std::int64_t to = std::min(first + count, end);
     if ((from < to || num_pieces == 1) && needed > out.slot_bytes()) {
       refuse("a chunk of " + text(needed) + " bytes does not fit a slot of " + text(out.slot_bytes()));
     }
+    if (from < to) out.expect((to - from) * static_cast<std::int64_t>(pages->columns.size()));
     for (std::int64_t block = from; block < to; ++block) {
       const std::int64_t id = ids[block - begin];
       const std::int64_t block_offset = piece_offset + (block - first) * pages->block_bytes;
@@ -299,6 +353,7 @@ void Lowering::copy_local(const CopyShape& shape, const Group& group, const std:
   if (!is_good) {
     refuse("expected as many other blocks as " + text(count) + ", got " + text(shape.num_local) + ", or the same");
   }
+  out.expect(count * static_cast<std::int64_t>(group.pages.columns.size()));
   for (std::int64_t block = 0; block < count; ++block) {
     for (const PageColumn& column : group.pages.columns) {
       out.run(column.address + local_ids[block] * column.stride_bytes,

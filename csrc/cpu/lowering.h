@@ -81,7 +81,8 @@ class Lowering {
   Lowering& operator=(const Lowering&) = delete;
 
   // Pages of whole blocks. With `block_tokens` above 0 chunks may cut the group's blocks; else leads and trails are
-  // not looked at. std::invalid_argument for pages that lie over each other in a chunk's block, or beyond it.
+  // not looked at. std::invalid_argument for pages that lie over each other in a chunk's block, or beyond it, and for
+  // numbers that no memory has.
   void add_group(std::int32_t group_index, std::int64_t block_tokens, BlockPages pages);
   // Pages of tokens [start, end) of every block of such a group.
   void add_part(std::int32_t group_index, std::int64_t start, std::int64_t end, BlockPages pages);

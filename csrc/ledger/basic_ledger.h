@@ -82,7 +82,8 @@ class BasicLedger {
   template <class Act>
   void touch(std::span<const Key> keys, Act&& act);  // act(entry), of what may be evicted
   void demote(std::span<const Key> keys);
-  // The entries of keys that are committed, all of them or false.
+  // The entries of keys that are committed, all of them or false. False also of one with too many pins: more would not
+  // be counted.
   bool find_committed(std::span<const Key> keys, std::uint32_t* entries) const;
   template <class Act>
   void pin_found(std::span<const std::uint32_t> entries, Act&& act);  // act(entry, is_first)
@@ -147,6 +148,8 @@ class BasicLedger {
   static constexpr std::size_t kGivenBackBytes = 64 * 1024;
   // Pieces of memory that wait. What is older is given back at once; by then nearly all of it was.
   static constexpr std::size_t kMostLeftovers = 256;
+  // And as many again by one call leave some of 32 bits.
+  static constexpr std::uint32_t kMostPins = std::uint32_t{1} << 31;
   // Of the tables of one ledger, at most.
   static constexpr std::size_t kMostPieces = 16;
 };
@@ -391,7 +394,7 @@ template <class Space>
 bool BasicLedger<Space>::find_committed(std::span<const Key> keys, std::uint32_t* entries) const {
   bool are_all = true;
   table_.each(keys, [&](std::size_t position, std::uint32_t index) {
-    are_all = index != kNone && table_[index].state == KeyState::kCommitted;
+    are_all = index != kNone && table_[index].state == KeyState::kCommitted && table_[index].num_pins <= kMostPins;
     entries[position] = index;
     return are_all;
   });

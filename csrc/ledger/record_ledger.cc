@@ -70,6 +70,7 @@ std::vector<Record> RecordLedger::held_in(std::uint32_t number) const {
 }
 
 Refusal RecordLedger::why_not(Key key, std::uint64_t num_pages) const {
+  if (key.size() > kMostKeyBytes) return Refusal::kTooLarge;
   return BasicLedger::why_not(key, table_.tag_of(key), num_pages);
 }
 
@@ -79,12 +80,17 @@ std::vector<Record> RecordLedger::make_room(std::uint64_t num_pages, std::uint32
   return evicted;
 }
 
-void RecordLedger::take(Key key, RecordPlace place) {
+Refusal RecordLedger::take(Key key, RecordPlace place) {
+  const std::uint64_t num_pages = record_pages(place.payload_bytes);
+  const Refusal refusal = why_not(key, num_pages);
+  if (refusal != Refusal::kNone) return refusal;
+  if (table_.size() >= bounds_.max_keys || used_units_ + num_pages > bounds_.num_units) return Refusal::kNoRoom;
   const std::uint32_t index = BasicLedger::take(key, table_.tag_of(key), [&](Entry& entry) {
     entry.record.payload_bytes = place.payload_bytes;
     put_at(entry, place.address);
   });
   space_.add(index, table_[index]);
+  return Refusal::kNone;
 }
 
 std::optional<Record> RecordLedger::evict_next() {
@@ -137,6 +143,7 @@ bool RecordLedger::relocate(Key key, std::uint64_t address) {
 }
 
 bool RecordLedger::restore(Key key, RecordPlace place) {
+  if (is_closed_ || key.size() > kMostKeyBytes) return false;
   const std::uint32_t tag = table_.tag_of(key);
   if (table_.size() >= bounds_.max_keys || table_.find(key, tag) != kNone) return false;
   const std::uint32_t index = table_.insert(key, tag);

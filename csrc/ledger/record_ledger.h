@@ -59,12 +59,13 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   // Of that, what is committed and not pinned.
   std::vector<Record> movable_in(std::uint32_t number) const;
 
+  // kTooLarge also of a key that has no length in `Columns`.
   Refusal why_not(Key key, std::uint64_t num_pages) const;
   void count_refusal(Refusal refusal) { ++tally_.refusals[static_cast<std::size_t>(refusal)]; }
   // What was evicted for so much more.
   std::vector<Record> make_room(std::uint64_t num_pages, std::uint32_t num_keys);
-  // There is room, and no reason why not.
-  void take(Key key, RecordPlace place);
+  // Why not: also kNoRoom where `make_room` has not seen to it. Then nothing has changed.
+  Refusal take(Key key, RecordPlace place);
   // Of what may be evicted. None, or false, where that is nothing.
   std::optional<Record> evict_next();
   bool evict(Key key);
@@ -81,8 +82,8 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   bool relocate(Key key, std::uint64_t address);
   // Its files are gone, and nothing in it lives.
   void drop_segment(std::uint32_t number) { space_.drop(number); }
-  // A committed record that an opening found, used last of all until now. False where its key is known, or there is no
-  // room for a key more.
+  // A committed record that an opening found, used last of all until now. False where its key is known or too long,
+  // there is no room for a key more, or nothing more is reserved.
   bool restore(Key key, RecordPlace place);
 
   // As BasicLedger's.
@@ -104,6 +105,8 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   void end_walk();
 
  private:
+  static constexpr std::size_t kMostKeyBytes = 0xFFFF;
+
   struct Walk {
     std::uint64_t number = 0;
     bool is_on = false;

@@ -1,0 +1,53 @@
+"""Arguments that fit no call raise an error: no crash, no hang, no access out of bounds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bad_calls
+
+NAMES = [name for name, _, _ in bad_calls.calls()]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """Of each call, by its name. A process that ends early is followed by another, which makes the calls after it."""
+    told: dict[str, str] = {}
+    while len(told) < len(NAMES):
+        program = subprocess.run(
+            [sys.executable, "-X", "faulthandler", bad_calls.__file__, str(len(told))],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for line in program.stdout.splitlines():
+            name, _, outcome = line.partition("\t")
+            told[name] = outcome or f"the process ended with {program.returncode}"
+        assert program.returncode or len(told) == len(NAMES)
+        assert program.stdout, program.stderr
+    return told
+
+
+def test_all_are_tried(outcomes: dict[str, str]) -> None:
+    assert list(outcomes) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bad_call_is_an_error(outcomes: dict[str, str], name: str) -> None:
+    assert outcomes[name] == "as wanted"
+
+
+def test_every_entry_is_called() -> None:
+    """Each class, function and method of the extension is named in the calls, or makes nothing of its arguments."""
+    source = Path(bad_calls.__file__).read_text()
+    native = bad_calls.native
+    names = [name for name in native.__all__ if not name.startswith("_")]
+    assert names
+    for name in names:
+        assert name in source or name in ("levels", "has_uring"), name
