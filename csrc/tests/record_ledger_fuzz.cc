@@ -137,7 +137,11 @@ class Session {
       wanted = Refusal::kNoRoom;
     }
     expect(ledger_.why_not(key, pages) == wanted, "why not");
-    if (wanted != Refusal::kNone) return;
+    const RecordPlace place{new_address(), payload_bytes};
+    if (wanted != Refusal::kNone) return expect(ledger_.take(key, place) == wanted, "taken without a check");
+    if (used() + pages > bounds_.num_units || held_.size() + 1 > bounds_.max_keys) {
+      expect(ledger_.take(key, place) == Refusal::kNoRoom, "taken where no room was made");
+    }
     std::vector<std::string> gone;
     while (evictable() > 0 && (used() + pages > bounds_.num_units || held_.size() + 1 > bounds_.max_keys)) {
       gone.push_back(next_to_go());
@@ -146,8 +150,7 @@ class Session {
     const std::vector<Record> evicted = ledger_.make_room(pages, 1);
     expect(evicted.size() == gone.size(), "evicted");
     for (std::size_t at = 0; at < gone.size(); ++at) expect(evicted[at].key == gone[at], "which was evicted");
-    const RecordPlace place{new_address(), payload_bytes};
-    ledger_.take(key, place);
+    expect(ledger_.take(key, place) == Refusal::kNone, "taken");
     held_[key] = {KeyState::kReserved, 0, place.address, payload_bytes, false};
   }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -41,13 +40,3 @@ def test_all_are_tried(outcomes: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bad_call_is_an_error(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "as wanted"
-
-
-def test_every_entry_is_called() -> None:
-    """Each class, function and method of the extension is named in the calls, or makes nothing of its arguments."""
-    source = Path(bad_calls.__file__).read_text()
-    native = bad_calls.native
-    names = [name for name in native.__all__ if not name.startswith("_")]
-    assert names
-    for name in names:
-        assert name in source or name in ("levels", "has_uring"), name
