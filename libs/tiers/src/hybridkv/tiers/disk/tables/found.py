@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -36,11 +37,16 @@ class FoundRecords:
         addresses: Sequence[int] | Numbers = (),
         payload_bytes: Sequence[int] | Numbers = (),
     ) -> None:
-        self._place_of = dict(zip(keys, range(len(keys)), strict=True))
+        self._known = keys
         self._addresses = np.asarray(addresses, dtype=np.uint64)
         self._payload_bytes = np.asarray(payload_bytes, dtype=np.uint64)
         self._added: list[tuple[int, int]] = []
         """Address and payload bytes of those that came later. They are behind the others in the columns."""
+
+    @cached_property
+    def _place_of(self) -> dict[Key, int]:
+        """Made when somebody asks for a key: a start after a clean end asks for none, and it takes long for a million."""
+        return dict(zip(self._known, range(len(self._known)), strict=True))
 
     def __len__(self) -> int:
         return len(self._place_of)
@@ -73,8 +79,14 @@ class FoundRecords:
         keys, addresses, payload_bytes = self.columns()
         return map(FoundRecord, keys, addresses.tolist(), payload_bytes.tolist())
 
+    def columns_as_known(self) -> tuple[Sequence[Key], Numbers, Numbers] | None:
+        """As `columns`, where nobody has asked for a key: one may be there more than once."""
+        if "_place_of" in vars(self):
+            return None
+        return self._known, self._addresses, self._payload_bytes
+
     def columns(self) -> tuple[list[Key], Numbers, Numbers]:
-        """Keys, addresses and payload bytes, in order."""
+        """Keys, addresses and payload bytes, in order. Each key is there once."""
         places = np.fromiter(self._place_of.values(), dtype=np.int64, count=len(self._place_of))
         added = np.array(self._added, dtype=np.uint64).reshape(-1, 2)
         columns = (

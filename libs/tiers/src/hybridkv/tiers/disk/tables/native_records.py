@@ -20,7 +20,7 @@ from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.format.layout import ADDRESS_BITS, PAGE_BYTES
 from hybridkv.tiers.disk.options import DiskSizes
 from hybridkv.tiers.disk.tables.change_log import ChangeLog
-from hybridkv.tiers.disk.tables.found import FoundRecord, FoundRecords
+from hybridkv.tiers.disk.tables.found import FoundRecord, FoundRecords, Numbers
 from hybridkv.tiers.disk.tables.record import Record, cost_of
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable
 from hybridkv.tiers.disk.tables.snapshot_source import WalkedSource
@@ -275,15 +275,27 @@ class NativeRecordTable:
         return Forgotten(num_withdrawn, ())
 
     def restore(self, found: FoundRecords) -> None:
-        keys, addresses, payload_bytes = found.columns()
+        known = found.columns_as_known()
+        if known is None or len(known[0]) > self.max_keys or not self._take_in(*known):
+            self._restore(*found.columns())
+
+    def _restore(self, keys: list[Key], addresses: Numbers, payload_bytes: Numbers) -> None:
         num_surplus = max(0, len(keys) - self.max_keys)
         if num_surplus:
             columns = keys, addresses.tolist(), payload_bytes.tolist()
             self._surplus = [FoundRecord(*row) for row in zip(*(c[:num_surplus] for c in columns), strict=True)]
             keys = keys[num_surplus:]
             addresses, payload_bytes = addresses[num_surplus:], payload_bytes[num_surplus:]
+        is_all = self._take_in(keys, addresses, payload_bytes)
+        assert is_all, "each key is there once"
+
+    def _take_in(self, keys: Sequence[Key], addresses: Numbers, payload_bytes: Numbers) -> bool:
+        """False, and nothing is taken, where a key is there more than once."""
         num_restored = self._ledger.restore(keys, addresses.tobytes(), payload_bytes.tobytes())
-        assert num_restored == len(keys), "each key is there once"
+        if num_restored < len(keys):
+            self._ledger.forget_all()
+            self._ledger.take_tally()
+            return False
         page = np.uint64(PAGE_BYTES)
         costs = page + (payload_bytes + page - np.uint64(1)) // page * page
         numbers, places = np.unique(addresses >> np.uint64(ADDRESS_BITS), return_inverse=True)
@@ -292,6 +304,7 @@ class NativeRecordTable:
             segment = self._segments.by_number[number]
             segment.live_bytes += int(num_pages) * PAGE_BYTES
             self._segments.refile(segment)
+        return True
 
 
 def _record(key: Key, address: int, payload_bytes: int, state: KeyState, num_pins: int) -> Record:
