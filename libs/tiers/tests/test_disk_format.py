@@ -96,7 +96,7 @@ def test_the_golden_files_are_read() -> None:
     assert decode_seal(data["seal"], SEGMENT) == 65536
     assert decode_record(data["record"]) == RECORD
     assert journal.decode(data["journal"], NAMESPACE) == WITHDRAWALS
-    assert snapshot.decode(data["snapshot"], NAMESPACE) == SNAPSHOT
+    assert decoded_snapshot(data["snapshot"]) == SNAPSHOT
     assert changes.decode(data["changes"], NAMESPACE, BASE) == decoded(BATCHES)
     assert epoch.decode(data["epoch"], NAMESPACE) == 5
 
@@ -172,13 +172,21 @@ def snapshot_of(
     return snapshot.Snapshot(*numbers, pending, keys, addresses, sizes)
 
 
+def decoded_snapshot(data: bytes, max_records: int = 1 << 32) -> snapshot.Snapshot | None:
+    """Its columns as lists."""
+    saved = snapshot.decode(data, NAMESPACE, max_records)
+    if saved is None:
+        return None
+    return saved._replace(addresses=list(map(int, saved.addresses)), payload_bytes=list(map(int, saved.payload_bytes)))
+
+
 NUMBERS = (1, 2, 3, address_of(2, 8192))
 
 
 @given(st.lists(st.tuples(keys, places)), st.lists(addresses))
 def test_snapshots_survive_their_bytes(records: list[tuple[bytes, tuple[int, int]]], pending: list[int]) -> None:
     saved = snapshot_of(records, pending, NUMBERS)
-    assert snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) == saved
+    assert decoded_snapshot(snapshot.encode(saved, NAMESPACE)) == saved
 
 
 @given(st.lists(st.tuples(keys, places)), st.integers(0, 4))
@@ -187,7 +195,7 @@ def test_a_snapshot_of_more_records_than_may_be_keeps_the_last_used(
 ) -> None:
     data = snapshot.encode(snapshot_of(records, [], NUMBERS), NAMESPACE)
     kept = snapshot_of(records[max(len(records) - max_records, 0) :], [], NUMBERS)
-    assert snapshot.decode(data, NAMESPACE, max_records) == kept
+    assert decoded_snapshot(data, max_records) == kept
 
 
 extremes = [0, 1, PAGE_BYTES, 8192, 8193, (1 << 31) - 1, 1 << 31, (1 << 32) - 8192, (1 << 32) - 4096, 1 << 32]

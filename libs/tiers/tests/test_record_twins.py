@@ -315,3 +315,21 @@ def test_what_is_restored_beyond_the_bound_is_evicted_from_the_least_recently_us
     changes, _ = world.log.take()
     assert len(changes) == counts.evictions
     assert all(record.state is KeyState.COMMITTED for record in map(world.table.find, kept) if record)
+
+
+@pytest.mark.parametrize("make", [PlainRecordTable, native_records.NativeRecordTable])
+def test_of_a_key_that_was_found_twice_the_last_counts(make: Callable[..., PlainRecordTable]) -> None:
+    world = World(make, 100)
+    world.segments.by_number.clear()
+    world.segments.ready.clear()
+    segment = Segment(0, SEGMENT_BYTES, 0)
+    segment.stage = Stage.FULL
+    world.segments.add(segment)
+    keys = [KEYS[0], KEYS[1], KEYS[0]]
+    addresses = [SEGMENT_HEAD_BYTES + place * cost_of(PAGE_BYTES) for place in range(3)]
+    world.table.restore(FoundRecords(keys, addresses, [PAGE_BYTES] * 3))
+    assert world.table.num_keys == 2 and world.table.eviction_order() == KEYS[:2]
+    record = world.table.find(KEYS[0])
+    assert record is not None and record.address == addresses[2]
+    assert segment.live_bytes == world.table.used_bytes == 2 * cost_of(PAGE_BYTES)
+    assert world.table.take_counts().invalidations == 0

@@ -154,7 +154,8 @@ def decode(data: bytes, namespace: bytes, max_records: int = 1 << 32) -> Snapsho
     first = at + 18 * count + int(key_bytes[: kept.start].sum(dtype=np.int64))
     stops = (key_bytes[kept].cumsum(dtype=np.int64) + first).tolist()
     keys = [data[start:stop] for start, stop in pairwise([first, *stops])]
-    columns = (pending.tolist(), keys, addresses[kept].tolist(), payload_bytes[kept].tolist())
+    # Columns as they lie in `data`: objects of a million numbers each would take as long as all the rest.
+    columns = (pending.tolist(), keys, addresses[kept], payload_bytes[kept])
     return Snapshot(epoch, scan_from, next_number, next_address, *columns)
 
 
