@@ -168,11 +168,9 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
     }
     std::size_t num_restored = 0;
     batches.each([&](std::size_t first, std::span<const Key> batch) {
-      for (std::size_t key = 0; key < batch.size(); ++key) {
-        if (!ledger_.restore(batch[key], {at[first + key], static_cast<std::uint32_t>(sizes[first + key])})) return false;
-        ++num_restored;
-      }
-      return true;
+      const std::size_t count = ledger_.restore_all(batch, at.data() + first, sizes.data() + first);
+      num_restored += count;
+      return count == batch.size();
     });
     return num_restored;
   }

@@ -142,9 +142,20 @@ bool RecordLedger::relocate(Key key, std::uint64_t address) {
   return true;
 }
 
-bool RecordLedger::restore(Key key, RecordPlace place) {
+std::size_t RecordLedger::restore_all(std::span<const Key> keys, const std::uint64_t* addresses,
+                                      const std::uint64_t* payload_bytes) {
+  std::size_t num_restored = keys.size();
+  table_.each_tag(keys, [&](std::size_t position, std::uint32_t tag) {
+    const RecordPlace place{addresses[position], static_cast<std::uint32_t>(payload_bytes[position])};
+    if (restore(keys[position], tag, place)) return true;
+    num_restored = position;
+    return false;
+  });
+  return num_restored;
+}
+
+bool RecordLedger::restore(Key key, std::uint32_t tag, RecordPlace place) {
   if (is_closed_ || key.size() > kMostKeyBytes) return false;
-  const std::uint32_t tag = table_.tag_of(key);
   if (table_.size() >= bounds_.max_keys || table_.find(key, tag) != kNone) return false;
   const std::uint32_t index = table_.insert(key, tag);
   Entry& entry = table_[index];

@@ -84,7 +84,10 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   void drop_segment(std::uint32_t number) { space_.drop(number); }
   // A committed record that an opening found, used last of all until now. False where its key is known or too long,
   // there is no room for a key more, or nothing more is reserved.
-  bool restore(Key key, RecordPlace place);
+  bool restore(Key key, RecordPlace place) { return restore(key, table_.tag_of(key), place); }
+  // How many of them, up to the first that is not. Payloads are of 32 bits.
+  std::size_t restore_all(std::span<const Key> keys, const std::uint64_t* addresses,
+                          const std::uint64_t* payload_bytes);
 
   // As BasicLedger's.
   std::uint64_t forget_all();
@@ -121,6 +124,7 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
     std::uint32_t next = 0;            // entry to be looked at
   };
 
+  bool restore(Key key, std::uint32_t tag, RecordPlace place);
   void retire(KeyTable&& table, const Chains& chains, SegmentSpace&& space) override;
   Record record_of(std::uint32_t index) const;
   std::vector<Record> in(Chain chain) const;

@@ -154,8 +154,8 @@ def decode(data: bytes, namespace: bytes, max_records: int = 1 << 32) -> Snapsho
     first = at + 18 * count + int(key_bytes[: kept.start].sum(dtype=np.int64))
     stops = (key_bytes[kept].cumsum(dtype=np.int64) + first).tolist()
     keys = [data[start:stop] for start, stop in pairwise([first, *stops])]
-    # Columns as they lie in `data`: objects of a million numbers each would take as long as all the rest.
-    columns = (pending.tolist(), keys, addresses[kept], payload_bytes[kept])
+    # No lists: objects for a million numbers take as long as all the rest. Copies, so that nothing keeps `data`.
+    columns = (pending.tolist(), keys, addresses[kept].copy(), payload_bytes[kept].copy())
     return Snapshot(epoch, scan_from, next_number, next_address, *columns)
 
 
