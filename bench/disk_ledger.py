@@ -1,9 +1,10 @@
 """What the index of the disk costs a record: memory, in C++ and in Python, and how long a start takes that finds many.
 
-What is measured: how much more memory a process of its own has when so many records of 48-byte keys are committed in
-the table that an index keeps; and the time from `DiskIndex(...)` until it answers, in a process of its own, where a
-store of so many records was closed before, so that a snapshot says what is there. Records are of one page, so a million
-take 8 GiB of files, of which nothing is written or read but the heads of segments.
+What is measured, each in a process of its own: how much more memory it has when so many records of 48-byte keys are
+committed in the table that an index keeps; how much more when a whole `DiskIndex` has stored them, and when another one
+has opened that store after it was closed; the most that one had meanwhile; and the time from `DiskIndex(...)` until it
+answers. Records are of one page, so a million take 8 GiB of files, of which nothing is written or read but the heads of
+segments.
 
 What is not: payloads. A start verifies none; each is verified when it is loaded.
 """
@@ -166,6 +167,8 @@ def main() -> None:
         store = Path(folder) / "store"
         stored = measured("fill", "native", options.records, store)
         opened = [measured("open", "native", options.records, store) for _ in range(options.rounds)]
+    print(f"the whole index, stored: {stored['bytes_a_record']:.1f} bytes a record")
+    print(f"the whole index, opened: {opened[0]['bytes_a_record']:.1f}, at most {opened[0]['peak_bytes'] / 2**20:.0f} MiB")
     seconds = sorted(each["seconds"] for each in opened)
     print(f"opened with {opened[0]['records']} records in {seconds[0]:.2f} to {seconds[-1]:.2f} s")
     if options.json:
@@ -174,6 +177,7 @@ def main() -> None:
             "python": platform.python_version(),
             "is_native": RecordTable.is_native,
             "bytes_a_record": memory,
+            "stored": stored,
             "opened": opened,
         }
         options.json.write_text(json.dumps(told, indent=2) + "\n")

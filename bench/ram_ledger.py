@@ -2,7 +2,7 @@
 
 What is measured: CPU time of the calling thread for calls on 1,024 keys of 48 bytes, while a million are held, each
 call on others than the one before, so that nothing of them is in a cache; and how much more memory a process of its own
-has when so many are held. `pin_all` and `reserve_all` make a slot of Python's for each key. Chunks are of 20 granules.
+has when so many are held, and when as many again were stored since, each of which evicted one. `pin_all` and `reserve_all` make a slot of Python's for each key. Chunks are of 20 granules.
 
 What is not: making keys, and copying chunks.
 """
@@ -50,12 +50,17 @@ def filled(kind: str, count: int) -> PlainRamIndex:
     return index
 
 
-def bytes_a_key(kind: str, count: int) -> float:
-    """In this process, which has done nothing else."""
+def bytes_a_key(kind: str, count: int) -> dict[str, float]:
+    """In this process, which has done nothing else: when it is full, and when as many again have pushed those out."""
     before = resident_bytes()
     index = filled(kind, count)
     assert index.num_keys == count
-    return (resident_bytes() - before) / count
+    full = resident_bytes() - before
+    for first in range(count, 2 * count, KEYS_A_CALL):
+        keys = [key_of(number) for number in range(first, min(first + KEYS_A_CALL, 2 * count))]
+        index.reserve_all([(key, CHUNK_BYTES) for key in keys])
+        index.commit_all(keys)
+    return {"full": full / count, "after evictions": (resident_bytes() - before) / count}
 
 
 def ns_a_key(kind: str, count: int) -> dict[str, float]:
@@ -112,7 +117,8 @@ def main() -> None:
         for part in ("memory", "time")
         for kind in KINDS
     }
-    print(f"bytes a key: native {measured['native memory']:.1f}, plain {measured['plain memory']:.1f}")
+    for when, num_bytes in measured["native memory"].items():
+        print(f"bytes a key, {when}: native {num_bytes:.1f}, plain {measured['plain memory'][when]:.1f}")
     for name, native in measured["native time"].items():
         plain = measured["plain time"][name]
         print(f"{name:24} native {native:12.1f} ns, plain {plain:12.1f} ns, {plain / native:6.1f}x")

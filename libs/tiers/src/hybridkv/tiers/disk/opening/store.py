@@ -31,6 +31,7 @@ from hybridkv.tiers.disk.upkeep.state import Epoch, StoreState, Tables
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.index_size import in_words
+from hybridkv.tiers.leftovers import give_back_freed
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def open_store(
     namespace is closed then."""
     with _without_collections():
         opened = _open_store(namespace, fingerprint, options, sizes, clock)
+    give_back_freed()
     opened.state.records.make_room(0, 0)
     Upkeep(opened.state, opened.agenda, InlineJanitor()).settle()
     return opened

@@ -18,6 +18,7 @@ from hybridkv.tiers.disk.upkeep.chores.copy import SegmentCopier
 from hybridkv.tiers.disk.upkeep.chores.journal import JournalWriter
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
+from hybridkv.tiers.leftovers import give_back_freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Save(Chore[bool]):
             self._write(files)
         except GivenUpError:
             return False
+        finally:
+            give_back_freed()
         return True
 
     def fail(self, files: Files) -> None:
