@@ -97,7 +97,7 @@ def peak_bytes() -> int:
 
 
 def fill(path: Path, count: int) -> dict[str, Any]:
-    """Store so many records; memory of the whole index before it is closed, in this process, which does nothing else."""
+    """Store so many records: memory of the whole index before it is closed. This process does nothing else."""
     before = resident_bytes()
     index = open_store(path, count)
     number = 0
@@ -168,7 +168,9 @@ def main() -> None:
         stored = measured("fill", "native", options.records, store)
         opened = [measured("open", "native", options.records, store) for _ in range(options.rounds)]
     print(f"the whole index, stored: {stored['bytes_a_record']:.1f} bytes a record")
-    print(f"the whole index, opened: {opened[0]['bytes_a_record']:.1f}, at most {opened[0]['peak_bytes'] / 2**20:.0f} MiB")
+    print(
+        f"the whole index, opened: {opened[0]['bytes_a_record']:.1f}, at most {opened[0]['peak_bytes'] / 2**20:.0f} MiB"
+    )
     seconds = sorted(each["seconds"] for each in opened)
     print(f"opened with {opened[0]['records']} records in {seconds[0]:.2f} to {seconds[-1]:.2f} s")
     if options.json:

@@ -2,7 +2,8 @@
 
 What is measured: CPU time of the calling thread for calls on 1,024 keys of 48 bytes, while a million are held, each
 call on others than the one before, so that nothing of them is in a cache; and how much more memory a process of its own
-has when so many are held, and when as many again were stored since, each of which evicted one. `pin_all` and `reserve_all` make a slot of Python's for each key. Chunks are of 20 granules.
+has when so many are held, and when as many again were stored since, each of which evicted one. `pin_all` and
+`reserve_all` make a slot of Python's for each key. Chunks are of 20 granules.
 
 What is not: making keys, and copying chunks.
 """

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-import hybridkv.native as native
+from hybridkv import native
 
 HANGS_AFTER_S = 20
 U32, U64 = 2**32, 2**64
@@ -152,6 +152,12 @@ def never_made(kind: str) -> Any:
     return getattr(native, kind).__new__(getattr(native, kind))
 
 
+def submit_when_closed() -> object:
+    opened = queue()
+    assert opened.close(10.0)
+    return opened.submit(1, False, 1 << 30, 0, False, False, HEADER, [bytearray(1)])
+
+
 def with_pipe() -> object:
     """A descriptor that cannot be read at an offset."""
     reader, writer = os.pipe()
@@ -257,9 +263,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "ValueError",
     ),
     "stores without end": (
-        lambda: lower(
-            lowering(), True, (), (), num_copies=2**31 - 1, num_blocks=0, num_extents=0, stored_blocks=0
-        ),
+        lambda: lower(lowering(), True, (), (), num_copies=2**31 - 1, num_blocks=0, num_extents=0, stored_blocks=0),
         "ValueError",
     ),
     "chunk of everything": (
@@ -386,7 +390,7 @@ def committed_records() -> Any:
 ANSWERED: dict[str, tuple[Callable[[], object], object]] = {
     "copy of nothing from nowhere": (lambda: COPY.copy(integers(0), integers(-1), integers(0)), None),
     "copy of no runs": (lambda: COPY.copy(integers(), integers(), integers()), None),
-    "a file that is not open": (lambda: submit(), (1, 9)),
+    "a file that is not open": (submit, (1, 9)),
     "a pipe": (lambda: with_pipe()[0] in (0, 1, 2, 3), True),  # type: ignore[index]
     "a file that ends": (with_a_file_that_ends, (1, 61)),
     "reserve of too much": (lambda: granules().reserve(KEY, 2**70), 4),
@@ -401,7 +405,7 @@ ANSWERED: dict[str, tuple[Callable[[], object], object]] = {
     "relocate of what is not there": (lambda: records().relocate(KEY, 0), False),
     "evict of what is not there": (lambda: (records().evict(KEY), records().evict_next()), (False, None)),
     "a wait of no number": (lambda: queue().wait_until_idle(float("nan")), True),
-    "submit when closed": (lambda: (lambda q: (q.close(1.0), q.submit(1, False, 0, 0, False, False, HEADER, [bytearray(1)])))(queue()), (True, False)),
+    "submit when closed": (submit_when_closed, False),
 }
 """Name: the call, and its answer."""
 

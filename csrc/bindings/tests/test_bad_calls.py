@@ -6,9 +6,8 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 import bad_calls
+import pytest
 
 NAMES = [name for name, _, _ in bad_calls.calls()]
 

@@ -1,5 +1,7 @@
-"""No sequence of calls of a class, with whatever arguments, crashes the process or hangs. HYBRIDKV_CALLS_S: for how many
-seconds each class is tried, instead of a few inputs."""
+"""No sequence of calls of a class, with whatever arguments, crashes the process or hangs.
+
+HYBRIDKV_CALLS_S: for how many seconds each class is tried, instead of a few inputs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ import subprocess
 import sys
 
 import pytest
-
 import random_calls
 
 SECONDS = int(os.environ.get("HYBRIDKV_CALLS_S", "0"))

@@ -27,7 +27,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 def give_back_freed() -> None:
     """Let the C library give the system what was freed. Of what a snapshot or an opening made of a million records the
-    process would keep 50 MB and more. Takes a few milliseconds, without the interpreter."""
+    process would keep 50 MB and more. That takes up to 0.1 s, without the interpreter."""
     if _trim is not None:
         _trim(ctypes.c_size_t(0))
 

@@ -20,7 +20,7 @@ _FREED_AT_A_TIME = 256
 """Entries of what was cleared, by one reservation."""
 _MAX_SIZES = 1024
 """Of chunks, whose cost is remembered: all that cost the same then share one number."""
-_BYTES_A_KEY = 534
+_BYTES_A_KEY = 720
 """Of all tables and objects, measured over a million."""
 
 

@@ -45,7 +45,7 @@ class FoundRecords:
 
     @cached_property
     def _place_of(self) -> dict[Key, int]:
-        """Made when somebody asks for a key: a start after a clean end asks for none, and it takes long for a million."""
+        """Made when somebody asks for a key. A start after a clean end asks for none, and a million take long."""
         return dict(zip(self._known, range(len(self._known)), strict=True))
 
     def __len__(self) -> int:
