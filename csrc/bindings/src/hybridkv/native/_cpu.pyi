@@ -221,7 +221,8 @@ class RecordLedger(Generic[_Answer, _Refusal, _State, _Slot]):
     a segment's number times 2^32, plus an offset in it; a record takes a page of 4096 bytes beside its payload, in
     whole pages. A row is (key, address, payload_bytes, state, num_pins). Several addresses are 64-bit numbers in bytes.
 
-    `states` are RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. `ValueError` for more than 2^32 - 2 keys.
+    `states` are RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. `ValueError` for more than 2^32 - 2 keys or 2^51 pages. A
+    key of more than 65,535 bytes is too large.
     """
 
     def __init__(
@@ -276,12 +277,14 @@ class RecordLedger(Generic[_Answer, _Refusal, _State, _Slot]):
         """Of that, what is committed and not pinned."""
 
     def why_not(self, key: bytes, num_pages: int) -> _Refusal | None: ...
-    def count_refusal(self, refusal: _Refusal) -> None: ...
+    def count_refusal(self, refusal: _Refusal) -> None:
+        """One that is none of `refusals` is not counted."""
+
     def make_room(self, num_pages: int, num_keys: int) -> list[tuple[bytes, int, int, _State, int]]:
         """What was evicted."""
 
     def take(self, key: bytes, payload_bytes: int, address: int) -> _Slot:
-        """A reservation that has no reason why not, and room."""
+        """A reservation. `misuse` where there is a reason why not, or `make_room` has not made room for it."""
 
     def evict_next(self) -> tuple[bytes, int, int, _State, int] | None: ...
     def evict(self, key: bytes) -> bool: ...
