@@ -221,8 +221,8 @@ class RecordLedger(Generic[_Answer, _Refusal, _State, _Slot]):
     a segment's number times 2^32, plus an offset in it; a record takes a page of 4096 bytes beside its payload, in
     whole pages. A row is (key, address, payload_bytes, state, num_pins). Several addresses are 64-bit numbers in bytes.
 
-    `states` are RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. `ValueError` for more than 2^32 - 2 keys or 2^51 pages. A
-    key of more than 65,535 bytes is too large.
+    `states` are RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. `ValueError` for more than 2^32 - 2 keys or
+    2^51 pages. A key of more than 65,535 bytes is too large.
     """
 
     def __init__(
