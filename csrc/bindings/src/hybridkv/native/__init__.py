@@ -3,8 +3,8 @@ that of csrc/ledger: which keys a tier holds, with it.
 
 Optional: `hybridkv.transfer` and `hybridkv.tiers` use it where it can be imported, and say once when they do without.
 The plugin's wheel carries it. Addresses are integers. A number that no memory can have is refused; the caller makes
-sure that all others are readable, or writable, and stay so until a call returns. Every other argument is checked: a call
-that does not fit raises an error.
+sure that all others are readable, or writable, and stay so until a call returns. Every other argument is checked: a
+call that does not fit raises an error.
 """
 
 from hybridkv.native._cpu import (
