@@ -196,10 +196,9 @@ class Lives:
         if not self._is_still_so(tracked, life):
             self._end(life, Reason.NOT_STORED, "the request has other tokens by now")
             return 0
-        if life.limit_chunks is None and self._doubted and life.question is not None:
-            if self._num_trusted(life.question.digests[: life.found_chunks]) < life.found_chunks:
-                self._end(life, Reason.NOT_STORED, "a load of this prefix has failed since")
-                return 0
+        if life.limit_chunks is None and self._is_in_doubt(life):
+            self._end(life, Reason.NOT_STORED, "a load of this prefix has failed since")
+            return 0
         verdict = self._room.verdict(tracked.request_id, tracked.request.num_tokens)
         if verdict is Verdict.REFUSE:
             self._end(life, Reason.ENGINE_ROOM, "")
@@ -240,6 +239,12 @@ class Lives:
         if not doubted:
             return len(digests)
         return next((number for number, digest in enumerate(digests) if digest in doubted), len(digests))
+
+    def _is_in_doubt(self, life: Life) -> bool:
+        """Whether a load has failed over a chunk that was found for a request."""
+        if not self._doubted or life.question is None:
+            return False
+        return self._num_trusted(life.question.digests[: life.found_chunks]) < life.found_chunks
 
     def _doubt(self, digests: Sequence[bytes]) -> None:
         """A load of this prefix met a bad chunk. All of it is in doubt: a shorter load reads windows and states that
