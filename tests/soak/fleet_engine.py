@@ -83,6 +83,8 @@ class FleetEngine:
 
     def __init__(self, depot: Depot, seed: int) -> None:
         self._random = Random(seed)
+        self.most_bytes = 0
+        """Of memory that this process had at any time."""
         self.counts = {"asked": 0, "restored": 0, "wrong": 0, "failed loads": 0, "steps": 0}
         index = open_index(depot, FINGERPRINT, 1, OPTIONS, time.monotonic)
         near_bytes = NEAR_CHUNKS * CHUNK_BYTES
@@ -138,12 +140,14 @@ class FleetEngine:
 
     def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s
+        self.most_bytes = max(self.most_bytes, rss_bytes())
         while True:
             self._mover.start(self._stack.take_moves())
             for move, failure, _ in self._mover.poll():
                 self._stack.on_move(move.move_id, MoveOutcome(1, failure))
             self._stack.tick()
             if is_over() or time.monotonic() > until_s:
+                self.most_bytes = max(self.most_bytes, rss_bytes())
                 return
             time.sleep(0.001)
 
@@ -158,15 +162,14 @@ def main() -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
     engine = FleetEngine(Depot("s3://fleet", orders["settings"], orders["secret"].encode()), orders["seed"])
-    told_s, before, most = time.monotonic(), 0, 0
+    told_s, before = time.monotonic(), 0
     while not ended.is_set():
         engine.step()
-        most = max(most, rss_bytes())
         if not before and engine.counts["steps"] >= 20:
-            before = most
+            before = engine.most_bytes
         if time.monotonic() - told_s >= 1.0:
             told_s = time.monotonic()
-            grown = most - before if before else 0
+            grown = engine.most_bytes - before if before else 0
             print(json.dumps({**engine.counts, "grown": grown}), flush=True)
     engine.close()
     os.write(1, b'{"is_closed": 1}\n')

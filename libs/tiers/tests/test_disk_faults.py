@@ -541,8 +541,12 @@ def test_a_janitor_that_is_closed_takes_no_more() -> None:
 def test_a_janitor_goes_on_behind_a_task_that_raises() -> None:
     janitor = ThreadJanitor()
     done = threading.Event()
-    assert janitor.submit(lambda: [][0])
-    assert janitor.submit_later(lambda: [][0], 0.001)
+
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    assert janitor.submit(fail)
+    assert janitor.submit_later(fail, 0.001)
     assert janitor.submit_later(done.set, 0.002)
     assert done.wait(disk_faults.TIMEOUT_S)
     assert janitor.close(disk_faults.TIMEOUT_S)

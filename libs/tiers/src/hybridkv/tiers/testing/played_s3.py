@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         self.connection.setsockopt(6, 1, 1)  # TCP_NODELAY
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Nothing."""
 
     def do_GET(self) -> None:
@@ -241,10 +241,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
-        if status != 304 and status != 204:
+        has_body = status not in (204, 304)
+        if has_body:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if status != 304 and status != 204:
+        if has_body:
             self.wfile.write(body)
 
 
