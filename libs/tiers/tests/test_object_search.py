@@ -156,3 +156,47 @@ def test_what_is_gone_is_named_no_more_and_nothing_behind_it() -> None:
     assert paths.up_to(prefix(4)) is None and paths.up_to(prefix(1)) is not None
     paths.add([stored(FULL, 2, "q", [FULL + prefix(1)])])
     assert paths.up_to(prefix(4)) is not None
+
+
+def learned(number: int) -> list[Node]:
+    """A path of two groups, as a manifest tells it."""
+    return [
+        Node(prefix(at), [Part(FULL, "theirs", at, 9), Part(WINDOW, "theirs", 100 + at, 9)]) for at in range(number)
+    ]
+
+
+def test_of_what_a_manifest_told_nothing_is_left_out() -> None:
+    """Nobody here knows which of it a resume needs, and a manifest with a hole would replace one without."""
+    paths = Paths(100)
+    paths.learn(learned(4))
+    paths.forget(WINDOW + prefix(2), "theirs")
+    assert paths.up_to(prefix(3)) is None and paths.up_to(prefix(1)) is not None
+    paths.add([stored(WINDOW, 2, "mine", [FULL + prefix(2)])])
+    path = paths.up_to(prefix(3))
+    assert path is not None and [len(node.parts) for node in path] == [2, 2, 2, 2]
+
+
+def test_a_bad_part_is_not_learned_again() -> None:
+    paths = Paths(100)
+    paths.learn(learned(4), lambda part: part.offset == 2)
+    assert paths.up_to(prefix(3)) is None
+    paths.add([stored(FULL, 2, "mine", [FULL + prefix(1)])])
+    path = paths.up_to(prefix(3))
+    assert path is not None and path[2].parts[-1].pack == "mine"
+
+
+def test_behind_a_bad_part_are_the_boundaries_and_the_last_end() -> None:
+    paths = Paths(1000)
+    paths.learn(learned(20))
+    expected = [prefix(19), *(prefix(at) for at in range(18, 4, -1) if is_boundary(prefix(at), 4))]
+    assert paths.behind(prefix(5), prefix(19), 4) == expected
+    assert paths.behind(prefix(5), prefix(99), 4) == [prefix(99)]
+
+
+def test_parts_count_as_prefixes_do() -> None:
+    paths = Paths(30)
+    paths.learn(learned(10))
+    assert paths.up_to(prefix(9)) is not None
+    paths.learn([Node(prefix(50), [Part(FULL, "p", 0, 9)])])
+    assert paths.up_to(prefix(9)) is None
+    assert len(paths._steps) + paths._num_parts <= 30
