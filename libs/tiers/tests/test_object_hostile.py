@@ -137,6 +137,18 @@ def test_what_a_sick_host_stores_leaves_out_nothing_that_others_stored(s3: Playe
     assert loaded(s3, [*keys, *windows]) == [chunks[key] for key in (*keys, *windows)]
 
 
+def test_a_pack_that_was_gone_once_is_read_again(s3: PlayedS3, engines: list[Engine]) -> None:
+    """As while a store comes back."""
+    keys = path_of(12)
+    chunks = stored(s3, keys)
+    answers = [404]
+    s3.trouble = lambda request: Trouble(answers.pop()) if "/p/" in request.name and answers else None
+    engines.append(engine_at(s3))
+    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].load(keys) == [chunks[key] for key in keys]
+    assert not answers
+
+
 @pytest.mark.parametrize("part", ["/m/", "/p/"])
 def test_a_read_that_is_damaged_once_is_made_again_another_way(s3: PlayedS3, engines: list[Engine], part: str) -> None:
     keys = path_of(12)

@@ -228,7 +228,7 @@ class ObjectMedium:
             self._moves.complete(Completion(move.ticket, checksum=checksum))
 
     def _read(self, pack: str, run: list[_PackMove]) -> None:
-        """One range. What comes wrong is read once more, by another range: what is sick may lie on the way here."""
+        """One range. What comes wrong, or not at all, is read once more, by another range: the way here may be sick."""
         bad = self._read_from(pack, run, run[0].slot.offset, is_last=False)
         if bad:
             first = 0 if bad[-1].end <= self._options.read_bytes else bad[0].slot.offset
@@ -255,6 +255,8 @@ class ObjectMedium:
         except Exception as error:
             if not isinstance(error, FileNotFoundError) and _is_beyond(error):
                 error = FileNotFoundError(str(error))
+            if isinstance(error, FileNotFoundError) and not is_last:
+                return bad + left
             self._end_all(left, failure_of(error, f"reading {name}"))
         return bad
 
