@@ -76,12 +76,12 @@ async def read_body(
         FileNotFoundError: there is no such object.
         Exception: of obstore, where the store gave no answer.
     """
-    options: dict[str, Any] = {}
+    options: Any = {}
     if unlike is not None:
         options["if_none_match"] = unlike
     if is_ranged:
         options["range"] = (0, most_bytes)
-    answer = await store.get_async(name, options=options or None)  # type: ignore[arg-type]
+    answer = await store.get_async(name, options=options or None)
     size, tag = answer.meta["size"], answer.meta["e_tag"]
     if size > most_bytes:
         del answer
