@@ -1,0 +1,105 @@
+"""Threads that never keep a process alive: what is submitted is carried out once, and idle threads end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import wait
+
+import pytest
+
+import hybridkv.tiers.threads as module
+from hybridkv.tiers.threads import DaemonPool
+
+TIMEOUT_S = 60.0
+
+
+def test_every_call_has_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = DaemonPool(3, "test-pool")
+    futures = [pool.submit(divmod, number, 7) for number in range(200)]
+    assert [future.result(TIMEOUT_S) for future in futures] == [divmod(number, 7) for number in range(200)]
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(divmod, 1, 0).result(TIMEOUT_S)
+    assert list(pool.map(abs, [-1, 2])) == [1, 2]
+    assert pool.close(TIMEOUT_S)
+    with pytest.raises(RuntimeError):
+        pool.submit(abs, 1)
+
+
+def test_no_more_work_at_one_time_than_there_are_threads() -> None:
+    pool, gate, begun = DaemonPool(2, "test-pool"), threading.Event(), threading.Semaphore(0)
+
+    def work() -> int:
+        begun.release()
+        assert gate.wait(TIMEOUT_S)
+        return threading.get_ident()
+
+    futures = [pool.submit(work) for _ in range(5)]
+    for _ in range(2):
+        assert begun.acquire(timeout=TIMEOUT_S)
+    assert not begun.acquire(timeout=0.05)
+    assert not pool.close(0.0), "some are at work"
+    assert futures[-1].cancel()
+    gate.set()
+    wait(futures, TIMEOUT_S)
+    assert len({future.result() for future in futures[:4]}) == 2
+    assert pool.close(TIMEOUT_S)
+
+
+def test_what_waits_can_be_cancelled_at_the_end() -> None:
+    pool, gate, begun = DaemonPool(1, "test-pool"), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return gate.wait(TIMEOUT_S)
+
+    first, second = pool.submit(work), pool.submit(abs, 1)
+    assert begun.wait(TIMEOUT_S)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert second.cancelled()
+    gate.set()
+    assert first.result(TIMEOUT_S)
+
+
+def test_idle_threads_end_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_IDLE_S", 0.01)
+    pool = DaemonPool(4, "test-idle")
+    for _ in range(3):
+        assert pool.submit(abs, -1).result(TIMEOUT_S) == 1
+        for thread in threading.enumerate():
+            if thread.name == "test-idle":
+                thread.join(TIMEOUT_S)
+                assert not thread.is_alive()
+
+
+def test_no_thread_at_all_is_an_error_and_fewer_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, gate = DaemonPool(2, "test-pool"), threading.Event()
+    first = pool.submit(gate.wait, TIMEOUT_S)
+    with monkeypatch.context() as patched:
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patched.setattr(threading.Thread, "start", refuse)
+        second = pool.submit(abs, -1)
+        with pytest.raises(RuntimeError, match="new thread"):
+            DaemonPool(1, "test-pool").submit(abs, -1)
+    gate.set()
+    assert first.result(TIMEOUT_S) and second.result(TIMEOUT_S) == 1
+    assert pool.close(TIMEOUT_S)
+
+
+def test_a_call_that_never_returns_does_not_keep_a_process_alive() -> None:
+    script = """
+import threading
+from hybridkv.tiers.threads import DaemonPool
+begun = threading.Event()
+def hang():
+    begun.set()
+    threading.Event().wait()
+DaemonPool(2, "stuck").submit(hang)
+assert begun.wait(60)
+"""
+    path = "import sys; sys.path[:] = " + repr(sys.path)
+    assert subprocess.run([sys.executable, "-c", path + script], check=False, timeout=TIMEOUT_S).returncode == 0
