@@ -100,8 +100,8 @@ class NotingIO(FileIO):
         super().truncate(fd, num_bytes)
         self._log.note("resized", os.fstat(fd).st_ino, num_bytes)
 
-    def make_directory(self, name: str, dir_fd: int | None = None) -> None:
-        super().make_directory(name, dir_fd)
+    def make_directory(self, name: str, dir_fd: int | None = None, mode: int = 0o700) -> None:
+        super().make_directory(name, dir_fd, mode)
         parent = os.stat(os.path.dirname(name)) if dir_fd is None else os.fstat(dir_fd)
         self._log.note("made", parent.st_ino, os.path.basename(name), os.stat(name, dir_fd=dir_fd).st_ino, True)
 

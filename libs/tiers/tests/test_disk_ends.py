@@ -22,7 +22,7 @@ import pytest
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot, TierConfigurationError, TierIndex
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, InlineJanitor, ThreadJanitor
-from hybridkv.tiers.disk.files.directory import Directory
+from hybridkv.tiers.files.directory import Directory
 from hybridkv.tiers.leftovers import ENTRIES_AT_A_TIME, Leftovers
 from hybridkv.tiers.ram import PlainRamIndex, RamIndex
 

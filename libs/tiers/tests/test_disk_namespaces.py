@@ -15,7 +15,7 @@ from hybridkv.hashing import FORMAT_VERSION
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, TierConfigurationError
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, InlineJanitor, open_disk_tier
-from hybridkv.tiers.disk.files.directory import Directory
+from hybridkv.tiers.files.directory import Directory
 
 OPTIONS = disk_store.options_for(8 * 8192, num_spare=3)
 OTHER_USER = 12345

@@ -414,8 +414,8 @@ class Recorder(FileIO):
     def _path(self, name: str, dir_fd: int | None) -> str:
         return name if dir_fd is None else f"{os.readlink(f'/proc/self/fd/{dir_fd}')}/{name}"
 
-    def make_directory(self, name: str, dir_fd: int | None = None) -> None:
-        super().make_directory(name, dir_fd)
+    def make_directory(self, name: str, dir_fd: int | None = None, mode: int = 0o700) -> None:
+        super().make_directory(name, dir_fd, mode)
         self.unsafe.add(self._path(name, dir_fd))
 
     def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:

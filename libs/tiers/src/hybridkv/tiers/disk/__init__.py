@@ -5,12 +5,12 @@ work) beside `medium` (a rank's bytes), `tables` (what the index knows), `files`
 """
 
 from hybridkv.tiers.disk.counts import DiskCounts
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.index import DiskIndex
 from hybridkv.tiers.disk.medium.disk_medium import DiskMedium
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes, Fsync, plan_sizes
 from hybridkv.tiers.disk.tier import open_disk_tier
 from hybridkv.tiers.disk.upkeep.janitor import InlineJanitor, Janitor, ThreadJanitor
+from hybridkv.tiers.files.file_io import FileIO
 
 __all__ = [
     "DiskCounts",

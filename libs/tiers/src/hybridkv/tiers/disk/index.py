@@ -18,7 +18,6 @@ from hybridkv.tiers.at_once import AnswersAtOnce
 from hybridkv.tiers.changes import Changes
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES
 from hybridkv.tiers.disk.opening.store import open_store
@@ -27,6 +26,7 @@ from hybridkv.tiers.disk.tables.record import cost_of
 from hybridkv.tiers.disk.upkeep.janitor import Janitor, ThreadJanitor
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.ledger import KeyState
 from hybridkv.tiers.leftovers import Leftovers
 

@@ -1,1 +1,1 @@
-"""What lies in a store: its directories, names, locks and segment files, and every call of the system on them."""
+"""Files of a store: their names, the lock, the namespaces and the segment files."""

@@ -12,10 +12,10 @@ import os
 import weakref
 from typing import Protocol
 
-from hybridkv.tiers.disk.files.directory import Directory
 from hybridkv.tiers.disk.files.lock_holder import find_holder
 from hybridkv.tiers.disk.files.names import LOCK_NAME
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.files.directory import Directory
 
 
 class TakenError(OSError):

@@ -24,11 +24,6 @@ def is_namespace(name: str) -> bool:
     return _NAMESPACE.fullmatch(name) is not None
 
 
-def temporary_name(name: str) -> str:
-    """What a file is called until it is whole."""
-    return f"{name}.new"
-
-
 def is_namespace_file(name: str) -> bool:
     """Whether a namespace has a file of this name, perhaps while it is being written."""
     return name == LOCK_NAME or name.removesuffix(".new") in WRITTEN_NAMES

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import msgspec
 
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers.disk.files.directory import Directory, ForeignFileError, open_root, refused
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.locks import TakenError, end_in_forked_children, is_same, refused_lock, try_to_lock
 from hybridkv.tiers.disk.files.names import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
-from hybridkv.tiers.disk.files.path_safety import say_who_could_exchange
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.files.directory import Directory, ForeignFileError, open_root, refused
+from hybridkv.tiers.files.file_io import FileIO
+from hybridkv.tiers.files.path_safety import say_who_could_exchange
 from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)

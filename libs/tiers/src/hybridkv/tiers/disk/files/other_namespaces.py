@@ -9,7 +9,6 @@ import os
 import msgspec
 
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers.disk.files.directory import Directory
 from hybridkv.tiers.disk.files.locks import try_to_lock
 from hybridkv.tiers.disk.files.names import (
     FINGERPRINT_NAME,
@@ -20,6 +19,7 @@ from hybridkv.tiers.disk.files.names import (
     segment_number,
 )
 from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.files.directory import Directory
 from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, round_up
 from hybridkv.tiers.disk.format.record import RECORD_HEAD_BYTES
+from hybridkv.tiers.files.file_io import FileIO
 
 MAX_PIECES = 1000
 """In one call; the system takes 1024."""

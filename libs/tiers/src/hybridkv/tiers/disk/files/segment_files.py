@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from hybridkv.tiers.contract import FailureReason, Key
-from hybridkv.tiers.disk.files.directory import Directory, write_all
 from hybridkv.tiers.disk.files.names import segment_name
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.files.other_namespaces import delete_stalest, other_bytes
@@ -20,6 +19,7 @@ from hybridkv.tiers.disk.files.record_io import FilePosition, RecordReader, Reco
 from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, PAGE_BYTES, number_of, offset_of, record_bytes, round_up
 from hybridkv.tiers.disk.format.record import RecordHeader, encode_record, verify
 from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_seal, encode_segment
+from hybridkv.tiers.files.directory import Directory, write_all
 
 
 class Relocation(NamedTuple):

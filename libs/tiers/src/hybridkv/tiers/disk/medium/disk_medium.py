@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 from hybridkv.tiers.buffers import byte_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
-from hybridkv.tiers.disk.files.directory import root_path
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES, is_place
 from hybridkv.tiers.disk.medium.native_runner import NativeRunner
 from hybridkv.tiers.disk.medium.operations import Headers, Operation
@@ -26,6 +24,8 @@ from hybridkv.tiers.disk.medium.runner import Runner
 from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.options import DiskOptions
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.files.directory import root_path
+from hybridkv.tiers.files.file_io import FileIO
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

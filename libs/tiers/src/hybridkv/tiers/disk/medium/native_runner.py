@@ -18,7 +18,6 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.record_io import ShortReadError
 from hybridkv.tiers.disk.format.layout import number_of, offset_of
 from hybridkv.tiers.disk.format.record import PAYLOAD_CHECKSUM_AT, encode_record_body, verify
@@ -27,6 +26,7 @@ from hybridkv.tiers.disk.medium.runner import CLOSED, NO_THREAD, busy
 from hybridkv.tiers.disk.medium.segment_cache import OpenSegment, SegmentCache
 from hybridkv.tiers.disk.medium.syncer import SyncThread
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
+from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.shortage import SHORTAGES, is_shortage
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from functools import cache, partial
 from typing import Literal, NamedTuple
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Ticket
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.record_io import FilePosition, RecordReader, RecordWriter, Scratch, ShortReadError
 from hybridkv.tiers.disk.format.checksum import checksum_of
 from hybridkv.tiers.disk.format.layout import number_of, offset_of, record_bytes
 from hybridkv.tiers.disk.format.record import RecordHeader, encode_record, verify
 from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
+from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 
 from hybridkv.tiers.contract import Completion, Failure
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.record_io import Scratch
 from hybridkv.tiers.disk.format.layout import record_bytes
 from hybridkv.tiers.disk.medium.operations import DirectMode, Headers, Operation, RecordExecutor
@@ -18,6 +17,7 @@ from hybridkv.tiers.disk.medium.runner import CLOSED, NO_THREAD, busy
 from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.medium.syncer import Syncer
 from hybridkv.tiers.disk.options import DiskOptions
+from hybridkv.tiers.files.file_io import FileIO
 
 MAX_LOADS_BEFORE_A_STORE = 8
 """A store that waits is overtaken by no more."""

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hybridkv.tiers.disk.files.directory import Directory
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.files.names import rank_name, segment_name
 from hybridkv.tiers.disk.medium.shared_sync import SharedSync
+from hybridkv.tiers.files.directory import Directory
+from hybridkv.tiers.files.file_io import FileIO
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 
 from hybridkv.tiers.contract import Completion
-from hybridkv.tiers.disk.files.file_io import FileIO
 from hybridkv.tiers.disk.format.layout import number_of
 from hybridkv.tiers.disk.medium.operations import DirectMode, Operation
 from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
+from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)

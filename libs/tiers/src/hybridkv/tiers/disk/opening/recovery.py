@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.files.directory import LARGEST_SMALL_FILE_BYTES, stops_an_opening
 from hybridkv.tiers.disk.files.names import CHANGES_NAME, EPOCH_NAME, JOURNAL_NAME, SNAPSHOT_NAME
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format import changes, journal, snapshot
@@ -36,6 +35,7 @@ from hybridkv.tiers.disk.opening.segment_headers import FoundSegment, NoHeader, 
 from hybridkv.tiers.disk.options import LARGEST_CHANGES_BYTES, LARGEST_JOURNAL_BYTES
 from hybridkv.tiers.disk.tables.found import FoundRecords
 from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
+from hybridkv.tiers.files.directory import LARGEST_SMALL_FILE_BYTES, stops_an_opening
 
 logger = logging.getLogger(__name__)
 

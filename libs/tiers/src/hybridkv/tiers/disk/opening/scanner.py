@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from hybridkv.tiers.disk.files.directory import Directory, stops_an_opening
 from hybridkv.tiers.disk.files.names import segment_name
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import (
@@ -27,7 +25,9 @@ from hybridkv.tiers.disk.format.record import RECORD_HEAD_BYTES, RECORD_MAGIC, R
 from hybridkv.tiers.disk.opening.replay import Frontier
 from hybridkv.tiers.disk.opening.segment_headers import FoundSegment, read_at
 from hybridkv.tiers.disk.tables.found import FoundRecord
+from hybridkv.tiers.files.directory import Directory, stops_an_opening
 from hybridkv.tiers.shortage import is_shortage
+from hybridkv.tiers.threads import DaemonPool
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def search_all(namespace: Namespace, searches: Sequence[Search]) -> Iterator[lis
     if len(searches) <= SCAN_THREADS:
         yield from map(search_one, searches)
         return
-    with ThreadPoolExecutor(SCAN_THREADS, "hybridkv-scan") as pool:
+    with DaemonPool(SCAN_THREADS, "hybridkv-scan") as pool:
         try:
             found = pool.map(search_one, searches)
         except RuntimeError as error:

@@ -8,11 +8,11 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from hybridkv.tiers.disk.files.directory import Directory, stops_an_opening
 from hybridkv.tiers.disk.files.names import segment_name, segment_number
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import LARGEST_FIRST_NUMBER, PAGE_BYTES
 from hybridkv.tiers.disk.format.segment import SEGMENT_HEAD_USED_BYTES, decode_seal, decode_segment
+from hybridkv.tiers.files.directory import Directory, stops_an_opening
 
 logger = logging.getLogger(__name__)
 

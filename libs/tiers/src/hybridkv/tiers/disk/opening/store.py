@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers.disk.files.directory import refused
 from hybridkv.tiers.disk.files.names import JOURNAL_NAME
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.files.other_namespaces import say_what_differs
@@ -30,6 +29,7 @@ from hybridkv.tiers.disk.upkeep.janitor import InlineJanitor
 from hybridkv.tiers.disk.upkeep.state import Epoch, StoreState, Tables
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.files.directory import refused
 from hybridkv.tiers.index_size import in_words
 from hybridkv.tiers.leftovers import give_back_freed
 

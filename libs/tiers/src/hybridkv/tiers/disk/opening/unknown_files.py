@@ -11,16 +11,15 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 
-from hybridkv.tiers.disk.files.directory import Directory, stops_an_opening
 from hybridkv.tiers.disk.files.names import (
     WRITTEN_NAMES,
     is_namespace,
     is_namespace_file,
     rank_name,
     segment_number,
-    temporary_name,
 )
 from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.files.directory import Directory, stops_an_opening, temporary_name
 
 logger = logging.getLogger(__name__)
 

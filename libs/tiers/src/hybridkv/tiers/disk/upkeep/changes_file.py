@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from hybridkv.tiers.disk.files.directory import Directory, write_all
 from hybridkv.tiers.disk.files.names import CHANGES_NAME
 from hybridkv.tiers.disk.format import changes
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.disk.tables.change_log import ChangeLog, Cut
+from hybridkv.tiers.files.directory import Directory, write_all
 
 
 class ChangesFile:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.files.directory import write_all
 from hybridkv.tiers.disk.files.names import JOURNAL_NAME
 from hybridkv.tiers.disk.format import journal
 from hybridkv.tiers.disk.format.journal import Withdrawal, digest_of
@@ -17,6 +16,7 @@ from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
 from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
+from hybridkv.tiers.files.directory import write_all
 
 
 @dataclass(frozen=True, slots=True)

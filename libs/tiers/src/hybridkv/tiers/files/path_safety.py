@@ -9,7 +9,7 @@ import logging
 import os
 import stat
 
-from hybridkv.tiers.disk.files.directory import Directory
+from hybridkv.tiers.files.directory import Directory
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""Every call of the operating system that a disk tier makes, in one object, so that a test can make any of them fail.
+"""All calls of the operating system that tiers on a file system make, in one object, so that a test can make any of
+them fail.
 
 Decides nothing and catches nothing: what the system refuses is an `OSError`.
 """
@@ -52,8 +53,11 @@ class FileIO:
     def list(self, fd: int) -> list[str]:
         return os.listdir(fd)
 
-    def make_directory(self, name: str, dir_fd: int | None = None) -> None:
-        os.mkdir(name, 0o700, dir_fd=dir_fd)
+    def make_directory(self, name: str, dir_fd: int | None = None, mode: int = 0o700) -> None:
+        os.mkdir(name, mode, dir_fd=dir_fd)
+
+    def change_mode(self, fd: int, mode: int) -> None:
+        os.fchmod(fd, mode)
 
     def remove_directory(self, name: str, dir_fd: int) -> None:
         os.rmdir(name, dir_fd=dir_fd)
@@ -63,6 +67,10 @@ class FileIO:
 
     def rename(self, old: str, new: str, dir_fd: int) -> None:
         os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def link(self, old: str, new: str, dir_fd: int) -> None:
+        """`FileExistsError` where there is a file of the new name."""
+        os.link(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
 
     def lock(self, fd: int) -> bool:
         """Take the file's lock without waiting; False when another process has it."""

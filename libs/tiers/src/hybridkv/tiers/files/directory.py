@@ -1,4 +1,4 @@
-"""A directory that is nobody else's: opened without following links, its owner and permissions checked.
+"""Directories that are opened without following links. Their owner and permissions are checked, unless they are shared.
 
 Everything below a store is reached through descriptors of such directories, never through a path that somebody could
 have exchanged meanwhile.
@@ -12,9 +12,8 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 
-from hybridkv.tiers.disk.files.file_io import FileIO
-from hybridkv.tiers.disk.files.names import temporary_name
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
@@ -30,34 +29,70 @@ class ForeignFileError(OSError):
     """A file or directory of a store that is a link, not ours, or open to others. Never touched."""
 
 
+def temporary_name(name: str) -> str:
+    """What a file is called until it is whole."""
+    return f"{name}.new"
+
+
 def stops_an_opening(error: OSError) -> bool:
     """Whether a file that cannot be read is more than a damaged one: not ours, or this process lacks something."""
     return isinstance(error, ForeignFileError) or is_shortage(error)
 
 
 class Directory:
-    """One open directory."""
+    """One open directory.
 
-    def __init__(self, io: FileIO, path: str, fd: int) -> None:
+    Args:
+        io: the calls of the system.
+        path: absolute, for messages.
+        fd: of it; closed by `close`.
+        shared_mode: permissions of directories that are made in a store that users share; their files can be read by
+            the same users. None: the store is this user's own, and what others own or may write to is refused. Links
+            and special files are refused in both.
+    """
+
+    def __init__(self, io: FileIO, path: str, fd: int, shared_mode: int | None = None) -> None:
         self.io = io
         self.path = path
         self.fd = fd
+        self.shared_mode = shared_mode
 
     @classmethod
-    def root(cls, io: FileIO, path: str, create: bool) -> Directory:
-        """The directory at an absolute path, whose parent must be there. `OSError` as the system says."""
+    def root(cls, io: FileIO, path: str, create: bool, may_be_shared: bool = False) -> Directory:
+        """The directory at an absolute path, whose parent must be there. `OSError` as the system says.
+
+        Args:
+            io: the calls of the system.
+            path: absolute.
+            create: make it, readable by this user alone, if it is not there.
+            may_be_shared: take it as shared, if it is another user's or others may write to it.
+        """
         if create:
             with contextlib.suppress(FileExistsError):
                 io.make_directory(path)
-        return cls(io, path, _open_directory(io, path, path, None))
+        fd = _open_directory(io, path, path, None, is_shared=may_be_shared)
+        mode: int | None = None
+        if may_be_shared:
+            found = io.stat(fd)
+            mode = None if _is_own(found) else stat.S_IMODE(found.st_mode)
+        return cls(io, path, fd, mode)
 
     def child(self, name: str, create: bool) -> Directory:
         """A directory in this one."""
-        path = f"{self.path}/{name}"
+        path, mode = f"{self.path}/{name}", self.shared_mode
+        is_new = False
         if create:
             with _named(path), contextlib.suppress(FileExistsError):
-                self.io.make_directory(name, self.fd)
-        return Directory(self.io, path, _open_directory(self.io, name, path, self.fd))
+                self.io.make_directory(name, self.fd, 0o700 if mode is None else mode)
+                is_new = True
+        fd = _open_directory(self.io, name, path, self.fd, is_shared=mode is not None)
+        if is_new and mode is not None:
+            try:
+                self.io.change_mode(fd, mode)  # a umask has taken some of it away
+            except OSError:
+                self.io.close(fd)
+                raise
+        return Directory(self.io, path, fd, mode)
 
     def open_file(self, name: str, flags: int) -> int:
         """A descriptor of a regular file of ours in this directory."""
@@ -71,7 +106,9 @@ class Directory:
             self._require_file(name, path)
             raise
         try:
-            _require_own(self.io.stat(fd), stat.S_ISREG, path)
+            _require_own(self.io.stat(fd), stat.S_ISREG, path, is_shared=self.shared_mode is not None)
+            if flags & os.O_CREAT and self.shared_mode is not None:
+                self.io.change_mode(fd, 0o600 | (self.shared_mode & 0o044))
         except OSError:
             self.io.close(fd)
             raise
@@ -124,7 +161,7 @@ class Directory:
         fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             offset = 0
-            for data in _joined(pieces):
+            for data in joined_pieces(pieces):
                 write_all(self.io, fd, data, offset)
                 offset += len(data)
             if sync:
@@ -177,9 +214,9 @@ class Directory:
             self.io.close(fd)
 
 
-def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def joined_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
     """The same bytes in fewer pieces, where they are small."""
-    waiting: list[bytes] = []
+    waiting: list[bytes | memoryview] = []
     num_bytes = 0
     for piece in pieces:
         waiting.append(piece)
@@ -245,7 +282,7 @@ def _named(path: str) -> Iterator[None]:
         raise
 
 
-def _open_directory(io: FileIO, name: str, path: str, dir_fd: int | None) -> int:
+def _open_directory(io: FileIO, name: str, path: str, dir_fd: int | None, is_shared: bool) -> int:
     try:
         fd = io.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
     except OSError as error:
@@ -254,7 +291,7 @@ def _open_directory(io: FileIO, name: str, path: str, dir_fd: int | None) -> int
             raise ForeignFileError(error.errno, f"is {_kind_of(stat.S_IFLNK)}", path) from error
         raise
     try:
-        _require_own(io.stat(fd), stat.S_ISDIR, path)
+        _require_own(io.stat(fd), stat.S_ISDIR, path, is_shared)
     except OSError:
         io.close(fd)
         raise
@@ -284,10 +321,16 @@ def _kind_of(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
 
 
-def _require_own(found: os.stat_result, is_kind: object, path: str) -> None:
+def _is_own(found: os.stat_result) -> bool:
+    """Whether nobody but this user, and root, can write to it."""
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _require_own(found: os.stat_result, is_kind: object, path: str, is_shared: bool) -> None:
     if not callable(is_kind) or not is_kind(found.st_mode):
         raise ForeignFileError(0, f"is {_kind_of(found.st_mode)}", path)
+    if is_shared or _is_own(found):
+        return
     if found.st_uid != os.geteuid():
         raise ForeignFileError(0, f"belongs to user {found.st_uid}, not {os.geteuid()}", path)
-    if found.st_mode & 0o022:
-        raise ForeignFileError(0, f"others may write to it (mode {found.st_mode & 0o777:o})", path)
+    raise ForeignFileError(0, f"others may write to it (mode {found.st_mode & 0o777:o})", path)
