@@ -37,7 +37,7 @@ def test_a_directory_is_a_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "path", "expected"),
     [
-        ({"url": "file:///proc/nothing/fleet"}, "tiers[1].url", "a store that"),
+        ({"url": "file:///proc/nothing/fleet"}, "tiers[1].url", "a directory that can be used"),
         ({"secret_file": "absent"}, "tiers[1].secret_file", "a file that can be read"),
         ({"secret_file": "short"}, "tiers[1].secret_file", "16 to 4096 bytes"),
         ({"credentials_file": "absent"}, "tiers[1].credentials_file", "a file that can be read"),

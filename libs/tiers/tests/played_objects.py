@@ -27,6 +27,7 @@ class PlayedDepot:
         self.retracted: list[tuple[Key, PackPlace]] = []
         self.cleared: list[bool] = []
         self.is_reachable = True
+        self.takes_objects = True
         self.is_closed = False
 
     def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:

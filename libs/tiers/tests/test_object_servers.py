@@ -3,6 +3,7 @@ bounded wait and no wrong byte."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from object_engines import FULL, Engine, chunks_of, path_of
 from slow_link import SlowLink
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers import Refusal, TierConfigurationError
 from hybridkv.tiers.object import Depot, ObjectOptions, open_index
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, SlowerTierOptions
 from hybridkv.tiers.testing.object_server import BUCKET, VARIABLE, ObjectServer, command
@@ -97,11 +98,33 @@ def test_a_tenant_has_a_store_of_its_own(server: ObjectServer, engines: list[Eng
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
-def test_wrong_credentials_are_refused_at_the_start_and_not_shown(server: ObjectServer, prefix: str) -> None:
-    settings = {**server.settings(), "secret_access_key": "SKWRONG00000"}
+def test_who_may_only_read_restores_and_stores_nothing(
+    server: ObjectServer, prefix: str, engines: list[Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, chunks = stored(depot(server, prefix))
+    with caplog.at_level(logging.WARNING, "hybridkv"):
+        engines.append(Engine(depot(server, prefix, "reader"), options=OPTIONS, slower=PATIENT))
+    assert "takes no objects" in caplog.text and "403 Forbidden: AccessDenied" in caplog.text
+    assert engines[0].hear(keys) == [HIT] * 40
+    assert engines[0].load(keys) == [chunks[key] for key in keys]
+    assert engines[0].index.reserve(FULL + b"n" * 32, 10) is Refusal.BUSY
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"secret_access_key": "SKWRONG00000"}, "SignatureDoesNotMatch"),
+        ({"access_key_id": "AKWRONG00000"}, "InvalidAccessKeyId"),
+    ],
+)
+def test_wrong_credentials_are_refused_at_the_start_and_not_shown(
+    server: ObjectServer, prefix: str, wrong: dict[str, str], code: str
+) -> None:
+    settings = {**server.settings(), **wrong}
     with pytest.raises(TierConfigurationError) as refused:
         open_index(Depot(prefix, settings), FINGERPRINT, 1, OPTIONS, time.monotonic)
-    for secret in ("SKWRONG", "AKOWNER"):
+    assert f"403 Forbidden: {code}" in str(refused.value)
+    for secret in ("SKWRONG", "SKOWNER", "AKOWNER", "AKWRONG"):
         assert secret not in str(refused.value)
         assert secret not in repr(Depot(prefix, settings))
 

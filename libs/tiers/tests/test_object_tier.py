@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import obstore
 import pytest
 
 pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
@@ -32,6 +31,7 @@ from object_engines import FULL, Engine, chunks_of, last_is_named, path_of  # no
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import FailureReason, GathersMoves, Slot, Ticket, TierConfigurationError, TierMedium  # noqa: E402
 from hybridkv.tiers.object import ObjectMedium, ObjectOptions, open_index  # noqa: E402
+from hybridkv.tiers.object.directory_store import DirectoryStore  # noqa: E402
 from hybridkv.tiers.stack import (  # noqa: E402
     Direction,
 )
@@ -244,14 +244,15 @@ def test_a_reset_for_all_hides_what_is_stored_from_everybody(tmp_path: Path, eng
 
 
 def test_a_store_that_writes_over_what_is_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = obstore.put
-    monkeypatch.setattr(obstore, "put", lambda store, name, data, **more: put(store, name, data, use_multipart=False))
+    put = DirectoryStore.put
+    monkeypatch.setattr(DirectoryStore, "put", lambda store, name, data, **more: put(store, name, data))
     with pytest.raises(TierConfigurationError, match="If-None-Match"):
         index_at(tmp_path)
 
 
 def test_a_store_that_reads_no_ranges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstore, "get_range", lambda store, name, *, start, end: obstore.get(store, name).bytes())
+    get = DirectoryStore.get
+    monkeypatch.setattr(DirectoryStore, "get", lambda store, name, **more: get(store, name))
     with pytest.raises(TierConfigurationError, match="range"):
         index_at(tmp_path)
 

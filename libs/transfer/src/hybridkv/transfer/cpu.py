@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 - a copy of memory waits for nothing
 
 from hybridkv.transfer.jobs import copy_runs
 from hybridkv.transfer.queued import QueuedCopyEngine

@@ -6,7 +6,8 @@ packs.py      which chunk goes where
 medium.py     writes packs and reads ranges of them: each rank's half
 format/       the bytes of both; FORMAT.md
 names.py      what objects are called; epochs.py which of them count
-store.py      obstore, which speaks with S3, GCS, Azure and directories
+store.py      opens and proves a store; obstore speaks with S3, GCS and Azure
+directory_store.py  a store in a directory
 opening.py    either half from a URL and a secret
 """
 

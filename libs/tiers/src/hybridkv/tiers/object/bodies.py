@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from hybridkv.tiers.object.store import Store
 
 _PIECE_BYTES = 64 << 10
 
@@ -59,7 +59,7 @@ class Room:
 
 @asynccontextmanager
 async def read_body(
-    store: ObjectStore, name: str, most_bytes: int, room: Room, *, unlike: str | None = None, is_ranged: bool = False
+    store: Store, name: str, most_bytes: int, room: Room, *, unlike: str | None = None, is_ranged: bool = False
 ) -> AsyncIterator[Body]:
     """An object, for as long as the context lasts; so long its bytes take room.
 

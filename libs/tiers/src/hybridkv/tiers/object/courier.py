@@ -47,6 +47,11 @@ class Courier(Protocol):
         ...
 
     @property
+    def takes_objects(self) -> bool:
+        """False: the store is full, say, or only read with these credentials. What lies there is found all the same."""
+        ...
+
+    @property
     def news(self) -> deque[News]:
         """What arrived, in order. The index takes it from the left."""
         ...

@@ -14,7 +14,7 @@ from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import epoch_name
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from hybridkv.tiers.object.store import Store
 
 FARTHEST_AHEAD_S = 86_400
 """A mark that lies further in the future is not believed. Clocks of hosts differ by less."""
@@ -25,7 +25,7 @@ def next_epoch(epoch: int, now_s: float) -> int:
     return max(epoch + 1, int(now_s))
 
 
-async def current_epoch(store: ObjectStore, seals: Seals, cache: str, now_s: float) -> int:
+async def current_epoch(store: Store, seals: Seals, cache: str, now_s: float) -> int:
     """The epoch that the store's mark names. 0 where there is no mark, or none to be believed.
 
     Raises:
@@ -40,7 +40,7 @@ async def current_epoch(store: ObjectStore, seals: Seals, cache: str, now_s: flo
     return epoch if epoch is not None and epoch <= now_s + FARTHEST_AHEAD_S else 0
 
 
-async def begin_epoch(store: ObjectStore, seals: Seals, cache: str, epoch: int) -> None:
+async def begin_epoch(store: Store, seals: Seals, cache: str, epoch: int) -> None:
     """Mark an epoch as current. Of two engines that do so at once, the one with the later epoch finds an earlier mark
     at its next look, and writes its own again."""
     name = epoch_name(cache)

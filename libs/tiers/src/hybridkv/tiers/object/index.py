@@ -310,7 +310,7 @@ class ObjectIndex:
         refusal = known.why_not(key, num_bytes)
         if refusal is None and key in self._heard.by_key:
             refusal = Refusal.PRESENT
-        if refusal is None and self._courier.namespace is None:
+        if refusal is None and (self._courier.namespace is None or not self._courier.takes_objects):
             refusal = Refusal.BUSY
         if refusal is not None:
             return known.tally.refuse(refusal)

@@ -37,12 +37,17 @@ from hybridkv.tiers.object.paths import Paths
 from hybridkv.tiers.object.quarantine import Quarantine
 from hybridkv.tiers.object.reader import ManifestReader
 from hybridkv.tiers.object.search import find_last
-from hybridkv.tiers.object.store import first_line, prove
+from hybridkv.tiers.object.store import describe, prove
+from hybridkv.tiers.threads import DaemonPool
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from hybridkv.tiers.object.store import Store
 
 logger = logging.getLogger(__name__)
+
+_NUM_THREADS = 2
+_MIN_JOIN_S = 1.0
+"""The loop has so long to end what was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class Collection:
         world_size: ranks that each have their part.
     """
 
-    store: ObjectStore
+    store: Store
     seals: Seals
     cache: str
     world_size: int
@@ -90,6 +95,7 @@ class Librarian:
         self._clock = clock
         self._epoch = 0
         self.namespace: str | None = None
+        self.takes_objects = False
         self.news: deque[News] = deque()
         self._opened: Future[None] = Future()
         self._paths = Paths(options.max_nodes)
@@ -107,6 +113,10 @@ class Librarian:
         """Works as long as the engine lives."""
         self._is_closed = False
         self._has_complained = False
+        self._is_only_read = False
+        """It was said so in the log."""
+        self._pool = DaemonPool(_NUM_THREADS, "hybridkv-object-calls")
+        """For calls that wait; a coroutine of obstore needs none."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="hybridkv-object-index", daemon=True)
         self._thread.start()
@@ -152,9 +162,11 @@ class Librarian:
         self._is_closed = True
         done = threading.Event()
         self._post(lambda: self._finish(done), is_last=True)
+        end_s = time.monotonic() + self._options.close_timeout_s
         done.wait(self._options.close_timeout_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(self._options.close_timeout_s)
+        self._thread.join(max(_MIN_JOIN_S, end_s - time.monotonic()))
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _post(self, work: Callable[[], None], *, is_last: bool = False) -> None:
         if is_last or not self._is_closed:
@@ -195,7 +207,7 @@ class Librarian:
     def _complain(self, doing: str, error: Exception) -> None:
         """Once while it lasts: what follows from it is counted."""
         log = logger.debug if self._has_complained else logger.warning
-        log("the object store did not let itself be %s: %s", doing, first_line(error))
+        log("the object store did not let itself be %s: %s", doing, describe(error))
         self._has_complained = True
 
     # Epochs.
@@ -209,8 +221,8 @@ class Librarian:
         options, retry_s = self._options, self._options.first_retry_s
         while not self._is_closed:
             try:
-                if self.namespace is None:
-                    await asyncio.to_thread(prove, self._store, self._cache)
+                if not self.takes_objects:
+                    self._note(await self._prove())
                 epoch = await current_epoch(self._store, self._seals, self._cache, time.time())
                 self._enter(epoch)
                 if epoch < self._epoch:  # the mark expired, or somebody wrote over it
@@ -222,8 +234,30 @@ class Librarian:
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, options.last_retry_s)
                 continue
-            retry_s = options.first_retry_s
-            await asyncio.sleep(options.epoch_check_s)
+            if self.takes_objects:
+                retry_s = options.first_retry_s
+                await asyncio.sleep(options.epoch_check_s)
+            else:
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, options.last_retry_s)
+
+    def _note(self, refused: str | None) -> None:
+        """Whether the store takes objects, and why not; one line in the log for each change."""
+        self.takes_objects = refused is None
+        if self.takes_objects and self._is_only_read:
+            logger.info("the object store takes objects again")
+        elif not self.takes_objects and not self._is_only_read:
+            logger.warning("the object store takes no objects, so it is read, and nothing is stored there: %s", refused)
+        self._is_only_read = not self.takes_objects
+
+    async def _prove(self) -> str | None:
+        """Why the store takes no objects. Raises where it cannot be used, unless it was read already."""
+        try:
+            return await asyncio.wrap_future(self._pool.submit(prove, self._store, self._cache))
+        except TierConfigurationError as error:
+            if self.namespace is None:
+                raise
+            return str(error)
 
     def _enter(self, epoch: int) -> None:
         if self.namespace is None:

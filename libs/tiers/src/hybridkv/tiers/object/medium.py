@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.tiers.buffers import slot_views
@@ -31,10 +30,12 @@ from hybridkv.tiers.object.known import ObjectSlot
 from hybridkv.tiers.object.names import rank_name
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.store import failure_of
+from hybridkv.tiers.threads import DaemonPool
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
     from typing_extensions import Buffer
+
+    from hybridkv.tiers.object.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,9 @@ class ObjectMedium:
         options: bounds.
     """
 
-    def __init__(self, open_store: Callable[[], ObjectStore], seals: Seals, rank: int, options: ObjectOptions) -> None:
+    def __init__(self, open_store: Callable[[], Store], seals: Seals, rank: int, options: ObjectOptions) -> None:
         self._open_store = open_store
-        self._store: ObjectStore | None = None
+        self._store: Store | None = None
         self._opening = threading.Lock()
         self._seals = seals
         self._rank = rank
@@ -83,7 +84,7 @@ class ObjectMedium:
         self._loads: list[_PackMove] = []
         """The same."""
         self._is_closed = False
-        self._pool = ThreadPoolExecutor(options.num_threads, thread_name_prefix="hybridkv-object")
+        self._pool = DaemonPool(options.num_threads, "hybridkv-object")
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
         move = self._begun(ticket, key, slot, source, is_store=True)
@@ -149,9 +150,7 @@ class ObjectMedium:
         for moves in (*self._stores.values(), self._loads):
             self._end_all(moves, _CLOSED)
         self._stores, self._loads = {}, []
-        ending = threading.Thread(target=self._pool.shutdown, name="hybridkv-object-end", daemon=True)
-        ending.start()
-        ending.join(self._options.close_timeout_s)
+        self._pool.close(self._options.close_timeout_s)
 
     # On other threads.
 
@@ -196,7 +195,7 @@ class ObjectMedium:
         for move in moves:
             self._moves.complete(Completion(move.ticket, failure))
 
-    def _opened(self) -> ObjectStore:
+    def _opened(self) -> Store:
         with self._opening:
             if self._store is None:
                 self._store = self._open_store()
@@ -204,8 +203,6 @@ class ObjectMedium:
 
     def _write(self, pack: str, moves: list[_PackMove]) -> None:
         """One object of what is to be stored in it. What others of its batch have left out stays empty."""
-        import obstore
-
         name = rank_name(pack, self._rank)
         moves.sort(key=lambda move: move.slot.offset)
         checksums: list[bytes] = []
@@ -220,7 +217,7 @@ class ObjectMedium:
                 body += move.views
                 checksums.append(checksum)
                 end = move.end
-            obstore.put(self._opened(), name, body, use_multipart=False)
+            self._opened().put(name, body, use_multipart=False)
         except Exception as error:
             self._end_all(moves, failure_of(error, f"storing {name}"))
             return
@@ -236,12 +233,10 @@ class ObjectMedium:
 
     def _read_from(self, pack: str, run: list[_PackMove], first: int, *, is_last: bool) -> list[_PackMove]:
         """Those whose bytes were wrong and that may be read again; all others have ended."""
-        import obstore
-
         name = rank_name(pack, self._rank)
         left, bad = list(run), []
         try:
-            answer = obstore.get(self._opened(), name, options={"range": (first, max(move.end for move in run))})
+            answer = self._opened().get(name, options={"range": (first, max(move.end for move in run))})
             stream = _Stream(answer.stream(min_chunk_size=1), first)
             while left:
                 move = left[0]
@@ -278,7 +273,7 @@ class ObjectMedium:
 class _Stream:
     """The bytes of a range, as they come."""
 
-    def __init__(self, chunks: Iterator[Buffer], at: int) -> None:
+    def __init__(self, chunks: Iterable[Buffer], at: int) -> None:
         self._chunks = iter(chunks)
         self._at = at
         self._rest = memoryview(b"")

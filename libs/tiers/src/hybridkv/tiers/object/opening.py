@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,10 +13,12 @@ from hybridkv.tiers.object.librarian import Collection, Librarian
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.names import cache_name
 from hybridkv.tiers.object.options import ObjectOptions
-from hybridkv.tiers.object.store import open_object_store
+from hybridkv.tiers.object.store import is_directory, open_object_store
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from hybridkv.tiers.object.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,13 @@ class Depot:
         """Of the fleet."""
         return Seals(self.secret)
 
-    def open(self, options: ObjectOptions) -> ObjectStore:
+    def open(self, options: ObjectOptions) -> Store:
         """The store itself.
 
         Raises:
             TierConfigurationError: it cannot be opened.
         """
-        return open_object_store(self.url, dict(self.settings), options)
+        return open_object_store(self.url, dict(self.settings), options, has_secret=bool(self.secret))
 
 
 def open_index(
@@ -68,6 +71,13 @@ def open_index(
     Raises:
         TierConfigurationError: the store cannot be used.
     """
+    if not depot.secret and not is_directory(depot.url):
+        logger.warning(
+            "%s is used without a secret: everybody who may write there can make this engine load other bytes, and "
+            "everybody who may read there can find out which prompts were stored; hint: give all engines of the fleet "
+            "the same secret_file",
+            depot.url,
+        )
     cache = cache_name(depot.secret, fingerprint, options.boundary_every)
     librarian = Librarian(Collection(depot.open(options), depot.seals, cache, world_size), options, clock)
     try:

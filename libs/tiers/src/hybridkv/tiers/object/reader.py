@@ -18,7 +18,7 @@ from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.quarantine import Quarantine
 
 if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+    from hybridkv.tiers.object.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class ManifestReader:
         clock: seconds.
     """
 
-    def __init__(self, store: ObjectStore, seals: Seals, options: ObjectOptions, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, seals: Seals, options: ObjectOptions, clock: Callable[[], float]) -> None:
         self._store = store
         self._seals = seals
         self._options = options

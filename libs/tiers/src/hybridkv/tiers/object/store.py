@@ -1,4 +1,4 @@
-"""The one module that speaks with an object store: obstore, which speaks with S3, GCS, Azure and local directories.
+"""Opens stores, proves them, and puts their errors into words. obstore speaks with S3, GCS and Azure.
 
 Credentials come from where those clouds have them, the environment or files, and are never logged.
 """
@@ -6,34 +6,47 @@ Credentials come from where those clouds have them, the environment or files, an
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.tiers.contract import Failure, FailureReason
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.files.directory import ForeignFileError
+from hybridkv.tiers.object.directory_store import DirectoryStore, path_of
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.shortage import is_shortage
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+    Store = ObjectStore | DirectoryStore
+
 logger = logging.getLogger(__name__)
 
 _RETRIES = 1
+_STATUS = " - Server returned non-2xx status code: "
+_REQUEST = "Error performing "
+_CODE = re.compile(r"<Code>([^<]{1,100})")
+_MESSAGE = re.compile(r"<Message>([^<]{1,200})")
+_MAX_STATUS_CHARACTERS = 200
+_MAX_CHARACTERS = 500
 _PROOF = b"hybridkv proves what this store can do"
 
 
-def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions) -> ObjectStore:
+def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions, has_secret: bool) -> Store:
     """A store by its URL.
 
     Args:
         url: "s3://bucket/prefix", "gs://...", "az://account/container/prefix" or "file:///directory".
         settings: of the client, by obstore's names: "endpoint", "region", ...
         options: bounds.
+        has_secret: whether what is not sealed with a secret is not believed, so that a directory may be shared.
 
     Raises:
-        TierConfigurationError: obstore is not installed, or the URL or a setting is not understood.
+        TierConfigurationError: obstore is not installed, the URL or a setting is not understood, or a directory cannot
+            be used.
     """
     try:
         from obstore.store import from_url
@@ -41,25 +54,25 @@ def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions
         raise TierConfigurationError(
             "url", "obstore, which cannot be imported", str(error), "pip install 'hybridkv-tiers[object]'"
         ) from error
+    if is_directory(url):
+        directory = DirectoryStore(path_of(url), may_be_shared=has_secret)
+        directory.check()
+        return directory
     more: dict[str, Any] = dict(settings)
-    if not url.startswith(("file:", "memory:")):
-        is_plain = settings.get("endpoint", url).startswith("http:")
-        more["client_options"] = {
-            "timeout": f"{options.request_timeout_s:g}s",
-            "connect_timeout": f"{options.connect_timeout_s:g}s",
-            "allow_http": is_plain,
-        }
-        more["retry_config"] = {
-            "max_retries": _RETRIES,
-            "retry_timeout": timedelta(seconds=options.request_timeout_s),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=50),
-                "max_backoff": timedelta(seconds=1),
-                "base": 2,
-            },
-        }
-    elif url.startswith("file:"):
-        more["mkdir"] = True
+    more["client_options"] = {
+        "timeout": f"{options.request_timeout_s:g}s",
+        "connect_timeout": f"{options.connect_timeout_s:g}s",
+        "allow_http": settings.get("endpoint", url).startswith("http:"),
+    }
+    more["retry_config"] = {
+        "max_retries": _RETRIES,
+        "retry_timeout": timedelta(seconds=options.request_timeout_s),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=50),
+            "max_backoff": timedelta(seconds=1),
+            "base": 2,
+        },
+    }
     if url.startswith(("s3:", "s3a:")):
         more.setdefault("virtual_hosted_style_request", not settings.get("endpoint"))
         # TLS or a trusted network carries the bytes, and every chunk has a checksum: a digest for each request costs
@@ -68,40 +81,67 @@ def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions
     try:
         return from_url(url, **more)
     except Exception as error:  # obstore's own, and those of what it is made of
-        raise TierConfigurationError("url", "a store that obstore can open", url, first_line(error)) from error
+        raise TierConfigurationError("url", "a store that obstore can open", url, describe(error)) from error
 
 
-def prove(store: ObjectStore, cache: str) -> None:
-    """Finds out that a store does what this tier needs: conditional puts and ranges.
+def is_directory(url: str) -> bool:
+    """Whether a URL names a directory, and no server."""
+    return url.startswith("file:")
+
+
+def prove(store: Store, cache: str) -> str | None:
+    """Find out whether a store does what this tier needs: conditional puts and reads of ranges.
+
+    Returns:
+        None where it does. Why it takes no objects where it lets itself be read and not be written to: it is full, or
+        these credentials may only read.
 
     Raises:
         TierConfigurationError: it does not, or lets nobody in who comes with these credentials.
-        Exception: of obstore, where that could not be found out: it was not reached, or is in trouble.
+        Exception: of obstore or the system, where that could not be found out: it was not reached, or is in trouble.
     """
-    import obstore
     from obstore import exceptions
 
     name = f"{cache}/proof/{uuid.uuid4().hex}"
     try:
-        obstore.put(store, name, _PROOF, mode="create", use_multipart=False)
         try:
-            obstore.put(store, name, _PROOF[::-1], mode="create", use_multipart=False)
+            store.put(name, _PROOF, mode="create", use_multipart=False)
+        except (FileNotFoundError, ForeignFileError, exceptions.InvalidPathError, exceptions.NotSupportedError):
+            raise
+        except Exception as error:
+            return _why_only_read(store, name, error)
+        try:
+            store.put(name, _PROOF[::-1], mode="create", use_multipart=False)
         except exceptions.AlreadyExistsError:
             pass
         else:
             raise _lacks("puts only what is not there yet (If-None-Match)", "it wrote over an object")
-        part = bytes(obstore.get_range(store, name, start=9, end=15).to_bytes())
+        part = b"".join(map(bytes, store.get(name, options={"range": (9, 15)}).stream()))
         if part != _PROOF[9:15]:
             raise _lacks("reads a range of an object", f"it gave {len(part)} other bytes")
-        obstore.delete(store, [name])
+        store.delete([name])
     except (
         exceptions.PermissionDeniedError,
         exceptions.UnauthenticatedError,
         exceptions.InvalidPathError,
         exceptions.NotSupportedError,
         FileNotFoundError,
+        PermissionError,
+        ForeignFileError,
     ) as error:
-        raise _lacks("can be written to, read from and deleted from", first_line(error)) from error
+        raise _lacks("can be used with these credentials", describe(error)) from error
+    return None
+
+
+def _why_only_read(store: Store, name: str, refused: Exception) -> str:
+    """What a put was refused for, where a read is not refused."""
+    if is_shortage(refused):
+        raise refused
+    try:
+        store.get(name)
+    except FileNotFoundError:
+        return describe(refused)
+    return describe(refused)  # it was put all the same
 
 
 def _lacks(what: str, got: str) -> TierConfigurationError:
@@ -113,10 +153,20 @@ def failure_of(error: BaseException, doing: str) -> Failure:
     if isinstance(error, FileNotFoundError):
         return Failure(FailureReason.MISSING, f"{doing}: there is no such object")
     reason = FailureReason.BUSY if is_shortage(error) else FailureReason.IO
-    return Failure(reason, f"{doing}: {first_line(error)}")
+    return Failure(reason, f"{doing}: {describe(error)}")
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, without where in obstore it says so."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+def describe(error: BaseException) -> str:
+    """An error in one line: the server's status, code and message first, then the request.
+
+    Not what else the server sent: some repeat the keys that signed a request.
+    """
+    text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
+    before, separator, answer = text.partition(_STATUS)
+    if not separator:
+        before, separator, answer = text.partition(" - ")
+    if separator and _REQUEST in before:
+        status, _, body = answer.partition(": <")
+        said = [found[1] for found in (_CODE.search(body), _MESSAGE.search(body)) if found]
+        text = f"{': '.join([status[:_MAX_STATUS_CHARACTERS], *said])}; {before}"
+    return f"{type(error).__name__}: {text[:_MAX_CHARACTERS]}"

@@ -21,6 +21,7 @@ STOP_S = 10.0
 _IDENTITIES = [
     ("owner", "AKOWNER00000", "SKOWNER00000", ["Admin", "Read", "Write", "List", "Tagging"]),
     ("tenant", "AKTENANT0000", "SKTENANT0000", ["Read:tenant", "Write:tenant", "List:tenant"]),
+    ("reader", "AKREADER0000", "SKREADER0000", ["Read", "List"]),
 ]
 
 
