@@ -7,13 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
 from object_depots import FINGERPRINT, depot_at, wait_until
 from object_engines import Engine, chunks_of, path_of
 from obstore import exceptions
-from scripted_objects import Refused, ScriptedObjects
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, TierConfigurationError
@@ -21,26 +21,31 @@ from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.object import Depot, ObjectOptions, open_index
 from hybridkv.tiers.object.store import describe
 from hybridkv.tiers.stack import BreakerOptions, Direction, SlowerTierOptions
+from hybridkv.tiers.testing.played_s3 import PlayedS3, Request, Trouble
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 OPTIONS = ObjectOptions(missing_s=0.01, first_retry_s=0.05, last_retry_s=0.1, epoch_check_s=0.05)
 BREAKER = BreakerOptions(failures=3, first_pause_s=0.1, longest_pause_s=0.2)
 PATIENT = SlowerTierOptions(ask_timeout_s=60.0, load_timeout_s=60.0, breaker=BREAKER)
-FULL = (507, "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold.")
-READER = (403, "AccessDenied", "Access Denied.")
+FULL = Trouble(507, code="XMinioStorageFull", message="Storage backend has reached its minimum free drive threshold.")
+READER = Trouble(403, code="AccessDenied", message="Access Denied.")
 
 
-def nothing(method: str) -> Refused | None:
+def nothing(request: Request) -> Trouble | None:
     return None
 
 
-def puts(refused: Refused) -> Callable[[str], Refused | None]:
-    return lambda method: refused if method == "PUT" else None
+def puts(trouble: Trouble) -> Callable[[Request], Trouble | None]:
+    return lambda request: trouble if request.method == "PUT" else None
+
+
+def depot(store: PlayedS3, secret: bytes = b"s") -> Depot:
+    return Depot("s3://fleet/cache", store.settings("AKOWNER"), secret)
 
 
 @pytest.fixture
-def store() -> Iterator[ScriptedObjects]:
-    with ScriptedObjects(nothing) as running:
+def store() -> Iterator[PlayedS3]:
+    with PlayedS3() as running:
         yield running
 
 
@@ -76,28 +81,27 @@ def is_stored(engine: Engine, keys: list[bytes]) -> bool:
 @pytest.mark.parametrize(
     "refused",
     [
-        (403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records."),
-        (403, "SignatureDoesNotMatch", "The request signature we calculated does not match."),
+        Trouble(403, code="InvalidAccessKeyId", message="The AWS Access Key Id you provided does not exist."),
+        Trouble(403, code="SignatureDoesNotMatch", message="The request signature we calculated does not match."),
         READER,
-        (404, "NoSuchBucket", "The specified bucket does not exist."),
+        Trouble(404, code="NoSuchBucket", message="The specified bucket does not exist."),
     ],
 )
-def test_a_store_that_lets_nobody_in_is_refused_by_its_status_and_its_code(
-    store: ScriptedObjects, refused: Refused
-) -> None:
-    store.refuse = lambda method: refused
+def test_a_store_that_lets_nobody_in_is_refused_by_its_status_and_its_code(store: PlayedS3, refused: Trouble) -> None:
+    store.trouble = lambda request: refused
     with pytest.raises(TierConfigurationError) as raised:
-        open_index(store.depot(), FINGERPRINT, 1, OPTIONS, time.monotonic)
-    status, code, message = refused
+        open_index(depot(store), FINGERPRINT, 1, OPTIONS, time.monotonic)
     assert raised.value.field == "url"
     got = str(raised.value.got)
-    assert 0 < got.index(str(status)) < got.index(code) < got.index(message) < got.index("cache/")
+    assert (
+        0 < got.index(str(refused.status)) < got.index(refused.code) < got.index(refused.message) < got.index("cache/")
+    )
     assert "AKOWNER" not in str(raised.value), "what else the server sent is not repeated"
 
 
-def test_an_error_without_an_answer_says_its_cause_first(store: ScriptedObjects) -> None:
-    with ScriptedObjects(nothing) as other:
-        place = other.depot()
+def test_an_error_without_an_answer_says_its_cause_first(store: PlayedS3) -> None:
+    with PlayedS3() as other:
+        place = depot(other)
     with pytest.raises(exceptions.GenericError) as raised:
         place.open(OPTIONS).get("name")
     words = describe(raised.value)
@@ -113,67 +117,68 @@ def test_an_error_of_anything_else_is_said_whole() -> None:
 # Full, or only read.
 
 
-@pytest.mark.parametrize("refused", [FULL, READER, (400, "QuotaExceeded", "q"), (500, "InternalError", "no room")])
+@pytest.mark.parametrize(
+    "refused", [FULL, READER, Trouble(400, code="QuotaExceeded"), Trouble(500, code="InternalError")]
+)
 def test_a_store_that_takes_nothing_at_the_start_is_read_at_once(
-    store: ScriptedObjects, engines: list[Engine], refused: Refused, caplog: pytest.LogCaptureFixture
+    store: PlayedS3, engines: list[Engine], refused: Trouble, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keys, chunks = stored(store.depot())
-    store.refuse = puts(refused)
+    keys, chunks = stored(depot(store))
+    store.trouble = puts(refused)
     patient = ObjectOptions(missing_s=0.01, first_retry_s=1000.0, last_retry_s=1000.0)
     with caplog.at_level(logging.WARNING, "hybridkv"):
-        engines.append(Engine(store.depot(), options=patient, slower=PATIENT))
+        engines.append(Engine(depot(store), options=patient, slower=PATIENT))
         assert engines[0].index._courier.namespace is not None, "the start has not waited for a put"
         assert restores(engines[0], keys, chunks)
     said = [record.getMessage() for record in caplog.records if "takes no objects" in record.getMessage()]
-    assert len(said) == 1 and str(refused[0]) in said[0] and refused[1] in said[0]
+    assert len(said) == 1 and f"{refused.status} " in said[0] and refused.code in said[0]
     assert engines[0].index.reserve(b"f" * 16 + b"n" * 32, 10) is Refusal.BUSY
 
 
 def test_a_store_that_takes_objects_again_is_stored_to(
-    store: ScriptedObjects, engines: list[Engine], caplog: pytest.LogCaptureFixture
+    store: PlayedS3, engines: list[Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.refuse = puts(FULL)
+    store.trouble = puts(FULL)
     with caplog.at_level(logging.INFO, "hybridkv"):
-        engines.append(Engine(store.depot(), options=OPTIONS, slower=PATIENT))
+        engines.append(Engine(depot(store), options=OPTIONS, slower=PATIENT))
         keys = path_of(3, b"new")
         engines[0].begin_store(keys, chunks_of(keys))
         assert not is_stored(engines[0], keys)
         time.sleep(0.5)  # some tries more
-        store.refuse = nothing
+        store.trouble = nothing
         wait_until(lambda: is_stored(engines[0], keys))
     said = [record.getMessage() for record in caplog.records]
     assert sum("takes no objects" in words for words in said) == 1
     assert sum("takes objects again" in words for words in said) == 1
 
 
-def test_a_store_that_fills_up_is_read_on(store: ScriptedObjects, engines: list[Engine]) -> None:
-    keys, chunks = stored(store.depot())
-    engines.append(Engine(store.depot(), options=OPTIONS, slower=PATIENT))
-    store.refuse = puts(FULL)
+def test_a_store_that_fills_up_is_read_on(store: PlayedS3, engines: list[Engine]) -> None:
+    keys, chunks = stored(depot(store))
+    engines.append(Engine(depot(store), options=OPTIONS, slower=PATIENT))
+    store.trouble = puts(FULL)
     for number in range(5):
         others = path_of(3, b"o%d" % number)
         engines[0].store(others, chunks_of(others))
     assert engines[0].stack.take_counts().tiers["object"].failures
     assert restores(engines[0], keys, chunks)
     assert Direction.PROMOTE not in engines[0].stack.take_counts().tiers["object"].breaker_openings
-    store.refuse = nothing
-    others = path_of(3, b"last")
-    wait_until(lambda: _is_stored_now(engines[0], others))
+    store.trouble = nothing
+    tries = count()
+    wait_until(lambda: _takes(engines[0], path_of(2, b"%04d" % next(tries))))
 
 
-def _is_stored_now(engine: Engine, keys: list[bytes]) -> bool:
-    if engine.index.lookup(keys[0]) is MISS:
-        engine.store(keys, chunks_of(keys))
+def _takes(engine: Engine, keys: list[bytes]) -> bool:
+    engine.store(keys, chunks_of(keys))
     return is_stored(engine, keys)
 
 
-def test_a_store_that_neither_takes_nor_gives_is_not_reached(store: ScriptedObjects, engines: list[Engine]) -> None:
-    keys, chunks = stored(store.depot())
-    store.refuse = lambda method: (503, "SlowDown", "Please reduce your request rate.")
+def test_a_store_that_neither_takes_nor_gives_is_not_reached(store: PlayedS3, engines: list[Engine]) -> None:
+    keys, chunks = stored(depot(store))
+    store.trouble = lambda request: Trouble(503)
     options = ObjectOptions(missing_s=0.01, first_retry_s=0.05, last_retry_s=0.1, opening_timeout_s=0.2)
-    engines.append(Engine(store.depot(), options=options, slower=PATIENT))
+    engines.append(Engine(depot(store), options=options, slower=PATIENT))
     assert engines[0].index._courier.namespace is None
-    store.refuse = nothing
+    store.trouble = nothing
     wait_until(lambda: restores(engines[0], keys, chunks))
 
 
@@ -202,10 +207,10 @@ def test_a_full_directory_is_read_and_keeps_nothing_half_written(
 
 @pytest.mark.parametrize(("secret", "number"), [(b"", 1), (b"s", 0)])
 def test_a_server_that_is_used_without_a_secret_is_warned_of(
-    store: ScriptedObjects, engines: list[Engine], secret: bytes, number: int, caplog: pytest.LogCaptureFixture
+    store: PlayedS3, engines: list[Engine], secret: bytes, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "hybridkv"):
-        engines.append(Engine(store.depot(secret), options=OPTIONS, slower=PATIENT))
+        engines.append(Engine(depot(store, secret), options=OPTIONS, slower=PATIENT))
     said = [record.getMessage() for record in caplog.records if "without a secret" in record.getMessage()]
     assert len(said) == number
     assert all("s3://fleet/cache" in words and "secret_file" in words for words in said)

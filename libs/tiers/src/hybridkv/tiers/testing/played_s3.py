@@ -44,12 +44,16 @@ class Trouble:
         damage: changes the bytes of an object on their way to the client.
         delay_s: waited before anything else.
         more_bytes: behind an answer, that nobody asked for.
+        code: of the error; empty: one that goes with the status.
+        message: of the error.
     """
 
     status: int = 0
     damage: Callable[[bytes], bytes] | None = None
     delay_s: float = 0.0
     more_bytes: int = 0
+    code: str = ""
+    message: str = "as the test says"
 
 
 class Zeros:
@@ -233,7 +237,8 @@ class _Handler(BaseHTTPRequestHandler):
         if trouble.delay_s:
             time.sleep(trouble.delay_s)
         if trouble.status:
-            self._say(trouble.status, _error(_CODES.get(trouble.status, "InternalError")))
+            code = trouble.code or _CODES.get(trouble.status, "InternalError")
+            self._say(trouble.status, _error(code, trouble.message, request.who))
             return None
         return trouble
 
@@ -249,5 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _error(code: str) -> bytes:
-    return f"<Error><Code>{code}</Code><Message>as the test says</Message></Error>".encode()
+def _error(code: str, message: str = "as the test says", who: str = "") -> bytes:
+    """As servers send it: some repeat the access key."""
+    said = f"<Code>{code}</Code><Message>{message}</Message><AWSAccessKeyId>{who}</AWSAccessKeyId>"
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{said}</Error>'.encode()
