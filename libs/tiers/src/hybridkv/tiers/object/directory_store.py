@@ -152,15 +152,6 @@ class DirectoryStore:
             with contextlib.suppress(FileNotFoundError), self._directory(path, create=False) as (directory, name):
                 directory.remove_file(name)
 
-    def list(self, prefix: str) -> Iterator[list[Mapping[str, Any]]]:
-        """Pages of the objects directly under a prefix; none where there is none."""
-        try:
-            with self._directory(f"{prefix}/all", create=False) as (directory, _):
-                names = directory.list()
-        except (FileNotFoundError, ForeignFileError, NotADirectoryError):
-            return
-        yield [{"path": f"{prefix}/{name}"} for name in sorted(names)]
-
     async def put_async(
         self,
         path: str,
@@ -174,9 +165,6 @@ class DirectoryStore:
     async def get_async(self, path: str, *, options: Any = None) -> StoredFile:
         found: StoredFile = await _result(self._pool, partial(self.get, path, options=options))
         return found
-
-    async def delete_async(self, paths: str | Sequence[str]) -> None:
-        await _result(self._pool, self.delete, paths)
 
     # Where it lies.
 
