@@ -119,10 +119,17 @@ def subscriber(engine: Engine) -> Iterator[Subscriber]:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: what was predicted of it, by whom, and what it restored."""
+    """One request: what was predicted of it, by whom, and what it restored.
+
+    Attributes:
+        by_states: predicted from the blocks of one recurrent group alone.
+        by_attention: predicted from the blocks of full attention alone.
+    """
 
     restored: int
     predicted: dict[str, int]
+    by_states: int
+    by_attention: int
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +144,17 @@ def asked(engine: Engine, subscriber: Subscriber) -> dict[str, Asked]:
         engine.reset_prefix_cache()
         subscriber.catch_up()
         predicted = {who: router.predict(prompt) for who, router in subscriber.routers.items()}
+        everything = subscriber.routers["all"]
+        alone = everything.predict_by_states(prompt), everything.predict_by_attention(prompt)
         [result] = engine.generate([prompt])
-        found[name] = Asked(result.num_cached_tokens, predicted)
+        found[name] = Asked(result.num_cached_tokens, predicted, *alone)
 
     ask("cold", first)
     ask("the same", first)
     ask("sibling", second)
     ask("second sibling", third)
     ask("branch of a sibling", branch)
+    ask("parts early", make_prompt(4 * BLOCK, seed=30, prefix=first[: 2 * BLOCK + 9]))
     for medium in TIERS:
         for number in range(MOST_FILLERS):
             if not subscriber.routers[medium].predict(first):
@@ -159,6 +169,7 @@ def test_what_each_request_restores_is_predicted_from_the_socket_alone(asked: di
         assert each.predicted["all"] == each.predicted["deaf to clearing"] == each.restored, (name, each)
     restored = {name: each.restored // BLOCK for name, each in asked.items() if not name.startswith("filler")}
     assert restored.pop("sibling") in (0, 5), "which depends on stops that were guesses"
+    assert restored.pop("parts early") in (0, 2), "the same"
     assert restored == {
         "cold": 0,
         "the same": 6,
@@ -167,6 +178,18 @@ def test_what_each_request_restores_is_predicted_from_the_socket_alone(asked: di
         "evicted from CPU": 6,
         "evicted from STORAGE": 0,
     }
+
+
+def test_a_router_that_scores_one_recurrent_group_alone_is_exact_too(asked: dict[str, Asked]) -> None:
+    for name, each in asked.items():
+        assert each.by_states == each.restored, (name, each)
+
+
+def test_a_router_that_scores_full_attention_alone_is_exact_for_a_prompt_that_goes_on(asked: dict[str, Asked]) -> None:
+    """For a prompt that parts from a stored one between two states it predicts all that both share."""
+    shared = {"sibling": 5 * BLOCK, "parts early": 2 * BLOCK}
+    for name, each in asked.items():
+        assert each.by_attention == shared.get(name, each.restored) >= each.restored, (name, each)
 
 
 def test_a_router_that_does_not_hear_of_the_disk_is_wrong(asked: dict[str, Asked]) -> None:

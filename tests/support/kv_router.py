@@ -138,6 +138,13 @@ class Router:
         ends = [number for number, block in enumerate(path, 1) if block in self._ends]
         return ends[-1] * self._block_tokens if ends else 0
 
+    def predict_by_states(self, prompt: Sequence[int]) -> int:
+        """As a router that scores one recurrent group alone: the deepest of its states that this prompt reaches."""
+        recurrent = [group for group, (kind, _) in self._groups.items() if kind == "mamba"][:1]
+        path = self.path_of(prompt)
+        ends = [number for group in recurrent for number, block in enumerate(path, 1) if self._holds(group, block)]
+        return max(ends, default=0) * self._block_tokens
+
     def predict(self, prompt: Sequence[int]) -> int:
         """Tokens that will be restored: every group has what it reads there."""
         path, size = self.path_of(prompt), self._block_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from os.path import commonprefix
 
 import pytest
 from hypothesis import given, settings
@@ -79,18 +80,27 @@ class World:
         ends = [(index, needed_ends(self.spec, index, len(name) * chunk, 0)) for index in self.spec.stored_groups]
         return [(place, name[: end // chunk]) for place, (_, of_group) in enumerate(ends) for end in of_group]
 
+    def boundaries(self) -> list[str]:
+        """Chunks behind which a request can resume."""
+        return [
+            name
+            for name in self.known
+            if all(part in self.known and self.has(part, place) for place, part in self.needed(name))
+        ]
+
     def should_be_told(self) -> set[Told]:
-        told = set()
-        for name in self.known:
-            needed = self.needed(name)
-            if all(part in self.known and self.has(part, place) for place, part in needed):
-                told |= {
-                    (tier, self.spec.stored_groups[place], part)
-                    for place, part in needed
-                    for tier in range(TIERS)
-                    if self.answer(tier, self.key(part, place)) is HIT
-                }
-        return told
+        return {
+            (tier, self.spec.stored_groups[place], part)
+            for name in self.boundaries()
+            for place, part in self.needed(name)
+            for tier in range(TIERS)
+            if self.answer(tier, self.key(part, place)) is HIT
+        }
+
+
+def common_depth(one: str, other: str) -> int:
+    """Number of chunks with which both paths begin."""
+    return len(commonprefix((one, other)))
 
 
 class Subscriber:
@@ -197,6 +207,24 @@ class AnnouncerMachine(RuleBasedStateMachine):
             group for group in self.world.spec.stored_groups if self.world.spec.groups[group].kind is GroupKind.FULL
         }
         assert self.announcer.num_on_paths == len({name for _, group, name in self.subscriber.told if group in full})
+        self._compare_routers()
+
+    def _compare_routers(self) -> None:
+        """Two routers that know one kind of group alone, beside the resume points that brute force finds."""
+        boundaries = self.world.boundaries()
+        for prompt in NAMES:
+            exact = max((len(name) for name in boundaries if prompt.startswith(name)), default=0)
+            for group in self.world.spec.stored_groups:
+                told = {name for _, told_group, name in self.subscriber.told if told_group == group}
+                match self.world.spec.groups[group].kind:
+                    case GroupKind.RECURRENT:
+                        assert exact == max((len(name) for name in told if prompt.startswith(name)), default=0)
+                    case GroupKind.FULL:
+                        by_attention = next(
+                            (depth for depth in range(len(prompt)) if prompt[: depth + 1] not in told), len(prompt)
+                        )
+                        assert by_attention == max((common_depth(prompt, name) for name in boundaries), default=0)
+                        assert by_attention >= exact
 
 
 def test_whatever_happens_what_a_computation_from_scratch_says_is_announced() -> None:
@@ -235,6 +263,17 @@ def test_attention_that_no_state_reaches_is_not_announced() -> None:
     assert not removed
     # Two windows and the chunk behind the state.
     assert (told.announcer.num_held, told.announcer.num_told) == (7, 5)
+
+
+def test_one_set_of_attention_blocks_cannot_be_exact_for_two_prompts_that_part() -> None:
+    """A prompt that resumes behind its fourth chunk needs its first two announced. A prompt that parts from it there
+    resumes nowhere, and a router that counts attention blocks sees two. The states tell the two apart."""
+    told = Store().store("0", WINDOW, FULL).store("00", WINDOW, FULL).store("000", WINDOW, FULL)
+    stored, _ = told.store("0000", WINDOW, FULL, STATE).news()
+    attention, states = ({name for group, name in stored if group == kind} for kind in (FULL, STATE))
+    continues, parts = "0000", "0010"
+    assert [sum(prompt[:depth] in attention for depth in range(1, 5)) for prompt in (continues, parts)] == [4, 2]
+    assert [sum(prompt[:depth] in states for depth in range(1, 5)) for prompt in (continues, parts)] == [1, 0]
 
 
 def test_a_state_that_is_lost_takes_back_all_that_led_to_it_alone() -> None:
