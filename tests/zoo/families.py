@@ -55,6 +55,7 @@ class Family:
         needs_mamba2: it only runs on the CPU build with `mamba2_cpu`.
         refusal: words of the error where it is not.
         note: what a reader must know of the model.
+        needs: arguments of the engine without which plain vLLM answers otherwise in other steps, over `arguments`.
         names_machine: its refusal names what the machine has.
     """
 
@@ -67,6 +68,7 @@ class Family:
     refusal: str = ""
     note: str = ""
     names_machine: bool = False
+    needs: dict[str, Any] = field(default_factory=dict)
 
     def served_here(self, has_amx: bool) -> bool:
         """Whether the connector must serve it on this machine; otherwise it must refuse it."""
@@ -233,7 +235,9 @@ FAMILIES: Final[tuple[Family, ...]] = (
             block_ff_dim=256,
             block_auto_adjust_ff_dim=False,
         ),
-        note="states are of short convolutions",
+        note="states are of short convolutions; with `custom_ops` none, see below",
+        # vLLM's CPU kernel for RMS norms takes every input for contiguous, and LFM2 norms slices of one projection.
+        needs={"compilation_config": {"custom_ops": ["none"]}},
     ),
     Family(
         "qwen3-next",

@@ -98,14 +98,16 @@ def running(
 
 @contextlib.contextmanager
 def running_engine(
-    family: Family, directory: Path, kv_transfer_config: Mapping[str, Any], arguments: Mapping[str, Any]
+    family: Family, directory: Path, kv_transfer_config: Mapping[str, Any] | None, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[Engine, mamba2_cpu.SavedStates | None]]:
-    """The same with any connector, which nobody watches."""
+    """The same with any connector, or with none, and without a witness."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     model = directory / family.name
     family.write(model)
-    options = family.arguments | dict(arguments) | {"kv_transfer_config": dict(kv_transfer_config)}
+    options = family.arguments | family.needs | dict(arguments)
+    if kv_transfer_config is not None:
+        options["kv_transfer_config"] = dict(kv_transfer_config)
     with contextlib.ExitStack() as stack:
         # A start that is refused leaves vLLM's process groups behind.
         stack.callback(cleanup_dist_env_and_memory)

@@ -1,0 +1,191 @@
+"""Random mixes on a real engine: every page that is loaded, from whichever source, was stored under its key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import harness
+import msgspec
+import pytest
+from audit import stored_views
+from harness import Engine, make_prompt
+from page_ledger import LOCAL, RAM, PageLedger
+
+from hybridkv.connectors.vllm.local_blocks import LocalBlocks
+from hybridkv.planner import GroupKind, LocalCopies
+
+ROUNDS = int(os.environ.get("HYBRIDKV_E2E_ROUNDS", "30"))
+SEED = int(os.environ.get("HYBRIDKV_E2E_SEED", "1"))
+RAM_BYTES, DISK_BYTES = 3 << 20, 8 << 20
+LONGEST = 1500
+"""Tokens of a prompt."""
+MOST_CHATS = 12
+
+
+@pytest.fixture(scope="module")
+def kv_transfer_config(tmp_path_factory: pytest.TempPathFactory, load: str) -> dict[str, Any]:
+    directory: Path = harness.scratch_directory(tmp_path_factory.mktemp("tiers"))
+    fleet, secret = directory / "fleet", directory / "secret"
+    fleet.mkdir(mode=0o700)
+    secret.write_text("every page " * 4)
+    secret.chmod(0o600)
+    tiers = [
+        {"type": "ram", "capacity": RAM_BYTES},
+        {"type": "disk", "path": str(directory / "kv"), "capacity": DISK_BYTES, "fsync": "none", "direct": False},
+        {
+            "type": "object",
+            "url": f"file://{fleet}",
+            "secret_file": str(secret),
+            "cascade": "all",
+            "ask_timeout_seconds": 60,
+        },
+    ]
+    # Any tier is worth its wait, so that every source is read on a fast machine and a slow one.
+    return {
+        "kv_connector": "HybridOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "tiers": tiers,
+            "load": load,
+            "weights_digest": "full",
+            "load_timeout_seconds": 300,
+            "compute_tokens_per_second": 1,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def engine_arguments() -> dict[str, Any]:
+    # Too few blocks for four long requests, so that some are preempted.
+    return {"num_gpu_blocks_override": 96, "max_model_len": 2048}
+
+
+@pytest.fixture(scope="module")
+def all_pages(engine: Engine) -> PageLedger:
+    return PageLedger(engine).attach()
+
+
+@pytest.fixture
+def ledger(engine: Engine, all_pages: PageLedger) -> Iterator[PageLedger]:
+    """The witness, over an engine that keeps nothing from the test before."""
+    engine.reset_prefix_cache()
+    engine.connector.reset_cache()
+    all_pages.loaded.clear()
+    all_pages.earlier.clear()
+    all_pages.wrong.clear()
+    all_pages.unstored = all_pages.failed_loads = 0
+    num_free = engine.num_free_blocks
+    yield all_pages
+    engine.reset_prefix_cache()
+    assert engine.num_free_blocks == num_free, "the connector kept blocks of the engine"
+
+
+class Mix:
+    """Requests that continue, repeat and branch, some beside each other, some aborted; between them blocks are lost."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self._engine, self._draw = engine, Random(seed)
+        self._chats: list[list[int]] = []
+        self._num_fresh = seed * 1_000_000
+
+    def round(self) -> None:
+        engine, draw = self._engine, self._draw
+        asked: dict[str, list[int]] = {}
+        for _ in range(draw.randint(1, 4)):
+            prompt = self._prompt()
+            asked[engine.add(prompt, max_tokens=draw.choice((1, 2, 20, 150)))] = prompt
+            for _ in range(draw.choice((0, 0, 1, 3))):
+                engine.step()
+        for request_id in list(asked):
+            if draw.random() < 0.08:
+                engine.abort(request_id)
+                asked.pop(request_id)
+        engine.run()
+        for request_id, prompt in asked.items():
+            self._chats.append([*prompt, *engine.result(request_id).token_ids])
+        while len(self._chats) > MOST_CHATS:
+            self._chats.pop(draw.randrange(len(self._chats)))
+        happening = draw.random()
+        if happening < 0.5:
+            engine.reset_prefix_cache()
+        elif happening < 0.8:
+            lose_states(engine)
+
+    def _prompt(self) -> list[int]:
+        draw = self._draw
+        stem: list[int] = []
+        if self._chats and draw.random() < 0.85:
+            chat = draw.choice(self._chats)
+            stem = chat[: draw.choice((len(chat), len(chat), draw.randrange(1, len(chat) + 1)))]
+        self._num_fresh += 1
+        fresh = draw.choice((1, 40, 128, draw.randrange(1, 700)))
+        return make_prompt(min(len(stem) + fresh, LONGEST), seed=self._num_fresh, prefix=stem)
+
+
+def lose_states(engine: Engine) -> None:
+    """Let the engine lose the states that no request uses, so that it holds attention beyond its deepest state."""
+    pool, groups = engine.scheduler.kv_cache_manager.block_pool, engine.connector._layout.spec.groups
+    pool.evict_blocks(
+        {
+            block.block_id
+            for block in pool.blocks
+            if block.block_hash is not None
+            and block.ref_cnt == 0
+            and groups[int.from_bytes(block.block_hash[-4:], "big")].kind is GroupKind.RECURRENT
+        }
+    )
+
+
+def test_every_loaded_page_was_stored_under_its_key(engine: Engine, ledger: PageLedger) -> None:
+    mix = Mix(engine, SEED)
+    for _ in range(ROUNDS):
+        mix.round()
+        assert ledger.wrong == []
+    engine.drain()
+    print(f"\n{ROUNDS} rounds: {ledger.summary()}")
+    expected = {RAM, "disk", "object"}
+    if any(group.kind is GroupKind.RECURRENT for group in engine.connector._layout.spec.groups):
+        expected.add(LOCAL)
+    assert expected <= set(ledger.loaded), ledger.summary()
+
+
+def test_one_changed_byte_in_a_tier_is_seen(engine: Engine, ledger: PageLedger) -> None:
+    """The control. The checksum is renewed, so the tier itself sees nothing."""
+    prompt = make_prompt(400, seed=77)
+    known = set(ledger.stored)
+    engine.generate([prompt])
+    engine.reset_prefix_cache()
+    key = next(key for key in ledger.stored if key not in known)
+    for number, view in enumerate(stored_views(engine, key)):
+        if number == 0:
+            view[len(view) // 2] ^= 1
+    engine.generate([prompt])
+    assert [key.hex() in each for each in ledger.wrong] == [True], ledger.summary()
+
+
+def test_a_copy_from_another_block_of_the_engine_is_seen(
+    engine: Engine, ledger: PageLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of local copies."""
+    find = LocalBlocks.find
+
+    def turned(*arguments: Any) -> LocalCopies | None:
+        found = find(*arguments)
+        if found is None:
+            return None
+        ids = [each for each in found.block_ids if each]
+        rest = iter([*ids[1:], *ids[:1]])
+        return msgspec.structs.replace(found, block_ids=tuple(next(rest) if each else () for each in found.block_ids))
+
+    prompt = make_prompt(700, seed=78)
+    engine.generate([prompt])
+    lose_states(engine)
+    monkeypatch.setattr(LocalBlocks, "find", turned)
+    engine.generate([prompt])
+    assert ledger.loaded[LOCAL] > 1, ledger.summary()
+    assert len(ledger.wrong) == ledger.loaded[LOCAL], ledger.summary()

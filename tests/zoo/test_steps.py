@@ -1,0 +1,52 @@
+"""Plain vLLM, without a connector and without prefix caching, gives the same answer in whatever steps it computes.
+
+Where it does not, a comparison of a restored prefix with a cold run proves nothing: such a family is run in a setting
+in which it does, and its row says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import trial as trials
+from families import FAMILIES, PROMPT_TOKENS, Family
+from harness import Engine, Result, make_prompt
+from noise import deviation
+
+STEP_TOKENS: Final = (64, 96)
+ONE_STEP: Final = 1024
+TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.3}
+"""Of a log-probability, averaged over a few tokens."""
+PROMPTS: Final = [make_prompt(length, seed=length) for length in PROMPT_TOKENS]
+
+
+def farthest(family: Family, directory: Path, arguments: Mapping[str, Any]) -> float:
+    """The largest deviation of answers computed in small steps, or beside another request, from those in one step."""
+    plain = {"enable_prefix_caching": False, "max_num_batched_tokens": ONE_STEP} | arguments
+    with trials.running_engine(family, directory, None, plain) as (engine, _):
+        whole = answers(engine, ONE_STEP)
+        others = [answers(engine, tokens) for tokens in STEP_TOKENS]
+        assert [len(result.steps) for result in whole] == [len(whole[0].token_ids)] * len(PROMPTS)
+        assert all(len(result.steps) > len(result.token_ids) for each in others for result in each)
+        together = engine.generate(PROMPTS)
+        assert all(len(result.steps[-1].batch) == len(PROMPTS) for result in together)
+    return max(deviation(*pair) for other in (*others, together) for pair in zip(whole, other, strict=True))
+
+
+def answers(engine: Engine, step_tokens: int) -> list[Result]:
+    """Each prompt alone, in steps of at most so many tokens."""
+    usual = engine.scheduler.max_num_scheduled_tokens
+    engine.scheduler.max_num_scheduled_tokens = step_tokens
+    try:
+        return [engine.generate([prompt])[0] for prompt in PROMPTS]
+    finally:
+        engine.scheduler.max_num_scheduled_tokens = usual
+
+
+def test_the_family_equals_itself_over_step_sizes(family: Family, directory: Path) -> None:
+    found = farthest(family, directory, {})
+    print(f"{family.name}: {found}")
+    assert found <= TOLERANCES[family.arguments["dtype"]]
