@@ -65,6 +65,11 @@ class PageLedger:
         return self
 
     @property
+    def num_again(self) -> int:
+        """Keys that were stored more than once."""
+        return sum(len(versions) > 1 for versions in self.stored.values())
+
+    @property
     def num_rewritten(self) -> int:
         """Keys under which different bytes were stored."""
         return sum(len(set(versions)) > 1 for versions in self.stored.values())
@@ -72,7 +77,7 @@ class PageLedger:
     def summary(self) -> str:
         return (
             f"{sum(self.loaded.values())} pages loaded ({dict(self.loaded)}), {len(self.wrong)} wrong; "
-            f"{len(self.stored)} keys stored, {self.num_rewritten} of them with different bytes; "
+            f"{len(self.stored)} keys stored, {self.num_again} more than once, {self.num_rewritten} with other bytes; "
             f"{sum(self.earlier.values())} loaded pages of an earlier version ({dict(self.earlier)}); "
             f"{self.unstored} local pages equal no stored version; {self.failed_loads} failed loads"
         )

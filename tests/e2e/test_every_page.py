@@ -13,14 +13,16 @@ import msgspec
 import pytest
 from audit import stored_views
 from harness import Engine, make_prompt
-from page_ledger import LOCAL, RAM, PageLedger
+from page_ledger import LOCAL, PageLedger
 
 from hybridkv.connectors.vllm.local_blocks import LocalBlocks
 from hybridkv.planner import GroupKind, LocalCopies
 
 ROUNDS = int(os.environ.get("HYBRIDKV_E2E_ROUNDS", "30"))
 SEED = int(os.environ.get("HYBRIDKV_E2E_SEED", "1"))
-RAM_BYTES, DISK_BYTES = 3 << 20, 8 << 20
+TIERS = os.environ.get("HYBRIDKV_E2E_TIERS", "ram,disk,object").split(",")
+"""An object store never evicts, so no key is stored twice beside one; without it the same keys come back."""
+RAM_BYTES, DISK_BYTES = 4 << 20, 16 << 20
 LONGEST = 1500
 """Tokens of a prompt."""
 MOST_CHATS = 12
@@ -50,7 +52,7 @@ def kv_transfer_config(tmp_path_factory: pytest.TempPathFactory, load: str) -> d
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "tiers": tiers,
+            "tiers": [tier for tier in tiers if tier["type"] in TIERS],
             "load": load,
             "weights_digest": "full",
             "load_timeout_seconds": 300,
@@ -148,7 +150,7 @@ def test_every_loaded_page_was_stored_under_its_key(engine: Engine, ledger: Page
         assert ledger.wrong == []
     engine.drain()
     print(f"\n{ROUNDS} rounds: {ledger.summary()}")
-    expected = {RAM, "disk", "object"}
+    expected = set(TIERS)
     if any(group.kind is GroupKind.RECURRENT for group in engine.connector._layout.spec.groups):
         expected.add(LOCAL)
     assert expected <= set(ledger.loaded), ledger.summary()

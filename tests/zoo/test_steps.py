@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 import trial as trials
 from families import FAMILIES, PROMPT_TOKENS, Family
 from harness import Engine, Result, make_prompt
@@ -50,3 +51,26 @@ def test_the_family_equals_itself_over_step_sizes(family: Family, directory: Pat
     found = farthest(family, directory, {})
     print(f"{family.name}: {found}")
     assert found <= TOLERANCES[family.arguments["dtype"]]
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.needs], ids=lambda family: family.name)
+def test_a_family_that_needs_a_setting_does_not_equal_itself_without_it(family: Family, directory: Path) -> None:
+    """The control, and what tells that vLLM has mended it: then the setting goes, and what the page says of it."""
+    found = farthest(family, directory, dict.fromkeys(family.needs, {}))
+    print(f"{family.name} as it comes: {found}")
+    assert found > 1.0
+
+
+def test_the_kernel_for_rms_norms_on_cpus_ignores_strides(directory: Path) -> None:
+    """Why LFM2 needs its setting: its query and key norms are given slices of one projection."""
+    from vllm._custom_ops import rms_norm
+
+    rows, size = 64, 32
+    projected = torch.randn((rows, 3 * size), generator=torch.Generator().manual_seed(1))
+    sliced, weight, found = projected[:, size : 2 * size], torch.ones(size), torch.empty(rows, size)
+    expected = torch.nn.functional.rms_norm(sliced, (size,), eps=1e-6)
+    num_wrong = []
+    for each in (sliced.contiguous(), sliced):
+        rms_norm(found, each, weight, 1e-6)
+        num_wrong.append(int(((found - expected).abs().amax(dim=1) > 1e-4).sum()))
+    assert num_wrong == [0, rows - 1]
