@@ -235,9 +235,9 @@ FAMILIES: Final[tuple[Family, ...]] = (
             block_ff_dim=256,
             block_auto_adjust_ff_dim=False,
         ),
-        note="states are of short convolutions; with `custom_ops` none, see below",
-        # vLLM's CPU kernel for RMS norms takes every input for contiguous, and LFM2 norms slices of one projection.
-        needs={"compilation_config": {"custom_ops": ["none"]}},
+        note="states are of short convolutions; without vLLM's kernel for rotary embeddings, see below",
+        # The CPU's kernel takes the last stride but one for that of a token. LFM2 hands it tokens by heads by numbers.
+        needs={"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
     ),
     Family(
         "qwen3-next",

@@ -61,16 +61,21 @@ def test_a_family_that_needs_a_setting_does_not_equal_itself_without_it(family: 
     assert found > 1.0
 
 
-def test_the_kernel_for_rms_norms_on_cpus_ignores_strides(directory: Path) -> None:
-    """Why LFM2 needs its setting: its query and key norms are given slices of one projection."""
-    from vllm._custom_ops import rms_norm
+def test_the_kernel_for_rotary_embeddings_on_cpus_is_wrong_where_heads_are_a_dimension(directory: Path) -> None:
+    """Why LFM2 needs its setting. Its tokens then overlap each other, so an answer depends on their number in a step."""
+    from vllm._custom_ops import rotary_embedding
+    from vllm.platforms import current_platform
 
-    rows, size = 64, 32
-    projected = torch.randn((rows, 3 * size), generator=torch.Generator().manual_seed(1))
-    sliced, weight, found = projected[:, size : 2 * size], torch.ones(size), torch.empty(rows, size)
-    expected = torch.nn.functional.rms_norm(sliced, (size,), eps=1e-6)
-    num_wrong = []
-    for each in (sliced.contiguous(), sliced):
-        rms_norm(found, each, weight, 1e-6)
-        num_wrong.append(int(((found - expected).abs().amax(dim=1) > 1e-4).sum()))
-    assert num_wrong == [0, rows - 1]
+    current_platform.import_kernels()
+    tokens, heads, size = 64, 4, 32
+    draw = torch.Generator().manual_seed(1)
+    query, angles = torch.randn((tokens, heads, size), generator=draw), torch.randn((tokens, size), generator=draw)
+    cosines, sines = (each[:, None] for each in angles.chunk(2, dim=-1))
+    first, second = query.chunk(2, dim=-1)
+    expected = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    is_right = []
+    for shape in ((tokens, heads * size), (tokens, heads, size)):
+        turned = query.reshape(shape).clone()
+        rotary_embedding(torch.arange(tokens), turned, turned.clone(), size, angles, True)
+        is_right.append(torch.allclose(turned.view_as(expected), expected, atol=1e-5))
+    assert is_right == [True, False]
