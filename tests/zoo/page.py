@@ -45,9 +45,9 @@ in bfloat16 by at most 0.3.
 
 LFM2 does so only with `--compilation-config '{"custom_ops": ["-rotary_embedding"]}'` (or `["none"]`), and its row is of
 that setting. The kernel for rotary embeddings of vLLM 0.32's CPU build takes queries and keys for tokens by numbers;
-LFM2 hands it tokens by heads by numbers, so tokens overlap. As it comes its answers move by one to two nats with the
-size of steps and with the batch, without any connector too. Default `checkpoints` change the steps of a cold run, so they
-move its answers there with nothing restored. No other family here is touched."""
+LFM2 hands it tokens by heads by numbers, so tokens overlap. As it comes its answers move by one to four nats with the
+size of steps and with the batch, without any connector too. Default `checkpoints` change the steps of a cold run, so
+they move its answers there with nothing restored. No other family here is touched."""
 _REFUSED = """\
 ## Refused
 

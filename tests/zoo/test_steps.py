@@ -56,13 +56,13 @@ def test_the_family_equals_itself_over_step_sizes(family: Family, directory: Pat
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.needs], ids=lambda family: family.name)
 def test_a_family_that_needs_a_setting_does_not_equal_itself_without_it(family: Family, directory: Path) -> None:
     """The control, and what tells that vLLM has mended it: then the setting goes, and what the page says of it."""
-    found = farthest(family, directory, dict.fromkeys(family.needs, {}))
+    found = farthest(family, directory, {name: {} for name in family.needs})
     print(f"{family.name} as it comes: {found}")
     assert found > 1.0
 
 
 def test_the_kernel_for_rotary_embeddings_on_cpus_is_wrong_where_heads_are_a_dimension(directory: Path) -> None:
-    """Why LFM2 needs its setting. Its tokens then overlap each other, so an answer depends on their number in a step."""
+    """Why LFM2 needs its setting. Its tokens overlap, so an answer depends on their number in a step."""
     from vllm._custom_ops import rotary_embedding
     from vllm.platforms import current_platform
 
