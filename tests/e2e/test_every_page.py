@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from audit import stored_views
 from harness import Engine, make_prompt
+from noise import own_cache_only
 from page_ledger import LOCAL, PageLedger
 
 from hybridkv.connectors.vllm.local_blocks import LocalBlocks
@@ -154,6 +155,34 @@ def test_every_loaded_page_was_stored_under_its_key(engine: Engine, ledger: Page
     if any(group.kind is GroupKind.RECURRENT for group in engine.connector._layout.spec.groups):
         expected.add(LOCAL)
     assert expected <= set(ledger.loaded), ledger.summary()
+
+
+def test_two_batches_store_other_bytes_under_one_key_and_either_may_come_back(
+    engine: Engine, ledger: PageLedger
+) -> None:
+    """The disk has what was computed alone, memory what was computed beside another request, and memory loses it."""
+    if "disk" not in TIERS:
+        pytest.skip("no slower tier keeps the first version")
+    prompt, beside, known = make_prompt(700, seed=500), make_prompt(300, seed=501), set(ledger.stored)
+    engine.generate([prompt])
+    keys = ledger.stored.keys() - known
+    forget_memory(engine, keys)
+    with own_cache_only(engine):
+        engine.generate([beside, prompt])
+    rewritten = [key for key in keys if len(set(ledger.stored[key])) > 1]
+    if not rewritten:
+        pytest.skip("this machine computes the same bytes in either batch")
+    forget_memory(engine, keys)
+    engine.generate([prompt])
+    assert ledger.wrong == [] and ledger.loaded["disk"] > 0, ledger.summary()
+    assert ledger.earlier["disk"] > 0, ledger.summary()
+
+
+def forget_memory(engine: Engine, keys: Iterable[bytes]) -> None:
+    """Let the engine and its host memory lose these keys. Slower tiers keep them."""
+    engine.reset_prefix_cache()
+    for key in keys:
+        engine.connector._scheduler._stack.near.invalidate(key)
 
 
 def test_one_changed_byte_in_a_tier_is_seen(engine: Engine, ledger: PageLedger) -> None:
