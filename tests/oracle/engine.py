@@ -106,6 +106,8 @@ class OracleEngine:
         self._fresh_blocks: list[int] = []
         self._unprocessed: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         """Steps that have run, of which the scheduler has not heard yet: one at most, if it plans ahead."""
+        self._local_tokens: dict[str, int] = {}
+        """What the engine found in its own cache when it last asked its connector about a request."""
         self._prompts: dict[tuple[tuple[int, ...], int, int], Transcript] = {}
         configs = make_configs(mix, settings)
         self.configs = configs
@@ -142,7 +144,7 @@ class OracleEngine:
             connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.configs.worker)
         share = RankShare(rank, self.settings.tp_size)
         memory = KVMemory(config, self.configs.worker, self.mix, self.settings.seed + rank, share)
-        return FakeRunner(self.mix, memory, self.settings.runner, self._transcripts, connector)
+        return FakeRunner(self.mix, memory, self.settings.runner, self._transcripts, connector, self._local_tokens)
 
     def _shake_hands(self) -> None:
         """What EngineCore does once both halves are there and the caches are registered (v1/engine/core.py)."""
@@ -175,7 +177,7 @@ class OracleEngine:
         self.close()
 
     def _watch(self) -> None:
-        """Note which blocks leave the free pool, and how many tokens are asked of the connector."""
+        """Note which blocks leave the free pool, and how many tokens come from the engine and from the connector."""
         pool = self.scheduler.kv_cache_manager.block_pool
         take = pool.get_new_blocks
 
@@ -195,6 +197,13 @@ class OracleEngine:
             update(request, blocks, num_external_tokens)
 
         connector.update_state_after_alloc = update_state_after_alloc  # type: ignore[method-assign]
+        ask = connector.get_num_new_matched_tokens
+
+        def get_num_new_matched_tokens(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+            self._local_tokens[request.request_id] = num_computed_tokens
+            return ask(request, num_computed_tokens)
+
+        connector.get_num_new_matched_tokens = get_num_new_matched_tokens  # type: ignore[method-assign]
 
     def submit(
         self,

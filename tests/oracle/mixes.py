@@ -85,6 +85,13 @@ class Mix:
         return any(group.kind in (Kind.WINDOW, Kind.RECURRENT) for group in self.groups)
 
     @property
+    def misleads(self) -> bool:
+        """Whether vLLM keeps wrong states in its own cache: it cuts prefill at multiples of the smallest block, so
+        inside those of a RECURRENT group that are larger (vllm-project/vllm#54076)."""
+        smallest = min(group.block_tokens for group in self.groups)
+        return any(group.kind is Kind.RECURRENT and group.block_tokens > smallest for group in self.groups)
+
+    @property
     def alignment_tokens(self) -> int:
         return math.lcm(*(group.block_tokens for group in self.groups))
 

@@ -46,6 +46,10 @@ class _Running:
     tables: list[Table]
     num_computed: int
     num_known: int
+    local_tokens: int
+    """Of the tokens that it began with, those that the engine took from its own cache."""
+    is_misled: bool = False
+    """It went on from wrong bytes in the engine's own cache, so all that it computes is wrong."""
     state_slot: int | None = None
 
 
@@ -60,7 +64,20 @@ class _Work:
 
 
 class FakeRunner:
-    """Owns the KV memory of one worker and executes SchedulerOutputs. Not thread safe; threads of the connector are."""
+    """Owns the KV memory of one worker and executes SchedulerOutputs. Not thread safe; threads of the connector are.
+
+    Wrong bytes in the engine's own cache are no error where `Mix.misleads`, as long as nobody else serves them. A
+    request that reads some is not checked any more, and what it computes is wrong.
+
+    Args:
+        mix: the model's groups.
+        memory: their cache.
+        order: of the calls of a step.
+        transcripts: what each request must read and produce.
+        connector: under test.
+        local_tokens: what each request found in the engine's own cache when it was admitted; none of those that are not
+            there did anybody else provide.
+    """
 
     def __init__(
         self,
@@ -69,11 +86,13 @@ class FakeRunner:
         order: Literal["v1", "v2"],
         transcripts: Mapping[str, Transcript],
         connector: KVConnectorBase_V1 | None,
+        local_tokens: Mapping[str, int],
     ) -> None:
         self.mix = mix
         self.memory = memory
         self.connector = connector
-        self.num_checked_cells = 0
+        self.num_checked_cells = self.num_misled = 0
+        self._local_tokens = local_tokens
         self._order = order
         self._transcripts = transcripts
         self._running: dict[str, _Running] = {}
@@ -125,7 +144,8 @@ class FakeRunner:
             if known is None or known != transcript.tokens[: len(known)]:
                 raise OracleError(f"{new.req_id}: scheduled with tokens that are not its own")
             tables = [np.array(ids, dtype=np.int64) for ids in new.block_ids]
-            self._running[new.req_id] = _Running(transcript, tables, new.num_computed_tokens, len(known))
+            local = self._local_tokens.get(new.req_id, new.num_computed_tokens)
+            self._running[new.req_id] = _Running(transcript, tables, new.num_computed_tokens, len(known), local)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             running = self._running[request_id]
@@ -136,6 +156,8 @@ class FakeRunner:
                 assert added is not None
                 running.tables = [np.array(ids, dtype=np.int64) for ids in added]
                 running.state_slot = None
+                running.is_misled = False
+                running.local_tokens = self._local_tokens.get(request_id, running.num_computed)
             elif added is not None:
                 running.tables = [
                     np.concatenate((table, np.array(ids, dtype=np.int64))) if ids else table
@@ -221,10 +243,11 @@ class FakeRunner:
             if block == 0:
                 raise CorruptionError(f"{item.request_id}: group {plane.group} keeps its state in the null block")
             state = plane.words[block, 0]
-            if item.start > 0 and not np.array_equal(state, expected[item.start - 1]):
-                self._report(plane, item, np.array([block]), item.start - 1, state[None])
-            self.num_checked_cells += 1
-            state[...] = expected[item.end - 1]
+            if item.start > 0 and not item.running.is_misled:
+                self.num_checked_cells += 1
+                if not np.array_equal(state, expected[item.start - 1]):
+                    self._on_wrong(plane, item, np.array([block]), item.start - 1, state[None])
+            state[...] = ~expected[item.end - 1] if item.running.is_misled else expected[item.end - 1]
 
     def _write(self, plane: Plane, item: _Work) -> None:
         first, end = item.start // plane.tokens_per_cell, item.end // plane.tokens_per_cell
@@ -233,9 +256,12 @@ class FakeRunner:
         blocks, slots = plane.locate(item.running.tables[plane.group], first, end)
         if not blocks.all():
             raise CorruptionError(f"{item.request_id}: group {plane.group} writes to the null block")
-        plane.words[blocks, slots] = plane.expected(item.running.transcript)[first:end]
+        cells = plane.expected(item.running.transcript)[first:end]
+        plane.words[blocks, slots] = ~cells if item.running.is_misled else cells
 
     def _check(self, plane: Plane, item: _Work) -> None:
+        if item.running.is_misled:
+            return
         first, end = self._first_read(plane, item.start) // plane.tokens_per_cell, item.start // plane.tokens_per_cell
         if first >= end:
             return
@@ -243,7 +269,7 @@ class FakeRunner:
         found = plane.words[blocks, slots]
         self.num_checked_cells += end - first
         if not blocks.all() or not np.array_equal(found, plane.expected(item.running.transcript)[first:end]):
-            self._report(plane, item, blocks, first, found)
+            self._on_wrong(plane, item, blocks, first, found)
 
     def _first_read(self, plane: Plane, num_computed: int) -> int:
         """The first token that the next token reads in this group."""
@@ -253,6 +279,19 @@ class FakeRunner:
         if group.kind is Kind.CHUNKED:
             return num_computed // group.reach_tokens * group.reach_tokens
         return 0
+
+    def _on_wrong(self, plane: Plane, item: _Work, blocks: Table, first: int, found: Words) -> None:
+        """Cells are wrong: an error, unless all of them are from the engine's own cache and the engine is known to keep
+        wrong states there."""
+        expected = plane.expected(item.running.transcript)[first : first + len(found)]
+        is_wrong = (found != expected).reshape(len(found), -1).any(axis=1)
+        last = first + int(np.flatnonzero(is_wrong)[-1]) if is_wrong.any() else first
+        is_own = (last + 1) * plane.tokens_per_cell <= item.running.local_tokens
+        if not (self.mix.misleads and is_own and blocks.all()):
+            self._report(plane, item, blocks, first, found)
+            return
+        item.running.is_misled = True
+        self.num_misled += 1
 
     def _report(self, plane: Plane, item: _Work, blocks: Table, first: int, found: Words) -> None:
         """Raise, saying which cell is wrong and what stands there instead."""

@@ -190,20 +190,26 @@ def with_connector(scenario: Scenario, connector: Connector) -> Scenario:
 
 @st.composite
 def mixes(draw: st.DrawFn, of: tuple[Kind, ...] = tuple(Kind), is_packed: bool | None = None) -> Mix:
-    """Any mix of 1 to 5 groups. With RECURRENT or CHUNKED groups all block sizes agree, as vLLM makes or wants them."""
+    """Any mix of 1 to 5 groups. With CHUNKED groups all block sizes agree, as vLLM wants it, and with RECURRENT ones
+    states have the largest blocks, as vLLM makes them."""
     kinds = draw(st.lists(st.sampled_from(of), min_size=1, max_size=5))
     packed = draw(st.booleans()) if is_packed is None else is_packed
-    one_size = not packed or Kind.RECURRENT in kinds or Kind.CHUNKED in kinds
     size = draw(st.sampled_from((4, 8, 16)))
+    sizes = [size]
+    if Kind.CHUNKED not in kinds and Kind.RECURRENT in kinds:
+        sizes = [size, size // 2, size // 4]
+    elif Kind.CHUNKED not in kinds and packed:
+        sizes = [2, 4, 8, 16, 32]
     groups = []
     for kind in kinds:
-        block_tokens = size if one_size else draw(st.sampled_from((2, 4, 8, 16, 32)))
+        block_tokens = size if kind is Kind.RECURRENT else draw(st.sampled_from(sizes))
         reach = 0
         if kind is Kind.WINDOW:
             reach = draw(st.integers(2, 5 * block_tokens))
         elif kind is Kind.CHUNKED:
             reach = block_tokens * draw(st.integers(1, 4))
-        heads = draw(st.sampled_from((1, 2))) if packed else 2
+        # Pages that are not packed have one size.
+        heads = draw(st.sampled_from((1, 2))) if packed else 2 * size // block_tokens
         layers = (Layers(draw(st.integers(1, 3)), cell_bytes=16, heads=heads),)
         page = None
         if kind is Kind.RECURRENT:

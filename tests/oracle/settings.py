@@ -188,7 +188,9 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
             kv_connector_extra_config=dict(settings.connector.extra_config),
         )
     groups = group_specs(mix)
-    cache.block_size = min(group.kv_cache_spec.block_size for group in groups)
+    # As EngineCore does it (v1/engine/core.py): groups that it does not cache have no say.
+    cached = [group.kv_cache_spec for group in groups if group.kv_cache_spec.prefix_cacheable]
+    cache.block_size = min(spec.block_size for spec in cached or [group.kv_cache_spec for group in groups])
     kv_cache = get_kv_cache_config_from_groups(config, groups, available_memory=0)
     cache.num_gpu_blocks = kv_cache.num_blocks
     kv_cache.kv_cache_layout = mix.layout

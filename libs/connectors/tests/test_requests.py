@@ -28,6 +28,7 @@ from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stores import _StoreInFlight as StoreInFlight
+from hybridkv.connectors.vllm.wrong_blocks import Distrusted
 from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Hit, LoadAdmission
 from hybridkv.planner.stages import NEW, Compute, Holding, Searched, Stage
@@ -255,7 +256,7 @@ def test_what_the_engine_copied_wrongly_is_known_where_nothing_is_stored_too(dut
     """A load would be copied from such a block, though the tier has what it should hold."""
     scheduler = new_scheduler(duties)
     scheduler.bind_block_pool(BlockPool(8, enable_caching=True, hash_block_size=BLOCK))
-    scheduler.distrust_copies(frozenset({0}))
+    scheduler.distrust(Distrusted(frozenset({0})))
     output: Any = SimpleNamespace(
         preempted_req_ids=set(),
         finished_req_ids=set(),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
+from hybridkv.connectors.vllm.wrong_blocks import Distrusted, WrongBlocks
 
 STATES, ATTENTION = 0, 1
 BLOCK = 16
@@ -22,6 +22,12 @@ class Pool:
 
     def __init__(self) -> None:
         self.blocks = [SimpleNamespace(block_hash=None, block_hash_num_tokens=None) for _ in range(64)]
+        self.evicted: set[int] = set()
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted |= block_ids
+        for block_id in block_ids:
+            self.blocks[block_id].block_hash = None
 
     def name(self, block_id: int, name: str, num_tokens: int) -> None:
         self.blocks[block_id].block_hash = name
@@ -34,7 +40,7 @@ class Bench:
     def __init__(self, *, is_partial: bool) -> None:
         self.recorder = Recorder()
         self.wrong = WrongBlocks([BLOCK, BLOCK], self.recorder)
-        self.wrong.partly_copied = {ATTENTION} if is_partial else ()
+        self.wrong.distrusted = Distrusted(frozenset({ATTENTION} if is_partial else ()))
         self.pool = Pool()
         self.wrong.bind(self.pool)  # type: ignore[arg-type]
         self.tables: dict[str, Table] = {}
@@ -47,9 +53,14 @@ class Bench:
         running: Mapping[str, Table] | None = None,
         handed_over: Mapping[str, Any] | None = None,
         gone: Sequence[str] = (),
+        chunks: Mapping[str, tuple[int, int]] | None = None,
+        drafts: Mapping[str, Sequence[int]] | None = None,
     ) -> set[str]:
-        """Requests begin with tokens that they have and a table, others go on and get blocks; who is misled by now."""
-        new, running = new or {}, running or {}
+        """Requests begin with tokens that they have and a table, others go on and get blocks; who is misled by now.
+
+        `chunks` says which tokens the step computes of some, drafts among them.
+        """
+        new, running, chunks = new or {}, running or {}, chunks or {}
         self.tables |= {name: table for name, (_, table) in new.items()}
         for name, added in running.items():
             for blocks, more in zip(self.tables[name], added, strict=True):
@@ -62,10 +73,13 @@ class Bench:
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=list(running),
                 resumed_req_ids=set(),
-                num_computed_tokens=[0] * len(running),
+                num_computed_tokens=[chunks.get(name, (0, 1))[0] for name in running],
                 new_block_ids=list(running.values()),
             ),
-            num_scheduled_tokens=dict.fromkeys((*running, *new), 1),
+            num_scheduled_tokens={
+                name: end - start for name in (*running, *new) for start, end in [chunks.get(name, (0, 1))]
+            },
+            scheduled_spec_decode_tokens=drafts or {},
             preempted_req_ids=set(gone),
             finished_req_ids=set(),
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads=handed_over or {}),
@@ -101,10 +115,61 @@ def test_the_copy_of_a_state_that_is_handed_over_misleads_nobody() -> None:
 
 def test_a_state_that_is_itself_copied_in_part_is_wrong() -> None:
     bench = Bench(is_partial=True)
-    bench.wrong.partly_copied = {STATES}
+    bench.wrong.distrusted = Distrusted(frozenset({STATES}))
     bench.step({"one": (0, ([1], [2]))})
     assert bench.step(None, [(1, 9)], running={"one": ([], [])}, handed_over={"one": [(STATES, 9, 14)]}) == set()
     assert bench.wrong.holds(9)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "drafts", "is_right"),
+    [
+        ((48, 80), (), False),
+        ((0, 80), (), False),
+        ((48, 64), (), True),
+        ((64, 80), (), True),
+        ((63, 67), (7, 7, 7), True),
+        ((62, 66), (7, 7), True),
+        ((66, 67), (), True),
+    ],
+)
+@pytest.mark.parametrize("is_larger", [True, False])
+def test_a_state_is_misfiled_whose_boundary_a_chunk_passes(
+    chunk: tuple[int, int], drafts: Sequence[int], is_right: bool, is_larger: bool
+) -> None:
+    """Where no group has smaller blocks than the states, every boundary is right."""
+    bench = Bench(is_partial=False)
+    bench.wrong.distrusted = Distrusted(misfiled=frozenset({STATES} if is_larger else ()))
+    bench.step({"one": (0, ([1, 2, 3, 4], [5]))})
+    bench.pool.name(4, "state", 64)
+    states = [(STATES, 4, 64)]
+    misled = bench.step(
+        running={"one": ([], [])}, handed_over={"one": states}, chunks={"one": chunk}, drafts={"one": drafts}
+    )
+    assert misled == set()
+    is_kept = is_right or not is_larger
+    assert bench.pool.evicted == (set() if is_kept else {4})
+    assert len(bench.wrong.right_states(states, bench.recorder)) == is_kept
+    assert sum(bench.causes().values()) == (not is_kept)
+
+
+def test_the_misfiled_state_of_a_request_that_begins_with_this_step_is_found() -> None:
+    """It began inside a block, where another connector or a copy had left a state."""
+    bench = Bench(is_partial=False)
+    bench.wrong.distrusted = Distrusted(misfiled=frozenset({STATES}))
+    bench.step({"one": (8, ([1], [2]))}, handed_over={"one": [(STATES, 1, 16)]}, chunks={"one": (8, 20)})
+    assert bench.wrong.holds(1)
+
+
+def test_whoever_hits_a_misfiled_state_is_misled_where_the_engine_cannot_forget_it() -> None:
+    bench = Bench(is_partial=False)
+    bench.wrong.distrusted = Distrusted(misfiled=frozenset({STATES}))
+    bench.pool.evict_blocks = lambda block_ids: None  # type: ignore[method-assign]
+    bench.pool.name(1, "state", 16)
+    bench.step({"one": (0, ([1, 3], [2]))}, handed_over={"one": [(STATES, 1, 16)]}, chunks={"one": (0, 20)})
+    assert bench.step({"two": (16, ([1], [2]))}) == {"two"}
+    bench.pool.name(1, "another", 16)
+    assert bench.step({"three": (16, ([1], [2]))}) == {"two"}
 
 
 def misled_bench() -> Bench:
@@ -143,7 +208,7 @@ def test_a_block_that_is_computed_or_loaded_anew_is_right_though_its_hash_is_the
 
 def test_a_copy_of_a_wrong_block_is_wrong() -> None:
     bench = misled_bench()
-    bench.wrong.partly_copied = ()
+    bench.wrong.distrusted = Distrusted()
     assert bench.step({"inside": (14, ([10], [11]))}, [(1, 10), (4, 11)]) == {"misled", "inside"}
 
 

@@ -198,6 +198,7 @@ CATALOGUE = Catalogue(
                         "dropped_too_large",
                         "dropped_not_aligned",
                         "dropped_incomplete",
+                        "dropped_wrong",
                         "failed",
                     ),
                 ),

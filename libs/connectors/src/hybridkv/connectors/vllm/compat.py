@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +183,32 @@ def block_copies(scheduler_output: SchedulerOutput) -> Sequence[tuple[int, int]]
     one, and where a state is kept while its request goes on. None before vLLM 0.32."""
     copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
     return [(int(source), int(destination)) for source, destination in copies]
+
+
+def prefill_cut_tokens(vllm_config: VllmConfig) -> int:
+    """Prefill ends at multiples of this in an engine that keeps recurrent states: the block size of the group with the
+    smallest blocks, also where those of recurrent groups are larger (vllm-project/vllm#54076)."""
+    return int(vllm_config.cache_config.block_size)
+
+
+def computed_tokens(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, int]]:
+    """The tokens `[start, end)` that this step computes of each request, without drafts."""
+    cached = scheduler_output.scheduled_cached_reqs
+    starts = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
+    starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    drafts = getattr(scheduler_output, "scheduled_spec_decode_tokens", None) or {}
+    return {
+        request_id: (starts[request_id], starts[request_id] + number - len(drafts.get(request_id, ())))
+        for request_id, number in scheduler_output.num_scheduled_tokens.items()
+        if request_id in starts
+    }
+
+
+def forget_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
+    """Takes blocks out of the engine's prefix cache, as it does itself with those that a load has left wrong. Requests
+    that have them keep them."""
+    if hasattr(pool, "evict_blocks"):
+        pool.evict_blocks(set(block_ids))
 
 
 def admitted(scheduler_output: SchedulerOutput) -> dict[str, int]:

@@ -23,7 +23,7 @@ from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.connectors.vllm.tiers import ArenaSizes
-from hybridkv.connectors.vllm.wrong_blocks import partly_copied_groups
+from hybridkv.connectors.vllm.wrong_blocks import distrusted_groups
 from hybridkv.planner import LoadAdmission
 from hybridkv.tiers.stack import TierStack
 
@@ -112,7 +112,7 @@ class Opening:
         )
         if plan.config.checkpoints != "off" and has_states(plan.layout):
             scheduler.bind_checkpoints(self._checkpoints(stack))
-        scheduler.distrust_copies(partly_copied_groups(plan.vllm_config, plan.layout))
+        scheduler.distrust(distrusted_groups("HybridOffloadConnector", plan.vllm_config, plan.layout))
         scheduler.keep_at_most(plan.config.keep_share)
         announce(plan.vllm_config, plan.config, plan.layout, fingerprint)
         return scheduler

@@ -25,7 +25,7 @@ from hybridkv.connectors.vllm.prefetching import Prefetcher
 from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stores import StorePlanner
-from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
+from hybridkv.connectors.vllm.wrong_blocks import Distrusted, WrongBlocks
 from hybridkv.planner import LoadAdmission, State
 from hybridkv.planner.stages import COMPUTE
 from hybridkv.tiers.stack import TierStack
@@ -107,9 +107,9 @@ class OffloadScheduler:
         """Of each tier, what prefixes may take up that requests asked to be kept."""
         self._keeper.keep_share = keep_share
 
-    def distrust_copies(self, group_indexes: frozenset[int]) -> None:
-        """Of the blocks of these groups the engine copies only a part."""
-        self._wrong.partly_copied = group_indexes
+    def distrust(self, groups: Distrusted) -> None:
+        """Blocks of these groups the engine may leave wrong."""
+        self._wrong.distrusted = groups
 
     # What the engine asks before it admits a request.
 
@@ -238,7 +238,7 @@ class OffloadScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks are somebody else's by now.
                 continue
-            states = [State(*state) for state in handed_over.get(request_id, ()) if not self._wrong.holds(state[1])]
+            states = self._wrong.right_states(handed_over.get(request_id, ()), self._recorder)
             store = self._plan_store(tracked, num_scheduled, states, tables)
             if store is not None:
                 stores.append(store)

@@ -21,7 +21,7 @@ from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of
 from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.wrong_blocks import partly_copied_groups
+from hybridkv.connectors.vllm.wrong_blocks import distrusted_groups
 from hybridkv.hashing import TAG_BYTES
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
@@ -179,7 +179,7 @@ class LMCacheOpening:
             member.close()
 
         scheduler = LMCacheScheduler(layout, identity, site.payload_bytes, work, duties, self._recorder, close)
-        scheduler.distrust_copies(partly_copied_groups(self._vllm_config, layout))
+        scheduler.distrust(distrusted_groups(NAME, self._vllm_config, layout))
         return scheduler
 
     def _announce(self, name: str) -> None:

@@ -21,8 +21,7 @@ from hybridkv.connectors.vllm.messages import StepOutcome
 from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
-from hybridkv.planner import State
+from hybridkv.connectors.vllm.wrong_blocks import Distrusted, WrongBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -87,9 +86,9 @@ class LMCacheScheduler:
         self._room.pool = pool
         self._saves.bind_block_pool(pool)
 
-    def distrust_copies(self, group_indexes: frozenset[int]) -> None:
-        """Of the blocks of these groups the engine copies only a part."""
-        self._wrong.partly_copied = group_indexes
+    def distrust(self, groups: Distrusted) -> None:
+        """Blocks of these groups the engine may leave wrong."""
+        self._wrong.distrusted = groups
 
     # What the engine asks before it admits a request.
 
@@ -190,7 +189,7 @@ class LMCacheScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks are somebody else's by now.
                 continue
-            states = [State(*state) for state in handed_over.get(request_id, ()) if not self._wrong.holds(state[1])]
+            states = self._wrong.right_states(handed_over.get(request_id, ()), self._recorder)
             store = self._saves.plan(tracked, scheduled.get(request_id, 0), states, tables)
             if store is not None:
                 stores.append(store)

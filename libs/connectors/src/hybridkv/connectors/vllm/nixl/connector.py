@@ -43,7 +43,7 @@ from hybridkv.connectors.vllm.resume_facts import require_resumable
 from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.siblings import current_sibling
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats
-from hybridkv.connectors.vllm.wrong_blocks import partly_copied_groups
+from hybridkv.connectors.vllm.wrong_blocks import distrusted_groups
 from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission
 from hybridkv.planner.groups import whole_chunk_unit
@@ -88,7 +88,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
             room = _room(vllm_config, self._layout)
             hosts = self._config.hosts
             self._scheduler = NixlScheduler(self._layout, terms, self._duties, hosts, room, self._recorder)
-            self._scheduler.distrust_copies(partly_copied_groups(vllm_config, self._layout))
+            self._scheduler.distrust(distrusted_groups("HybridNixlConnector", vllm_config, self._layout))
             _announce(vllm_config, self._config, terms, self._layout)
         else:
             settings = WorkerSettings(

@@ -18,6 +18,7 @@ from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.connectors.vllm.nixl.producing import Producer, Terms
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.room import LoadRoom
+from hybridkv.connectors.vllm.wrong_blocks import Distrusted
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -70,10 +71,10 @@ class NixlScheduler:
         if self._producer is not None:
             self._producer.wrong.bind(pool)
 
-    def distrust_copies(self, group_indexes: frozenset[int]) -> None:
-        """Of the blocks of these groups the engine copies only a part."""
+    def distrust(self, groups: Distrusted) -> None:
+        """Blocks of these groups the engine may leave wrong."""
         if self._producer is not None:
-            self._producer.wrong.partly_copied = group_indexes
+            self._producer.wrong.distrusted = groups
 
     def track(self, request: Request) -> None:
         """A new request."""
