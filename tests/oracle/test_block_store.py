@@ -35,7 +35,8 @@ def test_a_right_connector_passes_on_random_mixes(load: str) -> None:
     @profile(120)
     @given(st.data())
     def check(data: st.DataObject) -> None:
-        mix = data.draw(mixes())
+        # It stores what the engine hands over as it is.
+        mix = data.draw(mixes().filter(lambda mix: not mix.misleads))
         scenario = data.draw(scenarios(mix, st.booleans()))
         connector = block_store(mix, load, data.draw(st.integers(0, 3)), data.draw(st.sampled_from((0, 0, 3))))
         tally.add(run(mix, with_connector(scenario, connector)))

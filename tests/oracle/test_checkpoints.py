@@ -86,6 +86,15 @@ def test_from_the_second_sibling_on_a_shared_prefix_hits(shared: int, load: str,
     assert [engine.ask(each) for each in siblings] == [0, 0, branch, branch, branch]
 
 
+@pytest.mark.parametrize("blocks", [2, 3])
+@pytest.mark.parametrize("num_tokens", [5 * UNIT + 3, 6 * UNIT, 6 * UNIT + 1, 8 * UNIT - 1])
+def test_a_prompt_that_comes_again_hits_where_chunks_are_longer_than_blocks(num_tokens: int, blocks: int) -> None:
+    """The engine's own last state may lie behind the last boundary at which a chunk ends."""
+    engine, chunk = Played(offload(blocks * UNIT)), blocks * UNIT
+    again = [engine.ask(prompt(num_tokens, 1)) for _ in range(3)]
+    assert again == [0, *[(num_tokens - 1) // chunk * chunk] * 2]
+
+
 def test_a_prefill_of_many_steps_stops_within_one_of_them() -> None:
     engine, stem = Played(offload(), step_tokens=2 * UNIT), prompt(5 * UNIT, 0)
     assert [engine.ask(prompt(9 * UNIT + 3, seed, stem)) for seed in range(1, 5)] == [0, 0, 5 * UNIT, 5 * UNIT]

@@ -7,20 +7,23 @@ is read came from the connector.
 
 from __future__ import annotations
 
+import logging
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm import CONNECTOR, compat, register, wrong_blocks
 from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import OracleEngine
-from oracle.mixes import Group, Kind, Layers, Mix
+from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
 from oracle.profile import profile
 from oracle.runner import CorruptionError
+from oracle.scenarios import Scenario, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
 if TYPE_CHECKING:
@@ -43,6 +46,14 @@ def unequal(window_tokens: int) -> Mix:
 
 EXTRA: dict[str, Any] = {"chunk_tokens": "auto", "tiers": [{"type": "ram", "capacity": "64MiB"}]}
 MIXES = (unequal(16), unequal(4))
+WITHOUT_WINDOW = Mix(
+    "states_of_32_and_attention_of_8",
+    (
+        Group(Kind.RECURRENT, BLOCK, (Layers(1, cell_bytes=392),), page_bytes=512),
+        Group(Kind.FULL, 8, (Layers(1, heads=4),)),
+    ),
+)
+"""vLLM resumes inside blocks where there are no other groups."""
 STEPS = (BLOCK, BLOCK + 8, 2 * BLOCK, 3 * BLOCK)
 
 
@@ -78,11 +89,11 @@ def settings_of(step_tokens: int, *, is_async: bool = False, **extra: Any) -> En
     )
 
 
-@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_no_state_is_served_that_lies_elsewhere(mix: Mix) -> None:
+def check_together_then_alone(mix: Mix, num_scenarios: int) -> int:
+    """Tokens that were restored."""
     restored = 0
 
-    @profile(60)
+    @profile(num_scenarios)
     @given(
         st.sampled_from(STEPS),
         st.lists(st.integers(BLOCK, 6 * BLOCK), min_size=2, max_size=4),
@@ -96,4 +107,83 @@ def test_no_state_is_served_that_lies_elsewhere(mix: Mix) -> None:
         restored += together_then_alone(mix, settings, lengths, seed).restored_tokens
 
     check()
-    assert restored > 0
+    return restored
+
+
+def check_mixed(mix: Mix, num_scenarios: int) -> int:
+    """Any scenarios, in which requests also hit what the engine has kept. How many read wrong bytes of the engine's."""
+    misled = 0
+
+    @profile(num_scenarios)
+    @given(scenarios(mix, draws_ahead=True), st.sampled_from((0, 0, 8)), st.sampled_from((0, 0, 2)))
+    def check(scenario: Scenario, more_tokens: int, hash_tokens: int) -> None:
+        nonlocal misled
+        settings = scenario.settings
+        settings = replace(
+            settings, max_step_tokens=settings.max_step_tokens + more_tokens, hash_tokens=hash_tokens or None
+        )
+        engine = run(mix, with_connector(replace(scenario, settings=settings), Connector(CONNECTOR, EXTRA)))
+        misled += engine.runner.num_misled
+
+    check()
+    return misled
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
+def test_no_state_is_served_that_lies_elsewhere(mix: Mix) -> None:
+    assert check_together_then_alone(mix, 40) > 0
+
+
+@pytest.mark.parametrize("mix", [*MIXES, WITHOUT_WINDOW], ids=lambda mix: mix.name)
+def test_the_engine_goes_on_from_no_such_state_either(mix: Mix) -> None:
+    assert check_mixed(mix, 40) == 0
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
+def test_states_that_are_not_told_apart_are_found(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WrongBlocks, "_misfiled", lambda *arguments: [])
+    with pytest.raises(CorruptionError):
+        check_together_then_alone(mix, 40)
+
+
+def test_where_the_engine_cannot_forget_a_state_nothing_is_stored_that_was_computed_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "forget_blocks", lambda *arguments: None)
+    assert check_mixed(unequal(4), 60) > 0
+
+
+def test_what_is_computed_behind_such_a_state_is_found_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "forget_blocks", lambda *arguments: None)
+    monkeypatch.setattr(WrongBlocks, "misled", ())
+    with pytest.raises(CorruptionError):
+        check_mixed(unequal(4), 200)
+
+
+def test_of_blocks_of_one_size_no_state_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all of them are looked at."""
+    looked_at = dropped = 0
+    misfiled = WrongBlocks._misfiled
+
+    def counting(wrong: WrongBlocks, output: Any) -> list[int]:
+        nonlocal looked_at, dropped
+        found = misfiled(wrong, output)
+        looked_at += sum(map(len, compat.boundary_states(output).values()))
+        dropped += len(found)
+        return found
+
+    monkeypatch.setattr(WrongBlocks, "_misfiled", counting)
+    monkeypatch.setattr(wrong_blocks, "misfiled_groups", lambda config, layout: frozenset({0, 1, 2}))
+    check_together_then_alone(unequal(BLOCK), 40)
+    check_mixed(QWEN3_NEXT, 40)
+    assert looked_at > 500
+    assert dropped == 0
+
+
+def test_the_start_names_the_groups_and_the_fault_of_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "vllm.hybridkv"):
+        OracleEngine(unequal(BLOCK), settings_of(BLOCK)).close()
+        assert "54076" not in caplog.text
+        OracleEngine(unequal(4), settings_of(BLOCK)).close()
+    assert "RECURRENT groups [0] have larger blocks (32 tokens) than another group (4)" in caplog.text
+    assert "vllm-project/vllm#54076" in caplog.text

@@ -64,6 +64,21 @@ def test_stops_are_boundaries_that_are_computed_and_before_the_engines_own(
 
 
 @given(sizes, prompts(), markets, costs, limits)
+def test_the_last_boundary_is_a_stop_where_the_engine_has_none_there(
+    boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits
+) -> None:
+    """Whatever it costs, unless no state finds room. The other stops are as they would be with one fewer allowed."""
+    end = prompt.end_boundary(boundary)
+    placement = plan_stops(boundary, msgspec.structs.replace(prompt, keeps_end=False), market, cost, limit)
+    is_made = end > prompt.resumed_tokens and cost.state_bytes <= market.capacity_bytes and limit.max_stops > 0
+    assert [stop for stop in placement.stops if stop.num_tokens >= end] == [Stop(end, StopReason.END)][:is_made]
+    fewer = Limits(limit.max_stops - is_made, limit.max_extra_share)
+    others = plan_stops(boundary, prompt, market, cost, fewer)
+    assert placement.stops[: len(placement.stops) - is_made] == others.stops
+    assert placement.extra_tokens == others.extra_tokens
+
+
+@given(sizes, prompts(), markets, costs, limits)
 def test_limits_hold_for_the_request_and_for_all_of_lately(
     boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits
 ) -> None:

@@ -123,7 +123,7 @@ CATALOGUE = Catalogue(
             Kind.COUNTER,
             "stops",
             "Boundaries at which prompts were made to stop so that their recurrent states are stored, by why there.",
-            (Label("reason", ("junction", "branch", "spaced")),),
+            (Label("reason", ("junction", "branch", "spaced", "end")),),
             panel=Panel(Section.HITS, "Stops for states"),
         ),
         Metric(

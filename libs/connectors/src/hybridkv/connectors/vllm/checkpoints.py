@@ -55,11 +55,15 @@ class CheckpointOptions:
         max_stops: more steps that one request may take.
         has_answers: states of answers are stored too.
         step_tokens: what one more step costs, in tokens that are computed.
+        cut_tokens: the engine's own last stop in a prompt is at its last multiple of this.
+        has_drafts: it may be one before that.
     """
 
     max_stops: int
     has_answers: bool
     step_tokens: int
+    cut_tokens: int
+    has_drafts: bool
 
 
 def has_states(layout: CacheLayout) -> bool:
@@ -96,6 +100,7 @@ class Checkpoints:
         self._steering = steering
         self._is_alone = is_alone
         self._recorder = recorder
+        self._options = options
         self._limits = Limits(options.max_stops, EXTRA_SHARE)
         self._states = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
@@ -134,6 +139,7 @@ class Checkpoints:
                     max(start, begins_at),
                     junction,
                     starts_over=tracked.checkpointed.was_admitted,
+                    keeps_end=self._keeps_end(request.num_prompt_tokens),
                 )
                 if tracked.checkpointed.asked != asked:
                     # Otherwise nothing has changed since the engine asked last and had no room.
@@ -143,6 +149,14 @@ class Checkpoints:
             self._steering.wish(request, plan, start if offered_tokens else 0)
         if self._is_alone:
             self._steering.settle(request, start, is_loaded=offered_tokens > 0)
+
+    def _keeps_end(self, num_prompt_tokens: int) -> bool:
+        """Whether the engine itself leaves a state where a prompt that comes again resumes."""
+        step, cut = self._step_tokens, self._options.cut_tokens
+        if step == cut or self._layout.spec.tail_tokens is not None:
+            return True
+        last = num_prompt_tokens - 1
+        return not self._options.has_drafts and last // cut * cut == last // step * step
 
     def _planned(self, tracked: TrackedRequest, asked: Prompt) -> Checkpointed:
         market, step = self._market(), self._step_tokens

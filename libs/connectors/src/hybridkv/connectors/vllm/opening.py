@@ -123,6 +123,8 @@ class Opening:
             max_stops=config.checkpoint_stops,
             has_answers=config.checkpoint_answers and not compat.drafts(plan.vllm_config),
             step_tokens=max(1, round(STEP_S * config.compute_tokens_per_second)),
+            cut_tokens=compat.prefill_cut_tokens(plan.vllm_config),
+            has_drafts=compat.drafts(plan.vllm_config),
         )
         return Checkpoints(
             plan.layout,

@@ -29,7 +29,8 @@ late: four times in all at the fiftieth part that is allowed by default. So good
 
 
 def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Costs, limits: Limits) -> Placement:
-    """The stops of a prompt, ascending: multiples of `boundary_tokens` above what is resumed and below its last one.
+    """The stops of a prompt, ascending: multiples of `boundary_tokens` above what is resumed and below its last one, and
+    that one where the engine does not stop there of itself.
 
     Raises:
         ValueError: `boundary_tokens` is not positive.
@@ -42,12 +43,14 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
     base = max(stop.num_tokens for stop in known) if known else prompt.held_tokens(boundary_tokens)
     guesses = _guesses(boundary_tokens, prompt, market, base)
     worthy += [Stop(tokens, StopReason.SPACED) for tokens in spaced_stops(guesses, base, price)]
+    most = max(0, limits.max_stops)
+    ends = _end_stop(boundary_tokens, prompt, price)[:most]
     affordable = _affordable(prompt, market, costs, limits, len(worthy))
-    made = worthy[: min(affordable, max(0, limits.max_stops))]
-    over_stops = max(0, len(worthy) - max(0, limits.max_stops))
+    made = worthy[: min(affordable, most - len(ends))]
+    over_stops = max(0, len(worthy) - (most - len(ends)))
     left_out = LeftOut(over_stops, len(worthy) - len(made) - over_stops, len(known) + len(guesses) - len(worthy))
-    stops = tuple(sorted(made, key=lambda stop: stop.num_tokens))
-    return Placement(stops, left_out, boundary_tokens, float(len(stops) * costs.step_tokens))
+    stops = tuple(sorted([*made, *ends], key=lambda stop: stop.num_tokens))
+    return Placement(stops, left_out, boundary_tokens, float(len(made) * costs.step_tokens))
 
 
 def price_tokens(market: Market, costs: Costs) -> float:
@@ -66,6 +69,15 @@ def _known_stops(boundary_tokens: int, prompt: Prompt) -> list[Stop]:
     for tokens in sorted(prompt.branches, reverse=True):
         reasons.setdefault(tokens // boundary_tokens * boundary_tokens, StopReason.BRANCH)
     return [Stop(tokens, reason) for tokens, reason in reasons.items() if prompt.resumed_tokens < tokens < end]
+
+
+def _end_stop(boundary_tokens: int, prompt: Prompt, price: float) -> list[Stop]:
+    """The prompt's last boundary, if the engine does not stop there of itself. It is taken first and is no part of the
+    share, as little as the engine's own last stop: without it a prompt that comes again hits nothing."""
+    end = prompt.end_boundary(boundary_tokens)
+    if prompt.keeps_end or end <= prompt.resumed_tokens or price == float("inf"):
+        return []
+    return [Stop(end, StopReason.END)]
 
 
 def _guesses(boundary_tokens: int, prompt: Prompt, market: Market, base: int) -> list[tuple[int, float]]:

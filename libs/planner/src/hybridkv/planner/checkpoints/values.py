@@ -20,6 +20,8 @@ class StopReason(enum.StrEnum):
     """Earlier requests parted there."""
     SPACED = "spaced"
     """Before the prompt's end, where later requests are likely to part from it."""
+    END = "end"
+    """The last boundary of the prompt, where the engine does not stop of itself."""
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -47,9 +49,12 @@ class Prompt(msgspec.Struct, frozen=True):
     starts_over: bool = False
     """It was admitted before, and begins again after a preemption or a failed load. What is stored and remembered of
     its path may be its own, so it is not taken to part from that."""
+    keeps_end: bool = True
+    """The engine stops at `end_boundary` of itself. False where boundaries are longer than the blocks at whose last the
+    engine stops."""
 
     def end_boundary(self, boundary_tokens: int) -> int:
-        """The last boundary before the last token, which is always computed. The engine keeps the state there."""
+        """The last boundary before the last token, which is always computed. The state there is kept."""
         return max(0, self.num_tokens - 1) // boundary_tokens * boundary_tokens
 
     def held_tokens(self, boundary_tokens: int) -> int:
