@@ -24,7 +24,7 @@ from hybridkv.planner import (
     plan_stops,
 )
 from hybridkv.planner.checkpoints.experience import RUNGS
-from hybridkv.planner.checkpoints.placement import price_tokens
+from hybridkv.planner.checkpoints.placement import KNOWN_TOKENS, price_tokens
 
 FREE = Limits(1_000, 1e9)
 KNOWN = (StopReason.JUNCTION, StopReason.BRANCH)
@@ -87,8 +87,29 @@ def test_limits_hold_for_the_request_and_for_all_of_lately(
     assert placement.extra_tokens == len(placement.stops) * cost.step_tokens
     learned = market.experience
     computed = learned.computed_tokens + prompt.num_tokens - prompt.resumed_tokens
+    if all(stop.reason in KNOWN for stop in placement.stops):
+        computed += KNOWN_TOKENS
     if placement.extra_tokens:
         assert learned.extra_tokens + placement.extra_tokens <= limit.max_extra_share * computed + 1e-6
+
+
+def test_the_second_of_a_few_short_siblings_stops_where_they_part_on_a_fresh_store() -> None:
+    cost, room = Costs(1 << 20, 1 << 10, 64), Market(1 << 40)
+    first = plan_stops(16, Prompt(329), room, cost, Limits())
+    assert first.stops == ()
+    learned = learn_request(NO_EXPERIENCE, Prompt(329), first)
+    second = plan_stops(16, Prompt(329, junction_tokens=224), Market(1 << 40, 0, learned), cost, Limits())
+    assert second.stops == (Stop(224, StopReason.JUNCTION),)
+
+
+def test_short_prompts_that_all_part_stop_little_more_often_than_the_share_allows() -> None:
+    """Each at a place of its own, where nobody comes again."""
+    cost, limit, learned, stops = Costs(1 << 20, 1 << 10, 64), Limits(), NO_EXPERIENCE, 0
+    for _ in range(1_000):
+        prompt = Prompt(2_000, junction_tokens=1_600)
+        placement = plan_stops(16, prompt, Market(1 << 40, 0, learned), cost, limit)
+        learned, stops = learn_request(learned, prompt, placement), stops + len(placement.stops)
+    assert stops * cost.step_tokens <= limit.max_extra_share * (1_000 * 2_000 + 3 * KNOWN_TOKENS)
 
 
 @given(sizes, prompts(), markets, costs, limits, st.integers(0, 10))

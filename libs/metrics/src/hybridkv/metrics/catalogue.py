@@ -209,9 +209,9 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_misled_requests_total",
             Kind.COUNTER,
             "requests",
-            "Requests that went on from a block which vLLM had copied wrongly, so that nothing of them is stored or "
-            "handed to a peer: it was copied in part, it was a copy of a copy not made yet, or it was computed by such "
-            "a request.",
+            "Requests that went on from a block which vLLM had left wrong, so that nothing of them is stored or "
+            "handed to a peer: it was copied in part, it was a copy of a copy not made yet, or it holds another state "
+            "than its hash says or was computed by such a request.",
             (Label("cause", ("partial_copy", "copied_copy", "wrong_block")),),
             panel=Panel(Section.STORES, "Requests not stored"),
         ),

@@ -27,10 +27,14 @@ EXTRA_RETURN: Final = 150
 """A stop must promise what its step costs, and so many times that for the whole share of prefill that stops took of
 late: four times in all at the fiftieth part that is allowed by default. So good ones find some of it left."""
 
+KNOWN_TOKENS: Final = 1 << 16
+"""Stops where requests have parted are allowed as if so much more had been computed: 20 of 64 tokens beyond a share of
+a fiftieth. So the second of a few short prompts that share a beginning leaves its state on a fresh store, too."""
+
 
 def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Costs, limits: Limits) -> Placement:
-    """The stops of a prompt, ascending: multiples of `boundary_tokens` above what is resumed and below its last one, and
-    that one where the engine does not stop there of itself.
+    """The stops of a prompt, ascending: multiples of `boundary_tokens` above what is resumed and below its last one,
+    which is one of them where the engine does not stop there of itself.
 
     Raises:
         ValueError: `boundary_tokens` is not positive.
@@ -39,13 +43,16 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
         raise ValueError(f"boundary_tokens must be positive, got {boundary_tokens}")
     price = price_tokens(market, costs)
     known = _known_stops(boundary_tokens, prompt)
-    worthy = [stop for stop in known if stop.num_tokens - prompt.resumed_tokens >= price]
+    worthy_known = [stop for stop in known if stop.num_tokens - prompt.resumed_tokens >= price]
     base = max(stop.num_tokens for stop in known) if known else prompt.held_tokens(boundary_tokens)
     guesses = _guesses(boundary_tokens, prompt, market, base)
-    worthy += [Stop(tokens, StopReason.SPACED) for tokens in spaced_stops(guesses, base, price)]
+    worthy = [*worthy_known, *(Stop(tokens, StopReason.SPACED) for tokens in spaced_stops(guesses, base, price))]
     most = max(0, limits.max_stops)
     ends = _end_stop(boundary_tokens, prompt, price)[:most]
-    affordable = _affordable(prompt, market, costs, limits, len(worthy))
+    affordable = max(
+        _affordable(prompt, market, costs, limits, len(worthy)),
+        _affordable(prompt, market, costs, limits, len(worthy_known), KNOWN_TOKENS),
+    )
     made = worthy[: min(affordable, most - len(ends))]
     over_stops = max(0, len(worthy) - (most - len(ends)))
     left_out = LeftOut(over_stops, len(worthy) - len(made) - over_stops, len(known) + len(guesses) - len(worthy))
@@ -122,12 +129,14 @@ def spaced_stops(guesses: Sequence[tuple[int, float]], base: int, price: float) 
         chosen.append(best)
 
 
-def _affordable(prompt: Prompt, market: Market, costs: Costs, limits: Limits, num_wanted: int) -> int:
-    """How many stops the share of extra prefill allows."""
+def _affordable(
+    prompt: Prompt, market: Market, costs: Costs, limits: Limits, num_wanted: int, more_tokens: int = 0
+) -> int:
+    """How many stops the share of extra prefill allows, if so many more tokens had been computed."""
     if costs.step_tokens <= 0:
         return num_wanted
     experience = market.experience
-    computed = experience.computed_tokens + max(0, prompt.num_tokens - prompt.resumed_tokens)
+    computed = more_tokens + experience.computed_tokens + max(0, prompt.num_tokens - prompt.resumed_tokens)
     allowed = (limits.max_extra_share * computed - experience.extra_tokens) / costs.step_tokens
     return int(min(max(0.0, allowed), num_wanted))
 
