@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, compat, register, wrong_blocks
+from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, compat, register, wrong_blocks
 from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import OracleEngine
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
+from oracle.pairs import Pair, tokens
 from oracle.profile import profile
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, run, scenarios, with_connector
@@ -158,6 +159,32 @@ def test_what_is_computed_behind_such_a_state_is_found_in_the_store(monkeypatch:
     monkeypatch.setattr(WrongBlocks, "misled", ())
     with pytest.raises(CorruptionError):
         check_mixed(unequal(4), 200)
+
+
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
+def test_a_producer_hands_on_nothing_that_is_computed_behind_such_a_state(
+    is_guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second prompt would go on from 40 tokens, where the engine takes it for 64."""
+    if not is_guarded:
+        monkeypatch.setattr(WrongBlocks, "_misfiled", lambda *arguments: [])
+    extra = {"transport": "tcp", "weights_digest": "oracle", "load_timeout_seconds": 60}
+    base = settings_of(BLOCK + 8)
+    producer, consumer = (
+        replace(base, connector=Connector(PEER_CONNECTOR, extra, role=role)) for role in ("kv_producer", "kv_consumer")
+    )
+    first = tokens(100, seed=1)
+    with Pair(unequal(4), producer, consumer) as pair:
+        for name, prompt in (("first", first), ("second", [*first[:70], *tokens(30, seed=2)])):
+            pair.consumer.reset_prefix_cache()
+            params = pair.prefill(name, prompt)
+            assert params is not None
+            pair.decode(f"of_{name}", prompt, 3, params)
+            if is_guarded or name == "first":
+                pair.drain()
+            else:
+                with pytest.raises(CorruptionError, match="of_second"):
+                    pair.drain()
 
 
 def test_of_blocks_of_one_size_no_state_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
