@@ -1,8 +1,8 @@
 """Recurrent states beside groups of smaller blocks, where vLLM 0.32 cuts prefill inside a recurrent block.
 
 It then keeps and hands over states under boundaries at which they are not (vllm-project/vllm#54076). The first prompts
-of each scenario come together. Then each comes alone, and the engine has forgotten its cache, so every wrong byte that
-is read came from the connector.
+of each scenario come together. In the end each comes alone, and the engine has forgotten its cache, so every wrong byte
+that is read then came from the connector.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,6 @@ from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
 from oracle.pairs import Pair, tokens
 from oracle.profile import profile
 from oracle.runner import CorruptionError
-from oracle.scenarios import Scenario, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
 if TYPE_CHECKING:
@@ -63,14 +62,24 @@ def _registered() -> None:
     register()
 
 
-def together_then_alone(mix: Mix, settings: EngineSettings, lengths: Sequence[int], seed: int) -> OracleEngine:
-    """Prompts of these lengths, all at once; then each alone, with what the connector has. The engine is closed."""
+def new_tokens(generator: random.Random, number: int) -> list[int]:
+    return [generator.randrange(VOCABULARY_TOKENS) for _ in range(number)]
+
+
+def play(mix: Mix, settings: EngineSettings, lengths: Sequence[int], seed: int, *, keeps: bool) -> OracleEngine:
+    """Prompts of these lengths, all at once; then each alone, with what the connector has. If the engine `keeps` its
+    cache, others that begin like them come in between, which hit it, and come again alone. The engine is closed."""
     generator = random.Random(seed)
-    prompts = [[generator.randrange(VOCABULARY_TOKENS) for _ in range(length)] for length in lengths]
+    prompts = [new_tokens(generator, length) for length in lengths]
     with OracleEngine(mix, settings) as engine:
         for number, prompt in enumerate(prompts):
             engine.submit(f"together{number}", prompt, 2)
         engine.drain()
+        if keeps:
+            prompts = [[*each[: -generator.randrange(1, BLOCK)], *new_tokens(generator, 3 * BLOCK)] for each in prompts]
+            for number, prompt in enumerate(prompts):
+                engine.submit(f"behind{number}", prompt, 2)
+                engine.drain()
         for number, prompt in enumerate(prompts):
             engine.reset_prefix_cache()
             engine.submit(f"alone{number}", [*prompt, 1], 2)
@@ -90,9 +99,16 @@ def settings_of(step_tokens: int, *, is_async: bool = False, **extra: Any) -> En
     )
 
 
-def check_together_then_alone(mix: Mix, num_scenarios: int) -> int:
-    """Tokens that were restored."""
-    restored = 0
+class Totals(NamedTuple):
+    """Of scenarios: tokens from the connector, from the engine's own cache, and requests that read wrong bytes there."""
+
+    restored_tokens: int
+    local_tokens: int
+    misled: int
+
+
+def check(mix: Mix, num_scenarios: int, *, keeps: bool = False) -> Totals:
+    """Play scenarios in which no byte of the connector may be wrong."""
 
     @profile(num_scenarios)
     @given(
@@ -102,63 +118,47 @@ def check_together_then_alone(mix: Mix, num_scenarios: int) -> int:
         st.sampled_from(("off", "auto")),
         st.integers(0, 1 << 32),
     )
-    def check(step_tokens: int, lengths: list[int], is_async: bool, checkpoints: str, seed: int) -> None:
-        nonlocal restored
+    def one(step_tokens: int, lengths: list[int], is_async: bool, checkpoints: str, seed: int) -> None:
         settings = settings_of(step_tokens, is_async=is_async, checkpoints=checkpoints)
-        restored += together_then_alone(mix, settings, lengths, seed).restored_tokens
+        engine = play(mix, settings, lengths, seed, keeps=keeps)
+        totals.append(Totals(engine.restored_tokens, engine.local_hit_tokens, engine.runner.num_misled))
 
-    check()
-    return restored
-
-
-def check_mixed(mix: Mix, num_scenarios: int) -> int:
-    """Any scenarios, in which requests also hit what the engine has kept. How many read wrong bytes of the engine's."""
-    misled = 0
-
-    @profile(num_scenarios)
-    @given(scenarios(mix, draws_ahead=True), st.sampled_from((0, 0, 8)), st.sampled_from((0, 0, 2)))
-    def check(scenario: Scenario, more_tokens: int, hash_tokens: int) -> None:
-        nonlocal misled
-        settings = scenario.settings
-        settings = replace(
-            settings, max_step_tokens=settings.max_step_tokens + more_tokens, hash_tokens=hash_tokens or None
-        )
-        engine = run(mix, with_connector(replace(scenario, settings=settings), Connector(CONNECTOR, EXTRA)))
-        misled += engine.runner.num_misled
-
-    check()
-    return misled
+    totals: list[Totals] = []
+    one()
+    return Totals(*map(sum, zip(*totals, strict=True)))
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_no_state_is_served_that_lies_elsewhere(mix: Mix) -> None:
-    assert check_together_then_alone(mix, 40) > 0
+    assert check(mix, 40).restored_tokens > 0
 
 
 @pytest.mark.parametrize("mix", [*MIXES, WITHOUT_WINDOW], ids=lambda mix: mix.name)
 def test_the_engine_goes_on_from_no_such_state_either(mix: Mix) -> None:
-    assert check_mixed(mix, 40) == 0
+    totals = check(mix, 30, keeps=True)
+    assert totals.local_tokens > 0
+    assert totals.misled == 0
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_states_that_are_not_told_apart_are_found(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WrongBlocks, "_misfiled", lambda *arguments: [])
-    with pytest.raises(CorruptionError):
-        check_together_then_alone(mix, 40)
+    with pytest.raises(CorruptionError, match="alone"):
+        check(mix, 40)
 
 
 def test_where_the_engine_cannot_forget_a_state_nothing_is_stored_that_was_computed_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compat, "forget_blocks", lambda *arguments: None)
-    assert check_mixed(unequal(4), 60) > 0
+    assert check(unequal(4), 30, keeps=True).misled > 0
 
 
 def test_what_is_computed_behind_such_a_state_is_found_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "forget_blocks", lambda *arguments: None)
     monkeypatch.setattr(WrongBlocks, "misled", ())
-    with pytest.raises(CorruptionError):
-        check_mixed(unequal(4), 200)
+    with pytest.raises(CorruptionError, match="alone"):
+        check(unequal(4), 30, keeps=True)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
@@ -201,8 +201,8 @@ def test_of_blocks_of_one_size_no_state_is_dropped(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(WrongBlocks, "_misfiled", counting)
     monkeypatch.setattr(wrong_blocks, "misfiled_groups", lambda config, layout: frozenset({0, 1, 2}))
-    check_together_then_alone(unequal(BLOCK), 40)
-    check_mixed(QWEN3_NEXT, 40)
+    check(unequal(BLOCK), 20, keeps=True)
+    check(QWEN3_NEXT, 20, keeps=True)
     assert looked_at > 500
     assert dropped == 0
 
