@@ -68,7 +68,8 @@ def new_tokens(generator: random.Random, number: int) -> list[int]:
 
 def play(mix: Mix, settings: EngineSettings, lengths: Sequence[int], seed: int, *, keeps: bool) -> OracleEngine:
     """Prompts of these lengths, all at once; then each alone, with what the connector has. If the engine `keeps` its
-    cache, others that begin like them come in between, which hit it, and come again alone. The engine is closed."""
+    cache, others that begin like them come in between, which hit it. These come alone then, twice, because the first
+    may leave states beside what is stored already. The engine is closed."""
     generator = random.Random(seed)
     prompts = [new_tokens(generator, length) for length in lengths]
     with OracleEngine(mix, settings) as engine:
@@ -80,7 +81,7 @@ def play(mix: Mix, settings: EngineSettings, lengths: Sequence[int], seed: int, 
             for number, prompt in enumerate(prompts):
                 engine.submit(f"behind{number}", prompt, 2)
                 engine.drain()
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate([*prompts, *prompts] if keeps else prompts):
             engine.reset_prefix_cache()
             engine.submit(f"alone{number}", [*prompt, 1], 2)
             engine.drain()
@@ -100,7 +101,7 @@ def settings_of(step_tokens: int, *, is_async: bool = False, **extra: Any) -> En
 
 
 class Totals(NamedTuple):
-    """Of scenarios: tokens from the connector, from the engine's own cache, and requests that read wrong bytes there."""
+    """Of scenarios: tokens from the connector, from the engine's own cache, and requests that read wrong ones there."""
 
     restored_tokens: int
     local_tokens: int
@@ -130,12 +131,12 @@ def check(mix: Mix, num_scenarios: int, *, keeps: bool = False) -> Totals:
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_no_state_is_served_that_lies_elsewhere(mix: Mix) -> None:
-    assert check(mix, 40).restored_tokens > 0
+    assert check(mix, 25).restored_tokens > 0
 
 
 @pytest.mark.parametrize("mix", [*MIXES, WITHOUT_WINDOW], ids=lambda mix: mix.name)
 def test_the_engine_goes_on_from_no_such_state_either(mix: Mix) -> None:
-    totals = check(mix, 30, keeps=True)
+    totals = check(mix, 15, keeps=True)
     assert totals.local_tokens > 0
     assert totals.misled == 0
 
@@ -144,21 +145,21 @@ def test_the_engine_goes_on_from_no_such_state_either(mix: Mix) -> None:
 def test_states_that_are_not_told_apart_are_found(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WrongBlocks, "_misfiled", lambda *arguments: [])
     with pytest.raises(CorruptionError, match="alone"):
-        check(mix, 40)
+        check(mix, 300)
 
 
 def test_where_the_engine_cannot_forget_a_state_nothing_is_stored_that_was_computed_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compat, "forget_blocks", lambda *arguments: None)
-    assert check(unequal(4), 30, keeps=True).misled > 0
+    assert check(unequal(4), 15, keeps=True).misled > 0
 
 
 def test_what_is_computed_behind_such_a_state_is_found_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "forget_blocks", lambda *arguments: None)
     monkeypatch.setattr(WrongBlocks, "misled", ())
     with pytest.raises(CorruptionError, match="alone"):
-        check(unequal(4), 30, keeps=True)
+        check(unequal(4), 300, keeps=True)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
@@ -201,8 +202,8 @@ def test_of_blocks_of_one_size_no_state_is_dropped(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(WrongBlocks, "_misfiled", counting)
     monkeypatch.setattr(wrong_blocks, "misfiled_groups", lambda config, layout: frozenset({0, 1, 2}))
-    check(unequal(BLOCK), 20, keeps=True)
-    check(QWEN3_NEXT, 20, keeps=True)
+    check(unequal(BLOCK), 15, keeps=True)
+    check(QWEN3_NEXT, 15, keeps=True)
     assert looked_at > 500
     assert dropped == 0
 
