@@ -33,6 +33,7 @@ class PageLedger:
     earlier: of those, pages that equal an earlier version than the last one stored under their key.
     unstored: local pages that equal no version stored under their key.
     wrong: every loaded page that equals nothing that it may equal.
+    loaded_keys: keys of which a page was loaded from a tier.
     failed_loads: loads that reported a failure; their pages are not compared.
     """
 
@@ -42,6 +43,7 @@ class PageLedger:
     earlier: Counter[str] = field(default_factory=Counter)
     unstored: int = 0
     wrong: list[str] = field(default_factory=list)
+    loaded_keys: set[bytes] = field(default_factory=set)
     failed_loads: int = 0
     _source: dict[bytes, str] = field(default_factory=dict)
     """Where the bytes in host memory came from, by key."""
@@ -141,6 +143,7 @@ class PageLedger:
             # A pinned block keeps its bytes until the load has ended.
             is_right = now == local == self._digests(copy.group_index, copy.local_blocks)
         else:
+            self.loaded_keys.add(copy.key)
             is_right = now in versions
         if not is_right:
             self.wrong.append(f"group {copy.group_index}: blocks {copy.block_ids} from {source}, key {copy.key.hex()}")
