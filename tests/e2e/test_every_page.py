@@ -23,7 +23,7 @@ ROUNDS = int(os.environ.get("HYBRIDKV_E2E_ROUNDS", "30"))
 SEED = int(os.environ.get("HYBRIDKV_E2E_SEED", "1"))
 TIERS = os.environ.get("HYBRIDKV_E2E_TIERS", "ram,disk,object").split(",")
 """An object store never evicts, so no key is stored twice beside one; without it the same keys come back."""
-RAM_BYTES, DISK_BYTES = 4 << 20, 16 << 20
+RAM_BYTES, DISK_BYTES = 4 << 20, 10 << 20
 LONGEST = 1500
 """Tokens of a prompt."""
 MOST_CHATS = 12
