@@ -200,10 +200,18 @@ class Checkpoints:
         """The states that a step leaves of a request: those that the engine hands over, and those of an answer."""
         states = list(handed_over)
         more = self._answers.states(tracked, num_scheduled, tables) if self._answers is not None else ()
-        if more:
+        if more and self._admits(tracked, more[0].num_tokens):
             seen = {(state.group_index, state.num_tokens) for state in states}
             states += (state for state in more if (state.group_index, state.num_tokens) not in seen)
         return states
+
+    def _admits(self, tracked: TrackedRequest, num_tokens: int) -> bool:
+        """Whether states of an answer are stored."""
+        assert self._answers is not None
+        tier = self._largest
+        num_bytes = sum(tier.cost(self._layout.chunk_bytes(group, num_tokens)) for group in self._states)
+        has_room = tier.used_bytes + num_bytes <= tier.capacity_bytes
+        return self._answers.admits(tracked, num_tokens, self._market(), has_room=has_room)
 
     def idle_below_tokens(self, computed_tokens: int) -> int:
         """Of a request that has so many now, there is no state of an answer before this many, but for what the engine
