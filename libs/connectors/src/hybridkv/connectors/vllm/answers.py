@@ -56,6 +56,8 @@ class Answers:
         self._outgrown = OutgrownStates(MAX_REMEMBERED)
         self._awaited = OutgrownStates(MAX_REMEMBERED)
         """States of answers, stored or not, to which no request has come yet."""
+        self._ends = OutgrownStates(MAX_REMEMBERED)
+        """States of prompts' ends behind which a state of the answer is stored."""
 
     def states(self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables) -> list[State]:
         """States of an answer that this step leaves whole, or the one before it did. It is asked each step.
@@ -98,6 +100,7 @@ class Answers:
         }
         if not tracked.checkpointed.was_admitted:  # or it may come back to what it went on from itself
             self._outgrown.meet(first_keys.values())
+            self._ends.meet(first_keys.values())
             self._meet_awaited(tracked, num_tokens)
         is_next_turn = first_keys.get(num_tokens) in self._newest
         tracked.checkpointed.outgrown_tokens = num_tokens if is_next_turn else 0
@@ -110,19 +113,21 @@ class Answers:
         first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
         self._awaited.meet(keys.key(group, place * step) for place in range(max(1, first), last + 1))
 
-    def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market, *, has_room: bool) -> bool:
+    def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
         """Whether a state of an answer is stored: there is room that holds nothing, or it is worth what it displaces,
         by how many of such states requests have come back to."""
         checkpointed = tracked.checkpointed
         if num_tokens > checkpointed.awaited_tokens:
             checkpointed.awaited_tokens = num_tokens
             self._awaited.note(self._keys(tracked, num_tokens)[0])
-        return has_room or not self._is_unproven(tracked, num_tokens, market)
+        return market.has_room(self._costs) or not self._is_unproven(tracked, num_tokens, market)
 
     def _is_unproven(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
-        step = self._step_tokens
-        before = (tracked.request.num_prompt_tokens - 1) // step * step
-        return self._awaited.gives_way(num_tokens - before, market, self._costs)
+        return self._awaited.gives_way(num_tokens - self._end_tokens(tracked), market, self._costs)
+
+    def _end_tokens(self, tracked: TrackedRequest) -> int:
+        """Where the state of a prompt's end is."""
+        return (tracked.request.num_prompt_tokens - 1) // self._step_tokens * self._step_tokens
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State], market: Market) -> None:
         """States of a request were planned to be stored, of which some may have been refused.
@@ -146,6 +151,11 @@ class Answers:
             self._remember(keys)
             if self._is_unproven(tracked, kept.answer_tokens, market):
                 self._stack.demote(keys)
+            elif end_tokens := self._end_tokens(tracked):
+                end_keys = self._keys(tracked, end_tokens)
+                self._ends.note(end_keys[0])
+                if not market.has_room(self._costs) and self._ends.gives_way(end_tokens, market, self._costs):
+                    self._stack.demote(end_keys)
         checkpointed.outgrown_tokens, checkpointed.newest_tokens = 0, newest
 
     def _gives_way(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
@@ -185,3 +195,4 @@ class Answers:
         self._newest.clear()
         self._outgrown.forget()
         self._awaited.forget()
+        self._ends.forget()

@@ -99,10 +99,10 @@ class Checkpoints:
         self._limits = Limits(options.max_stops, EXTRA_SHARE)
         self._states = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
-        self._costs = _costs(layout, self._states, options.step_tokens)
         self._largest: TierIndex = max(
             (stack.only_near, *(stack.slower[name] for name in kept_in)), key=lambda tier: tier.capacity_bytes
         )
+        self._costs = _costs(layout, self._largest, self._states, options.step_tokens)
         self._experience = NO_EXPERIENCE
         self._seen = SeenPrefixes(MAX_SEEN)
         self._num_forgotten = 0
@@ -200,18 +200,10 @@ class Checkpoints:
         """The states that a step leaves of a request: those that the engine hands over, and those of an answer."""
         states = list(handed_over)
         more = self._answers.states(tracked, num_scheduled, tables) if self._answers is not None else ()
-        if more and self._admits(tracked, more[0].num_tokens):
+        if more and self._answers is not None and self._answers.admits(tracked, more[0].num_tokens, self._market()):
             seen = {(state.group_index, state.num_tokens) for state in states}
             states += (state for state in more if (state.group_index, state.num_tokens) not in seen)
         return states
-
-    def _admits(self, tracked: TrackedRequest, num_tokens: int) -> bool:
-        """Whether states of an answer are stored."""
-        assert self._answers is not None
-        tier = self._largest
-        num_bytes = sum(tier.cost(self._layout.chunk_bytes(group, num_tokens)) for group in self._states)
-        has_room = tier.used_bytes + num_bytes <= tier.capacity_bytes
-        return self._answers.admits(tracked, num_tokens, self._market(), has_room=has_room)
 
     def idle_below_tokens(self, computed_tokens: int) -> int:
         """Of a request that has so many now, there is no state of an answer before this many, but for what the engine
@@ -243,11 +235,11 @@ class Checkpoints:
             self._steering.advance(scheduler_output)
 
 
-def _costs(layout: CacheLayout, states: Sequence[int], step_tokens: int) -> Costs:
+def _costs(layout: CacheLayout, tier: TierIndex, states: Sequence[int], step_tokens: int) -> Costs:
     spec = layout.spec
     # Behind the first chunks, so that whatever a window needs of one is there.
     end_token = 1024 * spec.chunk_tokens
-    state_bytes = sum(layout.chunk_bytes(index, end_token) for index in states)
+    state_bytes = sum(tier.cost(layout.chunk_bytes(index, end_token)) for index in states)
     others = [index for index in spec.stored_groups if index not in states]
-    chunk_bytes = sum(layout.chunk_bytes(index, end_token) for index in others)
+    chunk_bytes = sum(tier.cost(layout.chunk_bytes(index, end_token)) for index in others)
     return Costs(state_bytes * layout.world_size, -(-chunk_bytes * layout.world_size // spec.chunk_tokens), step_tokens)

@@ -75,6 +75,10 @@ class Market(msgspec.Struct, frozen=True):
     used_bytes: int = 0
     experience: Experience = NO_EXPERIENCE
 
+    def has_room(self, costs: Costs) -> bool:
+        """Whether one more state displaces nothing."""
+        return self.used_bytes + costs.state_bytes <= self.capacity_bytes
+
 
 class Limits(msgspec.Struct, frozen=True):
     """What the operator allows."""
