@@ -39,6 +39,10 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
     price = price_tokens(market, costs)
     known = _known_stops(boundary_tokens, prompt)
     worthy = [stop for stop in known if stop.num_tokens - prompt.resumed_tokens >= price]
+    if not market.has_room(costs):
+        # What this displaces has a better claim than a place to which nobody comes back.
+        displaced = costs.state_bytes * market.experience.tokens_per_byte
+        worthy = [s for s in worthy if prompt.known_share * (s.num_tokens - prompt.resumed_tokens) > displaced]
     base = max(stop.num_tokens for stop in known) if known else prompt.held_tokens(boundary_tokens)
     guesses = _guesses(boundary_tokens, prompt, market, base)
     worthy += [Stop(tokens, StopReason.SPACED) for tokens in spaced_stops(guesses, base, price)]

@@ -44,6 +44,10 @@ class Prompt(msgspec.Struct, frozen=True):
     not, or nobody knows."""
     aged_tokens: int = 0
     """Of `resumed_tokens`, those that only a large part of the store could still hold: see `SeenPrefixes.look`."""
+    missed_tokens: int = 0
+    """How many tokens behind `held_tokens` were used lately, and are gone: see `SeenPrefixes.look`."""
+    known_share: float = 0.0
+    """Of places where requests were seen to part, the share that a later request has come back to."""
     starts_over: bool = False
     """It was admitted before, and begins again after a preemption or a failed load. What is stored and remembered of
     its path may be its own, so it is not taken to part from that."""
