@@ -55,8 +55,8 @@ def test_the_planner_learns_where_siblings_part() -> None:
 class LettingAllGo(Budgeted):
     """Whatever the next turn has outgrown goes, also where others come back to it."""
 
-    def gives_way(self, moment: Moment) -> bool:
-        super().gives_way(moment)
+    def _gives_way(self, moment: Moment) -> bool:
+        super()._gives_way(moment)
         return 0 < moment.resumed < moment.end and moment.held <= moment.resumed
 
 

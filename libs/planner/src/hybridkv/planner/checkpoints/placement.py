@@ -37,12 +37,10 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
     if boundary_tokens <= 0:
         raise ValueError(f"boundary_tokens must be positive, got {boundary_tokens}")
     price = price_tokens(market, costs)
-    known = _known_stops(boundary_tokens, prompt)
+    known = _known_stops(boundary_tokens, prompt, costs.state_bytes * market.experience.tokens_per_byte)
     worthy = [stop for stop in known if stop.num_tokens - prompt.resumed_tokens >= price]
     if not market.has_room(costs):
-        # What this displaces has a better claim than a place to which nobody comes back.
-        displaced = costs.state_bytes * market.experience.tokens_per_byte
-        worthy = [s for s in worthy if prompt.known_share * (s.num_tokens - prompt.resumed_tokens) > displaced]
+        worthy = [stop for stop in worthy if not stop.is_unproven]
     base = max(stop.num_tokens for stop in known) if known else prompt.held_tokens(boundary_tokens)
     guesses = _guesses(boundary_tokens, prompt, market, base)
     worthy += [Stop(tokens, StopReason.SPACED) for tokens in spaced_stops(guesses, base, price)]
@@ -62,14 +60,23 @@ def price_tokens(market: Market, costs: Costs) -> float:
     return step_return * costs.step_tokens + costs.state_bytes * market.experience.tokens_per_byte
 
 
-def _known_stops(boundary_tokens: int, prompt: Prompt) -> list[Stop]:
-    """Where requests have parted: the junction, then branches, the deepest first, for it saves most."""
+def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) -> list[Stop]:
+    """Where requests have parted: the junction, then branches, the deepest first, for it saves most.
+
+    Args:
+        displaced_tokens: what others save with the bytes of a state.
+    """
     end = prompt.end_boundary(boundary_tokens)
     junction = prompt.junction_tokens // boundary_tokens * boundary_tokens
     reasons = {junction: StopReason.JUNCTION}
     for tokens in sorted(prompt.branches, reverse=True):
         reasons.setdefault(tokens // boundary_tokens * boundary_tokens, StopReason.BRANCH)
-    return [Stop(tokens, reason) for tokens, reason in reasons.items() if prompt.resumed_tokens < tokens < end]
+    resumed, share = prompt.resumed_tokens, prompt.known_share
+    return [
+        Stop(tokens, reason, is_unproven=share * (tokens - resumed) <= displaced_tokens)
+        for tokens, reason in reasons.items()
+        if resumed < tokens < end
+    ]
 
 
 def _guesses(boundary_tokens: int, prompt: Prompt, market: Market, base: int) -> list[tuple[int, float]]:

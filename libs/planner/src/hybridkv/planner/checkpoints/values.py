@@ -27,6 +27,8 @@ class Stop(msgspec.Struct, frozen=True):
 
     num_tokens: int
     reason: StopReason
+    is_unproven: bool = False
+    """It is worth the room that holds nothing, and no more: its state goes first."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
