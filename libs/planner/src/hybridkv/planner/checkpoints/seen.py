@@ -81,11 +81,12 @@ class SeenPrefixes:
         )
         places = self._grain.places(len(keys))
         branches = tuple(place * boundary_tokens for place in self._partings(keys, places, resumed, end))
+        missed_since = market.experience.bytes_ever - MISSED_SHARE * market.capacity_bytes
+        missed = next((place for place in places if place <= max(held, end) and self._is_used(keys, place, missed_since)), 0)
+        prompt = msgspec.structs.replace(prompt, missed_tokens=max(0, missed - held) * boundary_tokens)
         last = self._seen.get(keys[held - 1]) if held and self._parts(keys, resumed, held, prompt) else None
         parted = last.end_tokens - held * boundary_tokens if last else 0
         old_since = market.experience.bytes_ever - OLD_SHARE * market.capacity_bytes
-        missed_since = market.experience.bytes_ever - MISSED_SHARE * market.capacity_bytes
-        missed = next((place for place in places if place <= max(held, end) and self._is_used(keys, place, missed_since)), 0)
         below = places[bisect.bisect_left(places, -resumed, key=neg) :]
         recent = next((place for place in (resumed, *below) if self._is_recent(keys, place, old_since)), 0)
         return msgspec.structs.replace(
@@ -93,7 +94,6 @@ class SeenPrefixes:
             branches=branches,
             parted_tokens=max(0, parted),
             aged_tokens=(resumed - recent) * boundary_tokens,
-            missed_tokens=max(0, missed - held) * boundary_tokens,
             known_share=self._num_met / self._num_parted,
         )
 
@@ -144,7 +144,7 @@ class SeenPrefixes:
 
     def _parts(self, keys: Sequence[Hashable], resumed: int, held: int, prompt: Prompt) -> bool:
         """Whether this request is the first to part where it does: there is no state, or only one by guess."""
-        if prompt.starts_over:
+        if prompt.starts_over or prompt.missed_tokens:
             return False
         seen = self._seen.get(keys[resumed - 1]) if resumed else None
         return held > resumed or (seen is not None and seen.is_guess)
