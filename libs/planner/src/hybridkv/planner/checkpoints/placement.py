@@ -73,7 +73,7 @@ def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) 
         reasons.setdefault(tokens // boundary_tokens * boundary_tokens, StopReason.BRANCH)
     resumed, share = prompt.resumed_tokens, prompt.known_share
     return [
-        Stop(tokens, reason, is_unproven=share * (tokens - resumed) <= displaced_tokens)
+        Stop(tokens, reason, (prompt.is_cut and tokens == junction) or share * (tokens - resumed) <= displaced_tokens)
         for tokens, reason in reasons.items()
         if resumed < tokens < end
     ]

@@ -83,7 +83,9 @@ class SeenPrefixes:
         branches = tuple(place * boundary_tokens for place in self._partings(keys, places, resumed, end))
         missed_since = market.experience.bytes_ever - MISSED_SHARE * market.capacity_bytes
         missed = next((place for place in places if place <= max(held, end) and self._is_used(keys, place, missed_since)), 0)
-        prompt = msgspec.structs.replace(prompt, missed_tokens=max(0, missed - held) * boundary_tokens)
+        known = self._seen.get(keys[held - 1]) if held > resumed else None
+        is_cut = missed > held or (held > resumed and (known is None or known.end_tokens <= held * boundary_tokens))
+        prompt = msgspec.structs.replace(prompt, missed_tokens=max(0, missed - held) * boundary_tokens, is_cut=is_cut)
         last = self._seen.get(keys[held - 1]) if held and self._parts(keys, resumed, held, prompt) else None
         parted = last.end_tokens - held * boundary_tokens if last else 0
         old_since = market.experience.bytes_ever - OLD_SHARE * market.capacity_bytes
@@ -120,10 +122,12 @@ class SeenPrefixes:
                 seen = _Seen(end_tokens, now)
             elif place > held:
                 seen = _Seen(end_tokens, now, seen.is_parting, seen.parted_behind)
+            elif seen.end_tokens <= held * boundary_tokens:
+                seen.end_tokens = end_tokens  # this one goes on behind it
             seen.used_at = now
             self._seen[keys[place - 1]] = seen
         if not prompt.starts_over:
-            known = {held, *(tokens // boundary_tokens for tokens in prompt.branches)}
+            known = {0 if prompt.is_cut else held, *(tokens // boundary_tokens for tokens in prompt.branches)}
             self._await(keys, [place for place in known if resumed < place])
         if held and parts:
             self._seen[keys[held - 1]].is_parting = True
@@ -144,7 +148,7 @@ class SeenPrefixes:
 
     def _parts(self, keys: Sequence[Hashable], resumed: int, held: int, prompt: Prompt) -> bool:
         """Whether this request is the first to part where it does: there is no state, or only one by guess."""
-        if prompt.starts_over or prompt.missed_tokens:
+        if prompt.starts_over or prompt.is_cut:
             return False
         seen = self._seen.get(keys[resumed - 1]) if resumed else None
         return held > resumed or (seen is not None and seen.is_guess)

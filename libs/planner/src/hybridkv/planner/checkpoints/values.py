@@ -48,6 +48,8 @@ class Prompt(msgspec.Struct, frozen=True):
     """Of `resumed_tokens`, those that only a large part of the store could still hold: see `SeenPrefixes.look`."""
     missed_tokens: int = 0
     """How many tokens behind `held_tokens` were used lately, and are gone: see `SeenPrefixes.look`."""
+    is_cut: bool = False
+    """At `junction_tokens` nobody is known to have parted: the rest of an earlier path is gone, or it was an answer."""
     known_share: float = 0.0
     """Of places where requests were seen to part, the share that a later request has come back to."""
     starts_over: bool = False
