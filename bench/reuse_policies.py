@@ -120,7 +120,7 @@ class Budgeted(PromptEnds):
 
     def _is_unproven(self, moment: Moment) -> bool:
         gained = (len(moment.request.answered) - moment.end) * self._chunk
-        return self._awaited.gives_way(gained, self._market(), self._costs)
+        return self._awaited.is_unproven(gained, self._market(), self._costs)
 
     def keeps_answer(self, moment: Moment) -> bool:
         if self._has_answers:

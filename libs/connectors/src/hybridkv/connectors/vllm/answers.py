@@ -123,7 +123,7 @@ class Answers:
         return market.has_room(self._costs) or not self._is_unproven(tracked, num_tokens, market)
 
     def _is_unproven(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
-        return self._awaited.gives_way(num_tokens - self._end_tokens(tracked), market, self._costs)
+        return self._awaited.is_unproven(num_tokens - self._end_tokens(tracked), market, self._costs)
 
     def _end_tokens(self, tracked: TrackedRequest) -> int:
         """Where the state of a prompt's end is."""

@@ -56,6 +56,7 @@ class Experience(msgspec.Struct, frozen=True):
     """Tokens that were resumed and that a store of `OLD_SHARE` of the size would not have held any more."""
     missed_tokens: float = 0.0
     """Tokens that were computed again, and that a store of `MISSED_SHARE` of the size would still have held."""
+    resumed_tokens: float = 0.0
     stored_bytes: float = 0.0
     computed_tokens: float = 0.0
     extra_tokens: float = 0.0
@@ -113,6 +114,7 @@ def learn_request(experience: Experience, prompt: Prompt, placement: Placement) 
         experience,
         aged_tokens=experience.aged_tokens * KEPT_SHARE + prompt.aged_tokens,
         missed_tokens=experience.missed_tokens * KEPT_SHARE + prompt.missed_tokens,
+        resumed_tokens=experience.resumed_tokens * KEPT_SHARE + prompt.resumed_tokens,
         stored_bytes=experience.stored_bytes * KEPT_SHARE,
         computed_tokens=experience.computed_tokens * KEPT_SHARE + max(0, prompt.num_tokens - prompt.resumed_tokens),
         extra_tokens=experience.extra_tokens * KEPT_SHARE + placement.extra_tokens,

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from typing import Final
 
 from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 from hybridkv.planner.checkpoints.values import Costs, Market
+
+YOUNG: Final = 4
+DEARER: Final = 4
 
 
 class OutgrownStates:
@@ -68,6 +72,19 @@ class OutgrownStates:
         It saves `num_tokens` at most, to each who comes back. So before anybody has, every state gives way.
         """
         return self.met_share * num_tokens <= costs.state_bytes * market.experience.tokens_per_byte
+
+    def is_unproven(self, num_tokens: int, market: Market, costs: Costs) -> bool:
+        """Whether a state that saves `num_tokens` may take no room but what holds nothing.
+
+        As `gives_way`. But before a store was stored anew `YOUNG` times, what it gave up can hardly have been missed,
+        and a byte is taken to be worth `DEARER` times what all save on average.
+        """
+        experience = market.experience
+        if self.gives_way(num_tokens, market, costs):
+            return True
+        if experience.bytes_ever >= YOUNG * market.capacity_bytes:
+            return False
+        return self.met_share * num_tokens * experience.stored_bytes <= DEARER * costs.state_bytes * experience.resumed_tokens
 
     def forget(self) -> None:
         """Nothing that was stored is there any more. What was learned stays."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
-from hybridkv.planner.checkpoints.experience import RUNGS
+from hybridkv.planner.checkpoints.experience import DOUBTED_PARTINGS, RUNGS
 from hybridkv.planner.checkpoints.values import (
     Costs,
     LeftOut,
@@ -39,11 +39,12 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
     price = price_tokens(market, costs)
     known = _known_stops(boundary_tokens, prompt, costs.state_bytes * market.experience.tokens_per_byte)
     worthy = [stop for stop in known if stop.num_tokens - prompt.resumed_tokens >= price]
-    if not market.has_room(costs):
-        worthy = [stop for stop in worthy if not stop.is_unproven]
     base = max(stop.num_tokens for stop in known) if known else prompt.held_tokens(boundary_tokens)
     guesses = _guesses(boundary_tokens, prompt, market, base)
-    worthy += [Stop(tokens, StopReason.SPACED) for tokens in spaced_stops(guesses, base, price)]
+    is_doubted = max(market.experience.partings) <= DOUBTED_PARTINGS
+    worthy += [Stop(tokens, StopReason.SPACED, is_doubted) for tokens in spaced_stops(guesses, base, price)]
+    if not market.has_room(costs):
+        worthy = [stop for stop in worthy if not stop.is_unproven]
     affordable = _affordable(prompt, market, costs, limits, len(worthy))
     made = worthy[: min(affordable, max(0, limits.max_stops))]
     over_stops = max(0, len(worthy) - max(0, limits.max_stops))
