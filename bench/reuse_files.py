@@ -77,9 +77,8 @@ def chats(num: int, turns: int, first: int, more: int, answer: int, *, keeps: in
             contents += [(len(said), said), (len(said), said + answered[:-1])]  # the last token is never computed
             history += answered[answer - keeps :]
     chunk = chunk_tokens
-    paths = chained(
-        "chats", chunk, ((n, (tokens[e - chunk : e] for e in range(chunk, len(tokens) + 1, chunk))) for n, tokens in contents)
-    ).requests
+    prompts = [(n, [all_[e - chunk : e] for e in range(chunk, len(all_) + 1, chunk)]) for n, all_ in contents]
+    paths = chained("chats", chunk, prompts).requests
     pairs = zip(paths[::2], paths[1::2], strict=True)
     return Trace("chats", chunk, tuple(replace(said, answered=both.chunks) for said, both in pairs))
 

@@ -136,7 +136,10 @@ def test_the_picture_is_xml_with_a_panel_for_each_trace() -> None:
 @pytest.mark.parametrize("keeps", [74, 148], ids=["half_an_answer", "whole_histories"])
 def test_a_tight_store_serves_chats_no_worse_than_with_the_ends_of_prompts_alone(keeps: int, has_answers: bool) -> None:
     """Six chats of four turns, from stores far too small to stores with room: within a point at every size."""
-    trace, costs = conversations(6, 4, first=600, more=60, answer=148, keeps=keeps), CostModel(state_chunks=1, step_tokens=50)
+    trace, costs = (
+        conversations(6, 4, first=600, more=60, answer=148, keeps=keeps),
+        CostModel(state_chunks=1, step_tokens=50),
+    )
     gains = []
     for capacity in range(20, 130, 5):
         policy = Budgeted(trace, capacity, costs, 10_000, has_answers=has_answers)
@@ -155,7 +158,10 @@ class TakingAll(Budgeted):
 
 
 def test_states_of_answers_that_nobody_comes_back_to_would_displace_others() -> None:
-    trace, costs = conversations(6, 4, first=600, more=60, answer=148, keeps=74), CostModel(state_chunks=1, step_tokens=50)
+    trace, costs = (
+        conversations(6, 4, first=600, more=60, answer=148, keeps=74),
+        CostModel(state_chunks=1, step_tokens=50),
+    )
     lost = [
         simulate(trace, capacity, costs, PromptEnds()).hit_rate
         - simulate(trace, capacity, costs, TakingAll(trace, capacity, costs, 10_000)).hit_rate

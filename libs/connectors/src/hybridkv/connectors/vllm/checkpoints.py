@@ -200,7 +200,7 @@ class Checkpoints:
         """The states that a step leaves of a request: those that the engine hands over, and those of an answer."""
         states = list(handed_over)
         more = self._answers.states(tracked, num_scheduled, tables) if self._answers is not None else ()
-        if more and self._answers is not None and self._answers.admits(tracked, more[0].num_tokens, self._market()):
+        if more and self._answers and self._answers.admits(tracked, more[0].num_tokens, self._market()):
             seen = {(state.group_index, state.num_tokens) for state in states}
             states += (state for state in more if (state.group_index, state.num_tokens) not in seen)
         return states

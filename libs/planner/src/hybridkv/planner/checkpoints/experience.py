@@ -57,6 +57,7 @@ class Experience(msgspec.Struct, frozen=True):
     missed_tokens: float = 0.0
     """Tokens that were computed again, and that a store of `MISSED_SHARE` of the size would still have held."""
     resumed_tokens: float = 0.0
+    """That were not computed."""
     stored_bytes: float = 0.0
     computed_tokens: float = 0.0
     extra_tokens: float = 0.0

@@ -16,7 +16,9 @@ from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 from hybridkv.planner.checkpoints.values import Costs, Market
 
 YOUNG: Final = 4
+"""A store that was stored anew less often than this is young: what it gave up can hardly have been missed."""
 DEARER: Final = 4
+"""A byte of a young store is taken to be worth so many times what all of them save on average."""
 
 
 class OutgrownStates:
@@ -76,15 +78,15 @@ class OutgrownStates:
     def is_unproven(self, num_tokens: int, market: Market, costs: Costs) -> bool:
         """Whether a state that saves `num_tokens` may take no room but what holds nothing.
 
-        As `gives_way`. But before a store was stored anew `YOUNG` times, what it gave up can hardly have been missed,
-        and a byte is taken to be worth `DEARER` times what all save on average.
+        As `gives_way`, and in a young store the bytes are dearer.
         """
         experience = market.experience
         if self.gives_way(num_tokens, market, costs):
             return True
         if experience.bytes_ever >= YOUNG * market.capacity_bytes:
             return False
-        return self.met_share * num_tokens * experience.stored_bytes <= DEARER * costs.state_bytes * experience.resumed_tokens
+        displaced = DEARER * costs.state_bytes * experience.resumed_tokens
+        return self.met_share * num_tokens * experience.stored_bytes <= displaced
 
     def forget(self) -> None:
         """Nothing that was stored is there any more. What was learned stays."""

@@ -73,11 +73,11 @@ def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) 
     for tokens in sorted(prompt.branches, reverse=True):
         reasons.setdefault(tokens // boundary_tokens * boundary_tokens, StopReason.BRANCH)
     resumed, share = prompt.resumed_tokens, prompt.known_share
-    return [
-        Stop(tokens, reason, (prompt.is_cut and tokens == junction) or share * (tokens - resumed) <= displaced_tokens)
-        for tokens, reason in reasons.items()
-        if resumed < tokens < end
-    ]
+
+    def is_unproven(tokens: int) -> bool:
+        return (prompt.is_cut and tokens == junction) or share * (tokens - resumed) <= displaced_tokens
+
+    return [Stop(tokens, reason, is_unproven(tokens)) for tokens, reason in reasons.items() if resumed < tokens < end]
 
 
 def _guesses(boundary_tokens: int, prompt: Prompt, market: Market, base: int) -> list[tuple[int, float]]:

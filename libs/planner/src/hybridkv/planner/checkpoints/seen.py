@@ -71,8 +71,9 @@ class SeenPrefixes:
     def look(self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, market: Market) -> Prompt:
         """The prompt with all that this table knows of it: branches, where it parts, what it resumes of old.
 
-        Old is what was last used before `OLD_SHARE` of the store's capacity was stored. Costs O(boundaries), and no
-        more than `Grain.max_places` of them.
+        Old is what was last used before `OLD_SHARE` of the store's capacity was stored. Missed is what is not held and
+        was used since `MISSED_SHARE` of it was stored. Costs O(boundaries), and no more than `Grain.max_places` of
+        them.
         """
         end = prompt.end_boundary(boundary_tokens) // boundary_tokens
         resumed, held = (
@@ -82,7 +83,8 @@ class SeenPrefixes:
         places = self._grain.places(len(keys))
         branches = tuple(place * boundary_tokens for place in self._partings(keys, places, resumed, end))
         missed_since = market.experience.bytes_ever - MISSED_SHARE * market.capacity_bytes
-        missed = next((place for place in places if place <= max(held, end) and self._is_used(keys, place, missed_since)), 0)
+        within = places[bisect.bisect_left(places, -max(held, end), key=neg) :]
+        missed = next((place for place in within if self._is_used(keys, place, missed_since)), 0)
         known = self._seen.get(keys[held - 1]) if held > resumed else None
         is_cut = missed > held or (held > resumed and (known is None or known.end_tokens <= held * boundary_tokens))
         prompt = msgspec.structs.replace(prompt, missed_tokens=max(0, missed - held) * boundary_tokens, is_cut=is_cut)
