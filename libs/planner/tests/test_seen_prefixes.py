@@ -123,9 +123,9 @@ def test_whatever_is_told_it_stays_bounded_and_answers_within_the_prompt(
         assert 0 <= prompt.aged_tokens <= prompt.resumed_tokens
         assert prompt.parted_tokens >= 0
         assert all(prompt.resumed_tokens < at < prompt.end_boundary(B) for at in prompt.branches)
-        assert msgspec.structs.replace(prompt, branches=(), parted_tokens=0, aged_tokens=0) == prompt_of(
-            text, start, held
-        )
+        assert 0 <= prompt.known_share and 0 <= prompt.missed_tokens <= prompt.end_boundary(B)
+        learned = {"parted_tokens": 0, "aged_tokens": 0, "missed_tokens": 0, "is_cut": False, "known_share": 0.0}
+        assert msgspec.structs.replace(prompt, branches=(), **learned) == prompt_of(text, start, held)
 
 
 # Prompts of more boundaries than are looked at.
