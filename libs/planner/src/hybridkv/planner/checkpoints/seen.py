@@ -85,7 +85,7 @@ class SeenPrefixes:
         missed_since = market.experience.bytes_ever - MISSED_SHARE * market.capacity_bytes
         within = places[bisect.bisect_left(places, -max(held, end), key=neg) :]
         missed = next((place for place in within if self._is_used(keys, place, missed_since)), 0)
-        known = self._seen.get(keys[held - 1]) if held > resumed else None
+        known = self._seen.get(keys[held - 1]) or self._seen.get(keys[self._grain.cell(held) - 1]) if held else None
         is_cut = missed > held or (held > resumed and (known is None or known.end_tokens <= held * boundary_tokens))
         prompt = msgspec.structs.replace(prompt, missed_tokens=max(0, missed - held) * boundary_tokens, is_cut=is_cut)
         last = self._seen.get(keys[held - 1]) if held and self._parts(keys, resumed, held, prompt) else None
