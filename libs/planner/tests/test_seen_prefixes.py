@@ -177,8 +177,10 @@ def test_of_a_long_prompt_no_branch_is_found_that_is_none_and_those_near_its_end
     coarse, fine = SeenPrefixes(10_000, COARSE), SeenPrefixes(10_000, FINE)
     for clock, ((cut, more), start, held) in enumerate(visits):
         text = path[:cut] + more
+        asked, at = prompt_of(text, min(start, len(text)), min(held, len(text))), market(300.0 * clock)
+        prompt = fine.look(B, keys_of(text), asked, at)  # whether a path goes on, each knows as finely as it looks
         for seen in (coarse, fine):
-            visit(seen, text, min(start, len(text)), min(held, len(text)), at=300.0 * clock)
+            seen.note(B, keys_of(text), prompt, Placement(boundary_tokens=B), at)
     last = path[: fork[0]] + fork[1]
     asked, now = prompt_of(last, min(resumed, len(last))), market(300.0 * len(visits))
     got, wanted = (seen.look(B, keys_of(last), asked, now) for seen in (coarse, fine))
