@@ -72,10 +72,10 @@ def chats(num: int, turns: int, first: int, more: int, answer: int, *, keeps: in
     fresh, contents = count(), []
     for turn in range(turns):
         for history in histories:
-            history += islice(fresh, first if turn == 0 else more)
+            history.extend(islice(fresh, first if turn == 0 else more))
             said, answered = tuple(history), tuple(islice(fresh, answer))
             contents += [(len(said), said), (len(said), said + answered[:-1])]  # the last token is never computed
-            history += answered[answer - keeps :]
+            history.extend(answered[answer - keeps :])
     chunk = chunk_tokens
     prompts = [(n, [all_[e - chunk : e] for e in range(chunk, len(all_) + 1, chunk)]) for n, all_ in contents]
     paths = chained("chats", chunk, prompts).requests

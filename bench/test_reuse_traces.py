@@ -7,7 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from reuse_files import Part, Trace, chained, chats as conversations, part_of, read_agents, read_mooncake
+from reuse_files import Part, Trace, chained, part_of, read_agents, read_mooncake
+from reuse_files import chats as conversations
 from reuse_plot import draw
 from reuse_policies import Budgeted, Hindsight, Junctions, Ladder, PromptEnds
 from reuse_simulation import CostModel, Moment, simulate, unique_chunks

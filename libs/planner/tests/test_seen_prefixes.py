@@ -123,7 +123,7 @@ def test_whatever_is_told_it_stays_bounded_and_answers_within_the_prompt(
         assert 0 <= prompt.aged_tokens <= prompt.resumed_tokens
         assert prompt.parted_tokens >= 0
         assert all(prompt.resumed_tokens < at < prompt.end_boundary(B) for at in prompt.branches)
-        assert 0 <= prompt.known_share and 0 <= prompt.missed_tokens <= prompt.end_boundary(B)
+        assert prompt.known_share >= 0 and 0 <= prompt.missed_tokens <= prompt.end_boundary(B)
         learned = {"parted_tokens": 0, "aged_tokens": 0, "missed_tokens": 0, "is_cut": False, "known_share": 0.0}
         assert msgspec.structs.replace(prompt, branches=(), **learned) == prompt_of(text, start, held)
 
