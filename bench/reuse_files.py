@@ -6,6 +6,7 @@ import enum
 import json
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +24,12 @@ class Request:
     Args:
         num_tokens: its length; positive.
         chunks: of each whole chunk a number that stands for the prompt up to its end.
+        answered: the same of the prompt and its answer together; empty where answers are not modelled.
     """
 
     num_tokens: int
     chunks: tuple[int, ...]
+    answered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,33 @@ def part_of(trace: Trace, part: Part) -> Trace:
     middle = len(trace.requests) // 2
     taken = {Part.WHOLE: slice(None), Part.FIRST: slice(middle), Part.SECOND: slice(middle, None)}[part]
     return replace(trace, requests=trace.requests[taken])
+
+
+def chats(num: int, turns: int, first: int, more: int, answer: int, *, keeps: int, chunk_tokens: int = 128) -> Trace:
+    """Conversations in turn, with answers.
+
+    Args:
+        num: of conversations.
+        turns: of each.
+        first: tokens of what a user says first.
+        more: tokens of what a user says later.
+        answer: tokens of an answer.
+        keeps: of these, the last ones, that stay in the history: fewer where a model's reasoning is dropped.
+        chunk_tokens: of a chunk.
+    """
+    histories: list[list[int]] = [[] for _ in range(num)]
+    fresh, contents = count(), []
+    for turn in range(turns):
+        for history in histories:
+            history.extend(islice(fresh, first if turn == 0 else more))
+            said, answered = tuple(history), tuple(islice(fresh, answer))
+            contents += [(len(said), said), (len(said), said + answered[:-1])]  # the last token is never computed
+            history.extend(answered[answer - keeps :])
+    chunk = chunk_tokens
+    prompts = [(n, [all_[e - chunk : e] for e in range(chunk, len(all_) + 1, chunk)]) for n, all_ in contents]
+    paths = chained("chats", chunk, prompts).requests
+    pairs = zip(paths[::2], paths[1::2], strict=True)
+    return Trace("chats", chunk, tuple(replace(said, answered=both.chunks) for said, both in pairs))
 
 
 def chained(name: str, chunk_tokens: int, prompts: Iterable[tuple[int, Iterable[Hashable]]]) -> Trace:

@@ -39,8 +39,11 @@ class PromptEnds:
     def keeps_end(self, moment: Moment) -> bool:
         return True
 
-    def gives_way(self, moment: Moment) -> bool:
+    def keeps_answer(self, moment: Moment) -> bool:
         return False
+
+    def go_first(self, moment: Moment) -> Sequence[int]:
+        return ()
 
 
 class Junctions(PromptEnds):
@@ -63,15 +66,23 @@ class Ladder(PromptEnds):
 class Budgeted(PromptEnds):
     """The planner's: all that it is told is what a connector knows.
 
-    Answers are not modelled, so the next turn goes on from the end of the last prompt. In an engine that is mostly the
-    newest state of the last answer, and gives way by the same decision.
+    Where answers are not modelled the next turn goes on from the end of the last prompt. In an engine that is mostly
+    the newest state of the last answer, and gives way by the same decision.
 
     Args:
         retains: outgrown states give way where the planner says so, too; otherwise placement alone.
+        has_answers: states of answers are stored, where the trace has answers.
     """
 
     def __init__(
-        self, trace: Trace, capacity_chunks: int, costs: CostModel, max_seen_chunks: int, *, retains: bool = True
+        self,
+        trace: Trace,
+        capacity_chunks: int,
+        costs: CostModel,
+        max_seen_chunks: int,
+        *,
+        retains: bool = True,
+        has_answers: bool = True,
     ) -> None:
         self._chunk = trace.chunk_tokens
         self._capacity = capacity_chunks * self._chunk
@@ -83,7 +94,11 @@ class Budgeted(PromptEnds):
         self._retains = retains
         self._outgrown = OutgrownStates(MAX_REMEMBERED)
         self._newest: OrderedDict[int, None] = OrderedDict()
-        """Ends of prompts from which nobody has gone on."""
+        """Ends of prompts, or of their answers, from which nobody has gone on."""
+        self._has_answers = has_answers
+        self._awaited, self._ends = OutgrownStates(MAX_REMEMBERED), OutgrownStates(MAX_REMEMBERED)
+        self._unproven: list[int] = []
+        self._has_kept_answer = False
 
     def _market(self) -> Market:
         return Market(self._capacity, min(self._capacity, self._stored), self._experience)
@@ -98,19 +113,49 @@ class Budgeted(PromptEnds):
         placement = plan_stops(chunk, prompt, market, self._costs, self._limits)
         self._experience = learn_request(self._experience, prompt, placement)
         self._seen.note(chunk, keys, prompt, placement, market)
+        self._awaited.meet(keys[place - 1] for place in range(max(1, moment.resumed), moment.end + 1))
+        self._unproven = [stop.num_tokens // chunk for stop in placement.stops if stop.is_unproven]
+        self._has_kept_answer = False
         return [stop.num_tokens // chunk for stop in placement.stops]
 
-    def gives_way(self, moment: Moment) -> bool:
+    def _is_unproven(self, moment: Moment) -> bool:
+        gained = (len(moment.request.answered) - moment.end) * self._chunk
+        return self._awaited.is_unproven(gained, self._market(), self._costs)
+
+    def keeps_answer(self, moment: Moment) -> bool:
+        if self._has_answers:
+            self._awaited.note(moment.request.answered[-1])
+            self._has_kept_answer = self._market().has_room(self._costs) or not self._is_unproven(moment)
+        return self._has_kept_answer
+
+    def go_first(self, moment: Moment) -> Sequence[int]:
+        goes_first = list(self._unproven)
+        if self._gives_way(moment):
+            goes_first.append(moment.resumed)
+        if self._has_kept_answer and self._is_unproven(moment):
+            goes_first.append(len(moment.request.answered))
+        elif self._has_kept_answer and moment.end:
+            self._ends.note(moment.request.chunks[moment.end - 1])
+            market = self._market()
+            if not market.has_room(self._costs) and self._ends.gives_way(moment.end * self._chunk, market, self._costs):
+                goes_first.append(moment.end)
+        return goes_first
+
+    def _gives_way(self, moment: Moment) -> bool:
         keys, resumed = moment.request.chunks, moment.resumed
-        self._outgrown.meet({keys[place - 1] for place in (resumed, moment.held) if place})
+        met = {keys[place - 1] for place in (resumed, moment.held) if place}
+        self._outgrown.meet(met)
+        self._ends.meet(met)
         if moment.end <= resumed:
             return False
         goes_on = resumed > 0 and moment.held <= resumed and keys[resumed - 1] in self._newest
-        self._newest[keys[moment.end - 1]] = None
-        self._newest.move_to_end(keys[moment.end - 1])
         if goes_on:
             del self._newest[keys[resumed - 1]]
             self._outgrown.note(keys[resumed - 1])
+        if not moment.request.answered or self._has_kept_answer:
+            newest = (moment.request.answered or keys[: moment.end])[-1]
+            self._newest[newest] = None
+            self._newest.move_to_end(newest)
         if len(self._newest) > MAX_REMEMBERED:
             self._newest.popitem(last=False)
         return (
@@ -147,8 +192,11 @@ class Hindsight:
     def keeps_end(self, moment: Moment) -> bool:
         return self._with_all_ends or any(depth >= moment.end for depth in self._partings(moment.number))
 
-    def gives_way(self, moment: Moment) -> bool:
+    def keeps_answer(self, moment: Moment) -> bool:
         return False
+
+    def go_first(self, moment: Moment) -> Sequence[int]:
+        return ()
 
     def _partings(self, number: int) -> list[int]:
         """How deep later requests share this prompt."""

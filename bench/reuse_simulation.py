@@ -60,8 +60,12 @@ class Policy(Protocol):
         """Whether the state of the prompt's end is stored."""
         ...
 
-    def gives_way(self, moment: Moment) -> bool:
-        """Whether the state at `resumed` may go before all others, now that the request's own are stored."""
+    def keeps_answer(self, moment: Moment) -> bool:
+        """Whether the newest state of the answer is stored."""
+        ...
+
+    def go_first(self, moment: Moment) -> Sequence[int]:
+        """Boundaries in chunks whose states may go before all others, now that the request's own are stored."""
         ...
 
 
@@ -100,6 +104,8 @@ def simulate(trace: Trace, capacity_chunks: int, costs: CostModel, policy: Polic
         end = (request.num_tokens - 1) // chunk
         held = index.leading(attention[:end])
         resumed = held if policy is None else _deepest_state(index, states, held)
+        both = request.answered or request.chunks
+        whole = [b"f%d" % name for name in both], [b"s%d" % name for name in both]
         kept: set[int] = set()
         if policy is not None:
             moment = Moment(number, request, held, resumed, end, stored)
@@ -110,8 +116,14 @@ def simulate(trace: Trace, capacity_chunks: int, costs: CostModel, policy: Polic
         index.touch(reversed(path))
         stored += sum(_store(index, key, chunk * (costs.state_chunks if key[:1] == b"s" else 1)) for key in path)
         index.touch(reversed(path))
-        if policy is not None and policy.gives_way(moment):
-            index.demote([states[resumed - 1]])
+        if request.answered:
+            if policy is not None and len(both) > end and policy.keeps_answer(moment):
+                kept.add(len(both))
+            path = _path(*whole, kept | ({resumed} if resumed else set()))
+            stored += sum(_store(index, key, chunk * (costs.state_chunks if key[:1] == b"s" else 1)) for key in path)
+            index.touch(reversed(path))
+        if policy is not None:
+            index.demote([whole[1][place - 1] for place in policy.go_first(moment)])
         total, hits = total + request.num_tokens, hits + resumed * chunk
     return Outcome(total, hits, stored, num_stops, num_stops * costs.step_tokens)
 

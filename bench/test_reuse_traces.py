@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from reuse_files import Part, Trace, chained, part_of, read_agents, read_mooncake
+from reuse_files import chats as conversations
 from reuse_plot import draw
 from reuse_policies import Budgeted, Hindsight, Junctions, Ladder, PromptEnds
 from reuse_simulation import CostModel, Moment, simulate, unique_chunks
@@ -55,8 +57,8 @@ def test_the_planner_learns_where_siblings_part() -> None:
 class LettingAllGo(Budgeted):
     """Whatever the next turn has outgrown goes, also where others come back to it."""
 
-    def gives_way(self, moment: Moment) -> bool:
-        super().gives_way(moment)
+    def _gives_way(self, moment: Moment) -> bool:
+        super()._gives_way(moment)
         return 0 < moment.resumed < moment.end and moment.held <= moment.resumed
 
 
@@ -129,3 +131,41 @@ def test_the_picture_is_xml_with_a_panel_for_each_trace() -> None:
     rows = [row_of(trace, size, run_size(trace, size, COSTS)) for size in (30, 100)]
     picture = ElementTree.fromstring(draw(rows))
     assert any("siblings" in (element.text or "") for element in picture.iter())
+
+
+@pytest.mark.parametrize("has_answers", [True, False])
+@pytest.mark.parametrize("keeps", [74, 148], ids=["half_an_answer", "whole_histories"])
+def test_a_tight_store_serves_chats_no_worse_than_with_the_ends_of_prompts_alone(keeps: int, has_answers: bool) -> None:
+    """Six chats of four turns, from stores far too small to stores with room: within a point at every size."""
+    trace, costs = (
+        conversations(6, 4, first=600, more=60, answer=148, keeps=keeps),
+        CostModel(state_chunks=1, step_tokens=50),
+    )
+    gains = []
+    for capacity in range(20, 130, 5):
+        policy = Budgeted(trace, capacity, costs, 10_000, has_answers=has_answers)
+        ours, ends = (simulate(trace, capacity, costs, each).hit_rate for each in (policy, PromptEnds()))
+        gains.append(ours - ends)
+        assert ours >= ends - 0.01, capacity
+    # States of answers are of use to whole histories alone, and without them nothing is to be gained.
+    assert (max(gains) > 0.1) == (has_answers and keeps == 148)
+
+
+class TakingAll(Budgeted):
+    """Each state of an answer is stored, whatever it displaces."""
+
+    def _is_unproven(self, moment: Moment) -> bool:
+        return False
+
+
+def test_states_of_answers_that_nobody_comes_back_to_would_displace_others() -> None:
+    trace, costs = (
+        conversations(6, 4, first=600, more=60, answer=148, keeps=74),
+        CostModel(state_chunks=1, step_tokens=50),
+    )
+    lost = [
+        simulate(trace, capacity, costs, PromptEnds()).hit_rate
+        - simulate(trace, capacity, costs, TakingAll(trace, capacity, costs, 10_000)).hit_rate
+        for capacity in range(20, 130, 5)
+    ]
+    assert max(lost) > 0.1

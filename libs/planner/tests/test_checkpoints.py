@@ -99,7 +99,7 @@ def test_the_second_of_a_few_short_siblings_stops_where_they_part_on_a_fresh_sto
     assert first.stops == ()
     learned = learn_request(NO_EXPERIENCE, Prompt(329), first)
     second = plan_stops(16, Prompt(329, junction_tokens=224), Market(1 << 40, 0, learned), cost, Limits())
-    assert second.stops == (Stop(224, StopReason.JUNCTION),)
+    assert second.stops == (Stop(224, StopReason.JUNCTION, is_unproven=True),)
 
 
 def test_short_prompts_that_all_part_stop_little_more_often_than_the_share_allows() -> None:
@@ -155,8 +155,19 @@ def test_a_store_without_room_for_a_state_gets_no_stop() -> None:
     assert plan_stops(512, prompt, Market(999), cost, Limits()).stops == ()
 
 
+@pytest.mark.parametrize("changes", [{}, {"known_share": 0.5, "is_cut": True}], ids=["new", "cut"])
+def test_a_junction_to_which_nobody_is_known_to_come_back_takes_no_more_than_room(changes: dict[str, float]) -> None:
+    prompt, costs = msgspec.structs.replace(Prompt(9_000, 512, 5_000), **changes), Costs(2_048, 1, 16)
+    placed, in_full = (plan_stops(512, prompt, Market(1 << 30, used), costs, Limits(1)) for used in (0, 1 << 30))
+    assert placed.stops == (Stop(4_608, StopReason.JUNCTION, is_unproven=True),)
+    assert in_full.stops == () and in_full.left_out.worth > placed.left_out.worth
+    proven = msgspec.structs.replace(prompt, known_share=0.5, is_cut=False)
+    assert plan_stops(512, proven, Market(1 << 30, 1 << 30), costs, Limits(1)).stops != ()
+
+
 def test_a_junction_is_stopped_at_and_says_so() -> None:
-    placement = plan_stops(512, Prompt(9_000, 512, 5_000), Market(1 << 30), Costs(2_048, 1, 16), Limits(1))
+    prompt = Prompt(9_000, 512, 5_000, known_share=0.5)
+    placement = plan_stops(512, prompt, Market(1 << 30), Costs(2_048, 1, 16), Limits(1))
     assert placement.stops == (Stop(4_608, StopReason.JUNCTION),)
 
 

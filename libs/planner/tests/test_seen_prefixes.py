@@ -123,9 +123,9 @@ def test_whatever_is_told_it_stays_bounded_and_answers_within_the_prompt(
         assert 0 <= prompt.aged_tokens <= prompt.resumed_tokens
         assert prompt.parted_tokens >= 0
         assert all(prompt.resumed_tokens < at < prompt.end_boundary(B) for at in prompt.branches)
-        assert msgspec.structs.replace(prompt, branches=(), parted_tokens=0, aged_tokens=0) == prompt_of(
-            text, start, held
-        )
+        assert prompt.known_share >= 0 and 0 <= prompt.missed_tokens <= prompt.end_boundary(B)
+        learned = {"parted_tokens": 0, "aged_tokens": 0, "missed_tokens": 0, "is_cut": False, "known_share": 0.0}
+        assert msgspec.structs.replace(prompt, branches=(), **learned) == prompt_of(text, start, held)
 
 
 # Prompts of more boundaries than are looked at.
@@ -177,8 +177,10 @@ def test_of_a_long_prompt_no_branch_is_found_that_is_none_and_those_near_its_end
     coarse, fine = SeenPrefixes(10_000, COARSE), SeenPrefixes(10_000, FINE)
     for clock, ((cut, more), start, held) in enumerate(visits):
         text = path[:cut] + more
+        asked, at = prompt_of(text, min(start, len(text)), min(held, len(text))), market(300.0 * clock)
+        prompt = fine.look(B, keys_of(text), asked, at)  # whether a path goes on, each knows as finely as it looks
         for seen in (coarse, fine):
-            visit(seen, text, min(start, len(text)), min(held, len(text)), at=300.0 * clock)
+            seen.note(B, keys_of(text), prompt, Placement(boundary_tokens=B), at)
     last = path[: fork[0]] + fork[1]
     asked, now = prompt_of(last, min(resumed, len(last))), market(300.0 * len(visits))
     got, wanted = (seen.look(B, keys_of(last), asked, now) for seen in (coarse, fine))

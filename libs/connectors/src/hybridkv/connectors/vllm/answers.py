@@ -54,6 +54,10 @@ class Answers:
         self._newest: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
         """The keys of the newest state of an answer, by the first of them."""
         self._outgrown = OutgrownStates(MAX_REMEMBERED)
+        self._awaited = OutgrownStates(MAX_REMEMBERED)
+        """States of answers, stored or not, to which no request has come yet."""
+        self._ends = OutgrownStates(MAX_REMEMBERED)
+        """States of prompts' ends behind which a state of the answer is stored."""
 
     def states(self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables) -> list[State]:
         """States of an answer that this step leaves whole, or the one before it did. It is asked each step.
@@ -96,8 +100,34 @@ class Answers:
         }
         if not tracked.checkpointed.was_admitted:  # or it may come back to what it went on from itself
             self._outgrown.meet(first_keys.values())
+            self._ends.meet(first_keys.values())
+            self._meet_awaited(tracked, num_tokens)
         is_next_turn = first_keys.get(num_tokens) in self._newest
         tracked.checkpointed.outgrown_tokens = num_tokens if is_next_turn else 0
+
+    def _meet_awaited(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """This prompt goes on from states of answers, also where they are gone or were not stored."""
+        if not len(self._awaited):
+            return
+        step, keys, group = self._step_tokens, tracked.keys(), self._groups[0]
+        first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
+        self._awaited.meet(keys.key(group, place * step) for place in range(max(1, first), last + 1))
+
+    def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
+        """Whether a state of an answer is stored: there is room that holds nothing, or it is worth what it displaces,
+        by how many of such states requests have come back to."""
+        checkpointed = tracked.checkpointed
+        if num_tokens > checkpointed.awaited_tokens:
+            checkpointed.awaited_tokens = num_tokens
+            self._awaited.note(self._keys(tracked, num_tokens)[0])
+        return market.has_room(self._costs) or not self._is_unproven(tracked, num_tokens, market)
+
+    def _is_unproven(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
+        return self._awaited.is_unproven(num_tokens - self._end_tokens(tracked), market, self._costs)
+
+    def _end_tokens(self, tracked: TrackedRequest) -> int:
+        """Where the state of a prompt's end is."""
+        return (tracked.request.num_prompt_tokens - 1) // self._step_tokens * self._step_tokens
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State], market: Market) -> None:
         """States of a request were planned to be stored, of which some may have been refused.
@@ -117,7 +147,15 @@ class Answers:
             if why is not Supersession.TURN or self._gives_way(tracked, num_tokens, market):
                 self._supersede(tracked, num_tokens, why)
         if kept.answer_tokens:
-            self._remember(self._keys(tracked, kept.answer_tokens))
+            keys = self._keys(tracked, kept.answer_tokens)
+            self._remember(keys)
+            if self._is_unproven(tracked, kept.answer_tokens, market):
+                self._stack.demote(keys)
+            elif end_tokens := self._end_tokens(tracked):
+                end_keys = self._keys(tracked, end_tokens)
+                self._ends.note(end_keys[0])
+                if not market.has_room(self._costs) and self._ends.gives_way(end_tokens, market, self._costs):
+                    self._stack.demote(end_keys)
         checkpointed.outgrown_tokens, checkpointed.newest_tokens = 0, newest
 
     def _gives_way(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
@@ -156,3 +194,5 @@ class Answers:
         """Nothing that was stored is there any more."""
         self._newest.clear()
         self._outgrown.forget()
+        self._awaited.forget()
+        self._ends.forget()

@@ -32,6 +32,8 @@ class Checkpointed:
     """Where its newest state is that was stored."""
     was_admitted: bool = False
     """What of its path is stored, and remembered, may be its own."""
+    awaited_tokens: int = 0
+    """The deepest state of its answer that could be stored."""
     outgrown_tokens: int = 0
     """Where it resumed, if that is the newest state of an answer, which its own states will take the place of."""
 

@@ -104,10 +104,10 @@ class Checkpoints:
         self._limits = Limits(options.max_stops, EXTRA_SHARE)
         self._states = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
-        self._costs = _costs(layout, self._states, options.step_tokens)
         self._largest: TierIndex = max(
             (stack.only_near, *(stack.slower[name] for name in kept_in)), key=lambda tier: tier.capacity_bytes
         )
+        self._costs = _costs(layout, self._largest, self._states, options.step_tokens)
         self._experience = NO_EXPERIENCE
         self._seen = SeenPrefixes(MAX_SEEN)
         self._num_forgotten = 0
@@ -214,7 +214,7 @@ class Checkpoints:
         """The states that a step leaves of a request: those that the engine hands over, and those of an answer."""
         states = list(handed_over)
         more = self._answers.states(tracked, num_scheduled, tables) if self._answers is not None else ()
-        if more:
+        if more and self._answers and self._answers.admits(tracked, more[0].num_tokens, self._market()):
             seen = {(state.group_index, state.num_tokens) for state in states}
             states += (state for state in more if (state.group_index, state.num_tokens) not in seen)
         return states
@@ -229,6 +229,10 @@ class Checkpoints:
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
         """What of them can be stored is on its way."""
+        unproven = {stop.num_tokens for stop in tracked.checkpointed.placement.stops if stop.is_unproven}
+        if unproven:
+            keys = tracked.keys()
+            self._stack.demote([keys.key(s.group_index, s.num_tokens) for s in states if s.num_tokens in unproven])
         if self._answers is not None and states:
             self._answers.on_planned(tracked, states, self._market())
 
@@ -249,11 +253,11 @@ class Checkpoints:
             self._steering.advance(scheduler_output)
 
 
-def _costs(layout: CacheLayout, states: Sequence[int], step_tokens: int) -> Costs:
+def _costs(layout: CacheLayout, tier: TierIndex, states: Sequence[int], step_tokens: int) -> Costs:
     spec = layout.spec
     # Behind the first chunks, so that whatever a window needs of one is there.
     end_token = 1024 * spec.chunk_tokens
-    state_bytes = sum(layout.chunk_bytes(index, end_token) for index in states)
+    state_bytes = sum(tier.cost(layout.chunk_bytes(index, end_token)) for index in states)
     others = [index for index in spec.stored_groups if index not in states]
-    chunk_bytes = sum(layout.chunk_bytes(index, end_token) for index in others)
+    chunk_bytes = sum(tier.cost(layout.chunk_bytes(index, end_token)) for index in others)
     return Costs(state_bytes * layout.world_size, -(-chunk_bytes * layout.world_size // spec.chunk_tokens), step_tokens)

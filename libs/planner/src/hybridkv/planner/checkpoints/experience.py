@@ -23,6 +23,8 @@ KEPT_SHARE: Final = 0.998
 """What a request leaves of the weight of all before it: about 500 count."""
 OLD_SHARE: Final = 0.25
 """What was last used when more than this share of the store has been stored since is old."""
+MISSED_SHARE: Final = 2.0
+"""What was last used when less than this share of the store had been stored since, and is gone, was missed."""
 DOUBTED_PARTINGS: Final = 0.3
 """What is believed of every distance before the first prompt: less than one parting of one prompt."""
 RUNGS: Final = (1, *(size for power in range(1, 10) for size in (1 << power, 3 << (power - 1))), 1024)
@@ -52,6 +54,10 @@ class Experience(msgspec.Struct, frozen=True):
     by_length: tuple[Partings, ...] = (Partings(),) * LENGTHS
     aged_tokens: float = 0.0
     """Tokens that were resumed and that a store of `OLD_SHARE` of the size would not have held any more."""
+    missed_tokens: float = 0.0
+    """Tokens that were computed again, and that a store of `MISSED_SHARE` of the size would still have held."""
+    resumed_tokens: float = 0.0
+    """That were not computed."""
     stored_bytes: float = 0.0
     computed_tokens: float = 0.0
     extra_tokens: float = 0.0
@@ -80,9 +86,14 @@ class Experience(msgspec.Struct, frozen=True):
         """What one more byte costs in tokens that are not saved, because it drives others out: 0 while there is room.
 
         A byte more in every `stored_bytes` shortens what the rest may stay by that share. `aged_tokens` is what the
-        store saves more than `OLD_SHARE` of it would, so over its logarithm it is the change for such a share.
+        store saves more than `OLD_SHARE` of it would, so over its logarithm it is the change for such a share. Where
+        everything goes before it is used again nothing is aged, and what was missed shows what bytes are worth.
         """
-        return self.aged_tokens / math.log(1 / OLD_SHARE) / self.stored_bytes if self.stored_bytes > 0 else 0.0
+        if self.stored_bytes <= 0:
+            return 0.0
+        found = self.aged_tokens / math.log(1 / OLD_SHARE)
+        with_missed = (self.aged_tokens + self.missed_tokens) / math.log(MISSED_SHARE / OLD_SHARE)
+        return max(found, with_missed) / self.stored_bytes
 
 
 NO_EXPERIENCE: Final = Experience()
@@ -103,6 +114,8 @@ def learn_request(experience: Experience, prompt: Prompt, placement: Placement) 
     return msgspec.structs.replace(
         experience,
         aged_tokens=experience.aged_tokens * KEPT_SHARE + prompt.aged_tokens,
+        missed_tokens=experience.missed_tokens * KEPT_SHARE + prompt.missed_tokens,
+        resumed_tokens=experience.resumed_tokens * KEPT_SHARE + prompt.resumed_tokens,
         stored_bytes=experience.stored_bytes * KEPT_SHARE,
         computed_tokens=experience.computed_tokens * KEPT_SHARE + max(0, prompt.num_tokens - prompt.resumed_tokens),
         extra_tokens=experience.extra_tokens * KEPT_SHARE + placement.extra_tokens,

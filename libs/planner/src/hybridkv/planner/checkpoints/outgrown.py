@@ -10,9 +10,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from typing import Final
 
 from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 from hybridkv.planner.checkpoints.values import Costs, Market
+
+YOUNG: Final = 4
+"""A store that was stored anew less often than this is young: what it gave up can hardly have been missed."""
+DEARER: Final = 4
+"""A byte of a young store is taken to be worth so many times what all of them save on average."""
 
 
 class OutgrownStates:
@@ -68,6 +74,19 @@ class OutgrownStates:
         It saves `num_tokens` at most, to each who comes back. So before anybody has, every state gives way.
         """
         return self.met_share * num_tokens <= costs.state_bytes * market.experience.tokens_per_byte
+
+    def is_unproven(self, num_tokens: int, market: Market, costs: Costs) -> bool:
+        """Whether a state that saves `num_tokens` may take no room but what holds nothing.
+
+        As `gives_way`, and in a young store the bytes are dearer.
+        """
+        experience = market.experience
+        if self.gives_way(num_tokens, market, costs):
+            return True
+        if experience.bytes_ever >= YOUNG * market.capacity_bytes:
+            return False
+        displaced = DEARER * costs.state_bytes * experience.resumed_tokens
+        return self.met_share * num_tokens * experience.stored_bytes <= displaced
 
     def forget(self) -> None:
         """Nothing that was stored is there any more. What was learned stays."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
-from hybridkv.planner.checkpoints.experience import RUNGS
+from hybridkv.planner.checkpoints.experience import DOUBTED_PARTINGS, RUNGS
 from hybridkv.planner.checkpoints.values import (
     Costs,
     LeftOut,
@@ -42,11 +42,16 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
     if boundary_tokens <= 0:
         raise ValueError(f"boundary_tokens must be positive, got {boundary_tokens}")
     price = price_tokens(market, costs)
-    known = _known_stops(boundary_tokens, prompt)
+    known = _known_stops(boundary_tokens, prompt, costs.state_bytes * market.experience.tokens_per_byte)
     worthy_known = [stop for stop in known if stop.num_tokens - prompt.resumed_tokens >= price]
     base = max(stop.num_tokens for stop in known) if known else prompt.held_tokens(boundary_tokens)
     guesses = _guesses(boundary_tokens, prompt, market, base)
-    worthy = [*worthy_known, *(Stop(tokens, StopReason.SPACED) for tokens in spaced_stops(guesses, base, price))]
+    is_doubted = max(market.experience.partings) <= DOUBTED_PARTINGS
+    spaced = [Stop(tokens, StopReason.SPACED, is_doubted) for tokens in spaced_stops(guesses, base, price)]
+    if not market.has_room(costs):
+        worthy_known = [stop for stop in worthy_known if not stop.is_unproven]
+        spaced = [stop for stop in spaced if not stop.is_unproven]
+    worthy = [*worthy_known, *spaced]
     most = max(0, limits.max_stops)
     ends = _end_stop(boundary_tokens, prompt, price)[:most]
     affordable = max(
@@ -68,14 +73,23 @@ def price_tokens(market: Market, costs: Costs) -> float:
     return step_return * costs.step_tokens + costs.state_bytes * market.experience.tokens_per_byte
 
 
-def _known_stops(boundary_tokens: int, prompt: Prompt) -> list[Stop]:
-    """Where requests have parted: the junction, then branches, the deepest first, for it saves most."""
+def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) -> list[Stop]:
+    """Where requests have parted: the junction, then branches, the deepest first, for it saves most.
+
+    Args:
+        displaced_tokens: what others save with the bytes of a state.
+    """
     end = prompt.end_boundary(boundary_tokens)
     junction = prompt.junction_tokens // boundary_tokens * boundary_tokens
     reasons = {junction: StopReason.JUNCTION}
     for tokens in sorted(prompt.branches, reverse=True):
         reasons.setdefault(tokens // boundary_tokens * boundary_tokens, StopReason.BRANCH)
-    return [Stop(tokens, reason) for tokens, reason in reasons.items() if prompt.resumed_tokens < tokens < end]
+    resumed, share = prompt.resumed_tokens, prompt.known_share
+
+    def is_unproven(tokens: int) -> bool:
+        return (prompt.is_cut and tokens == junction) or share * (tokens - resumed) <= displaced_tokens
+
+    return [Stop(tokens, reason, is_unproven(tokens)) for tokens, reason in reasons.items() if resumed < tokens < end]
 
 
 def _end_stop(boundary_tokens: int, prompt: Prompt, price: float) -> list[Stop]:

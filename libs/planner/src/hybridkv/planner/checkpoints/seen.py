@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from hybridkv.planner.checkpoints.experience import OLD_SHARE
+from hybridkv.planner.checkpoints.experience import KEPT_SHARE, MISSED_SHARE, OLD_SHARE
 from hybridkv.planner.checkpoints.grain import Grain, offsets
 from hybridkv.planner.checkpoints.values import Market, Placement, Prompt, StopReason
 
@@ -40,6 +40,8 @@ class _Seen(msgspec.Struct, gc=False):
     """How many boundaries behind this one requests parted, as bits; only where this is the cell of these boundaries."""
     is_guess: bool = False
     """It has a state by guess that nobody has used."""
+    is_awaited: bool = False
+    """Requests parted here, and none has come back since."""
 
 
 class SeenPrefixes:
@@ -60,6 +62,8 @@ class SeenPrefixes:
         # Not a dict, which looks for its first key among all that were before it and are gone.
         self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()
         self.num_forgotten = 0
+        self._num_parted = 1.0
+        self._num_met = 0.0
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -67,8 +71,9 @@ class SeenPrefixes:
     def look(self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, market: Market) -> Prompt:
         """The prompt with all that this table knows of it: branches, where it parts, what it resumes of old.
 
-        Old is what was last used before `OLD_SHARE` of the store's capacity was stored. Costs O(boundaries), and no
-        more than `Grain.max_places` of them.
+        Old is what was last used before `OLD_SHARE` of the store's capacity was stored. Missed is what is not held and
+        was used since `MISSED_SHARE` of it was stored. Costs O(boundaries), and no more than `Grain.max_places` of
+        them.
         """
         end = prompt.end_boundary(boundary_tokens) // boundary_tokens
         resumed, held = (
@@ -77,6 +82,12 @@ class SeenPrefixes:
         )
         places = self._grain.places(len(keys))
         branches = tuple(place * boundary_tokens for place in self._partings(keys, places, resumed, end))
+        missed_since = market.experience.bytes_ever - MISSED_SHARE * market.capacity_bytes
+        within = places[bisect.bisect_left(places, -max(held, end), key=neg) :]
+        missed = next((place for place in within if self._is_used(keys, place, missed_since)), 0)
+        known = self._seen.get(keys[held - 1]) or self._seen.get(keys[self._grain.cell(held) - 1]) if held else None
+        is_cut = missed > held or (held > resumed and (known is None or known.end_tokens <= held * boundary_tokens))
+        prompt = msgspec.structs.replace(prompt, missed_tokens=max(0, missed - held) * boundary_tokens, is_cut=is_cut)
         last = self._seen.get(keys[held - 1]) if held and self._parts(keys, resumed, held, prompt) else None
         parted = last.end_tokens - held * boundary_tokens if last else 0
         old_since = market.experience.bytes_ever - OLD_SHARE * market.capacity_bytes
@@ -87,6 +98,7 @@ class SeenPrefixes:
             branches=branches,
             parted_tokens=max(0, parted),
             aged_tokens=(resumed - recent) * boundary_tokens,
+            known_share=self._num_met / self._num_parted,
         )
 
     def note(
@@ -105,12 +117,20 @@ class SeenPrefixes:
         named |= {stop.num_tokens // boundary_tokens for stop in placement.stops}
         for place in self._with(named, self._grain.places(len(keys))):  # the beginning last: it is forgotten last
             seen = self._seen.pop(keys[place - 1], None)
+            if seen is not None and seen.is_awaited and place >= resumed and not prompt.starts_over:
+                seen.is_awaited = False
+                self._num_met += 1
             if seen is None:
                 seen = _Seen(end_tokens, now)
             elif place > held:
                 seen = _Seen(end_tokens, now, seen.is_parting, seen.parted_behind)
+            elif seen.end_tokens <= held * boundary_tokens:
+                seen.end_tokens = end_tokens  # this one goes on behind it
             seen.used_at = now
             self._seen[keys[place - 1]] = seen
+        if not prompt.starts_over:
+            known = {0 if prompt.is_cut else held, *(tokens // boundary_tokens for tokens in prompt.branches)}
+            self._await(keys, [place for place in known if resumed < place])
         if held and parts:
             self._seen[keys[held - 1]].is_parting = True
             self._seen[keys[cell - 1]].parted_behind |= 1 << (held - cell)
@@ -121,9 +141,16 @@ class SeenPrefixes:
                 self._seen[keys[stop.num_tokens // boundary_tokens - 1]].is_guess = True
         self._forget()
 
+    def _await(self, keys: Sequence[Hashable], places: Sequence[int]) -> None:
+        """Where this request could have resumed had there been states: whether another comes is counted."""
+        for place in places:
+            self._num_parted = self._num_parted * KEPT_SHARE + 1
+            self._num_met *= KEPT_SHARE
+            self._seen[keys[place - 1]].is_awaited = True
+
     def _parts(self, keys: Sequence[Hashable], resumed: int, held: int, prompt: Prompt) -> bool:
         """Whether this request is the first to part where it does: there is no state, or only one by guess."""
-        if prompt.starts_over:
+        if prompt.starts_over or prompt.is_cut:
             return False
         seen = self._seen.get(keys[resumed - 1]) if resumed else None
         return held > resumed or (seen is not None and seen.is_guess)
@@ -160,6 +187,10 @@ class SeenPrefixes:
         if len(places) == last:
             return places
         return sorted({*places, *(place for place in named if 0 < place <= last)}, reverse=True)
+
+    def _is_used(self, keys: Sequence[Hashable], place: int, since: float) -> bool:
+        seen = self._seen.get(keys[place - 1])
+        return seen is not None and seen.used_at >= since
 
     def _is_recent(self, keys: Sequence[Hashable], place: int, since: float) -> bool:
         """Whether a prefix is known to have been used since. Of long prompts only some prefixes are remembered, and who

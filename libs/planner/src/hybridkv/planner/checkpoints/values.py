@@ -29,6 +29,8 @@ class Stop(msgspec.Struct, frozen=True):
 
     num_tokens: int
     reason: StopReason
+    is_unproven: bool = False
+    """It is worth the room that holds nothing, and no more: its state goes first."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -46,6 +48,12 @@ class Prompt(msgspec.Struct, frozen=True):
     not, or nobody knows."""
     aged_tokens: int = 0
     """Of `resumed_tokens`, those that only a large part of the store could still hold: see `SeenPrefixes.look`."""
+    missed_tokens: int = 0
+    """How many tokens behind `held_tokens` were used lately, and are gone: see `SeenPrefixes.look`."""
+    is_cut: bool = False
+    """At `junction_tokens` nobody is known to have parted: the rest of an earlier path is gone, or it was an answer."""
+    known_share: float = 0.0
+    """Of places where requests were seen to part, the share that a later request has come back to."""
     starts_over: bool = False
     """It was admitted before, and begins again after a preemption or a failed load. What is stored and remembered of
     its path may be its own, so it is not taken to part from that."""
@@ -79,6 +87,10 @@ class Market(msgspec.Struct, frozen=True):
     capacity_bytes: int
     used_bytes: int = 0
     experience: Experience = NO_EXPERIENCE
+
+    def has_room(self, costs: Costs) -> bool:
+        """Whether one more state displaces nothing."""
+        return self.used_bytes + costs.state_bytes <= self.capacity_bytes
 
 
 class Limits(msgspec.Struct, frozen=True):
