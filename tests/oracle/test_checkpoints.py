@@ -14,6 +14,7 @@ from hybridkv.connectors.vllm.stored_path import StoredPath
 from hybridkv.metrics import Counts
 from hybridkv.planner.checkpoints import Experience, Placement, Prompt
 from hybridkv.tiers.stack import TierStack
+from oracle.disk_tier import stack_of, stacked, wait_for_disk
 from oracle.engine import OracleEngine
 from oracle.known_stops import STEPS, known_stops_alone
 from oracle.mixes import GPT_OSS, QWEN3_NEXT, Mix
@@ -21,6 +22,7 @@ from oracle.settings import Connector, EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 __all__ = ["known_stops_alone"]
 
@@ -183,6 +185,26 @@ def test_states_that_were_superseded_make_room_first(is_demoted: bool, monkeypat
     engine.ask(prompt(4 * UNIT + 1, 1), 1)
     restored = engine.ask([*answered, 1, 2, 3], 1)
     assert (restored == 6 * UNIT) == is_demoted, restored
+
+
+@pytest.mark.parametrize("is_answer", [True, False])
+def test_a_state_to_which_no_request_has_come_back_is_copied_to_a_disk(tmp_path: Path, is_answer: bool) -> None:
+    engine, stem = Played(stacked(QWEN3_NEXT, tmp_path)), prompt(4 * UNIT, 0)
+    stack = stack_of(engine.engine)
+    if is_answer:
+        said = prompt(3 * UNIT + 3, 0)
+        engine.ask(said, 3 * UNIT)
+        again, expected = [*said, *engine.outputs(), 1, 2, 3], 6 * UNIT
+    else:
+        for seed in (1, 2):
+            engine.ask(prompt(8 * UNIT + 3, seed, stem))
+        again, expected = prompt(8 * UNIT + 3, 3, stem), 4 * UNIT
+    for seed in (10, 11, 12):  # steps in which copies go down
+        engine.ask(prompt(UNIT, seed))
+        wait_for_disk(engine.engine)
+    for key in stack.near.eviction_order():
+        stack.near.invalidate(key)
+    assert engine.ask(again) == expected
 
 
 def test_switched_off_no_sibling_hits() -> None:

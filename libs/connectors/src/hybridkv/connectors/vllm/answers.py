@@ -150,7 +150,8 @@ class Answers:
             keys = self._keys(tracked, kept.answer_tokens)
             self._remember(keys)
             if self._is_unproven(tracked, kept.answer_tokens, market):
-                self._stack.demote(keys)
+                if not self._stack.slower:  # it would get no copy, though it has the room
+                    self._stack.demote(keys)
             elif end_tokens := self._end_tokens(tracked):
                 end_keys = self._keys(tracked, end_tokens)
                 self._ends.note(end_keys[0])

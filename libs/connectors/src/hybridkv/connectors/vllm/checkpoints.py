@@ -230,7 +230,8 @@ class Checkpoints:
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
         """What of them can be stored is on its way."""
         unproven = {stop.num_tokens for stop in tracked.checkpointed.placement.stops if stop.is_unproven}
-        if unproven:
+        # A slower tier would get no copy of a demoted key, though it has the room.
+        if unproven and not self._stack.slower:
             keys = tracked.keys()
             self._stack.demote([keys.key(s.group_index, s.num_tokens) for s in states if s.num_tokens in unproven])
         if self._answers is not None and states:
