@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, checkpoints, compat, register
+from hybridkv.connectors.vllm.checkpoints import Checkpoints
 from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
 from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.connectors.vllm.stored_path import StoredPath
@@ -185,6 +186,22 @@ def test_states_that_were_superseded_make_room_first(is_demoted: bool, monkeypat
     engine.ask(prompt(4 * UNIT + 1, 1), 1)
     restored = engine.ask([*answered, 1, 2, 3], 1)
     assert (restored == 6 * UNIT) == is_demoted, restored
+
+
+@pytest.mark.parametrize("is_renewed", [False, True])
+def test_a_state_that_was_loaded_makes_room_before_the_deeper_one_of_its_prompt(
+    is_renewed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_renewed:
+        monkeypatch.setattr(Checkpoints, "_is_loaded", lambda *_: False)
+    # Six chunks of attention and two states of three groups, and half of the next prompt.
+    tiers = [{"type": "ram", "capacity": 15 * 4096}]
+    engine = Played(Connector(CONNECTOR, {"chunk_tokens": UNIT, "tiers": tiers}))
+    said = prompt(4 * UNIT + 3, 0)
+    assert [engine.ask(said, 1), engine.ask(prompt(6 * UNIT + 3, 1, said), 1)] == [0, 4 * UNIT]
+    engine.ask(prompt(3 * UNIT + 1, 2), 1)
+    restored = engine.ask(prompt(6 * UNIT + 3, 1, said), 1)
+    assert (restored == 6 * UNIT) != is_renewed, restored
 
 
 @pytest.mark.parametrize("is_answer", [True, False])

@@ -212,12 +212,22 @@ class Checkpoints:
         self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables, handed_over: Sequence[State]
     ) -> list[State]:
         """The states that a step leaves of a request: those that the engine hands over, and those of an answer."""
-        states = list(handed_over)
+        states = [state for state in handed_over if not self._is_loaded(tracked, state)]
         more = self._answers.states(tracked, num_scheduled, tables) if self._answers is not None else ()
         if more and self._answers and self._answers.admits(tracked, more[0].num_tokens, self._market()):
             seen = {(state.group_index, state.num_tokens) for state in states}
             states += (state for state in more if (state.group_index, state.num_tokens) not in seen)
         return states
+
+    def _is_loaded(self, tracked: TrackedRequest, state: State) -> bool:
+        """Whether the engine hands over the state that was loaded, and the only tier still holds it.
+
+        The load has made it recent. To do so again would let the prompt's own, deeper state go first.
+        """
+        asked = tracked.checkpointed.asked
+        if self._stack.slower or asked is None or state.num_tokens != asked.resumed_tokens:
+            return False
+        return self._stack.in_near(tracked.keys().key(state.group_index, state.num_tokens))
 
     def idle_below_tokens(self, computed_tokens: int) -> int:
         """Of a request that has so many now, there is no state of an answer before this many, but for what the engine
