@@ -73,7 +73,7 @@ def test_a_request_whose_tokens_were_taken_back_is_looked_at() -> None:
 def checkpoints(*, has_answers: bool) -> Checkpoints:
     made = make_layout([FULL, STATE])
     world = World([FULL, STATE], 60, 0, looks_at_each=True)
-    options = CheckpointOptions(max_stops=1, has_answers=has_answers, step_tokens=CHUNK)
+    options = CheckpointOptions(1, has_answers, CHUNK, cut_tokens=CHUNK, has_drafts=False)
     steering = cast(Any, SimpleNamespace())
     return Checkpoints(made.layout, world.stack, (), options, steering, Recorder(), is_alone=False)
 

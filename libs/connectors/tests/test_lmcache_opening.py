@@ -48,7 +48,9 @@ def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> LMCacheSch
     """The scheduler's half of an engine that has been started with chunks of 16 tokens."""
     monkeypatch.setattr(module, "Identification", Known)
     vllm_config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_role="kv_both"), model_config=SimpleNamespace(max_model_len=64)
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
+        model_config=SimpleNamespace(max_model_len=64),
+        cache_config=SimpleNamespace(block_size=4),
     )
     url = f"tcp://{server.address.host}:{server.address.port}"
     config = LMCacheConfig(url=url, http_port=server.address.http_port, pool=1 << 20)
