@@ -55,9 +55,7 @@ class Lowering:
     """
 
     def __init__(self, arena_address: int, arena_bytes: int, zeros_address: int, zeros_bytes: int) -> None: ...
-    def add_group(
-        self, group_index: int, block_tokens: int, columns: bytes, block_bytes: int, num_blocks: int
-    ) -> None:
+    def add_group(self, group_index: int, block_tokens: int, columns: bytes, block_bytes: int, num_blocks: int) -> None:
         """Pages of a group's blocks. `columns` are rows of four 64-bit words: the address of block 0's page, the stride
         from block to block, the page's bytes, and its place in a block of a chunk, of `block_bytes`. `block_tokens` is
         0 where no chunk cuts the group's blocks."""
