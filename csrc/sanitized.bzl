@@ -23,13 +23,14 @@ def sanitized_library(name, **kwargs):
             testonly = True,
             copts = _copts(options),
             linkstatic = True,
+            tags = ["full"],
             **kwargs
         )
 
 def sanitized_tests(name, srcs, deps, library = None, **kwargs):
-    """`<name>_address_test` and `<name>_thread_test`, so that a plain `bazel test //...` runs them.
+    """`<name>_address_test` and `<name>_thread_test`: part of `--config=full`.
 
-    `--config=asan`, `ubsan` and `tsan` do the same to any C++ target; these two cost no second build of the rest.
+    `--config=asan`, `ubsan` and `tsan` put a sanitizer into any C++ target; these two cost no second build of the rest.
 
     Args:
         name: the test's name without `_test`.
@@ -44,6 +45,7 @@ def sanitized_tests(name, srcs, deps, library = None, **kwargs):
             srcs = srcs,
             copts = _copts(options),
             linkopts = options + ["-lpthread"],
+            tags = ["full"],
             deps = deps + (["%s_%s" % (library, sanitizer)] if library else []),
             **kwargs
         )

@@ -1,6 +1,6 @@
 """A library of this tree: its code, its tests, its wheel, and what the lint tests read of it."""
 
-load("@rules_python//python:defs.bzl", "py_library")
+load("//bazel/python:code_library.bzl", "code_library")
 load("//bazel/python:pytest_test.bzl", "pytest_test")
 load("//bazel/python:wheel.bzl", "wheel")
 load("//tools/lint:sources.bzl", "lint_sources")
@@ -14,12 +14,11 @@ def hybridkv_library(
         test_env = {},
         test_exclude = [],
         test_size = "medium",
-        wheel_srcs = [],
         **kwargs):
     """The targets that every package in libs/ has: `<name>`, `<name>_test`, `wheel` and `lint_sources`.
 
     The code is `src/hybridkv/<name>`, the tests are all of `tests/`, which finds the package's pages and golden files
-    beside it. Who may see the library is the package's `default_visibility`, its layer.
+    beside it. The wheel holds all of `src/`. Who may see the library is the package's `default_visibility`, its layer.
 
     Args:
         name: the package's last name: `planner` for hybridkv.planner.
@@ -30,18 +29,14 @@ def hybridkv_library(
         test_env: variables that the tests are given.
         test_exclude: patterns of files in `tests/` that are no part of `<name>_test`.
         test_size: of `<name>_test`.
-        wheel_srcs: what the wheel holds besides.
         **kwargs: forwarded to py_library.
     """
-    typed = "src/hybridkv/%s/py.typed" % name
-    py_library(
+    code_library(
         name = name,
         srcs = native.glob(
             ["src/**/*.py"],
             exclude = exclude,
         ),
-        data = [typed],
-        imports = ["src"],
         deps = deps,
         **kwargs
     )
@@ -68,9 +63,8 @@ def hybridkv_library(
         name = "wheel",
         srcs = [
             "README.md",
-            typed,
-            ":" + name,
-        ] + wheel_srcs,
+            "src/hybridkv/%s/py.typed" % name,
+        ] + native.glob(["src/**/*.py"]),
         pyproject = "pyproject.toml",
     )
     native.exports_files(
