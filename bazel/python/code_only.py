@@ -20,7 +20,8 @@ def code_only(source: str) -> str:
     rows = [line.encode() for line in lines]  # the parser counts columns in bytes
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)):
+        constant = getattr(node, "value", None) if isinstance(node, ast.Expr) else None
+        if not isinstance(constant, ast.Constant) or not isinstance(constant.value, str):
             continue
         first, last = node.lineno - 1, node.end_lineno - 1
         # The module's own docstring leaves nothing: imports from __future__ come first.

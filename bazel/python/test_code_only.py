@@ -43,7 +43,8 @@ def test_strings_of_the_program_stay() -> None:
 
 def test_each_statement_keeps_its_line() -> None:
     def places(source: str) -> list[tuple[str, int]]:
-        return [(type(node).__name__, node.lineno) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+        statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+        return [(type(node).__name__, node.lineno) for node in statements]
 
     kept = [place for place in places(SOURCE) if place[0] != "Expr"]
     assert kept == [place for place in places(code_only(SOURCE)) if place[0] != "Expr"]

@@ -40,6 +40,13 @@ _PROMPT_STRIDE: Final = 512
 _LONGEST_STEP: Final = 512  # so that short prompts have several steps, and a recurrent layer several states
 
 
+def record_engine_start() -> None:
+    """Add a line to the test's outputs. ``tools/suite_cost.py`` counts these lines."""
+    if outputs := os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR"):
+        with (Path(outputs) / "engine_starts").open("a") as lines:
+            lines.write(f"{os.getpid()}\n")
+
+
 def prepare_environment(directory: Path) -> None:
     """Keep every cache of the engine under ``directory`` and every request off the network. Call before vLLM loads."""
     for variable, name in (
@@ -149,6 +156,7 @@ class Engine:
         self._finished: dict[str, Result] = {}
         self._steps: dict[str, list[Step]] = {}
         self._record_schedule()
+        record_engine_start()
 
     # --- running requests -------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from harness import record_engine_start
 from prometheus_client.parser import text_string_to_metric_families
 from wheels import outside_environment
 
@@ -127,6 +128,7 @@ def started(
             env=environment,
             start_new_session=True,
         )
+    record_engine_start()
     try:
         yield process, server
     finally:

@@ -105,7 +105,7 @@ def test_a_wrong_name_is_found(wrong: str) -> None:
         "`contract.py`",
         "`BUILD.bazel`",
         "`//tools/lint`",
-        "`--config=long`",
+        "`--config=full`",
         '`vllm:hybridkv_lookups_total{result="miss"}`',
         "`vllm:hybridkv_load_seconds_bucket`",
         '`reason="checksum"`',

@@ -38,7 +38,7 @@ scan that returns them in its place (`tests/zoo/mamba2_cpu.py`); all else is vLL
 other steps than the engine's own, which stops at the end of the last turn to keep the state there: its bytes are equal,
 and its log-probabilities as near as the engine's own runs in other steps are to each other."""
 _STEPS = """\
-What a cold run says counts only where plain vLLM equals itself. `//tests/zoo:steps_test`, in the long run, asks each of
+What a cold run says counts only where plain vLLM equals itself. `//tests/zoo:steps_test`, in the full run, asks each of
 these families without a connector and without prefix caching: in one step, in steps of 64 and of 96 tokens, and beside
 another request. Answers in float32 deviate by at most 0.001 in log-probabilities, mostly by nothing, and of Qwen3-Next
 in bfloat16 by at most 0.3.
