@@ -13,6 +13,7 @@ def hybridkv_library(
         test_deps = [],
         test_env = {},
         test_exclude = [],
+        test_shards = None,
         test_size = "medium",
         **kwargs):
     """The targets that every package in libs/ has: `<name>`, `<name>_test`, `wheel` and `lint_sources`.
@@ -28,6 +29,7 @@ def hybridkv_library(
         test_deps: what the tests import besides.
         test_env: variables that the tests are given.
         test_exclude: patterns of files in `tests/` that are no part of `<name>_test`.
+        test_shards: of `<name>_test`.
         test_size: of `<name>_test`.
         **kwargs: forwarded to py_library.
     """
@@ -43,6 +45,7 @@ def hybridkv_library(
     pytest_test(
         name = name + "_test",
         size = test_size,
+        shard_count = test_shards,
         srcs = native.glob(
             ["tests/**/*.py"],
             allow_empty = True,

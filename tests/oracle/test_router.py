@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIXES = (QWEN3_NEXT, GEMMA3, GPT_OSS, DEEPSEEK_V4)
-REQUESTS = 500 * int(os.environ.get("ORACLE_SCENARIOS_FACTOR", "1"))
+REQUESTS = round(500 * float(os.environ.get("ORACLE_SCENARIOS_FACTOR", "0.25")))
 LONGEST = 6
 """Chunks of a prompt. Memory has room for more, so what is found on disk always fits."""
 
