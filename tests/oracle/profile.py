@@ -1,5 +1,7 @@
-"""How many scenarios a test runs. ORACLE_SCENARIOS_FACTOR, by default a quarter, multiplies the number that a test names.
-Up to 1 the scenarios are the same in every run; above 1 they are drawn anew.
+"""How many scenarios a test runs.
+
+ORACLE_SCENARIOS_FACTOR, by default a quarter, multiplies the number that a test names. Up to 1 the scenarios are the
+same in every run; above 1 they are drawn anew.
 
 A failing scenario is printed as it was drawn; ORACLE_SHRINK=1 makes it small first, which can take minutes.
 """
