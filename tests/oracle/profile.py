@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def profile(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a `given` test with `max_examples` scenarios times the factor."""
+def profile(max_examples: int, *, whole: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a `given` test with `max_examples` scenarios times the factor; `whole` ignores a factor below 1."""
     factor = float(os.environ.get("ORACLE_SCENARIOS_FACTOR", "0.25"))
+    if whole:
+        factor = max(factor, 1.0)
     return settings(
         max_examples=math.ceil(max_examples * factor),
         derandomize=factor <= 1,

@@ -86,7 +86,7 @@ def counted(heard: Heard) -> Counter[str]:
 def test_everything_at_once_never_corrupts(mix: Mix, watch: Watch, heard_counts: Heard) -> None:
     tally = Tally()
 
-    @profile(SCENARIOS[mix.name])
+    @profile(SCENARIOS[mix.name], whole=True)
     @given(everything(mix))
     def check(drawn: Everything) -> None:
         tally.add(watch.play(mix, drawn))
@@ -154,7 +154,7 @@ def test_one_thing_wrong_among_all_is_found(
     wrong(monkeypatch)
     is_found = False
 
-    @profile(MUTANT_SCENARIOS)
+    @profile(MUTANT_SCENARIOS, whole=True)
     @given(everything(QWEN3_NEXT))
     def check(drawn: Everything) -> None:
         nonlocal is_found

@@ -15,7 +15,7 @@ from oracle.scenarios import Scenario, Tally, mixes, run, scenarios
 def test_local_prefix_caching_never_reads_wrong_bytes(mix: Mix) -> None:
     tally = Tally()
 
-    @profile(80)
+    @profile(80, whole=True)
     @given(scenarios(mix, st.booleans()))
     def check(scenario: Scenario) -> None:
         tally.add(run(mix, scenario))
