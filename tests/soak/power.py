@@ -153,8 +153,8 @@ class VolatileIO(SoakIO):
     def fsync(self, fd: int) -> None:
         self._sync(fd, "fsync")
 
-    def make_directory(self, name: str, dir_fd: int | None = None) -> None:
-        super().make_directory(name, dir_fd)
+    def make_directory(self, name: str, dir_fd: int | None = None, mode: int = 0o700) -> None:
+        super().make_directory(name, dir_fd, mode)
         with self._tree_lock:
             self._point(*self._locate(name, dir_fd), Node(entries={}))
 

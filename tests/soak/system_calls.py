@@ -146,8 +146,8 @@ class SoakIO(FileIO):
     def rename(self, old: str, new: str, dir_fd: int) -> None:
         self.change("rename", lambda: super(SoakIO, self).rename(old, new, dir_fd))
 
-    def make_directory(self, name: str, dir_fd: int | None = None) -> None:
-        self.change("make_directory", lambda: super(SoakIO, self).make_directory(name, dir_fd))
+    def make_directory(self, name: str, dir_fd: int | None = None, mode: int = 0o700) -> None:
+        self.change("make_directory", lambda: super(SoakIO, self).make_directory(name, dir_fd, mode))
 
     def remove_directory(self, name: str, dir_fd: int) -> None:
         self.change("remove_directory", lambda: super(SoakIO, self).remove_directory(name, dir_fd))
