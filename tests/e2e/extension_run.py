@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import patience
 import restart_process
 from harness import SAME_STEPS, exact_prompt_lengths, make_prompt
 
@@ -29,7 +30,7 @@ def connector(cache: Path) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         # A disk that is slow today is no reason for another answer.
-        "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": 300, **SAME_STEPS},
+        "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": patience.seconds(30.0), **SAME_STEPS},
     }
 
 

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import patience
+
 # Before torch, which asks once, when it is loaded. These models are too small for two threads: they wait for each other
 # at every layer, and wherever a core is taken away a step takes as long as the scheduler's slice.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -33,8 +35,9 @@ import tiny_models
 SAME_STEPS: Final[dict[str, Any]] = {"checkpoints": "off"}
 """Of HybridOffloadConnector, where two runs of a prompt are compared to the last digit. Else a prompt stops where all
 requests before it have made that worth its price, which a machine's speed decides too."""
-_DRAIN_DEADLINE_S: Final = 300.0
-_MAX_STEPS: Final = 100_000
+_DRAIN_DEADLINE_S: Final = patience.seconds(30.0)
+_IDLE_DEADLINE_S: Final = patience.seconds(30.0)
+"""Nothing has been computed for so long."""
 _PAUSE_S: Final = 0.001
 _PROMPT_STRIDE: Final = 512
 _LONGEST_STEP: Final = 512  # so that short prompts have several steps, and a recurrent layer several states
@@ -203,13 +206,15 @@ class Engine:
         As vLLM's own loop it pauses after a step that computed nothing: what requests wait for needs the processor, and
         some waits are bounded in steps.
         """
-        for _ in range(_MAX_STEPS):
-            if not self.llm.llm_engine.has_unfinished_requests():
-                return
+        progress_s = time.monotonic()
+        while self.llm.llm_engine.has_unfinished_requests():
             self.step()
-            if not self.has_computed:
+            if self.has_computed:
+                progress_s = time.monotonic()
+            elif time.monotonic() - progress_s > _IDLE_DEADLINE_S:
+                raise TimeoutError(f"nothing was computed for {_IDLE_DEADLINE_S:.0f} s, and requests are unfinished")
+            else:
                 time.sleep(_PAUSE_S)
-        raise TimeoutError(f"requests unfinished after {_MAX_STEPS} steps")
 
     def drain(self) -> None:
         """Step on after the last request until the connector has released every block and holds no pending work."""

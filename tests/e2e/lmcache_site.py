@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 
 from hybridkv.lmcache.connection import ServerAddress
@@ -21,7 +22,9 @@ ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {"qwen3-next": {"block_size": 640}
 states, and no multiple of them is a server's usual chunk."""
 NEGOTIATES = {"0.5.6": False, "0.5.7rc2": True}
 """Whether a server takes the chunk that an engine needs."""
-PATIENCE = {"lookup_timeout_seconds": 60, "load_timeout_seconds": 300, "store_timeout_seconds": 300}
+PATIENCE = dict.fromkeys(
+    ("lookup_timeout_seconds", "load_timeout_seconds", "store_timeout_seconds"), patience.seconds(30.0)
+)
 """A server that is slow today is no reason for another answer."""
 
 
@@ -33,7 +36,7 @@ def prompt_lengths(kind: str, count: int = 3, remainder: int = 40) -> list[int]:
 def transfer_config(address: ServerAddress, **extra: Any) -> dict[str, Any]:
     """An engine's `kv_transfer_config`."""
     where = {"url": f"tcp://{address.host}:{address.port}", "http_port": address.http_port}
-    small = {"pool": "64MiB", "connect_timeout_seconds": 120, "heartbeat_seconds": 0.2}
+    small = {"pool": "64MiB", "connect_timeout_seconds": patience.seconds(12.0), "heartbeat_seconds": 0.2}
     return {
         "kv_connector": "HybridLMCacheConnector",
         "kv_role": "kv_both",

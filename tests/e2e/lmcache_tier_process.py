@@ -10,6 +10,7 @@ import json
 import logging
 from pathlib import Path
 
+import patience
 from harness import SAME_STEPS, Engine, make_prompt, running_engine
 from restart_process import prompts, run
 
@@ -37,14 +38,14 @@ def main() -> None:
     chosen = parser.parse_args()
     server = {"type": "lmcache", "url": chosen.url, "http_port": chosen.http_port, "pool": "32MiB"}
     # A server that is slow today is no reason for another answer.
-    server |= {"ask_timeout_seconds": 60}
+    server |= {"ask_timeout_seconds": patience.seconds(6.0)}
     config = {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "tiers": [{"type": "ram", "capacity": "64MiB"}, server],
-            "load_timeout_seconds": 300,
+            "load_timeout_seconds": patience.seconds(30.0),
             "compute_tokens_per_second": 1,  # whatever a question takes, it is worth it
             **SAME_STEPS,
         },

@@ -10,6 +10,7 @@ import json
 import logging
 from pathlib import Path
 
+import patience
 from harness import SAME_STEPS, running_engine
 from restart_process import prompts, run
 
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--tier", type=json.loads, required=True)
     chosen = parser.parse_args()
     # A server that is slow today is no reason for another answer.
-    tier = {"type": "object", "ask_timeout_seconds": 60, "cascade": "all", **chosen.tier}
+    tier = {"type": "object", "ask_timeout_seconds": patience.seconds(6.0), "cascade": "all", **chosen.tier}
     config = {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
@@ -32,7 +33,7 @@ def main() -> None:
         "kv_connector_extra_config": {
             "tiers": [{"type": "ram", "capacity": "64MiB"}, tier],
             "weights_digest": "full",
-            "load_timeout_seconds": 300,
+            "load_timeout_seconds": patience.seconds(30.0),
             "compute_tokens_per_second": 1,  # whatever a question takes, it is worth it
             **SAME_STEPS,
         },

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import patience
 import peers_faults_process
 from equality import require_same_written
 from harness import make_prompt
@@ -33,7 +34,7 @@ class FaultyProcess(PeerProcess):
     script = peers_faults_process.__file__
 
     def __init__(self, kind: str, directory: Path, role: str, policy: str = "recompute", **extra: Any) -> None:
-        config = transfer_config(role, connect_timeout_seconds=60.0, lease_seconds=LEASE_S, **extra)
+        config = transfer_config(role, connect_timeout_seconds=patience.seconds(6.0), lease_seconds=LEASE_S, **extra)
         super().__init__(kind, directory, config | {"kv_load_failure_policy": policy}, **ARGUMENTS)
         self._names = itertools.count(1)
 

@@ -12,13 +12,14 @@ import threading
 import time
 from typing import Any
 
+import patience
 import peers_process
 from harness import Engine, Result
 from relay import ON_THE_WAY_BYTES
 
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 
-ENDS_S = 60.0
+ENDS_S = patience.seconds(6.0)
 
 
 class FaultyCommands(peers_process.Commands):

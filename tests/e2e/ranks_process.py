@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import faults_process
+import patience
 import restart_process
 from harness import SAME_STEPS, Engine, running_engine
 from stored_records import records, segments
@@ -162,7 +163,7 @@ def main() -> None:
             ],
             # Three processes that spin while they wait share the machine: a step may take long, and nothing here is
             # about time.
-            "load_timeout_seconds": 300,
+            "load_timeout_seconds": patience.seconds(30.0),
             "load": "async",
             **SAME_STEPS,
         },

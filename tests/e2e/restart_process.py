@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import patience
 from harness import SAME_STEPS, Engine, exact_prompt_lengths, make_prompt, running_engine
 
 NUM_PROMPTS = 3
 MAX_CASCADES = 3
-DRAIN_S = 60.0
+DRAIN_S = patience.seconds(6.0)
 
 
 def prompts(kind: str, count: int = NUM_PROMPTS, first_seed: int = 0) -> list[list[int]]:
@@ -68,7 +69,7 @@ def main() -> None:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         # A disk that is slow today is no reason for another answer.
-        "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": 300, **SAME_STEPS},
+        "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": patience.seconds(30.0), **SAME_STEPS},
     }
     arguments = {"dtype": chosen.dtype} if chosen.dtype else {}
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)

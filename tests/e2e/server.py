@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import patience
 from harness import record_engine_start
 from prometheus_client.parser import text_string_to_metric_families
 from wheels import outside_environment
 
 import tiny_models
 
-START_DEADLINE_S: Final = 300.0
-STOP_DEADLINE_S: Final = 120.0
-"""On a busy machine a server needs many times what it needs on a quiet one to say how its engine ended."""
-REPLY_DEADLINE_S: Final = 60.0
+START_DEADLINE_S: Final = patience.seconds(60.0)
+STOP_DEADLINE_S: Final = patience.seconds(12.0)
+REPLY_DEADLINE_S: Final = patience.seconds(12.0)
 _POLL_S: Final = 0.1
 
 

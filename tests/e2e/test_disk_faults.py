@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import faults_process
+import patience
 import pytest
 from equality import require_same_written
 from harness import scratch_directory
 
-START_S = 800
+START_S = patience.seconds(80.0)
 REQUESTS_WITHOUT_DISK = 1
 """After a pause of the breaker: one, which finds it open and is computed in the step that lets the disk be tried."""
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]

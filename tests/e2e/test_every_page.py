@@ -10,6 +10,7 @@ from typing import Any
 
 import harness
 import msgspec
+import patience
 import pytest
 from audit import stored_views
 from harness import Engine, make_prompt
@@ -44,7 +45,7 @@ def kv_transfer_config(tmp_path_factory: pytest.TempPathFactory, load: str) -> d
             "url": f"file://{fleet}",
             "secret_file": str(secret),
             "cascade": "all",
-            "ask_timeout_seconds": 60,
+            "ask_timeout_seconds": patience.seconds(6.0),
         },
     ]
     # Any tier is worth its wait, so that every source is read on a fast machine and a slow one.
@@ -56,7 +57,7 @@ def kv_transfer_config(tmp_path_factory: pytest.TempPathFactory, load: str) -> d
             "tiers": [tier for tier in tiers if tier["type"] in TIERS],
             "load": load,
             "weights_digest": "full",
-            "load_timeout_seconds": 300,
+            "load_timeout_seconds": patience.seconds(30.0),
             "compute_tokens_per_second": 1,
         },
     }

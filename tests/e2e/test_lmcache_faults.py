@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import patience
 import pytest
 from equality import require_close, require_same, require_same_output
 from harness import Engine, Result, make_prompt
@@ -57,7 +58,7 @@ def prompt(kind: str) -> list[int]:
 @pytest.fixture(autouse=True)
 def a_server(site: LMCacheSite, link: Link) -> Iterator[None]:
     """One that works, whatever the test before has done to it."""
-    if not eventually(lambda: all(link.states), 5.0):
+    if not eventually(lambda: all(link.states), patience.seconds(0.5)):
         site.restart()
     link.require_up()
     yield
@@ -199,7 +200,7 @@ def test_a_server_that_answers_no_more_is_given_up_and_asked_again_when_it_goes_
     cold = engine.generate([prompt])[0]
     link.settle()
     site.freeze()
-    link.require_down(120.0)
+    link.require_down()
     engine.reset_prefix_cache()
     again = engine.generate([prompt])[0]
     assert again.num_cached_tokens == 0

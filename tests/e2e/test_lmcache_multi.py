@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import harness
+import patience
 import pytest
 from audit import Audit
 from equality import require_same, require_same_output
@@ -38,7 +39,7 @@ def running(site: LMCacheSite, kind: str, directory: Path, weights: tuple[float,
         "kv_connector": "HybridMultiConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": children, "lookup_timeout_seconds": 60.0},
+        "kv_connector_extra_config": {"connectors": children, "lookup_timeout_seconds": patience.seconds(6.0)},
     }
     arguments = ENGINE_ARGUMENTS.get(kind, {})
     with harness.running_engine(kind, directory, kv_transfer_config=config, **arguments) as engine:

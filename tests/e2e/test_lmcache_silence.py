@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+import patience
 import pytest
 from equality import require_same_output
 from harness import Engine, Result, make_prompt
@@ -23,7 +24,10 @@ from hybridkv.lmcache.testing.scripted_server import Frames, ScriptedServer, pol
 from hybridkv.lmcache.testing.server_process import eventually
 
 _SEEDS = itertools.count(1000, 1000)
-DEADLINES = {"lookup_timeout_seconds": 2, "load_timeout_seconds": 2, "store_timeout_seconds": 2}
+DEADLINES = dict.fromkeys(
+    ("lookup_timeout_seconds", "load_timeout_seconds", "store_timeout_seconds"), patience.seconds(0.3)
+)
+"""Each is waited for where there is no answer, and is long enough for one."""
 POOL = {"gpt-oss": "2MiB", "qwen3-next": "8MiB"}
 MANY = 6
 """Requests that use up the pool, if each keeps what it had."""

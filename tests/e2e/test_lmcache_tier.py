@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lmcache_tier_process
+import patience
 import pytest
 import restart_process
 from equality import require_same_written
@@ -23,7 +24,7 @@ from harness import scratch_directory
 from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
 from hybridkv.lmcache.wire import CODECS
 
-START_S = 800
+START_S = patience.seconds(80.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import harness
 import lmcache_process
+import patience
 import pytest
 from equality import require_same_output
 from harness import Result, make_prompt
@@ -27,7 +28,7 @@ from hybridkv.lmcache.testing.server_process import eventually
 NUM_ENGINES = 4
 NUM_STEMS = 4
 NUM_PROMPTS = 8
-END_S = 60.0
+END_S = patience.seconds(12.0)
 
 
 class EngineProcess:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import patience
 import pytest
 import stores
 from audit import Audit, stored_views
@@ -150,7 +151,7 @@ def test_a_damaged_store_gives_way_to_the_other(directory: Path) -> None:
 
 
 def test_a_store_that_stalls_delays_nobody_whom_another_has_answered(directory: Path) -> None:
-    with running(directory, foreign("StallingConnector"), offload(128), timeout_s=60.0) as engine:
+    with running(directory, foreign("StallingConnector"), offload(128), timeout_s=patience.seconds(6.0)) as engine:
         selections = Selections(engine)
         audit = Audit(engine, 1).attach()
         prompts = make_prompts()

@@ -16,6 +16,7 @@ from typing import Any
 
 import object_tier_process
 import obstore
+import patience
 import pytest
 import restart_process
 from equality import require_same_written
@@ -24,7 +25,7 @@ from obstore.store import from_url
 
 from hybridkv.tiers.testing.object_server import BUCKET, VARIABLE, ObjectServer, command
 
-START_S = 800
+START_S = patience.seconds(80.0)
 
 
 @dataclass(frozen=True, slots=True)

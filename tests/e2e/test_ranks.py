@@ -8,13 +8,14 @@ import subprocess
 import sys
 from typing import Any
 
+import patience
 import pytest
 import ranks_process
 from equality import require_same_written
 from harness import scratch_directory
 from stored_records import segments
 
-START_S = 800
+START_S = patience.seconds(80.0)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 import restart_process
 from equality import require_same_written
 from harness import scratch_directory
 
-START_S = 800
+START_S = patience.seconds(80.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import patience
 import pytest
 import xxhash
 from conftest import unavailable
@@ -14,7 +15,7 @@ from hybridkv.transfer.cuda import CopyTuning, CudaCopyEngine, InlineCudaCopyEng
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience.seconds(6.0)
 SIZES = (64, 512, 4096, 16 * 1024, 64 * 1024, 320 * 1024, 2 * 1024 * 1024)
 BUSY_CYCLES = 400_000_000
 """How long the stream of compute is kept busy: some tenths of a second."""

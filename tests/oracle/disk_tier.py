@@ -6,6 +6,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import patience
+
 from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.tiers.disk import DiskMedium
 from hybridkv.tiers.ram import PlainRamIndex, RamIndex
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 SMALL, LARGE = 5, 500
 """Chunks of each group that a RAM tier has room for: too few for a scenario, and enough for any."""
-DISK_TIMEOUT_S = 60.0
+DISK_TIMEOUT_S = patience.seconds(6.0)
 
 
 def stacked(mix: Mix, directory: str | Path, load: str = "async", chunks: int = LARGE, **more: Any) -> Connector:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+import patience
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 IDLE_STEPS_LIMIT = 1000
 IDLE_PAUSE_S = 0.0005
 """For the connector's threads. 0 where it has none."""
-IDLE_LIMIT_S = 20.0
+IDLE_LIMIT_S = patience.seconds(6.0)
 """A machine may stand still for a while with a copy under way; only a hang lasts this long."""
 
 

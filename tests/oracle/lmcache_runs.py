@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import patience
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import LMCACHE_CONNECTOR
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from oracle.scenarios import Arrival, Wave
 
 LARGE_POOL_BYTES = 1 << 22
-PATIENCE_S = 10.0
+PATIENCE_S = patience.seconds(3.0)
 """Of everything that has a deadline, where the server answers: machines stand still for a while."""
 
 

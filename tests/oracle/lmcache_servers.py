@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import patience
 import pytest
 
 from hybridkv.connectors.vllm.lmcache import site
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 VERSIONS = sorted(CODECS)
-SETTLED_S = 30.0
+SETTLED_S = patience.seconds(6.0)
 """A machine may stand still for a while; only what is never given back lasts this long."""
 
 
@@ -131,6 +132,8 @@ def impatient(patch: pytest.MonkeyPatch) -> None:
     """A server that went away is looked for all the time, and one that is silent is given up soon."""
 
     def options(**bounds: Any) -> ConnectionOptions:
-        return ConnectionOptions(call_timeout_s=1.0, max_missed_beats=2, retry_s=0.05, retry_max_s=0.2, **bounds)
+        return ConnectionOptions(
+            call_timeout_s=patience.seconds(0.2), max_missed_beats=2, retry_s=0.05, retry_max_s=0.2, **bounds
+        )
 
     patch.setattr(site, "ConnectionOptions", options)

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from oracle.settings import EngineSettings
 
 
+# Where reads are to succeed, whatever the machine does meanwhile.
+CALM = {"connect_timeout_seconds": IDLE_LIMIT_S / 2, "load_timeout_seconds": 3 * IDLE_LIMIT_S}
+
+
 class PeerEngine(OracleEngine):
     """An engine of a pair. `answered` is what its connector said of each request that finished."""
 

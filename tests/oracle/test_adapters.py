@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 from vllm.lora.request import LoRARequest
 
@@ -24,7 +25,7 @@ from oracle.settings import EngineSettings
 
 PROMPT = list(range(200))
 HOUR_NS = 3600 * 10**9
-SOON_S = 30.0
+SOON_S = patience.seconds(6.0)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Mix
-from oracle.pairs import Pair, require_handed_over, tokens
+from oracle.pairs import CALM, Pair, require_handed_over, tokens
 from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
 
@@ -29,7 +29,7 @@ def _registered() -> None:
 
 
 def settings(role: str, num_blocks: int = 4000, max_running: int = 4, **extra: Any) -> EngineSettings:
-    config = {"transport": "tcp", "weights_digest": "oracle", "load_timeout_seconds": 60, **extra}
+    config = {"transport": "tcp", "weights_digest": "oracle", **CALM, **extra}
     return EngineSettings(
         num_blocks=num_blocks, max_running=max_running, connector=Connector(PEER_CONNECTOR, config, role=role)
     )

@@ -14,7 +14,7 @@ from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.nixl.host_buffer import HostBuffer
 from hybridkv.connectors.vllm.nixl.saving import Saving
 from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Group, Kind, Mix
-from oracle.pairs import Pair, require_handed_over, tokens
+from oracle.pairs import CALM, Pair, require_handed_over, tokens
 from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
 
@@ -27,7 +27,7 @@ def _registered() -> None:
 
 
 def settings(role: str, **extra: Any) -> EngineSettings:
-    config = {"transport": "tcp", "weights_digest": "oracle", "load_timeout_seconds": 60, **extra}
+    config = {"transport": "tcp", "weights_digest": "oracle", **CALM, **extra}
     return EngineSettings(num_blocks=400, connector=Connector(PEER_CONNECTOR, config, role=role), device="cuda")
 
 

@@ -21,7 +21,7 @@ from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import OracleEngine
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
-from oracle.pairs import Pair, tokens
+from oracle.pairs import CALM, Pair, tokens
 from oracle.profile import profile
 from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
@@ -169,7 +169,7 @@ def test_a_producer_hands_on_nothing_that_is_computed_behind_such_a_state(
     """The second prompt would go on from 40 tokens, where the engine takes it for 64."""
     if not is_guarded:
         monkeypatch.setattr(WrongBlocks, "_misfiled", lambda *arguments: [])
-    extra = {"transport": "tcp", "weights_digest": "oracle", "load_timeout_seconds": 60}
+    extra = {"transport": "tcp", "weights_digest": "oracle", **CALM}
     base = settings_of(BLOCK + 8)
     producer, consumer = (
         replace(base, connector=Connector(PEER_CONNECTOR, extra, role=role)) for role in ("kv_producer", "kv_consumer")

@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
 from oracle.engine import OracleEngine
 from oracle.memory import KVMemory
 from oracle.mixes import Group, Kind, Layers, Mix
-from oracle.pairs import Pair
+from oracle.pairs import CALM, Pair
 from oracle.profile import profile
 from oracle.runner import CorruptionError, FakeRunner
 from oracle.scenarios import Scenario, run, scenarios, with_connector
@@ -142,7 +142,7 @@ def test_nobody_is_served_what_the_engine_copied_wrongly(
 
 
 def peer(role: str, hash_tokens: int | None = None) -> EngineSettings:
-    extra = {"transport": "tcp", "weights_digest": "oracle", "load_timeout_seconds": 60}
+    extra = {"transport": "tcp", "weights_digest": "oracle", **CALM}
     return EngineSettings(
         num_blocks=200,
         hash_tokens=hash_tokens,

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import IO
 
+import patience
+
 from hybridkv.tiers.object.format.epoch import encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
@@ -28,12 +30,12 @@ from soak.fleet_engine import FINGERPRINT, NUM_PATHS, OPTIONS, path_of
 MIB = 1 << 20
 NUM_HEALTHY = 3
 SECRET = "the fleet's"
-END_S = 10.0
+END_S = patience.seconds(1.0)
 """A process is gone so long after it was told to end."""
 MOST_GROWN_BYTES = 64 * MIB
 MOST_POINTS = 2.0
 """So much less, of 100, healthy engines may restore than in a quiet run."""
-SETTLE_S = 3.0
+SETTLE_S = patience.seconds(0.3)
 """What happens so long after the store refused everybody counts as a part of that."""
 
 
@@ -200,7 +202,7 @@ def _live(
     before: dict[Member, tuple[int, int]] = {}
     refused_s = -SETTLE_S
     began_s = time.monotonic()
-    period_s = max(15.0, min(60.0, seconds / 3))
+    period_s = max(5 * SETTLE_S, min(60.0, seconds / 3))
     while (now_s := time.monotonic() - began_s) < seconds:
         time.sleep(0.5)
         # What is stored for the first time is no difference between two runs.

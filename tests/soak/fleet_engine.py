@@ -17,6 +17,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import patience
 from blake3 import blake3
 
 from hybridkv.planner import LookupResult
@@ -39,6 +40,7 @@ NEAR_CHUNKS = 40
 """So few that nearly every hit is the store's."""
 NUM_PATHS = 80
 TAG = b"f" * 16
+LOAD_TIMEOUT_S = patience.seconds(1.0)
 OPTIONS = ObjectOptions(
     missing_s=0.1,
     believed_s=3.0,
@@ -46,12 +48,14 @@ OPTIONS = ObjectOptions(
     first_retry_s=0.1,
     last_retry_s=1.0,
     epoch_check_s=1.0,
-    request_timeout_s=2.0,
-    connect_timeout_s=1.0,
-    opening_timeout_s=1.0,
+    request_timeout_s=patience.seconds(0.2),
+    connect_timeout_s=patience.seconds(0.1),
+    opening_timeout_s=patience.seconds(0.1),
 )
 SLOWER = SlowerTierOptions(
-    ask_timeout_s=5.0, load_timeout_s=10.0, breaker=BreakerOptions(failures=3, first_pause_s=0.1, longest_pause_s=0.5)
+    ask_timeout_s=patience.seconds(0.5),
+    load_timeout_s=LOAD_TIMEOUT_S,
+    breaker=BreakerOptions(failures=3, first_pause_s=0.1, longest_pause_s=0.5),
 )
 
 
@@ -99,7 +103,7 @@ class FleetEngine:
         keys = path_of(self._random.randrange(NUM_PATHS))
         stack = self._stack
         stack.ask(keys)
-        self._wait(lambda: not stack.any_pending(keys), 10.0)
+        self._wait(lambda: not stack.any_pending(keys))
         held = next((at for at, key in enumerate(keys) if stack.lookup(key) is not LookupResult.HIT), len(keys))
         restored = held if held and self._load(keys[:held]) else 0
         self.counts["asked"] += len(keys)
@@ -112,7 +116,7 @@ class FleetEngine:
         hold = stack.acquire("prompt", keys)
         if isinstance(hold, Refusal):
             return False
-        self._wait(lambda: (hold := stack.hold("prompt")) is None or not hold.waiting or hold.failure is not None, 20.0)
+        self._wait(lambda: (hold := stack.hold("prompt")) is None or not hold.waiting or hold.failure is not None)
         hold = stack.hold("prompt")
         slots = stack.pin_all(keys) if hold is not None and hold.failure is None and not hold.waiting else None
         if hold is not None:
@@ -136,10 +140,10 @@ class FleetEngine:
                 begin += len(view)
             self._arena.seal(keys[at], slot)
             self._stack.commit(keys[at], PathPosition(tuple(keys[at - 1 : at]) if at else ()))
-        self._wait(lambda: not self._stack.has_moves_alive(), 10.0)
+        self._wait(lambda: not self._stack.has_moves_alive())
 
-    def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> None:
-        until_s = time.monotonic() + timeout_s
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + 2 * LOAD_TIMEOUT_S
         self.most_bytes = max(self.most_bytes, rss_bytes())
         while True:
             self._mover.start(self._stack.take_moves())

@@ -15,6 +15,8 @@ from pathlib import Path
 from random import SystemRandom
 from typing import NamedTuple
 
+import patience
+
 from soak.findings import SoakError
 from soak.plans import Mode
 from soak.sabotage import Sabotage
@@ -22,7 +24,7 @@ from soak.small_disk import enter_mount_namespace
 from soak.tally import Tally
 from soak.world import Surroundings, World
 
-WATCHDOG_S = 60.0
+WATCHDOG_S = patience.seconds(6.0)
 
 
 class Run(NamedTuple):

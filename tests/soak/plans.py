@@ -10,12 +10,16 @@ from enum import StrEnum
 from random import Random
 from typing import NamedTuple
 
+import patience
+
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.tiers.disk import DiskOptions, Fsync
 from soak.content import Group, Kind
 
 GRANULE_BYTES = 4096
 MIB = 1 << 20
+CLOSE_S = patience.seconds(10.0)
+"""An end waits so long for file work. What takes longer stands still, which a watchdog ends before."""
 
 
 class End(StrEnum):
@@ -163,4 +167,5 @@ def _draw_options(random: Random, world: WorldPlan, mode: Mode, end: End) -> Dis
         max_queued=random.choice([32, 4096]),
         batch_bytes=random.choice([1 << 16, 1 << 20]),
         max_open_files=random.choice([4, 64]),
+        close_timeout_s=CLOSE_S,
     )

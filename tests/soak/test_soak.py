@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 from random import SystemRandom
 
+import patience
 import pytest
 
-from soak.main import Run, report, run
+from soak.main import WATCHDOG_S, Run, report, run
 from soak.plans import Mode
 from soak.sabotage import EXPECTED, Sabotage
 from soak.tally import Tally
@@ -34,7 +35,7 @@ def require_nothing_found(what: Run, directory: Path) -> Tally:
 
 
 def test_nothing_is_lost_or_wrong_or_stands_still(tmp_path: Path) -> None:
-    tally = require_nothing_found(Run(seed=1, minutes=MINUTES / 2), tmp_path)
+    tally = require_nothing_found(Run(seed=1, minutes=MINUTES / 2 * patience.slowness()), tmp_path)
     assert {"chunks served", "chunks audited", "promote done", "cascade done"} <= tally.all().keys()
 
 
@@ -52,8 +53,8 @@ def test_kills_and_losses_of_power_take_nothing(mode: Mode, tmp_path: Path) -> N
 @pytest.mark.parametrize("sabotage", EXPECTED)
 def test_sabotage_is_noticed(sabotage: Sabotage, tmp_path: Path) -> None:
     mode = MODES.get(sabotage, Mode.SOAK)
-    watchdog_s = 3.0 if sabotage is Sabotage.HANG else 60.0
-    what = Run(seed=3, minutes=2.0, mode=mode, sabotage=sabotage, watchdog_s=watchdog_s)
+    watchdog_s = 3.0 if sabotage is Sabotage.HANG else WATCHDOG_S
+    what = Run(seed=3, minutes=patience.seconds(12.0) / 60, mode=mode, sabotage=sabotage, watchdog_s=watchdog_s)
     found = run(what, tmp_path, Tally())
     assert found is not None, "nobody noticed"
     assert found.kind == EXPECTED[sabotage], found

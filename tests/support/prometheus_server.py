@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-START_DEADLINE_S: Final = 60.0
-STOP_DEADLINE_S: Final = 20.0
-REPLY_DEADLINE_S: Final = 30.0
-SCRAPE_INTERVAL_S: Final = 1
+import patience
+
+START_DEADLINE_S: Final = patience.seconds(6.0)
+STOP_DEADLINE_S: Final = patience.seconds(2.0)
+REPLY_DEADLINE_S: Final = patience.seconds(3.0)
+SCRAPE_INTERVAL_S: Final = round(patience.slowness())
+"""Also the time that a scrape has."""
 _POLL_S: Final = 0.1
 _CONFIGURATION: Final = """\
 global:
@@ -73,13 +76,13 @@ class Prometheus:
         """Every alert rule, with its state and health."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
-    def wait_until(self, is_so: Callable[[Prometheus], bool], what: str, deadline_s: float = START_DEADLINE_S) -> None:
-        """Asks until it is so. `TimeoutError` names what never was."""
-        deadline = time.monotonic() + deadline_s
-        while not is_so(self):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not in {deadline_s:g} s: {what}\n{self.log.read_text()}")
-            time.sleep(_POLL_S)
+    def wait_until(self, is_so: Callable[[Prometheus], bool], what: str) -> None:
+        """Asks until it is so."""
+        try:
+            patience.wait_until(lambda: is_so(self), what)
+        except AssertionError:
+            print(self.log.read_text())
+            raise
 
     def wait_for_scrapes(self, number: int) -> None:
         """Until so many more scrapes have worked."""
@@ -103,7 +106,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running_prometheus(directory: Path, target_port: int, rules: Path) -> Iterator[Prometheus]:
-    """A server that scrapes `127.0.0.1:target_port` every second and evaluates `rules`, until the block ends."""
+    """A server that scrapes `127.0.0.1:target_port` again and again and evaluates `rules`, until the block ends."""
     directory.mkdir()
     configuration = directory / "prometheus.yml"
     configuration.write_text(

@@ -12,9 +12,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import patience
+
 ADDRESS = "127.0.0.2"
 """Where it listens. Whoever it stands for listens at 127.0.0.1."""
-WAIT_S = 300.0
+WAIT_S = patience.seconds(30.0)
 CHUNK_BYTES = 1 << 16
 ON_THE_WAY_BYTES = 1 << 14
 """That the system takes for the relay before it looks: the rest stays with who sends it."""

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import patience
 
 from hybridkv import native
 
-HANGS_AFTER_S = 20
+HANGS_AFTER_S = round(patience.seconds(5.0))
 U32, U64 = 2**32, 2**64
 I64 = 2**63 - 1
 PAGE = 4096

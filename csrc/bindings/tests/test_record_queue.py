@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import patience
 import pytest
 import xxhash
 
 from hybridkv.native import RecordQueue, has_uring
 
-LONG_S = 60.0
+LONG_S = patience.seconds(6.0)
 DIGEST_AT = 8
 HEADER = b"8 bytes." + bytes(16) + b"and a key"
 DONE, FAILED, OTHER_HEADER, OTHER_PAYLOAD, CANCELLED = range(5)

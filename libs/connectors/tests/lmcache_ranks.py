@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import patience
 import torch
 
 from hybridkv.canonical import LayerLayout
@@ -33,7 +34,7 @@ from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.transfer import CpuCopyEngine
 
 FULL, WINDOW, RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.RECURRENT
-WAIT_S = 60.0
+WAIT_S = patience.seconds(12.0)
 _SEEDS = itertools.count()
 POOL_BYTES = 4 << 20
 
@@ -123,7 +124,8 @@ class Rank:
         clock: Callable[[], float] = keys.pop("clock", time.monotonic)
         load_timeout_s = keys.pop("load_timeout_s", WAIT_S)
         self.engine: CpuCopyEngine = keys.pop("engine", None) or CpuCopyEngine()
-        connection = keys.pop("connection", ConnectionOptions(beat_s=0.5, retry_s=0.1))
+        calm = ConnectionOptions(call_timeout_s=patience.seconds(1.0), beat_s=0.5, retry_s=0.1)
+        connection = keys.pop("connection", calm)
         self.layout = layout_of(model, world_size)
         url = f"tcp://{address.host}:{address.port}"
         known = {"pool": POOL_BYTES * world_size, "store_timeout_seconds": WAIT_S, **keys}
@@ -283,7 +285,7 @@ class Rank:
             self.worker.results()
             return self.station.used_bytes == 0
 
-        return eventually(is_free)
+        return eventually(is_free, WAIT_S)
 
     def counted(self) -> dict[str, float]:
         """What was counted since the last call, by name and labels."""

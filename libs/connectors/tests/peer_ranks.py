@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import patience
 
 from hybridkv.connectors.vllm.nixl.agent import Agent, Results
 from hybridkv.connectors.vllm.nixl.describing import Region
@@ -30,7 +31,7 @@ from hybridkv.peers.wire import NO_SECRET, WireLimits
 from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 
 NUM_BLOCKS, MAX_LEASES, ITEM_BYTES = 24, 8, 16
-WAIT_S = 120.0
+WAIT_S = patience.seconds(12.0)
 PATIENT = ReadBounds(WAIT_S, WAIT_S, WAIT_S, WAIT_S, WAIT_S)
 _starts = itertools.count()
 

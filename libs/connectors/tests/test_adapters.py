@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import patience
 import pytest
 from test_lookups import FULL, HASHES, make_layout
 from vllm.lora.request import LoRARequest
@@ -17,7 +18,7 @@ from hybridkv.connectors.vllm.identity.files import NotReadableError, content, s
 
 KEYS = make_layout([FULL]).keys
 LATER_NS = 3600 * 10**9
-SOON_S = 30.0
+SOON_S = patience.seconds(6.0)
 
 
 def write(directory: Path, weights: bytes = b"weights", config: bytes = b"{}") -> Path:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import patience
 import pytest
-from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, Model, Rank, digests_of, pool_of
+from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, WAIT_S, Model, Rank, digests_of, pool_of
 
 from hybridkv.connectors.vllm.lmcache.copying import CopyJob
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
@@ -20,7 +21,7 @@ from hybridkv.lmcache.testing.server_process import eventually
 from hybridkv.transfer import CopyRuns, CpuCopyEngine
 
 FOREVER_S = 1e6
-QUIET = ConnectionOptions(beat_s=FOREVER_S, retry_s=0.01)
+QUIET = ConnectionOptions(call_timeout_s=patience.seconds(1.0), beat_s=FOREVER_S, retry_s=0.01)
 """A clock that jumps would let a heartbeat's answer come too late."""
 NAMESPACE = b"namespace"
 DIGESTS = digests_of("prompt", 2)
@@ -94,7 +95,7 @@ def ready(rank: Rank, clock: Clock | None = None) -> Rank:
     """Open, and return when the server can be asked. What is not sent at once is sent again a little later."""
     rank.begin()
     if clock is None:
-        assert isinstance(rank.station.connection.wait_ready(60.0), Ready)
+        assert isinstance(rank.station.connection.wait_ready(WAIT_S), Ready)
     else:
         assert eventually(lambda: clock.advance(0.02) is None and rank.station.ready is not None)
     return rank
@@ -187,10 +188,10 @@ def blocked() -> Iterator[Callable[[Rank], threading.Event]]:
 
         def occupy() -> None:
             began.set()
-            is_free.wait(60)
+            is_free.wait(WAIT_S)
 
         rank.worker._copies.submit(CopyJob(True, CopyRuns.empty(), occupy, None, lambda why: None))
-        assert began.wait(60)
+        assert began.wait(WAIT_S)
         return is_free
 
     yield block
@@ -318,7 +319,7 @@ def test_a_server_of_another_chunk_is_not_used(rank: MakeRank) -> None:
     with ScriptedServer(other_chunk) as server:
         worker = rank(server.address)
         worker.begin()
-        state = worker.station.connection.wait_ready(60.0)
+        state = worker.station.connection.wait_ready(WAIT_S)
         assert isinstance(state, Down) and state.refusal is not None
         assert (state.refusal.field, state.refusal.got) == ("chunk_size", 512)
         assert reasons(worker, worker.load_of("r", DIGESTS, worker.tables(1, 2))) == ["io"]
@@ -353,7 +354,7 @@ def test_what_a_block_leaves_of_a_page_is_zero(server: ScriptedServer, rank: Mak
     sizes = tuple(size + 64 for size in worker.site.payload_bytes)
     plan = LMCachePlan((), (), NAMESPACE, sizes)
     worker.worker.start_stores(plan)
-    assert isinstance(worker.station.connection.wait_ready(60.0), Ready)
+    assert isinstance(worker.station.connection.wait_ready(WAIT_S), Ready)
     pool = worker.station._member.pool
     pool.view[:] = b"\xee" * len(pool.view)
     Stubborn(server, 0, "store")

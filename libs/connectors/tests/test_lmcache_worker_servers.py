@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
-from lmcache_ranks import DEEPSEEK_V4, GEMMA, MODELS, QWEN3_NEXT, Model, Rank, digests_of, loaded, pool_of
+from lmcache_ranks import DEEPSEEK_V4, GEMMA, MODELS, QWEN3_NEXT, WAIT_S, Model, Rank, digests_of, loaded, pool_of
 
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, parts_of, tables_of
 from hybridkv.connectors.vllm.messages import StoreOutcome
@@ -24,7 +25,7 @@ from hybridkv.lmcache.wire import CODECS
 
 ARGUMENTS = ["--chunk-size", "256", "--separate-object-groups"]
 FOREVER_S = 1e6
-SOON = ConnectionOptions(call_timeout_s=2.0, beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
+SOON = ConnectionOptions(call_timeout_s=patience.seconds(0.3), beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
 
 
 @pytest.fixture(scope="module", params=sorted(CODECS))
@@ -163,7 +164,7 @@ def test_ranks_load_their_own_part_of_what_all_of_them_have(server: ServerProces
     ranks[1].store(digests, stored)
     # What the scheduler does: one lookup for all ranks, whose locks stay until each of them has its part.
     operations = ranks[0].station.operations
-    everybody = wait(lambda end: operations.lookup(ranks[0].station.prefix(digests), None, 60.0, end))
+    everybody = wait(lambda end: operations.lookup(ranks[0].station.prefix(digests), None, WAIT_S, end))
     assert isinstance(everybody, Answer) and everybody.value.num_chunks == 3
     for each in ranks:
         assert each.run(loads=[each.load_of("r", digests, wanted)]).failed == set()
@@ -248,7 +249,7 @@ def test_a_page_that_is_wrong_fails_its_load_is_withdrawn_and_stored_anew(
     assert [(failure.reason, failure.key) for failure in ended.failures["r"]] == [(reason, digests[2])]
     assert not changed(second, before), "not a byte of the good pages either"
     assert second.counted()["lmcache_withdrawals_total"] == 1
-    assert eventually(lambda: not second.is_readable(digests, timeout_s=0.1))
+    assert eventually(lambda: not second.is_readable(digests, timeout_s=patience.seconds(0.1)))
     assert second.is_readable(digests[:2])
     first.store(digests, stored, start_chunk=2)
     assert second.run(loads=[second.load_of("again", digests, wanted)]).failed == set()
@@ -307,7 +308,7 @@ def test_a_server_that_is_killed_in_mid_flight_fails_what_is_under_way_and_serve
     before = worker.everything()
     is_asked = stopping(server)
     worker.begin(loads=[worker.load_of("r", digests, wanted)])
-    assert is_asked.wait(60)
+    assert is_asked.wait(WAIT_S)
     worker.begin(stores=[worker.store_of(others, stored)])
     assert eventually(lambda: worker.station.connection.channel.num_open >= 2)
     server.kill()
@@ -352,7 +353,7 @@ def test_a_server_that_stands_still_fails_a_load_at_its_deadline_and_writes_to_n
     before = worker.everything()
     is_asked = stopping(server)
     worker.begin(loads=[worker.load_of("r", digests, wanted)])
-    assert is_asked.wait(60)
+    assert is_asked.wait(WAIT_S)
     assert worker.worker.results().finished == set(), "not before its time"
     skipped[0] = FOREVER_S
     ended = worker.finish(1, 0)

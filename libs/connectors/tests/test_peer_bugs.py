@@ -8,7 +8,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from peer_ranks import PATIENT, Engine, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens
+from peer_ranks import (
+    PATIENT,
+    WAIT_S,
+    Engine,
+    Side,
+    failures,
+    hand_over,
+    load,
+    offer,
+    tables_of,
+    write_prompt,
+    wrong_tokens,
+)
 
 from hybridkv.connectors.vllm.identity.background import MAX_WAITING, Background
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers
@@ -78,7 +90,7 @@ def test_a_lease_stands_before_the_ranks_thread_has_had_a_turn() -> None:
     with engines() as (producer, consumer):
         rank = producer.ranks[0]
         table = rank.agent._serving._memory._table
-        rank.agent._inbox.put(lambda: go_on.wait(60))
+        rank.agent._inbox.put(lambda: go_on.wait(WAIT_S))
         producer.submit(lambda: StepPlan(opened=[Opened("p", Lease(3, 77)), Opened("q", Lease(1 << 20, 77))]))
         assert tuple(table[3]) == (77, 0)
         go_on.set()
@@ -142,7 +154,7 @@ def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.Mo
     def slow(self: RankMemory, runs: Any) -> list[bytes]:
         if self is producer.ranks[0].agent._serving._memory:
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(WAIT_S)
         return digests(self, runs)
 
     monkeypatch.setattr(RankMemory, "digests", slow)
@@ -150,10 +162,10 @@ def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.Mo
     monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.CLOSE_S", 0.05)
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
-        assert begun.wait(60)
+        assert begun.wait(WAIT_S)
         assert not producer.ranks[0].agent.close()
         go_on.set()
-        monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.CLOSE_S", 60.0)
+        monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.CLOSE_S", WAIT_S)
 
 
 def test_a_thread_with_much_to_do_ends_when_it_is_done() -> None:
@@ -162,16 +174,16 @@ def test_a_thread_with_much_to_do_ends_when_it_is_done() -> None:
 
     def wait() -> bool:
         begun.set()
-        return go_on.wait(60)
+        return go_on.wait(WAIT_S)
 
     background.submit(wait)
-    assert begun.wait(60)
+    assert begun.wait(WAIT_S)
     done = [background.submit(lambda: None) for _ in range(MAX_WAITING + 1)]
     assert done.pop() is None
     background.close()
     assert not background.has_ended(0.0)
     go_on.set()
-    assert background.has_ended(60)
+    assert background.has_ended(WAIT_S)
     assert all(outcome is not None and outcome.is_done for outcome in done)
 
 

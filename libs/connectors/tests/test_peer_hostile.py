@@ -113,7 +113,7 @@ class Rogue:
             self._loop.send(self._link, message)
 
     def close(self) -> None:
-        assert self._loop.close(5.0)
+        assert self._loop.close(WAIT_S)
 
 
 @pytest.fixture

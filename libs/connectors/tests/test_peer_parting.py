@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import patience
 import pytest
-from peer_ranks import WAIT_S, Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt, wrong_tokens
+from peer_ranks import Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt, wrong_tokens
 
 from hybridkv.connectors.vllm.nixl import holding
 from hybridkv.connectors.vllm.nixl.holding import MAX_REDIALS, REDIAL_S, RENEWALS_A_LEASE, Holding
@@ -60,10 +60,7 @@ def peers_of(rank: Rank) -> list[Peer]:
 
 def connect(rank: Rank) -> Peer:
     """The one connection of a consumer's rank, once it is made."""
-    until_s = time.monotonic() + WAIT_S
-    while not [peer for peer in peers_of(rank) if peer.state is PeerState.READY]:
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
+    patience.wait_until(lambda: any(peer.state is PeerState.READY for peer in peers_of(rank)), "it is connected")
     (peer,) = peers_of(rank)
     return peer
 
@@ -72,10 +69,7 @@ def cut_off(rank: Rank) -> None:
     """The consumer's rank knows that the connection is no more."""
     peer = connect(rank)
     rank.agent._loop.end(peer.link)
-    until_s = time.monotonic() + WAIT_S
-    while peer.state is not PeerState.OVER:
-        assert time.monotonic() < until_s
-        time.sleep(0.002)
+    patience.wait_until(lambda: peer.state is PeerState.OVER, "the connection is over")
 
 
 def test_a_request_that_ends_after_a_cut_gives_the_blocks_back(pair: tuple[Engine, Engine]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import patience
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ from hybridkv.tiers.stack import TierStack
 
 BLOCK = 4
 FOUND = Searched(NEW.past, 1, 20, 0, Hit(16))
-SOON_S = 30.0
+SOON_S = patience.seconds(6.0)
 CHANGES = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(0, 1), max_size=20), st.booleans()), min_size=1, max_size=8
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import patience
 import pytest
 from test_worker_seals import SLOTS, Rig
 
@@ -13,7 +14,7 @@ from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPl
 from hybridkv.transfer import CpuCopyEngine
 from hybridkv.transfer.native import copy_one_by_one
 
-LONG_S = 60.0
+LONG_S = patience.seconds(6.0)
 COPY = ChunkCopy(0, b"key", SLOTS[0], 0, 4, (1, 2, 3, 4))
 LOADS = (Load("r", CopyTable.of([COPY])),)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import patience
 from test_worker_facts import layout
 
 from hybridkv.connectors.config import OffloadConfig
@@ -69,6 +70,6 @@ class Engine:
         return chunk
 
     def close(self) -> None:
-        assert self.mover.close(10.0)
+        assert self.mover.close(patience.seconds(6.0))
         self.stack.close()
         self.arena.close()

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import patience
 import pytest
 import zmq
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
@@ -35,7 +36,11 @@ from hybridkv.lmcache.testing.scripted_server import (
 from hybridkv.lmcache.testing.server_process import eventually
 from hybridkv.lmcache.wire import CODEC_0_5_7RC2, MAX_FRAME_BYTES, MalformedError, read_answer
 
-SOON = ConnectionOptions(call_timeout_s=0.3, beat_s=0.1, retry_s=0.05, retry_max_s=0.1)
+TIMEOUT_S = patience.seconds(6.0)
+QUICK_S = patience.seconds(0.03)
+"""Of calls that nobody answers."""
+SOON = ConnectionOptions(call_timeout_s=QUICK_S, beat_s=0.1, retry_s=0.05, retry_max_s=0.1)
+NUM_CHANGED = 20_000
 CALLS = (
     CODEC_0_5_7RC2.noop(),
     CODEC_0_5_7RC2.ping(7),
@@ -55,7 +60,7 @@ def _channel(server: ScriptedServer, limits: ChannelLimits = DEFAULT_LIMITS) -> 
     return Channel(server.address.host, server.address.port, limits)
 
 
-def _ping(channel: Channel, timeout_s: float = 30.0) -> Ended[bool]:
+def _ping(channel: Channel, timeout_s: float = TIMEOUT_S) -> Ended[bool]:
     return wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(7), timeout_s, end))
 
 
@@ -92,14 +97,16 @@ def test_a_call_without_an_answer_ends_at_its_deadline_and_is_told_of_a_late_one
     channel = _channel(server)
     try:
         late: list[bool] = []
-        first: Ended[bool] = wait(lambda end: channel.call(CODEC_0_5_7RC2.ping(1), 0.2, end, lambda: late.append(True)))
+        first: Ended[bool] = wait(
+            lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end, lambda: late.append(True))
+        )
         assert isinstance(first, Lack) and first.trouble is Trouble.TIMEOUT
         assert not late
         assert _ping(channel) == Answer(True)
         assert eventually(lambda: late == [True])
         assert channel.counts().late_answers == 1
     finally:
-        channel.close(10)
+        channel.close(TIMEOUT_S)
 
 
 def test_a_call_that_was_answered_takes_up_nothing_until_its_deadline(server: ScriptedServer) -> None:
@@ -109,10 +116,10 @@ def test_a_call_that_was_answered_takes_up_nothing_until_its_deadline(server: Sc
             assert _ping(channel, 3600.0) == Answer(True)
         assert not channel._asked and not channel._timers
         server.script = silent
-        ended = _ping(channel, 0.1)
+        ended = _ping(channel, QUICK_S)
         assert isinstance(ended, Lack) and ended.trouble is Trouble.TIMEOUT, "a deadline before all that were"
     finally:
-        channel.close(10)
+        channel.close(TIMEOUT_S)
 
 
 def test_more_calls_than_may_wait_are_busy(server: ScriptedServer) -> None:
@@ -121,11 +128,11 @@ def test_more_calls_than_may_wait_are_busy(server: ScriptedServer) -> None:
     try:
         ended: list[Ended[bool]] = []
         for _ in range(3):
-            channel.call(CODEC_0_5_7RC2.ping(1), 60.0, ended.append)
+            channel.call(CODEC_0_5_7RC2.ping(1), TIMEOUT_S, ended.append)
         assert eventually(lambda: len(ended) == 1)
         assert ended == [Lack(Trouble.BUSY, "ping")]
     finally:
-        channel.close(10)
+        channel.close(TIMEOUT_S)
     assert ended[1:] == [Lack(Trouble.CLOSED, "ping")] * 2
     assert isinstance(_ping(channel), Lack)
 
@@ -138,7 +145,7 @@ def test_what_was_not_sent_by_its_deadline_is_never_sent() -> None:
         ended = _ping(channel, 0.2)
         assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
     finally:
-        channel.close(10)
+        channel.close(TIMEOUT_S)
 
 
 def test_a_connection_that_is_given_up_ends_what_is_under_way_and_begins_anew(server: ScriptedServer) -> None:
@@ -146,7 +153,7 @@ def test_a_connection_that_is_given_up_ends_what_is_under_way_and_begins_anew(se
     channel = _channel(server)
     try:
         ended: list[Ended[bool]] = []
-        channel.call(CODEC_0_5_7RC2.ping(1), 60.0, ended.append)
+        channel.call(CODEC_0_5_7RC2.ping(1), TIMEOUT_S, ended.append)
         assert eventually(lambda: server.calls == ["ping"])
         channel.drop()
         assert eventually(lambda: len(ended) == 1)
@@ -154,7 +161,7 @@ def test_a_connection_that_is_given_up_ends_what_is_under_way_and_begins_anew(se
         server.script = polite
         assert _ping(channel) == Answer(True)
     finally:
-        channel.close(10)
+        channel.close(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +188,7 @@ def test_an_answer_that_is_none_is_malformed_and_the_next_one_counts(server: Scr
         server.script = polite
         assert _ping(channel) == Answer(True)
     finally:
-        channel.close(10)
+        channel.close(TIMEOUT_S)
 
 
 def test_answers_that_nobody_asked_for_are_counted_and_passed_over(server: ScriptedServer) -> None:
@@ -192,7 +199,7 @@ def test_answers_that_nobody_asked_for_are_counted_and_passed_over(server: Scrip
         assert _ping(channel) == Answer(True)
         assert channel.counts().strange_frames == len(strange)
     finally:
-        channel.close(10)
+        channel.close(TIMEOUT_S)
 
 
 def test_a_frame_that_is_too_long_ends_the_connection_and_takes_no_memory(server: ScriptedServer) -> None:
@@ -205,14 +212,14 @@ def test_a_frame_that_is_too_long_ends_the_connection_and_takes_no_memory(server
         assert isinstance(ended, Lack) and ended.trouble in {Trouble.LOST, Trouble.TIMEOUT}
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
     finally:
-        channel.close(10)
+        channel.close(TIMEOUT_S)
 
 
 def test_what_is_put_off_again_while_a_channel_closes_is_done(server: ScriptedServer) -> None:
     channel = _channel(server)
     done: list[bool] = []
     channel.after(3600.0, lambda: channel.after(3600.0, lambda: done.append(True)))
-    assert channel.close(60)
+    assert channel.close(TIMEOUT_S)
     assert done == [True]
 
 
@@ -221,7 +228,7 @@ def test_a_server_is_looked_at_between_errands(server: ScriptedServer) -> None:
         is_posted, num_looks = threading.Event(), list[int]()
 
         def errand(ready: Ready) -> None:
-            assert is_posted.wait(60)
+            assert is_posted.wait(TIMEOUT_S)
             num_looks.append(server.calls.count("ping"))
 
         for _ in range(3):
@@ -256,7 +263,7 @@ def test_pages_that_are_void_are_not_written_and_the_locks_are_given_back(server
         settled: list[bool] = []
         pages = Pages(Taken(0, {}), [])
         ended: Ended[None] = wait(
-            lambda end: rig.operations.retrieve(found.value, 0, 0, pages, 30.0, end, lambda: settled.append(True))
+            lambda end: rig.operations.retrieve(found.value, 0, 0, pages, TIMEOUT_S, end, lambda: settled.append(True))
         )
         assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
         assert eventually(lambda: settled == [True] and {"free_lookup_locks", "end_session"} <= set(server.calls))
@@ -289,7 +296,7 @@ def test_a_server_that_cannot_be_used_is_refused_by_name(pages: dict[str, bytes]
     with ScriptedServer(pages=pages) as server:
         rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
         try:
-            state = rig.connection.wait_ready(30.0)
+            state = rig.connection.wait_ready(TIMEOUT_S)
             assert isinstance(state, Down) and state.refusal is not None
             assert expected in str(state.refusal)
         finally:
@@ -339,7 +346,7 @@ def test_an_answer_over_http_that_comes_byte_by_byte_ends_at_its_deadline(said: 
         client, _ = listening.accept()
         with client:
             client.sendall(said)
-            until_s = time.monotonic() + 30.0
+            until_s = time.monotonic() + TIMEOUT_S
             while asker.is_alive() and time.monotonic() < until_s:
                 with contextlib.suppress(OSError):
                     client.sendall(b"1")
@@ -374,7 +381,7 @@ def test_a_server_whose_chunk_another_engine_has_settled_is_refused(server: Scri
     server.script = settled
     rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
     try:
-        state = rig.connection.wait_ready(60.0)
+        state = rig.connection.wait_ready(TIMEOUT_S)
         assert isinstance(state, Down) and state.refusal is not None, state
         assert (state.refusal.field, state.refusal.got) == ("chunk_size", 640)
     finally:
@@ -393,7 +400,7 @@ def test_what_a_lookup_locks_while_the_connection_is_closed_is_given_back(server
 
     server.script = slow
     rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes)
-    assert isinstance(rig.connection.wait_ready(60.0), Ready)
+    assert isinstance(rig.connection.wait_ready(TIMEOUT_S), Ready)
     ended: list[Ended[Found]] = []
 
     def end(answer: Ended[Found]) -> None:
@@ -401,14 +408,15 @@ def test_what_a_lookup_locks_while_the_connection_is_closed_is_given_back(server
         if isinstance(answer, Answer):
             rig.operations.release(answer.value)
 
-    rig.operations.lookup(rig.prefix(digests_of("slow", 1)), 0, 60.0, end)
+    rig.operations.lookup(rig.prefix(digests_of("slow", 1)), 0, TIMEOUT_S, end)
     assert eventually(lambda: looks[0] > 8), "by now it is looked at every 50 ms"
-    closing = threading.Thread(target=rig.close)
+    closing = threading.Thread(target=rig.connection.close, args=(TIMEOUT_S,))
     closing.start()
     before = looks[0]
     assert eventually(lambda: looks[0] > before + 1 or not closing.is_alive())
     is_done.set()
     closing.join()
+    rig.close()
     assert len(ended) == 1 and isinstance(ended[0], Answer)
     assert server.calls.index("unregister_kv_cache") > server.calls.index("end_session")
     assert "free_lookup_locks" in server.calls[server.calls.index("lookup") :]
@@ -428,7 +436,7 @@ def test_a_server_that_comes_back_is_looked_for_every_two_seconds(monkeypatch: p
     monkeypatch.setattr(Connection, "_pause", pause)
     rig = Rig(address, QWEN3_NEXT, uuid.uuid4().bytes)
     try:
-        assert has_tried_often.wait(60)
+        assert has_tried_often.wait(TIMEOUT_S)
     finally:
         rig.close()
     assert max(pauses) <= 2.0 and pauses[0] < pauses[2]
@@ -438,24 +446,25 @@ def test_a_channel_without_a_socket_makes_one_when_it_can(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = _channel(server)
-    connect, num_failures = Channel._connect, [0]
+    connect, num_failures, may_connect = Channel._connect, [0], threading.Event()
 
-    def fail_twice(self: Channel) -> object:
-        if num_failures[0] < 2:
+    def fail_at_first(self: Channel) -> object:
+        if not may_connect.is_set():
             num_failures[0] += 1
             raise zmq.ZMQError(errno.EMFILE)
         return connect(self)
 
-    monkeypatch.setattr(Channel, "_connect", fail_twice)
+    monkeypatch.setattr(Channel, "_connect", fail_at_first)
     try:
         channel.drop()
-        assert eventually(lambda: num_failures[0] == 1)
+        assert eventually(lambda: num_failures[0] >= 1)
         unsent = _ping(channel, 0.1)
         assert isinstance(unsent, Lack) and unsent.trouble is Trouble.UNSENT
-        assert _ping(channel, 60.0) == Answer(True)
-        assert num_failures[0] == 2
+        assert eventually(lambda: num_failures[0] >= 2)
+        may_connect.set()
+        assert _ping(channel) == Answer(True)
     finally:
-        assert channel.close(10)
+        assert channel.close(TIMEOUT_S)
 
 
 def test_a_channel_that_has_no_socket_closes(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,10 +477,10 @@ def test_a_channel_that_has_no_socket_closes(server: ScriptedServer, monkeypatch
 
     monkeypatch.setattr(Channel, "_connect", fail)
     channel.drop()
-    assert has_failed.wait(60)
+    assert has_failed.wait(TIMEOUT_S)
     ended: list[Ended[bool]] = []
-    channel.call(CODEC_0_5_7RC2.ping(1), 60.0, ended.append)
-    assert channel.close(60)
+    channel.call(CODEC_0_5_7RC2.ping(1), TIMEOUT_S, ended.append)
+    assert channel.close(TIMEOUT_S)
     assert ended == [Lack(Trouble.CLOSED, "ping")]
 
 
@@ -498,7 +507,7 @@ def test_an_end_with_open_calls_takes_one_bounded_time_not_one_for_each_wait(
     began_s = time.monotonic()
     rig.close()
     # A half of it for calls; the other for a server that does not say that it has forgotten this process.
-    assert time.monotonic() - began_s < 4 * CLOSE_S
+    assert time.monotonic() - began_s < patience.seconds(CLOSE_S)
     assert waited == [CLOSE_S / 2]
     assert len(ended) == 142
 
@@ -506,11 +515,11 @@ def test_an_end_with_open_calls_takes_one_bounded_time_not_one_for_each_wait(
 def test_changed_bytes_of_answers_are_values_or_malformed() -> None:
     """Of what is decoded, without a network: as fast as it goes."""
     chance = random.Random(int(os.environ.get("FUZZ_SEED", "0")))
-    until_s = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", "2"))
+    until_s = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", "0"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    numbers = itertools.count()
-    while time.monotonic() < until_s:
-        call = CALLS[next(numbers) % len(CALLS)]
+    number = 0
+    while number < NUM_CHANGED or time.monotonic() < until_s:
+        call, number = CALLS[number % len(CALLS)], number + 1
         value = bytearray(
             msgspec.msgpack.encode(chance.choice([True, "OK", 256, [b"x", True], None, [], {"a": 1}, -5, 1e9]))
         )
@@ -523,7 +532,6 @@ def test_changed_bytes_of_answers_are_values_or_malformed() -> None:
         except MalformedError:
             continue
         assert read is None or isinstance(read, bool | str) or 0 <= read < 1 << 48
-    assert next(numbers) > 1000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     assert MAX_FRAME_BYTES < 1 << 20
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import patience
 import pytest
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 from real_servers import lmcache_of
@@ -18,7 +19,7 @@ from hybridkv.lmcache.testing.rig import Rig
 from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
 from hybridkv.lmcache.withdrawal import withdraw
 
-SOON = ConnectionOptions(call_timeout_s=2.0, beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
+SOON = ConnectionOptions(call_timeout_s=patience.seconds(0.3), beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
 GOOD, CORRUPT = PageState.GOOD, PageState.CORRUPT
 
 
@@ -114,7 +115,7 @@ def test_a_server_that_is_killed_in_mid_flight_ends_every_call_and_serves_again(
         assert eventually(lambda: rig.connection.channel.num_open >= 4)
         site.server.kill()
         for thread in threads:
-            thread.join(60)
+            thread.join(patience.seconds(30.0))
         assert len(ended) == 4
         assert all(isinstance(each, Lack) and each.trouble in MAY_HAPPEN | NEVER_LEFT for each in ended), ended
         instance = rig.pool.instance
@@ -133,7 +134,7 @@ def test_a_server_that_answers_no_more_costs_the_deadline(site: Site) -> None:
         digests = digests_of("stopped", 1)
         content = content_of("stopped", rig.geometry, 1)
         site.server.signal(signal.SIGSTOP)
-        ended = rig.store(digests, content, timeout_s=0.5)
+        ended = rig.store(digests, content, timeout_s=patience.seconds(0.05))
         assert isinstance(ended, Lack) and ended.trouble in MAY_HAPPEN
         assert rig.pool.num_taken == 4, "the server may read them yet"
         assert eventually(lambda: isinstance(rig.connection.state, Down))
@@ -150,4 +151,4 @@ def test_a_server_that_answers_no_more_costs_the_deadline(site: Site) -> None:
 def test_an_engine_that_leaves_is_forgotten(site: Site) -> None:
     with Rig(site.server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON) as rig:
         assert site.server.status()["registered_gpu_ids"] == [rig.pool.instance]
-    assert site.server.status()["registered_gpu_ids"] == []
+    assert eventually(lambda: site.server.status()["registered_gpu_ids"] == [])

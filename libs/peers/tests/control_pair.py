@@ -6,11 +6,13 @@ import socket
 import threading
 from collections.abc import Callable
 
+import patience
+
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.testing.suite import until
 from hybridkv.peers.wire import CloseReason, Message
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = patience.seconds(12.0)
 
 
 class Recorder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 from control_pair import TIMEOUT_S, Recorder, Stranger, counted
 
@@ -33,7 +34,7 @@ from hybridkv.peers.wire import (
 
 SECRET = Secret(b"a secret that both sides know")
 WRONG = Secret(b"a secret that nobody knows")
-KEPT = WireLimits(handshake_timeout_s=60.0, heartbeat_s=20.0, silence_timeout_s=60.0)
+KEPT = WireLimits(handshake_timeout_s=TIMEOUT_S, heartbeat_s=TIMEOUT_S / 3, silence_timeout_s=TIMEOUT_S)
 """Nothing ends by itself on a busy machine."""
 CAPABILITY = b"where the memory lies"
 
@@ -50,7 +51,7 @@ def make_loop() -> Iterator[MakeLoop]:
 
     yield make
     for loop in made:
-        assert loop.close(0.5)
+        assert loop.close(TIMEOUT_S)
 
 
 def connected(make_loop: MakeLoop, **limits: WireLimits) -> tuple[ControlLoop, Recorder, ControlLoop, Recorder]:
@@ -253,7 +254,7 @@ def test_an_exception_in_a_handler_ends_that_connection_alone(make_loop: MakeLoo
 
 
 def test_a_peer_that_says_nothing_is_left(make_loop: MakeLoop) -> None:
-    limits = WireLimits(heartbeat_s=0.05, silence_timeout_s=0.2, handshake_timeout_s=60.0)
+    limits = WireLimits(heartbeat_s=0.05, silence_timeout_s=0.2, handshake_timeout_s=TIMEOUT_S)
     listening, heard = make_loop("producer", limits=limits), Recorder()
     stranger, _ = sealed_stranger(listening.listen("127.0.0.1", 0, heard.handlers))
     assert heard.until_closed() is CloseReason.SILENT
@@ -261,7 +262,7 @@ def test_a_peer_that_says_nothing_is_left(make_loop: MakeLoop) -> None:
 
 
 def test_pings_keep_a_connection(make_loop: MakeLoop) -> None:
-    limits = WireLimits(heartbeat_s=0.05, silence_timeout_s=60.0, handshake_timeout_s=60.0)
+    limits = WireLimits(heartbeat_s=0.05, silence_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S)
     listening, heard_there, connecting, heard_here = connected(make_loop, limits=limits)
     until(lambda: min(loop.counts().received_frames for loop in (listening, connecting)) >= 3)
     assert heard_there.received == heard_here.received == []
@@ -269,13 +270,7 @@ def test_pings_keep_a_connection(make_loop: MakeLoop) -> None:
 
 
 def test_a_peer_that_reads_nothing_is_left(make_loop: MakeLoop) -> None:
-    limits = WireLimits(
-        max_frame_bytes=1 << 20,
-        max_buffered_bytes=2 << 20,
-        heartbeat_s=20.0,
-        silence_timeout_s=60.0,
-        handshake_timeout_s=60.0,
-    )
+    limits = msgspec.structs.replace(KEPT, max_frame_bytes=1 << 20, max_buffered_bytes=2 << 20)
     listening, heard = make_loop("producer", limits=limits), Recorder()
     stranger, _ = sealed_stranger(listening.listen("127.0.0.1", 0, heard.handlers))
     link = heard.until_open()
@@ -307,7 +302,7 @@ def test_a_server_that_does_not_answer_is_given_up(make_loop: MakeLoop) -> None:
 
 
 def test_strangers_do_not_keep_a_peer_out(make_loop: MakeLoop) -> None:
-    limits = WireLimits(max_handshakes=4, handshake_timeout_s=60.0, heartbeat_s=20.0, silence_timeout_s=60.0)
+    limits = msgspec.structs.replace(KEPT, max_handshakes=4)
     listening, heard_there = make_loop("producer", limits=limits), Recorder()
     address = listening.listen("127.0.0.1", 0, heard_there.handlers)
     strangers = [Stranger(address) for _ in range(12)]
@@ -320,7 +315,7 @@ def test_strangers_do_not_keep_a_peer_out(make_loop: MakeLoop) -> None:
 
 
 def test_more_connections_than_allowed_are_refused(make_loop: MakeLoop) -> None:
-    limits = WireLimits(max_connections=2, handshake_timeout_s=60.0, heartbeat_s=20.0, silence_timeout_s=60.0)
+    limits = msgspec.structs.replace(KEPT, max_connections=2)
     listening, heard = make_loop("producer", limits=limits), Recorder()
     address = listening.listen("127.0.0.1", 0, heard.handlers)
     friends = [sealed_stranger(address)[0] for _ in range(2)]
@@ -374,10 +369,10 @@ def test_a_close_sends_what_waits_and_tells_everybody(make_loop: MakeLoop) -> No
     _, heard_there, connecting, heard_here = connected(make_loop)
     for number in range(50):
         connecting.send(heard_here.opened[0][0], Done(Lease(number, 1), True))
-    assert connecting.close(60.0)
+    assert connecting.close(TIMEOUT_S)
     assert heard_here.until_closed() is CloseReason.DONE
     heard_there.until(lambda: len(heard_there.received) == 50)
-    assert connecting.close(1.0)
+    assert connecting.close(TIMEOUT_S)
     with pytest.raises(PeersProtocolError):
         connecting.connect("127.0.0.1", 1, None, heard_here.handlers)
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
-from control_pair import Recorder, Stranger, counted
+from control_pair import TIMEOUT_S, Recorder, Stranger, counted
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.control.connection import Connection
@@ -14,7 +14,7 @@ from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import CloseReason, Message, Renew, Secret, WireError, WireLimits, who_gives_way
 
 SECRET = Secret(b"a secret that both sides know")
-TIMES = {"handshake_timeout_s": 60.0, "heartbeat_s": 20.0, "silence_timeout_s": 60.0}
+TIMES = {"handshake_timeout_s": TIMEOUT_S, "heartbeat_s": TIMEOUT_S / 3, "silence_timeout_s": TIMEOUT_S}
 """Nothing ends by itself on a busy machine."""
 
 MakeLoop = Callable[..., ControlLoop]
@@ -30,7 +30,7 @@ def make_loop() -> Iterator[MakeLoop]:
 
     yield make
     for loop in made:
-        assert loop.close(5.0)
+        assert loop.close(TIMEOUT_S)
 
 
 def require_heard(loop: ControlLoop, heard_here: Recorder, heard_there: Recorder) -> None:
@@ -50,7 +50,7 @@ def test_the_oldest_of_the_host_that_has_most_gives_way(hosts: str, gone: int) -
 def test_a_crowd_of_one_host_leaves_a_stranger_of_another_its_place(make_loop: MakeLoop) -> None:
     address = make_loop("producer", max_handshakes=3).listen("127.0.0.1", 0, Recorder().handlers)
     first = Stranger(address)
-    crowd = [socket.create_connection(address, 60.0, ("127.0.0.2", 0)) for _ in range(8)]
+    crowd = [socket.create_connection(address, TIMEOUT_S, ("127.0.0.2", 0)) for _ in range(8)]
     # Those that give way hear of it; the first stranger, who is the oldest of all, does not.
     for each in crowd[:6]:
         assert each.recv(16) == b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import patience
 import pytest
 
 from hybridkv.peers.control import ControlLoop
@@ -87,4 +88,4 @@ def test_without_a_secret_nothing_listens_where_others_reach_it() -> None:
         with pytest.raises(PeersConfigurationError, match="secret_file"):
             loop.listen("0.0.0.0", 0, Recorder().handlers)
     finally:
-        assert loop.close(10.0)
+        assert loop.close(patience.seconds(6.0))

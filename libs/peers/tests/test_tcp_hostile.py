@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from control_pair import TIMEOUT_S
 from test_tcp_transport import SECRET, SIZE, Pair
 
 from hybridkv.peers.errors import PeersConfigurationError
@@ -27,7 +28,7 @@ def pair() -> Any:
     made = Pair()
     yield made
     for transport in made.made:
-        assert transport.close(30.0)
+        assert transport.close(TIMEOUT_S)
 
 
 def leading_to(pair: Pair, host: str) -> bytes:
@@ -111,13 +112,13 @@ def test_an_answer_to_another_question_is_none(pair: Pair, answer: Answer | None
         assert reason_of(reader.finish(remote, whole(SIZE))) is reason
         assert (reader.regions[0] == 0xAA).all() == (reason is None)
         reader.transport.detach(remote)
-        rogue.join(60.0)
+        rogue.join(TIMEOUT_S)
         assert not rogue.is_alive()
 
 
 def test_who_asks_for_nothing_makes_room_and_may_come_back() -> None:
     limits = WireLimits(
-        max_frame_bytes=4 << 20, max_buffered_bytes=8 << 20, max_connections=1, handshake_timeout_s=60.0
+        max_frame_bytes=4 << 20, max_buffered_bytes=8 << 20, max_connections=1, handshake_timeout_s=TIMEOUT_S
     )
     owner = Reader(TcpTransport(fresh_name(), SECRET, TcpOptions(limits=limits)), [SIZE])
     readers = [Reader(TcpTransport(fresh_name(), SECRET, TcpOptions(connections=1)), [SIZE]) for _ in range(2)]
@@ -130,7 +131,7 @@ def test_who_asks_for_nothing_makes_room_and_may_come_back() -> None:
         until(lambda: transport.closed_connections().get(CloseReason.TOO_MANY, 0) == 2)
     finally:
         for each in (owner, *readers):
-            assert each.transport.close(30.0)
+            assert each.transport.close(TIMEOUT_S)
 
 
 def test_a_bug_over_a_request_costs_its_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

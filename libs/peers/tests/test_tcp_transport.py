@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
+import patience
 import pytest
-from control_pair import Stranger
+from control_pair import TIMEOUT_S, Stranger
 from hypothesis import given
 from hypothesis import strategies as st
 from large_memory import PIECE_BYTES, LargeMemory
@@ -28,7 +30,6 @@ from hybridkv.peers.wire import (
     Identity,
     Secret,
     Session,
-    WireLimits,
     frame,
     pack_columns,
     unpack_columns,
@@ -36,6 +37,11 @@ from hybridkv.peers.wire import (
 
 SECRET = Secret(b"a secret that both sides know")
 SIZE = 4096
+CALM = {
+    "connect_timeout_s": TIMEOUT_S,
+    "limits": msgspec.structs.replace(TcpOptions().limits, handshake_timeout_s=TIMEOUT_S),
+}
+"""Of connections that shall be made."""
 
 
 class Pair:
@@ -45,9 +51,7 @@ class Pair:
         self.owner.regions[0][:] = pattern(0, SIZE)
 
     def reader(self, secret: Secret = SECRET, **options: object) -> Reader:
-        limits = WireLimits(handshake_timeout_s=60.0)
-        self.made.append(TcpTransport(fresh_name(), secret, TcpOptions(connect_timeout_s=60.0, **options)))  # type: ignore[arg-type]
-        assert limits
+        self.made.append(TcpTransport(fresh_name(), secret, TcpOptions(**CALM | options)))  # type: ignore[arg-type]
         return Reader(self.made[-1], [SIZE])
 
     def until_closed(self, reason: CloseReason, times: int = 1) -> None:
@@ -60,7 +64,7 @@ def pair() -> Iterator[Pair]:
     made = Pair()
     yield made
     for transport in made.made:
-        assert transport.close(30.0)
+        assert transport.close(TIMEOUT_S)
 
 
 def test_who_has_the_capability_and_not_the_secret_reads_nothing(pair: Pair) -> None:
@@ -128,7 +132,7 @@ def test_a_request_for_other_memory_is_refused_by_the_owner_itself(pair: Pair) -
 
 
 def test_a_reader_that_takes_nothing_is_left() -> None:
-    owner = TcpTransport(fresh_name(), SECRET, TcpOptions(send_timeout_s=0.1))
+    owner = TcpTransport(fresh_name(), SECRET, TcpOptions(send_timeout_s=0.1, limits=CALM["limits"]))
     large = pattern(0, 32 << 20)
     capability = decode_capability(owner.register([Region(large.ctypes.data, large.nbytes)]))
     assert not isinstance(capability, str)
@@ -144,7 +148,7 @@ def test_a_reader_that_takes_nothing_is_left() -> None:
     rogue.say(bytes(session.output))
     until(lambda: owner.closed_connections().get(CloseReason.BACKLOG))
     rogue.close()
-    assert owner.close(30.0)
+    assert owner.close(TIMEOUT_S)
 
 
 def test_a_range_of_more_than_two_gibibytes_is_read() -> None:
@@ -156,15 +160,15 @@ def test_a_range_of_more_than_two_gibibytes_is_read() -> None:
         capability = owner.register([Region(source.address, source.num_bytes)])
         reader.register([Region(target.address, target.num_bytes)])
         remote = reader.attach(capability)
-        transfer = reader.read(remote, whole(source.num_bytes), 600.0)  # type: ignore[arg-type]
+        transfer = reader.read(remote, whole(source.num_bytes), patience.seconds(60.0))  # type: ignore[arg-type]
         while not isinstance(state := reader.poll(transfer), Done):
             assert reason_of(state) is None, state
             reader.wait(1.0)
         assert state.num_bytes == source.num_bytes > 1 << 31
         assert target.piece == source.piece
     finally:
-        assert reader.close(30.0)
-        assert owner.close(30.0)
+        assert reader.close(TIMEOUT_S)
+        assert owner.close(TIMEOUT_S)
         source.close()
         target.close()
 

@@ -14,7 +14,7 @@ import disk_store
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = disk_store.TIMEOUT_S
 
 
 class FaultyIO(FileIO):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import msgspec
+import patience
 
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.tiers import Completion, Slot, Ticket, TierMedium
@@ -14,7 +15,7 @@ from hybridkv.tiers.disk.files.names import rank_name, segment_name
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of, offset_of
 from hybridkv.tiers.disk.tables.record import Record
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience.seconds(6.0)
 """Only a broken tier ever waits that long."""
 
 FINGERPRINT = Fingerprint(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import patience
+
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
 from hybridkv.planner import LookupResult
@@ -17,8 +19,8 @@ from hybridkv.tiers.lmcache import LMCacheOptions, Site, open_index, open_medium
 
 CHUNK_BYTES = 4096
 SIZES = (CHUNK_BYTES, 1000)
-TIMEOUT_S = 60.0
-SOON = ConnectionOptions(call_timeout_s=2.0, beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
+TIMEOUT_S = patience.seconds(6.0)
+SOON = ConnectionOptions(call_timeout_s=patience.seconds(0.3), beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
 
 
 def chunk_bytes(seed: int, num_bytes: int = CHUNK_BYTES) -> bytes:
@@ -66,7 +68,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.namespace = namespace or uuid.uuid4().bytes
-        self.options = options or LMCacheOptions(move_timeout_s=20.0)
+        self.options = options or LMCacheOptions(move_timeout_s=patience.seconds(6.0))
         site = Site(address, self.namespace, num_ranks, sizes, SOON)
         self.index = open_index(site, self.options, clock)
         self.media = [open_medium(site, rank, self.options, time.monotonic) for rank in range(num_ranks)]

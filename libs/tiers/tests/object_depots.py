@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import patience
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Slot, TierIndex
@@ -12,8 +15,14 @@ from hybridkv.tiers.object import Depot, ObjectIndex, ObjectMedium, ObjectOption
 from hybridkv.tiers.object.format.record import HEADER_BYTES
 
 FINGERPRINT = bytes(range(32))
-TIMEOUT_S = 120.0
+TIMEOUT_S = patience.seconds(12.0)
 """Only a broken tier waits so long."""
+
+
+def patient(**chosen: Any) -> ObjectOptions:
+    """Options of an engine with a store that answers: no busy machine makes it give up what it expects."""
+    bounds = {"request_timeout_s": 1.0, "connect_timeout_s": 0.5, "opening_timeout_s": 1.0, "close_timeout_s": 1.0}
+    return ObjectOptions(**{name: patience.seconds(expected_s) for name, expected_s in bounds.items()} | chosen)
 
 
 def depot_at(directory: Path, secret: bytes = b"") -> Depot:
@@ -21,11 +30,11 @@ def depot_at(directory: Path, secret: bytes = b"") -> Depot:
 
 
 def index_at(directory: Path, options: ObjectOptions | None = None, world_size: int = 1) -> ObjectIndex:
-    return open_index(depot_at(directory), FINGERPRINT, world_size, options or ObjectOptions(), time.monotonic)
+    return open_index(depot_at(directory), FINGERPRINT, world_size, options or patient(), time.monotonic)
 
 
 def medium_at(directory: Path, options: ObjectOptions | None = None, rank: int = 0) -> ObjectMedium:
-    return open_medium(depot_at(directory), rank, options or ObjectOptions())
+    return open_medium(depot_at(directory), rank, options or patient())
 
 
 def pack_path(directory: Path, slot: Slot, rank: int = 0) -> Path:
@@ -54,16 +63,9 @@ def packs(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("*/p/*/*") if path.is_file())
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < end_s, "it is still not so"
-        time.sleep(0.005)
-
-
 def heard(index: TierIndex, keys: Iterable[Key]) -> list[LookupResult]:
     """Ask, and wait for the answers."""
     keys = list(keys)
     index.ask(keys, time.monotonic() + TIMEOUT_S)
-    wait_until(lambda: not index.any_pending(keys))
+    patience.wait_until(lambda: not index.any_pending(keys), "every question is answered")
     return [index.lookup(key) for key in keys]

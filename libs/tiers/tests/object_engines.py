@@ -6,7 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from object_depots import FINGERPRINT, TIMEOUT_S, manifests, wait_until
+import patience
+from object_depots import FINGERPRINT, TIMEOUT_S, manifests, patient
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot
@@ -16,6 +17,7 @@ from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import MoveOutcome, PathPosition, SlowerTier, SlowerTierOptions, TierMover, TierStack
 
 CHUNK_BYTES = 4096
+PATIENT = SlowerTierOptions(ask_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0))
 FULL, WINDOW = b"f" * 16, b"w" * 16
 """Tags of two groups."""
 
@@ -30,11 +32,11 @@ class Engine:
         options: ObjectOptions | None = None,
         slower: SlowerTierOptions | None = None,
     ) -> None:
-        options = options or ObjectOptions()
+        options = options or patient()
         self.index: ObjectIndex = open_index(depot, FINGERPRINT, num_ranks, options, time.monotonic)
         self.near = RamIndex(1 << 24, 4096)
         self.stack = TierStack(
-            self.near, [SlowerTier("object", self.index, slower or SlowerTierOptions())], num_ranks, time.monotonic
+            self.near, [SlowerTier("object", self.index, slower or PATIENT)], num_ranks, time.monotonic
         )
         self.arenas = [RamArena(1 << 24, 4096) for _ in range(num_ranks)]
         self.media = [open_medium(depot, rank, options) for rank in range(num_ranks)]
@@ -58,7 +60,7 @@ class Engine:
             self.step()
             return not self.stack.has_moves_alive()
 
-        wait_until(is_idle)
+        patience.wait_until(is_idle, "nothing moves")
 
     def store(self, path: list[bytes], chunks: dict[bytes, bytes]) -> None:
         """Each needs the one before it."""
@@ -79,7 +81,7 @@ class Engine:
 
     def hear(self, keys: list[bytes]) -> list[LookupResult]:
         self.stack.ask(keys)
-        wait_until(lambda: not self.stack.any_pending(keys))
+        patience.wait_until(lambda: not self.stack.any_pending(keys), "every question is answered")
         return [self.stack.lookup(key) for key in keys]
 
     def load(self, keys: list[bytes]) -> list[bytes] | None:
@@ -94,7 +96,7 @@ class Engine:
             assert hold is not None
             return not hold.waiting or hold.failure is not None
 
-        wait_until(is_over)
+        patience.wait_until(is_over, "the load is over")
         hold = self.stack.hold("r")
         assert hold is not None
         if hold.failure is not None:

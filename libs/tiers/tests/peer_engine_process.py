@@ -15,11 +15,12 @@ import sys
 from types import TracebackType
 from typing import Any
 
+import patience
 from peer_engines import CHUNK_BYTES, Engine, chunk_bytes
 
 from hybridkv.tiers import Key, Slot
 
-ANSWER_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = patience.seconds(12.0)
 
 
 class EngineProcess:

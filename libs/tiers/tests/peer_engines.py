@@ -6,6 +6,9 @@ import random
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import patience
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.peers.testing.suite import until
@@ -28,8 +31,17 @@ from hybridkv.tiers.testing.copying import CopyingMedium
 GRANULE_BYTES = 1024
 CHUNK_BYTES = 4096
 SECRET = Secret(b"a secret that all peers know")
-TIMEOUT_S = 60.0
-OPTIONS = PeerOptions(retry_s=0.05)
+TIMEOUT_S = patience.seconds(6.0)
+
+
+def patient(**chosen: Any) -> PeerOptions:
+    """Options of an engine with peers that answer: no busy machine makes it give up what it expects."""
+    load_s = patience.seconds(6.0)
+    bounds = {"retry_s": 0.05, "reach_timeout_s": load_s, "load_timeout_s": load_s, "lease_s": 2 * load_s}
+    return PeerOptions(**bounds | chosen)
+
+
+OPTIONS = patient()
 
 
 def fingerprint(model: str = "model") -> Fingerprint:

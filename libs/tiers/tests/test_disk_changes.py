@@ -30,9 +30,9 @@ from hybridkv.tiers.disk.format.layout import number_of
 from hybridkv.tiers.disk.opening import recovery
 from hybridkv.tiers.disk.tables.change_log import MAX_USES_IN_A_BATCH, ChangeLog
 
+TIMEOUT_S = disk_store.TIMEOUT_S
 OPTIONS = disk_store.options_for(12 * 8192, num_spare=3, changes_interval_s=0.0, direct=False)
 SMALL_OPTIONS = disk_store.options_for(4 * 8192, num_spare=3, changes_interval_s=0.0, direct=False)
-TIMEOUT_S = 30.0
 NAMESPACE = disk_store.FINGERPRINT.digest().hex()
 
 

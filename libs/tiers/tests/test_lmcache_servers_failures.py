@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 
+import patience
 import pytest
-from lmcache_servers import CHUNK_BYTES, Engine, ServerWithDisk, chunk_bytes, engine_at
+from lmcache_servers import CHUNK_BYTES, TIMEOUT_S, Engine, ServerWithDisk, chunk_bytes, engine_at
 
 from hybridkv.lmcache.connection import ServerAddress
 from hybridkv.lmcache.testing.server_process import command, eventually, variable
@@ -24,7 +25,7 @@ from hybridkv.tiers.lmcache import LMCacheOptions
 A, B, C = b"key a", b"key b", b"key c"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 SHORT = LMCacheOptions(move_timeout_s=1.0, reach_timeout_s=1.0)
-BRIEF = LMCacheOptions(move_timeout_s=5.0, missing_s=0.01)
+BRIEF = LMCacheOptions(move_timeout_s=patience.seconds(0.5), missing_s=0.01)
 """Enough for what is to be done, on a busy machine too."""
 
 
@@ -81,7 +82,7 @@ def test_a_server_that_is_killed_in_mid_load_and_mid_store_costs_those_and_is_us
     assert eventually(lambda: channel.num_open >= 2)
     assert engine.medium.poll() == []
     place.server.kill()
-    assert engine.medium.drain(60.0)
+    assert engine.medium.drain(TIMEOUT_S)
     completions = engine.medium.poll()
     assert {completion.failure.reason for completion in completions if completion.failure} == {FailureReason.IO}
     assert len(completions) == 2
@@ -101,11 +102,11 @@ def test_a_server_that_answers_no_more_costs_the_time_that_was_given(place: Serv
     far, new = engine.index.pin(A), engine.index.reserve(B, CHUNK_BYTES)
     assert far is not None and isinstance(new, Slot)
     place.server.signal(signal.SIGSTOP)
-    engine.index.ask([C], time.monotonic() + 0.2)
+    engine.index.ask([C], time.monotonic() + patience.seconds(0.1))
     assert engine.index.lookup(C) is PENDING
     engine.medium.load(Ticket(1), A, far, [bytearray(CHUNK_BYTES)])
     engine.medium.store(Ticket(2), B, new, [chunk_bytes(2)])
-    assert engine.medium.drain(60.0), "though the server is stopped still"
+    assert engine.medium.drain(TIMEOUT_S), "though the server is stopped still"
     assert all(each.failure and each.failure.reason is FailureReason.IO for each in engine.medium.poll())
     assert eventually(lambda: engine.index.lookup(C) is MISS)
     assert engine.index.take_counts().answers == {Answer.LATE: 1} and engine.index.heard.not_in_time == 1
@@ -145,13 +146,13 @@ def silent() -> Iterator[ServerAddress]:
 
 def test_a_server_that_never_answers_costs_an_opening_its_time_and_then_nothing(silent: ServerAddress) -> None:
     engine = Engine(silent, options=SHORT)
-    engine.index.ask([A], time.monotonic() + 60.0)
+    engine.index.ask([A], time.monotonic() + TIMEOUT_S)
     assert engine.index.lookup(A) is MISS and engine.index.heard == (0, 0), "nobody was asked"
     assert engine.index.reserve(A, CHUNK_BYTES) is Refusal.BUSY
     slot = Slot(((0, CHUNK_BYTES),))
     engine.medium.load(Ticket(1), A, slot, [bytearray(CHUNK_BYTES)])
     engine.medium.store(Ticket(2), B, slot, [chunk_bytes(2)])
-    assert engine.medium.drain(60.0)
+    assert engine.medium.drain(TIMEOUT_S)
     reasons = {each.ticket: each.failure.reason for each in engine.medium.poll() if each.failure is not None}
     assert reasons == {1: FailureReason.IO, 2: FailureReason.BUSY}, "a store is made again and blames nobody"
     engine.close()

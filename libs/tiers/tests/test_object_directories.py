@@ -12,14 +12,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import patience
 import pytest
-from object_depots import FINGERPRINT, depot_at, manifests, packs
+from object_depots import FINGERPRINT, depot_at, manifests, packs, patient
 from object_engines import Engine, chunks_of, path_of
 from obstore.exceptions import AlreadyExistsError, NotModifiedError
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
-from hybridkv.tiers.object import ObjectOptions, open_index
+from hybridkv.tiers.object import open_index
 from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.directory_store import path_of as directory_of
 
@@ -27,7 +28,7 @@ HIT, MISS = LookupResult.HIT, LookupResult.MISS
 SECRET = b"a secret of sixteen or more"
 ANOTHER = 54321
 """A user's number."""
-OPTIONS = ObjectOptions(missing_s=0.01)
+OPTIONS = patient(missing_s=0.01)
 
 
 @pytest.fixture(params=[0o000, 0o077])
@@ -65,7 +66,7 @@ def give_away(path: Path) -> None:
 
 def refusal(directory: Path, secret: bytes = b"") -> str:
     with pytest.raises(TierConfigurationError) as raised:
-        open_index(depot_at(directory, secret), FINGERPRINT, 1, ObjectOptions(), time.monotonic)
+        open_index(depot_at(directory, secret), FINGERPRINT, 1, patient(), time.monotonic)
     assert raised.value.field == "url"
     return str(raised.value)
 
@@ -308,15 +309,12 @@ _STUCK = """
 import sys, threading, time
 from pathlib import Path
 from object_engines import Engine, path_of
-from object_depots import depot_at
+from object_depots import TIMEOUT_S, depot_at, patient
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.files.file_io import FileIO
-from hybridkv.tiers.object import ObjectOptions
-from hybridkv.tiers.stack import SlowerTierOptions
 
 directory, what = Path(sys.argv[1]), sys.argv[2]
-options = ObjectOptions(missing_s=0.01, close_timeout_s=0.3)
-engine = Engine(depot_at(directory), options=options, slower=SlowerTierOptions(ask_timeout_s=2.0, load_timeout_s=2.0))
+engine = Engine(depot_at(directory), options=patient(missing_s=0.01, close_timeout_s=0.3))
 keys = path_of(20)
 begun = threading.Event()
 if what == "packs":
@@ -332,7 +330,7 @@ if what == "packs":
     engine.step()
 else:
     engine.stack.ask(keys)
-assert begun.wait(60)
+assert begun.wait(TIMEOUT_S)
 if what != "unclosed":
     engine.close(within_s=0.3)
 print("over", flush=True)
@@ -351,7 +349,7 @@ def test_a_read_that_never_ends_does_not_keep_its_process_alive(tmp_path: Path, 
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "over\n"
-        assert process.wait(60.0) == 0, "it is gone after its end"
+        assert process.wait(patience.seconds(6.0)) == 0, "it is gone after its end"
     finally:
         process.kill()
         process.wait()

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
+import patience
 import pytest
-from object_depots import FINGERPRINT, wait_until
+from object_depots import FINGERPRINT, patient
 from object_engines import FULL, WINDOW, Engine, chunks_of, path_of
 
 from hybridkv.planner import LookupResult
@@ -28,7 +29,7 @@ from hybridkv.tiers.testing.played_s3 import PlayedS3, Request, Trouble, Zeros
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 MIB = 1 << 20
-OPTIONS = ObjectOptions(missing_s=0.01, first_retry_s=0.02, last_retry_s=0.1, epoch_check_s=0.02)
+OPTIONS = patient(missing_s=0.01, first_retry_s=0.02, last_retry_s=0.1, epoch_check_s=0.02)
 
 
 @pytest.fixture
@@ -251,13 +252,14 @@ def test_of_a_manifest_that_is_too_large_no_more_is_read_than_its_size(s3: Playe
 
 JUNK = """
 import resource, sys, time
+from object_depots import patient
 from object_engines import Engine, path_of
-from hybridkv.tiers.object import Depot, ObjectOptions
+from hybridkv.tiers.object import Depot
 from hybridkv.planner import LookupResult
 url, port, secret = sys.argv[1], sys.argv[2], sys.argv[3].encode()
 settings = {"endpoint": f"http://127.0.0.1:{port}", "region": "us-east-1", "access_key_id": "a",
             "secret_access_key": "b"}
-engine = Engine(Depot(url, settings, secret), options=ObjectOptions(missing_s=0.01))
+engine = Engine(Depot(url, settings, secret), options=patient(missing_s=0.01))
 engine.hear(path_of(1, b"warm"))
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
@@ -281,11 +283,11 @@ print(max(most, rss()) - before, time.monotonic() - began)
 
 
 def grown_bytes(s3: PlayedS3, secret: str, number: int) -> int:
-    """By how much a scheduler's process has grown at most while it asked for a path. Its end takes its time at most."""
+    """By how much a scheduler's process has grown at most while it asked for a path. Its end waits for no junk."""
     command = [sys.executable, "-c", JUNK, "s3://fleet", str(s3.port), secret, str(number)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=patience.seconds(60.0))
     grown, close_s = done.stdout.split()
-    assert float(close_s) < 60.0
+    assert float(close_s) < patience.seconds(6.0)
     return int(grown)
 
 
@@ -410,15 +412,15 @@ def test_a_mark_that_was_lost_or_written_over_is_written_again(s3: PlayedS3, eng
     resetting = open_index(place, FINGERPRINT, 1, OPTIONS, time.monotonic, clears_all=True)
     resetting.clear()
     name = mark_name()
-    wait_until(lambda: name in s3.objects)
+    patience.wait_until(lambda: name in s3.objects, "the mark is written")
     mark = s3.objects[name]
     keys = path_of(5)
     engines.append(engine_at(s3))
     engines[0].store(keys, chunks_of(keys))
     del s3.objects[name]
-    wait_until(lambda: s3.objects.get(name) == mark)
+    patience.wait_until(lambda: s3.objects.get(name) == mark, "the lost mark is written again")
     s3.objects[name] = b"junk"
-    wait_until(lambda: s3.objects.get(name) == mark)
+    patience.wait_until(lambda: s3.objects.get(name) == mark, "the junk is written over")
     resetting.close()
     assert loaded(s3, keys) is not None
 
@@ -449,5 +451,5 @@ def test_a_store_that_refuses_while_it_comes_back_is_used_when_it_is_back(
     s3.trouble = trouble
     engines.append(engine_at(s3, options=msgspec.structs.replace(OPTIONS, opening_timeout_s=0.1)))
     is_gone.clear()
-    wait_until(lambda: not answers and engines[0].hear(keys) == [HIT] * 5)
+    patience.wait_until(lambda: not answers and engines[0].hear(keys) == [HIT] * 5, "the store is used again")
     assert engines[0].load(keys) == [chunks[key] for key in keys]

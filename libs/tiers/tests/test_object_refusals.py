@@ -10,23 +10,25 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
+import msgspec
+import patience
 import pytest
-from object_depots import FINGERPRINT, depot_at, wait_until
+from object_depots import FINGERPRINT, depot_at, patient
 from object_engines import Engine, chunks_of, path_of
 from obstore import exceptions
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, TierConfigurationError
 from hybridkv.tiers.files.file_io import FileIO
-from hybridkv.tiers.object import Depot, ObjectOptions, open_index
+from hybridkv.tiers.object import Depot, open_index
 from hybridkv.tiers.object.store import describe
 from hybridkv.tiers.stack import BreakerOptions, Direction, SlowerTierOptions
 from hybridkv.tiers.testing.played_s3 import PlayedS3, Request, Trouble
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
-OPTIONS = ObjectOptions(missing_s=0.01, first_retry_s=0.05, last_retry_s=0.1, epoch_check_s=0.05)
+OPTIONS = patient(missing_s=0.01, first_retry_s=0.05, last_retry_s=0.1, epoch_check_s=0.05)
 BREAKER = BreakerOptions(failures=3, first_pause_s=0.1, longest_pause_s=0.2)
-PATIENT = SlowerTierOptions(ask_timeout_s=60.0, load_timeout_s=60.0, breaker=BREAKER)
+PATIENT = SlowerTierOptions(ask_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0), breaker=BREAKER)
 FULL = Trouble(507, code="XMinioStorageFull", message="Storage backend has reached its minimum free drive threshold.")
 READER = Trouble(403, code="AccessDenied", message="Access Denied.")
 
@@ -125,9 +127,9 @@ def test_a_store_that_takes_nothing_at_the_start_is_read_at_once(
 ) -> None:
     keys, chunks = stored(depot(store))
     store.trouble = puts(refused)
-    patient = ObjectOptions(missing_s=0.01, first_retry_s=1000.0, last_retry_s=1000.0)
+    options = patient(missing_s=0.01, first_retry_s=1e6, last_retry_s=1e6)
     with caplog.at_level(logging.WARNING, "hybridkv"):
-        engines.append(Engine(depot(store), options=patient, slower=PATIENT))
+        engines.append(Engine(depot(store), options=options, slower=PATIENT))
         assert engines[0].index._courier.namespace is not None, "the start has not waited for a put"
         assert restores(engines[0], keys, chunks)
     said = [record.getMessage() for record in caplog.records if "takes no objects" in record.getMessage()]
@@ -144,9 +146,10 @@ def test_a_store_that_takes_objects_again_is_stored_to(
         keys = path_of(3, b"new")
         engines[0].begin_store(keys, chunks_of(keys))
         assert not is_stored(engines[0], keys)
-        time.sleep(0.5)  # some tries more
+        tried = store.counts["PUT"]
+        patience.wait_until(lambda: store.counts["PUT"] >= tried + 3, "it is tried again and again")
         store.trouble = nothing
-        wait_until(lambda: is_stored(engines[0], keys))
+        patience.wait_until(lambda: is_stored(engines[0], keys), "what was to be stored is there")
     said = [record.getMessage() for record in caplog.records]
     assert sum("takes no objects" in words for words in said) == 1
     assert sum("takes objects again" in words for words in said) == 1
@@ -164,7 +167,7 @@ def test_a_store_that_fills_up_is_read_on(store: PlayedS3, engines: list[Engine]
     assert Direction.PROMOTE not in engines[0].stack.take_counts().tiers["object"].breaker_openings
     store.trouble = nothing
     tries = count()
-    wait_until(lambda: _takes(engines[0], path_of(2, b"%04d" % next(tries))))
+    patience.wait_until(lambda: _takes(engines[0], path_of(2, b"%04d" % next(tries))), "something is stored again")
 
 
 def _takes(engine: Engine, keys: list[bytes]) -> bool:
@@ -175,11 +178,11 @@ def _takes(engine: Engine, keys: list[bytes]) -> bool:
 def test_a_store_that_neither_takes_nor_gives_is_not_reached(store: PlayedS3, engines: list[Engine]) -> None:
     keys, chunks = stored(depot(store))
     store.trouble = lambda request: Trouble(503)
-    options = ObjectOptions(missing_s=0.01, first_retry_s=0.05, last_retry_s=0.1, opening_timeout_s=0.2)
+    options = msgspec.structs.replace(OPTIONS, opening_timeout_s=0.2)
     engines.append(Engine(depot(store), options=options, slower=PATIENT))
     assert engines[0].index._courier.namespace is None
     store.trouble = nothing
-    wait_until(lambda: restores(engines[0], keys, chunks))
+    patience.wait_until(lambda: restores(engines[0], keys, chunks), "what is there is restored")
 
 
 class FullDisk(FileIO):
@@ -199,7 +202,7 @@ def test_a_full_directory_is_read_and_keeps_nothing_half_written(
     others = path_of(2, b"other")
     engines[0].begin_store(others, chunks_of(others))
     monkeypatch.undo()
-    wait_until(lambda: is_stored(engines[0], others))
+    patience.wait_until(lambda: is_stored(engines[0], others), "what was to be stored is there")
 
 
 # Without a secret.

@@ -10,24 +10,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import patience
 import pytest
-from object_depots import FINGERPRINT, wait_until
+from object_depots import FINGERPRINT, patient
 from object_engines import FULL, Engine, chunks_of, path_of
 from slow_link import SlowLink
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, TierConfigurationError
-from hybridkv.tiers.object import Depot, ObjectOptions, open_index
+from hybridkv.tiers.object import Depot, open_index
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, SlowerTierOptions
 from hybridkv.tiers.testing.object_server import BUCKET, VARIABLE, ObjectServer, command
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
-OPTIONS = ObjectOptions(missing_s=0.05, request_timeout_s=2.0, connect_timeout_s=1.0)
+OPTIONS = patient(missing_s=0.05)
 BREAKER = BreakerOptions(failures=3, first_pause_s=0.2, longest_pause_s=1.0)
-PATIENT = SlowerTierOptions(ask_timeout_s=20.0, load_timeout_s=60.0, breaker=BREAKER)
-BOUND_S = 60.0
-"""Of what takes a few seconds on a machine that has time."""
-HASTY = SlowerTierOptions(ask_timeout_s=0.25, load_timeout_s=3.0, breaker=BREAKER)
+PATIENT = SlowerTierOptions(ask_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0), breaker=BREAKER)
+BOUND_S = patience.seconds(6.0)
+"""Of what does not wait for the server."""
+# For what is going to fail. What then succeeds is tried until it does.
+QUICK = msgspec.structs.replace(
+    OPTIONS, request_timeout_s=patience.seconds(0.2), connect_timeout_s=patience.seconds(0.1)
+)
+HASTY = SlowerTierOptions(ask_timeout_s=0.25, load_timeout_s=patience.seconds(0.3), breaker=BREAKER)
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +154,8 @@ def test_an_engine_starts_without_its_server_and_finds_it_later(
         others = path_of(2, b"other")
         engines[0].begin_store(others, chunks_of(others))
         link.is_refusing = False
-        wait_until(lambda: _is_loaded(engines[0], keys, chunks))
-        wait_until(lambda: _is_stored(engines[0], others))
+        patience.wait_until(lambda: _is_loaded(engines[0], keys, chunks), "what is there is loaded")
+        patience.wait_until(lambda: _is_stored(engines[0], others), "what was to be stored is there")
 
 
 def _is_stored(engine: Engine, keys: list[bytes]) -> bool:
@@ -163,19 +168,19 @@ def test_a_stalled_connection_costs_a_question_its_deadline_and_a_load_its_own(
 ) -> None:
     keys, chunks = stored(depot(server, prefix))
     with SlowLink(server.port) as link:
-        engines.append(Engine(depot(server, prefix, port=link.port), options=OPTIONS, slower=HASTY))
+        engines.append(Engine(depot(server, prefix, port=link.port), options=QUICK, slower=HASTY))
         link.is_stalled = True
         began_s = time.monotonic()
         assert engines[0].hear(keys) == [MISS] * 40
         assert time.monotonic() - began_s < BOUND_S
         link.is_stalled = False
         link.cut()
-        wait_until(lambda: engines[0].hear(keys)[0] is HIT)
+        patience.wait_until(lambda: engines[0].hear(keys) == [HIT] * 40, "all is found")
         link.is_stalled = True
         assert engines[0].load(keys) is None
         link.is_stalled = False
         link.cut()
-        wait_until(lambda: _is_loaded(engines[0], keys, chunks))
+        patience.wait_until(lambda: _is_loaded(engines[0], keys, chunks), "what is there is loaded")
 
 
 def _is_loaded(engine: Engine, keys: list[bytes], chunks: dict[bytes, bytes]) -> bool:
@@ -209,17 +214,17 @@ def test_a_killed_server_is_left_alone_and_taken_up_again_when_it_is_back(
     try:
         place = depot(server, f"s3://{BUCKET}/killed")
         keys, chunks = stored(place)
-        engines.append(Engine(place, options=OPTIONS, slower=HASTY))
-        assert engines[0].hear(keys) == [HIT] * 40
+        engines.append(Engine(place, options=QUICK, slower=HASTY))
+        patience.wait_until(lambda: engines[0].hear(keys) == [HIT] * 40, "all is found")
         server.kill()
         began_s = time.monotonic()
         assert engines[0].load(keys) is None
         assert time.monotonic() - began_s < BOUND_S
         others = path_of(4, b"other")
         engines[0].store(others, chunks_of(others))
-        wait_until(lambda: _is_left_alone(engines[0]))
+        patience.wait_until(lambda: _is_left_alone(engines[0]), "the server is left alone")
         server = ObjectServer(weed, tmp_path, server.ports).wait()
-        wait_until(lambda: _is_loaded(engines[0], keys, chunks))
+        patience.wait_until(lambda: _is_loaded(engines[0], keys, chunks), "what is there is loaded")
     finally:
         server.kill()
 
@@ -235,7 +240,7 @@ def test_a_server_that_stands_still_at_the_end_does_not_hold_an_engine(tmp_path:
     if weed is None:
         pytest.skip(f"{VARIABLE} names no server of objects")
     with ObjectServer(weed, tmp_path) as server:
-        engine = Engine(depot(server, f"s3://{BUCKET}/still"), options=OPTIONS, slower=HASTY)
+        engine = Engine(depot(server, f"s3://{BUCKET}/still"), options=QUICK, slower=HASTY)
         keys = path_of(4)
         engine.begin_store(keys, chunks_of(keys))
         server.signal(signal.SIGSTOP)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import patience
 import pytest
 
 pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
@@ -24,13 +25,13 @@ from object_depots import (  # noqa: E402
     medium_at,
     pack_path,
     packs,
-    wait_until,
+    patient,
 )
 from object_engines import FULL, Engine, chunks_of, last_is_named, path_of  # noqa: E402
 
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import FailureReason, GathersMoves, Slot, Ticket, TierConfigurationError, TierMedium  # noqa: E402
-from hybridkv.tiers.object import ObjectMedium, ObjectOptions, open_index  # noqa: E402
+from hybridkv.tiers.object import ObjectMedium, open_index  # noqa: E402
 from hybridkv.tiers.object.directory_store import DirectoryStore  # noqa: E402
 from hybridkv.tiers.stack import (  # noqa: E402
     Direction,
@@ -59,7 +60,7 @@ class TestObjectTier(ExactTierConformance):
 
     def make_tier(self, capacity_bytes: int) -> Tier:
         # A suite ends no batch, so each chunk is a pack of its own.
-        options = ObjectOptions(known_bytes=capacity_bytes, pack_bytes=1)
+        options = patient(known_bytes=capacity_bytes, pack_bytes=1)
         self.tiers.append(Tier(index_at(self.path, options), medium_at(self.path, options)))
         return self.tiers[-1]
 
@@ -96,7 +97,7 @@ def test_what_one_engine_stored_another_finds_and_loads(tmp_path: Path, engines:
     keys = path_of(40)
     chunks = chunks_of(keys)
     engines[0].store(keys, chunks)
-    wait_until(lambda: last_is_named(tmp_path, keys))
+    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
     more = [*keys, FULL + b"x" * 32]
     assert engines[1].hear(more) == [HIT] * 40 + [MISS]
     assert engines[1].load(keys) == [chunks[key] for key in keys]
@@ -153,7 +154,7 @@ def test_a_flipped_bit_is_no_hit(tmp_path: Path, engines: list[Engine], secret: 
     first.close()
     [pack] = packs(tmp_path)
     flip(pack, 20 if where == "header" else 200)
-    engines.append(Engine(depot_at(tmp_path, secret), options=ObjectOptions(missing_s=0.01)))
+    engines.append(Engine(depot_at(tmp_path, secret), options=patient(missing_s=0.01)))
     assert engines[0].hear(keys) == [HIT] * 20
     assert engines[0].load(keys) is None
     assert engines[0].index.lookup(keys[0]) is MISS
@@ -215,7 +216,7 @@ def test_neighbours_come_in_one_read(tmp_path: Path, engines: list[Engine], monk
     engines += [Engine(depot_at(tmp_path)), Engine(depot_at(tmp_path))]
     engines[0].store(keys, chunks)
     assert len(packs(tmp_path)) == 1
-    wait_until(lambda: last_is_named(tmp_path, keys))
+    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
     reads: list[str] = []
     read = ObjectMedium._read
 
@@ -234,7 +235,7 @@ def test_a_reset_for_all_hides_what_is_stored_from_everybody(tmp_path: Path, eng
     first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))
     first.close()
-    resetting = open_index(depot_at(tmp_path), FINGERPRINT, 1, ObjectOptions(), time.monotonic, clears_all=True)
+    resetting = open_index(depot_at(tmp_path), FINGERPRINT, 1, patient(), time.monotonic, clears_all=True)
     assert heard(resetting, keys) == [HIT] * 5
     resetting.clear()
     assert heard(resetting, keys) == [MISS] * 5
@@ -267,10 +268,10 @@ def test_a_manifest_that_could_not_be_written_is_written_with_what_is_stored_nex
     keys = path_of(5)
     chunks = chunks_of(keys)
     engines[0].store(keys, chunks)
-    wait_until(lambda: bool(courier._unpublished))
+    patience.wait_until(lambda: bool(courier._unpublished), "the manifest was not written")
     courier._store = store
     engines[0].store(others, chunks_of(others))
-    wait_until(lambda: last_is_named(tmp_path, keys))
+    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
 
 
 async def fails(*arguments: object, **more: object) -> None:
@@ -278,19 +279,19 @@ async def fails(*arguments: object, **more: object) -> None:
 
 
 def test_an_engine_hears_that_another_began_an_epoch(tmp_path: Path, engines: list[Engine]) -> None:
-    engines += [Engine(depot_at(tmp_path), options=ObjectOptions(epoch_check_s=0.02)) for _ in range(2)]
+    engines += [Engine(depot_at(tmp_path), options=patient(epoch_check_s=0.02)) for _ in range(2)]
     keys = path_of(5)
     engines[0].store(keys, chunks_of(keys))
     assert engines[0].index.lookup(keys[0]) is HIT
-    resetting = open_index(depot_at(tmp_path), FINGERPRINT, 1, ObjectOptions(), time.monotonic, clears_all=True)
+    resetting = open_index(depot_at(tmp_path), FINGERPRINT, 1, patient(), time.monotonic, clears_all=True)
     resetting.clear()
     resetting.close()
-    wait_until(lambda: engines[0].index.lookup(keys[0]) is MISS)
+    patience.wait_until(lambda: engines[0].index.lookup(keys[0]) is MISS, "the new epoch is heard of")
     chunks = chunks_of(keys)
     other = Engine(depot_at(tmp_path))
     other.store(keys, chunks)
     other.close()
-    wait_until(lambda: engines[1].hear(keys[:1]) == [HIT])
+    patience.wait_until(lambda: engines[1].hear(keys[:1]) == [HIT], "the new epoch is heard of")
 
 
 def test_a_store_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:

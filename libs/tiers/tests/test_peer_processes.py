@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import patience
 import pytest
 from peer_engine_process import EngineProcess
-from peer_engines import CHUNK_BYTES, Engine, chunk_bytes, found, load
+from peer_engines import CHUNK_BYTES, OPTIONS, TIMEOUT_S, Engine, chunk_bytes, found, load, patient
 
 from hybridkv.peers.testing.suite import until
 from hybridkv.planner import LookupResult
@@ -16,8 +17,8 @@ from hybridkv.tiers.peer import PeerOptions
 
 A, B = b"key a", b"key b"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
-QUICK = PeerOptions(retry_s=0.05, load_timeout_s=0.5, reach_timeout_s=0.1)
-"""For what is going to fail."""
+QUICK = patient(load_timeout_s=patience.seconds(0.1), reach_timeout_s=patience.seconds(0.02))
+"""For what is going to fail. What then succeeds is tried until it does."""
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def peer() -> Iterator[EngineProcess]:
 
 
 def asking(peer: EngineProcess, options: PeerOptions | None = None) -> Engine:
-    return Engine([peer.port], options=options or PeerOptions(retry_s=0.05))
+    return Engine([peer.port], options=options or OPTIONS)
 
 
 def test_another_process_gives_what_it_holds(peer: EngineProcess) -> None:
@@ -51,12 +52,12 @@ def test_a_peer_that_is_killed_costs_a_load_and_is_missed(peer: EngineProcess) -
         assert far is not None
         peer.kill()
         asker.medium.load(Ticket(1), A, far, [bytearray(CHUNK_BYTES)])
-        assert asker.medium.drain(60.0)
+        assert asker.medium.drain(TIMEOUT_S)
         [completion] = asker.medium.poll()
         assert completion.failure is not None and completion.failure.reason is FailureReason.IO
         until(lambda: asker.index.lookup(A) is MISS)
         asker.index.unpin(A)
-        asker.index.ask([B], time.monotonic() + 60.0)
+        asker.index.ask([B], time.monotonic() + TIMEOUT_S)
         assert asker.index.lookup(B) is MISS, "there is nobody to wait for"
     finally:
         asker.close()
@@ -67,14 +68,13 @@ def test_a_peer_that_is_stopped_costs_the_time_that_was_given(peer: EngineProces
     try:
         assert found(asker, A) == [HIT]
         peer.stop()
-        asker.index.ask([B], time.monotonic() + 0.05)
+        asker.index.ask([B], time.monotonic() + patience.seconds(0.05))
         assert asker.index.lookup(B) is PENDING
         until(lambda: asker.index.lookup(B) is MISS)
         assert asker.index.take_counts().answers == {Answer.HELD: 1, Answer.LATE: 1}
         assert load(asker, A) is FailureReason.IO
         peer.go_on()
-        until(lambda: found(asker, A) == [HIT])
-        assert load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
+        until(lambda: found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES))
     finally:
         asker.close()
 

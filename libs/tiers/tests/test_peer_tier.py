@@ -12,7 +12,7 @@ import pytest
 pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
 
 import peer_engines  # noqa: E402
-from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load  # noqa: E402
+from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load, patient  # noqa: E402
 
 from hybridkv.peers.testing.suite import until  # noqa: E402
 from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport  # noqa: E402
@@ -28,7 +28,7 @@ from hybridkv.tiers import (  # noqa: E402
     TierIndex,
     TierMedium,
 )
-from hybridkv.tiers.peer import Neighbourhood, PeerOptions, open_index, reading  # noqa: E402
+from hybridkv.tiers.peer import Neighbourhood, open_index, reading  # noqa: E402
 from hybridkv.tiers.peer.places import at_peer  # noqa: E402
 from hybridkv.tiers.ram import RamIndex  # noqa: E402
 from hybridkv.tiers.testing.conformance import (  # noqa: E402
@@ -198,7 +198,7 @@ def test_engines_give_each_other_what_they_hold(engine: MakeEngine) -> None:
 
 
 def test_a_chunk_in_pieces_comes_whole_into_pieces(engine: MakeEngine) -> None:
-    holder = engine(capacity_bytes=16 * 1024, options=PeerOptions(leased_share=1.0))
+    holder = engine(capacity_bytes=16 * 1024, options=patient(leased_share=1.0))
     asker = engine([holder.port], capacity_bytes=16 * 1024)
     for made in (holder, asker):
         for number in range(16):
@@ -227,7 +227,7 @@ def test_what_is_being_read_is_not_evicted_and_goes_afterwards(engine: MakeEngin
 
 
 def test_what_was_withdrawn_and_overwritten_is_a_failure_and_no_wrong_bytes(engine: MakeEngine) -> None:
-    holder = engine(capacity_bytes=CHUNK_BYTES, options=PeerOptions(leased_share=1.0))
+    holder = engine(capacity_bytes=CHUNK_BYTES, options=patient(leased_share=1.0))
     asker = engine([holder.port])
     for change in ("withdrawn", "another", "torn"):
         asker.index.clear()
@@ -288,7 +288,7 @@ def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
 
 def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: MakeEngine) -> None:
     holder = engine()
-    asker = engine([holder.port], options=PeerOptions(retry_s=0.05, reach_timeout_s=0.05))
+    asker = engine([holder.port], options=patient(reach_timeout_s=0.05))
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
     assert found(asker, A) == [HIT]
     far = asker.index.pin(A)
@@ -296,20 +296,20 @@ def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: Mak
     holder.close()
     until(lambda: asker.index.lookup(A) is MISS)
     asker.medium.load(FIRST, A, far, [bytearray(CHUNK_BYTES)])
-    assert asker.medium.drain(60.0)
+    assert asker.medium.drain(peer_engines.TIMEOUT_S)
     [completion] = asker.medium.poll()
     assert completion.failure is not None and completion.failure.reason is FailureReason.IO
     asker.index.unpin(A)
     until(lambda: not asker.messenger.ready())
     again = engine(port=holder.port)
     again.put(A, chunk_bytes(4, CHUNK_BYTES))
-    assert found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(4, CHUNK_BYTES)
+    until(lambda: found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(4, CHUNK_BYTES))
 
 
 def test_a_peer_that_the_transport_has_given_up_is_connected_to_again(engine: MakeEngine) -> None:
     """As NIXL's does with one whose reads it cannot end. The connection beside it does not notice."""
     holder = engine()
-    asker = engine([holder.port], options=PeerOptions(retry_s=0.05))
+    asker = engine([holder.port])
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
     assert found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
     inner = asker.medium._reading
@@ -321,7 +321,7 @@ def test_a_peer_that_the_transport_has_given_up_is_connected_to_again(engine: Ma
 
 def test_as_many_chunks_as_wait_are_read_and_more_are_busy(engine: MakeEngine) -> None:
     holder = engine(capacity_bytes=1 << 20)
-    options = PeerOptions(retry_s=0.05, reading_bytes=2 * CHUNK_BYTES, max_reads=3, max_waiting=200)
+    options = patient(reading_bytes=2 * CHUNK_BYTES, max_reads=3, max_waiting=200)
     asker = engine([holder.port], options=options)
     keys = [b"%d" % number for number in range(100)]
     for number, key in enumerate(keys):
@@ -330,7 +330,7 @@ def test_as_many_chunks_as_wait_are_read_and_more_are_busy(engine: MakeEngine) -
     buffers = {number: bytearray(CHUNK_BYTES) for number in range(300)}
     for number, buffer in buffers.items():
         asker.medium.load(Ticket(number), keys[number % 100], places[keys[number % 100]], [buffer])
-    assert asker.medium.drain(60.0)
+    assert asker.medium.drain(peer_engines.TIMEOUT_S)
     done = {completion.ticket: completion.failure for completion in asker.medium.poll()}
     assert len(done) == 300
     right = [number for number, failure in done.items() if failure is None]
@@ -365,7 +365,7 @@ def test_memory_is_read_where_its_engine_was_reached(engine: MakeEngine, monkeyp
         patched.setattr(peer_engines, "TcpTransport", elsewhere)
         holder = engine()
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
-    asker = engine([holder.port], options=PeerOptions(retry_s=0.05, reach_timeout_s=0.2))
+    asker = engine([holder.port], options=patient(reach_timeout_s=0.2))
     assert found(asker, A) == [HIT] and load(asker, A) is FailureReason.IO
 
 
@@ -380,9 +380,9 @@ def test_a_close_ends_every_load(engine: MakeEngine) -> None:
 
 
 def test_a_load_from_an_unknown_peer_ends(engine: MakeEngine) -> None:
-    asker = engine(options=PeerOptions(reach_timeout_s=0.05))
+    asker = engine(options=patient(reach_timeout_s=0.05))
     asker.medium.load(FIRST, A, at_peer(5, Slot(((0, 8),))), [bytearray(8)])
-    assert asker.medium.drain(60.0)
+    assert asker.medium.drain(peer_engines.TIMEOUT_S)
     [completion] = asker.medium.poll()
     assert completion.failure is not None and completion.failure.reason is FailureReason.IO
 

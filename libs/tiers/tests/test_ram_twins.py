@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import patience
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -230,7 +231,7 @@ def test_an_extension_that_is_older_is_done_without_and_that_is_said(tmp_path: P
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("class MemoryCopier: ...")
     run = [sys.executable, "-c", OLDER, str(tmp_path)]
-    told = subprocess.run(run, check=True, capture_output=True, text=True, timeout=120).stdout
+    told = subprocess.run(run, check=True, capture_output=True, text=True, timeout=patience.seconds(12.0)).stdout
     assert "in Python, since hybridkv.native cannot be imported (cannot import name 'GranuleLedger'" in told
 
 
@@ -331,7 +332,7 @@ def test_other_threads_may_look_while_it_works() -> None:
     threads = [threading.Thread(target=look) for _ in range(3)]
     for thread in threads:
         thread.start()
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + patience.seconds(6.0)
     for turn in itertools.count():
         # A busy machine may let nobody look before the calls are made.
         if turn >= 3000 and (max(found, default=0) > 0 or time.monotonic() > deadline_s):
@@ -376,7 +377,9 @@ except TierConfigurationError as error:
 
 
 def test_where_there_are_no_addresses_for_its_tables_that_is_what_is_said() -> None:
-    told = subprocess.run([sys.executable, "-c", BOUNDED], check=True, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(
+        [sys.executable, "-c", BOUNDED], check=True, capture_output=True, text=True, timeout=patience.seconds(12.0)
+    )
     assert "addresses" in told.stdout and "ulimit -v" in told.stdout
 
 
@@ -402,7 +405,7 @@ print(begun - before, resident() - before, index.most_index_bytes)
 def test_an_index_costs_nothing_at_first_and_then_at_most_96_bytes_a_key() -> None:
     count = 200_000
     run = [sys.executable, "-c", MEASURED, str(count)]
-    told = subprocess.run(run, check=True, capture_output=True, text=True, timeout=120).stdout
+    told = subprocess.run(run, check=True, capture_output=True, text=True, timeout=patience.seconds(12.0)).stdout
     begun, full, most = map(int, told.split())
     # Python's own part is about a MiB of what was measured.
     assert begun < 1 << 20 and full < 96 * count + (2 << 20) and most <= 96 * count

@@ -13,11 +13,12 @@ import threading
 from collections import deque
 
 import numpy as np
+import patience
 
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import CopyTuning, CudaError, MemoryKind, Queue, fragment_table
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience.seconds(6.0)
 SMALL = CopyTuning(large_run_bytes=4096, direct_job_bytes=512, staging_bytes=16384, tile_bytes=256, num_blocks=2)
 
 

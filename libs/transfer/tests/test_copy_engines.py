@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import patience
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ from hybridkv.transfer import (
 )
 from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience.seconds(6.0)
 POISON = 0xA5
 ENGINES: dict[str, Callable[[], CopyEngine]] = {
     "inline": InlineCopyEngine,

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
+import patience
 import pytest
 
 from hybridkv.transfer import CopyResult, CopyRuns, CpuCopyEngine, JobId
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience.seconds(6.0)
 
 
 class Gate:

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 
+import patience
 import pytest
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience.seconds(12.0)
 
 QUEUE_JOBS = """
 import builtins, sys
+import patience
 import numpy as np
 from hybridkv.transfer import CopyRuns, CpuCopyEngine, JobId
 
@@ -24,11 +26,12 @@ for number in range(1000):
     assert engine.submit(JobId(number), CopyRuns.of([(source.ctypes.data, destination.ctypes.data, num_bytes)]))
 if sys.argv[2] == "kept":
     builtins.kept = source, destination
-assert engine.wait([JobId(0)], 30.0)
+assert engine.wait([JobId(0)], patience.seconds(6.0))
 """
 
 STAND_STILL = """
 import threading
+import patience
 from hybridkv.transfer import CopyRuns, CpuCopyEngine, JobId, queued
 
 queued.EXIT_TIMEOUT_S = 0.01
@@ -40,11 +43,12 @@ def stand_still():
     threading.Event().wait()
 
 engine.submit(JobId(0), CopyRuns.empty(), before=stand_still)
-assert entered.wait(30.0)
+assert entered.wait(patience.seconds(6.0))
 """
 
 FORK = """
 import os, sys, threading
+import patience
 from hybridkv.transfer import CpuCopyEngine
 
 engine = CpuCopyEngine()
@@ -57,7 +61,7 @@ def hold():  # as the copy thread may when somebody forks
 
 holder = threading.Thread(target=hold)
 holder.start()
-assert held.wait(30.0)
+assert held.wait(patience.seconds(6.0))
 child = os.fork()
 if child == 0:
     sys.exit(0)

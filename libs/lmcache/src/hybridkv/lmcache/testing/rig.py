@@ -20,7 +20,7 @@ from hybridkv.lmcache.wire import Call
 
 T = TypeVar("T")
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 OWN = -1
 Blocks = dict[int, dict[int, bytes]]
 """Bytes by group and position in its table."""
@@ -91,7 +91,7 @@ class Rig:
         whose = self.rank if rank == OWN else rank
         return wait(lambda end: self.operations.lookup(self.prefix(digests), whose, timeout_s, end))
 
-    def ask_when_down(self, digests: Sequence[bytes], timeout_s: float = 1.0) -> Ended[Found]:
+    def ask_when_down(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> Ended[Found]:
         """A lookup at a server whose chunk is not known."""
         prefix = Prefix("nothing", self._world_size, words_of(digests, 256))
         return wait(lambda end: self.operations.lookup(prefix, self.rank, timeout_s, end))

@@ -21,7 +21,7 @@ from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
 
 START_S = 900.0
 """It imports torch, and machines are busy."""
-STOP_S = 20.0
+STOP_S = 60.0
 
 
 def variable(version: str) -> str:
@@ -72,7 +72,7 @@ class ServerProcess:
         http = HttpAddress(self.address.host, self.address.http_port)
         while True:
             try:
-                get_json(http, "/healthcheck", 5.0)
+                get_json(http, "/healthcheck", 60.0)
                 return self
             except HttpError as failure:
                 if self._process.poll() is not None or time.monotonic() > until_s:
@@ -82,7 +82,7 @@ class ServerProcess:
 
     def status(self) -> dict[str, Any]:
         """What it says of itself."""
-        status: dict[str, Any] = get_json(HttpAddress(self.address.host, self.address.http_port), "/status", 30.0)
+        status: dict[str, Any] = get_json(HttpAddress(self.address.host, self.address.http_port), "/status", 300.0)
         return status
 
     def log(self) -> str:
@@ -138,7 +138,7 @@ def _environment(directory: Path) -> dict[str, str]:
     return {**os.environ, **ours}
 
 
-def eventually(is_true: Callable[[], bool], within_s: float = 60.0) -> bool:
+def eventually(is_true: Callable[[], bool], within_s: float = 300.0) -> bool:
     """Whether something that another process does becomes true in time."""
     until_s = time.monotonic() + within_s
     while not is_true():

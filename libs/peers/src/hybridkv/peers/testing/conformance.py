@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.testing.memory import pattern, poisoned, region_of
-from hybridkv.peers.testing.suite import Reader, reason_of, whole
+from hybridkv.peers.testing.suite import TIMEOUT_S, Reader, reason_of, whole
 from hybridkv.peers.transport import Done, Failed, FailureReason, Ranges, Region, RemoteId, TransferId, Transport
 
 SIZES = (65536, 4096, 200_000)
@@ -32,7 +32,7 @@ class TransportConformance:
 
     def teardown_method(self) -> None:
         for transport in self._made:
-            assert transport.close(10.0)
+            assert transport.close(TIMEOUT_S)
 
     def transport(self, max_transfers: int = 64) -> Transport:
         self._made.append(self.make_transport(max_transfers))
@@ -169,7 +169,7 @@ class TransportConformance:
         owner = Reader(self.transport(), SIZES, neighbours=self._made)
         reader = Reader(self.transport(max_transfers=2), SIZES, neighbours=self._made)
         remote = reader.attach(owner.capability)
-        transfers = [reader.transport.read(remote, whole(64), 60.0) for _ in range(3)]
+        transfers = [reader.transport.read(remote, whole(64), TIMEOUT_S) for _ in range(3)]
         states = [reader.ended(transfer) for transfer in transfers]
         assert [reason_of(state) for state in states] == [None, None, FailureReason.BUSY]
         for transfer in transfers:
@@ -180,7 +180,7 @@ class TransportConformance:
         reader, owner, remote = self.pair()
         before = [each.copy() for each in reader.regions]
         parts = [Ranges.of([(2, 10_000 * at, 2, 10_000 * at, 10_000)]) for at in range(20)]
-        transfers = [reader.transport.read(remote, part, 60.0) for part in parts]
+        transfers = [reader.transport.read(remote, part, TIMEOUT_S) for part in parts]
         for transfer in reversed(transfers):
             assert isinstance(reader.ended(transfer), Done)
             reader.release(transfer)
@@ -188,7 +188,7 @@ class TransportConformance:
 
     def test_a_state_stays_until_it_is_released(self) -> None:
         reader, _, remote = self.pair()
-        transfer = reader.transport.read(remote, whole(64), 60.0)
+        transfer = reader.transport.read(remote, whole(64), TIMEOUT_S)
         state = reader.ended(transfer)
         reader.transport.cancel(transfer)
         assert reader.transport.poll(transfer) == state
@@ -198,7 +198,7 @@ class TransportConformance:
     def test_what_was_released_writes_nothing(self) -> None:
         reader, _, remote = self.pair()
         for _ in range(20):
-            transfer = reader.transport.read(remote, whole(SIZES[2], region=2), 60.0)
+            transfer = reader.transport.read(remote, whole(SIZES[2], region=2), TIMEOUT_S)
             reader.release(transfer)
             reader.regions[2][:] = 1
             assert isinstance(reader.finish(remote, whole(64)), Done)
@@ -206,14 +206,14 @@ class TransportConformance:
 
     def test_a_close_ends_reads_and_writes_nothing_afterwards(self) -> None:
         reader, _, remote = self.pair()
-        transfers = [reader.transport.read(remote, whole(SIZES[2], region=2), 60.0) for _ in range(8)]
-        assert reader.transport.close(30.0)
+        transfers = [reader.transport.read(remote, whole(SIZES[2], region=2), TIMEOUT_S) for _ in range(8)]
+        assert reader.transport.close(TIMEOUT_S)
         reader.regions[2][:] = 1
         for transfer in transfers:
             assert isinstance(reader.transport.poll(transfer), Done | Failed)
             assert reader.transport.release(transfer)
         assert (reader.regions[2] == 1).all()
-        assert reader.transport.close(1.0)
+        assert reader.transport.close(TIMEOUT_S)
 
     def test_mistakes_of_the_caller_are_errors(self) -> None:
         reader, _, remote = self.pair()
@@ -228,7 +228,7 @@ class TransportConformance:
         ]
         for call in calls:
             self._expect_error(call)
-        assert transport.close(10.0)
+        assert transport.close(TIMEOUT_S)
         self._expect_error(lambda: transport.read(remote, whole(64), 1.0))
         self._expect_error(lambda: transport.register([]))
         self._expect_error(lambda: transport.attach(b""))

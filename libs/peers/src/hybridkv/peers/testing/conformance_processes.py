@@ -27,7 +27,7 @@ class ProcessConformance:
 
     def teardown_method(self) -> None:
         for transport in self._made:
-            assert transport.close(30.0)
+            assert transport.close(TIMEOUT_S)
 
     def reader(self, size: int = SIZE) -> Reader:
         self._made.append(self.make_transport())
@@ -126,7 +126,7 @@ class ProcessConformance:
             assert isinstance(reader.finish(remote, whole(64)), Done)
             peer.stop()
             transfer = reader.transport.read(remote, whole(SIZE), TIMEOUT_S)
-            assert reader.transport.close(30.0)
+            assert reader.transport.close(TIMEOUT_S)
             reader.regions[0][:] = 1
             peer.go_on()
             peer.tell({"do": "fill", "region": 0, "value": 2})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 
+from hybridkv.peers.testing.suite import TIMEOUT_S
 from hybridkv.peers.transport import Transport
 from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
 from hybridkv.peers.wire import NO_SECRET, Secret, WireLimits
@@ -17,15 +18,27 @@ def fresh_name() -> str:
 
 def tcp(max_transfers: int = 64) -> Transport:
     # Small shares and requests, so that reads are several of either.
-    options = TcpOptions(share_bytes=1 << 16, max_ranges=512, max_transfers=max_transfers)
+    limits = WireLimits(max_frame_bytes=4 << 20, max_buffered_bytes=8 << 20, handshake_timeout_s=TIMEOUT_S)
+    options = TcpOptions(
+        share_bytes=1 << 16,
+        max_ranges=512,
+        max_transfers=max_transfers,
+        connect_timeout_s=TIMEOUT_S,
+        limits=limits,
+    )
     return TcpTransport(fresh_name(), SECRET, options)
 
 
 def tcp_without_a_secret(max_transfers: int = 64) -> Transport:
-    limits = WireLimits(max_frame_bytes=1 << 20, max_buffered_bytes=2 << 20)
-    return TcpTransport(
-        fresh_name(), NO_SECRET, TcpOptions(connections=1, max_transfers=max_transfers, max_ranges=4096, limits=limits)
+    limits = WireLimits(max_frame_bytes=1 << 20, max_buffered_bytes=2 << 20, handshake_timeout_s=TIMEOUT_S)
+    options = TcpOptions(
+        connections=1,
+        max_ranges=4096,
+        max_transfers=max_transfers,
+        connect_timeout_s=TIMEOUT_S,
+        limits=limits,
     )
+    return TcpTransport(fresh_name(), NO_SECRET, options)
 
 
 def nixl(max_transfers: int = 64) -> Transport:

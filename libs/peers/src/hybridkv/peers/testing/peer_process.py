@@ -21,7 +21,7 @@ from typing import Any
 from hybridkv.peers.testing.factories import FACTORIES
 from hybridkv.peers.testing.memory import Bytes, pattern, region_of
 
-ANSWER_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 300.0
 
 
 class PeerProcess:
