@@ -78,6 +78,16 @@ void a_store_writes_its_slots_in_order() {
   expect(stored.ends == std::vector<std::int64_t>{4, 7} && stored.zero_bytes == 20, "where each chunk ends");
 }
 
+void a_page_is_cut_where_its_slot_is() {
+  Lowering lowering(kArena, kArenaBytes, kZeros, 24);
+  lowering.add_group(0, 0, two_layers());
+  const Job job{{{1, 0, 0, 1, 1, 0, 0, 0, 3, 0}}, {3}, {}, {{40, 4}, {500, 20}, {80, 8}}};
+  expect(runs_of(lowering.load(job.table())) ==
+             std::vector<Run>{
+                 {kArena + 40, 1'030, 4}, {kArena + 500, 1'034, 6}, {kArena + 512, 5'060, 8}, {kArena + 80, 5'068, 8}},
+         "a run ends where its extent does, also when it begins inside one");
+}
+
 void a_load_is_as_few_runs_as_it_can_be() {
   Lowering lowering(kArena, kArenaBytes, kZeros, 24);
   lowering.add_group(0, 0, {{{1'000, 16, 16, 0}}, 16, kBlocks});
@@ -188,6 +198,7 @@ void parts_may_come_while_others_lower() {
 
 int main() {
   a_store_writes_its_slots_in_order();
+  a_page_is_cut_where_its_slot_is();
   a_load_is_as_few_runs_as_it_can_be();
   what_cannot_be_is_refused();
   no_table_leads_outside();

@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from test_lookups import BLOCK, FULL, STATE, make_layout
 from vllm.config import KVEventsConfig
 from vllm.distributed import kv_events
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.events import RouterEvents
+from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.requests import Requests
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.tiers import Slot
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import TierStack
 
 
 class Config:
@@ -46,3 +56,22 @@ def test_hashes_are_numbers_or_bytes_as_the_operator_says(monkeypatch: pytest.Mo
     assert compat.event_hash(b"\x01" * 32) == int.from_bytes(b"\x01" * 8, "big")
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     assert compat.event_hash(b"\x01" * 32) == b"\x01" * 32
+
+
+def test_a_state_is_announced_for_the_last_hash_block_of_its_chunk_alone() -> None:
+    """A request that shares half of the chunk cannot resume from this state."""
+    made, near = make_layout((FULL, STATE)), RamIndex(1 << 20, 4096)
+    events = RouterEvents(
+        made.layout, TierStack(near, (), 1, lambda: 0.0), [{"group_idx": 0}, {"group_idx": 1}], Recorder()
+    )
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    request, end = Request("r", [1] * 8, SamplingParams(max_tokens=1), None, block_hasher=hasher), 2 * BLOCK
+    tracked = Requests(made.layout, made.keys, Adapters(made.keys, 0)).track(request)
+    for group in (0, 1):
+        key = tracked.keys().key(group, end)
+        assert isinstance(near.reserve(key, 1), Slot) and near.commit(key)
+    events.met(tracked)
+    hashes = {event.group_idx: event.block_hashes for event in events.take()}
+    first, last = (compat.event_hash(block_hash) for block_hash in request.block_hashes[:2])
+    assert hashes == {0: [first, last], 1: [last]}

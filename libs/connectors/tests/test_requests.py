@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,14 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.compat import extra_hash_bytes
 from hybridkv.connectors.vllm.duties import BOTH, Duties
 from hybridkv.connectors.vllm.identity import adapters as module
 from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.identity.files import Signature
 from hybridkv.connectors.vllm.loads import Deadlines
-from hybridkv.connectors.vllm.messages import StoreOutcome
+from hybridkv.connectors.vllm.messages import Store, StoreOutcome
 from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
@@ -134,10 +136,10 @@ def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
 
 
 def new_scheduler(duties: Duties = BOTH) -> OffloadScheduler:
-    """Of an engine with one FULL group and nothing stored, whose adapters' files are an hour old."""
+    """Scheduler's half of an engine with one FULL group, nothing stored, and adapter files that are an hour old."""
     made, later_ns = make_layout((FULL,)), time.time_ns() + 3600 * 10**9
     return OffloadScheduler(
-        made.layout,
+        dataclasses.replace(made.layout, layers=((LayerLayout("layer0", 64),),)),
         Identity(made.keys, Adapters(made.keys, later_ns, lambda: later_ns)),
         TierStack(RamIndex(1 << 20, 4096), (), 1, lambda: 0.0),
         LoadAdmission(made.spec, 64),
@@ -272,3 +274,27 @@ def test_what_the_engine_copied_wrongly_is_known_where_nothing_is_stored_too(dut
     )
     scheduler.plan_step(output)
     assert scheduler._wrong.holds(3)
+
+
+def test_a_preempted_request_stores_anew_what_is_gone_meanwhile() -> None:
+    scheduler, request = new_scheduler(), new_request()
+    pool = BlockPool(8, enable_caching=True, hash_block_size=BLOCK)
+    scheduler.bind_block_pool(pool)
+    table = [block.block_id for block in pool.get_new_blocks(2)]
+    assert scheduler.matched_tokens(request, 0) == 0
+
+    def step(num_tokens: int, preempted: set[str]) -> tuple[Store, ...]:
+        output: Any = SimpleNamespace(
+            preempted_req_ids=preempted,
+            finished_req_ids=set(),
+            num_scheduled_tokens={"r": num_tokens} if num_tokens else {},
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}, block_ids={"r": (table,)}),
+            has_sync_kv_loads=False,
+        )
+        return scheduler.plan_step(output).stores
+
+    (store,) = step(2 * BLOCK, set())
+    scheduler._stores.on_ended({store.store_id: StoreOutcome(1, "lost", "io")})
+    assert not step(2 * BLOCK, set()), "a request that goes on does not look back"
+    assert not step(0, {"r"})
+    assert step(2 * BLOCK, set())

@@ -374,14 +374,15 @@ def test_room_is_never_overdrawn() -> None:
     assert 90 <= asyncio.run(run()) <= 100
 
 
-def test_a_quarantine_is_bounded_and_ends() -> None:
+@pytest.mark.parametrize("later_s", [10.0, 11.0])
+def test_a_quarantine_is_bounded_and_ends(later_s: float) -> None:
     now = [0.0]
     bad: Quarantine[str, int] = Quarantine(2, 10.0, lambda: now[0])
     for number, name in enumerate("abc"):
         bad.add(name, number)
     assert ["a" in bad, "b" in bad, bad.get("c")] == [False, True, 2]
     bad.release("c")
-    now[0] = 10.0
+    now[0] = later_s
     assert "b" not in bad and "c" not in bad
 
 
