@@ -1,0 +1,186 @@
+"""Twenty mistakes in product code, one line each, chosen by hand over all libraries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+_PLANNER: Final = "libs/planner/src/hybridkv/planner"
+_HASHING: Final = "libs/hashing/src/hybridkv/hashing"
+_CANONICAL: Final = "libs/canonical/src/hybridkv/canonical"
+_TIERS: Final = "libs/tiers/src/hybridkv/tiers"
+_TRANSFER: Final = "libs/transfer/src/hybridkv/transfer"
+_PEERS: Final = "libs/peers/src/hybridkv/peers"
+_LMCACHE: Final = "libs/lmcache/src/hybridkv/lmcache"
+_CONNECTORS: Final = "libs/connectors/src/hybridkv/connectors/vllm"
+_METRICS: Final = "libs/metrics/src/hybridkv/metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One line of product code, and a wrong one for it."""
+
+    name: str
+    path: str
+    """From the root of the tree."""
+    line: str
+    """Without the spaces around it. The file has exactly one such line."""
+    wrong: str
+    tests: str
+    """The tests that are to fail first, as Bazel names them. The others are asked only where these pass."""
+
+    def applied(self, source: str) -> str:
+        """The file's text with the wrong line. ValueError unless it has exactly one right line."""
+        lines = source.split("\n")
+        places = [place for place, line in enumerate(lines) if line.strip() == self.line]
+        if len(places) != 1:
+            raise ValueError(f"{self.name}: {self.path} has {len(places)} lines {self.line!r}, not one")
+        lines[places[0]] = lines[places[0]].replace(self.line, self.wrong)
+        return "\n".join(lines)
+
+
+MUTANTS: Final = (
+    Mutant(
+        "a window a token short",
+        f"{_PLANNER}/coverage.py",
+        "return max(0, num_tokens - (group.window_tokens - 1))",
+        "return max(0, num_tokens - (group.window_tokens - 2))",
+        "//libs/planner/...",
+    ),
+    Mutant(
+        "a hit that leaves nothing to compute",
+        f"{_PLANNER}/hit.py",
+        "return max(0, num_tokens - max(1, spec.lookahead_tokens)) // spec.boundary_tokens * spec.boundary_tokens",
+        "return max(0, num_tokens - spec.lookahead_tokens) // spec.boundary_tokens * spec.boundary_tokens",
+        "//libs/planner/...",
+    ),
+    Mutant(
+        "a depth that only some parts have",
+        f"{_PLANNER}/retention.py",
+        "return max(set.intersection(*ends), default=0) if ends else 0",
+        "return max(set.union(*ends), default=0) if ends else 0",
+        "//libs/planner/...",
+    ),
+    Mutant(
+        "a stop behind the branch of two prompts",
+        f"{_PLANNER}/checkpoints/placement.py",
+        "junction = prompt.junction_tokens // boundary_tokens * boundary_tokens",
+        "junction = -(-prompt.junction_tokens // boundary_tokens) * boundary_tokens",
+        "//libs/planner/...",
+    ),
+    Mutant(
+        "keys without the adapter",
+        f"{_HASHING}/keys.py",
+        "self._digest = blake3(self._digest + adapter, derive_key_context=_ADAPTER_CONTEXT).digest()",
+        "self._digest = blake3(self._digest, derive_key_context=_ADAPTER_CONTEXT).digest()",
+        "//libs/hashing/...",
+    ),
+    Mutant(
+        "hashes without the blocks before",
+        f"{_HASHING}/tokens.py",
+        "parent = hashes[-1] if hashes else bytes(HASH_BYTES)",
+        "parent = bytes(HASH_BYTES)",
+        "//libs/hashing/...",
+    ),
+    Mutant(
+        "padding of a page in the wrong place",
+        f"{_CANONICAL}/pages.py",
+        "zeros_before = np.repeat(np.cumsum(taken - content) - (taken - content), [len(page) for page in pages])",
+        "zeros_before = np.repeat(np.cumsum(taken - content), [len(page) for page in pages])",
+        "//libs/canonical/...",
+    ),
+    Mutant(
+        "a record of the disk without a checksum",
+        f"{_TIERS}/disk/format/record.py",
+        "if payload_checksum != found.payload_checksum:",
+        "if len(payload_checksum) != len(found.payload_checksum):",
+        "//libs/tiers:tiers_test",
+    ),
+    Mutant(
+        "the older of two records after a restart",
+        f"{_TIERS}/disk/opening/recovery.py",
+        "if before is None or before.address < found.address:",
+        "if before is None:",
+        "//libs/tiers:tiers_test",
+    ),
+    Mutant(
+        "an object that any writer may seal",
+        f"{_TIERS}/object/format/seals.py",
+        "return hmac.compare_digest(seal, self.of(*parts, views=views))",
+        "return len(seal) == SEAL_BYTES",
+        "//libs/tiers:tiers_test",
+    ),
+    Mutant(
+        "a record that is good in any object",
+        f"{_TIERS}/object/format/record.py",
+        'return f"{self.object_name}@{self.offset}".encode()',
+        'return f"@{self.offset}".encode()',
+        "//libs/tiers:tiers_test",
+    ),
+    Mutant(
+        "a block id behind the last block",
+        "csrc/cpu/lowering.cc",
+        "if (id < 0 || id >= pages.num_blocks) {",
+        "if (id < 0 || id > pages.num_blocks) {",
+        "//csrc/... //libs/transfer/...",
+    ),
+    Mutant(
+        "memory that is given away while one load reads it",
+        "csrc/ledger/basic_ledger.h",
+        "} else if (entry.num_pins > 0) {",
+        "} else if (entry.num_pins > 1) {",
+        "//csrc/...",
+    ),
+    Mutant(
+        "copies that are joined across a gap",
+        f"{_TRANSFER}/runs.py",
+        "continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) & (",
+        "continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) | (",
+        "//libs/transfer/...",
+    ),
+    Mutant(
+        "a lease that holds after its end",
+        f"{_PEERS}/leases.py",
+        "if type(state) is _Held and state.lease == lease and now_s < state.expires_s:",
+        "if type(state) is _Held and state.lease == lease:",
+        "//libs/peers:peers_test",
+    ),
+    Mutant(
+        "a message that may be sent twice",
+        f"{_PEERS}/wire/sealing.py",
+        'return hmac.digest(key, number.to_bytes(8, "big") + body, "sha256")',
+        'return hmac.digest(key, body, "sha256")',
+        "//libs/peers:peers_test",
+    ),
+    Mutant(
+        "a window a block short at LMCache",
+        f"{_LMCACHE}/geometry.py",
+        "return max(1, -(-(spec.window_tokens - 1) // block)) * block",
+        "return max(1, (spec.window_tokens - 1) // block) * block",
+        "//libs/lmcache:lmcache_test",
+    ),
+    Mutant(
+        "states that the engine filed under a wrong block",
+        f"{_CONNECTORS}/wrong_blocks.py",
+        "states = [State(*state) for state in handed_over if not self.holds(state[1])]",
+        "states = [State(*state) for state in handed_over]",
+        "//libs/connectors:connectors_test",
+    ),
+    Mutant(
+        "a failed load that leaves its prefix offered",
+        f"{_CONNECTORS}/loads_in_flight.py",
+        "doubted = culprits | set(self._prefix_keys(in_flight))",
+        "doubted = set(culprits)",
+        "//libs/connectors:connectors_test",
+    ),
+    Mutant(
+        "counts that are reported twice",
+        f"{_METRICS}/counts.py",
+        "taken._counters, self._counters = self._counters, {}",
+        "taken._counters = self._counters",
+        "//libs/metrics/...",
+    ),
+)
+
+
+__all__ = ["MUTANTS", "Mutant"]
