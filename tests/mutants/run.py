@@ -2,7 +2,7 @@
 
     python3 tests/mutants/run.py                  # all mutants: the tests of their library, then the whole first ring
     python3 tests/mutants/run.py --full           # the full ring for those that the first ring does not find
-    python3 tests/mutants/run.py --only "lease"   # mutants with this word in their name
+    python3 tests/mutants/run.py --named lease    # mutants with this word in their name
 
 It prints one line for each mutant, and ends with an error where fewer are found than `MOST_MISSED` allows, or with
 --full where one is missed.
@@ -55,11 +55,11 @@ def _found_by(tree: pathlib.Path, mutant: Mutant, *, with_full: bool) -> str | N
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--named", default="")
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    chosen = [mutant for mutant in MUTANTS if options.named in mutant.name]
     if not chosen:
-        parser.error(f"no mutant has {options.only!r} in its name")
+        parser.error(f"no mutant has {options.named!r} in its name")
     num_missed_by_first = num_missed = 0
     with tempfile.TemporaryDirectory(prefix="hybridkv-mutants-") as folder:
         tree = pathlib.Path(folder, "tree")
