@@ -23,6 +23,24 @@ class _Shard:
         items[:] = kept
 
 
+class _Ring:
+    """Leaves tests marked `full` to the full run."""
+
+    def __init__(self, *, is_full: bool) -> None:
+        self.is_full = is_full
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.addinivalue_line("markers", "full: runs with --config=full alone")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if self.is_full:
+            return
+        dropped = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 def narrow_the_cpu() -> None:
     """Every interpreter from here on, this one and those that a test starts, says that it has no AVX-512."""
     folder = pathlib.Path(__file__).absolute().parent / "without_avx512"
@@ -49,13 +67,13 @@ def main() -> int:
     if not env.get("HYPOTHESIS_EXPLORE") and importlib.util.find_spec("hypothesis"):
         # The same examples in every run, or a cached result would speak of others than the next run tries.
         args.append("--hypothesis-profile=ci")
-    plugins = []
+    plugins: list[object] = [_Ring(is_full="HYBRIDKV_FULL" in env)]
     if total := int(env.get("TEST_TOTAL_SHARDS", "0")):
         pathlib.Path(env["TEST_SHARD_STATUS_FILE"]).touch()
         plugins.append(_Shard(int(env["TEST_SHARD_INDEX"]), total))
     code = pytest.main(args, plugins)
     # A shard, or a filter, may leave nothing to run; otherwise a test without tests is a mistake.
-    if code == pytest.ExitCode.NO_TESTS_COLLECTED and (plugins or only):
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED and (total or only):
         return 0
     return int(code)
 

@@ -61,25 +61,48 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return scratch_directory(tmp_path_factory.mktemp("restart"))
 
 
+class Lives:
+    """Processes on one directory, one after the other. Each starts when a test first asks for it."""
+
+    ENDS = ("killed", "clean", "clean")
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self._kind = kind
+        self._directory = directory
+        self._lives: list[Life] = []
+
+    def __getitem__(self, number: int) -> Life:
+        for end in self.ENDS[len(self._lives) : number + 1]:
+            self._lives.append(live(self._kind, self._directory, end))
+        return self._lives[number]
+
+
 @pytest.fixture(scope="module")
-def lives(kind: str, directory: Path) -> list[Life]:
-    """Four processes on one directory, each of which ends in another way."""
-    return [live(kind, directory, end) for end in ("killed-early", "clean", "killed", "clean")]
+def lives(kind: str, directory: Path) -> Lives:
+    return Lives(kind, directory)
 
 
-def test_every_process_answers_the_same_to_the_last_digit(lives: list[Life]) -> None:
-    cold = lives[0]
-    assert cold.cached == [0, 0, 0]
-    for life in lives[1:]:
-        require_same_written(cold.results, life.results)
-
-
-@pytest.mark.parametrize("number", [2, 3], ids=["after a clean end", "after SIGKILL"])
-def test_a_new_process_hits_what_is_on_disk(lives: list[Life], number: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    "number", [pytest.param(1, id="after SIGKILL"), pytest.param(2, id="after a clean end", marks=pytest.mark.full)]
+)
+def test_a_new_process_hits_what_is_on_disk_and_answers_the_same_to_the_last_digit(
+    lives: Lives, number: int, kind: str
+) -> None:
+    assert lives[0].cached == [0, 0, 0]
     for cached, prompt in zip(lives[number].cached, restart_process.prompts(kind), strict=True):
         assert len(prompt) - 256 <= cached < len(prompt)
+    require_same_written(lives[0].results, lives[number].results)
 
 
+@pytest.mark.full
+def test_an_end_in_the_middle_of_writing_leaves_nothing_wrong(lives: Lives, kind: str, directory: Path) -> None:
+    early = directory / "early"
+    early.mkdir()
+    for end in ("killed-early", "clean", "clean"):
+        require_same_written(lives[0].results, live(kind, early, end).results)
+
+
+@pytest.mark.full
 def test_a_clean_end_in_the_middle_of_a_burst_loses_no_prompt(kind: str, directory: Path) -> None:
     """On a disk of few small segments, which are not made yet when everything comes at once."""
     burst = directory / "burst"
@@ -90,13 +113,14 @@ def test_a_clean_end_in_the_middle_of_a_burst_loses_no_prompt(kind: str, directo
         assert len(prompt) - 256 <= cached < len(prompt)
 
 
-def test_every_process_says_which_failure_policy_is_set(lives: list[Life]) -> None:
-    for life in lives:
+def test_every_process_says_which_failure_policy_is_set(lives: Lives) -> None:
+    for life in (lives[0], lives[1]):
         assert life.log.count("kv_load_failure_policy recompute; ") == 1
 
 
+@pytest.mark.full
 def test_another_dtype_or_model_in_the_same_directory_misses_and_says_why(
-    lives: list[Life], kind: str, directory: Path
+    lives: Lives, kind: str, directory: Path
 ) -> None:
     """Another training of the same model for the one that runs in a single dtype."""
     other, difference = ("--weights-seed", "1"), "weights"
@@ -109,7 +133,8 @@ def test_another_dtype_or_model_in_the_same_directory_misses_and_says_why(
     assert difference in line.partition("the nearest differs: ")[2]
 
 
-def test_a_flipped_bit_on_disk_is_a_recompute(lives: list[Life], kind: str, directory: Path) -> None:
+@pytest.mark.full
+def test_a_flipped_bit_on_disk_is_a_recompute(lives: Lives, kind: str, directory: Path) -> None:
     """Last, because it leaves a damaged store behind."""
     for path in (directory / "cache").rglob("segment-*"):
         with path.open("r+b") as file:

@@ -41,7 +41,7 @@ NUM_FITTING = 288
 """Chunks, with a state each, that the disk has room for."""
 PAIR_BYTES = (2 * 64 + 40) * KIB
 """Of such a chunk with its state, in host memory."""
-TURNS = [(4, 3), (4, 24), (2, 6)]
+TURNS = [(4, 3), pytest.param(4, 24, marks=pytest.mark.full), (2, 6)]
 """Prompts, and turns in which each of them grows."""
 
 

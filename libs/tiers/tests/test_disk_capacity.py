@@ -24,7 +24,7 @@ def chunk(number: int) -> bytes:
     return POOL[number % 9973 : number % 9973 + CHUNK_BYTES + number % 5 * 500]
 
 
-@pytest.mark.parametrize("has_thread", [False, True])
+@pytest.mark.parametrize("has_thread", [pytest.param(False, marks=pytest.mark.full), True])
 def test_twenty_times_the_capacity_goes_through_within_it_and_a_working_set_stays(
     tmp_path: Path, has_thread: bool
 ) -> None:

@@ -123,7 +123,7 @@ def test_an_untouched_store_offers_everything(namespace: Namespace, loader: Load
     assert offered(namespace, loader) == set(CHUNKS)
 
 
-@pytest.mark.parametrize("key", [b"key 0", b"key 1"])
+@pytest.mark.parametrize("key", [b"key 0", pytest.param(b"key 1", marks=pytest.mark.full)])
 def test_no_flipped_bit_of_a_record_is_given_back(path: Path, namespace: Namespace, loader: Loader, key: bytes) -> None:
     record = the_record(namespace, key)
     file = disk_store.segment_path(path, Slot(((record.address, record.payload_bytes),)))
@@ -143,7 +143,7 @@ def test_no_flipped_bit_of_a_record_is_given_back(path: Path, namespace: Namespa
 
 
 @pytest.mark.parametrize("name", ["snapshot", "changes", "epoch", "quarantine", "LOCK", "namespace.json"])
-@pytest.mark.parametrize("has_snapshot", [True, False])
+@pytest.mark.parametrize("has_snapshot", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_no_flipped_bit_of_the_metadata_brings_wrong_bytes(
     path: Path, namespace: Namespace, loader: Loader, name: str, has_snapshot: bool
 ) -> None:
@@ -161,7 +161,7 @@ def test_no_flipped_bit_of_the_metadata_brings_wrong_bytes(
         assert found == set(CHUNKS), f"byte {offset}, bits {mask}"
 
 
-@pytest.mark.parametrize("has_snapshot", [True, False])
+@pytest.mark.parametrize("has_snapshot", [pytest.param(True, marks=pytest.mark.full), False])
 def test_no_flipped_bit_of_a_segments_first_pages_brings_wrong_bytes(
     path: Path, namespace: Namespace, loader: Loader, has_snapshot: bool
 ) -> None:

@@ -97,7 +97,12 @@ def looks_a_call(looks: Looks, path: Path, num_segments: int, share: float, touc
 
 
 @pytest.mark.parametrize(
-    ("share", "touched"), [(0.3, False), (1.2, False), (1.5, True)], ids=["with room", "full", "compacting"]
+    ("share", "touched"),
+    [
+        pytest.param(0.3, False, id="with room"),
+        pytest.param(1.2, False, id="full"),
+        pytest.param(1.5, True, id="compacting", marks=pytest.mark.full),
+    ],
 )
 def test_a_store_looks_at_as_many_segments_however_many_there_are(
     tmp_path: Path, looks: Looks, share: float, touched: bool

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import disk_store
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -257,7 +258,9 @@ def use(path: Path, is_killed: bool, is_stored: bool) -> None:
     behind=st.one_of(st.none(), st.builds(Behind, batches, lies)),
     is_killed=st.booleans(),
 )
-@settings(max_examples=int(200 * FACTOR), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(
+    max_examples=int(examples(200) * FACTOR), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
 def test_whatever_checksummed_files_say_an_opening_ends_and_the_store_is_of_use(
     template: Path, files: list[Hostile], behind: Behind | None, is_killed: bool
 ) -> None:

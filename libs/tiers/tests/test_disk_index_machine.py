@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import disk_store
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -316,5 +317,5 @@ class DiskIndexMachine(RuleBasedStateMachine):
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
-DiskIndexMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+DiskIndexMachine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=60, deadline=None)
 TestDiskIndexMachine = DiskIndexMachine.TestCase

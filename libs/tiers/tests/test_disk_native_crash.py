@@ -43,7 +43,7 @@ def numbers(words: list[str], verb: str) -> set[int]:
     return {int(line.split()[1]) for line in words if line.startswith(f"{verb} ")}
 
 
-@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("is_native", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_writer_that_is_killed_in_the_extension_leaves_what_it_committed(tmp_path: Path, is_native: bool) -> None:
     """Read by the extension, and by Python."""
     chooser = random.Random(int(is_native))

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -195,7 +196,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
             assert ledger.any_pending([key]) == (answer is LookupResult.PENDING)
 
 
-KeyLedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+KeyLedgerMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 TestKeyLedgerMachine = KeyLedgerMachine.TestCase
 
 

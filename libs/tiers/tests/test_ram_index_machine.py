@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -152,7 +153,7 @@ class RamIndexMachine(RuleBasedStateMachine):
         assert len(granules) * GRANULE_BYTES == self.ram.used_bytes
 
 
-RamIndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+RamIndexMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 TestRamIndexMachine = RamIndexMachine.TestCase
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -217,5 +218,5 @@ class DeepStackMachine(StackMachine):
 
 TestStackMachine = StackMachine.TestCase
 TestDeepStackMachine = DeepStackMachine.TestCase
-TestDeepStackMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestStackMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDeepStackMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+TestStackMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
