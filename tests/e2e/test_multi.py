@@ -86,7 +86,7 @@ class Selections:
         return self._total.setdefault(name, ChildSelection())
 
 
-@pytest.mark.parametrize("preferred", [0, 1])
+@pytest.mark.parametrize("preferred", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(directory: Path, preferred: int) -> None:
     weights = [1.0, 1.0]
     weights[preferred] = 10.0
@@ -165,6 +165,7 @@ def test_a_store_that_stalls_delays_nobody_whom_another_has_answered(directory: 
         assert (stalling.timeouts, stalling.unanswered, stalling.deferrals) == (0, 6, 0)
 
 
+@pytest.mark.full
 def test_a_store_that_stalls_beside_one_that_only_stores_delays_nobody_beyond_the_timeout(directory: Path) -> None:
     producer = {**offload(128), "kv_role": "kv_producer"}
     with running(directory, foreign("StallingConnector"), producer, timeout_s=0.05) as engine:
@@ -199,6 +200,7 @@ def test_a_hybrid_model_with_a_store_without_groups_refuses_to_start(directory: 
     assert "remove QuietConnector" in text and "--disable-hybrid-kv-cache-manager" in text
 
 
+@pytest.mark.full
 def test_below_vllms_own_multi_connector_the_offload_connector_works_and_its_statistics_are_rebuilt(
     directory: Path,
 ) -> None:

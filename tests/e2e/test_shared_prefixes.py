@@ -123,6 +123,7 @@ def test_three_siblings_in_a_row_cost_one_load(trial: Trial, own: Own, words: Wo
     require_same(trial.audit, expected, [*before, *in_a_row])
 
 
+@pytest.mark.full
 def test_a_tree_of_three_branchings_comes_back_as_the_engines_own_hits(
     trial: Trial, words: Workloads, rows: Rows
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_tree_of_three_branchings_comes_back_as_the_engines_own_hits(
     require_same(trial.audit, expected, restored)
 
 
+@pytest.mark.full
 def test_guesses_only_add_to_what_is_found_and_cost_no_load(trial: Trial, words: Workloads) -> None:
     """Stops where nobody was seen to part yet: the more requests there were, the more of them are made."""
     for prompts in (words.tree(), words.siblings(SIBLINGS)):
@@ -171,7 +173,7 @@ def test_each_turn_of_a_chat_goes_on_at_the_last_boundary_of_the_answer(
 
 
 @one_token_at_a_time
-@pytest.mark.parametrize("off_by", ["nothing", "a block", "a token"])
+@pytest.mark.parametrize("off_by", ["nothing", pytest.param("a block", marks=pytest.mark.full), "a token"])
 def test_a_state_of_another_place_of_the_prompt_is_seen(trial: Trial, own: Own, words: Workloads, off_by: str) -> None:
     first, second, probe, *rest = words.siblings(SIBLINGS)
     expected = own.siblings[3]
@@ -194,7 +196,7 @@ def test_a_state_of_another_place_of_the_prompt_is_seen(trial: Trial, own: Own, 
 
 
 @one_token_at_a_time
-@pytest.mark.parametrize("off_by", ["a block", "a token"])
+@pytest.mark.parametrize("off_by", [pytest.param("a block", marks=pytest.mark.full), "a token"])
 def test_a_state_of_another_place_of_an_answer_is_seen(trial: Trial, own: Own, words: Workloads, off_by: str) -> None:
     first, second = own.chat.prompts[:2]
     expected = own.chat.results[1]
