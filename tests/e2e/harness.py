@@ -13,6 +13,7 @@ the other always do.
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import random
@@ -390,9 +391,13 @@ def running_model(model: Path, options: dict[str, Any]) -> Iterator[Engine]:
     # A bf16 engine whose very first forward is a single token meets AMX instructions that nobody asked the kernel for.
     torch.cpu._init_amx()
 
+    # Importing vLLM makes a million objects that stay: the collector would look at them again and again.
+    gc.disable()
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    gc.freeze()
+    gc.enable()
     _inspect_model_here(model)
     llm = LLM(str(model), **options)
     try:

@@ -164,6 +164,7 @@ def test_what_the_connector_forgets_is_computed_again(server: Server) -> None:
     assert again["choices"][0]["logprobs"] == cold["choices"][0]["logprobs"]
 
 
+@pytest.mark.full
 def test_a_key_that_is_not_known_ends_the_server_and_names_the_one_that_was_meant(
     python: Path, directory: Path
 ) -> None:

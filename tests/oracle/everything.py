@@ -115,7 +115,8 @@ def _conversing(draw: st.DrawFn, mix: Mix) -> Scenario:
 
 @st.composite
 def everything(draw: st.DrawFn, mix: Mix) -> Everything:
-    loses = draw(st.booleans())
+    # The first example takes the first of each, so one at least meets a disk, too little memory and losses together.
+    loses = draw(st.sampled_from((True, False)))
     scenario = draw(_conversing(mix))
     if loses:
         scenario = replace(scenario, waves=tuple(replace(wave, reset_engine=False) for wave in scenario.waves))
@@ -124,7 +125,7 @@ def everything(draw: st.DrawFn, mix: Mix) -> Everything:
         chunk_blocks=draw(st.sampled_from((1, 1, 2))),
         load=draw(st.sampled_from(("async", "sync"))),
         chunks=draw(st.sampled_from(FEW_CHUNKS if mix.alignment_tokens < 64 else FEW_LONG_CHUNKS) | st.just(LARGE)),
-        has_disk=draw(st.booleans()),
+        has_disk=draw(st.sampled_from((True, False))),
         order=draw(st.sampled_from((ORDERS[0], *ORDERS))),
         loses=loses,
         forgets=draw(st.booleans()),

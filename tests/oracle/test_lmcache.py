@@ -95,7 +95,7 @@ def test_no_wrong_byte_comes_to_several_ranks(fleet: Fleet, monkeypatch: pytest.
     tally = Tally()
     server = fleet[Sort.APART]
 
-    @profile(10)
+    @profile(10, whole=True)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         mix = data.draw(st.sampled_from((with_heads(GPT_OSS, 2), with_heads(QWEN3_NEXT, 2), MLA)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product, takewhile
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -227,7 +228,7 @@ class AnnouncerMachine(RuleBasedStateMachine):
 
 
 def test_whatever_happens_what_a_computation_from_scratch_says_is_announced() -> None:
-    run_state_machine_as_test(AnnouncerMachine, settings=settings(max_examples=400, stateful_step_count=30))
+    run_state_machine_as_test(AnnouncerMachine, settings=settings(max_examples=examples(400), stateful_step_count=30))
 
 
 class Store:

@@ -39,6 +39,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     place.server.kill()
 
 
+@pytest.mark.full
 def test_what_is_on_a_servers_disk_is_read_from_the_next_one_and_a_changed_byte_is_found(place: ServerWithDisk) -> None:
     engine = engine_at(place.server.address)
     before = set(place.files())

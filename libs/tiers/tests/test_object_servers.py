@@ -204,6 +204,7 @@ def test_a_slow_connection_is_waited_for_as_long_as_a_load_may_take(
         assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
+@pytest.mark.full
 def test_a_killed_server_is_left_alone_and_taken_up_again_when_it_is_back(
     tmp_path: Path, engines: list[Engine]
 ) -> None:
