@@ -39,8 +39,9 @@ SOON = {
     "heartbeat_seconds": 0.1,
 }
 """Deadlines where something never comes, and nobody counts what comes."""
-CALM = {name: patience.seconds(0.2) for name in SOON} | {"heartbeat_seconds": 0.1}
-"""Where a server that is there has to answer within them."""
+CALM = {name: patience.seconds(0.05) for name in SOON} | {"heartbeat_seconds": 0.1}
+"""Where a server that is there has to answer within them. Far below what a connection waits until it takes the server for
+gone: a lookup that is lost with its connection leaves locks, which the server itself gives back after minutes."""
 MIXES = (GEMMA3, DEEPSEEK_V4, QWEN3_NEXT)
 OLD, NEW = 0, 1
 
