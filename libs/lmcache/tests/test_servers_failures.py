@@ -61,6 +61,7 @@ def site(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sit
         site.server.kill()
 
 
+@pytest.mark.full
 def test_what_is_on_a_servers_disk_is_read_by_the_next_one_and_a_changed_byte_is_found(site: Site) -> None:
     with Rig(site.server.address, DEEPSEEK_V4, uuid.uuid4().bytes, options=SOON) as rig:
         digests = digests_of("disk", 2)
