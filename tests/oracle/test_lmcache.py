@@ -77,7 +77,7 @@ def test_no_wrong_byte_comes_to_random_mixes(fleet: Fleet) -> None:
     tally = Tally()
     server = fleet[Sort.APART]
 
-    @profile(12)
+    @profile(12, whole=True)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         mix = data.draw(mixes())
@@ -125,7 +125,7 @@ def test_pages_that_change_at_the_server_are_computed_again_and_never_read(
 
     monkeypatch.setattr(storing, "seal_pages", seal_and_damage)
 
-    @profile(8)
+    @profile(8, whole=True)
     @given(played(mix, server))
     def check(chosen: Played) -> None:
         for engine in Play(mix, server, chosen).run():
