@@ -62,6 +62,14 @@ def narrow_the_cpu() -> None:
     runpy.run_path(str(folder / "sitecustomize.py"))
 
 
+def _draw_the_same_beside_any_module() -> None:
+    """Hypothesis mixes constants of all imported modules among its examples. They are others when a test's neighbours
+    change, and finding them takes seconds: below a runfiles folder it takes vLLM for our own code."""
+    from hypothesis.internal.conjecture import providers
+
+    providers._get_local_constants = providers.Constants
+
+
 def main() -> int:
     env = os.environ
     if env.get("HYBRIDKV_CPU_LEVEL") == "avx2":
@@ -79,6 +87,7 @@ def main() -> int:
     if not env.get("HYPOTHESIS_EXPLORE") and importlib.util.find_spec("hypothesis"):
         # The same examples in every run, or a cached result would speak of others than the next run tries.
         args.append("--hypothesis-profile=ci")
+        _draw_the_same_beside_any_module()
     plugins: list[object] = [_Collector(), _Ring(is_full="HYBRIDKV_FULL" in env)]
     if total := int(env.get("TEST_TOTAL_SHARDS", "0")):
         pathlib.Path(env["TEST_SHARD_STATUS_FILE"]).touch()

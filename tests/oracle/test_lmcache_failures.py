@@ -40,8 +40,8 @@ SOON = {
 }
 """Deadlines where something never comes, and nobody counts what comes."""
 CALM = {name: patience.seconds(0.05) for name in SOON} | {"heartbeat_seconds": 0.1}
-"""Where a server that is there has to answer within them. Far below what a connection waits until it takes the server for
-gone: a lookup that is lost with its connection leaves locks, which the server itself gives back after minutes."""
+"""Where a server that is there has to answer within them. Far below the time after which a connection takes the server
+for gone: a lookup that is lost with its connection leaves locks, which the server itself gives back after minutes."""
 MIXES = (GEMMA3, DEEPSEEK_V4, QWEN3_NEXT)
 OLD, NEW = 0, 1
 
