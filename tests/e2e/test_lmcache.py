@@ -247,6 +247,7 @@ def test_aborting_a_request_at_any_step_leaks_nothing(
     require_same(audit, cold, one_by_one(engine, prompts[:1]))
 
 
+@pytest.mark.full
 def test_an_engine_goes_on_when_the_server_comes_back_and_hits_what_is_on_its_disk(
     engine: Engine, link: Link, site: LMCacheSite, audit: LMCacheAudit, prompts: list[list[int]], kind: str
 ) -> None:
@@ -265,6 +266,7 @@ def test_an_engine_goes_on_when_the_server_comes_back_and_hits_what_is_on_its_di
     assert cached(warm) == [restorable(kind, prompt) for prompt in prompts]
 
 
+@pytest.mark.full
 def test_a_changed_byte_in_a_servers_file_is_found_computed_and_stored_anew(
     engine: Engine,
     link: Link,

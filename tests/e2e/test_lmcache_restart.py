@@ -33,6 +33,7 @@ def results_of(engine: Engine, prompts: list[list[int]]) -> list[Result]:
     return [engine.generate([prompt])[0] for prompt in prompts]
 
 
+@pytest.mark.full
 def test_another_engine_restores_from_the_disk_of_another_server(site: LMCacheSite, kind: str, directory: Path) -> None:
     prompts = [make_prompt(length, seed=i) for i, length in enumerate(prompt_lengths(kind))]
     arguments: dict[str, Any] = {"kv_transfer_config": site.transfer(), **ENGINE_ARGUMENTS.get(kind, {})}

@@ -103,17 +103,31 @@ def fleet(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet
         yield Fleet(kind, server, directory)
 
 
-def test_an_engine_restores_from_the_store_what_another_stored_there(fleet: Fleet, kind: str) -> None:
-    cold = fleet.live(secret_file=fleet.secret("one"))
+@pytest.fixture(scope="module")
+def cold(fleet: Fleet) -> Life:
+    """The first engine's life."""
+    return fleet.live(secret_file=fleet.secret("one"))
+
+
+def test_an_engine_restores_from_the_store_what_another_stored_there(fleet: Fleet, cold: Life, kind: str) -> None:
     assert cold.cached == [0, 0, 0]
     assert fleet.names("p") and fleet.names("m"), cold.log
     warm = fleet.live(secret_file=fleet.secret("one"))
     for cached, prompt in zip(warm.cached, restart_process.prompts(kind), strict=True):
         assert len(prompt) - 256 <= cached < len(prompt), warm.log
     require_same_written(cold.results, warm.results)
+
+
+@pytest.mark.full
+def test_an_engine_of_another_fleet_reads_nothing(fleet: Fleet, cold: Life) -> None:
     other = fleet.live(secret_file=fleet.secret("two"))
-    assert other.cached == [0, 0, 0], "another fleet reads nothing of this one"
+    assert other.cached == [0, 0, 0]
     require_same_written(cold.results, other.results)
+
+
+@pytest.mark.full
+def test_a_changed_bit_in_every_pack_is_computed(fleet: Fleet, cold: Life) -> None:
+    """Last, because it leaves a damaged store behind."""
     fleet.spoil()
     wrong = fleet.live(secret_file=fleet.secret("one"))
     require_same_written(cold.results, wrong.results)
