@@ -32,6 +32,8 @@ class Running:
     load: PageLoad | None = None
     offered: tuple[int, int] | None = None
     """Tokens that the engine holds, and tokens that it may load."""
+    names: tuple[bytes, ...] = ()
+    """Of the chunks up to there, when they were offered: a reset renames what is asked later."""
 
     @property
     def name(self) -> str:
@@ -126,6 +128,7 @@ class Machine(RuleBasedStateMachine):
         request.num_computed_tokens = computed + offered
         running.load = PageLoad(running.name, (), -1, ())
         running.offered = computed, offered
+        running.names = tuple(engine.lives.digests(engine.half.track(request), (computed + offered) // CHUNK))
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -169,9 +172,7 @@ class Machine(RuleBasedStateMachine):
             return
         assert len(load.digests) * CHUNK == computed + offered
         lives = self.engine.lives
-        if running.name in self.requests:
-            tracked = self.engine.half.track(running.request)
-            assert list(load.digests) == list(lives.digests(tracked, len(load.digests)))
+        assert tuple(load.digests) == running.names
         assert len({block for copy in load.copies for block in copy.block_ids} & {0}) == 0
         question = lives._loads[load.request_id].question
         assert question is not None
