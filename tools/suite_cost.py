@@ -67,7 +67,7 @@ def table(costs: dict[str, Cost], smallest_s: float) -> str:
             rest.num_shards += cost.num_shards
             num_rest += 1
             continue
-        rows.append(f"| `{label}` | {cost.seconds:.0f} | {cost.num_shards} | {cost.num_engine_starts or ''} |")
+        rows.append(f"| {label} | {cost.seconds:.0f} | {cost.num_shards} | {cost.num_engine_starts or ''} |")
     rows.append(f"| {num_rest} others, below {smallest_s:.0f} s each | {rest.seconds:.0f} | {rest.num_shards} | |")
     total = sum(cost.seconds for cost in costs.values())
     starts = sum(cost.num_engine_starts for cost in costs.values())
