@@ -63,8 +63,8 @@ def narrow_the_cpu() -> None:
 
 
 def _draw_the_same_beside_any_module() -> None:
-    """Hypothesis mixes constants of all imported modules among its examples. They are others when a test's neighbours
-    change, and finding them takes seconds: below a runfiles folder it takes vLLM for our own code."""
+    """Hypothesis mixes constants of imported modules among its examples. A test would meet other examples when its
+    neighbours change."""
     from hypothesis.internal.conjecture import providers
 
     providers._get_local_constants = providers.Constants
