@@ -46,7 +46,7 @@ class Tape:
 
 
 @dataclass(slots=True)
-class Job:
+class DrawnCopy:
     is_store: bool
     blocks: list[int]
     slots: list[int]
@@ -77,7 +77,7 @@ class Rig:
             engine.register(int(self.arena.ctypes.data), self.arena.nbytes, "arena")
         self.choose: Tape = Tape()
         self.job_id = 0
-        self.jobs: dict[JobId, Job] = {}
+        self.jobs: dict[JobId, DrawnCopy] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -119,7 +119,7 @@ class Rig:
         # The forward pass of this step writes what is stored at its end.
         fresh = [block for block in blocks if block in self._writable()]
         self._write(fresh, [self._next() for _ in fresh])
-        job = Job(True, blocks, slots, [self.blocks[block] for block in blocks])
+        job = DrawnCopy(True, blocks, slots, [self.blocks[block] for block in blocks])
         for slot in slots:
             self.slots[slot] = None
         self._submit(job, [(self._block(block), self._slot(slot)) for block, slot in zip(blocks, slots, strict=True)])
@@ -141,7 +141,7 @@ class Rig:
         sources = [(self._slot(slot), self.slots[slot]) for slot in slots]
         sources += [(self._block(block), self.blocks[block]) for block in local]
         numbers = [number for _, number in sources if number is not None]
-        job = Job(False, targets, slots, numbers, local)
+        job = DrawnCopy(False, targets, slots, numbers, local)
         for target, number in zip(targets, numbers, strict=True):
             self.blocks[target] = number
         self._submit(job, [(source, self._block(block)) for (source, _), block in zip(sources, targets, strict=True)])
@@ -173,7 +173,7 @@ class Rig:
         for engine in (self.stores, self.loads):
             engine.close()
 
-    def _submit(self, job: Job, pairs: list[tuple[int, int]]) -> None:
+    def _submit(self, job: DrawnCopy, pairs: list[tuple[int, int]]) -> None:
         self.job_id += 1
         self.jobs[JobId(self.job_id)] = job
         runs = CopyRuns.of([(source, destination, BLOCK_BYTES) for source, destination in pairs])
@@ -184,7 +184,7 @@ class Rig:
         assert engine.submit(JobId(self.job_id), lambda: runs, after=lambda: self._verify(job))
         assert self.device.wait_for_record(stream, enqueued)
 
-    def _verify(self, job: Job) -> str | None:
+    def _verify(self, job: DrawnCopy) -> str | None:
         """As a store is sealed, on the thread that ends jobs, while other batches are copied."""
         if not job.is_store:
             return None

@@ -17,8 +17,9 @@ from hybridkv.canonical.torch_view import (
     token_pages,
 )
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import cuts, devices, page_order
+from hybridkv.connectors.vllm import cuts, page_order
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
+from hybridkv.connectors.vllm.devices import Device, zero_memory
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.transfer import CopyEngine
@@ -52,7 +53,7 @@ def take_kv_memory(
     layout: CacheLayout,
     kv_caches: Mapping[str, KVCache],
     num_blocks: int,
-    device_type: str,
+    device: Device,
     *,
     outlives_engine: bool,
 ) -> KVMemory:
@@ -62,15 +63,14 @@ def take_kv_memory(
         layout: the model's groups.
         kv_caches: for each layer what the engine registered.
         num_blocks: of the engine's pool.
-        device_type: that the copy engines were made for.
+        device: that the copy engines were made for.
         outlives_engine: whether an engine with another attention backend may read what is stored.
 
     Raises:
         ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
             in an order that an engine which reads them later might not have.
     """
-    devices.require_same_device(kv_caches, device_type)
-    devices.permit_instructions(device_type)
+    device.prepare(kv_caches)
     try:
         layers = [page_order.with_token_dims(kv_caches, group) for group in layout.layers]
         caches = canonical_kv_caches(kv_caches, layers, num_blocks)
@@ -87,7 +87,7 @@ def take_kv_memory(
         group_index: _blocks(layout, group_index, pages[group_index], _part(kv_caches, layers[group_index], num_blocks))
         for group_index in layout.spec.cut_groups
     }
-    return KVMemory(pages, cut, devices.zero_memory(caches.tensors[0].tensor.device), _storages(caches))
+    return KVMemory(pages, cut, zero_memory(caches.tensors[0].tensor.device), _storages(caches))
 
 
 def zeros_in(memory: Any) -> Zeros:

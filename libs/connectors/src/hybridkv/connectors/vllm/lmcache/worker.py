@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hybridkv.canonical.torch_view import KVCache
-from hybridkv.connectors.vllm import devices
+from hybridkv.connectors.vllm.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.kv_memory import KVMemory, take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.copying import Copies
@@ -51,7 +51,7 @@ class LMCacheWorker:
         self._outcomes = Outcomes()
         self._copies = Copies(paths, recorder)
         self._memory: KVMemory | None = None
-        self._device_type = "cpu"
+        self._device: Device = CpuDevice()
         self._station: Station | None = None
         self._loading: Loading | None = None
         self._storing: Storing | None = None
@@ -65,16 +65,16 @@ class LMCacheWorker:
         """What the scheduler has not been told yet."""
         return self._outcomes.take_facts()
 
-    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device_type: str = "cpu") -> None:
+    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
         """Takes the engine's KV tensors.
 
         Raises:
             ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
                 in an order that an engine which reads them later might not have.
         """
-        memory = take_kv_memory(self._layout, kv_caches, num_blocks, device_type, outlives_engine=True)
-        memory.register(self._paths.engines())
-        self._memory, self._device_type = memory, device_type
+        self._device = device or self._device
+        self._memory = take_kv_memory(self._layout, kv_caches, num_blocks, self._device, outlives_engine=True)
+        self._memory.register(self._paths.engines())
 
     def start_loads(self, plan: LMCachePlan) -> None:
         """Begins the step's loads."""
@@ -169,7 +169,7 @@ class LMCacheWorker:
         self._station = station
 
     def _register_pages(self, memory: PoolMemory) -> None:
-        devices.reach_memory(self._device_type, memory.memory)
+        self._device.reach_memory(memory.memory)
         for engine in self._paths.engines():
             engine.register(memory.address, memory.memory.nbytes, "pages")
 
