@@ -50,8 +50,11 @@ class LazyEvent:
     def __init__(self, device: LazyDevice) -> None:
         self._device = device
         self.happened = False
+        self.stream: LazyStream | None = None
+        """In which it was recorded."""
 
     def record(self, stream: LazyStream) -> None:
+        self.stream = stream
         self._device.enqueue(stream, ("record", self))
 
     def synchronize(self) -> None:
@@ -74,11 +77,11 @@ class LazyDevice:
     """Thread safe. `choose` draws what happens next.
 
     With `is_driven` nothing happens but in `advance` and `drain`, so that one thread decides all; else a little may
-    happen at every call, and `LazyEvent.synchronize` makes happen what it needs. Mistakes that tests make on purpose
-    are subclasses of it, which forget something.
+    happen at every call, unless it `is_late`, and `LazyEvent.synchronize` makes happen what it needs. Mistakes that
+    tests make on purpose are subclasses of it, which forget something.
     """
 
-    def __init__(self, choose: Choose, *, is_driven: bool = False) -> None:
+    def __init__(self, choose: Choose, *, is_driven: bool = False, is_late: bool = False) -> None:
         self.choose = choose
         self.compute = LazyStream(self, "compute")
         self.streams = [self.compute]
@@ -88,6 +91,7 @@ class LazyDevice:
         self.fail_batches = 0
         """How many batches from now on are refused after half of them was submitted."""
         self._is_driven = is_driven
+        self._is_late = is_late
         self._pinned: list[tuple[int, int]] = []
         self._current = threading.local()
         self._changed = threading.Condition(threading.RLock())
@@ -147,7 +151,7 @@ class LazyDevice:
 
     # What else an inference engine does with it.
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
         """Compute, in the current stream of the calling thread."""
         self.enqueue(self.current_stream(), work)
 
@@ -160,7 +164,7 @@ class LazyDevice:
         with self._changed:
             stream.steps.append(step)
             stream.num_records += isinstance(step, tuple) and step[0] == "record"
-            if not self._is_driven:
+            if not (self._is_driven or self._is_late):
                 self.advance(self.choose(3))
             self._changed.notify_all()
 

@@ -159,7 +159,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         keep_share: of each tier, that prefixes may take up which requests asked to be kept; 0 keeps none.
         without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
         copies: on a GPU, "engine" copies with what vLLM copies with, "native" with kernels of hybridkv-cuda.
-        experimental_cuda: allow an engine on a GPU, though no GPU has run these copies yet.
+        experimental_cuda: allow "native", though no GPU has run these kernels yet.
         weights_digest: how weights are told apart: "sampled" reads all headers and a sample of the data, "full" reads
             every byte, and anything else is the operator's own name for them.
         identity_ignores: names of facts that the operator knows to change nothing in what is stored.

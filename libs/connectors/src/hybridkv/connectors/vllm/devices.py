@@ -7,12 +7,13 @@ A CPU copies with memmove. A GPU copies with what vLLM copies with (`copies: "en
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.engine_device import EngineDevice
@@ -29,6 +30,9 @@ from hybridkv.transfer.pinned import map_memory
 DEVICE_TYPES = ("cpu", "cuda")
 ZERO_BYTES = 64 * 1024
 """Of memory that is zero, on each worker's device."""
+DELAY_BYTES = 32 << 20
+DELAY_PASSES = 200
+"""About four milliseconds of a GPU that reads and writes 3 TB/s."""
 _HINT = "run vLLM on a CPU or on GPUs of its CUDA or ROCm platform"
 
 
@@ -94,9 +98,31 @@ class CpuDevice(Device):
 
 
 class GpuDevice(Device):
-    """A GPU that copies with what vLLM copies with. An engine each for loads and stores, which share no stream."""
+    """The GPU that is current on this thread: what is launched happens later, in the thread's current stream."""
 
     device_type = "cuda"
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Calls `work`, which launches compute."""
+        work()
+
+    def launch_delay(self) -> None:
+        """Launches compute that takes longer than the submission of a copy."""
+        import torch
+
+        scratch = torch.empty(DELAY_BYTES, dtype=torch.uint8, device=self.device_type)
+        for _ in range(DELAY_PASSES):
+            scratch.add_(1)
+
+    def synchronize(self) -> None:
+        """Waits for what this thread has launched."""
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+
+
+class EngineGpuDevice(GpuDevice):
+    """A GPU that copies with what vLLM copies with. An engine each for loads and stores, which share no stream."""
 
     def __init__(self, device: EngineDevice) -> None:
         self._device = device
@@ -122,10 +148,8 @@ class GpuDevice(Device):
             raise _cannot_pin("pool", "the pool", error) from error
 
 
-class NativeGpuDevice(Device):
+class NativeGpuDevice(GpuDevice):
     """A GPU that copies with the kernels of hybridkv-cuda, on streams of their own."""
-
-    device_type = "cuda"
 
     def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
         from hybridkv.transfer.cuda import CudaCopyEngine, CudaError, InlineCudaCopyEngine, open_device
@@ -161,24 +185,24 @@ def open_device(device_type: str, copies: str, experimental_cuda: bool) -> Devic
     Args:
         device_type: vLLM's name of it.
         copies: "engine" or "native", who copies on a GPU.
-        experimental_cuda: whether a GPU may be used.
+        experimental_cuda: whether "native" may be used.
 
     Raises:
-        ConfigurationError: it is not known or not there; or it is a GPU, on which nothing has run yet, and was not
-            asked for; or this vLLM lacks what it would copy with.
+        ConfigurationError: it is not known or not there; or kernels that no GPU has run yet were not asked for by
+            both names; or this vLLM lacks what it would copy with.
     """
     if device_type == "cpu":
         return CpuDevice()
     if device_type not in DEVICE_TYPES:
         raise ConfigurationError("device", " or ".join(DEVICE_TYPES), device_type, _HINT)
-    if not experimental_cuda:
-        hint = 'say "experimental_cuda": true to try copies that were tested without a GPU, and never on one'
-        raise ConfigurationError("device", "KV caches in host memory", device_type, hint)
     if copies == "native":
+        if not experimental_cuda:
+            hint = 'leave it out; "experimental_cuda": true tries kernels that were simulated, and never ran on a GPU'
+            raise ConfigurationError(f"{ROOT}.copies", '"engine"', '"native"', hint)
         return NativeGpuDevice()
     engine_copies = compat.engine_copies()
     try:
-        return GpuDevice(EngineDevice(engine_copies))
+        return EngineGpuDevice(EngineDevice(engine_copies))
     except (RuntimeError, AssertionError) as error:  # the second: torch's word for a build without CUDA
         raise ConfigurationError("device", "a GPU that torch can use", str(error), _HINT) from error
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from hybridkv.canonical import PAGE_ALIGN_BYTES, GroupPages, LayerLayout, TokenRange
 from hybridkv.canonical.torch_view import (
     CanonicalKVCaches,
@@ -33,20 +35,20 @@ class KVMemory:
         pages: of each stored group.
         cut: groups whose blocks chunks cut.
         zeros: a tensor of zeros beside the KV caches.
-        storages: address and bytes of each piece of memory that the pages lie in.
+        storages: each piece of memory that the pages lie in, as a tensor of bytes.
     """
 
     pages: dict[int, GroupPages]
     cut: dict[int, GroupBlocks]
     zeros: Any
-    storages: tuple[tuple[int, int], ...]
+    storages: tuple[torch.Tensor, ...]
 
     def register(self, engines: Iterable[CopyEngine]) -> None:
         """Let copies touch it."""
         for engine in engines:
             engine.register(self.zeros.data_ptr(), self.zeros.nbytes, "zeros")
-            for address, num_bytes in self.storages:
-                engine.register(address, num_bytes, "kv cache")
+            for storage in self.storages:
+                engine.register(storage.data_ptr(), storage.nbytes, "kv cache")
 
 
 def take_kv_memory(
@@ -117,7 +119,10 @@ def _blocks(
     return blocks
 
 
-def _storages(caches: CanonicalKVCaches) -> tuple[tuple[int, int], ...]:
+def _storages(caches: CanonicalKVCaches) -> tuple[torch.Tensor, ...]:
     """Each once."""
-    storages = (cache.tensor.untyped_storage() for cache in caches.tensors)
-    return tuple({storage.data_ptr(): storage.nbytes() for storage in storages}.items())
+    storages = {}
+    for cache in caches.tensors:
+        storage = cache.tensor.untyped_storage()
+        storages[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=cache.tensor.device).set_(storage)
+    return tuple(storages.values())

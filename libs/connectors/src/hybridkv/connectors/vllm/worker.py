@@ -18,6 +18,7 @@ import numpy as np
 
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache
+from hybridkv.connectors.vllm.copy_proof import prove_at_start
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
 from hybridkv.connectors.vllm.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.job_lowering import JobLowering, RankMemory, job_lowering
@@ -110,7 +111,7 @@ class OffloadWorker:
 
         Raises:
             ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-                in an order that an engine which reads a slower tier later might not have.
+                in an order that an engine which reads a slower tier later might not have; or this GPU copies wrongly.
         """
         device = device or CpuDevice()
         memory = take_kv_memory(self._layout, kv_caches, num_blocks, device, outlives_engine=self.has_slower_tiers)
@@ -119,6 +120,7 @@ class OffloadWorker:
         memory.register(self._engines)
         for engine in self._engines:
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
+        prove_at_start(memory, self._arena, self._paths, device)
 
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads, and its moves between the tiers."""

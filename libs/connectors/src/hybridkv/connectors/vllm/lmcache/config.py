@@ -46,7 +46,7 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         weights_digest: how weights are told apart, as for HybridOffloadConnector.
         identity_ignores: names of facts that the operator knows to change nothing in what is stored.
         copies: who copies on a GPU, as for HybridOffloadConnector.
-        experimental_cuda: whether engines on GPUs may use it.
+        experimental_cuda: allow "native", as there.
     """
 
     url: str

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hybridkv.canonical.torch_view import KVCache
+from hybridkv.connectors.vllm.copy_proof import prove_at_start
 from hybridkv.connectors.vllm.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.kv_memory import KVMemory, take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
@@ -26,6 +27,10 @@ from hybridkv.connectors.vllm.messages import LoadFailure, StepOutcome
 from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, Outcomes
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers import FailureReason
+from hybridkv.tiers.ram import RamArena
+
+PROOF_BLOCKS = 8
+"""Of the largest group, that are copied at the start on a GPU."""
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 
@@ -70,11 +75,23 @@ class LMCacheWorker:
 
         Raises:
             ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-                in an order that an engine which reads them later might not have.
+                in an order that an engine which reads them later might not have; or this GPU copies wrongly.
         """
         self._device = device or self._device
         self._memory = take_kv_memory(self._layout, kv_caches, num_blocks, self._device, outlives_engine=True)
         self._memory.register(self._paths.engines())
+        self._prove(self._memory)
+
+    def _prove(self, memory: KVMemory) -> None:
+        """The pool comes with the server, and is reached as other pinned memory is."""
+        proof_bytes = max(pages.block_bytes for pages in memory.pages.values())
+        pinned = self._device.arena_memory(PROOF_BLOCKS * proof_bytes)
+        if pinned is None:
+            return
+        arena = RamArena(pinned.nbytes, proof_bytes, pinned)
+        for engine in self._paths.engines():
+            engine.register(arena.base_address, arena.capacity_bytes, "copy proof")
+        prove_at_start(memory, arena, self._paths, self._device)
 
     def start_loads(self, plan: LMCachePlan) -> None:
         """Begins the step's loads."""
