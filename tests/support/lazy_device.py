@@ -233,4 +233,36 @@ class LazyDevice:
         return not (isinstance(step, tuple) and step[0] == "wait") or step[1].happened
 
 
-__all__ = ["Choose", "LazyDevice", "LazyEvent", "LazyStream"]
+class StoresWithoutFence(LazyDevice):
+    """Stores do not wait for the step that writes their blocks."""
+
+    def wait(self, stream: LazyStream, event: LazyEvent) -> None:
+        if stream.name != "stores":
+            super().wait(stream, event)
+
+
+class LoadsWithoutFence(LazyDevice):
+    """Loads do not wait for compute that still reads or writes their blocks."""
+
+    def wait(self, stream: LazyStream, event: LazyEvent) -> None:
+        if stream.name != "loads":
+            super().wait(stream, event)
+
+
+class WithoutCompletion(LazyDevice):
+    """Results of copies come before their events."""
+
+    def wait_for(self, event: LazyEvent) -> None:
+        if event.stream is self.compute:
+            super().wait_for(event)
+
+
+__all__ = [
+    "Choose",
+    "LazyDevice",
+    "LazyEvent",
+    "LazyStream",
+    "LoadsWithoutFence",
+    "StoresWithoutFence",
+    "WithoutCompletion",
+]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lazy_device import LazyDevice, LazyEvent, LazyStream
+from lazy_device import LazyDevice, LoadsWithoutFence, StoresWithoutFence, WithoutCompletion
 from lazy_gpu import LazyGpu
 
 from hybridkv.canonical import GroupPages, LayerLayout, PageRegion
@@ -120,32 +120,6 @@ class DroppingLastByte(LazyDevice):
         sources, destinations, num_bytes = (np.array(column) for column in columns)
         num_bytes[-1] -= 1
         super().swap_blocks_batch(sources, destinations, num_bytes, is_src_access_order_any=is_src_access_order_any)
-
-
-class WithoutFence(LazyDevice):
-    """One kind of copies does not wait for compute."""
-
-    ignoring = ""
-
-    def wait(self, stream: LazyStream, event: LazyEvent) -> None:
-        if stream.name != self.ignoring:
-            super().wait(stream, event)
-
-
-class StoresWithoutFence(WithoutFence):
-    ignoring = "stores"
-
-
-class LoadsWithoutFence(WithoutFence):
-    ignoring = "loads"
-
-
-class WithoutCompletion(LazyDevice):
-    """Results come before their events; what compute waits for still comes."""
-
-    def wait_for(self, event: LazyEvent) -> None:
-        if event.stream is self.compute:
-            super().wait_for(event)
 
 
 class Refusing(LazyDevice):

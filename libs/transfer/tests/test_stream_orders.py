@@ -19,7 +19,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from lazy_device import TIMEOUT_S, LazyDevice, LazyEvent, LazyStream
+from lazy_device import (
+    TIMEOUT_S,
+    LazyDevice,
+    LazyStream,
+    LoadsWithoutFence,
+    StoresWithoutFence,
+    WithoutCompletion,
+)
 
 from hybridkv.transfer import CopyRuns, JobId, StreamCopyEngine
 
@@ -281,29 +288,6 @@ def test_no_order_reads_a_block_before_its_writer_or_after_its_reuse(rig: Rig) -
     assert rig.job_id > ORDERS, "jobs"
 
 
-class NoStoreFence(LazyDevice):
-    """Stores do not wait for the step that wrote their blocks."""
-
-    def wait(self, stream: LazyStream, event: LazyEvent) -> None:
-        if stream.name != "stores":
-            super().wait(stream, event)
-
-
-class NoLoadFence(LazyDevice):
-    """Loads do not wait for the compute stream."""
-
-    def wait(self, stream: LazyStream, event: LazyEvent) -> None:
-        if stream.name != "loads":
-            super().wait(stream, event)
-
-
-class NoCompletion(LazyDevice):
-    """Results are given before their events."""
-
-    def wait_for(self, event: LazyEvent) -> None:
-        pass
-
-
 class AnySourceOrder(LazyDevice):
     """Sources on the device are read in any order, too."""
 
@@ -311,7 +295,7 @@ class AnySourceOrder(LazyDevice):
         super().swap_blocks_batch(*columns, is_src_access_order_any=True)
 
 
-@pytest.mark.parametrize("device", [NoStoreFence, NoLoadFence, NoCompletion, AnySourceOrder])
+@pytest.mark.parametrize("device", [StoresWithoutFence, LoadsWithoutFence, WithoutCompletion, AnySourceOrder])
 def test_every_fence_that_is_left_out_is_found(device: type[LazyDevice]) -> None:
     assert finds_a_wrong_byte(lambda: Rig(device(Tape(), is_driven=True)))
 
