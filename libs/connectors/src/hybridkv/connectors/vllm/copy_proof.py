@@ -174,8 +174,8 @@ class _Blocks:
             self.is_page[offset : offset + size] = True
 
     def random_content(self, random: np.random.Generator) -> Bytes:
-        """Of a slot: bytes where pages are, and zeros between them."""
-        content = random.integers(0, 256, self.slot.num_bytes, dtype=np.uint8)
+        """Of a slot: bytes where pages are, and zeros between them. None of a page is zero, as blocks are before."""
+        content = random.integers(1, 256, self.slot.num_bytes, dtype=np.uint8)
         content[~self.is_page] = 0
         return content
 
@@ -227,6 +227,8 @@ class _Proof:
     def store(self, blocks: _Blocks, content: Bytes) -> None:
         """The forward pass is late, and its blocks are reused at once."""
         fresh = blocks.on_device(content)
+        [view] = self._arena.views(blocks.slot)
+        view[:] = (~content).tobytes()  # so that each byte has to be copied
         self._gpu.launch_delay()
         self._gpu.launch(lambda: blocks.write(fresh))
         self._copy("store", blocks, self._paths.stores, self._stored(blocks), after=lambda: self._seal(blocks))
