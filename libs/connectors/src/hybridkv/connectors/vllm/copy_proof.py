@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,12 @@ from hybridkv.connectors.vllm.copy_table import ChunkCopy, CopyTable
 from hybridkv.connectors.vllm.devices import Device, GpuDevice
 from hybridkv.connectors.vllm.job_lowering import JobLowering, RankMemory, job_lowering
 from hybridkv.connectors.vllm.kv_memory import KVMemory, zeros_in
-from hybridkv.connectors.vllm.rank_work import CopyPaths
 from hybridkv.tiers import SealedMemory, Slot
 from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId
+
+if TYPE_CHECKING:
+    # It needs vLLM, which the proof does without.
+    from hybridkv.connectors.vllm.rank_work import CopyPaths
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 

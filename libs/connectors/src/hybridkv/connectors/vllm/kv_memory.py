@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,9 +22,12 @@ from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import cuts, page_order
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
 from hybridkv.connectors.vllm.devices import Device, zero_memory
-from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.transfer import CopyEngine
+
+if TYPE_CHECKING:
+    # It needs vLLM; a GPU's copies are proven on machines without it, too.
+    from hybridkv.connectors.vllm.layout import CacheLayout
 
 
 @dataclass(frozen=True, slots=True)
