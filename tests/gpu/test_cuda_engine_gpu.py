@@ -1,4 +1,7 @@
-"""The copy engines on a real GPU: bytes, fences, and overlap with compute, with the kernels and without."""
+"""The copy engines of both ways on a real GPU: bytes, fences, and overlap with compute.
+
+The ways are `copies: "native"`, with the kernels of hybridkv-cuda and without, and `copies: "engine"` ("streams").
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import pytest
 import xxhash
 from conftest import unavailable
 
-from hybridkv.transfer import CopyRuns, JobId
+from hybridkv.transfer import CopyEngine, CopyRuns, InlineStreamCopyEngine, JobId, StreamCopyEngine
 from hybridkv.transfer.cuda import CopyTuning, CudaCopyEngine, InlineCudaCopyEngine, open_device, pin_memory
+from hybridkv.transfer.pinned import map_memory
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -19,7 +23,6 @@ TIMEOUT_S = patience.seconds(6.0)
 SIZES = (64, 512, 4096, 16 * 1024, 64 * 1024, 320 * 1024, 2 * 1024 * 1024)
 BUSY_CYCLES = 400_000_000
 """How long the stream of compute is kept busy: some tenths of a second."""
-Engine = CudaCopyEngine | InlineCudaCopyEngine
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,28 +33,73 @@ def gpu() -> None:
         )
 
 
-@pytest.fixture(params=["kernels", "torch alone"])
-def has_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    from hybridkv.transfer.cuda import extension, torch_device
+class NativeWay:
+    """`copies: "native"`."""
 
-    if request.param == "torch alone":
-        monkeypatch.setattr(torch_device, "cuda_kernels", lambda: None)
-        return False
+    def open(self, kind: str = "thread") -> CopyEngine:
+        device = open_device(torch.cuda.current_device())
+        return CudaCopyEngine(device) if kind == "thread" else InlineCudaCopyEngine(device)
+
+    def pinned(self, num_bytes: int) -> np.ndarray:  # type: ignore[type-arg]
+        return pin_memory(num_bytes)
+
+
+class StreamsWay:
+    """`copies: "engine"`, by the copies that this machine has."""
+
+    def __init__(self) -> None:
+        from engine_copies import find_engine_copies
+
+        from hybridkv.connectors.vllm.engine_device import EngineDevice
+
+        name, copies = find_engine_copies()
+        print(name)
+        self._device = EngineDevice(copies)
+
+    def open(self, kind: str = "thread") -> CopyEngine:
+        engine = StreamCopyEngine if kind == "thread" else InlineStreamCopyEngine
+        return engine(self._device)
+
+    def pinned(self, num_bytes: int) -> np.ndarray:  # type: ignore[type-arg]
+        memory = map_memory(num_bytes)
+        self._device.pin(memory)
+        return memory
+
+
+Way = NativeWay | StreamsWay
+
+
+@pytest.fixture
+def kernels() -> None:
+    from hybridkv.transfer.cuda import extension
+
     if extension.cuda_kernels() is None:
         unavailable("hybridkv-cuda is not installed")
-    return True
+
+
+@pytest.fixture(params=["native", "native without kernels", "streams"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    if request.param == "streams":
+        return StreamsWay()
+    if request.param == "native":
+        request.getfixturevalue("kernels")
+    else:
+        from hybridkv.transfer.cuda import torch_device
+
+        monkeypatch.setattr(torch_device, "cuda_kernels", lambda: None)
+    return NativeWay()
 
 
 class CopyRig:
     """KV memory and a pinned arena, registered with an engine."""
 
-    def __init__(self, engine: Engine, page_bytes: int, num_pages: int) -> None:
+    def __init__(self, way: Way, engine: CopyEngine, page_bytes: int, num_pages: int) -> None:
         self.page_bytes, self.num_pages = page_bytes, num_pages
         generator = torch.Generator(device="cuda").manual_seed(page_bytes)
         self.cache = torch.randint(
             0, 256, (2 * num_pages, page_bytes), dtype=torch.uint8, device="cuda", generator=generator
         )
-        self.arena = pin_memory(num_pages * page_bytes)
+        self.arena = way.pinned(num_pages * page_bytes)
         self.arena[:] = 0xA5
         self.order = np.random.default_rng(1).permutation(2 * num_pages)[:num_pages]
         engine.register(self.cache.data_ptr(), self.cache.nbytes, "kv cache")
@@ -67,22 +115,22 @@ class CopyRig:
         return self.cache[torch.from_numpy(self.order).cuda()].cpu().numpy().reshape(-1)
 
 
-@pytest.fixture(params=[CudaCopyEngine, InlineCudaCopyEngine], ids=["thread", "inline"])
-def engine(request: pytest.FixtureRequest, has_kernels: bool) -> Iterator[Engine]:
-    made = request.param(open_device(torch.cuda.current_device()))
+@pytest.fixture(params=["thread", "inline"])
+def engine(request: pytest.FixtureRequest, way: Way) -> Iterator[CopyEngine]:
+    made = way.open(request.param)
     yield made
     made.close()
 
 
-def finish(engine: Engine, job_id: int) -> None:
+def finish(engine: CopyEngine, job_id: int) -> None:
     assert engine.wait([JobId(job_id)], TIMEOUT_S)
     [result] = engine.poll()
     assert result.failure is None, result.failure
 
 
 @pytest.mark.parametrize("page_bytes", SIZES)
-def test_a_job_may_copy_within_the_gpu_and_from_the_arena(engine: Engine, page_bytes: int) -> None:
-    rig = CopyRig(engine, page_bytes, max(3, min(3000, 64 * 1024 * 1024 // page_bytes)))
+def test_a_job_may_copy_within_the_gpu_and_from_the_arena(way: Way, engine: CopyEngine, page_bytes: int) -> None:
+    rig = CopyRig(way, engine, page_bytes, max(3, min(3000, 64 * 1024 * 1024 // page_bytes)))
     rig.arena[:] = np.random.default_rng(2).integers(0, 256, rig.arena.nbytes, dtype=np.uint8)
     rest = np.setdiff1d(np.arange(2 * rig.num_pages), rig.order)
     loaded, copied = rest[::2], rest[1::2]
@@ -103,8 +151,8 @@ def test_a_job_may_copy_within_the_gpu_and_from_the_arena(engine: Engine, page_b
 
 
 @pytest.mark.parametrize("page_bytes", SIZES)
-def test_what_was_stored_is_loaded_again(engine: Engine, page_bytes: int) -> None:
-    rig = CopyRig(engine, page_bytes, max(3, min(3000, 64 * 1024 * 1024 // page_bytes)))
+def test_what_was_stored_is_loaded_again(way: Way, engine: CopyEngine, page_bytes: int) -> None:
+    rig = CopyRig(way, engine, page_bytes, max(3, min(3000, 64 * 1024 * 1024 // page_bytes)))
     wanted = rig.pages()
     engine.submit(JobId(1), rig.stores())
     finish(engine, 1)
@@ -117,8 +165,8 @@ def test_what_was_stored_is_loaded_again(engine: Engine, page_bytes: int) -> Non
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 2 * 1024 * 1024])
-def test_a_store_holds_what_the_forward_pass_wrote_last(engine: Engine, page_bytes: int) -> None:
-    rig = CopyRig(engine, page_bytes, 16)
+def test_a_store_holds_what_the_forward_pass_wrote_last(way: Way, engine: CopyEngine, page_bytes: int) -> None:
+    rig = CopyRig(way, engine, page_bytes, 16)
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
     rig.cache.fill_(7)
@@ -128,8 +176,8 @@ def test_a_store_holds_what_the_forward_pass_wrote_last(engine: Engine, page_byt
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 2 * 1024 * 1024])
-def test_a_load_leaves_blocks_to_those_who_read_them_before(engine: Engine, page_bytes: int) -> None:
-    rig = CopyRig(engine, page_bytes, 16)
+def test_a_load_leaves_blocks_to_those_who_read_them_before(way: Way, engine: CopyEngine, page_bytes: int) -> None:
+    rig = CopyRig(way, engine, page_bytes, 16)
     rig.cache.fill_(3)
     rig.arena[:] = 9
     torch.cuda.synchronize()
@@ -141,10 +189,10 @@ def test_a_load_leaves_blocks_to_those_who_read_them_before(engine: Engine, page
     assert (rig.cache[torch.from_numpy(rig.order).cuda()] == 9).all()
 
 
-def test_a_load_does_not_wait_for_the_forward_pass_after_it(has_kernels: bool) -> None:
+def test_a_load_does_not_wait_for_the_forward_pass_after_it(way: Way) -> None:
     """It ends while compute that was enqueued later is still busy."""
-    engine = CudaCopyEngine(open_device(torch.cuda.current_device()))
-    rig = CopyRig(engine, 4096, 16)
+    engine = way.open()
+    rig = CopyRig(way, engine, 4096, 16)
     gate = _Gate()
     torch.cuda.synchronize()
     engine.submit(JobId(1), rig.stores().reversed(), before=gate)
@@ -171,12 +219,11 @@ class _Gate:
         return None if self._opened.wait(TIMEOUT_S) else "the gate was never opened"
 
 
-def test_small_turns_of_staging_memory_lose_nothing(has_kernels: bool) -> None:
-    if not has_kernels:
-        pytest.skip("without kernels nothing is staged")
+@pytest.mark.usefixtures("kernels")
+def test_small_turns_of_staging_memory_lose_nothing() -> None:
     tuning = CopyTuning(large_run_bytes=8192, direct_job_bytes=1, staging_bytes=65536)
     engine = CudaCopyEngine(open_device(torch.cuda.current_device(), tuning))
-    rig = CopyRig(engine, 4096, 4000)
+    rig = CopyRig(NativeWay(), engine, 4096, 4000)
     wanted = rig.pages()
     for job_id in range(20):
         rig.arena[:] = 0
@@ -186,9 +233,8 @@ def test_small_turns_of_staging_memory_lose_nothing(has_kernels: bool) -> None:
     engine.close()
 
 
-def test_checksums_are_those_that_the_arena_seals_with(has_kernels: bool) -> None:
-    if not has_kernels:
-        pytest.skip("without kernels the host computes them")
+@pytest.mark.usefixtures("kernels")
+def test_checksums_are_those_that_the_arena_seals_with() -> None:
     from hybridkv.transfer.cuda.torch_device import TorchCudaDevice
 
     data = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8, device="cuda")
