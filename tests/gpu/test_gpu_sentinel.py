@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -68,6 +69,24 @@ def test_the_reason_is_that_of_the_machine(tree: Path) -> None:
     text, suite = gpu_sentinel.report(gpu_sentinel.gpu_tests(tree), machine)
     assert "no nvidia-smi in $PATH" in text
     assert set(reasons(suite).values()) == {"no nvidia-smi in $PATH"}
+
+
+@pytest.mark.parametrize(("env", "code"), [({}, 0), ({"HYBRIDKV_GPUS": "required"}, 1)])
+def test_a_skipped_test_is_a_failure_only_where_gpus_are_required(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], code: int
+) -> None:
+    why_not = {"//gpu:nvcc": "", "//gpu:torch": ""}
+    machine = tree / "machine.json"
+    monkeypatch.chdir(tree)
+    monkeypatch.delenv("HYBRIDKV_GPUS", raising=False)
+    monkeypatch.delenv("XML_OUTPUT_FILE", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["gpu_sentinel", str(machine)])
+    machine.write_text(json.dumps({"gpus": 0, "why_not": why_not}))
+    assert gpu_sentinel.main() == code
+    machine.write_text(json.dumps({"gpus": 8, "why_not": why_not}))
+    assert gpu_sentinel.main() == 0
 
 
 def test_two_tests_never_hold_one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
