@@ -1,0 +1,456 @@
+"""Copies of KV pages on a GPU beside their goals, for both ways of copying: `copies: "native"` and `copies: "engine"`.
+
+    PYTHONPATH=... python bench/gpu_goals.py [--mebibytes N] [--rounds N] [--json FILE]
+
+The bundle for GPU machines runs this file with the right path: docs/guides/gpu.md. Each measurement is a line of JSON
+when it is done, and one that fails does not end the others. "direct" is `swap_blocks_batch` called on a stream by
+itself: vLLM's where vLLM for CUDA is installed, else a stand-in, which the first line names. "link" is one copy of all
+bytes in one piece. Wall time runs from the call to the last byte; rates are the best of N rounds, in turns.
+
+- G1: scattered fragments of 512 bytes to 2 MiB to one stretch of pinned memory (store) and back (load), a job of the
+  engine's thread each; and both directions at once beside the sum of each alone. Bytes are compared before the timing.
+- G2: the copy kernel within the GPU's memory, beside a copy in one piece. "native" alone has one.
+- G3: matrix products beside copies without end, beside the same products alone.
+- G4: the host's processor time of a job, over all threads, by the number of its fragments.
+
+Not measured: lowering of a job to runs, digests, and an engine of vLLM. Without a GPU it says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridkv.transfer import CopyEngine, CopyRuns, JobId
+
+MIB = 1 << 20
+FRAGMENT_BYTES = tuple(512 << power for power in range(13))
+"""512 bytes to 2 MiB."""
+MOST_FRAGMENTS = 128 * 1024
+"""Of one job: small fragments are fewer bytes."""
+FROM_BYTES = 4096
+"""The smallest fragment of the goals of G1."""
+TIMEOUT_S = 60.0
+POISON = 0xA5
+KERNEL_BLOCKS = (12, 16, 264)
+"""A slice of the GPU below what vLLM's kernel takes, what ours takes, and all of a large GPU."""
+
+
+@dataclass
+class Report:
+    """Lines of JSON, and how far the goals are met."""
+
+    path: Path | None
+    num_failed: int = 0
+    num_done: int = 0
+    _lines: list[str] = field(default_factory=list)
+
+    def say(self, name: str, **values: Any) -> None:
+        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in values.items()}
+        line = json.dumps({"name": name} | rounded)
+        print(line, flush=True)
+        self._lines.append(line)
+        if self.path is not None:
+            self.path.write_text("\n".join(self._lines) + "\n")
+
+    def goal(self, what: str, value: float, goal: float, *, at_most: bool = False) -> None:
+        is_met = value <= goal if at_most else value >= goal
+        bound = "at most" if at_most else "at least"
+        self.say("goal", what=what, value=value, goal=goal, is_met=is_met)
+        print(f"goal: {what}: {value:.3g}, goal {bound} {goal:g}: {'met' if is_met else 'MISSED'}", flush=True)
+
+    def run(self, measure: Callable[[], None]) -> None:
+        try:
+            measure()
+            self.num_done += 1
+        except Exception as error:
+            self.num_failed += 1
+            self.say("failed", measurement=measure.__name__, error=f"{type(error).__name__}: {error}"[:300])
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of copying: its engines and the pinned memory that they reach."""
+
+    name: str
+    stores: CopyEngine
+    loads: CopyEngine
+    arena: np.ndarray  # type: ignore[type-arg]
+
+    def engine(self, is_store: bool) -> CopyEngine:
+        return self.stores if is_store else self.loads
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Scattered fragments of one size in the cache, and where they go in pinned memory, one behind the other."""
+
+    size: int
+    order: np.ndarray  # type: ignore[type-arg]
+
+    @property
+    def count(self) -> int:
+        return len(self.order)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.count * self.size
+
+    def runs(self, cache_address: int, arena_address: int, is_store: bool) -> CopyRuns:
+        runs = CopyRuns(
+            cache_address + self.order * self.size,
+            arena_address + np.arange(self.count, dtype=np.int64) * self.size,
+            np.full(self.count, self.size, dtype=np.int64),
+        )
+        return runs if is_store else runs.reversed()
+
+
+def fragments(size: int, most_bytes: int, count: int = MOST_FRAGMENTS) -> Fragments:
+    count = min(count, most_bytes // size)
+    order = np.random.default_rng(size).permutation(2 * count)[:count].astype(np.int64)
+    return Fragments(size, order)
+
+
+class Rig:
+    """KV memory on the GPU, and both ways beside it."""
+
+    def __init__(self, torch: Any, total_bytes: int, rounds: int, report: Report) -> None:
+        from engine_copies import find_engine_copies
+
+        from hybridkv.connectors.vllm.devices import EngineGpuDevice, NativeGpuDevice
+        from hybridkv.connectors.vllm.engine_device import EngineDevice
+
+        self.torch, self.total_bytes, self.rounds, self.report = torch, total_bytes, rounds, report
+        self.cache = torch.randint(0, 256, (2 * total_bytes,), dtype=torch.uint8, device="cuda")
+        name, self.copies = find_engine_copies()
+        report.say("start", gpu=torch.cuda.get_device_name(), torch=torch.__version__, direct=name)
+        self.ways = []
+        for way, device in (("native", NativeGpuDevice()), ("engine", EngineGpuDevice(EngineDevice(self.copies)))):
+            arena = device.arena_memory(total_bytes)
+            stores, loads = device.copy_engines("async")
+            for engine in (stores, loads):
+                engine.register(self.cache.data_ptr(), self.cache.nbytes, "kv cache")
+                engine.register(int(arena.ctypes.data), arena.nbytes, "arena")
+            self.ways.append(Way(way, stores, loads, arena))
+        self._ids = itertools.count(1)
+        self._stream = torch.cuda.Stream()
+        self.link_rates: dict[bool, float] = {}
+
+    def runs(self, way: Way, of: Fragments, is_store: bool) -> CopyRuns:
+        return of.runs(self.cache.data_ptr(), int(way.arena.ctypes.data), is_store)
+
+    def copy(self, way: Way, runs: CopyRuns, is_store: bool) -> None:
+        """A job, until its result."""
+        engine, job_id = way.engine(is_store), JobId(next(self._ids))
+        if not engine.submit(job_id, runs) or not engine.wait([job_id], TIMEOUT_S):
+            raise RuntimeError(f"{way.name}: the job did not end")
+        [result] = engine.poll()
+        if result.failure is not None:
+            raise RuntimeError(f"{way.name}: {result.failure}")
+
+    def direct(self, runs: CopyRuns, is_store: bool) -> Callable[[], None]:
+        """The batched copies by themselves."""
+        torch = self.torch
+        columns = [torch.from_numpy(np.array(column)) for column in (runs.sources, runs.destinations, runs.num_bytes)]
+
+        def copy() -> None:
+            done = torch.cuda.Event(blocking=True)
+            with torch.cuda.stream(self._stream):
+                self.copies.swap_blocks_batch(*columns, is_src_access_order_any=not is_store)
+                done.record()
+            done.synchronize()
+
+        return copy
+
+    def link(self, is_store: bool) -> Callable[[], None]:
+        device = self.cache[: self.total_bytes]
+        host = self.torch.from_numpy(self.ways[0].arena)
+        destination, source = (host, device) if is_store else (device, host)
+
+        def copy() -> None:
+            destination.copy_(source, non_blocking=True)
+            self.torch.cuda.synchronize()
+
+        return copy
+
+    def require_right(self, way: Way, of: Fragments, is_store: bool) -> None:
+        """Copies once, and compares every byte."""
+        torch = self.torch
+        pages = self.cache[: 2 * of.total_bytes].view(2 * of.count, of.size)
+        index = torch.from_numpy(of.order).cuda()
+        wanted = pages[index]
+        place = way.arena[: of.total_bytes]
+        if is_store:
+            place[:] = POISON
+        else:
+            place[:] = wanted.cpu().numpy().reshape(-1)
+            pages[index] = POISON
+        torch.cuda.synchronize()
+        self.copy(way, self.runs(way, of, is_store), is_store)
+        found = torch.from_numpy(place).cuda().view(of.count, of.size) if is_store else pages[index]
+        is_right = torch.equal(found, wanted)
+        pages[index] = wanted
+        torch.cuda.synchronize()
+        if not is_right:
+            raise RuntimeError(f"{way.name} copied wrong bytes: a {direction(is_store)} of fragments of {of.size}")
+
+    def rates(self, copies: dict[str, Callable[[], None]], num_bytes: dict[str, int]) -> dict[str, float]:
+        """Bytes per second of each, taking turns."""
+        best = dict.fromkeys(copies, float("inf"))
+        for _ in range(self.rounds):
+            for name, copy in copies.items():
+                began_s = time.perf_counter()
+                copy()
+                best[name] = min(best[name], time.perf_counter() - began_s)
+        return {name: num_bytes[name] / seconds for name, seconds in best.items()}
+
+    def close(self) -> None:
+        for way in self.ways:
+            way.stores.close()
+            way.loads.close()
+
+
+def direction(is_store: bool) -> str:
+    return "store" if is_store else "load"
+
+
+def g1_fragments(rig: Rig) -> None:
+    """Each size and direction."""
+    for is_store in (True, False):
+        least = {"native": float("inf"), "engine": float("inf")}
+        for size in FRAGMENT_BYTES:
+            of = fragments(size, rig.total_bytes)
+            for way in rig.ways:
+                rig.require_right(way, of, is_store)
+            copies = {way.name: _job(rig, way, of, is_store) for way in rig.ways}
+            copies["direct"] = rig.direct(rig.runs(rig.ways[1], of, is_store), is_store)
+            copies["link"] = rig.link(is_store)
+            num_bytes = dict.fromkeys(copies, of.total_bytes) | {"link": rig.total_bytes}
+            found = rig.rates(copies, num_bytes)
+            rig.link_rates[is_store] = max(rig.link_rates.get(is_store, 0.0), found["link"])
+            in_gb = {f"{name}_gb_s": rate / 1e9 for name, rate in found.items()}
+            rig.report.say("G1", direction=direction(is_store), fragment=size, count=of.count, **in_gb)
+            if size >= FROM_BYTES:
+                least["native"] = min(least["native"], found["native"] / found["link"])
+                least["engine"] = min(least["engine"], found["engine"] / found["direct"])
+        word = direction(is_store)
+        rig.report.goal(f"G1 native {word}s, of the link, from 4 KiB", least["native"], 0.95)
+        rig.report.goal(f"G1 engine {word}s, of swap_blocks_batch by itself, from 4 KiB", least["engine"], 1.0)
+
+
+def _job(rig: Rig, way: Way, of: Fragments, is_store: bool) -> Callable[[], None]:
+    runs = rig.runs(way, of, is_store)
+    return lambda: rig.copy(way, runs, is_store)
+
+
+def g1_duplex(rig: Rig) -> None:
+    """Both directions at once. They share no byte: loads are of the other half of the memory."""
+    for way, size in itertools.product(rig.ways, (16 * 1024, 256 * 1024)):
+        half = rig.total_bytes // 2
+        of = fragments(size, half)
+        store = rig.runs(way, of, True)
+        load = of.runs(rig.cache.data_ptr() + rig.total_bytes, int(way.arena.ctypes.data) + half, False)
+        alone = [_best_s(rig, way, runs, is_store) for runs, is_store in ((store, True), (load, False))]
+
+        def both(way: Way = way, store: CopyRuns = store, load: CopyRuns = load) -> None:
+            other = threading.Thread(target=rig.copy, args=(way, store, True))
+            other.start()
+            rig.copy(way, load, False)
+            other.join()
+
+        together_s = min(_timed_s(both) for _ in range(rig.rounds))
+        of_sum = 2 / together_s / sum(1 / seconds for seconds in alone)
+        both_gb_s = 2 * of.total_bytes / together_s / 1e9
+        rig.report.say("G1 duplex", way=way.name, fragment=size, both_gb_s=both_gb_s, of_sum=of_sum)
+        rig.report.goal(f"G1 {way.name}, both directions at once, of the sum, {size >> 10} KiB", of_sum, 0.85)
+
+
+def _timed_s(call: Callable[[], None]) -> float:
+    began_s = time.perf_counter()
+    call()
+    return time.perf_counter() - began_s
+
+
+def _best_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
+    return min(_timed_s(lambda: rig.copy(way, runs, is_store)) for _ in range(rig.rounds))
+
+
+def g2_pack(rig: Rig) -> None:
+    """The kernel by itself, timed by events of the GPU."""
+    from hybridkv.transfer.cuda import CopyTuning, fragment_table
+    from hybridkv.transfer.cuda.extension import cuda_kernels
+
+    torch, kernels, tile_bytes = rig.torch, cuda_kernels(), CopyTuning().tile_bytes
+    if kernels is None:
+        raise RuntimeError("hybridkv-cuda cannot be loaded")
+    target = torch.empty(rig.total_bytes, dtype=torch.uint8, device="cuda")
+    whole = rig.total_bytes / _gpu_s(torch, lambda: target.copy_(rig.cache[: rig.total_bytes]))
+    rig.report.say("G2 one piece", gb_s=whole / 1e9)
+    worst: dict[tuple[int, bool], float] = {}
+    for size, blocks in itertools.product((512, 1024, 2048, 4096, 16384, 65536), KERNEL_BLOCKS):
+        of = fragments(size, rig.total_bytes)
+        table = fragment_table(of.runs(rig.cache.data_ptr(), target.data_ptr(), True), tile_bytes)
+        rows = torch.from_numpy(np.array(table.rows, dtype=np.int64)).cuda()
+
+        def launch(rows: Any = rows, tiles: int = table.num_tiles, blocks: int = blocks) -> None:
+            kernels.copy_fragments(rows, tiles, tile_bytes, blocks, torch.cuda.current_stream().cuda_stream)
+
+        rate = of.total_bytes / _gpu_s(torch, launch)
+        rig.report.say("G2", fragment=size, blocks=blocks, gb_s=rate / 1e9, of_one_piece=rate / whole)
+        key = blocks, size >= FROM_BYTES
+        worst[key] = min(worst.get(key, float("inf")), rate)
+    most, least = max(KERNEL_BLOCKS), min(KERNEL_BLOCKS)
+    rig.report.goal("G2 kernel on the whole GPU, of a copy in one piece, from 4 KiB", worst[most, True] / whole, 0.8)
+    rig.report.goal("G2 the same below 4 KiB", worst[most, False] / whole, 0.5)
+    link = max(rig.link_rates.values(), default=float("nan"))
+    rig.report.goal(f"G2 kernel with {least} blocks, times the link, from 4 KiB", worst[least, True] / link, 3.0)
+
+
+def _gpu_s(torch: Any, launch: Callable[[], Any], rounds: int = 8) -> float:
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        launch()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return float(min(times))
+
+
+def g3_interference(rig: Rig) -> None:
+    """Matrix products of a prefill, while the same job is copied again and again."""
+    torch = rig.torch
+    a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+
+    def products() -> float:
+        return _gpu_s(torch, lambda: [a @ b for _ in range(60)], rounds=1)
+
+    products()
+    alone = statistics.median(products() for _ in range(7))
+    for way, is_store, size in itertools.product(rig.ways, (True, False), (32 * 1024, 256 * 1024)):
+        runs = rig.runs(way, fragments(size, rig.total_bytes), is_store)
+        with _Copying(rig, way, runs, is_store) as rate:
+            busy = statistics.median(products() for _ in range(7))
+        slower = busy / alone - 1
+        word = f"{way.name} {direction(is_store)}s of {size >> 10} KiB"
+        rig.report.say("G3", copies=word, slower=slower, gb_s=rate() / 1e9)
+        rig.report.goal(f"G3 matrix products beside {word}, slower by", slower, 0.03, at_most=True)
+
+
+class _Copying:
+    """Copies again and again on a thread. Gives the rate, to be asked at the end."""
+
+    def __init__(self, rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> None:
+        self._rig, self._job = rig, (way, runs, is_store)
+        self._stop = threading.Event()
+        self._num_jobs, self._seconds = 0, 0.0
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._loop)
+
+    def _loop(self) -> None:
+        began_s = time.perf_counter()
+        try:
+            while not self._stop.is_set():
+                self._rig.copy(*self._job)
+                self._num_jobs += 1
+        except Exception as error:
+            self._failure = error
+        self._seconds = time.perf_counter() - began_s
+
+    def __enter__(self) -> Callable[[], float]:
+        self._thread.start()
+        time.sleep(0.05)
+        return lambda: self._num_jobs * self._job[1].total_bytes / self._seconds
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+
+def g4_host(rig: Rig) -> None:
+    """Processor time of all threads, and the wall time of `submit` on the caller's."""
+    for is_store, count in itertools.product((True, False), (1024, 4096, 16 * 1024, 64 * 1024)):
+        of = fragments(FROM_BYTES, rig.total_bytes, count)
+        found: dict[str, float] = {}
+        for way in rig.ways:
+            runs = rig.runs(way, of, is_store)
+            found[f"{way.name}_us"] = _processor_s(rig.rounds, _job(rig, way, of, is_store)) * 1e6
+            found[f"{way.name}_submit_us"] = _submit_s(rig, way, runs, is_store) * 1e6
+        direct = rig.direct(rig.runs(rig.ways[1], of, is_store), is_store)
+        found["direct_us"] = _processor_s(rig.rounds, direct) * 1e6
+        rig.report.say("G4", direction=direction(is_store), count=of.count, **found)
+        for way in rig.ways:
+            what = f"G4 {way.name}, us of the host for a {direction(is_store)} of {of.count} fragments"
+            rig.report.goal(what, found[f"{way.name}_us"], 50.0, at_most=True)
+
+
+def _processor_s(rounds: int, call: Callable[[], None]) -> float:
+    call()
+    began_s = time.process_time()
+    for _ in range(rounds):
+        call()
+    return (time.process_time() - began_s) / rounds
+
+
+def _submit_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
+    engine = way.engine(is_store)
+    best = float("inf")
+    for number in range(rig.rounds):
+        job_id = JobId(-1 - number)
+        began_s = time.perf_counter()
+        engine.submit(job_id, runs)
+        best = min(best, time.perf_counter() - began_s)
+        engine.wait([job_id], TIMEOUT_S)
+        engine.poll()
+    return best
+
+
+def measurements(rig: Rig) -> Iterator[Callable[[], None]]:
+    for measure in (g1_fragments, g1_duplex, g4_host, g3_interference, g2_pack):
+
+        def run(measure: Callable[[Rig], None] = measure) -> None:
+            measure(rig)
+
+        run.__name__ = measure.__name__
+        yield run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--mebibytes", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    try:
+        import torch
+    except ImportError:
+        print("result: no GPU: torch is not installed")
+        return 0
+    if not torch.cuda.is_available():
+        print(f"result: no GPU: torch {torch.__version__} sees none")
+        return 0
+    report = Report(options.json)
+    rig = Rig(torch, options.mebibytes * MIB, options.rounds, report)
+    for measure in measurements(rig):
+        report.run(measure)
+    rig.close()
+    print(f"result: {report.num_done} of {report.num_done + report.num_failed} measurements done")
+    return 1 if report.num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
