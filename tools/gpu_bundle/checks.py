@@ -1,0 +1,81 @@
+"""Questions of run.sh that Python answers on the GPU machine. Nothing here needs a GPU to say that there is none.
+
+    checks.py facts           versions, and the distributions that the stages need
+    checks.py libraries       torch loads libhybridkv_cuda.so
+    checks.py report FILE     how many tests of a JUnit report ran; fails if one was skipped, or if there is none
+    checks.py vllm            vLLM for CUDA can be imported
+
+The last line of an answer begins with "result:". Exit status 1: the answer is no.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import xml.etree.ElementTree as ET
+
+EXPECTED = ("numpy", "torch")
+"""Too large for the bundle, and on every machine that computes on a GPU in Python."""
+IS_DRY = bool(os.environ.get("DRY"))
+NEEDED = (*EXPECTED, "pytest", "hypothesis", "xxhash", "msgspec", "vllm", "triton")
+
+
+def facts() -> bool:
+    print("Python", platform.python_version(), platform.platform())
+    for name in NEEDED:
+        try:
+            print(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            print(name, "is not installed", "and the bundle has none" if name in EXPECTED else "")
+    try:
+        import torch
+    except ImportError as error:
+        print(f"result: no torch: {error}")
+        return IS_DRY
+    found = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        print(f"result: {found}, sees no GPU")
+        return IS_DRY
+    print(torch.cuda.get_device_properties(0))
+    print(f"result: {torch.cuda.get_device_name(0)}, {found}, Python {platform.python_version()}")
+    return True
+
+
+def libraries() -> bool:
+    import torch
+
+    from hybridkv.cuda_kernels import library_path
+
+    torch.ops.load_library(str(library_path()))
+    kernels = torch.ops.hybridkv_cuda
+    print(f"torch {torch.__version__} loads {library_path().name}: interface {kernels.interface_version()}")
+    if torch.cuda.is_available():
+        kernels.load_kernels()
+        print("the GPU loads the kernels; batched copies by the driver:", kernels.has_batch_copy())
+    return True
+
+
+def report(path: str) -> bool:
+    suites = list(ET.parse(path).getroot().iter("testsuite"))
+    counts = {
+        key: sum(int(suite.get(key, "0")) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
+    }
+    skipped = sorted({found.get("message", "") for suite in suites for found in suite.iter("skipped")})
+    print("result:", ", ".join(f"{count} {name}" for name, count in counts.items()), *skipped[:2])
+    return counts["tests"] > 0 and not counts["failures"] + counts["errors"] and (IS_DRY or not counts["skipped"])
+
+
+def vllm() -> bool:
+    from engine_copies import vllm_copies
+
+    name, copies = vllm_copies()
+    print("result:", name)
+    return copies is not None
+
+
+COMMANDS = {"facts": facts, "libraries": libraries, "report": report, "vllm": vllm}
+
+if __name__ == "__main__":
+    sys.exit(not COMMANDS[sys.argv[1]](*sys.argv[2:]))

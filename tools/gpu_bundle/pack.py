@@ -1,0 +1,152 @@
+"""Packs what a GPU machine without a network needs to test and measure hybridkv, into one folder.
+
+    python3 tools/gpu_bundle/pack.py FOLDER [--sources-only]
+
+Then, on that machine: `bash FOLDER/run.sh`. Needs no Bazel. The folder holds sources; libraries, as far as this machine
+can build them (nvcc for the CUDA libraries, g++ and the headers of a Python for hybridkv.native); and wheels of what
+such a machine often lacks, at the versions of the lock, for Linux on x86-64. numpy and torch must be there. What cannot
+be built or fetched is named, and the folder is still of use: run.sh builds what it finds no library of.
+`--sources-only` neither builds nor fetches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).absolute().parents[2]
+HERE = "tools/gpu_bundle"
+RUNNERS = ("run.sh", "checks.py", "fill_site.py")
+SOURCES = (
+    "csrc/include",
+    "csrc/cpu",
+    "csrc/ledger",
+    "csrc/bindings",
+    "csrc/cuda",
+    "libs/*/src",
+    "libs/transfer/tests",
+    "tests/gpu",
+    "tests/oracle",
+    "tests/support",
+    "bench/gpu_copy.py",
+    "bench/gpu_goals.py",
+)
+LOCK = "third_party/python/requirements_lock.txt"
+WHEELS = (
+    "hypothesis",
+    "iniconfig",
+    "msgspec",
+    "nanobind",
+    "packaging",
+    "pluggy",
+    "pygments",
+    "pytest",
+    "sortedcontainers",
+    "xxhash",
+)
+PYTHON = "3.12"
+"""For which wheels are fetched that are not for every Python; hybridkv.native is built for this one and later ones."""
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+MOST_BYTES = 60 << 20
+
+
+def copy_sources(to: Path) -> None:
+    for pattern in SOURCES:
+        found = sorted(ROOT.glob(pattern))
+        if not found:
+            sys.exit(f"there is no {ROOT / pattern}")
+        for path in found:
+            target = to / path.relative_to(ROOT)
+            if path.is_dir():
+                shutil.copytree(path, target, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+
+
+def commit() -> str:
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def fetch_wheels(to: Path) -> None:
+    """By pip, each with the hash of the lock."""
+    locked = (ROOT / LOCK).read_text().replace("\\\n", " ").splitlines()
+    chosen = [line for line in locked if re.split("==", line)[0] in WHEELS]
+    if len(chosen) != len(WHEELS):
+        sys.exit(f"{LOCK} has {len(chosen)} of {len(WHEELS)} packages")
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = Path(scratch, "wanted.txt")
+        wanted.write_text("\n".join(chosen) + "\n")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+        command += ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp", f"--dest={to}"]
+        command += [f"--platform={platform}" for platform in PLATFORMS] + [f"--requirement={wanted}"]
+        if subprocess.run(command, check=False).returncode:
+            print("wheels: pip cannot fetch them; the GPU machine must have", ", ".join(WHEELS))
+
+
+def python_with_headers() -> str:
+    """One from `PYTHON` on, whose extensions later ones import too; else this one."""
+    for minor in range(int(PYTHON.split(".")[1]), 15):
+        found = shutil.which(f"python3.{minor}")
+        if not found:
+            continue
+        asked = [found, "-c", "import sysconfig; print(sysconfig.get_path('include'))"]
+        answer = subprocess.run(asked, check=False, capture_output=True, text=True)
+        if answer.returncode == 0 and Path(answer.stdout.strip(), "Python.h").exists():
+            return found
+    return sys.executable
+
+
+def build_libraries(folder: Path) -> None:
+    """By the same functions that build on the GPU machine."""
+    torch = importlib.util.find_spec("torch")
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = {"PYTHON": python_with_headers(), "WORK": scratch, "OUT": scratch}
+        if torch is not None and torch.submodule_search_locations:
+            settings["TORCH"] = torch.submodule_search_locations[0]
+        subprocess.run(["bash", str(folder / "run.sh"), "build_prebuilt"], check=False, env=os.environ | settings)
+    built = sorted(path.name for path in (folder / "prebuilt").glob("*.so"))
+    print("built:", ", ".join(built) or "nothing")
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--sources-only", action="store_true", help="neither builds nor fetches")
+    options = parser.parse_args()
+    folder: Path = options.folder.absolute()
+    if folder.exists() and any(folder.iterdir()):
+        sys.exit(f"{folder} is not empty")
+    copy_sources(folder / "tree")
+    for name in RUNNERS:
+        shutil.copyfile(ROOT / HERE / name, folder / name)
+    (folder / "COMMIT").write_text(commit() + "\n")
+    for name in ("wheels", "prebuilt"):
+        (folder / name).mkdir()
+    if not options.sources_only:
+        fetch_wheels(folder / "wheels")
+        build_libraries(folder)
+    num_bytes = size_of(folder)
+    if num_bytes > MOST_BYTES:
+        sys.exit(f"{folder} has {num_bytes} bytes, more than {MOST_BYTES}")
+    print(f"{folder}: {num_bytes / (1 << 20):.1f} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

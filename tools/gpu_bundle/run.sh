@@ -1,0 +1,241 @@
+#!/usr/bin/env bash
+# Tests and measures hybridkv on a GPU machine without a network. pack.py puts this file into the bundle.
+#
+#   bash run.sh
+#
+# Results go to $OUT (default: ./gpu_results): summary.txt first, a line for each stage when the stage ends; the logs
+# and JUnit reports of all stages in logs.tgz; goals.jsonl, a line for each measurement.
+#
+#   DRY=1        runs every stage without a GPU as far as the stage goes; a skipped test is no failure then
+#   STAGES="..." names the stages to run; default: all
+#   BUDGET_S     seconds for everything together; default 560
+#   WORK         folder for what is built; default: ./gpu_work, kept between runs
+#
+# The card's settings are read and never changed.
+set -uo pipefail
+
+BUNDLE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+TREE=$BUNDLE/tree
+OUT=$(realpath -m "${OUT:-gpu_results}")
+WORK=$(realpath -m "${WORK:-gpu_work}")
+SITE=$WORK/site
+LOGS=$WORK/logs
+SUMMARY=$OUT/summary.txt
+BUDGET_S=${BUDGET_S:-560}
+ALL_STAGES="facts packages build kernels native engine proof goals oracle memcheck racecheck tuning"
+STAGES=${STAGES:-$ALL_STAGES}
+PYTHON=${PYTHON:-python3}
+DRY=${DRY:-}
+CUDA_ARCHS="-gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_80,code=compute_80"
+
+log() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
+left_s() { echo $((BUDGET_S - SECONDS)); }
+note() { echo "$*" | tee -a "$SUMMARY"; }
+
+# stage NAME LIMIT_S COMMAND...: at most LIMIT_S and what is left of the budget. A stage prints its result last, as one
+# line that begins with "result:".
+stage() {
+  local name=$1 limit_s=$2 rc=0 began_s=$SECONDS result
+  shift 2
+  case " $STAGES " in *" $name "*) ;; *) return 0 ;; esac
+  if (($(left_s) < 15)); then
+    note "$name: NOT RUN, no time left of $BUDGET_S s"
+    return 0
+  fi
+  ((limit_s > $(left_s) - 5)) && limit_s=$(($(left_s) - 5))
+  log "$name (at most $limit_s s)"
+  timeout --kill-after=5 "$limit_s" "$@" >"$LOGS/$name.log" 2>&1 </dev/null || rc=$?
+  result=$(grep '^result: ' "$LOGS/$name.log" | tail -1 | cut -c9-)
+  [ -n "$result" ] || result=$(grep -v '^[[:space:]]*$' "$LOGS/$name.log" | tail -1)
+  case $rc in
+  0) note "$name: ok in $((SECONDS - began_s)) s: ${result:0:200}" ;;
+  3) note "$name: NOT HERE: ${result:0:200}" ;;
+  124 | 137) note "$name: FAILED, not done in $limit_s s: ${result:0:200}" ;;
+  *) note "$name: FAILED (rc $rc) in $((SECONDS - began_s)) s: ${result:0:200}" ;;
+  esac
+  case $rc in 0 | 3) ;; *) tail -25 "$LOGS/$name.log" | cut -c1-240 ;; esac
+  grep '^goal: ' "$LOGS/$name.log" | cut -c7- | while IFS= read -r line; do note "  $line"; done
+  tar -czf "$OUT/logs.tgz" -C "$LOGS" . 2>/dev/null
+  return 0
+}
+
+facts() {
+  nvidia-smi || true
+  nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,mig.mode.current --format=csv || true
+  nvidia-smi topo -m | head -8 || true
+  nvcc --version | tail -2
+  g++ --version | head -1
+  uname -r && nproc && free -g | head -2 && ulimit -l
+  cat /sys/kernel/mm/transparent_hugepage/enabled /proc/sys/kernel/io_uring_disabled 2>/dev/null
+  ls /sys/devices/system/node 2>/dev/null | grep -c '^node' || true
+  "$PYTHON" "$BUNDLE/checks.py" facts
+}
+
+# What the machine's Python lacks comes from the bundle.
+packages() { "$PYTHON" "$BUNDLE/fill_site.py" "$BUNDLE/wheels" "$SITE"; }
+
+# build_libraries FOLDER: the CUDA libraries, all through nvcc, which knows its own headers and runtime. 1: no device
+# code; 2: no library for torch.
+build_libraries() {
+  local to=$1 objects=$WORK/objects torch rc=0
+  command -v nvcc >/dev/null || { echo "there is no nvcc" && return 1; }
+  mkdir -p "$to" "$objects"
+  local flags="-Xcompiler -fPIC,-Wall -I$TREE/csrc/include -I$TREE/csrc/cuda"
+  nvcc -std=c++17 -O3 $flags $CUDA_ARCHS -c "$TREE/csrc/cuda/kernels.cu" -o "$objects/kernels.o" &
+  local kernels=$!
+  nvcc -std=c++20 -O2 $flags -c "$TREE/csrc/cuda/batch_copy.cc" -o "$objects/batch_copy.o" &
+  local batch=$!
+  nvcc -std=c++20 -O2 $flags -c "$TREE/csrc/cuda/tests/plain_api.cc" -o "$objects/plain.o" &
+  local plain=$! ops=
+  torch=${TORCH:-$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')}
+  if [ -n "$torch" ]; then
+    nvcc -std=c++20 -O2 $flags -DTORCH_TARGET_VERSION=0x0209000000000000 -isystem "$torch/include" \
+      -c "$TREE/csrc/cuda/torch_ops.cc" -o "$objects/torch_ops.o" &
+    ops=$!
+  fi
+  wait $kernels || rc=1
+  wait $batch || rc=1
+  wait $plain || rc=1
+  ((rc == 0)) || { echo "device code does not compile" && return 1; }
+  nvcc -shared -cudart static -o "$to/libhybridkv_cuda_plain.so" "$objects"/{plain,batch_copy,kernels}.o || return 1
+  [ -n "$ops" ] && wait $ops || { echo "torch_ops.cc was not compiled; torch: ${torch:-none}" && return 2; }
+  # libtorch_cpu and libc10 are in the process already when torch loads this library; only their names are needed.
+  nvcc -shared -cudart static -o "$to/libhybridkv_cuda.so" "$objects"/{torch_ops,batch_copy,kernels}.o \
+    -L"$torch/lib" -ltorch_cpu -lc10 || return 2
+}
+
+# build_native FOLDER [FLAG...]: hybridkv.native for $PYTHON, as _cpu.*.so. With -DPy_LIMITED_API=0x030C0000 it is for
+# every Python from 3.12 on.
+build_native() {
+  local to=$1 nanobind include suffix source pids=() pid rc=0
+  shift
+  nanobind=$(PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -c 'import nanobind; print(nanobind.source_dir())') || return 1
+  include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+  suffix=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+  [[ " $* " == *Py_LIMITED_API* ]] && suffix=.abi3.so
+  [ -e "$include/Python.h" ] || { echo "there is no Python.h in $include" && return 1; }
+  local objects=$WORK/native$suffix
+  mkdir -p "$objects" "$to"
+  local flags="-std=c++20 -O2 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffunction-sections -fdata-sections -DNDEBUG"
+  flags+=" -I$TREE -I$TREE/csrc/include -isystem $include -isystem $nanobind/../include"
+  flags+=" -isystem $nanobind/../ext/robin_map/include"
+  for source in "$TREE"/csrc/{cpu,ledger,bindings}/*.cc "$nanobind/nb_combined.cpp"; do
+    while (($(jobs -rp | wc -l) >= $(nproc))); do wait -n || rc=1; done
+    g++ $flags "$@" -c "$source" -o "$objects/$(basename "$source").o" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || rc=1; done
+  ((rc == 0)) || return 1
+  g++ -shared -o "$to/_cpu$suffix" "$objects"/*.o -lpthread -l:libstdc++.a -Wl,--gc-sections -Wl,--strip-all \
+    -Wl,--version-script="$TREE/csrc/bindings/exports.lds"
+}
+
+native_imports() {
+  PYTHONPATH=$PYTHONPATH "$PYTHON" -c 'import hybridkv.native as native; print("native:", native.levels())'
+}
+
+# The libraries are built here; what cannot be built is taken from the bundle. hybridkv.native is taken from the bundle
+# if this Python can import it, and built here otherwise.
+build() {
+  local kernels=$SITE/hybridkv/cuda_kernels native=$SITE/hybridkv/native library said=()
+  mkdir -p "$kernels" "$native" "$WORK/built"
+  cp "$TREE/csrc/cuda/src/hybridkv/cuda_kernels/__init__.py" "$kernels/"
+  cp "$TREE/csrc/bindings/src/hybridkv/native/__init__.py" "$native/"
+  build_libraries "$WORK/built"
+  for library in libhybridkv_cuda.so libhybridkv_cuda_plain.so; do
+    if [ -e "$WORK/built/$library" ]; then
+      cp "$WORK/built/$library" "$kernels/" && said+=("$library built")
+    elif [ -e "$BUNDLE/prebuilt/$library" ]; then
+      cp "$BUNDLE/prebuilt/$library" "$kernels/" && said+=("$library carried")
+    else
+      said+=("$library MISSING")
+    fi
+  done
+  cp "$BUNDLE"/prebuilt/_cpu.*.so "$native/" 2>/dev/null
+  if native_imports; then
+    said+=("hybridkv.native carried")
+  elif build_native "$native" && native_imports; then
+    said+=("hybridkv.native built")
+  else
+    said+=("hybridkv.native MISSING")
+  fi
+  "$PYTHON" "$BUNDLE/checks.py" libraries || said+=("torch cannot load libhybridkv_cuda.so")
+  local result="${said[*]/%/;}"
+  echo "result: ${result%;}"
+  [ -n "$DRY" ] || [[ "$result" != *libhybridkv*MISSING* && "$result" != *"cannot load"* ]]
+}
+
+# tests NAME FILE [ARGUMENT...]: by pytest. Where a GPU must be, a skipped test is a failure, and so is no test at all.
+tests() {
+  local name=$1 file=$2 rc=0 plain=$SITE/hybridkv/cuda_kernels/libhybridkv_cuda_plain.so
+  shift 2
+  [ ! -e "$plain" ] || export HYBRIDKV_CUDA_PLAIN=$plain
+  (cd "$TREE" && "$PYTHON" -m pytest -q -c /dev/null --rootdir="$TREE" --import-mode=importlib -p no:cacheprovider \
+    --tb=short -o junit_family=xunit2 --junitxml="$LOGS/$name.xml" "$file" "$@") || rc=$?
+  "$PYTHON" "$BUNDLE/checks.py" report "$LOGS/$name.xml" || rc=1
+  return $rc
+}
+
+proof() { tests proof "$TREE/tests/gpu/test_copy_proof_gpu.py"; }
+
+goals() {
+  "$PYTHON" "$TREE/bench/gpu_goals.py" --json "$OUT/goals.jsonl"
+}
+
+oracle() {
+  "$PYTHON" "$BUNDLE/checks.py" vllm || return 3
+  tests oracle "$TREE/tests/gpu/test_oracle_gpu.py"
+}
+
+# sanitize TOOL EXPRESSION: the kernels' tests. Large cases take minutes under a sanitizer; one test makes a call fail.
+sanitize() {
+  local tool=$1
+  export HYBRIDKV_CUDA_PLAIN=$SITE/hybridkv/cuda_kernels/libhybridkv_cuda_plain.so
+  command -v compute-sanitizer >/dev/null || { echo "result: there is no compute-sanitizer" && return 3; }
+  (cd "$TREE" && compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all "$PYTHON" -m pytest -q \
+    -c /dev/null --rootdir="$TREE" --import-mode=importlib -p no:cacheprovider "$TREE/tests/gpu/test_kernels.py" -k "$2")
+}
+
+[ "${1:-}" = build_prebuilt ] && {
+  # For pack.py: what this machine can build for others, into the bundle. $TORCH: the folder of a torch with headers.
+  mkdir -p "$BUNDLE/prebuilt" "$WORK"
+  packages
+  build_libraries "$BUNDLE/prebuilt"
+  limited=
+  "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 12))' && limited=-DPy_LIMITED_API=0x030C0000
+  build_native "$BUNDLE/prebuilt" $limited
+  exit 0
+}
+
+mkdir -p "$OUT" "$WORK" "$LOGS" "$SITE"
+: >"$SUMMARY"
+note "bundle of commit $(cat "$BUNDLE/COMMIT")${DRY:+, a dry run}"
+# A test that needs a GPU fails where there is none, as tests/gpu/conftest.py says.
+[ -n "$DRY" ] || export HYBRIDKV_TEST_GPUS=1
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HYPOTHESIS_STORAGE_DIRECTORY=$WORK/hypothesis
+path=$SITE
+for folder in "$TREE"/libs/*/src "$TREE"/libs/transfer/tests "$TREE"/tests/gpu "$TREE"/tests/support "$TREE"/tests "$TREE"/bench; do
+  path+=:$folder
+done
+export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
+export BUNDLE TREE OUT WORK SITE LOGS PYTHON DRY CUDA_ARCHS
+# `timeout` runs programs: it gets the functions through the environment.
+export -f facts packages build build_libraries build_native native_imports tests proof goals oracle sanitize
+
+stage facts 40 bash -c facts
+stage packages 30 bash -c packages
+stage build 150 bash -c build
+stage kernels 120 bash -c 'tests kernels "$TREE/tests/gpu/test_kernels.py"'
+stage native 90 bash -c 'tests native "$TREE/tests/gpu/test_cuda_engine_gpu.py" -k "not streams"'
+stage engine 60 bash -c 'tests engine "$TREE/tests/gpu/test_cuda_engine_gpu.py" -k streams'
+stage proof 60 bash -c proof
+stage goals 150 bash -c goals
+stage oracle 120 bash -c oracle
+stage memcheck 120 bash -c \
+  'sanitize memcheck "(reference or checksum or blocks_does_not) and not 100 and not 4194304 and not 2097152 and not too_much"'
+stage racecheck 60 bash -c 'sanitize racecheck "(reference or checksum) and not 100 and not 4194304 and not 2097152"'
+stage tuning 90 bash -c '"$PYTHON" "$TREE/bench/gpu_copy.py" --mebibytes 64 --rounds 3 --json "$OUT/gpu_copy.json"'
+
+echo
+cat "$SUMMARY"
+! grep -qE ': (FAILED|NOT RUN)' "$SUMMARY"

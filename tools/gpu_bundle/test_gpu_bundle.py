@@ -1,0 +1,114 @@
+"""The bundle for GPU machines is whole and small, and what of its run needs no GPU ends well."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).absolute().parent
+MOST_BYTES = 60 << 20
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / "gpu_bundle"
+    subprocess.run([sys.executable, str(HERE / "pack.py"), str(folder), "--sources-only"], check=True)
+    return folder
+
+
+def run(bundle: Path, scratch: Path, **settings: str) -> tuple[int, str]:
+    """The exit status of run.sh, and its summary."""
+    scratch.mkdir()
+    places = {"OUT": str(scratch / "out"), "WORK": str(scratch / "work"), "PYTHON": sys.executable}
+    # pytest and what else the tests import is where this process has it. A few tests are enough.
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTEST_ADDOPTS": "-k wrong_byte"}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HYBRIDKV_")}
+    done = subprocess.run(
+        ["bash", str(bundle / "run.sh")],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=scratch,
+        env=environment | places | path | settings,
+    )
+    summary = (scratch / "out" / "summary.txt").read_text()
+    print(done.stdout, done.stderr)
+    return done.returncode, summary
+
+
+def test_sources_leave_room_for_libraries_and_wheels(bundle: Path) -> None:
+    assert sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file()) < MOST_BYTES // 4
+
+
+def test_every_file_that_the_run_names_is_there(bundle: Path) -> None:
+    script = (bundle / "run.sh").read_text()
+    named = {
+        match[1].replace("$TREE", str(bundle / "tree")).replace("$BUNDLE", str(bundle))
+        for match in re.finditer(r'"?(\$(?:TREE|BUNDLE)"?/[\w./*{},-]+)', script)
+    }
+    named = {name.replace('"', "") for name in named}
+    # Made by the run, or by pack.py where it builds.
+    missing = {name for name in named if "/prebuilt" not in name and not _found(name)}
+    assert not missing
+    assert len(named) > 15
+
+
+def _found(name: str) -> bool:
+    braces = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+    if braces:
+        return all(_found(braces[1] + part + braces[3]) for part in braces[2].split(","))
+    path = Path(name)
+    return any(path.parents[name.count("*")].glob("/".join(path.parts[-1 - name.count("*") :]))) or path.exists()
+
+
+def test_a_dry_run_of_cheap_stages_ends_well(bundle: Path, tmp_path: Path) -> None:
+    code, summary = run(bundle, tmp_path / "dry", DRY="1", STAGES="facts packages kernels", CUDA_VISIBLE_DEVICES="")
+    assert code == 0, summary
+    assert re.search(r"^kernels: ok in \d+ s: \d+ tests, 0 failures, 0 errors, \d+ skipped", summary, re.MULTILINE)
+    assert re.search(r"^facts: ok", summary, re.MULTILINE)
+    assert (tmp_path / "dry" / "out" / "logs.tgz").exists()
+
+
+def test_a_skipped_test_is_a_failure_where_a_gpu_must_be(bundle: Path, tmp_path: Path) -> None:
+    """There is none here, or its library was not built."""
+    code, summary = run(bundle, tmp_path / "wet", STAGES="kernels", CUDA_VISIBLE_DEVICES="")
+    assert code == 1, summary
+    assert re.search(r"^kernels: FAILED", summary, re.MULTILINE)
+
+
+def test_a_stage_for_which_no_time_is_left_is_named_and_a_failure(bundle: Path, tmp_path: Path) -> None:
+    code, summary = run(bundle, tmp_path / "late", DRY="1", STAGES="facts", BUDGET_S="1")
+    assert code == 1
+    assert "facts: NOT RUN" in summary
+
+
+def fill(wheels: Path, site: Path) -> str:
+    command = [sys.executable, str(HERE / "fill_site.py"), str(wheels), str(site)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_only_what_this_python_lacks_and_can_import_is_unpacked(tmp_path: Path) -> None:
+    this = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    wheels = {
+        "pip": "py3-none-any",
+        "lacking_pure": "py3-none-any",
+        "lacking_own": f"{this}-{this}-manylinux_2_28_x86_64",
+        "lacking_stable": "cp310-abi3-manylinux_2_28_x86_64",
+        "lacking_later": "cp399-cp399-manylinux_2_28_x86_64",
+        "lacking_stable_later": "cp399-abi3-manylinux_2_28_x86_64",
+    }
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for name, tags in wheels.items():
+        with zipfile.ZipFile(folder / f"{name}-1.0-{tags}.whl", "w") as archive:
+            archive.writestr(f"{name}.py", "")
+    said = fill(folder, tmp_path / "site")
+    unpacked = {path.stem for path in (tmp_path / "site").iterdir()}
+    assert unpacked - {"pip"} == {"lacking_pure", "lacking_own", "lacking_stable"}
+    assert "for another Python: lacking_later-1.0" in said
