@@ -68,7 +68,7 @@ class Report:
         is_met = value <= goal if at_most else value >= goal
         bound = "at most" if at_most else "at least"
         self.say("goal", what=what, value=value, goal=goal, is_met=is_met)
-        print(f"goal: {what}: {value:.3g}, goal {bound} {goal:g}: {'met' if is_met else 'MISSED'}", flush=True)
+        print(f"note: {what}: {value:.3g}, goal {bound} {goal:g}: {'met' if is_met else 'MISSED'}", flush=True)
 
     def run(self, measure: Callable[[], None]) -> None:
         try:
@@ -339,6 +339,7 @@ def g3_interference(rig: Rig) -> None:
 
     products()
     alone = statistics.median(products() for _ in range(7))
+    most: dict[str, float] = {}
     for way, is_store, size in itertools.product(rig.ways, (True, False), (32 * 1024, 256 * 1024)):
         runs = rig.runs(way, fragments(size, rig.total_bytes), is_store)
         with _Copying(rig, way, runs, is_store) as rate:
@@ -346,7 +347,9 @@ def g3_interference(rig: Rig) -> None:
         slower = busy / alone - 1
         word = f"{way.name} {direction(is_store)}s of {size >> 10} KiB"
         rig.report.say("G3", copies=word, slower=slower, gb_s=rate() / 1e9)
-        rig.report.goal(f"G3 matrix products beside {word}, slower by", slower, 0.03, at_most=True)
+        most[way.name] = max(most.get(way.name, slower), slower)
+    for name, slower in most.items():
+        rig.report.goal(f"G3 matrix products beside {name} copies, slower by", slower, 0.03, at_most=True)
 
 
 class _Copying:
@@ -383,6 +386,7 @@ class _Copying:
 
 def g4_host(rig: Rig) -> None:
     """Processor time of all threads, and the wall time of `submit` on the caller's."""
+    most: dict[str, float] = {}
     for is_store, count in itertools.product((True, False), (1024, 4096, 16 * 1024, 64 * 1024)):
         of = fragments(FROM_BYTES, rig.total_bytes, count)
         found: dict[str, float] = {}
@@ -394,8 +398,9 @@ def g4_host(rig: Rig) -> None:
         found["direct_us"] = _processor_s(rig.rounds, direct) * 1e6
         rig.report.say("G4", direction=direction(is_store), count=of.count, **found)
         for way in rig.ways:
-            what = f"G4 {way.name}, us of the host for a {direction(is_store)} of {of.count} fragments"
-            rig.report.goal(what, found[f"{way.name}_us"], 50.0, at_most=True)
+            most[way.name] = max(most.get(way.name, 0.0), found[f"{way.name}_us"])
+    for name, microseconds in most.items():
+        rig.report.goal(f"G4 {name}, us of the host for a job", microseconds, 50.0, at_most=True)
 
 
 def _processor_s(rounds: int, call: Callable[[], None]) -> float:
