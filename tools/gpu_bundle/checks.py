@@ -2,10 +2,11 @@
 
     checks.py facts           versions, and the distributions that the stages need
     checks.py libraries       torch loads libhybridkv_cuda.so
+    checks.py copies          who copies in the way "engine"
     checks.py report FILE     how many tests of a JUnit report ran; fails if one was skipped, or if there is none
     checks.py vllm            vLLM for CUDA can be imported
 
-The last line of an answer begins with "result:". Exit status 1: the answer is no.
+The line of an answer that counts begins with "result:". Exit status 1: the answer is no.
 """
 
 from __future__ import annotations
@@ -57,12 +58,22 @@ def libraries() -> bool:
     return True
 
 
+def copies() -> bool:
+    from engine_copies import find_engine_copies
+
+    print("result:", find_engine_copies()[0])
+    return True
+
+
 def report(path: str) -> bool:
     suites = list(ET.parse(path).getroot().iter("testsuite"))
     counts = {
         key: sum(int(suite.get(key, "0")) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
     }
     skipped = sorted({found.get("message", "") for suite in suites for found in suite.iter("skipped")})
+    for case in (case for suite in suites for case in suite.iter("testcase")):
+        for found in case.iter("property"):
+            print(f"note: {case.get('name')}: {found.get('value')}")
     print("result:", ", ".join(f"{count} {name}" for name, count in counts.items()), *skipped[:2])
     return counts["tests"] > 0 and not counts["failures"] + counts["errors"] and (IS_DRY or not counts["skipped"])
 
@@ -70,12 +81,12 @@ def report(path: str) -> bool:
 def vllm() -> bool:
     from engine_copies import vllm_copies
 
-    name, copies = vllm_copies()
+    name, found = vllm_copies()
     print("result:", name)
-    return copies is not None
+    return found is not None
 
 
-COMMANDS = {"facts": facts, "libraries": libraries, "report": report, "vllm": vllm}
+COMMANDS = {"facts": facts, "libraries": libraries, "copies": copies, "report": report, "vllm": vllm}
 
 if __name__ == "__main__":
     sys.exit(not COMMANDS[sys.argv[1]](*sys.argv[2:]))

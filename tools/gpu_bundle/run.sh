@@ -22,7 +22,7 @@ SITE=$WORK/site
 LOGS=$WORK/logs
 SUMMARY=$OUT/summary.txt
 BUDGET_S=${BUDGET_S:-560}
-ALL_STAGES="facts packages build kernels native engine proof goals oracle memcheck racecheck tuning"
+ALL_STAGES="facts packages build host copies kernels native engine proof goals oracle memcheck racecheck tuning"
 STAGES=${STAGES:-$ALL_STAGES}
 PYTHON=${PYTHON:-python3}
 DRY=${DRY:-}
@@ -32,8 +32,9 @@ log() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
 left_s() { echo $((BUDGET_S - SECONDS)); }
 note() { echo "$*" | tee -a "$SUMMARY"; }
 
-# stage NAME LIMIT_S COMMAND...: at most LIMIT_S and what is left of the budget. A stage prints its result last, as one
-# line that begins with "result:".
+# stage NAME LIMIT_S COMMAND...: at most LIMIT_S and what is left of the budget. Of what a stage prints, the last line that
+# begins with "result:" goes to the summary, and each that begins with "note:". Status 3: the machine lacks something that
+# it need not have.
 stage() {
   local name=$1 limit_s=$2 rc=0 began_s=$SECONDS result
   shift 2
@@ -54,7 +55,7 @@ stage() {
   *) note "$name: FAILED (rc $rc) in $((SECONDS - began_s)) s: ${result:0:200}" ;;
   esac
   case $rc in 0 | 3) ;; *) tail -25 "$LOGS/$name.log" | cut -c1-240 ;; esac
-  grep '^goal: ' "$LOGS/$name.log" | cut -c7- | while IFS= read -r line; do note "  $line"; done
+  grep '^note: ' "$LOGS/$name.log" | cut -c7- | while IFS= read -r line; do note "  $line"; done
   tar -czf "$OUT/logs.tgz" -C "$LOGS" . 2>/dev/null
   return 0
 }
@@ -130,40 +131,44 @@ build_native() {
     -Wl,--version-script="$TREE/csrc/bindings/exports.lds"
 }
 
-native_imports() {
-  PYTHONPATH=$PYTHONPATH "$PYTHON" -c 'import hybridkv.native as native; print("native:", native.levels())'
-}
-
-# The libraries are built here; what cannot be built is taken from the bundle. hybridkv.native is taken from the bundle
-# if this Python can import it, and built here otherwise.
+# The CUDA libraries are built here; what cannot be built is taken from the bundle.
 build() {
-  local kernels=$SITE/hybridkv/cuda_kernels native=$SITE/hybridkv/native library said=()
-  mkdir -p "$kernels" "$native" "$WORK/built"
+  local kernels=$SITE/hybridkv/cuda_kernels library said=
+  mkdir -p "$kernels" "$WORK/built"
   cp "$TREE/csrc/cuda/src/hybridkv/cuda_kernels/__init__.py" "$kernels/"
-  cp "$TREE/csrc/bindings/src/hybridkv/native/__init__.py" "$native/"
   build_libraries "$WORK/built"
   for library in libhybridkv_cuda.so libhybridkv_cuda_plain.so; do
     if [ -e "$WORK/built/$library" ]; then
-      cp "$WORK/built/$library" "$kernels/" && said+=("$library built")
+      cp "$WORK/built/$library" "$kernels/" && said+="$library built here; "
     elif [ -e "$BUNDLE/prebuilt/$library" ]; then
-      cp "$BUNDLE/prebuilt/$library" "$kernels/" && said+=("$library carried")
+      cp "$BUNDLE/prebuilt/$library" "$kernels/" && said+="$library from the bundle; "
     else
-      said+=("$library MISSING")
+      said+="$library MISSING; "
     fi
   done
-  cp "$BUNDLE"/prebuilt/_cpu.*.so "$native/" 2>/dev/null
-  if native_imports; then
-    said+=("hybridkv.native carried")
-  elif build_native "$native" && native_imports; then
-    said+=("hybridkv.native built")
-  else
-    said+=("hybridkv.native MISSING")
-  fi
-  "$PYTHON" "$BUNDLE/checks.py" libraries || said+=("torch cannot load libhybridkv_cuda.so")
-  local result="${said[*]/%/;}"
-  echo "result: ${result%;}"
-  [ -n "$DRY" ] || [[ "$result" != *libhybridkv*MISSING* && "$result" != *"cannot load"* ]]
+  "$PYTHON" "$BUNDLE/checks.py" libraries || said+="torch CANNOT LOAD libhybridkv_cuda.so; "
+  echo "result: ${said%; }"
+  [ -n "$DRY" ] || [[ "$said" != *MISSING* && "$said" != *CANNOT* ]]
 }
+
+native_imports() { "$PYTHON" -c 'import hybridkv.native as native; print("instructions:", *native.levels())'; }
+
+# hybridkv.native is taken from the bundle if this Python can import it, and built here otherwise. Without it the libraries
+# use their references in Python, which are slower and nothing else.
+host() {
+  local native=$SITE/hybridkv/native
+  mkdir -p "$native"
+  cp "$TREE/csrc/bindings/src/hybridkv/native/__init__.py" "$native/"
+  cp "$BUNDLE"/prebuilt/_cpu.*.so "$native/" 2>/dev/null
+  native_imports && echo "result: hybridkv.native from the bundle" && return 0
+  rm -f "$native"/*.so
+  build_native "$native" && native_imports && echo "result: hybridkv.native built here" && return 0
+  rm -rf "$native"
+  echo "result: hybridkv.native cannot be built for this Python" && return 3
+}
+
+# Who copies in the way "engine".
+copies() { "$PYTHON" "$BUNDLE/checks.py" copies; }
 
 # tests NAME FILE [ARGUMENT...]: by pytest. Where a GPU must be, a skipped test is a failure, and so is no test at all.
 tests() {
@@ -171,7 +176,7 @@ tests() {
   shift 2
   [ ! -e "$plain" ] || export HYBRIDKV_CUDA_PLAIN=$plain
   (cd "$TREE" && "$PYTHON" -m pytest -q -c /dev/null --rootdir="$TREE" --import-mode=importlib -p no:cacheprovider \
-    --tb=short -o junit_family=xunit2 --junitxml="$LOGS/$name.xml" "$file" "$@") || rc=$?
+    --tb=short -o junit_family=xunit1 --junitxml="$LOGS/$name.xml" "$file" "$@") || rc=$?
   "$PYTHON" "$BUNDLE/checks.py" report "$LOGS/$name.xml" || rc=1
   return $rc
 }
@@ -220,11 +225,13 @@ done
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
 export BUNDLE TREE OUT WORK SITE LOGS PYTHON DRY CUDA_ARCHS
 # `timeout` runs programs: it gets the functions through the environment.
-export -f facts packages build build_libraries build_native native_imports tests proof goals oracle sanitize
+export -f facts packages build build_libraries build_native native_imports host copies tests proof goals oracle sanitize
 
 stage facts 40 bash -c facts
 stage packages 30 bash -c packages
 stage build 150 bash -c build
+stage host 120 bash -c host
+stage copies 20 bash -c copies
 stage kernels 120 bash -c 'tests kernels "$TREE/tests/gpu/test_kernels.py"'
 stage native 90 bash -c 'tests native "$TREE/tests/gpu/test_cuda_engine_gpu.py" -k "not streams"'
 stage engine 60 bash -c 'tests engine "$TREE/tests/gpu/test_cuda_engine_gpu.py" -k streams'
