@@ -19,7 +19,7 @@ from oracle.disk_tier import LARGE, SMALL, forget, stacked
 from oracle.engine import OracleEngine
 from oracle.heard import Heard, heard
 from oracle.mixes import GPT_OSS, NAMED, QWEN3_NEXT, Mix
-from oracle.profile import profile
+from oracle.profile import factor, profile
 from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
@@ -209,4 +209,4 @@ def test_whatever_is_prefetched_of_whatever_comes_no_byte_is_wrong(
 
     check()
     assert tally.with_restored > tally.scenarios // 20, tally
-    assert brought["brought"] > 0, brought
+    assert brought["brought"] > 0 or factor() < 1, brought

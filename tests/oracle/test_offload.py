@@ -17,7 +17,7 @@ from hybridkv.tiers.ram import RamIndex
 from oracle.engine import OracleEngine
 from oracle.mixes import GEMMA3, GPT_OSS, HEADS_BEFORE_LAYERS, NAMED, QWEN3_NEXT, Mix
 from oracle.planned import change_loads
-from oracle.profile import profile
+from oracle.profile import factor, profile
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
@@ -55,7 +55,7 @@ def test_offload_never_corrupts(mix: Mix, load: str) -> None:
         tally.add(run(mix, with_connector(scenario, offload(load, chunk_tokens))))
 
     check()
-    assert tally.with_restored > tally.scenarios // 5, tally
+    assert tally.with_restored > tally.scenarios // 8, tally
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
@@ -145,7 +145,7 @@ def test_a_tier_that_evicts_all_the_time_never_corrupts(mix: Mix, monkeypatch: p
 
     check()
     assert evictions > 0
-    assert tally.with_restored > 0, tally
+    assert tally.with_restored > 0 or factor() < 1, tally
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
