@@ -41,8 +41,9 @@ _DRAIN_DEADLINE_S: Final = patience.seconds(30.0)
 _IDLE_DEADLINE_S: Final = patience.seconds(30.0)
 """Nothing has been computed for so long."""
 _PAUSE_S: Final = 0.001
-_PROMPT_STRIDE: Final = 512
-_LONGEST_STEP: Final = 512  # so that short prompts have several steps, and a recurrent layer several states
+_LONGEST_STEP: Final = 256  # so that short prompts have several steps, and a recurrent layer several states
+_PROMPT_STRIDE: Final = {"qwen3-next": _LONGEST_STEP, "gemma3": 512, "gpt-oss": 512}
+"""Whole steps, and more than a sliding window. A recurrent model's tokens are the dear ones on a CPU."""
 
 
 def record_engine_start() -> None:
@@ -98,7 +99,7 @@ def exact_prompt_lengths(kind: str, count: int, *, remainder: int = 40) -> list[
     block_size = tiny_models.ENGINE_ARGUMENTS[kind]["block_size"]
     if not 1 <= remainder <= block_size:
         raise ValueError(f"remainder {remainder}: expected 1 to {block_size}")
-    return [_PROMPT_STRIDE * (i + 1) + remainder for i in range(count)]
+    return [_PROMPT_STRIDE[kind] * (i + 1) + remainder for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
