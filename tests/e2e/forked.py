@@ -67,6 +67,8 @@ def _context() -> ForkServerContext:
             patch.setenv(name, os.environ[name])  # so that it is as it was behind the block
         prepare_environment(scratch_directory(Path(tempfile.mkdtemp())) / "parent")
         os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
+        # vLLM's hashes of blocks depend on it where it is set, and a user does not set it.
+        os.environ.pop("PYTHONHASHSEED", None)
         forkserver.ensure_running()
     return context
 
