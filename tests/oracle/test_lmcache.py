@@ -125,7 +125,7 @@ def test_pages_that_change_at_the_server_are_computed_again_and_never_read(
 
     monkeypatch.setattr(storing, "seal_pages", seal_and_damage)
 
-    @profile(24, whole=True)
+    @profile(12, whole=True)
     @given(played(mix, server))
     def check(chosen: Played) -> None:
         for engine in Play(mix, server, chosen).run():
