@@ -149,6 +149,9 @@ class OracleEngine:
             connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.configs.worker)
         share = RankShare(rank, self.settings.tp_size)
         memory = KVMemory(config, self.configs.worker, self.mix, self.settings.seed + rank, share)
+        return self._runner_of(memory, connector)
+
+    def _runner_of(self, memory: KVMemory, connector: KVConnectorBase_V1 | None) -> FakeRunner:
         return FakeRunner(self.mix, memory, self.settings.runner, self._transcripts, connector, self._local_tokens)
 
     def _shake_hands(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -107,13 +108,13 @@ class FakeRunner:
         if self._order == "v1":
             if self.connector is not None:
                 self.connector.handle_preemptions(metadata)
-            self.memory.poison(fresh_blocks)
+            self._launch(lambda: self.memory.poison(fresh_blocks))
             self._update_states(output)
             work = self._work(output)
             self._move_states(work)
         else:
             # Runner 2 zeroes and copies before it tells the connector; only the forward itself comes after.
-            self._update_states(output, lambda: self.memory.poison(fresh_blocks))
+            self._update_states(output, lambda: self._launch(lambda: self.memory.poison(fresh_blocks)))
             work = self._work(output)
             self._move_states(work)
             if self.connector is not None:
@@ -126,15 +127,21 @@ class FakeRunner:
             connector_output = self._forward_with_connector(self.connector, output, work)
         return self._result(work, connector_output)
 
+    def _launch(self, compute: Callable[[], None]) -> None:
+        """Whatever reads or writes the cache, in order. Here it happens at once."""
+        compute()
+
     def _update_states(self, output: SchedulerOutput, before: Callable[[], None] | None = None) -> None:
         for request_id in output.finished_req_ids:
             self._running.pop(request_id, None)
         if before is not None:
             before()
         if output.new_block_ids_to_zero:
-            self.memory.zero(output.new_block_ids_to_zero)
+            zeroed = list(output.new_block_ids_to_zero)
+            self._launch(lambda: self.memory.zero(zeroed))
         if output.kv_cache_block_copies:
-            self.memory.copy_blocks([(pair[0], pair[1]) for pair in output.kv_cache_block_copies])
+            copies = [(pair[0], pair[1]) for pair in output.kv_cache_block_copies]
+            self._launch(lambda: self.memory.copy_blocks(copies))
         for request_id in output.preempted_req_ids or ():
             if request_id in self._running:
                 self._running[request_id].state_slot = None
@@ -185,10 +192,12 @@ class FakeRunner:
             item.running.state_slot = current
             if previous in (-1, current):
                 continue
-            for planes in self.memory.planes:
-                for plane in (plane for plane in planes if plane.recurrent):
-                    table = item.running.tables[plane.group]
-                    plane.words[table[current]] = plane.words[table[previous]]
+            self._launch(partial(self._move_state, item.running.tables, previous, current))
+
+    def _move_state(self, tables: list[Table], previous: int, current: int) -> None:
+        for planes in self.memory.planes:
+            for plane in (plane for plane in planes if plane.recurrent):
+                plane.words[tables[plane.group][current]] = plane.words[tables[plane.group][previous]]
 
     def _forward_with_connector(
         self, connector: KVConnectorBase_V1, output: SchedulerOutput, work: list[_Work]
@@ -219,20 +228,23 @@ class FakeRunner:
         planes = [plane for of_group in self.memory.planes for plane in of_group]
         for plane in sorted(planes, key=lambda plane: not plane.recurrent):
             if plane.recurrent:
-                self._advance_states(plane, work)
+                self._launch(partial(self._advance_states, plane, work))
                 continue
             if self.connector is not None:
                 for name in plane.layer_names:
                     self.connector.wait_for_layer_load(name)
-            # A layer writes the new tokens of the whole batch before it attends: a request may read, in this very
-            # step, a shared block that another request fills.
-            for item in work:
-                self._write(plane, item)
-            for item in work:
-                self._check(plane, item)
+            self._launch(partial(self._attend, plane, work))
             if self.connector is not None:
                 for name in plane.layer_names:
                     self.connector.save_kv_layer(name, self.memory.tensors[name], None)  # type: ignore[arg-type]
+
+    def _attend(self, plane: Plane, work: list[_Work]) -> None:
+        # A layer writes the new tokens of the whole batch before it attends: a request may read, in this very step, a
+        # shared block that another request fills.
+        for item in work:
+            self._write(plane, item)
+        for item in work:
+            self._check(plane, item)
 
     def _advance_states(self, plane: Plane, work: list[_Work]) -> None:
         for item in work:

@@ -221,8 +221,13 @@ def mixes(draw: st.DrawFn, of: tuple[Kind, ...] = tuple(Kind), is_packed: bool |
 
 def run(mix: Mix, scenario: Scenario, before_step: Callable[[OracleEngine, int], None] | None = None) -> OracleEngine:
     """Run a scenario to its end and check everything; the engine (closed) is returned for its counters."""
+    return run_on(OracleEngine(mix, scenario.settings, before_step), scenario)
+
+
+def run_on(made: OracleEngine, scenario: Scenario) -> OracleEngine:
+    """The same on an engine that was made for it."""
     tokens = scenario.tokens()
-    with OracleEngine(mix, scenario.settings, before_step) as engine:
+    with made as engine:
         for number, wave in enumerate(scenario.waves):
             if number > 0 and wave.reset_engine:
                 engine.reset_prefix_cache()

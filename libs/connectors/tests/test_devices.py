@@ -2,92 +2,124 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import patience
 import pytest
 import torch
+import vllm
+from vllm import _custom_ops
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices
+from hybridkv.connectors.vllm.engine_device import EngineCopies, EngineDevice
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.tiers.ram import RamArena
-from hybridkv.transfer import CpuCopyEngine, InlineCopyEngine
+from hybridkv.transfer import CopyRuns, CpuCopyEngine, InlineCopyEngine, JobId
+
+TIMEOUT_S = patience.seconds(6.0)
+
+
+def swap_in_order(
+    sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor, is_src_access_order_any: bool = False
+) -> None:
+    """vLLM's batched copy, on memory of the host."""
+    for column in (sources, destinations, sizes):
+        assert column.dtype == torch.int64 and column.device.type == "cpu" and column.is_contiguous()
+    for triple in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(*triple)
+
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
 
 
 def test_a_cpu_stores_and_loads_on_one_thread() -> None:
-    stores, loads = devices.copy_engines("cpu", "async")
+    stores, loads = devices.CpuDevice().copy_engines("async")
     assert stores is loads
     assert isinstance(stores, CpuCopyEngine)
     stores.close()
 
 
 def test_synchronous_loads_of_a_cpu_are_copied_at_once() -> None:
-    stores, loads = devices.copy_engines("cpu", "sync")
+    stores, loads = devices.CpuDevice().copy_engines("sync")
     assert isinstance(loads, InlineCopyEngine)
     stores.close()
 
 
 def test_the_arena_of_a_cpu_is_ordinary_memory() -> None:
-    assert devices.arena_memory("cpu", 4096) is None
+    assert devices.CpuDevice().arena_memory(4096) is None
+
+
+@pytest.mark.parametrize("copies", ["engine", "native"])
+@pytest.mark.parametrize("experimental_cuda", [False, True])
+def test_on_a_cpu_it_does_not_matter_who_would_copy_on_a_gpu(copies: str, experimental_cuda: bool) -> None:
+    assert isinstance(devices.open_device("cpu", copies, experimental_cuda), devices.CpuDevice)
 
 
 def test_a_device_without_a_copy_engine_is_refused() -> None:
-    for refused in (lambda: devices.copy_engines("xpu", "async"), lambda: devices.arena_memory("xpu", 4096)):
-        with pytest.raises(ConfigurationError, match="cpu or cuda"):
-            refused()
+    with pytest.raises(ConfigurationError, match="cpu or cuda"):
+        devices.open_device("xpu", "engine", True)
+
+
+def test_kernels_that_no_gpu_has_run_are_used_only_where_they_are_asked_for_by_both_names() -> None:
+    with pytest.raises(ConfigurationError, match="copies") as caught:
+        devices.open_device("cuda", "native", False)
+    assert "experimental_cuda" in caught.value.hint
+    assert isinstance(devices.open_device("cuda", "native", True), devices.NativeGpuDevice)
 
 
 @needs_no_gpu
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_a_gpu_that_is_not_there_is_refused_with_the_reason(load: str) -> None:
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="sees no GPU"):
-        devices.copy_engines("cuda", load)
+        devices.NativeGpuDevice().copy_engines(load)
+    monkeypatch.setattr(compat, "engine_copies", lambda: EngineCopies(swap_in_order, lambda *_: True, lambda _: None))
+    with pytest.raises(ConfigurationError, match="a GPU that torch can use"):
+        devices.open_device("cuda", "engine", False)
 
 
 @needs_no_gpu
 def test_memory_that_cannot_be_pinned_is_refused_with_the_reason() -> None:
+    native = devices.NativeGpuDevice()
     with pytest.raises(ConfigurationError, match="memory that can be pinned"):
-        devices.arena_memory("cuda", 4096)
+        native.arena_memory(4096)
     with pytest.raises(ConfigurationError, match="memory that can be pinned"):
-        devices.reach_memory("cuda", np.zeros(4096, dtype=np.uint8))
+        native.reach_memory(np.zeros(4096, dtype=np.uint8))
 
 
-def test_a_cpu_reaches_all_memory() -> None:
-    devices.reach_memory("cpu", np.zeros(4096, dtype=np.uint8))
+def test_a_vllm_without_batched_copies_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one is built for a CPU."""
+    with pytest.raises(ConfigurationError, match=f"copies.*vLLM {vllm.__version__}"):
+        devices.open_device("cuda", "engine", False)
+    monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", swap_in_order, raising=False)
+    assert compat.engine_copies().swap_blocks_batch is _custom_ops.swap_blocks_batch
+    monkeypatch.setattr(_custom_ops, "swap_blocks_batch", lambda sources, destinations, sizes: None)
+    with pytest.raises(ConfigurationError, match="swap_blocks_batch"):
+        compat.engine_copies()
 
 
-@pytest.mark.parametrize(("device_type", "is_fine"), [("cpu", True), ("cuda", False)])
-def test_kv_caches_must_lie_where_the_copy_engines_reach(device_type: str, is_fine: bool) -> None:
+@pytest.mark.parametrize(("device", "is_fine"), [(devices.CpuDevice(), True), (devices.NativeGpuDevice(), False)])
+def test_kv_caches_must_lie_where_the_copy_engines_reach(device: devices.Device, is_fine: bool) -> None:
     caches = {"layer.0": torch.zeros(4), "layer.1": [torch.zeros(4), torch.zeros(4)]}
     if is_fine:
-        devices.require_same_device(caches, device_type)
+        device.prepare(caches)
     else:
         with pytest.raises(ConfigurationError, match=r"KV caches on cuda.*cpu \(layer\.0\)"):
-            devices.require_same_device(caches, device_type)
+            device.prepare(caches)
 
 
 def test_every_tensor_of_a_layer_is_looked_at() -> None:
     elsewhere = SimpleNamespace(device=torch.device("cuda", 0))
     with pytest.raises(ConfigurationError, match=r"cuda:0 \(layer\.0\)"):
-        devices.require_same_device({"layer.0": [torch.zeros(4), elsewhere]}, "cpu")
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_gpu_is_used_only_where_somebody_asked_for_it(device_type: str) -> None:
-    assert devices.require_allowed(device_type, experimental_cuda=True) == device_type
-    if device_type == "cpu":
-        assert devices.require_allowed(device_type, experimental_cuda=False) == device_type
-        return
-    with pytest.raises(ConfigurationError) as caught:
-        devices.require_allowed(device_type, experimental_cuda=False)
-    assert "experimental_cuda" in caught.value.hint
+        devices.CpuDevice().prepare({"layer.0": [torch.zeros(4), elsewhere]})
 
 
 def test_amx_is_asked_for_where_torch_knows_how(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +131,13 @@ def test_amx_is_asked_for_where_torch_knows_how(monkeypatch: pytest.MonkeyPatch)
     compat.permit_amx()
 
 
-@pytest.mark.parametrize(("device_type", "is_asked"), [("cpu", True), ("cuda", False)])
+@pytest.mark.parametrize(("device", "is_asked"), [(devices.CpuDevice(), True), (devices.NativeGpuDevice(), False)])
 def test_amx_is_asked_for_where_the_engine_runs_on_the_cpu(
-    device_type: str, is_asked: bool, monkeypatch: pytest.MonkeyPatch
+    device: devices.Device, is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True), raising=False)
-    devices.permit_instructions(device_type)
+    device.prepare({})
     assert bool(asked) is is_asked
 
 
@@ -121,3 +153,90 @@ def test_a_worker_asks_for_amx_when_it_gets_the_kv_caches(monkeypatch: pytest.Mo
     worker.register({"layer 0": torch.zeros(4, 64, dtype=torch.int8)}, 4)
     assert asked == [True]
     worker.close()
+
+
+class Calls:
+    """Calls of torch.cuda and of vLLM, in place of a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, can_pin: bool = True) -> None:
+        self.names: list[str] = []
+        self.pinned: dict[int, int] = {}
+        self._can_pin = can_pin
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"compute of {index}")
+        monkeypatch.setattr(torch.cuda, "Stream", self._stream)
+        monkeypatch.setattr(torch.cuda, "Event", self._event)
+        monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+        self.device = devices.EngineGpuDevice(EngineDevice(EngineCopies(self._swap, self._register, self.pinned.pop)))
+
+    def _stream(self, index: int, priority: int) -> Any:
+        name = f"stream of {index} with priority {priority}"
+        return SimpleNamespace(name=name, wait_event=lambda event: self.names.append(f"{name} waits"))
+
+    def _event(self, blocking: bool) -> Any:
+        assert blocking
+        return SimpleNamespace(
+            record=lambda stream: self.names.append(f"record {getattr(stream, 'name', stream)}"),
+            synchronize=lambda: self.names.append("synchronize"),
+        )
+
+    def _swap(self, *columns: torch.Tensor, is_src_access_order_any: bool) -> None:
+        self.names.append(f"swap {len(columns[0])}{', any order' if is_src_access_order_any else ''}")
+        swap_in_order(*columns)
+
+    def _register(self, address: int, num_bytes: int) -> bool:
+        self.pinned[address] = num_bytes
+        return self._can_pin
+
+
+def test_a_gpu_is_given_to_the_engines_as_vllm_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    arena = calls.device.arena_memory(1 << 16)
+    assert calls.pinned == {int(arena.ctypes.data): 1 << 16}
+    cache = np.arange(1 << 16, dtype=np.uint64).astype(np.uint8)
+    pair = [int(cache.ctypes.data), int(arena.ctypes.data)]
+    stores, loads = calls.device.copy_engines("async")
+    for engine, (source, destination) in ((stores, pair), (loads, pair[::-1])):
+        for address in pair:
+            engine.register(address, 1 << 16, "memory")
+        assert engine.submit(JobId(1), CopyRuns.of([(source, destination, 500), (source + 900, destination + 900, 7)]))
+        assert engine.wait([JobId(1)], TIMEOUT_S)
+        [result] = engine.poll()
+        assert (result.failure, result.num_bytes) == (None, 507)
+    for engine in (stores, loads):
+        engine.close()
+    assert arena[:500].tobytes() == cache[:500].tobytes() and arena[900:907].tobytes() == cache[900:907].tobytes()
+    assert calls.names == [
+        *("record compute of 3", "stream of 3 with priority 0 waits", "swap 2"),
+        *("record stream of 3 with priority 0", "synchronize"),
+        *("record compute of 3", "stream of 3 with priority -1 waits", "swap 2, any order"),
+        *("record stream of 3 with priority -1", "synchronize"),
+    ]
+
+
+def test_synchronous_loads_of_a_gpu_have_ended_when_they_were_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    stores, loads = calls.device.copy_engines("sync")
+    assert loads.submit(JobId(1), CopyRuns.empty())
+    assert calls.names[-1] == "synchronize"
+    assert [result.failure for result in loads.poll()] == [None]
+    stores.close()
+
+
+def test_memory_that_vllm_cannot_pin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, can_pin=False)
+    with pytest.raises(ConfigurationError, match=r"capacity.*memory that can be pinned.*host_register of 4096 bytes"):
+        calls.device.arena_memory(4096)
+    with pytest.raises(ConfigurationError, match=r"pool.*memory that can be pinned"):
+        calls.device.reach_memory(np.zeros(4096, dtype=np.uint8))
+
+
+def test_memory_is_unpinned_when_all_views_of_it_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    memory = np.zeros(4096, dtype=np.uint8)
+    calls.device.reach_memory(memory)
+    view = memory[:5]
+    del memory
+    assert len(calls.pinned) == 1
+    del view
+    assert calls.pinned == {}

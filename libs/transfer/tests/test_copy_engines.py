@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazy_device import LazyDevice
 from played_device import PlayedDevice
 
 from hybridkv.transfer import (
@@ -20,20 +22,30 @@ from hybridkv.transfer import (
     CopyRuns,
     CpuCopyEngine,
     InlineCopyEngine,
+    InlineStreamCopyEngine,
     JobId,
     RecordDigests,
+    StreamCopyEngine,
     cpu,
 )
 from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine
 
 TIMEOUT_S = patience.seconds(6.0)
 POISON = 0xA5
+
+
+def lazy_device() -> LazyDevice:
+    return LazyDevice(random.Random(0).randrange)
+
+
 ENGINES: dict[str, Callable[[], CopyEngine]] = {
     "inline": InlineCopyEngine,
     "one thread": CpuCopyEngine,
     "three threads": lambda: CpuCopyEngine(num_threads=3),
     "played gpu": lambda: CudaCopyEngine(PlayedDevice()),
     "played gpu, inline": lambda: InlineCudaCopyEngine(PlayedDevice()),
+    "streams": lambda: StreamCopyEngine(lazy_device()),
+    "streams, inline": lambda: InlineStreamCopyEngine(lazy_device()),
     "played gpu without kernels": lambda: CudaCopyEngine(PlayedDevice(has_kernels=False)),
 }
 

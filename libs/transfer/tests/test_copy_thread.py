@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import patience
 import pytest
+from lazy_device import LazyDevice
 
-from hybridkv.transfer import CopyResult, CopyRuns, CpuCopyEngine, JobId
+from hybridkv.transfer import CopyResult, CopyRuns, CpuCopyEngine, JobId, StreamCopyEngine
+
+Engine = CpuCopyEngine | StreamCopyEngine
 
 TIMEOUT_S = patience.seconds(6.0)
 
@@ -33,10 +36,14 @@ def gate() -> Gate:
     return Gate()
 
 
-@pytest.fixture
-def engine(gate: Gate) -> Iterator[CpuCopyEngine]:
+@pytest.fixture(params=["cpu", "streams"])
+def engine(gate: Gate, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Its first job, 0, stands at the gate."""
-    made = CpuCopyEngine(max_queued_jobs=4)
+    makes: dict[str, Callable[[], Engine]] = {
+        "cpu": lambda: CpuCopyEngine(max_queued_jobs=4),
+        "streams": lambda: StreamCopyEngine(LazyDevice(lambda below: 0), max_queued_jobs=4),
+    }
+    made = makes[request.param]()
     made.submit(JobId(0), CopyRuns.empty(), before=gate)
     assert gate.entered.wait(TIMEOUT_S)
     yield made
@@ -48,12 +55,12 @@ def failures(results: list[CopyResult]) -> dict[int, str | None]:
     return {result.job_id: result.failure for result in results}
 
 
-def test_submitting_and_polling_do_not_wait_for_the_copy_thread(engine: CpuCopyEngine) -> None:
+def test_submitting_and_polling_do_not_wait_for_the_copy_thread(engine: Engine) -> None:
     assert engine.submit(JobId(1), CopyRuns.empty())
     assert engine.poll() == []
 
 
-def test_hooks_run_on_the_copy_thread(engine: CpuCopyEngine, gate: Gate) -> None:
+def test_hooks_run_on_the_copy_thread(engine: Engine, gate: Gate) -> None:
     names: list[str] = []
     engine.submit(JobId(1), CopyRuns.empty(), before=lambda: names.append(threading.current_thread().name))
     gate.opened.set()
@@ -61,7 +68,7 @@ def test_hooks_run_on_the_copy_thread(engine: CpuCopyEngine, gate: Gate) -> None
     assert names == ["hybridkv-copy"]
 
 
-def test_runs_are_made_on_the_copy_thread(engine: CpuCopyEngine, gate: Gate) -> None:
+def test_runs_are_made_on_the_copy_thread(engine: Engine, gate: Gate) -> None:
     names: list[str] = []
 
     def runs() -> CopyRuns:
@@ -75,11 +82,11 @@ def test_runs_are_made_on_the_copy_thread(engine: CpuCopyEngine, gate: Gate) -> 
     assert names == ["hybridkv-copy"]
 
 
-def test_waiting_gives_up_when_its_time_has_passed(engine: CpuCopyEngine) -> None:
+def test_waiting_gives_up_when_its_time_has_passed(engine: Engine) -> None:
     assert not engine.wait([JobId(0)], 0.0)
 
 
-def test_waiting_for_one_job_does_not_wait_for_the_next(engine: CpuCopyEngine, gate: Gate) -> None:
+def test_waiting_for_one_job_does_not_wait_for_the_next(engine: Engine, gate: Gate) -> None:
     second = Gate()
     engine.submit(JobId(1), CopyRuns.empty(), before=second)
     gate.opened.set()
@@ -88,11 +95,11 @@ def test_waiting_for_one_job_does_not_wait_for_the_next(engine: CpuCopyEngine, g
     second.opened.set()
 
 
-def test_the_running_job_counts_against_the_bound(engine: CpuCopyEngine) -> None:
+def test_the_running_job_counts_against_the_bound(engine: Engine) -> None:
     assert [engine.submit(JobId(number), CopyRuns.empty()) for number in (1, 2, 3, 4)] == [True, True, True, False]
 
 
-def test_closing_finishes_the_running_job_and_fails_the_queued_ones(engine: CpuCopyEngine, gate: Gate) -> None:
+def test_closing_finishes_the_running_job_and_fails_the_queued_ones(engine: Engine, gate: Gate) -> None:
     called: list[int] = []
     engine.submit(JobId(1), CopyRuns.empty(), before=lambda: called.append(1))
     closing = threading.Thread(target=engine.close)
@@ -107,14 +114,17 @@ def test_closing_finishes_the_running_job_and_fails_the_queued_ones(engine: CpuC
     assert engine.wait([JobId(0), JobId(1)], 0.0)
 
 
-def test_closing_stops_every_thread() -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: CpuCopyEngine(num_threads=3), lambda: StreamCopyEngine(LazyDevice(lambda below: 0))]
+)
+def test_closing_stops_every_thread(make: Callable[[], Engine]) -> None:
     before = set(threading.enumerate())
-    engine = CpuCopyEngine(num_threads=3)
+    engine = make()
     engine.close()
     assert set(threading.enumerate()) <= before
 
 
-def test_a_hook_that_ends_its_thread_ends_only_its_job(engine: CpuCopyEngine, gate: Gate) -> None:
+def test_a_hook_that_ends_its_thread_ends_only_its_job(engine: Engine, gate: Gate) -> None:
     engine.submit(JobId(1), CopyRuns.empty(), before=sys.exit)
     engine.submit(JobId(2), CopyRuns.empty())
     gate.opened.set()
@@ -122,7 +132,7 @@ def test_a_hook_that_ends_its_thread_ends_only_its_job(engine: CpuCopyEngine, ga
     assert failures(engine.poll()) == {0: None, 1: "SystemExit: ", 2: None}
 
 
-def test_memory_may_be_registered_while_a_job_runs(engine: CpuCopyEngine, gate: Gate) -> None:
+def test_memory_may_be_registered_while_a_job_runs(engine: Engine, gate: Gate) -> None:
     source, destination = bytearray(b"abc"), bytearray(3)
     addresses = [np.frombuffer(part, dtype=np.uint8).ctypes.data for part in (source, destination)]
     for address in addresses:

@@ -13,11 +13,11 @@ from played_device import SMALL
 
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import CopyPlan, CopyTuning, plan_copies
-from hybridkv.transfer.cuda.plan import DeviceRanges
+from hybridkv.transfer.memory import AddressRanges
 
 HOST, DEVICE, STAGING = 1 << 30, 1 << 40, 1 << 50
 """Where each kind of memory begins in tests that move no bytes."""
-GPU = DeviceRanges().with_range(DEVICE, 1 << 30)
+GPU = AddressRanges().with_range(DEVICE, 1 << 30)
 
 
 def plan(triples: list[tuple[int, int, int]], tuning: CopyTuning = SMALL, has_kernels: bool = True) -> CopyPlan:
@@ -123,7 +123,7 @@ def test_the_ways_together_move_every_byte_once(
     memory = {kind: np.random.default_rng(3).integers(0, 256, 2 * total, dtype=np.uint8) for kind in (False, True)}
     staging = np.zeros(SMALL.staging_bytes, dtype=np.uint8)
     bases = {kind: int(array.ctypes.data) for kind, array in memory.items()}
-    device = DeviceRanges().with_range(bases[True], 2 * total)
+    device = AddressRanges().with_range(bases[True], 2 * total)
     triples, expected, at = [], {kind: array.copy() for kind, array in memory.items()}, 0
     for from_gpu, to_gpu, size, gap in job:
         triples.append((bases[from_gpu] + at, bases[to_gpu] + total + at, size))
@@ -161,10 +161,10 @@ def test_a_plan_can_be_described() -> None:
 
 
 def test_overlapping_ranges_of_the_gpu_are_one() -> None:
-    device = DeviceRanges().with_range(100, 100).with_range(120, 10)
+    device = AddressRanges().with_range(100, 100).with_range(120, 10)
     addresses = np.array([99, 100, 125, 150, 199, 200])
     assert device.contain(addresses).tolist() == [False, True, True, True, True, False]
 
 
 def test_no_ranges_contain_nothing() -> None:
-    assert DeviceRanges().contain(np.array([0, 5])).tolist() == [False, False]
+    assert AddressRanges().contain(np.array([0, 5])).tolist() == [False, False]

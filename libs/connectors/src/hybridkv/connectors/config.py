@@ -17,6 +17,7 @@ _UNITS |= {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _CHOICES = {
     "chunk_tokens": 'a number of tokens (int), or "auto"',
     "load": '"async" or "sync"',
+    "copies": '"engine" or "native"',
     "checkpoints": '"auto" or "off"',
     "checkpoint_stops": "a number of steps (int)",
     "checkpoint_answers": "true or false",
@@ -157,7 +158,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         checkpoint_answers: with "auto", states of answers are stored too, for the next turn of a conversation.
         keep_share: of each tier, that prefixes may take up which requests asked to be kept; 0 keeps none.
         without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
-        experimental_cuda: allow an engine on a GPU, though no GPU has run these copies yet.
+        copies: on a GPU, "engine" copies with what vLLM copies with, "native" with kernels of hybridkv-cuda.
+        experimental_cuda: allow "native", though no GPU has run these kernels yet.
         weights_digest: how weights are told apart: "sampled" reads all headers and a sample of the data, "full" reads
             every byte, and anything else is the operator's own name for them.
         identity_ignores: names of facts that the operator knows to change nothing in what is stored.
@@ -175,6 +177,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     checkpoint_answers: bool = True
     keep_share: float = KEEP_SHARE
     without_prefix_caching: bool = False
+    copies: Literal["engine", "native"] = "engine"
     experimental_cuda: bool = False
     weights_digest: str = "sampled"
     identity_ignores: tuple[str, ...] = ()

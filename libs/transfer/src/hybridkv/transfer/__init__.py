@@ -6,8 +6,10 @@ from hybridkv.transfer.errors import CopyEngineError, RunsError, TransferError
 from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.native import native_lowering
 from hybridkv.transfer.runs import CopyRuns, Extent, zip_extents
+from hybridkv.transfer.streams import CopyDevice, InlineStreamCopyEngine, StreamCopyEngine
 
 __all__ = [
+    "CopyDevice",
     "CopyEngine",
     "CopyEngineError",
     "CopyResult",
@@ -16,10 +18,12 @@ __all__ = [
     "Extent",
     "Hook",
     "InlineCopyEngine",
+    "InlineStreamCopyEngine",
     "JobId",
     "RecordDigests",
     "RunsError",
     "RunsSource",
+    "StreamCopyEngine",
     "TransferError",
     "native_lowering",
     "zip_extents",

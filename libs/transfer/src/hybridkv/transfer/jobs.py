@@ -28,22 +28,32 @@ def copy_runs(runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes
     return runs_copier()(runs, record_ends)
 
 
+def prepare(job: Job, memory: RegisteredMemory) -> tuple[CopyRuns, str | None]:
+    """Makes the runs, checks them, calls `before`. The runs, and why they are not to be copied."""
+    try:
+        runs = job.runs if isinstance(job.runs, CopyRuns) else job.runs()
+    except Exception as error:  # as of a hook
+        return CopyRuns.empty(), describe(error)
+    return runs, memory.why_not(runs) or _ask("before", job.before)
+
+
+def conclude(job: Job) -> str | None:
+    """Calls `after`, once everything is copied. Why the job failed all the same."""
+    return _ask("after", job.after)
+
+
 def execute(job: Job, memory: RegisteredMemory, copy: Copier, clock: Callable[[], float]) -> CopyResult:
     """Make the runs, check, `before`, copy, `after`. Any problem ends the job there, as a result."""
     started = clock()
     num_bytes = 0
-    try:
-        runs = job.runs if isinstance(job.runs, CopyRuns) else job.runs()
-    except Exception as error:  # as of a hook
-        return job.failed(describe(error), seconds=clock() - started)
-    failure = memory.why_not(runs) or _ask("before", job.before)
+    runs, failure = prepare(job, memory)
     if failure is None:
         if job.records is None:
             copy(runs)
         else:
             job.records.digests = copy(runs, job.records.ends)
         num_bytes = runs.total_bytes
-        failure = _ask("after", job.after)
+        failure = conclude(job)
     return CopyResult(job.job_id, failure, num_bytes, clock() - started)
 
 

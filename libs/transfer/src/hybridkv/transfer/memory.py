@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from hybridkv.transfer.errors import CopyEngineError
 from hybridkv.transfer.runs import CopyRuns, Integers
 
 _HIGHEST_ADDRESS = (1 << 63) - 1
+
+
+class AddressRanges:
+    """Some ranges of addresses. Immutable, so that one thread may ask while another replaces it."""
+
+    __slots__ = ("_ends", "_ranges", "_starts")
+
+    def __init__(self, ranges: tuple[tuple[int, int], ...] = ()) -> None:
+        self._ranges = tuple(sorted(ranges))
+        self._starts = np.array([start for start, _ in self._ranges], dtype=np.int64)
+        self._ends: Integers = np.maximum.accumulate(np.array([end for _, end in self._ranges], dtype=np.int64))
+
+    def with_range(self, address: int, num_bytes: int) -> AddressRanges:
+        return AddressRanges((*self._ranges, (address, address + num_bytes)))
+
+    def contain(self, addresses: Integers) -> npt.NDArray[np.bool_]:
+        """For each address, whether it lies in one of the ranges."""
+        index = np.searchsorted(self._starts, addresses, side="right") - 1
+        found = index >= 0
+        found[found] = addresses[found] < self._ends[index[found]]
+        return found
 
 
 class RegisteredMemory:

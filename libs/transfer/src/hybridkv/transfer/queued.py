@@ -7,8 +7,10 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
@@ -25,26 +27,30 @@ EXIT_TIMEOUT_S = 30.0
 """How long the interpreter's exit waits for jobs that run. A hook that stands still must not hold it up for ever."""
 
 
-class QueuedCopyEngine:
+Prepared = TypeVar("Prepared")
+"""What a job gets on the thread that submits it."""
+
+
+class JobQueue(ABC, Generic[Prepared]):
     """The part of a `CopyEngine` that is the same for every memory: one thread takes the jobs in order.
 
-    `copier` is asked in `submit`, on the caller's thread, for the function that the copy thread will copy this job's
-    runs with. `max_queued_jobs` bounds the jobs that were submitted and whose results were not polled. `clock` gives
+    `on_submit` is called in `submit`, on the caller's thread; its answer goes with the job to `_carry_out`.
+    `max_queued_jobs` bounds the jobs that were submitted and whose results were not polled. `clock` gives
     seconds. `ValueError` for numbers below 1.
 
     What is not closed is closed when the interpreter exits: a copy that was left to run would write to memory that the
     interpreter frees.
     """
 
-    def __init__(self, copier: Callable[[], Copier], clock: Callable[[], float], max_queued_jobs: int) -> None:
+    def __init__(self, on_submit: Callable[[], Prepared], clock: Callable[[], float], max_queued_jobs: int) -> None:
         if max_queued_jobs < 1:
             raise ValueError(f"max_queued_jobs: expected a number >= 1, got {max_queued_jobs}")
-        self._copier = copier
+        self._on_submit = on_submit
         self._clock = clock
         self._max_queued_jobs = max_queued_jobs
         self._memory = RegisteredMemory()
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Job, Copier]] = deque()
+        self._queue: deque[tuple[Job, Prepared]] = deque()
         self._unfinished: set[JobId] = set()
         self._results: dict[JobId, CopyResult] = {}
         self._is_closed = False
@@ -70,9 +76,9 @@ class QueuedCopyEngine:
                 raise CopyEngineError(f"submit: the result of job {job_id} was not polled yet")
             if len(self._unfinished) + len(self._results) >= self._max_queued_jobs:
                 return False
-            copy = self._copier()
+            prepared = self._on_submit()
             self._unfinished.add(job_id)
-            self._queue.append((Job(job_id, runs, before, after, records), copy))
+            self._queue.append((Job(job_id, runs, before, after, records), prepared))
             self._changed.notify_all()
         return True
 
@@ -96,18 +102,22 @@ class QueuedCopyEngine:
             self._is_closed = True
             self._changed.notify_all()
 
+    @abstractmethod
+    def _carry_out(self, job: Job, prepared: Prepared) -> None:
+        """On the copy thread. Every job ends with `_finish`, in order of submission; nothing is raised."""
+
+    def _drain(self) -> None:
+        """On the copy thread, when it takes no more jobs: wait for those that were carried out and did not end yet."""
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closed)
                 if self._is_closed:
                     break
-                job, copy = self._queue.popleft()
-            try:
-                result = execute(job, self._memory, copy, self._clock)
-            except BaseException as error:  # the thread must outlive a job, or every later one would hang
-                result = job.failed(describe(error))
-            self._finish(result)
+                job, prepared = self._queue.popleft()
+            self._carry_out(job, prepared)
+        self._drain()
         while self._queue:
             self._finish(self._queue.popleft()[0].failed(CLOSED))
 
@@ -118,8 +128,25 @@ class QueuedCopyEngine:
             self._changed.notify_all()
 
 
+class QueuedCopyEngine(JobQueue[Copier]):
+    """A `JobQueue` that copies a job on its thread before it takes the next.
+
+    `copier` is asked in `submit`, on the caller's thread, for the function that copies this job's runs.
+    """
+
+    def __init__(self, copier: Callable[[], Copier], clock: Callable[[], float], max_queued_jobs: int) -> None:
+        super().__init__(copier, clock, max_queued_jobs)
+
+    def _carry_out(self, job: Job, prepared: Copier) -> None:
+        try:
+            result = execute(job, self._memory, prepared, self._clock)
+        except BaseException as error:  # the thread must outlive a job, or every later one would hang
+            result = job.failed(describe(error))
+        self._finish(result)
+
+
 # Their threads keep them here until they are closed.
-_running: WeakSet[QueuedCopyEngine] = WeakSet()
+_running: WeakSet[JobQueue[Any]] = WeakSet()
 
 
 def _close_all() -> None:

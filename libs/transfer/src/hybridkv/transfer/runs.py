@@ -90,6 +90,12 @@ class CopyRuns:
         starts = np.concatenate(([0], np.flatnonzero(~continues) + 1))
         return CopyRuns(self.sources[starts], self.destinations[starts], np.add.reduceat(self.num_bytes, starts))
 
+    def select(self, which: npt.NDArray[np.bool_]) -> CopyRuns:
+        """Those runs for which it is true."""
+        if which.all():
+            return self
+        return CopyRuns(self.sources[which], self.destinations[which], self.num_bytes[which])
+
     def split(self, num_parts: int) -> list[CopyRuns]:
         """At most `num_parts` lists of runs, none empty, of nearly equal bytes; runs are cut where needed."""
         if num_parts < 1:

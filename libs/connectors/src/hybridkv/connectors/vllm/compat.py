@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.block_ids import unread_tables
+from hybridkv.connectors.vllm.engine_device import EngineCopies
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -348,6 +351,32 @@ def platform() -> str:
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
+
+
+def engine_copies() -> EngineCopies:
+    """What the engine itself copies with between its GPU and host memory.
+
+    Raises:
+        ConfigurationError: this vLLM has no such copies, or this build of it has none.
+    """
+    import torch
+    import vllm
+    from vllm import _custom_ops
+
+    lacks = []
+    swap_blocks_batch: Any = getattr(_custom_ops, "swap_blocks_batch", None)
+    has_order = callable(swap_blocks_batch) and "is_src_access_order_any" in signature(swap_blocks_batch).parameters
+    if not has_order or not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        lacks.append("swap_blocks_batch")
+    try:
+        from vllm.v1.kv_offload.cpu import host_register
+    except ImportError:
+        lacks.append("host_register")
+    if lacks:
+        expected = "a vLLM with swap_blocks_batch and host_register"
+        got = f"vLLM {vllm.__version__} without {' and '.join(lacks)}"
+        raise ConfigurationError(f"{ROOT}.copies", expected, got, "0.32 for CUDA or ROCm has both")
+    return EngineCopies(swap_blocks_batch, host_register.host_register, host_register.host_unregister)
 
 
 def waits_for_device() -> AbstractContextManager[Any]:

@@ -1,105 +1,210 @@
-"""What differs between the devices that an engine runs on: who copies, and what memory the arena is made of.
+"""Devices that an engine runs on: who copies, and what memory the arena is made of.
 
-`cpu` copies with memmove. `cuda` copies with `hybridkv.transfer.cuda`, on the GPU that is current in this worker, from
-and to pinned memory. Everything else is refused.
+A CPU copies with memmove. A GPU copies with what vLLM copies with (`copies: "engine"`), or with
+`hybridkv.transfer.cuda` (`copies: "native"`), from and to pinned memory. Every other device is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
-from hybridkv.transfer import CopyEngine, CpuCopyEngine, InlineCopyEngine
+from hybridkv.connectors.vllm.engine_device import EngineDevice
+from hybridkv.transfer import (
+    CopyEngine,
+    CpuCopyEngine,
+    InlineCopyEngine,
+    InlineStreamCopyEngine,
+    StreamCopyEngine,
+    TransferError,
+)
+from hybridkv.transfer.pinned import map_memory
 
 DEVICE_TYPES = ("cpu", "cuda")
 ZERO_BYTES = 64 * 1024
 """Of memory that is zero, on each worker's device."""
-_HINT = "run vLLM on a CPU or on NVIDIA GPUs"
+DELAY_BYTES = 32 << 20
+DELAY_PASSES = 200
+"""About four milliseconds of a GPU that reads and writes 3 TB/s."""
+_HINT = "run vLLM on a CPU or on GPUs of its CUDA or ROCm platform"
 
 
-def require_allowed(device_type: str, experimental_cuda: bool) -> str:
-    """The device type, if it may be used.
+class Device(ABC):
+    """The device of one worker."""
 
-    Raises:
-        ConfigurationError: it is not known; or it is `cuda`, whose copies no GPU has carried out yet, and nobody asked.
-    """
-    _require_known(device_type)
-    if device_type == "cuda" and not experimental_cuda:
-        hint = 'say "experimental_cuda": true to try copies that were compiled and simulated, and never run on a GPU'
-        raise ConfigurationError("device", "KV caches in host memory", device_type, hint)
-    return device_type
+    device_type: ClassVar[str]
+    """vLLM's name of it; ROCm's is "cuda", too."""
+
+    @abstractmethod
+    def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
+        """Who stores and who loads. `load` is "async", or "sync" for loads that have ended when they were submitted."""
+
+    @abstractmethod
+    def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8] | None:
+        """Memory for this worker's arena, None where the arena may take ordinary memory.
+
+        Raises:
+            ConfigurationError: the memory cannot be pinned.
+        """
+
+    @abstractmethod
+    def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Let the device copy to and from memory that is there already, until all views of it are gone.
+
+        Raises:
+            ConfigurationError: the memory cannot be pinned.
+        """
+
+    def prepare(self, kv_caches: Mapping[str, Any]) -> None:
+        """Refuses KV caches that lie on another device.
+
+        Raises:
+            ConfigurationError: naming the first such layer.
+        """
+        for name, cache in kv_caches.items():
+            tensors: Iterable[Any] = [cache] if hasattr(cache, "device") else cache
+            for tensor in tensors:
+                if tensor.device.type != self.device_type:
+                    expected = f"KV caches on {self.device_type}"
+                    raise ConfigurationError("device", expected, f"{tensor.device} ({name})", _HINT)
 
 
-def permit_instructions(device_type: str) -> None:
-    """What the engine's kernels take for granted on this device, whatever it runs first."""
-    if device_type == "cpu":
+class CpuDevice(Device):
+    """A CPU: the KV caches are host memory."""
+
+    device_type = "cpu"
+
+    def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
+        stores = CpuCopyEngine()
+        return stores, stores if load == "async" else InlineCopyEngine()
+
+    def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8] | None:
+        return None
+
+    def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+        """It reaches all memory."""
+
+    def prepare(self, kv_caches: Mapping[str, Any]) -> None:
+        super().prepare(kv_caches)
+        # What the engine's kernels take for granted, whatever the engine runs first.
         compat.permit_amx()
 
 
-def copy_engines(device_type: str, load: str) -> tuple[CopyEngine, CopyEngine]:
-    """Who stores and who loads, for this worker.
+class GpuDevice(Device):
+    """The GPU that is current on this thread: what is launched happens later, in the thread's current stream."""
+
+    device_type = "cuda"
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Calls `work`, which launches compute."""
+        work()
+
+    def launch_delay(self) -> None:
+        """Launches compute that takes longer than the submission of a copy."""
+        import torch
+
+        scratch = torch.empty(DELAY_BYTES, dtype=torch.uint8, device=self.device_type)
+        for _ in range(DELAY_PASSES):
+            scratch.add_(1)
+
+    def synchronize(self) -> None:
+        """Waits for what this thread has launched."""
+        import torch
+
+        torch.cuda.current_stream().synchronize()
+
+
+class EngineGpuDevice(GpuDevice):
+    """A GPU that copies with what vLLM copies with. An engine each for loads and stores, which share no stream."""
+
+    def __init__(self, device: EngineDevice) -> None:
+        self._device = device
+
+    def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
+        stores = StreamCopyEngine(self._device)
+        if load == "async":
+            return stores, StreamCopyEngine(self._device, high_priority=True)
+        return stores, InlineStreamCopyEngine(self._device)
+
+    def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        try:
+            memory = map_memory(num_bytes)
+            self._device.pin(memory)
+        except TransferError as error:
+            raise _cannot_pin("capacity", "the capacity of the ram tier", error) from error
+        return memory
+
+    def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+        try:
+            self._device.pin(memory)
+        except TransferError as error:
+            raise _cannot_pin("pool", "the pool", error) from error
+
+
+class NativeGpuDevice(GpuDevice):
+    """A GPU that copies with the kernels of hybridkv-cuda, on streams of their own."""
+
+    def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
+        from hybridkv.transfer.cuda import CudaCopyEngine, CudaError, InlineCudaCopyEngine, open_device
+
+        try:
+            index = _current_gpu()
+            load_engine = CudaCopyEngine if load == "async" else InlineCudaCopyEngine
+            # An engine each, so that loads and stores share neither a queue nor a direction of the link.
+            return CudaCopyEngine(open_device(index)), load_engine(open_device(index))
+        except CudaError as error:
+            raise ConfigurationError("device", "a GPU that torch can use", str(error), _HINT) from error
+
+    def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        from hybridkv.transfer.cuda import pin_memory
+
+        try:
+            return pin_memory(num_bytes)
+        except TransferError as error:
+            raise _cannot_pin("capacity", "the capacity of the ram tier", error) from error
+
+    def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+        from hybridkv.transfer.cuda import pin_existing
+
+        try:
+            pin_existing(memory)
+        except TransferError as error:
+            raise _cannot_pin("pool", "the pool", error) from error
+
+
+def open_device(device_type: str, copies: str, experimental_cuda: bool) -> Device:
+    """The device of this worker.
 
     Args:
-        device_type: vLLM's name of its device.
-        load: "async", or "sync" for loads that have ended when they were submitted.
+        device_type: vLLM's name of it.
+        copies: "engine" or "native", who copies on a GPU.
+        experimental_cuda: whether "native" may be used.
 
     Raises:
-        ConfigurationError: there is no copy engine for this device, or the device cannot be used.
+        ConfigurationError: it is not known or not there; or kernels that no GPU has run yet were not asked for by
+            both names; or this vLLM lacks what it would copy with.
     """
-    _require_known(device_type)
     if device_type == "cpu":
-        stores = CpuCopyEngine()
-        return stores, stores if load == "async" else InlineCopyEngine()
-    from hybridkv.transfer.cuda import CudaCopyEngine, CudaError, InlineCudaCopyEngine, open_device
-
+        return CpuDevice()
+    if device_type not in DEVICE_TYPES:
+        raise ConfigurationError("device", " or ".join(DEVICE_TYPES), device_type, _HINT)
+    if copies == "native":
+        if not experimental_cuda:
+            hint = 'leave it out; "experimental_cuda": true tries kernels that were simulated, and never ran on a GPU'
+            raise ConfigurationError(f"{ROOT}.copies", '"engine"', '"native"', hint)
+        return NativeGpuDevice()
+    engine_copies = compat.engine_copies()
     try:
-        index = _current_gpu()
-        load_engine = CudaCopyEngine if load == "async" else InlineCudaCopyEngine
-        # An engine each, so that loads and stores share neither a queue nor a direction of the link.
-        return CudaCopyEngine(open_device(index)), load_engine(open_device(index))
-    except CudaError as error:
+        return EngineGpuDevice(EngineDevice(engine_copies))
+    except (RuntimeError, AssertionError) as error:  # the second: torch's word for a build without CUDA
         raise ConfigurationError("device", "a GPU that torch can use", str(error), _HINT) from error
-
-
-def arena_memory(device_type: str, num_bytes: int) -> npt.NDArray[np.uint8] | None:
-    """Memory for this worker's arena, None where the arena may take ordinary memory.
-
-    Raises:
-        ConfigurationError: the memory cannot be pinned.
-    """
-    _require_known(device_type)
-    if device_type == "cpu":
-        return None
-    from hybridkv.transfer.cuda import CudaError, pin_memory
-
-    try:
-        return pin_memory(num_bytes)
-    except CudaError as error:
-        hint = "lower the capacity of the ram tier, or raise the limit on locked memory"
-        raise ConfigurationError("capacity", "memory that can be pinned", str(error), hint) from error
-
-
-def reach_memory(device_type: str, memory: npt.NDArray[np.uint8]) -> None:
-    """Let this worker's device copy to and from memory that is there already, until all views of it are gone.
-
-    Raises:
-        ConfigurationError: the memory cannot be pinned.
-    """
-    _require_known(device_type)
-    if device_type == "cpu":
-        return
-    from hybridkv.transfer.cuda import CudaError, pin_existing
-
-    try:
-        pin_existing(memory)
-    except CudaError as error:
-        hint = "lower the pool, or raise the limit on locked memory"
-        raise ConfigurationError("pool", "memory that can be pinned", str(error), hint) from error
 
 
 def zero_memory(device: Any) -> Any:
@@ -112,23 +217,9 @@ def zero_memory(device: Any) -> Any:
     return memory
 
 
-def require_same_device(kv_caches: Mapping[str, Any], device_type: str) -> None:
-    """Refuse KV caches that lie on another device than the one that the copy engines were made for.
-
-    Raises:
-        ConfigurationError: naming the first such layer.
-    """
-    for name, cache in kv_caches.items():
-        tensors: Iterable[Any] = [cache] if hasattr(cache, "device") else cache
-        for tensor in tensors:
-            if tensor.device.type != device_type:
-                expected = f"KV caches on {device_type}"
-                raise ConfigurationError("device", expected, f"{tensor.device} ({name})", _HINT)
-
-
-def _require_known(device_type: str) -> None:
-    if device_type not in DEVICE_TYPES:
-        raise ConfigurationError("device", " or ".join(DEVICE_TYPES), device_type, _HINT)
+def _cannot_pin(path: str, lower: str, error: TransferError) -> ConfigurationError:
+    hint = f"lower {lower}, or raise the limit on locked memory"
+    return ConfigurationError(path, "memory that can be pinned", str(error), hint)
 
 
 def _current_gpu() -> int:

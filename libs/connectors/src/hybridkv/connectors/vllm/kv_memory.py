@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from hybridkv.canonical import PAGE_ALIGN_BYTES, GroupPages, LayerLayout, TokenRange
 from hybridkv.canonical.torch_view import (
     CanonicalKVCaches,
@@ -17,8 +19,9 @@ from hybridkv.canonical.torch_view import (
     token_pages,
 )
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import cuts, devices, page_order
+from hybridkv.connectors.vllm import cuts, page_order
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
+from hybridkv.connectors.vllm.devices import Device, zero_memory
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.transfer import CopyEngine
@@ -32,27 +35,27 @@ class KVMemory:
         pages: of each stored group.
         cut: groups whose blocks chunks cut.
         zeros: a tensor of zeros beside the KV caches.
-        storages: address and bytes of each piece of memory that the pages lie in.
+        storages: each piece of memory that the pages lie in, as a tensor of bytes.
     """
 
     pages: dict[int, GroupPages]
     cut: dict[int, GroupBlocks]
     zeros: Any
-    storages: tuple[tuple[int, int], ...]
+    storages: tuple[torch.Tensor, ...]
 
     def register(self, engines: Iterable[CopyEngine]) -> None:
         """Let copies touch it."""
         for engine in engines:
             engine.register(self.zeros.data_ptr(), self.zeros.nbytes, "zeros")
-            for address, num_bytes in self.storages:
-                engine.register(address, num_bytes, "kv cache")
+            for storage in self.storages:
+                engine.register(storage.data_ptr(), storage.nbytes, "kv cache")
 
 
 def take_kv_memory(
     layout: CacheLayout,
     kv_caches: Mapping[str, KVCache],
     num_blocks: int,
-    device_type: str,
+    device: Device,
     *,
     outlives_engine: bool,
 ) -> KVMemory:
@@ -62,15 +65,14 @@ def take_kv_memory(
         layout: the model's groups.
         kv_caches: for each layer what the engine registered.
         num_blocks: of the engine's pool.
-        device_type: that the copy engines were made for.
+        device: that the copy engines were made for.
         outlives_engine: whether an engine with another attention backend may read what is stored.
 
     Raises:
         ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
             in an order that an engine which reads them later might not have.
     """
-    devices.require_same_device(kv_caches, device_type)
-    devices.permit_instructions(device_type)
+    device.prepare(kv_caches)
     try:
         layers = [page_order.with_token_dims(kv_caches, group) for group in layout.layers]
         caches = canonical_kv_caches(kv_caches, layers, num_blocks)
@@ -87,7 +89,7 @@ def take_kv_memory(
         group_index: _blocks(layout, group_index, pages[group_index], _part(kv_caches, layers[group_index], num_blocks))
         for group_index in layout.spec.cut_groups
     }
-    return KVMemory(pages, cut, devices.zero_memory(caches.tensors[0].tensor.device), _storages(caches))
+    return KVMemory(pages, cut, zero_memory(caches.tensors[0].tensor.device), _storages(caches))
 
 
 def zeros_in(memory: Any) -> Zeros:
@@ -117,7 +119,10 @@ def _blocks(
     return blocks
 
 
-def _storages(caches: CanonicalKVCaches) -> tuple[tuple[int, int], ...]:
+def _storages(caches: CanonicalKVCaches) -> tuple[torch.Tensor, ...]:
     """Each once."""
-    storages = (cache.tensor.untyped_storage() for cache in caches.tensors)
-    return tuple({storage.data_ptr(): storage.nbytes() for storage in storages}.items())
+    storages = {}
+    for cache in caches.tensors:
+        storage = cache.tensor.untyped_storage()
+        storages[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=cache.tensor.device).set_(storage)
+    return tuple(storages.values())

@@ -60,10 +60,11 @@ class HybridOffloadConnector(StoreConnector):
             if self._opening.needs_no_worker:
                 self._open()
         else:
-            self._device_type = devices.require_allowed(vllm_config.device_config.device_type, config.experimental_cuda)
-            memory = devices.arena_memory(self._device_type, sizes.rank_bytes)
+            device_type = vllm_config.device_config.device_type
+            self._device = devices.open_device(device_type, config.copies, config.experimental_cuda)
+            memory = self._device.arena_memory(sizes.rank_bytes)
             arena = RamArena(sizes.rank_bytes, sizes.granule_bytes, memory)
-            stores, loads = devices.copy_engines(self._device_type, config.load)
+            stores, loads = self._device.copy_engines(config.load)
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
             self._worker = OffloadWorker(layout, arena, paths, self._recorder)
             if config.slower:
@@ -94,7 +95,7 @@ class HybridOffloadConnector(StoreConnector):
         cuts.require_divisible(self._vllm_config, self._layout)
         if self._worker is None:
             raise RuntimeError("a worker's method was called on the scheduler's half of HybridOffloadConnector")
-        self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
+        self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device)
         if self._worker.has_slower_tiers:
             self._worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
 

@@ -18,7 +18,9 @@ import numpy as np
 
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache
+from hybridkv.connectors.vllm.copy_proof import prove_at_start
 from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
+from hybridkv.connectors.vllm.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.job_lowering import JobLowering, RankMemory, job_lowering
 from hybridkv.connectors.vllm.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
@@ -104,19 +106,21 @@ class OffloadWorker:
         """What the scheduler has not been told yet."""
         return self._outcomes.take_facts()
 
-    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device_type: str = "cpu") -> None:
+    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
         """Takes the engine's KV tensors.
 
         Raises:
             ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-                in an order that an engine which reads a slower tier later might not have.
+                in an order that an engine which reads a slower tier later might not have; or this GPU copies wrongly.
         """
-        memory = take_kv_memory(self._layout, kv_caches, num_blocks, device_type, outlives_engine=self.has_slower_tiers)
+        device = device or CpuDevice()
+        memory = take_kv_memory(self._layout, kv_caches, num_blocks, device, outlives_engine=self.has_slower_tiers)
         self._pages, self._cut, self._zero_memory = memory.pages, memory.cut, memory.zeros
         self._lowering = None
         memory.register(self._engines)
         for engine in self._engines:
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
+        prove_at_start(memory, self._arena, self._paths, device)
 
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads, and its moves between the tiers."""

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridkv.transfer.cuda.device import CudaDevice, CudaError, MemoryKind, Queue
-from hybridkv.transfer.cuda.plan import CopyPlan, DeviceRanges, StagedBatch, plan_copies
+from hybridkv.transfer.cuda.plan import CopyPlan, StagedBatch, plan_copies
 from hybridkv.transfer.errors import CopyEngineError
 from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.jobs import copy_runs
+from hybridkv.transfer.memory import AddressRanges
 from hybridkv.transfer.native import Copier
 from hybridkv.transfer.queued import QueuedCopyEngine
 from hybridkv.transfer.runs import CopyRuns, Integers
@@ -31,7 +32,7 @@ class CudaCopier:
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._ranges = DeviceRanges()
+        self._ranges = AddressRanges()
 
     def kind_of(self, address: int, name: str) -> MemoryKind:
         """`CopyEngineError` when the GPU cannot reach the address."""

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.transfer.runs import CopyRuns, Integers
+from hybridkv.transfer.memory import AddressRanges
+from hybridkv.transfer.runs import CopyRuns
 
 Mask = npt.NDArray[np.bool_]
 
@@ -121,29 +122,8 @@ class CopyPlan:
         )
 
 
-class DeviceRanges:
-    """Which addresses are the GPU's. Immutable, so that one thread may ask while another replaces it."""
-
-    __slots__ = ("_ends", "_ranges", "_starts")
-
-    def __init__(self, ranges: tuple[tuple[int, int], ...] = ()) -> None:
-        self._ranges = tuple(sorted(ranges))
-        self._starts = np.array([start for start, _ in self._ranges], dtype=np.int64)
-        self._ends: Integers = np.maximum.accumulate(np.array([end for _, end in self._ranges], dtype=np.int64))
-
-    def with_range(self, address: int, num_bytes: int) -> DeviceRanges:
-        return DeviceRanges((*self._ranges, (address, address + num_bytes)))
-
-    def contain(self, addresses: Integers) -> Mask:
-        """For each address, whether it lies in one of the ranges."""
-        index = np.searchsorted(self._starts, addresses, side="right") - 1
-        found = index >= 0
-        found[found] = addresses[found] < self._ends[index[found]]
-        return found
-
-
 def plan_copies(
-    runs: CopyRuns, device: DeviceRanges, staging_address: int, tuning: CopyTuning, *, has_kernels: bool = True
+    runs: CopyRuns, device: AddressRanges, staging_address: int, tuning: CopyTuning, *, has_kernels: bool = True
 ) -> CopyPlan:
     """How to carry out `runs`.
 
@@ -164,15 +144,15 @@ def plan_copies(
         small = is_mine & ~is_large
         if not small.any():
             continue
-        part = _in_host_order(_select(runs, small), is_store)
+        part = _in_host_order(runs.select(small), is_store)
         if _is_worth_staging(part, is_store, tuning):
             staged.append(StagedRuns(part, is_store, staging_address, tuning.half_bytes))
         else:
             is_direct |= small
     return CopyPlan(
-        within_host=_select(runs, ~touches_device),
-        batched=_select(runs, touches_device & is_large),
-        direct=_select(runs, is_direct),
+        within_host=runs.select(~touches_device),
+        batched=runs.select(touches_device & is_large),
+        direct=runs.select(is_direct),
         staged=tuple(staged),
     )
 
@@ -191,9 +171,3 @@ def _is_worth_staging(runs: CopyRuns, is_store: bool, tuning: CopyTuning) -> boo
     stretches = 1 + int(np.count_nonzero(host[1:] != host[:-1] + runs.num_bytes[:-1]))
     num_bytes = runs.total_bytes
     return num_bytes > tuning.direct_job_bytes and num_bytes >= stretches * tuning.large_run_bytes
-
-
-def _select(runs: CopyRuns, which: Mask) -> CopyRuns:
-    if which.all():
-        return runs
-    return CopyRuns(runs.sources[which], runs.destinations[which], runs.num_bytes[which])

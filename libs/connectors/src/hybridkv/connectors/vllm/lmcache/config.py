@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ _SECONDS = (
 )
 _CHOICES = {
     "chunk_tokens": "a number of tokens, or null",
+    "copies": '"engine" or "native"',
     "identity_ignores": "a list of names of facts",
     "weights_digest": '"sampled", "full", or your own name for these weights',
 }
@@ -44,7 +45,8 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
         weights_digest: how weights are told apart, as for HybridOffloadConnector.
         identity_ignores: names of facts that the operator knows to change nothing in what is stored.
-        experimental_cuda: whether engines on GPUs may use it.
+        copies: who copies on a GPU, as for HybridOffloadConnector.
+        experimental_cuda: allow "native", as there.
     """
 
     url: str
@@ -59,6 +61,7 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     without_prefix_caching: bool = False
     weights_digest: str = "sampled"
     identity_ignores: tuple[str, ...] = ()
+    copies: Literal["engine", "native"] = "engine"
     experimental_cuda: bool = False
 
 

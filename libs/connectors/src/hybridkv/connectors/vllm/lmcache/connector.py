@@ -58,8 +58,9 @@ class HybridLMCacheConnector(StoreConnector):
             self._opening = LMCacheOpening(vllm_config, config, layout, room, self._recorder)
             self._scheduler = WaitingScheduler(self._opening.num_ranks, NAME, LMCachePlan())
         else:
-            self._device_type = devices.require_allowed(vllm_config.device_config.device_type, config.experimental_cuda)
-            stores, loads = devices.copy_engines(self._device_type, "async")
+            device_type = vllm_config.device_config.device_type
+            self._device = devices.open_device(device_type, config.copies, config.experimental_cuda)
+            stores, loads = self._device.copy_engines("async")
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, time.monotonic)
             self._worker = LMCacheWorker(
                 layout, compat.rank(vllm_config), site_of(config, layout), paths, self._recorder
@@ -85,7 +86,7 @@ class HybridLMCacheConnector(StoreConnector):
         self._require_resumable()
         if self._worker is None:
             raise RuntimeError(f"a worker's method was called on the scheduler's half of {NAME}")
-        self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device_type)
+        self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device)
         self._worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
 
     def shutdown(self) -> None:

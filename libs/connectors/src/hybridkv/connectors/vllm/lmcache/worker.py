@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hybridkv.canonical.torch_view import KVCache
-from hybridkv.connectors.vllm import devices
+from hybridkv.connectors.vllm.copy_proof import prove_at_start
+from hybridkv.connectors.vllm.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.kv_memory import KVMemory, take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.copying import Copies
@@ -26,6 +27,10 @@ from hybridkv.connectors.vllm.messages import LoadFailure, StepOutcome
 from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, Outcomes
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers import FailureReason
+from hybridkv.tiers.ram import RamArena
+
+PROOF_BLOCKS = 8
+"""Of the largest group, that are copied at the start on a GPU."""
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 
@@ -51,7 +56,7 @@ class LMCacheWorker:
         self._outcomes = Outcomes()
         self._copies = Copies(paths, recorder)
         self._memory: KVMemory | None = None
-        self._device_type = "cpu"
+        self._device: Device = CpuDevice()
         self._station: Station | None = None
         self._loading: Loading | None = None
         self._storing: Storing | None = None
@@ -65,16 +70,28 @@ class LMCacheWorker:
         """What the scheduler has not been told yet."""
         return self._outcomes.take_facts()
 
-    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device_type: str = "cpu") -> None:
+    def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
         """Takes the engine's KV tensors.
 
         Raises:
             ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-                in an order that an engine which reads them later might not have.
+                in an order that an engine which reads them later might not have; or this GPU copies wrongly.
         """
-        memory = take_kv_memory(self._layout, kv_caches, num_blocks, device_type, outlives_engine=True)
-        memory.register(self._paths.engines())
-        self._memory, self._device_type = memory, device_type
+        self._device = device or self._device
+        self._memory = take_kv_memory(self._layout, kv_caches, num_blocks, self._device, outlives_engine=True)
+        self._memory.register(self._paths.engines())
+        self._prove(self._memory)
+
+    def _prove(self, memory: KVMemory) -> None:
+        """The pool comes with the server, and is reached as other pinned memory is."""
+        proof_bytes = max(pages.block_bytes for pages in memory.pages.values())
+        pinned = self._device.arena_memory(PROOF_BLOCKS * proof_bytes)
+        if pinned is None:
+            return
+        arena = RamArena(pinned.nbytes, proof_bytes, pinned)
+        for engine in self._paths.engines():
+            engine.register(arena.base_address, arena.capacity_bytes, "copy proof")
+        prove_at_start(memory, arena, self._paths, self._device)
 
     def start_loads(self, plan: LMCachePlan) -> None:
         """Begins the step's loads."""
@@ -169,7 +186,7 @@ class LMCacheWorker:
         self._station = station
 
     def _register_pages(self, memory: PoolMemory) -> None:
-        devices.reach_memory(self._device_type, memory.memory)
+        self._device.reach_memory(memory.memory)
         for engine in self._paths.engines():
             engine.register(memory.address, memory.memory.nbytes, "pages")
 

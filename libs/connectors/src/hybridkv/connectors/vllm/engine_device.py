@@ -1,0 +1,85 @@
+"""The GPU of a worker as vLLM copies from and to it: its batched copies and pinning, torch's streams and events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.transfer import TransferError
+from hybridkv.transfer.pinned import pin
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCopies:
+    """What vLLM copies with.
+
+    Args:
+        swap_blocks_batch: of `vllm._custom_ops`: tensors of addresses and sizes, enqueued in the current stream.
+        host_register: of `vllm.v1.kv_offload.cpu.host_register`: False where memory cannot be pinned.
+        host_unregister: ends that.
+    """
+
+    swap_blocks_batch: Callable[..., Any]
+    host_register: Callable[[int, int], bool]
+    host_unregister: Callable[[int], Any]
+
+
+class EngineDevice:
+    """A `CopyDevice`, CUDA's or ROCm's: the GPU that is current on the thread that makes it.
+
+    Raises:
+        RuntimeError: torch sees no GPU.
+    """
+
+    def __init__(self, copies: EngineCopies) -> None:
+        import torch
+
+        self._torch = torch
+        self._copies = copies
+        self._index = int(torch.cuda.current_device())
+        self._pinned: list[tuple[int, int]] = []
+
+    def new_stream(self, *, high_priority: bool) -> Any:
+        # torch knows two: 0 is that of compute, and lower numbers go first.
+        return self._torch.cuda.Stream(self._index, priority=-1 if high_priority else 0)
+
+    def new_event(self) -> Any:
+        # A thread that waits for a blocking event sleeps.
+        return self._torch.cuda.Event(blocking=True)
+
+    def current_stream(self) -> Any:
+        return self._torch.cuda.current_stream(self._index)
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return self._torch.cuda.stream(stream)
+
+    def swap_blocks_batch(
+        self, sources: Integers, destinations: Integers, num_bytes: Integers, *, is_src_access_order_any: bool
+    ) -> None:
+        # Copies, because torch takes no read-only array.
+        columns = [self._torch.from_numpy(np.array(column)) for column in (sources, destinations, num_bytes)]
+        self._copies.swap_blocks_batch(*columns, is_src_access_order_any=is_src_access_order_any)
+
+    def is_pinned(self, address: int) -> bool:
+        return any(start <= address < end for start, end in self._pinned)
+
+    def pin(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Let the GPU reach host memory, until all views of it are gone.
+
+        Raises:
+            TransferError: it cannot be pinned.
+        """
+        pin(memory, self._register, self._copies.host_unregister)
+        address = int(memory.ctypes.data)
+        self._pinned.append((address, address + memory.nbytes))
+
+    def _register(self, address: int, num_bytes: int) -> None:
+        if not self._copies.host_register(address, num_bytes):
+            raise TransferError(f"vLLM's host_register of {num_bytes} bytes failed; see its warning, and `ulimit -l`")

@@ -1,0 +1,213 @@
+"""The proof at the start on a GPU passes on copies that are right in every order, and refuses each that is wrong.
+
+The GPU is `LazyDevice`: what is launched happens as late and in as odd an order as its streams allow.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lazy_device import LazyDevice, LoadsWithoutFence, StoresWithoutFence, WithoutCompletion
+from lazy_gpu import LazyGpu
+
+from hybridkv.canonical import GroupPages, LayerLayout, PageRegion
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm import copy_proof
+from hybridkv.connectors.vllm.copy_proof import CopyRates, prove_copies
+from hybridkv.connectors.vllm.devices import zero_memory
+from hybridkv.connectors.vllm.job_lowering import RankMemory
+from hybridkv.connectors.vllm.kv_memory import zeros_in
+from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
+from hybridkv.connectors.vllm.lmcache.site import site_of
+from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
+from hybridkv.connectors.vllm.rank_work import CopyPaths
+from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.worker import OffloadWorker
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+from hybridkv.tiers.ram import RamArena
+
+BLOCKS = 6
+STRIDE = 2048
+GROUPS = {0: (1500, 1024), 2: (16,)}
+"""Bytes of a block's page in each layer, of each stored group. The rest of the stride is padding."""
+
+
+class Rig:
+    """Two groups of blocks on a lazy device, an arena, and the engines of a worker."""
+
+    def __init__(self, device: LazyDevice, load: str = "async") -> None:
+        self.gpu = LazyGpu(device)
+        self.cache = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 2 * BLOCKS * STRIDE, dtype=np.uint8))
+        base = self.cache.data_ptr()
+        pages = {
+            index: GroupPages(
+                [[PageRegion(base + i * BLOCKS * STRIDE, STRIDE, size)] for i, size in enumerate(sizes)], BLOCKS
+            )
+            for index, sizes in GROUPS.items()
+        }
+        self.arena = RamArena(1 << 16, 4096, self.gpu.arena_memory(1 << 16))
+        self.zeros = zero_memory("cpu")
+        self.memory = RankMemory(pages, {}, zeros_in(self.zeros), self.arena)
+        stores, loads = self.gpu.copy_engines(load)
+        self.paths = CopyPaths(stores, loads, 30.0, lambda: 0.0)
+        for engine in self.paths.engines():
+            engine.register(base, self.cache.nbytes, "kv cache")
+            engine.register(self.zeros.data_ptr(), self.zeros.nbytes, "zeros")
+            engine.register(self.arena.base_address, self.arena.capacity_bytes, "arena")
+
+    def prove(self, seed: int = 0) -> CopyRates:
+        return prove_copies(self.memory, [self.cache], self.paths, self.gpu, np.random.default_rng(seed))
+
+    def close(self) -> None:
+        for engine in self.paths.engines():
+            engine.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still."""
+    monkeypatch.setattr(copy_proof, "ROUNDS_S", 0.0)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def made(device: LazyDevice, load: str = "async") -> Rig:
+        rigs.append(Rig(device, load))
+        return rigs[-1]
+
+    yield made
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_copies_that_are_right_pass_in_every_order_and_leave_nothing_behind(
+    make: Callable[..., Rig], load: str
+) -> None:
+    for seed in range(20):
+        rig = make(LazyDevice(random.Random(seed).randrange), load)
+        before = rig.cache.clone()
+        rates = rig.prove(seed)
+        assert rates.page_sizes == (16, 1024, 1500)
+        assert rates.num_pages == 3 * (BLOCKS - 1)
+        assert torch.equal(rig.cache, before)
+        assert not rig.arena._seals
+
+
+class Swapping(LazyDevice):
+    """Copies two pages to each other's place."""
+
+    def swap_blocks_batch(self, *columns: Any, is_src_access_order_any: bool) -> None:
+        sources, destinations, num_bytes = (np.array(column) for column in columns)
+        same = np.flatnonzero(num_bytes == num_bytes[0])[:2]
+        sources[same] = sources[same][::-1]
+        super().swap_blocks_batch(sources, destinations, num_bytes, is_src_access_order_any=is_src_access_order_any)
+
+
+class DroppingLastByte(LazyDevice):
+    def swap_blocks_batch(self, *columns: Any, is_src_access_order_any: bool) -> None:
+        sources, destinations, num_bytes = (np.array(column) for column in columns)
+        num_bytes[-1] -= 1
+        super().swap_blocks_batch(sources, destinations, num_bytes, is_src_access_order_any=is_src_access_order_any)
+
+
+class Refusing(LazyDevice):
+    def swap_blocks_batch(self, *columns: Any, is_src_access_order_any: bool) -> None:
+        raise RuntimeError("swap_blocks_batch: invalid argument")
+
+
+def refusal(rig: Rig) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        rig.prove()
+    assert caught.value.path.endswith("copies")
+    return str(caught.value.got)
+
+
+@pytest.mark.parametrize("device", [Swapping, DroppingLastByte])
+def test_bytes_in_the_wrong_place_or_missing_are_refused_and_named(
+    make: Callable[..., Rig], device: type[LazyDevice]
+) -> None:
+    found = refusal(make(device(lambda below: 0)))
+    assert found.startswith("a store of group 0 at the start: ") and "bytes differ" in found
+    assert "of a page of" in found and "of block" in found
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [(StoresWithoutFence, "a store of"), (LoadsWithoutFence, "a load of"), (WithoutCompletion, "a store of")],
+)
+def test_a_fence_that_is_ignored_is_refused(make: Callable[..., Rig], device: type[LazyDevice], expected: str) -> None:
+    def copies_first(below: int) -> int:
+        return below - 1
+
+    assert refusal(make(device(copies_first, is_late=True))).startswith(expected)
+
+
+def test_a_load_that_copies_wrongly_is_refused(make: Callable[..., Rig]) -> None:
+    rig = make(LazyDevice(lambda below: 0))
+    copy = rig.gpu.lazy.swap_blocks_batch
+
+    def swap_blocks_batch(sources: Any, destinations: Any, num_bytes: Any, *, is_src_access_order_any: bool) -> None:
+        if is_src_access_order_any:
+            num_bytes = num_bytes - 1
+        copy(sources, destinations, num_bytes, is_src_access_order_any=is_src_access_order_any)
+
+    rig.gpu.lazy.swap_blocks_batch = swap_blocks_batch  # type: ignore[method-assign]
+    assert refusal(rig).startswith("a load of group 0 at the start: ")
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_a_copy_that_cannot_be_submitted_is_refused_with_its_reason(make: Callable[..., Rig], load: str) -> None:
+    assert "invalid argument" in refusal(make(Refusing(lambda below: 0), load))
+
+
+def test_a_digest_of_other_bytes_is_refused(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make(LazyDevice(lambda below: 0))
+    monkeypatch.setattr(rig.arena, "_checksum", lambda slot: bytes(16))
+    assert "the digest" in refusal(rig)
+
+
+LAYOUT = CacheLayout(
+    CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16), ((LayerLayout("layer 0", 64),),), (), 16, "sha256", 1
+)
+SITE = site_of(LMCacheConfig(url="tcp://127.0.0.1:5555"), LAYOUT)
+
+
+def register_offload(gpu: LazyGpu, paths: CopyPaths, caches: dict[str, torch.Tensor]) -> None:
+    arena = RamArena(1 << 16, 4096, gpu.arena_memory(1 << 16))
+    OffloadWorker(LAYOUT, arena, paths, Recorder()).register(caches, BLOCKS, gpu)
+
+
+def register_lmcache(gpu: LazyGpu, paths: CopyPaths, caches: dict[str, torch.Tensor]) -> None:
+    LMCacheWorker(LAYOUT, 0, SITE, paths, Recorder()).register(caches, BLOCKS, gpu)
+
+
+@pytest.mark.parametrize("register", [register_offload, register_lmcache])
+def test_a_worker_proves_its_copies_when_it_gets_the_kv_caches(
+    register: Callable[[LazyGpu, CopyPaths, dict[str, torch.Tensor]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = {"layer 0": torch.zeros(BLOCKS, 64, dtype=torch.int8)}
+    for device in (LazyDevice(lambda below: 0), DroppingLastByte(lambda below: 0)):
+        gpu = LazyGpu(device)
+        stores, loads = gpu.copy_engines("async")
+        paths = CopyPaths(stores, loads, 30.0, time.monotonic)
+        if isinstance(device, DroppingLastByte):
+            with pytest.raises(ConfigurationError, match="bytes differ"):
+                register(gpu, paths, caches)
+        else:
+            with caplog.at_level(logging.INFO, "vllm.hybridkv.worker"):
+                register(gpu, paths, caches)
+            assert re.search(r"stores \d+\.\d GB/s, loads \d+\.\d GB/s; 5 pages of 64 bytes", caplog.text)
+        for engine in paths.engines():
+            engine.close()

@@ -1,0 +1,111 @@
+"""With vLLM's own copies on a GPU no wrong byte is read, whatever the order in which compute and copies happen."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lazy_device import LazyDevice, LoadsWithoutFence, StoresWithoutFence, WithoutCompletion
+
+from hybridkv.connectors.vllm import CONNECTOR, register
+from oracle.lazy import LazyEngine
+from oracle.mixes import GEMMA3, NAMED, Mix
+from oracle.profile import profile
+from oracle.runner import CorruptionError
+from oracle.scenarios import Scenario, Tally, mixes, run_on, scenarios, with_connector
+from oracle.settings import Connector, EngineSettings
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    register()
+
+
+def offload(load: str, chunk_tokens: int, capacity: int | str = "16MiB") -> Connector:
+    tiers = [{"type": "ram", "capacity": capacity}]
+    return Connector(CONNECTOR, {"chunk_tokens": chunk_tokens, "tiers": tiers, "load": load})
+
+
+def run(mix: Mix, scenario: Scenario, seed: int) -> LazyEngine:
+    engine = LazyEngine(mix, scenario.settings, LazyDevice(Random(seed).randrange))
+    run_on(engine, scenario)
+    return engine
+
+
+SEEDS = st.integers(0, 1 << 32)
+
+
+@st.composite
+def connectors(draw: st.DrawFn, mix: Mix) -> Connector:
+    """Stores of every kind of load. In a small one slots are given to others as soon as their copies have ended."""
+    capacity = draw(st.sampled_from(("16MiB", "16MiB", 2 * 4096 * (len(mix.groups) + 1))))
+    return offload(draw(st.sampled_from(("async", "async", "sync"))), mix.alignment_tokens, capacity)
+
+
+@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+def test_offload_never_corrupts(mix: Mix) -> None:
+    tally = Tally()
+
+    @profile(32)
+    @given(scenarios(mix, st.booleans(), draws_ahead=True), connectors(mix), SEEDS)
+    def check(scenario: Scenario, connector: Connector, seed: int) -> None:
+        tally.add(run(mix, with_connector(scenario, connector), seed))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 8, tally
+
+
+def test_offload_never_corrupts_random_mixes() -> None:
+    tally = Tally()
+
+    @profile(60)
+    @given(st.data(), SEEDS)
+    def check(data: st.DataObject, seed: int) -> None:
+        mix = data.draw(mixes().filter(lambda mix: not mix.misleads))
+        scenario = data.draw(scenarios(mix, st.booleans(), draws_ahead=True))
+        tally.add(run(mix, with_connector(scenario, data.draw(connectors(mix))), seed))
+
+    check()
+    assert tally.with_restored > tally.scenarios // 8, tally
+
+
+def copies_first(below: int) -> int:
+    return below - 1
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        LazyDevice(copies_first, is_late=True),
+        StoresWithoutFence(copies_first, is_late=True),
+        LoadsWithoutFence(copies_first, is_late=True),
+        # Nobody waits for this one, so that something must happen by itself.
+        WithoutCompletion(Random(0).randrange),
+    ],
+    ids=lambda device: type(device).__name__,
+)
+def test_a_device_that_ignores_a_fence_is_caught(device: LazyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the proof at the start, which would refuse it."""
+    monkeypatch.setattr("hybridkv.connectors.vllm.worker.prove_at_start", lambda *arguments: None)
+    settings = EngineSettings(num_blocks=200, max_step_tokens=16, connector=offload("async", 8))
+    engine = LazyEngine(GEMMA3, settings, device)
+
+    def serve() -> None:
+        with engine:
+            for name in ("cold", "warm", "again"):
+                engine.submit(name, list(range(100)), 2)
+                engine.drain()
+                if name == "cold":
+                    device.drain()  # so that what is stored is whole
+                engine.reset_prefix_cache()
+            device.drain()
+            device.raise_failures()
+
+    if type(device) is LazyDevice:
+        serve()
+        assert engine.restored_tokens > 0
+    else:
+        with pytest.raises(CorruptionError):
+            serve()
