@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,13 +162,18 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, can_pin: bool = True) -> None:
         self.names: list[str] = []
         self.pinned: dict[int, int] = {}
+        self.entered: set[tuple[str, int]] = set()
         self._can_pin = can_pin
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "set_device", self._set_device)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"compute of {index}")
         monkeypatch.setattr(torch.cuda, "Stream", self._stream)
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
         self.device = devices.EngineGpuDevice(EngineDevice(EngineCopies(self._swap, self._register, self.pinned.pop)))
+
+    def _set_device(self, index: int) -> None:
+        self.entered.add((threading.current_thread().name, index))
 
     def _stream(self, index: int, priority: int) -> Any:
         name = f"stream of {index} with priority {priority}"
@@ -206,6 +212,7 @@ def test_a_gpu_is_given_to_the_engines_as_vllm_uses_it(monkeypatch: pytest.Monke
     for engine in (stores, loads):
         engine.close()
     assert arena[:500].tobytes() == cache[:500].tobytes() and arena[900:907].tobytes() == cache[900:907].tobytes()
+    assert calls.entered == {("hybridkv-copy", 3), ("hybridkv-copied", 3)}
     assert calls.names == [
         *("record compute of 3", "stream of 3 with priority 0 waits", "swap 2"),
         *("record stream of 3 with priority 0", "synchronize"),

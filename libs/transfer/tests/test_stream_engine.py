@@ -21,6 +21,11 @@ class WatchedDevice(LazyDevice):
     def __init__(self) -> None:
         super().__init__(lambda below: 0, is_driven=True)
         self.batches: list[tuple[int, bool]] = []
+        self.entered: set[str] = set()
+
+    def enter_thread(self) -> None:
+        self.entered.add(threading.current_thread().name)
+        super().enter_thread()
 
     def swap_blocks_batch(self, *columns: np.ndarray, is_src_access_order_any: bool) -> None:  # type: ignore[type-arg, override]
         self.batches.append((len(columns[0]), is_src_access_order_any))
@@ -77,6 +82,16 @@ def test_a_job_is_one_batch(device: WatchedDevice, engine: StreamCopyEngine) -> 
     engine.submit(JobId(1), memory.store(1, 3, 5, 7))
     wait_for_batches(device, engine, 1)
     assert device.batches == [(4, False)]
+
+
+def test_both_threads_enter_the_device(device: WatchedDevice, engine: StreamCopyEngine) -> None:
+    """`LazyDevice` fails whatever is asked of it on a thread that did not."""
+    memory = Memory(device, engine)
+    engine.submit(JobId(1), memory.store(1))
+    wait_for_batches(device, engine, 1)
+    device.drain()
+    assert [result.failure for result in finish(engine, 1)] == [None]
+    assert device.entered == {"hybridkv-copy", "hybridkv-copied"}
 
 
 def test_only_sources_in_pinned_memory_may_be_read_in_any_order(

@@ -46,6 +46,10 @@ class EngineDevice:
         self._index = int(torch.cuda.current_device())
         self._pinned: list[tuple[int, int]] = []
 
+    def enter_thread(self) -> None:
+        # A thread begins on GPU 0, and whatever torch asks of it there makes a context that takes its memory.
+        self._torch.cuda.set_device(self._index)
+
     def new_stream(self, *, high_priority: bool) -> Any:
         # torch knows two: 0 is that of compute, and lower numbers go first.
         return self._torch.cuda.Stream(self._index, priority=-1 if high_priority else 0)
