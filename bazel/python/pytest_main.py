@@ -62,6 +62,14 @@ def narrow_the_cpu() -> None:
     runpy.run_path(str(folder / "sitecustomize.py"))
 
 
+def _profile(*, is_full: bool) -> str:
+    """Name of hypothesis's settings: 100 examples of a test that gives no number, 50 before a landing."""
+    from hypothesis import settings
+
+    settings.register_profile("before-landing", settings.get_profile("ci"), max_examples=50)
+    return "ci" if is_full else "before-landing"
+
+
 def _draw_the_same_beside_any_module() -> None:
     """Hypothesis mixes constants of imported modules among its examples. A test would meet other examples when its
     neighbours change."""
@@ -86,7 +94,7 @@ def main() -> int:
         env.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", f"{scratch}/hypothesis")
     if not env.get("HYPOTHESIS_EXPLORE") and importlib.util.find_spec("hypothesis"):
         # The same examples in every run, or a cached result would speak of others than the next run tries.
-        args.append("--hypothesis-profile=ci")
+        args.append(f"--hypothesis-profile={_profile(is_full='HYBRIDKV_FULL' in env)}")
         _draw_the_same_beside_any_module()
     plugins: list[object] = [_Collector(), _Ring(is_full="HYBRIDKV_FULL" in env)]
     if total := int(env.get("TEST_TOTAL_SHARDS", "0")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import email
+import functools
 import os
 import re
 import subprocess
@@ -50,6 +51,7 @@ def wheel_of(distribution: str) -> Path:
     return wheel
 
 
+@functools.cache
 def required(distribution: str) -> set[str]:
     """Our distributions that a wheel requires; those of its extras are left to whoever asks for them."""
     with zipfile.ZipFile(wheel_of(distribution)) as wheel:
@@ -60,6 +62,7 @@ def required(distribution: str) -> set[str]:
     return {name for name in names if name.startswith("hybridkv-")}
 
 
+@functools.cache
 def imported(distribution: str) -> set[str]:
     """Our distributions that the sources in a wheel import, its own aside."""
     modules: set[str] = set()
@@ -86,8 +89,16 @@ def closure(distribution: str, named: Callable[[str], set[str]]) -> set[str]:
     return found
 
 
-def environment(library: str, directory: Path, beside: str) -> Path:
-    """A fresh environment with one library, from no other wheels than those that it asks for."""
+MakeEnvironment = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> MakeEnvironment:
+    return functools.cache(lambda library, beside: installed(library, tmp_path_factory.mktemp(library), beside))
+
+
+def installed(library: str, directory: Path, beside: str) -> Path:
+    """An environment with one library, from no other wheels than those that it asks for."""
     offered = directory / "wheelhouse"
     offered.mkdir()
     for distribution in closure(f"hybridkv-{library}", required):
@@ -118,11 +129,13 @@ def test_a_library_requires_exactly_the_libraries_that_its_sources_import(librar
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_installs_alone_and_imports_neither_torch_nor_vllm(library: str, tmp_path: Path) -> None:
-    run(environment(library, tmp_path, "msgspec"), IMPORT.format(library=library))
+def test_a_library_installs_alone_and_imports_neither_torch_nor_vllm(
+    library: str, environment: MakeEnvironment
+) -> None:
+    run(environment(library, "msgspec"), IMPORT.format(library=library))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_the_example_of_a_librarys_readme_runs(library: str, tmp_path: Path) -> None:
+def test_the_example_of_a_librarys_readme_runs(library: str, environment: MakeEnvironment) -> None:
     beside = "torch" if library in NEEDS_ENGINE else "msgspec"
-    run(environment(library, tmp_path, beside), EXAMPLE.format(library=library))
+    run(environment(library, beside), EXAMPLE.format(library=library))

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from prefix_site import Rows
 
 
-@pytest.fixture(scope="session")
-def kind() -> str:
-    return os.environ.get("HYBRIDKV_E2E_MODEL", "qwen3-next")
+@pytest.fixture(scope="session", params=os.environ.get("HYBRIDKV_E2E_MODEL", "qwen3-next").split(","))
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each model that the target names."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import patience
 
@@ -40,8 +41,9 @@ _DRAIN_DEADLINE_S: Final = patience.seconds(30.0)
 _IDLE_DEADLINE_S: Final = patience.seconds(30.0)
 """Nothing has been computed for so long."""
 _PAUSE_S: Final = 0.001
-_PROMPT_STRIDE: Final = 512
-_LONGEST_STEP: Final = 512  # so that short prompts have several steps, and a recurrent layer several states
+_LONGEST_STEP: Final = 256  # so that short prompts have several steps, and a recurrent layer several states
+_PROMPT_STRIDE: Final = {"qwen3-next": _LONGEST_STEP, "gemma3": 512, "gpt-oss": 512}
+"""Whole steps, and more than a sliding window. A recurrent model's tokens are the dear ones on a CPU."""
 
 
 def record_engine_start() -> None:
@@ -97,7 +99,7 @@ def exact_prompt_lengths(kind: str, count: int, *, remainder: int = 40) -> list[
     block_size = tiny_models.ENGINE_ARGUMENTS[kind]["block_size"]
     if not 1 <= remainder <= block_size:
         raise ValueError(f"remainder {remainder}: expected 1 to {block_size}")
-    return [_PROMPT_STRIDE * (i + 1) + remainder for i in range(count)]
+    return [_PROMPT_STRIDE[kind] * (i + 1) + remainder for i in range(count)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -391,10 +393,10 @@ def running_model(model: Path, options: dict[str, Any]) -> Iterator[Engine]:
     # A bf16 engine whose very first forward is a single token meets AMX instructions that nobody asked the kernel for.
     torch.cpu._init_amx()
 
+    gc.collect()  # what an engine before this one has left
     # Importing vLLM makes a million objects that stay: the collector would look at them again and again.
     gc.disable()
     from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
 
     gc.freeze()
     gc.enable()
@@ -403,9 +405,9 @@ def running_model(model: Path, options: dict[str, Any]) -> Iterator[Engine]:
     try:
         yield Engine(llm)
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
+        # On its way out vLLM looks for garbage twice, a second each, in processes that end now or collect it above.
+        with mock.patch.object(gc, "collect"):
+            llm.llm_engine.engine_core.shutdown()
 
 
 def scratch_directory(default: Path) -> Path:

@@ -15,11 +15,11 @@ import pytest
 from hybridkv.lmcache.connection import ServerAddress
 from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
 
-CHUNK_TOKENS = {"gemma3": 256, "gpt-oss": 256, "qwen3-next": 640}
+CHUNK_TOKENS = {"gemma3": 256, "gpt-oss": 256, "qwen3-next": 384}
 """Of the server, by model."""
-ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {"qwen3-next": {"block_size": 640}}
-"""What an engine is given besides its usual arguments. These are the blocks that vLLM itself makes of a large model's
-states, and no multiple of them is a server's usual chunk."""
+ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {"qwen3-next": {"block_size": 384, "max_num_batched_tokens": 512}}
+"""What an engine is given besides its usual arguments. A server's usual chunk is no multiple of these blocks, nor of
+those that vLLM itself makes of a large model's states."""
 NEGOTIATES = {"0.5.6": False, "0.5.7rc2": True}
 """Whether a server takes the chunk that an engine needs."""
 PATIENCE = dict.fromkeys(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import patience
@@ -28,14 +29,14 @@ def meet_server(engine: Engine) -> None:
     assert eventually(lambda: all(shelf.ready is not None for shelf in shelves)), "the server takes no memory"
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--http-port", type=int, required=True)
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     server = {"type": "lmcache", "url": chosen.url, "http_port": chosen.http_port, "pool": "32MiB"}
     # A server that is slow today is no reason for another answer.
     server |= {"ask_timeout_seconds": patience.seconds(6.0)}
@@ -60,7 +61,3 @@ def main() -> None:
                 stack.cascade(key)
             engine.drain()
         chosen.output.write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import patience
@@ -17,13 +18,13 @@ from restart_process import prompts, run
 MAX_CASCADES = 3
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tier", type=json.loads, required=True)
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     # A server that is slow today is no reason for another answer.
     tier = {"type": "object", "ask_timeout_seconds": patience.seconds(6.0), "cascade": "all", **chosen.tier}
     config = {
@@ -47,7 +48,3 @@ def main() -> None:
                 stack.cascade(key)
             engine.drain()
         chosen.output.write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,7 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import forked
 import patience
 import peers_process
 from noise import FLOOR
@@ -40,7 +40,7 @@ class PeerProcess:
         arguments: that override the engine's usual ones.
     """
 
-    script = peers_process.__file__
+    main = staticmethod(peers_process.main)
 
     def __init__(
         self,
@@ -52,25 +52,16 @@ class PeerProcess:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "log.txt"
-        ours, theirs = os.pipe()
-        given = {"kind": kind, "directory": directory, "answers": theirs}
-        given |= {"transfer": json.dumps(transfer), "arguments": json.dumps(arguments)}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, self.script, *(f"--{name}={value}" for name, value in given.items())],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)} | environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs],
-            )
-        os.close(theirs)
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            given = kind, directory, transfer, arguments, theirs
+            self.process = forked.start(self.main, *given, log=self.log, environment=environment)
         self._heard: dict[str, Any] = {}
         self._has_ended = False
         self._news = threading.Condition()
         self._numbers = itertools.count(1)
         # On a thread of its own: or each might wait for the other to read.
-        threading.Thread(target=self._listen, args=[ours], daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def wait_until_ready(self) -> int:
         """Until it serves. Its free blocks."""
@@ -107,18 +98,23 @@ class PeerProcess:
     def end(self) -> None:
         """Ends it, if it has not ended."""
         self.tell_to_end()
-        try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.join(END_S)
+        if self.process.is_alive():
+            self.kill()
+
+    def kill(self) -> None:
+        """As a crash would."""
+        self.process.kill()
+        self.process.join()
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """It does nothing, and has not ended."""
+        assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
         # The signal is on its way for a while, in which its threads do what they did.
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        patience.wait_until(lambda: {state_of(thread) for thread in threads.iterdir()} == {"T"}, "it stands still")
         try:
             yield
         finally:
@@ -138,12 +134,11 @@ class PeerProcess:
         return self.log.read_text(errors="replace")
 
     def _say(self, name: str, do: str, **values: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"name": name, "do": do, **values}).encode() + b"\n")
-        self.process.stdin.flush()
+        self._line.sendall(json.dumps({"name": name, "do": do, **values}).encode() + b"\n")
 
-    def _listen(self, answers: int) -> None:
-        with os.fdopen(answers) as lines:
+    def _listen(self) -> None:
+        # A process that is killed leaves what it has not read.
+        with contextlib.suppress(ConnectionResetError), self._line.makefile() as lines:
             for line in lines:
                 answer = json.loads(line)
                 with self._news:
@@ -158,7 +153,12 @@ class PeerProcess:
             self._news.wait_for(lambda: name in self._heard or self._has_ended, limit_s)
             if name in self._heard:
                 return self._heard.pop(name)
-        raise RuntimeError(f"no answer to {name} (exit {self.process.poll()}):\n{self.words()[-6000:]}")
+        raise RuntimeError(f"no answer to {name} (exit {self.process.exitcode}):\n{self.words()[-6000:]}")
+
+
+def state_of(task: Path) -> str:
+    """A letter, as in `man proc`, of a thread."""
+    return task.joinpath("stat").read_text().rpartition(")")[2].split()[0]
 
 
 class Two:

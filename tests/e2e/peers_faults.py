@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ FAILURES, PROMPTS, LEASES = (f"vllm:hybridkv_peer_{each}" for each in ("read_fai
 class FaultyProcess(PeerProcess):
     """One engine of the two."""
 
-    script = peers_faults_process.__file__
+    main = staticmethod(peers_faults_process.main)
 
     def __init__(self, kind: str, directory: Path, role: str, policy: str = "recompute", **extra: Any) -> None:
         config = transfer_config(role, connect_timeout_seconds=patience.seconds(6.0), lease_seconds=LEASE_S, **extra)
@@ -47,17 +46,13 @@ class FaultyProcess(PeerProcess):
 
     def end(self) -> None:
         """In order, however long that takes here."""
-        if self.process.poll() is None:
+        if self.process.is_alive():
             self._say("end", "end")
-            self.process.wait(ANSWER_S)
+            self.process.join(ANSWER_S)
 
     def later(self, seconds: float) -> None:
         """Its leases and reads are so much older."""
         self.ask("later", seconds=seconds)
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
 
     def compute(self, prompt: Sequence[int], params: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
         """A whole request."""
@@ -222,7 +217,7 @@ class Faults:
         for each in living:
             each.end()
         for each in living:
-            assert each.process.returncode == 0, each.words()[-3000:]
+            assert each.process.exitcode == 0, each.words()[-3000:]
 
     def _start(self) -> Producer:
         self._count += 1

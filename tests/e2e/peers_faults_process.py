@@ -27,11 +27,11 @@ class FaultyCommands(peers_process.Commands):
 
     Args:
         engine: which steps between commands.
-        answers: where answers are written.
+        line: a socket for commands and answers.
     """
 
-    def __init__(self, engine: Engine, answers: Any) -> None:
-        super().__init__(engine, answers)
+    def __init__(self, engine: Engine, line: socket.socket) -> None:
+        super().__init__(engine, line)
         self._later_s = 0.0
         self._agent = engine.worker_connector._worker._agent
         self._set_clock()
@@ -45,24 +45,24 @@ class FaultyCommands(peers_process.Commands):
             case "ports":
                 (control,) = self._agent._loop._accepting._listeners or [None]
                 ports = {"data": self._agent._transport._server.port}
-                self._answer(name, ports | ({"control": control.getsockname()[1]} if control is not None else {}))
+                self.say(name, ports | ({"control": control.getsockname()[1]} if control is not None else {}))
             case "peers":
-                self._answer(name, len(self._agent._peers._by_address))
+                self.say(name, len(self._agent._peers._by_address))
             case "settled":
-                self._answer(name, not engine.connector._scheduler.has_plan() and not self._agent._serving._opened)
+                self.say(name, not engine.connector._scheduler.has_plan() and not self._agent._serving._opened)
             case "seconds":
-                self._answer(name, self._lease_seconds())
+                self.say(name, self._lease_seconds())
             case "abort":
                 engine.abort(command["request"])
-                self._answer(name, None)
+                self.say(name, None)
             case "later":
                 self._later_s += command["seconds"]
-                self._answer(name, None)
+                self.say(name, None)
             case "checks":
                 _skip(frozenset(command["skipped"]))
-                self._answer(name, None)
+                self.say(name, None)
             case "digests":
-                self._answer(name, self._pages.of_tables(command["block_ids"], command["first_blocks"]))
+                self.say(name, self._pages.of_tables(command["block_ids"], command["first_blocks"]))
             case _:
                 super()._carry_out(command)
 
@@ -99,8 +99,9 @@ def _skip(skipped: frozenset[str]) -> None:
     RankRead.check = check  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    peers_process.main(FaultyCommands)
+def main(*arguments: Any) -> None:
+    """As in `peers_process`. At its end no thread of ours is left."""
+    peers_process.main(*arguments, FaultyCommands)
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("hybridkv")]
     for thread in ours:
         thread.join(ENDS_S)

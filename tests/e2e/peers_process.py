@@ -1,19 +1,19 @@
 """One engine of two that hand each other KV, as a process of its own, told what to do by lines of JSON.
 
 It steps all the time, as a server does: a producer's leases end in its steps. Each line that it reads is a command;
-each line that it writes to the file descriptor it was given answers one.
+each line that it writes to the same socket answers one.
+
+The process that starts it imports this module too, and not vLLM.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
 import logging
-import os
 import select
-import sys
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,6 @@ import numpy as np
 from harness import Engine, Result, running_engine
 from noise import Noise
 from peers_held import held_by
-from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
-from vllm.v1.kv_cache_interface import MambaSpec
-
-from hybridkv.connectors.vllm import register
 
 PAUSE_S = 0.002
 
@@ -77,9 +73,18 @@ class Pages:
         return digest.hexdigest()
 
 
+def conv_layout() -> str:
+    """How this engine keeps what a convolution remembers, in vLLM's letters."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return str(get_conv_state_layout())
+
+
 def in_one_order(spec: Any, page: np.ndarray) -> np.ndarray:
     """The bytes of a page with its convolution's channels innermost, whichever order this engine keeps them in."""
-    if not isinstance(spec, MambaSpec) or get_conv_state_layout() == "SD":
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    if not isinstance(spec, MambaSpec) or conv_layout() == "SD":
         return page
     channels, steps = spec.shapes[0]
     item_bytes = spec.dtypes[0].itemsize
@@ -93,12 +98,12 @@ class Commands:
 
     Args:
         engine: which steps between commands.
-        answers: where answers are written.
+        line: a socket for commands and answers.
     """
 
-    def __init__(self, engine: Engine, answers: Any) -> None:
+    def __init__(self, engine: Engine, line: socket.socket) -> None:
         self._engine = engine
-        self._answers = answers
+        self._line = line
         self._pages = Pages(engine)
         self._aborts: dict[str, str] = {}
         self.is_over = False
@@ -110,12 +115,12 @@ class Commands:
             busy = self._engine.scheduler.has_requests()
             if busy:
                 for result in self._engine.step():
-                    self._answer(result.request_id, self._written(result))
+                    self.say(result.request_id, self._written(result))
                 self._abort_those_due()
-            ready, _, _ = select.select([sys.stdin], [], [], PAUSE_S)
+            ready, _, _ = select.select([self._line], [], [], PAUSE_S)
             if not ready:
                 continue
-            data = os.read(sys.stdin.fileno(), 1 << 20)
+            data = self._line.recv(1 << 20)
             if not data:
                 return
             *lines, buffer = (buffer + data).split(b"\n")
@@ -136,26 +141,26 @@ class Commands:
                     self._aborts[name] = command["abort_when"]
                     self._abort_those_due()
             case "held":
-                self._answer(name, held_by(engine))
+                self.say(name, held_by(engine))
             case "verify":
                 reading = engine.worker_connector._worker._agent._reading
                 reading._tools = dataclasses.replace(reading._tools, verify=command["is_on"])
-                self._answer(name, None)
+                self.say(name, None)
             case "raw pages":
                 self._pages.are_raw = command["is_on"]
-                self._answer(name, None)
+                self.say(name, None)
             case "conv layout":
-                self._answer(name, get_conv_state_layout())
+                self.say(name, conv_layout())
             case "tolerance":
-                self._answer(name, Noise(engine).tolerance)
+                self.say(name, Noise(engine).tolerance)
             case "idle":
                 engine.drain()
-                self._answer(name, engine.num_free_blocks)
+                self.say(name, engine.num_free_blocks)
             case "forget":
                 engine.reset_prefix_cache()
-                self._answer(name, None)
+                self.say(name, None)
             case "counters":
-                self._answer(name, engine.counters())
+                self.say(name, engine.counters())
             case "end":
                 self.is_over = True
 
@@ -174,38 +179,30 @@ class Commands:
             if self._engine.status(name) == when:
                 del self._aborts[name]
                 self._engine.abort(name)
-                self._answer(name, {"aborted": when})
+                self.say(name, {"aborted": when})
 
-    def _answer(self, name: str, value: Any) -> None:
-        self._answers.write(json.dumps({"name": name, "value": value}) + "\n")
-        self._answers.flush()
+    def say(self, name: str, value: Any) -> None:
+        self._line.sendall(json.dumps({"name": name, "value": value}).encode() + b"\n")
 
 
-def main(commands: type[Commands] = Commands) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", required=True)
-    parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--answers", type=int, required=True)
-    parser.add_argument("--transfer", required=True)
-    parser.add_argument("--arguments", default="{}")
-    chosen = parser.parse_args()
+def main(
+    kind: str,
+    directory: Path,
+    transfer: dict[str, Any],
+    arguments: dict[str, Any],
+    line: socket.socket,
+    commands: type[Commands] = Commands,
+) -> None:
+    """An engine until it is told to end, or nobody is there to tell it."""
+    from hybridkv.connectors.vllm import register
+
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
     # The plugin does it where it is installed; once more changes nothing.
     register()
     with (
-        os.fdopen(chosen.answers, "w") as answers,
-        running_engine(
-            chosen.kind,
-            chosen.directory,
-            kv_transfer_config=json.loads(chosen.transfer),
-            disable_log_stats=False,
-            **json.loads(chosen.arguments),
-        ) as engine,
+        line,
+        running_engine(kind, directory, kv_transfer_config=transfer, disable_log_stats=False, **arguments) as engine,
     ):
-        answers.write(json.dumps({"name": "ready", "value": engine.num_free_blocks}) + "\n")
-        answers.flush()
-        commands(engine, answers).run()
-
-
-if __name__ == "__main__":
-    main()
+        serving = commands(engine, line)
+        serving.say("ready", engine.num_free_blocks)
+        serving.run()

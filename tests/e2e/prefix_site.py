@@ -25,7 +25,12 @@ IS_ASYNCHRONOUS: Final = os.environ.get("HYBRIDKV_E2E_SCHEDULING", "sync") == "a
 
 _MAMBA2: Final[dict[str, Any]] = {"max_model_len": 2048, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 256}
 ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
-    "qwen3-next": {"max_model_len": 2048, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 256},
+    "qwen3-next": {
+        "block_size": 64,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 256,
+        "num_gpu_blocks_override": 256,
+    },
     "lfm2": {"max_model_len": 1024, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 256},
     "granite-4": _MAMBA2,
     "nemotron-h": _MAMBA2,
@@ -42,7 +47,7 @@ def family() -> Family:
 
 
 def workloads() -> Workloads:
-    return Workloads(family().arguments["block_size"])
+    return Workloads((family().arguments | ARGUMENTS[MODEL])["block_size"])
 
 
 def offload_config(**extra: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def bring_to_disk(engine: Engine, stack: Any) -> None:
         engine.drain()
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", required=True)
     parser.add_argument("--directory", type=Path, required=True)
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--capacity", default="1GiB")
     parser.add_argument("--dtype")
     parser.add_argument("--weights-seed", type=int, default=0)
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     tiers = [
         {"type": "ram", "capacity": "64MiB"},
         {"type": "disk", "path": str(chosen.directory / "cache"), "capacity": chosen.capacity},
@@ -71,10 +71,10 @@ def main() -> None:
         # A disk that is slow today is no reason for another answer.
         "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": patience.seconds(30.0), **SAME_STEPS},
     }
-    arguments = {"dtype": chosen.dtype} if chosen.dtype else {}
+    options = {"dtype": chosen.dtype} if chosen.dtype else {}
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
-    arguments["weights_seed"] = chosen.weights_seed
-    with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config, **arguments) as engine:
+    options["weights_seed"] = chosen.weights_seed
+    with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config, **options) as engine:
         is_patient = chosen.end in ("clean", "killed")
         results = run(engine, prompts(chosen.kind), drain=is_patient)
         if is_patient:
@@ -83,7 +83,3 @@ def main() -> None:
         if chosen.end in ("killed", "killed-early"):
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,6 +20,11 @@ from hybridkv.tiers.testing.faults import Fail, Operation, Rule
 
 
 @pytest.fixture(scope="module")
+def kind() -> str:
+    return "gpt-oss"
+
+
+@pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return harness.scratch_directory(tmp_path_factory.mktemp("engine"))
 
@@ -63,9 +68,11 @@ def said() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def engine(said: list[str], kind: str, kv_transfer_config: dict[str, Any], directory: Path) -> Iterator[Engine]:
-    faults_process.inject_below_the_tier()
-    with harness.running_engine(kind, directory, kv_transfer_config=kv_transfer_config) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults_process.tiers, "disk_medium", faults_process.tiers.disk_medium)
+        faults_process.inject_below_the_tier()
+        with harness.running_engine(kind, directory, kv_transfer_config=kv_transfer_config) as running:
+            yield running
 
 
 def test_start_up_says_which_policy_is_set(engine: Engine, said: list[str]) -> None:

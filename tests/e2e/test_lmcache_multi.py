@@ -18,7 +18,7 @@ from lmcache_witness import Link, LMCacheAudit
 
 _SEEDS = itertools.count(1000, 1000)
 SERVER, MEMORY = 0, 1
-FINE = {"gpt-oss": 128, "qwen3-next": 640}
+FINE = {"gpt-oss": 128, "qwen3-next": 384}
 """Chunks of host memory."""
 
 

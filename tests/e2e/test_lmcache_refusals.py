@@ -68,7 +68,7 @@ def test_a_version_that_nobody_knows(directory: Path) -> None:
 def test_a_chunk_that_the_engines_blocks_do_not_fit(directory: Path) -> None:
     with ScriptedServer(version="0.5.6") as server:
         error = refused(RECURRENT, directory, transfer_config(server.address))
-    assert "640" in error and "256" in error and "--chunk-size 640" in error
+    assert "384" in error and "256" in error and "--chunk-size 384" in error
 
 
 def test_a_server_that_cannot_agree_on_a_chunk(directory: Path) -> None:
@@ -79,16 +79,16 @@ def test_a_server_that_cannot_agree_on_a_chunk(directory: Path) -> None:
 
     with ScriptedServer(disagree) as server:
         error = refused(RECURRENT, directory, transfer_config(server.address))
-    assert "640" in error and "256" in error and "--chunk-size 640" in error
+    assert "384" in error and "256" in error and "--chunk-size 384" in error
 
 
 def test_states_where_a_server_keeps_all_groups_together(directory: Path) -> None:
     def agree(name: str, frames: Frames) -> Any:
         if name == "negotiate_chunk_size":
-            return [[*frames[:3], msgspec.msgpack.encode(640)]]
+            return [[*frames[:3], msgspec.msgpack.encode(384)]]
         return polite(name, frames)
 
-    with ScriptedServer(agree, pages=says(separate_object_groups=False, chunk_size=640)) as server:
+    with ScriptedServer(agree, pages=says(separate_object_groups=False, chunk_size=384)) as server:
         error = refused(RECURRENT, directory, transfer_config(server.address))
     assert "--separate-object-groups" in error
 

@@ -6,37 +6,18 @@ The server is killed between the two, and its disk has it still. What its disk g
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import lmcache_tier_process
-import patience
 import pytest
 import restart_process
 from equality import require_same_written
 from harness import scratch_directory
+from one_life import Life, one_life
 
 from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
 from hybridkv.lmcache.wire import CODECS
-
-START_S = patience.seconds(80.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """What a process left behind."""
-
-    results: list[dict[str, Any]]
-    log: str
-
-    @property
-    def cached(self) -> list[int]:
-        return [result["cached"] for result in self.results]
 
 
 class Fleet:
@@ -71,24 +52,9 @@ class Fleet:
 
     def live(self) -> Life:
         """One engine's life."""
-        output = self._directory / "results.json"
-        output.unlink(missing_ok=True)
         address = self.server.address
-        arguments = ["--kind", self._kind, "--directory", str(self._directory), "--output", str(output)]
-        arguments += ["--url", f"tcp://{address.host}:{address.port}", "--http-port", str(address.http_port)]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        environment["VLLM_LOGGING_LEVEL"] = "INFO"
-        process = subprocess.run(
-            [sys.executable, lmcache_tier_process.__file__, *arguments],
-            env=environment,
-            capture_output=True,
-            timeout=START_S,
-            check=False,
-        )
-        log = (process.stdout + process.stderr).decode(errors="replace")
-        assert process.returncode == 0, log
-        return Life(json.loads(output.read_text()), log)
+        where = ["--url", f"tcp://{address.host}:{address.port}", "--http-port", str(address.http_port)]
+        return one_life(lmcache_tier_process.main, self._kind, self._directory, *where)
 
 
 @pytest.fixture(scope="module", params=sorted(CODECS))

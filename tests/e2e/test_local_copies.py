@@ -20,13 +20,18 @@ LOAD_BYTES = "vllm:hybridkv_load_bytes"
 
 
 @pytest.fixture(scope="module")
+def kind() -> str:
+    return "qwen3-next"
+
+
+@pytest.fixture(scope="module")
 def engine_arguments() -> dict[str, Any]:
     return {"disable_log_stats": False}
 
 
 @pytest.fixture
 def prompts(kind: str) -> list[list[int]]:
-    return [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(kind, 3))]
+    return [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(kind, 2))]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from hybridkv.metrics import ChildSelection
 KIND = os.environ.get("HYBRIDKV_E2E_MODEL", "qwen3-next")
 OFFLOAD = "HybridOffloadConnector"
 CHUNKS = (128, 256)
+PROMPTS = 2
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def running(
 
 
 def make_prompts() -> list[list[int]]:
-    return [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(KIND, 3))]
+    return [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(KIND, PROMPTS))]
 
 
 def one_by_one(engine: Engine, prompts: list[list[int]]) -> list[harness.Result]:
@@ -110,14 +111,14 @@ def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(dir
         assert [result.num_cached_tokens for result in warm] == restorable
         assert (chosen.restored_tokens, other.restored_tokens) == (sum(restorable), 0)
         name, passed = f"{OFFLOAD}-{preferred}", f"{OFFLOAD}-{1 - preferred}"
-        assert (selections.of(name).hits, selections.of(name).hit_tokens) == (3, sum(restorable))
-        assert (selections.of(passed).hits, selections.of(passed).passed_over) == (0, 3)
+        assert (selections.of(name).hits, selections.of(name).hit_tokens) == (PROMPTS, sum(restorable))
+        assert (selections.of(passed).hits, selections.of(passed).passed_over) == (0, PROMPTS)
         assert selections.of(name).load_bytes > 0 and selections.of(name).load_seconds > 0
 
         shown = {series: value - before.get(series, 0.0) for series, value in engine.counters().items()}
         assert shown[f"vllm:kv_connector_mc_hit_tokens,connector={name}"] == sum(restorable)
         assert shown[f"vllm:kv_connector_mc_hits,connector={passed}"] == 0
-        assert shown[f"vllm:kv_connector_mc_queries,connector={passed}"] == selections.of(passed).queries == 9
+        assert shown[f"vllm:kv_connector_mc_queries,connector={passed}"] == selections.of(passed).queries == 3 * PROMPTS
         assert shown[f"vllm:hybridkv_hit_tokens,connector={name}"] == sum(restorable)
         assert shown["vllm:external_prefix_cache_hits"] == sum(restorable)
 
@@ -144,7 +145,7 @@ def test_a_damaged_store_gives_way_to_the_other(directory: Path) -> None:
         for slot in arena._seals:
             arena._buffer[slot] ^= 1
         warm = one_by_one(engine, prompts)
-        assert audits[0].failed_loads == selections.of(f"{OFFLOAD}-0").failures == 3
+        assert audits[0].failed_loads == selections.of(f"{OFFLOAD}-0").failures == PROMPTS
         assert audits[1].restored_tokens == selections.of(f"{OFFLOAD}-1").hit_tokens > 0
         assert audits[1].mismatches == []
         require_same_output(cold, warm)
@@ -157,12 +158,12 @@ def test_a_store_that_stalls_delays_nobody_whom_another_has_answered(directory: 
         prompts = make_prompts()
         cold = one_by_one(engine, prompts)
         stalling = selections.of("StallingConnector")
-        assert (stalling.timeouts, stalling.unanswered, stalling.deferrals) == (0, 3, 0)
+        assert (stalling.timeouts, stalling.unanswered, stalling.deferrals) == (0, PROMPTS, 0)
         engine.reset_prefix_cache()
         warm = one_by_one(engine, prompts)
         require_same(audit, cold, warm)
         assert audit.restored_tokens > 0
-        assert (stalling.timeouts, stalling.unanswered, stalling.deferrals) == (0, 6, 0)
+        assert (stalling.timeouts, stalling.unanswered, stalling.deferrals) == (0, 2 * PROMPTS, 0)
 
 
 @pytest.mark.full
@@ -177,7 +178,10 @@ def test_a_store_that_stalls_beside_one_that_only_stores_delays_nobody_beyond_th
         again = one_by_one(engine, prompts)
         assert [a.token_ids for a in again] == [b.token_ids for b in cold]
         stalling = selections.of("StallingConnector")
-        assert (stalling.timeouts, stalling.unanswered) == (6, 6) and stalling.deferrals >= 6
+        assert (stalling.timeouts, stalling.unanswered) == (
+            2 * PROMPTS,
+            2 * PROMPTS,
+        ) and stalling.deferrals >= 2 * PROMPTS
         assert audit.stored and audit.restored_tokens == 0 and selections.of(OFFLOAD).queries == 0
 
 
@@ -189,7 +193,7 @@ def test_a_store_that_raises_ends_nothing(directory: Path) -> None:
         cold = one_by_one(engine, prompts)
         engine.reset_prefix_cache()
         require_same(audit, cold, one_by_one(engine, prompts))
-        assert selections.of("RaisingConnector").errors == 6
+        assert selections.of("RaisingConnector").errors == 2 * PROMPTS
 
 
 def test_a_hybrid_model_with_a_store_without_groups_refuses_to_start(directory: Path) -> None:

@@ -6,38 +6,20 @@ A real server of objects. What lies there changed is computed; so is what anothe
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import object_tier_process
 import obstore
-import patience
 import pytest
 import restart_process
 from equality import require_same_written
 from harness import scratch_directory
 from obstore.store import from_url
+from one_life import Life, one_life
 
 from hybridkv.tiers.testing.object_server import BUCKET, VARIABLE, ObjectServer, command
-
-START_S = patience.seconds(80.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """What a process left behind."""
-
-    results: list[dict[str, Any]]
-    log: str
-
-    @property
-    def cached(self) -> list[int]:
-        return [result["cached"] for result in self.results]
 
 
 class Fleet:
@@ -68,29 +50,23 @@ class Fleet:
             data[len(data) // 2] ^= 1
             obstore.put(self.store, name, bytes(data), use_multipart=False)
 
-    def live(self, **tier: Any) -> Life:
+    def live(self, **options: Any) -> Life:
         """One engine's life."""
-        output = self._directory / "results.json"
-        output.unlink(missing_ok=True)
         settings = self._server.settings()
-        asked = {"url": self.url, "endpoint": settings.pop("endpoint"), "region": settings.pop("region"), **tier}
-        arguments = ["--kind", self._kind, "--directory", str(self._directory), "--output", str(output)]
-        arguments += ["--tier", json.dumps(asked)]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        environment["VLLM_LOGGING_LEVEL"] = "INFO"
-        environment |= {f"AWS_{name.upper()}": value for name, value in settings.items()}
-        process = subprocess.run(
-            [sys.executable, object_tier_process.__file__, *arguments],
-            env=environment,
-            capture_output=True,
-            timeout=START_S,
-            check=False,
-        )
-        log = (process.stdout + process.stderr).decode(errors="replace")
-        assert process.returncode == 0, log
-        assert settings["secret_access_key"] not in log
-        return Life(json.loads(output.read_text()), log)
+        asked = {"url": self.url, "endpoint": settings.pop("endpoint"), "region": settings.pop("region"), **options}
+        environment = {f"AWS_{name.upper()}": value for name, value in settings.items()}
+        tier = ["--tier", json.dumps(asked)]
+        life = one_life(object_tier_process.main, self._kind, self._directory, *tier, environment=environment)
+        assert settings["secret_access_key"] not in life.log
+        return life
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3-next", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("gemma3", "gpt-oss"))],
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +74,8 @@ def fleet(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet
     weed = command()
     if weed is None:
         pytest.skip(f"{VARIABLE} names no server of objects")
-    directory = scratch_directory(tmp_path_factory.mktemp("fleet"))
+    directory = scratch_directory(tmp_path_factory.mktemp("fleet")) / f"fleet-{kind}"
+    directory.mkdir()
     with ObjectServer(weed, directory / "server") as server:
         yield Fleet(kind, server, directory)
 

@@ -25,7 +25,7 @@ def restorable(engine: Engine, prompt: Sequence[int]) -> int:
 
 @pytest.fixture
 def prompts(kind: str) -> list[list[int]]:
-    return [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(kind, 3))]
+    return [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(kind, 2))]
 
 
 def test_a_lost_prefix_comes_back_equal_to_the_cold_run_and_to_the_engines_own_hit(
@@ -38,7 +38,7 @@ def test_a_lost_prefix_comes_back_equal_to_the_cold_run_and_to_the_engines_own_h
     warm = one_by_one(engine, prompts)
     require_same(audit, cold, warm)
     require_same(audit, local, warm)
-    assert [result.num_cached_tokens for result in cold] == [0, 0, 0]
+    assert [result.num_cached_tokens for result in cold] == [0, 0]
     assert [result.num_cached_tokens for result in warm] == [restorable(engine, prompt) for prompt in prompts]
     assert audit.restored_tokens == sum(restorable(engine, prompt) for prompt in prompts)
 
@@ -72,7 +72,7 @@ def test_only_what_the_engine_lacks_is_restored(engine: Engine, audit: Audit, pr
 def test_eight_requests_that_share_prefixes_equal_the_engines_own_hits(
     engine: Engine, audit: Audit, kind: str, noise: Noise
 ) -> None:
-    length = exact_prompt_lengths(kind, 2)[1]
+    length = exact_prompt_lengths(kind, 1)[0]
     stems = [make_prompt(length // 2, seed=100 + i) for i in range(2)]
     prompts = [make_prompt(length, seed=200 + i, prefix=stems[i % 2]) for i in range(8)]
     one_by_one(engine, prompts)
@@ -103,6 +103,7 @@ def test_an_answer_is_part_of_the_next_prompts_prefix(engine: Engine, audit: Aud
 
 
 def test_a_group_whose_stored_pages_are_zeroed_is_seen(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
+    prompts = prompts[1:]
     for group_index in engine.connector._scheduler._layout.spec.stored_groups:
         engine.connector.reset_cache()
         engine.reset_prefix_cache()
@@ -183,5 +184,5 @@ def test_resetting_the_connector_forgets_everything(engine: Engine, audit: Audit
     assert engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
     again = one_by_one(engine, prompts)
     assert audit.restored_tokens == 0
-    assert [result.num_cached_tokens for result in again] == [0, 0, 0]
+    assert [result.num_cached_tokens for result in again] == [0, 0]
     require_same_output(cold, again)

@@ -28,7 +28,7 @@ several units, without any connector too), so what is computed again after a pre
 
 @pytest.fixture(scope="module")
 def watched(zoo_directory: Path) -> Iterator[Trial]:
-    pool = {"num_gpu_blocks_override": POOLS[prefix_site.MODEL], "max_num_batched_tokens": 2048}
+    pool = {"num_gpu_blocks_override": POOLS[prefix_site.MODEL], "max_num_batched_tokens": 1024}
     with prefix_site.running(zoo_directory, **pool) as running:
         yield running
 

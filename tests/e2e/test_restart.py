@@ -7,58 +7,32 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import patience
 import pytest
 import restart_process
 from equality import require_same_written
 from harness import scratch_directory
+from one_life import LIFE_S, Life, one_life
 
-START_S = patience.seconds(80.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """What a process left behind."""
-
-    results: list[dict[str, Any]]
-    log: str
-
-    @property
-    def cached(self) -> list[int]:
-        return [result["cached"] for result in self.results]
-
-    @property
-    def outputs(self) -> list[Any]:
-        return [(result["tokens"], result["logprobs"]) for result in self.results]
+import tiny_models
 
 
 def live(kind: str, directory: Path, end: str, *more: str) -> Life:
-    output = directory / "results.json"
-    output.unlink(missing_ok=True)
-    arguments = ["--kind", kind, "--directory", str(directory), "--output", str(output), "--end", end, *more]
-    # Without PYTHONHASHSEED: what is stored must be found by processes that hash strings differently.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    environment["VLLM_LOGGING_LEVEL"] = "INFO"
-    process = subprocess.run(
-        [sys.executable, restart_process.__file__, *arguments],
-        env=environment,
-        capture_output=True,
-        timeout=START_S,
-        check=False,
-    )
-    log = (process.stdout + process.stderr).decode(errors="replace")
-    assert process.returncode == (0 if end in ("clean", "at-once") else -signal.SIGKILL), log
-    return Life(json.loads(output.read_text()), log)
+    status = 0 if end in ("clean", "at-once") else -signal.SIGKILL
+    return one_life(restart_process.main, kind, directory, "--end", end, *more, status=status)
+
+
+@pytest.fixture(scope="module", params=tiny_models.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return scratch_directory(tmp_path_factory.mktemp("restart"))
+def directory(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = scratch_directory(tmp_path_factory.mktemp("restart")) / f"restart-{kind}"
+    path.mkdir()
+    return path
 
 
 class Lives:
@@ -92,6 +66,23 @@ def test_a_new_process_hits_what_is_on_disk_and_answers_the_same_to_the_last_dig
     for cached, prompt in zip(lives[number].cached, restart_process.prompts(kind), strict=True):
         assert len(prompt) - 256 <= cached < len(prompt)
     require_same_written(lives[0].results, lives[number].results)
+
+
+@pytest.mark.full
+def test_an_interpreter_that_hashes_strings_differently_hits_what_is_on_disk(
+    lives: Lives, kind: str, directory: Path
+) -> None:
+    """The others are forks of one, and hash alike."""
+    assert lives[0].results
+    output = directory / "of-another.json"
+    program = [sys.executable, "-c", "import sys, restart_process; restart_process.main(sys.argv[1:])"]
+    program += ["--kind", kind, "--directory", str(directory), "--output", str(output), "--end", "clean"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    subprocess.run(program, env=environment, timeout=LIFE_S, check=True)
+    another = json.loads(output.read_text())
+    require_same_written(lives[0].results, another)
+    assert all(result["cached"] > 0 for result in another)
 
 
 @pytest.mark.full

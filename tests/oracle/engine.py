@@ -102,6 +102,8 @@ class OracleEngine:
         self.before_step = before_step
         self.restored_tokens = self.local_hit_tokens = self.failed_loads = self.preemptions = self.num_steps = 0
         self.refused_resets = 0
+        self._is_whole = True
+        """No step ended with an error."""
         self._aborts_in_step: list[str] = []
         self._transcripts: dict[str, Transcript] = {}
         self._open: set[str] = set()
@@ -179,13 +181,9 @@ class OracleEngine:
     def __enter__(self) -> OracleEngine:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        if exception == (None, None, None):
-            self.close()
-            return
-        # Stopped within a step, so that what is on its way never arrives: no end waits for it.
-        with mock.patch.object(flushing, "DRAIN_S", flushing.CLOSE_S):
-            self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_whole &= kind is None
+        self.close()
 
     def _watch(self) -> None:
         """Note which blocks leave the free pool, and how many tokens come from the engine and from the connector."""
@@ -273,6 +271,12 @@ class OracleEngine:
 
     def step(self) -> bool:
         """One engine step; False when there was nothing to do. Raises OracleError when something is wrong."""
+        self._is_whole = False
+        is_busy = self._step()
+        self._is_whole = True
+        return is_busy
+
+    def _step(self) -> bool:
         if self.before_step is not None:
             self.before_step(self, self.num_steps)
         if not self.scheduler.has_requests():
@@ -350,6 +354,9 @@ class OracleEngine:
         return self.scheduler.reset_connector_cache()
 
     def close(self) -> None:
-        for connector in (*(runner.connector for runner in self.runners), self.scheduler_connector):
-            if connector is not None:
-                connector.shutdown()
+        # Transfers of a step that ended with an error never arrive: the end does not wait for them.
+        drain_s = flushing.DRAIN_S if self._is_whole else flushing.CLOSE_S
+        with mock.patch.object(flushing, "DRAIN_S", drain_s):
+            for connector in (*(runner.connector for runner in self.runners), self.scheduler_connector):
+                if connector is not None:
+                    connector.shutdown()

@@ -1,6 +1,6 @@
 """How many scenarios a test runs.
 
-ORACLE_SCENARIOS_FACTOR, by default a quarter, multiplies the number that a test names. Up to 1 the scenarios are the
+ORACLE_SCENARIOS_FACTOR, by default a tenth, multiplies the number that a test names. Up to 1 the scenarios are the
 same in every run; above 1 they are drawn anew.
 
 A failing scenario is printed as it was drawn; ORACLE_SHRINK=1 makes it small first, which can take minutes.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hypothesis import HealthCheck, Phase, settings
 
@@ -18,14 +18,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+FEWEST: Final = 8
+
+
+def factor() -> float:
+    """Share of the scenarios that a test names."""
+    return float(os.environ.get("ORACLE_SCENARIOS_FACTOR", "0.1"))
+
+
 def profile(max_examples: int, *, whole: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a `given` test with `max_examples` scenarios times the factor; `whole` ignores a factor below 1."""
-    factor = float(os.environ.get("ORACLE_SCENARIOS_FACTOR", "0.25"))
-    if whole:
-        factor = max(factor, 1.0)
+    """Decorate a `given` test with `max_examples` scenarios times the factor.
+
+    A factor below 1 leaves `FEWEST` at least, and all of a `whole` test.
+    """
+    share = max(factor(), 1.0) if whole else factor()
     return settings(
-        max_examples=math.ceil(max_examples * factor),
-        derandomize=factor <= 1,
+        max_examples=max(math.ceil(max_examples * share), min(max_examples, FEWEST)),
+        derandomize=share <= 1,
         database=None,
         deadline=None,
         print_blob=True,

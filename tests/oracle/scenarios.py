@@ -169,7 +169,8 @@ def scenarios(
     sizes: list[int] = []
     for prompt in prompts:
         sizes.append((min(prompt.shared, sizes[prompt.parent]) if sizes else 0) + prompt.fresh)
-    enough = mix.max_blocks(max(sizes) + MAX_OUTPUTS, step_tokens) + 1
+    most_tokens = max(sizes) + MAX_OUTPUTS
+    enough = mix.max_blocks(most_tokens, step_tokens) + 1
     settings = EngineSettings(
         num_blocks=enough + draw(st.sampled_from((2, enough // 2, 3 * enough))),
         max_step_tokens=step_tokens,
@@ -179,6 +180,10 @@ def scenarios(
         runner=draw(st.sampled_from(("v1", "v2"))),
         async_scheduling=draws_ahead and draw(st.booleans()),
     )
+    if settings.async_scheduling:
+        # A window keeps what left it until the step that was planned ahead has run, too.
+        more = mix.max_blocks(most_tokens, 2 * step_tokens) + 1 - enough
+        settings = replace(settings, num_blocks=settings.num_blocks + more)
     return Scenario(settings, prompts, waves)
 
 

@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracle.block_store import block_store
-from oracle.mixes import NAMED, Mix
+from oracle.mixes import Mix
 from oracle.profile import profile
+from oracle.rings import LOADS, MIXES
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_a_right_connector_passes(mix: Mix, load: str) -> None:
     tally = Tally()
 
@@ -28,7 +29,7 @@ def test_a_right_connector_passes(mix: Mix, load: str) -> None:
     assert load == "sync" or tally.with_failed_loads > 0, tally
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", LOADS)
 def test_a_right_connector_passes_on_random_mixes(load: str) -> None:
     tally = Tally()
 

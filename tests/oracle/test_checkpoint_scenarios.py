@@ -19,6 +19,7 @@ from oracle.known_stops import STEPS, allow_all_stops
 from oracle.mixes import QWEN3_NEXT, Kind, Mix
 from oracle.mutants import answers_states, one_block_late, one_token_late, stops_one_block_off
 from oracle.profile import profile
+from oracle.rings import LOADS
 from oracle.runner import CorruptionError
 from oracle.scenarios import Tally, mixes, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
@@ -83,7 +84,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
     return counts
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", LOADS)
 def test_steered_prefills_never_corrupt(load: str, placed: Placed) -> None:
     tally = Tally()
 

@@ -24,6 +24,7 @@ from oracle.engine import OracleEngine
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, HEADS_BEFORE_LAYERS, Group, Kind, Layers, Mix
 from oracle.planned import change_loads
 from oracle.profile import profile
+from oracle.rings import LOADS
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
@@ -74,7 +75,7 @@ def cut_chunks(mix: Mix, unit: int) -> st.SearchStrategy[int]:
     return st.sampled_from([chunk for chunk in chunks if chunk % mix.alignment_tokens])
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("mix", [GEMMA3, GPT_OSS], ids=lambda mix: mix.name)
 def test_chunks_that_end_inside_blocks_never_corrupt(mix: Mix, load: str) -> None:
     tally = Tally()

@@ -26,7 +26,7 @@ from oracle.mutants import (
     stops_one_block_off,
     tails_without_length,
 )
-from oracle.profile import profile
+from oracle.profile import factor, profile
 from oracle.scenarios import Tally
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def counted(heard: Heard) -> Counter[str]:
 def test_everything_at_once_never_corrupts(mix: Mix, watch: Watch, heard_counts: Heard) -> None:
     tally = Tally()
 
-    @profile(SCENARIOS[mix.name], whole=True)
+    @profile(SCENARIOS[mix.name])
     @given(everything(mix))
     def check(drawn: Everything) -> None:
         tally.add(watch.play(mix, drawn))
@@ -96,6 +96,8 @@ def test_everything_at_once_never_corrupts(mix: Mix, watch: Watch, heard_counts:
     print(mix.name, tally, dict(sorted(happened.items())))
     assert tally.with_failed_loads == 0
     assert tally.with_restored > tally.scenarios // 10 and tally.with_preemptions > 0, tally
+    if factor() < 1:
+        return  # too few scenarios for rare events
     for name in (*EVERYWHERE, *ORDERS, *(WITH_STATES if mix.has_recurrent else ())):
         assert happened[name] > 0, (name, happened)
 

@@ -14,8 +14,9 @@ from hybridkv.connectors.vllm.explain import Explanation, Reason
 from oracle.engine import OracleEngine
 from oracle.heard import Heard, heard
 from oracle.known_stops import STEPS, known_stops_alone
-from oracle.mixes import GPT_OSS, NAMED, QWEN3_NEXT, Mix
+from oracle.mixes import GPT_OSS, QWEN3_NEXT, Mix
 from oracle.profile import profile
+from oracle.rings import MIXES
 from oracle.scenarios import Scenario, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
@@ -76,7 +77,7 @@ def require_agreement(heard: Heard, engine: OracleEngine) -> None:
 
 
 @pytest.mark.parametrize("capacity", ["64MiB", 40 * 4096], ids=["large", "small"])
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_records_and_counts_agree_to_the_token(mix: Mix, capacity: str | int, heard: Heard) -> None:
     reasons: Counter[Reason] = Counter()
 

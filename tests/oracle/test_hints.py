@@ -18,8 +18,9 @@ from hybridkv.tiers.stack import TierStack
 from oracle.disk_tier import LARGE, SMALL, forget, stacked
 from oracle.engine import OracleEngine
 from oracle.heard import Heard, heard
-from oracle.mixes import GPT_OSS, NAMED, QWEN3_NEXT, Mix
+from oracle.mixes import GPT_OSS, QWEN3_NEXT, Mix
 from oracle.profile import profile
+from oracle.rings import MIXES
 from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
@@ -176,7 +177,7 @@ def test_after_a_prefetch_of_an_aborted_request_the_next_one_hits_in_host_memory
     it.engine.close()
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_whatever_is_prefetched_of_whatever_comes_no_byte_is_wrong(
     mix: Mix, stacks: list[TierStack], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,12 @@ from hybridkv.connectors.vllm import CONNECTOR, register
 from oracle.lazy import LazyEngine
 from oracle.mixes import GEMMA3, NAMED, Mix
 from oracle.profile import profile
-from oracle.runner import CorruptionError
+from oracle.runner import CorruptionError, OracleError
 from oracle.scenarios import Scenario, Tally, mixes, run_on, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,7 +52,7 @@ def connectors(draw: st.DrawFn, mix: Mix) -> Connector:
 def test_offload_never_corrupts(mix: Mix) -> None:
     tally = Tally()
 
-    @profile(32)
+    @profile(24)
     @given(scenarios(mix, st.booleans(), draws_ahead=True), connectors(mix), SEEDS)
     def check(scenario: Scenario, connector: Connector, seed: int) -> None:
         tally.add(run(mix, with_connector(scenario, connector), seed))
@@ -60,7 +64,7 @@ def test_offload_never_corrupts(mix: Mix) -> None:
 def test_offload_never_corrupts_random_mixes() -> None:
     tally = Tally()
 
-    @profile(60)
+    @profile(40)
     @given(st.data(), SEEDS)
     def check(data: st.DataObject, seed: int) -> None:
         mix = data.draw(mixes().filter(lambda mix: not mix.misleads))
@@ -76,23 +80,33 @@ def copies_first(below: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "device",
+    "make",
     [
-        LazyDevice(copies_first, is_late=True),
-        StoresWithoutFence(copies_first, is_late=True),
-        LoadsWithoutFence(copies_first, is_late=True),
-        # Nobody waits for this one, so that something must happen by itself.
-        WithoutCompletion(Random(0).randrange),
+        lambda seed: StoresWithoutFence(copies_first, is_late=True),
+        lambda seed: LoadsWithoutFence(copies_first, is_late=True),
+        # Nobody waits for copies, so that something must happen by itself.
+        lambda seed: WithoutCompletion(Random(seed).randrange),
     ],
-    ids=lambda device: type(device).__name__,
+    ids=["stores without a fence", "loads without a fence", "results before copies"],
 )
-def test_a_device_that_ignores_a_fence_is_caught(device: LazyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_ignores_a_fence_is_caught(
+    make: Callable[[int], LazyDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the proof at the start, which would refuse it."""
     monkeypatch.setattr("hybridkv.connectors.vllm.worker.prove_at_start", lambda *arguments: None)
+    # What happens by itself depends on threads, so that one seed may miss it.
+    assert any(misses_bytes(make(seed)) for seed in range(20))
+
+
+def test_the_device_that_waits_serves_the_same_requests() -> None:
+    assert not misses_bytes(LazyDevice(copies_first, is_late=True))
+
+
+def misses_bytes(device: LazyDevice) -> bool:
+    """Whether a forward pass reads wrong bytes."""
     settings = EngineSettings(num_blocks=200, max_step_tokens=16, connector=offload("async", 8))
     engine = LazyEngine(GEMMA3, settings, device)
-
-    def serve() -> None:
+    try:
         with engine:
             for name in ("cold", "warm", "again"):
                 engine.submit(name, list(range(100)), 2)
@@ -102,10 +116,9 @@ def test_a_device_that_ignores_a_fence_is_caught(device: LazyDevice, monkeypatch
                 engine.reset_prefix_cache()
             device.drain()
             device.raise_failures()
-
-    if type(device) is LazyDevice:
-        serve()
-        assert engine.restored_tokens > 0
-    else:
-        with pytest.raises(CorruptionError):
-            serve()
+    except CorruptionError:
+        return True
+    except OracleError:
+        return False  # copies are left that nobody waited for
+    assert engine.restored_tokens > 0
+    return False

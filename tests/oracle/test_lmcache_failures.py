@@ -128,6 +128,7 @@ class Town:
         assert self.restored(OLD) == [whole] * len(self.engines)
 
 
+@pytest.mark.full  # starts a server anew
 def test_a_server_that_is_killed_with_loads_and_stores_under_way_comes_back(server: Server) -> None:
     with Town(server) as town:
         town.require_whole()

@@ -19,9 +19,10 @@ from hybridkv.tiers.ram import RamIndex
 from oracle.disk_tier import LARGE, SMALL, forget, stack_of, stacked
 from oracle.engine import LeakError, OracleEngine
 from oracle.lost_blocks import lose, losing
-from oracle.mixes import GEMMA3, NAMED, QWEN3_NEXT, Kind, Mix
+from oracle.mixes import GEMMA3, QWEN3_NEXT, Kind, Mix
 from oracle.mutants import of_another_place
 from oracle.profile import profile
+from oracle.rings import LOADS, MIXES
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
@@ -108,7 +109,7 @@ def restore(engine: OracleEngine) -> None:
     engine.check_idle()
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", LOADS)
 def test_attention_that_the_engine_holds_beyond_its_state_is_not_loaded_again(load: str, seen: Seen) -> None:
     with OracleEngine(QWEN3_NEXT, settings(QWEN3_NEXT, load=load)) as engine:
         restore(engine)
@@ -178,8 +179,8 @@ def test_an_abort_while_blocks_are_copied_gives_all_of_them_back(steps: int, in_
         engine.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_copies_from_the_engines_own_blocks_never_corrupt(mix: Mix, load: str, seen: Seen) -> None:
     tally = Tally()
 

@@ -14,8 +14,9 @@ from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide
 from oracle.block_store import block_store
 from oracle.engine import OracleEngine
-from oracle.mixes import GPT_OSS, NAMED, Mix
+from oracle.mixes import GPT_OSS, Mix
 from oracle.profile import profile
+from oracle.rings import LOADS, MIXES
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
@@ -92,8 +93,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Loaded:
     return Loaded()
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_two_offload_connectors_never_corrupt(mix: Mix, load: str, loaded: Loaded) -> None:
     tally = Tally()
 
@@ -109,7 +110,7 @@ def test_two_offload_connectors_never_corrupt(mix: Mix, load: str, loaded: Loade
     assert all(loaded.by_child[f"{CONNECTOR}-{i}"] for i in (0, 1)), loaded.by_child
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_a_foreign_store_beside_an_offload_connector_never_corrupts(mix: Mix, loaded: Loaded) -> None:
     tally = Tally()
 
@@ -151,7 +152,7 @@ def test_random_mixes_over_three_stores_never_corrupt() -> None:
     assert tally.with_restored > tally.scenarios // 8, tally
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_damage_in_one_store_is_loaded_from_the_other_or_computed(mix: Mix) -> None:
     """Bits flip in the store that is preferred: its loads fail, and the retries go elsewhere."""
     tally = Tally()

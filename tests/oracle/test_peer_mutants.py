@@ -162,7 +162,7 @@ MUTANTS = (
 def test_what_is_wrong_with_a_connector_is_found(mutant: Mutant) -> None:
     found: list[OracleError] = []
 
-    @profile(MOST)
+    @profile(MOST, whole=True)
     @given(peer_scenarios(mutant.sides, mutant.verify))
     def check(scenario: PeerScenario) -> None:
         if found:
@@ -183,7 +183,7 @@ def test_a_bug_in_the_connectors_thread_is_found() -> None:
     def spoil(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(RankMemory, "take_scratch", lambda self: 1 // 0)
 
-    @profile(MOST)
+    @profile(MOST, whole=True)
     @given(peer_scenarios(alike(GPT_OSS)))
     def check(scenario: PeerScenario) -> None:
         play(alike(GPT_OSS), scenario, spoil)

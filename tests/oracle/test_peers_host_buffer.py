@@ -13,8 +13,9 @@ import pytest
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.nixl.host_buffer import HostBuffer
 from hybridkv.connectors.vllm.nixl.saving import Saving
-from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Group, Kind, Mix
+from oracle.mixes import GEMMA3, LLAMA4, QWEN3_NEXT, Group, Kind, Mix
 from oracle.pairs import CALM, Pair, require_handed_over, tokens
+from oracle.rings import MIXES
 from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
 
@@ -35,7 +36,7 @@ def a_pair(mix: Mix) -> Pair:
     return Pair(mix, settings("kv_producer"), settings("kv_consumer"))
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_a_prompt_goes_from_device_to_device_by_host_memory(mix: Mix) -> None:
     with a_pair(mix) as pair:
         require_handed_over(pair, LENGTHS)

@@ -17,8 +17,9 @@ from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
 from hybridkv.metrics import Counts
 from oracle import disk_tier
 from oracle.engine import OracleEngine
-from oracle.mixes import GPT_OSS, NAMED, Mix
+from oracle.mixes import GPT_OSS, Mix
 from oracle.profile import profile
+from oracle.rings import MIXES
 from oracle.scenarios import Scenario, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
@@ -115,7 +116,7 @@ def serve(opened: OracleEngine, name: str, prompt: list[int], **more: Any) -> in
 
 
 @BUILDS
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_a_consumer_loads_what_a_producer_stored_and_adds_nothing(
     mix: Mix, build: Any, tmp_path: Path, seen: Seen
 ) -> None:
@@ -138,7 +139,7 @@ def test_a_consumer_loads_what_a_producer_stored_and_adds_nothing(
         assert serve(consumer, "again", PROMPT) > 0, "from host memory, where it was promoted to"
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_whatever_its_role_a_connector_never_corrupts(mix: Mix, seen: Seen) -> None:
     restored = dict.fromkeys(ROLES, 0)
 

@@ -26,6 +26,7 @@ from oracle.mutants import tails_without_length
 from oracle.planned import change_loads
 from oracle.profile import profile
 from oracle.remote_tier import World
+from oracle.rings import LOADS
 from oracle.runner import CorruptionError
 from oracle.scenarios import Scenario, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
@@ -87,7 +88,7 @@ def tail_of(engine: OracleEngine) -> int | None:
     return tail
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_tails_never_corrupt(mix: Mix, load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loads, num_scenarios = TailLoads(monkeypatch), 0

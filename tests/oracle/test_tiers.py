@@ -18,8 +18,9 @@ from hybridkv.tiers.stack import StackCounts, TierStack
 from hybridkv.tiers.testing.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from oracle.disk_tier import LARGE, SMALL, forget, stack_of, stacked
 from oracle.engine import OracleEngine
-from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix
+from oracle.mixes import GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
 from oracle.profile import profile
+from oracle.rings import LOADS, MIXES
 from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import EngineSettings
 
@@ -81,8 +82,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultPlan]:
     return plans
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_what_fell_out_of_ram_comes_back_from_disk_and_never_corrupts(mix: Mix, load: str, moved: Moved) -> None:
     tally = Tally()
 
@@ -98,7 +99,7 @@ def test_what_fell_out_of_ram_comes_back_from_disk_and_never_corrupts(mix: Mix, 
     assert moved["promoted done"] > 0 and moved["cascaded done"] > 0, moved.total
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_another_engine_on_the_same_directory_hits_what_the_first_one_stored(mix: Mix, moved: Moved) -> None:
     tally = Tally()
 
@@ -129,7 +130,7 @@ fault_rules = st.builds(
 )
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_a_disk_that_fails_stalls_and_forgets_costs_time_and_nothing_else(
     mix: Mix, moved: Moved, faulty: list[FaultPlan]
 ) -> None:
@@ -193,7 +194,7 @@ def prompt(number: int) -> list[int]:
     return [generator.randrange(200) for _ in range(300)]
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_path: Path, moved: Moved) -> None:
     """Every group but one is on disk, whole: not a byte of it is of use, so not a byte is read."""
     with storing(mix, tmp_path) as engine:
@@ -211,7 +212,7 @@ def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_p
         assert moved["promoted done"] == 0 and stack.take_counts().moves.promoted_bytes == 0
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_only_what_the_boundary_needs_is_read_from_disk(mix: Mix, tmp_path: Path, moved: Moved) -> None:
     with storing(mix, tmp_path) as engine:
         connector = engine.scheduler_connector._scheduler  # type: ignore[union-attr]

@@ -21,8 +21,9 @@ from hybridkv.connectors.vllm import identification, offload, register
 from hybridkv.connectors.vllm.identity import EngineFacts
 from oracle.disk_tier import forget, stacked
 from oracle.engine import OracleEngine
-from oracle.mixes import GPT_OSS, NAMED, Mix
+from oracle.mixes import GPT_OSS, Mix
 from oracle.profile import profile
+from oracle.rings import MIXES
 from oracle.runner import CorruptionError, OracleError
 from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import EngineSettings
@@ -47,7 +48,7 @@ def kept_by(difference: str, model: int, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.parametrize("difference", ["configuration", "worker"])
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_two_configurations_in_one_directory_never_meet(
     mix: Mix, difference: str, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:

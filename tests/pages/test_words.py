@@ -32,7 +32,7 @@ def types_named(word: str, files: Mapping[str, str]) -> list[str]:
     wanted = {f"{prefix}{word}{suffix}" for prefix in ("", "_") for suffix in ("", "s")}
     found = []
     for name, text in files.items():
-        if word not in text:
+        if not re.search(rf"\b_?{word}s?\b", text):
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef):

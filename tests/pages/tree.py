@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -140,13 +140,14 @@ class _Reader:
         return found.members.union(*(self._members(base, seen) for base in found.bases))
 
     def _read_syntax(self, name: str, module: ast.Module) -> None:
-        texts = frozenset(_texts(module))
+        nodes = list(ast.walk(module))
+        texts = frozenset(_texts(nodes))
         self._texts |= texts
         if PurePosixPath(name).name == "BUILD.bazel":
             self._targets[name.rpartition("/")[0]] = texts
         elif name.endswith(".bzl"):
             self._suffixes.update(text for text in texts if re.fullmatch(r"(_\w+)", text))
-        for node in ast.walk(module):
+        for node in nodes:
             self._words.update(_named(node))
             if isinstance(node, ast.JoinedStr):
                 self._templates.add(_template(node))
@@ -159,10 +160,10 @@ class _Reader:
             self._modules.setdefault(dotted.replace("/", "."), set()).update(_defined(module.body))
 
 
-def _texts(module: ast.Module) -> Iterator[str]:
+def _texts(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """String literals that are no docstrings."""
-    docstrings = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
-    for node in ast.walk(module):
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         match node:
             case ast.Constant(value=str(text)) if id(node) not in docstrings:
                 yield text

@@ -98,6 +98,9 @@ class LazyDevice:
 
     # As a CopyDevice.
 
+    def enter_thread(self) -> None:
+        self._current.is_entered = True
+
     def new_stream(self, *, high_priority: bool) -> LazyStream:
         stream = LazyStream(self, "loads" if high_priority else "stores")
         with self._changed:
@@ -112,6 +115,7 @@ class LazyDevice:
 
     @contextlib.contextmanager
     def stream(self, stream: LazyStream) -> Iterator[None]:
+        self._expect_entered()
         before = self.current_stream()
         self._current.stream = stream
         try:
@@ -169,6 +173,7 @@ class LazyDevice:
             self._changed.notify_all()
 
     def wait_for(self, event: LazyEvent) -> None:
+        self._expect_entered()
         with self._changed:
             while not event.happened:
                 if not self._is_driven and self._step():
@@ -198,6 +203,11 @@ class LazyDevice:
         with self._changed:
             if self.failures:
                 raise self.failures[0]
+
+    def _expect_entered(self) -> None:
+        """Only the main thread is on the right device by itself."""
+        if threading.current_thread() is not threading.main_thread() and not hasattr(self._current, "is_entered"):
+            raise RuntimeError(f"{threading.current_thread().name} uses another device")
 
     def _step(self) -> bool:
         """One piece of what may happen next. False if nothing may."""

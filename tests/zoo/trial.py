@@ -101,7 +101,7 @@ def running_engine(
     family: Family, directory: Path, kv_transfer_config: Mapping[str, Any] | None, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[Engine, mamba2_cpu.SavedStates | None]]:
     """The same with any connector, or with none, and without a witness."""
-    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
     model = directory / family.name
     family.write(model)
@@ -110,7 +110,8 @@ def running_engine(
         options["kv_transfer_config"] = dict(kv_transfer_config)
     with contextlib.ExitStack() as stack:
         # A start that is refused leaves vLLM's process groups behind.
-        stack.callback(cleanup_dist_env_and_memory)
+        stack.callback(destroy_distributed_environment)
+        stack.callback(destroy_model_parallel)
         saved = stack.enter_context(mamba2_cpu.checkpoints_in_plain_torch()) if family.needs_mamba2 else None
         yield stack.enter_context(harness.running_model(model, options)), saved
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from vllm import _custom_ops
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices
-from hybridkv.connectors.vllm.engine_device import EngineCopies, EngineDevice
+from hybridkv.connectors.vllm.engine_device import MAX_BATCH_COPIES, EngineCopies, EngineDevice
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
@@ -81,7 +82,8 @@ def test_kernels_that_no_gpu_has_run_are_used_only_where_they_are_asked_for_by_b
 def test_a_gpu_that_is_not_there_is_refused_with_the_reason(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="sees no GPU"):
         devices.NativeGpuDevice().copy_engines(load)
-    monkeypatch.setattr(compat, "engine_copies", lambda: EngineCopies(swap_in_order, lambda *_: True, lambda _: None))
+    copies = EngineCopies(swap_in_order, lambda *_: True, lambda _: None, lambda: 0)
+    monkeypatch.setattr(compat, "engine_copies", lambda: copies)
     with pytest.raises(ConfigurationError, match="a GPU that torch can use"):
         devices.open_device("cuda", "engine", False)
 
@@ -161,13 +163,20 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, can_pin: bool = True) -> None:
         self.names: list[str] = []
         self.pinned: dict[int, int] = {}
+        self.entered: set[tuple[str, int]] = set()
         self._can_pin = can_pin
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "set_device", self._set_device)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"compute of {index}")
         monkeypatch.setattr(torch.cuda, "Stream", self._stream)
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-        self.device = devices.EngineGpuDevice(EngineDevice(EngineCopies(self._swap, self._register, self.pinned.pop)))
+        self.error = 0
+        copies = EngineCopies(self._swap, self._register, self.pinned.pop, lambda: self.error)
+        self.device = devices.EngineGpuDevice(EngineDevice(copies))
+
+    def _set_device(self, index: int) -> None:
+        self.entered.add((threading.current_thread().name, index))
 
     def _stream(self, index: int, priority: int) -> Any:
         name = f"stream of {index} with priority {priority}"
@@ -206,6 +215,7 @@ def test_a_gpu_is_given_to_the_engines_as_vllm_uses_it(monkeypatch: pytest.Monke
     for engine in (stores, loads):
         engine.close()
     assert arena[:500].tobytes() == cache[:500].tobytes() and arena[900:907].tobytes() == cache[900:907].tobytes()
+    assert calls.entered == {("hybridkv-copy", 3), ("hybridkv-copied", 3)}
     assert calls.names == [
         *("record compute of 3", "stream of 3 with priority 0 waits", "swap 2"),
         *("record stream of 3 with priority 0", "synchronize"),
@@ -220,6 +230,36 @@ def test_synchronous_loads_of_a_gpu_have_ended_when_they_were_submitted(monkeypa
     assert loads.submit(JobId(1), CopyRuns.empty())
     assert calls.names[-1] == "synchronize"
     assert [result.failure for result in loads.poll()] == [None]
+    stores.close()
+
+
+def test_a_copy_that_the_runtime_refuses_fails_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM copies one by one it ignores what each call returns."""
+    calls = Calls(monkeypatch)
+    memory = np.zeros(4096, dtype=np.uint8)
+    stores, loads = calls.device.copy_engines("sync")
+    address = int(memory.ctypes.data)
+    loads.register(address, memory.nbytes, "memory")
+    calls.error = 700
+    assert loads.submit(JobId(1), CopyRuns.of([(address, address + 100, 10)]))
+    calls.error = 0
+    assert loads.submit(JobId(2), CopyRuns.of([(address, address + 100, 10)]))
+    failures = [result.failure for result in loads.poll()]
+    assert "error 700" in str(failures[0]) and failures[1] is None
+    stores.close()
+
+
+def test_a_batch_holds_no_more_copies_than_every_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    memory = np.arange(1 << 16, dtype=np.uint64).astype(np.uint8)
+    stores, loads = calls.device.copy_engines("sync")
+    address, number = int(memory.ctypes.data), MAX_BATCH_COPIES + 1
+    loads.register(address, memory.nbytes, "memory")
+    runs = [(address + 2 * i, address + (1 << 15) + 2 * i, 1) for i in range(number)]
+    assert loads.submit(JobId(1), CopyRuns.of(runs))
+    assert [result.failure for result in loads.poll()] == [None]
+    assert [name for name in calls.names if name.startswith("swap")] == [f"swap {MAX_BATCH_COPIES}", "swap 1"]
+    assert (memory[(1 << 15) :][: 2 * number : 2] == memory[: 2 * number : 2]).all()
     stores.close()
 
 

@@ -201,6 +201,7 @@ def test_every_field_changes_the_facts_or_is_left_out_with_a_reason(config: Vllm
     }
 
 
+@pytest.mark.full
 def test_a_field_that_were_forgotten_would_be_found(config: VllmConfig) -> None:
     def forgetful(config: VllmConfig) -> Mapping[str, str]:
         found = configuration_facts(config)

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from examples import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -299,7 +300,7 @@ class Machine(RuleBasedStateMachine):
 
 Machine.TestCase.settings = settings(
     phases=(Phase.explicit, Phase.generate),  # shrinking takes minutes, and what fails is short
-    max_examples=int(os.environ.get("MACHINE_EXAMPLES", "100")),
+    max_examples=int(os.environ.get("MACHINE_EXAMPLES", examples(100))),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -294,6 +294,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[ServerProcess], threa
     return stop
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_in_mid_flight_fails_what_is_under_way_and_serves_again(
     mortal: Callable[..., ServerProcess], rank: MakeRank, stopping: Callable[[ServerProcess], threading.Event]
 ) -> None:
@@ -335,9 +336,12 @@ def test_a_server_that_is_killed_in_mid_flight_fails_what_is_under_way_and_serve
 
 
 def test_a_server_that_stands_still_fails_a_load_at_its_deadline_and_writes_to_no_block(
-    mortal: Callable[..., ServerProcess], rank: MakeRank, stopping: Callable[[ServerProcess], threading.Event]
+    server: ServerProcess,
+    rank: MakeRank,
+    stopping: Callable[[ServerProcess], threading.Event],
+    request: pytest.FixtureRequest,
 ) -> None:
-    server = mortal()
+    request.addfinalizer(lambda: server.signal(signal.SIGCONT))
     still, skipped = ConnectionOptions(call_timeout_s=FOREVER_S, beat_s=FOREVER_S), [0.0]
     worker = rank(
         GEMMA,

@@ -9,6 +9,7 @@ from itertools import pairwise
 from unittest import mock
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,7 +124,7 @@ def plain(
     return longest_hit(layout.spec, *tokens, lookup)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_a_search_finds_what_the_plain_search_key_by_key_finds(data: st.DataObject) -> None:
     groups = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4).filter(lambda g: set(g) != {SCRATCH}))

@@ -35,6 +35,7 @@ def test_another_connector_of_the_same_name_is_refused(name: str) -> None:
     assert "somebody.else" in str(caught.value) and "VLLM_PLUGINS" in caught.value.hint
 
 
+@pytest.mark.full
 def test_registering_twice_imports_no_connector() -> None:
     program = (
         "import sys; from hybridkv.connectors.vllm import register, MODULES; register(); register();"

@@ -41,7 +41,7 @@ NUM_FITTING = 288
 """Chunks, with a state each, that the disk has room for."""
 PAIR_BYTES = (2 * 64 + 40) * KIB
 """Of such a chunk with its state, in host memory."""
-TURNS = [(4, 3), pytest.param(4, 24, marks=pytest.mark.full), (2, 6)]
+TURNS = [pytest.param(4, 3, marks=pytest.mark.full), pytest.param(4, 24, marks=pytest.mark.full), (2, 6)]
 """Prompts, and turns in which each of them grows."""
 
 
@@ -164,7 +164,15 @@ class Engine:
 
 
 @pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
-@pytest.mark.parametrize(("num_requests", "num_steps", "over"), [(6, 1, 1), (1, 6, 2), (6, 1, 2), (3, 6, 1)])
+@pytest.mark.parametrize(
+    ("num_requests", "num_steps", "over"),
+    [
+        pytest.param(6, 1, 1, marks=pytest.mark.full),
+        (1, 6, 2),
+        pytest.param(6, 1, 2, marks=pytest.mark.full),
+        (3, 6, 1),
+    ],
+)
 def test_of_what_fits_the_disk_all_can_be_resumed(
     tmp_path: Path, num_requests: int, num_steps: int, over: int, is_paced: bool
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peer_worlds import World, worlds
@@ -108,7 +109,7 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
         rank(4, 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(worlds())
 def test_descriptions_travel_and_both_sides_come_to_the_same(world: World) -> None:
     ours, theirs = world.ours[0], world.theirs[0]
@@ -166,7 +167,7 @@ def mutated(value: Any, data: st.DataObject) -> Any:
     return data.draw(st.one_of(odd, st.lists(odd, max_size=3)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_whatever_is_decoded_is_a_description_that_can_be_compared_or_an_error(data: st.DataObject) -> None:
     theirs = description.decode(msgspec.json.encode(mutated(PLAIN, data)))

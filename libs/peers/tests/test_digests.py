@@ -7,6 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 from byte_model import Side as Memory
+from examples import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from peer_worlds import World, worlds
@@ -28,7 +29,7 @@ from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables
 from hybridkv.planner import GroupKind
 
-MODERATE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MODERATE = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def digests(memory: Memory, runs: DigestRuns | Refusal) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -263,4 +264,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseMachine = LeaseMachine.TestCase
-TestLeaseMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLeaseMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from byte_model import stray_writes, wrong_reads
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peer_worlds import World, worlds
@@ -19,7 +20,7 @@ from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
 
-MODERATE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MODERATE = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @MODERATE
@@ -87,7 +88,7 @@ def windows_into_larger_blocks(draw: st.DrawFn) -> World:
     return world((group(kind, (large, small), **{option: reach}),), num_tokens=draw(st.integers(1, 6 * large)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(windows_into_larger_blocks())
 def test_a_larger_block_that_begins_before_the_window_serves_whoever_finds_it(case: World) -> None:
     require_blocks_serve(case)

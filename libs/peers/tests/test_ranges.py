@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def some(draw: st.DrawFn) -> Ranges:
     return Ranges.of(draw(st.permutations(rows)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(some())
 def test_merging_keeps_every_byte_and_leaves_no_two_that_follow_on(ranges: Ranges) -> None:
     found = merged(ranges)

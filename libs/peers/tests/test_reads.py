@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -229,4 +230,4 @@ class ReadMachine(RuleBasedStateMachine):
 
 
 TestReadMachine = ReadMachine.TestCase
-TestReadMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestReadMachine.settings = settings(max_examples=examples(100), stateful_step_count=25, deadline=None)

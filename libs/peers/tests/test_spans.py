@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peer_worlds import World, worlds
@@ -52,7 +53,7 @@ def test_a_window_is_rounded_up_to_blocks() -> None:
     assert moved_blocks(spec, 161) == 3  # 24 tokens before token 161 begin in the third block from the end
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(worlds())
 def test_what_is_moved_comes_to_the_formula(given_world: World) -> None:
     if len(given_world.ours) > 1 or len(given_world.theirs) > 1:

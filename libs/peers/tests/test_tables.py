@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_worlds import group, world
@@ -108,7 +109,7 @@ def test_a_remote_block_may_be_read_twice_where_requests_share_it() -> None:
     assert isinstance(pair(remote=shared), Pairing)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.builds(
         BlockTables,

@@ -151,6 +151,7 @@ def test_a_reader_that_takes_nothing_is_left() -> None:
     assert owner.close(TIMEOUT_S)
 
 
+@pytest.mark.full
 def test_a_range_of_more_than_two_gibibytes_is_read() -> None:
     pieces = (2 << 30) // PIECE_BYTES + 1
     source, target = LargeMemory(pieces), LargeMemory(pieces)

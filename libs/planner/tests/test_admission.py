@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -142,7 +143,7 @@ class Engine(RuleBasedStateMachine):
 
 TestLedger = Ledger.TestCase
 TestEngine = Engine.TestCase
-TestLedger.settings = TestEngine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLedger.settings = TestEngine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 @given(groups(), st.integers(1, 500), st.integers(0, 200))

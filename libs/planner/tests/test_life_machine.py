@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -269,6 +270,6 @@ class LifeAmongStrangers(Life):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestLife.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
 TestLifeAmongStrangers = LifeAmongStrangers.TestCase
-TestLifeAmongStrangers.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestLifeAmongStrangers.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)

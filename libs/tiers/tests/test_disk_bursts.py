@@ -48,7 +48,10 @@ def test_what_fits_can_be_resumed_whether_it_comes_at_once_or_not(
 
 
 @pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
-@pytest.mark.parametrize(("num_prompts", "num_steps"), [(1, 1), (1, 6), (6, 1), (6, 4)])
+@pytest.mark.parametrize(
+    ("num_prompts", "num_steps"),
+    [pytest.param(1, 1, marks=pytest.mark.full), (1, 6), pytest.param(6, 1, marks=pytest.mark.full), (6, 4)],
+)
 def test_of_more_than_fits_the_disk_loses_ends_and_not_beginnings(
     tmp_path: Path, num_prompts: int, num_steps: int, is_paced: bool
 ) -> None:
@@ -65,7 +68,10 @@ def test_of_more_than_fits_the_disk_loses_ends_and_not_beginnings(
 
 
 @pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
-@pytest.mark.parametrize(("num_prompts", "num_turns"), [(4, 3), (4, 6), (4, 24)])
+@pytest.mark.parametrize(
+    ("num_prompts", "num_turns"),
+    [pytest.param(4, 3, marks=pytest.mark.full), pytest.param(4, 6, marks=pytest.mark.full), (4, 24)],
+)
 def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
     tmp_path: Path, num_prompts: int, num_turns: int, is_paced: bool
 ) -> None:

@@ -1,18 +1,20 @@
 """Whatever changes on disk is found or harmless: a byte that was not stored is never given back.
 
 Of one record every single bit is flipped, padding included, and so is every bit of every metadata file and of what a
-segment's header and seal say. Of the rest of those pages, zeros that nobody reads, one bit of each byte.
+segment's header and seal say. Of the rest of those pages, zeros that nobody reads, one bit of each byte. Before a
+landing one flip in seven is made: at least one in each byte of which all bits are flipped.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import disk_store
 import pytest
+from examples import thinned
 
 from hybridkv.tiers import Completion, FailureReason, Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, FileIO
@@ -97,13 +99,11 @@ def offered(namespace: Namespace, loader: Loader) -> set[bytes]:
     return found
 
 
-def flips(path: Path, places: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def flips(path: Path, places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """With each of the places (offset, mask) changed in turn."""
     with path.open("r+b", buffering=0) as file:
         data = file.read()
-        for offset, mask in places:
-            if offset >= len(data):
-                return
+        for offset, mask in thinned(places, 7):
             file.seek(offset)
             file.write(bytes([data[offset] ^ mask]))
             yield offset, mask
@@ -111,8 +111,8 @@ def flips(path: Path, places: Iterator[tuple[int, int]]) -> Iterator[tuple[int, 
             file.write(data[offset : offset + 1])
 
 
-def every_bit(first: int, last: int) -> Iterator[tuple[int, int]]:
-    return ((offset, 1 << bit) for offset in range(first, last) for bit in range(8))
+def every_bit(first: int, last: int) -> list[tuple[int, int]]:
+    return [(offset, 1 << bit) for offset in range(first, last) for bit in range(8)]
 
 
 def the_record(namespace: Namespace, key: bytes) -> FoundRecord:
@@ -128,7 +128,6 @@ def test_no_flipped_bit_of_a_record_is_given_back(path: Path, namespace: Namespa
     record = the_record(namespace, key)
     file = disk_store.segment_path(path, Slot(((record.address, record.payload_bytes),)))
     first = record.address % (1 << 32)
-    num_found = 0
     header_end = first + 80 + len(key) + 16
     payload = range(first + PAGE_BYTES, first + PAGE_BYTES + record.payload_bytes)
     for offset, _ in flips(file, every_bit(first, first + 2 * PAGE_BYTES)):
@@ -136,8 +135,6 @@ def test_no_flipped_bit_of_a_record_is_given_back(path: Path, namespace: Namespa
         must_be_found = offset < header_end or offset in payload
         assert must_be_found == (completion.failure is not None), f"byte {offset - first} of the record"
         assert completion.failure is not None or data == CHUNKS[key]
-        num_found += completion.failure is not None
-    assert num_found == 8 * (header_end - first + record.payload_bytes)
     completion, data = loader.load(record)
     assert completion.failure is None and data == CHUNKS[key]
 
@@ -171,7 +168,7 @@ def test_no_flipped_bit_of_a_segments_first_pages_brings_wrong_bytes(
     file = disk_store.segment_path(path, Slot(((record.address, record.payload_bytes),)))
     places = [*every_bit(0, 88), *every_bit(PAGE_BYTES, PAGE_BYTES + 88)]
     places += [(offset, 1 << offset % 8) for offset in range(88, SEGMENT_HEAD_BYTES)]
-    results = {frozenset(offered(namespace, loader)) for _ in flips(file, iter(places))}
+    results = {frozenset(offered(namespace, loader)) for _ in flips(file, places)}
     assert results == {frozenset(CHUNKS), frozenset({b"key 3"})}, "key 3 lies in another segment"
 
 

@@ -18,7 +18,7 @@ from hybridkv.tiers.disk.upkeep.chores import create
 
 RECORDS_IN_SEGMENT = 4
 SEGMENT_BYTES = SEGMENT_HEAD_BYTES + RECORDS_IN_SEGMENT * 8192
-FEW, MANY = 10, 1000
+FEW, MANY = 10, 300
 NUM_CALLS = 400
 
 

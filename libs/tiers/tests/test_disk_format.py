@@ -364,6 +364,7 @@ def test_the_description_names_every_magic_and_every_size() -> None:
     words = (Path(__file__).parent.parent / "src/hybridkv/tiers/disk/format/FORMAT.md").read_text()
     magics = [SEGMENT_MAGIC, SEAL_MAGIC, RECORD_MAGIC]
     magics += [journal.JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, changes.CHANGES_MAGIC, epoch.EPOCH_MAGIC]
+    assert len(set(magics)) == len(magics), "each kind of file begins with bytes of its own"
     for magic in magics:
         assert magic.hex(" ") in words
     tables = re.findall(r"(?:^\|.*\n)+", words, flags=re.MULTILINE)

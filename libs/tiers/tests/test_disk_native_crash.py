@@ -16,10 +16,11 @@ from pathlib import Path
 import disk_native_writer
 import disk_store
 import pytest
+from examples import examples
 
 from hybridkv.tiers.disk import DiskMedium
 
-NUM_KILLS = 12
+NUM_KILLS = 6
 
 
 def write_until_killed(path: Path, num_commits: int) -> list[str]:
@@ -47,7 +48,7 @@ def numbers(words: list[str], verb: str) -> set[int]:
 def test_a_writer_that_is_killed_in_the_extension_leaves_what_it_committed(tmp_path: Path, is_native: bool) -> None:
     """Read by the extension, and by Python."""
     chooser = random.Random(int(is_native))
-    for kill in range(NUM_KILLS // 2):
+    for kill in range(examples(NUM_KILLS, 3)):
         path = tmp_path / str(kill)
         words = write_until_killed(path, chooser.randrange(1, disk_native_writer.NUM_RECORDS * 3 // 4))
         assert "end" not in words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import resource
@@ -20,6 +21,7 @@ import msgspec
 import pytest
 from disk_faults import CHUNK, Store
 from disk_stack import Tiers
+from examples import thinned
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, Ticket, is_shortage
@@ -227,8 +229,9 @@ def test_a_medium_closes_where_there_is_no_thread(
     index.close()
 
 
-@pytest.mark.parametrize("call", ["open", "preadv", "pwritev", "fdatasync"])
-@pytest.mark.parametrize("number", SHORTAGES)
+@pytest.mark.parametrize(
+    ("call", "number"), thinned([*itertools.product(["open", "preadv", "pwritev", "fdatasync"], SHORTAGES)], 3)
+)
 def test_a_copy_that_lacks_something_withdraws_no_record(tmp_path: Path, call: str, number: int) -> None:
     options = msgspec.structs.replace(disk_faults.OPTIONS, fsync=Fsync.ALWAYS)
     store = Store(tmp_path / "store", options)
@@ -438,7 +441,7 @@ tiers.close()
 """
 
 
-@pytest.mark.parametrize("is_native", RUNNERS)
+@pytest.mark.parametrize("is_native", [pytest.param(False, marks=pytest.mark.full), RUNNERS[1]])
 def test_a_real_limit_of_open_files_loses_no_chunk(tmp_path: Path, is_native: bool) -> None:
     """In a process of its own, as the limit is the whole process's."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}

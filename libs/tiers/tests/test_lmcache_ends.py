@@ -55,7 +55,7 @@ def begin(medium: LMCacheMedium) -> None:
             medium.load(Ticket(number), key, slot, [bytearray(num_bytes)])
 
 
-@pytest.mark.parametrize("script", [half_open, silent])
+@pytest.mark.parametrize("script", [half_open, pytest.param(silent, marks=pytest.mark.full)])
 def test_an_end_is_not_as_long_as_the_moves_that_are_open(server: ScriptedServer, script: Script) -> None:
     medium = opened(server, move_timeout_s=3600.0)
     server.script = script
@@ -72,7 +72,7 @@ def test_an_end_is_not_as_long_as_the_moves_that_are_open(server: ScriptedServer
 
 def test_moves_end_together_at_their_deadline_those_that_wait_for_a_page_too(server: ScriptedServer) -> None:
     """One after the other, in pages that never come back, they would take 142 deadlines."""
-    move_s = patience.seconds(0.1)
+    move_s = patience.seconds(0.03)
     medium = opened(server, move_timeout_s=move_s)
     server.script = half_open
     began_s = time.monotonic()

@@ -70,6 +70,7 @@ def test_what_is_on_a_servers_disk_is_read_from_the_next_one_and_a_changed_byte_
     engine.close()
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_in_mid_load_and_mid_store_costs_those_and_is_used_again(place: ServerWithDisk) -> None:
     engine = engine_at(place.server.address)
     assert engine.put(A, chunk_bytes(1)) is None

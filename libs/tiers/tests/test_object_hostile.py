@@ -291,7 +291,7 @@ def grown_bytes(s3: PlayedS3, secret: str, number: int) -> int:
     return int(grown)
 
 
-@pytest.mark.parametrize("num_bytes", [64 * MIB, OPTIONS.manifest_bytes])
+@pytest.mark.parametrize("num_bytes", [pytest.param(64 * MIB, marks=pytest.mark.full), OPTIONS.manifest_bytes])
 def test_junk_under_manifests_names_costs_little_memory(s3: PlayedS3, num_bytes: int) -> None:
     for name in manifest_names(path_of(100)):
         s3.objects[name] = Zeros(num_bytes)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from examples import examples
 
 from hybridkv.tiers import Refusal, TierProtocolError
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES
@@ -29,7 +30,7 @@ native_records = pytest.importorskip(
 
 FACTOR = int(os.environ.get("HYBRIDKV_TWINS_FACTOR", "1"))
 SEEDS = [Random().randrange(1 << 30) for _ in range(8)] if FACTOR > 1 else list(range(8))
-STEPS = 2_000 * FACTOR
+STEPS = examples(2_000) * FACTOR
 SIZES = [1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES]
 NUM_SEGMENTS, SEGMENT_BYTES = 6, SEGMENT_HEAD_BYTES + 24 * PAGE_BYTES
 KEYS = [bytes([number]) * (300 if number % 50 == 0 else 40) for number in range(60)]

@@ -112,7 +112,7 @@ def mounted(path: Path, is_native: bool, num_chunks: int) -> tuple[int, int]:
     return num_served, num_holds
 
 
-@pytest.mark.parametrize("is_native", RUNNERS)
+@pytest.mark.parametrize("is_native", [pytest.param(False, marks=pytest.mark.full), RUNNERS[1]])
 def test_a_file_system_that_is_mounted_read_only_serves_what_it_has(tmp_path: Path, is_native: bool) -> None:
     num_served, num_holds = mounted(tmp_path / "mounted", is_native, NUM_CHUNKS)
     assert num_served == num_holds > 100

@@ -10,7 +10,6 @@ import pytest
 from lazy_device import TIMEOUT_S, LazyDevice, LazyEvent
 
 from hybridkv.transfer import CopyEngine, CopyResult, CopyRuns, InlineStreamCopyEngine, JobId, StreamCopyEngine
-from hybridkv.transfer.streams import SubmissionError
 
 PAGE = 64
 
@@ -21,6 +20,11 @@ class WatchedDevice(LazyDevice):
     def __init__(self) -> None:
         super().__init__(lambda below: 0, is_driven=True)
         self.batches: list[tuple[int, bool]] = []
+        self.entered: set[str] = set()
+
+    def enter_thread(self) -> None:
+        self.entered.add(threading.current_thread().name)
+        super().enter_thread()
 
     def swap_blocks_batch(self, *columns: np.ndarray, is_src_access_order_any: bool) -> None:  # type: ignore[type-arg, override]
         self.batches.append((len(columns[0]), is_src_access_order_any))
@@ -77,6 +81,16 @@ def test_a_job_is_one_batch(device: WatchedDevice, engine: StreamCopyEngine) -> 
     engine.submit(JobId(1), memory.store(1, 3, 5, 7))
     wait_for_batches(device, engine, 1)
     assert device.batches == [(4, False)]
+
+
+def test_both_threads_enter_the_device(device: WatchedDevice, engine: StreamCopyEngine) -> None:
+    """`LazyDevice` fails whatever is asked of it on a thread that did not."""
+    memory = Memory(device, engine)
+    engine.submit(JobId(1), memory.store(1))
+    wait_for_batches(device, engine, 1)
+    device.drain()
+    assert [result.failure for result in finish(engine, 1)] == [None]
+    assert device.entered == {"hybridkv-copy", "hybridkv-copied"}
 
 
 def test_only_sources_in_pinned_memory_may_be_read_in_any_order(
@@ -159,13 +173,14 @@ def test_a_copy_that_fails_on_the_device_fails_its_job_alone(
     assert (first.num_bytes, second.failure) == (0, None)
 
 
-def test_a_batch_that_is_refused_inline_is_raised() -> None:
+def test_a_batch_that_is_refused_inline_fails_its_job() -> None:
     device = LazyDevice(lambda below: 0)
     engine = InlineStreamCopyEngine(device)
     memory = Memory(device, engine)
     device.fail_batches = 1
-    with pytest.raises(SubmissionError, match="invalid argument"):
-        engine.submit(JobId(1), memory.store(1))
+    assert engine.submit(JobId(1), memory.store(1))
+    [refused] = engine.poll()
+    assert "invalid argument" in str(refused.failure) and refused.num_bytes == 0
     assert engine.submit(JobId(1), memory.store(1))
     assert memory.is_stored(1)
 

@@ -1,4 +1,4 @@
-"""The shape and the bytes of hybrid KV: where a block's pages lie, whatever the engine's layout, and a stored chunk.
+"""The shape of hybrid KV cache content: where a block's pages lie in an engine's memory and in a chunk.
 
 Importing `hybridkv.canonical` needs no torch. Its views of an engine's tensors do; torch is loaded when one of their
 names is first asked for, which `from hybridkv.canonical import *` does.
@@ -6,24 +6,6 @@ names is first asked for, which `from hybridkv.canonical import *` does.
 
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.canonical.chunk import (
-    ChunkError,
-    ChunkFile,
-    ChunkHeader,
-    ChunkIdentity,
-    DamagedChunkError,
-    NotAChunkError,
-    TruncatedChunkError,
-    UnknownVersionError,
-    WrongChunkError,
-    decode,
-    decode_header,
-    dump,
-    encode,
-    encode_header,
-    header_for,
-    undump,
-)
 from hybridkv.canonical.pages import PAGE_ALIGN_BYTES, GroupPages, LayerLayout, PageRegion, aligned_page_bytes
 from hybridkv.canonical.strides import LayoutError, Strides, TokenRange, page_regions, token_regions
 
@@ -41,33 +23,17 @@ __all__ = [
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
-    "ChunkError",
-    "ChunkFile",
-    "ChunkHeader",
-    "ChunkIdentity",
-    "DamagedChunkError",
     "GroupPages",
     "LayerLayout",
     "LayoutError",
-    "NotAChunkError",
     "PageRegion",
     "Strides",
     "TokenRange",
-    "TruncatedChunkError",
-    "UnknownVersionError",
-    "WrongChunkError",
     "aligned_page_bytes",
     "canonical_kv_caches",
-    "decode",
-    "decode_header",
-    "dump",
-    "encode",
-    "encode_header",
-    "header_for",
     "page_regions",
     "token_pages",
     "token_regions",
-    "undump",
 ]
 
 _VIEWS = {"CanonicalKVCacheRef", "CanonicalKVCacheTensor", "CanonicalKVCaches", "canonical_kv_caches", "token_pages"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.errors import CopyEngineError
-from hybridkv.transfer.jobs import Job, copy_runs, execute
+from hybridkv.transfer.jobs import Job, copy_runs, describe, execute
 from hybridkv.transfer.memory import RegisteredMemory
 from hybridkv.transfer.native import Copier
 
@@ -52,7 +52,11 @@ class InlineCopyEngine:
         if len(self._results) >= self._max_queued_jobs:
             return False
         job = Job(job_id, runs, before, after, records)
-        self._results[job_id] = execute(job, self._memory, self._copier(), self._clock)
+        copy = self._copier()
+        try:
+            self._results[job_id] = execute(job, self._memory, copy, self._clock)
+        except Exception as error:  # of a copy; a hook's is a result already
+            self._results[job_id] = job.failed(describe(error))
         return True
 
     def poll(self) -> list[CopyResult]:

@@ -57,6 +57,10 @@ class Stream(Protocol):
 class CopyDevice(Protocol):
     """One device as the inference engine sees it. Any thread may call. Nothing but `Event.synchronize` waits."""
 
+    def enter_thread(self) -> None:
+        """Make it the device of the calling thread, which would use another otherwise. Any number of times."""
+        ...
+
     def new_stream(self, *, high_priority: bool) -> Stream: ...
 
     def new_event(self) -> Event: ...
@@ -87,17 +91,17 @@ class StreamCopies:
     """Batches of one stream of a device. Private to the engines of this module."""
 
     def __init__(self, device: CopyDevice, *, high_priority: bool) -> None:
-        self._device = device
+        self.device = device
         self._stream = device.new_stream(high_priority=high_priority)
         self._pinned = AddressRanges()
 
     def register(self, address: int, num_bytes: int) -> None:
-        if self._device.is_pinned(address):
+        if self.device.is_pinned(address):
             self._pinned = self._pinned.with_range(address, num_bytes)
 
     def fence(self) -> Event:
         """Behind everything that the calling thread has enqueued for compute so far."""
-        return self._record(self._device.current_stream())
+        return self._record(self.device.current_stream())
 
     def enqueue(self, runs: CopyRuns, fence: Event) -> tuple[Event, str | None]:
         """Enqueue a batch behind `fence`. The event behind it, and why it was not submitted whole.
@@ -105,7 +109,7 @@ class StreamCopies:
         Of a batch that failed a part may have been submitted, so that its event counts, too.
         """
         failure = None
-        with self._device.stream(self._stream):
+        with self.device.stream(self._stream):
             try:
                 self._stream.wait_event(fence)
                 # Only memory of the host has no writer on the device, so only there is any order safe.
@@ -113,7 +117,7 @@ class StreamCopies:
                 for is_any, part in ((True, runs.select(is_host)), (False, runs.select(~is_host))):
                     if len(part):
                         columns = part.sources, part.destinations, part.num_bytes
-                        self._device.swap_blocks_batch(*columns, is_src_access_order_any=is_any)
+                        self.device.swap_blocks_batch(*columns, is_src_access_order_any=is_any)
             except Exception as error:
                 failure = describe(error)
         return self._record(self._stream), failure
@@ -131,7 +135,7 @@ class StreamCopies:
         return copy
 
     def _record(self, stream: Stream) -> Event:
-        event = self._device.new_event()
+        event = self.device.new_event()
         event.record(stream)
         return event
 
@@ -177,6 +181,7 @@ class StreamCopyEngine(JobQueue[Event]):
         started_s = self._clock()
         copied, num_bytes = None, 0
         try:
+            self._copies.device.enter_thread()
             runs, failure = prepare(job, self._memory)
             if failure is None and len(runs):
                 copied, failure = self._copies.enqueue(runs, prepared)
@@ -197,6 +202,7 @@ class StreamCopyEngine(JobQueue[Event]):
     def _result_of(self, submitted: _Submitted) -> CopyResult:
         failure, num_bytes = submitted.failure, submitted.num_bytes
         try:
+            self._copies.device.enter_thread()
             if submitted.copied is not None:
                 submitted.copied.synchronize()
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -370,13 +371,22 @@ def engine_copies() -> EngineCopies:
         lacks.append("swap_blocks_batch")
     try:
         from vllm.v1.kv_offload.cpu import host_register
+
+        if not hasattr(host_register.CudaRTLibrary, "cudaGetLastError"):
+            lacks.append("cudaGetLastError")
     except ImportError:
         lacks.append("host_register")
     if lacks:
         expected = "a vLLM with swap_blocks_batch and host_register"
         got = f"vLLM {vllm.__version__} without {' and '.join(lacks)}"
         raise ConfigurationError(f"{ROOT}.copies", expected, got, "0.32 for CUDA or ROCm has both")
-    return EngineCopies(swap_blocks_batch, host_register.host_register, host_register.host_unregister)
+    runtime = cache(host_register.CudaRTLibrary)
+    return EngineCopies(
+        swap_blocks_batch,
+        host_register.host_register,
+        host_register.host_unregister,
+        lambda: int(runtime().cudaGetLastError()),
+    )
 
 
 def waits_for_device() -> AbstractContextManager[Any]:

@@ -15,6 +15,9 @@ from hybridkv.transfer.pinned import pin
 
 Integers = npt.NDArray[np.int64]
 
+MAX_BATCH_COPIES = 4096
+"""Copies of one call of `swap_blocks_batch`. CUDA's batches crash at some 50,000, ROCm's above 8,192."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCopies:
@@ -24,11 +27,13 @@ class EngineCopies:
         swap_blocks_batch: of `vllm._custom_ops`: tensors of addresses and sizes, enqueued in the current stream.
         host_register: of `vllm.v1.kv_offload.cpu.host_register`: False where memory cannot be pinned.
         host_unregister: ends that.
+        last_error: code of the last failed call to the GPU's runtime on this thread, 0 for none; forgets it.
     """
 
     swap_blocks_batch: Callable[..., Any]
     host_register: Callable[[int, int], bool]
     host_unregister: Callable[[int], Any]
+    last_error: Callable[[], int]
 
 
 class EngineDevice:
@@ -45,6 +50,10 @@ class EngineDevice:
         self._copies = copies
         self._index = int(torch.cuda.current_device())
         self._pinned: list[tuple[int, int]] = []
+
+    def enter_thread(self) -> None:
+        # A thread begins on GPU 0, and whatever torch asks of it there makes a context that takes its memory.
+        self._torch.cuda.set_device(self._index)
 
     def new_stream(self, *, high_priority: bool) -> Any:
         # torch knows two: 0 is that of compute, and lower numbers go first.
@@ -63,9 +72,14 @@ class EngineDevice:
     def swap_blocks_batch(
         self, sources: Integers, destinations: Integers, num_bytes: Integers, *, is_src_access_order_any: bool
     ) -> None:
-        # Copies, because torch takes no read-only array.
-        columns = [self._torch.from_numpy(np.array(column)) for column in (sources, destinations, num_bytes)]
-        self._copies.swap_blocks_batch(*columns, is_src_access_order_any=is_src_access_order_any)
+        for start in range(0, len(sources), MAX_BATCH_COPIES):
+            part = slice(start, start + MAX_BATCH_COPIES)
+            # Copies, because torch takes no read-only array.
+            columns = [self._torch.from_numpy(np.array(each[part])) for each in (sources, destinations, num_bytes)]
+            self._copies.swap_blocks_batch(*columns, is_src_access_order_any=is_src_access_order_any)
+            # Where the driver has no batches, vLLM copies one by one and ignores the code of each call.
+            if code := self._copies.last_error():
+                raise TransferError(f"vLLM's swap_blocks_batch: error {code} of the GPU's runtime")
 
     def is_pinned(self, address: int) -> bool:
         return any(start <= address < end for start, end in self._pinned)

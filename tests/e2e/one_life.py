@@ -1,0 +1,47 @@
+"""An engine's life as a process of its own, which answers a few prompts and ends, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import forked
+import patience
+
+LIFE_S = patience.seconds(80.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a process left behind."""
+
+    results: list[dict[str, Any]]
+    log: str
+
+    @property
+    def cached(self) -> list[int]:
+        return [result["cached"] for result in self.results]
+
+    @property
+    def outputs(self) -> list[Any]:
+        return [(result["tokens"], result["logprobs"]) for result in self.results]
+
+
+def one_life(
+    main: Callable[[Sequence[str]], None],
+    kind: str,
+    directory: Path,
+    *more: str,
+    environment: Mapping[str, str] = forked.NOTHING,
+    status: int = 0,
+) -> Life:
+    """A process that writes results to the file that `--output` names, and ends with this exit status."""
+    output = directory / "results.json"
+    output.unlink(missing_ok=True)
+    arguments = ["--kind", kind, "--directory", str(directory), "--output", str(output), *more]
+    ended, log = forked.run(main, arguments, log=directory / "log.txt", within_s=LIFE_S, environment=environment)
+    assert ended == status, log
+    return Life(json.loads(output.read_text()), log)
