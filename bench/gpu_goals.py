@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridkv.connectors.vllm.engine_device import MAX_BATCH_COPIES, EngineDevice
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId
 
 MIB = 1 << 20
@@ -129,7 +130,6 @@ class Rig:
         from engine_copies import find_engine_copies
 
         from hybridkv.connectors.vllm.devices import EngineGpuDevice, NativeGpuDevice
-        from hybridkv.connectors.vllm.engine_device import EngineDevice
 
         self.torch, self.total_bytes, self.rounds, self.report = torch, total_bytes, rounds, report
         self.cache = torch.randint(0, 256, (2 * total_bytes,), dtype=torch.uint8, device="cuda")
@@ -160,14 +160,16 @@ class Rig:
             raise RuntimeError(f"{way.name}: {result.failure}")
 
     def direct(self, runs: CopyRuns, is_store: bool) -> Callable[[], None]:
-        """The batched copies by themselves."""
+        """The batched copies by themselves, in batches of the same size as the engine's."""
         torch = self.torch
         columns = [torch.from_numpy(np.array(column)) for column in (runs.sources, runs.destinations, runs.num_bytes)]
+        batches = list(zip(*(column.split(MAX_BATCH_COPIES) for column in columns), strict=True))
 
         def copy() -> None:
             done = torch.cuda.Event(blocking=True)
             with torch.cuda.stream(self._stream):
-                self.copies.swap_blocks_batch(*columns, is_src_access_order_any=not is_store)
+                for batch in batches:
+                    self.copies.swap_blocks_batch(*batch, is_src_access_order_any=not is_store)
                 done.record()
             done.synchronize()
 

@@ -40,9 +40,9 @@ def find_engine_copies() -> tuple[str, EngineCopies]:
     kernels = cuda_kernels()
     if kernels is not None:
         name = "STAND-IN for swap_blocks_batch: one driver call a batch, by csrc/cuda/batch_copy.cc"
-        return name, EngineCopies(_by_driver(kernels), _host_register, _host_unregister)
+        return name, EngineCopies(_by_driver(kernels), _host_register, _host_unregister, _no_error)
     name = "STAND-IN for swap_blocks_batch: a torch copy for each page"
-    return name, EngineCopies(_by_torch, _host_register, _host_unregister)
+    return name, EngineCopies(_by_torch, _host_register, _host_unregister, _no_error)
 
 
 def _by_driver(kernels: Any) -> Any:
@@ -81,6 +81,11 @@ def _host_register(address: int, num_bytes: int) -> bool:
 
 def _host_unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _no_error() -> int:
+    """Stand-ins raise."""
+    return 0
 
 
 __all__ = ["find_engine_copies", "vllm_copies"]

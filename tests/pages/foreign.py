@@ -44,7 +44,6 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "systemd-tmpfiles",
         "vm.mmap_rnd_bits",
     ),
-    "pytest's expressions": ('-k "not too_much"',),
     "systemd, Docker and Kubernetes": (
         "--time",
         "KillMode",

@@ -1,9 +1,10 @@
 """Questions of run.sh that Python answers on the GPU machine. Nothing here needs a GPU to say that there is none.
 
-    checks.py facts           versions, and the distributions that the stages need
+    checks.py facts           versions, and the distributions that the stages need; fails without a GPU
+    checks.py gpu             torch sees a GPU
     checks.py libraries       torch loads libhybridkv_cuda.so
     checks.py copies          who copies in the way "engine"
-    checks.py report FILE     how many tests of a JUnit report ran; fails if one was skipped, or if there is none
+    checks.py report FILE     how many tests of a JUnit report ran, and why not; fails if one was skipped or none ran
     checks.py vllm            vLLM for CUDA can be imported
 
 The line of an answer that counts begins with "result:". Exit status 1: the answer is no.
@@ -19,6 +20,9 @@ import xml.etree.ElementTree as ET
 
 EXPECTED = ("numpy", "torch")
 """Too large for the bundle, and on every machine that computes on a GPU in Python."""
+MOST_REASONS = 5
+"""Of tests that failed, ended with an error or were skipped."""
+MOST_CHARACTERS = 200
 IS_DRY = bool(os.environ.get("DRY"))
 NEEDED = (*EXPECTED, "pytest", "hypothesis", "xxhash", "msgspec", "vllm", "triton")
 
@@ -30,6 +34,10 @@ def facts() -> bool:
             print(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             print(name, "is not installed", "and the bundle has none" if name in EXPECTED else "")
+    return gpu()
+
+
+def gpu() -> bool:
     try:
         import torch
     except ImportError as error:
@@ -70,11 +78,15 @@ def report(path: str) -> bool:
     counts = {
         key: sum(int(suite.get(key, "0")) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
     }
-    skipped = sorted({found.get("message", "") for suite in suites for found in suite.iter("skipped")})
-    for case in (case for suite in suites for case in suite.iter("testcase")):
+    cases = [case for suite in suites for case in suite.iter("testcase")]
+    for case in cases:
         for found in case.iter("property"):
             print(f"note: {case.get('name')}: {found.get('value')}")
-    print("result:", ", ".join(f"{count} {name}" for name, count in counts.items()), *skipped[:2])
+    bad = [found for case in cases for kind in ("failure", "error", "skipped") for found in case.iter(kind)]
+    reasons = sorted({" ".join(found.get("message", "").split())[:MOST_CHARACTERS] for found in bad})
+    for reason in reasons[:MOST_REASONS]:
+        print(f"note: {reason}")
+    print("result:", ", ".join(f"{count} {name}" for name, count in counts.items()))
     return counts["tests"] > 0 and not counts["failures"] + counts["errors"] and (IS_DRY or not counts["skipped"])
 
 
@@ -86,7 +98,7 @@ def vllm() -> bool:
     return found is not None
 
 
-COMMANDS = {"facts": facts, "libraries": libraries, "copies": copies, "report": report, "vllm": vllm}
+COMMANDS = {"facts": facts, "gpu": gpu, "libraries": libraries, "copies": copies, "report": report, "vllm": vllm}
 
 if __name__ == "__main__":
     sys.exit(not COMMANDS[sys.argv[1]](*sys.argv[2:]))

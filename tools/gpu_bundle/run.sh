@@ -32,9 +32,9 @@ log() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
 left_s() { echo $((BUDGET_S - SECONDS)); }
 note() { echo "$*" | tee -a "$SUMMARY"; }
 
-# stage NAME LIMIT_S COMMAND...: at most LIMIT_S and what is left of the budget. Of what a stage prints, the last line that
-# begins with "result:" goes to the summary, and each that begins with "note:". Status 3: the machine lacks something that
-# it need not have.
+# stage NAME LIMIT_S COMMAND...: at most LIMIT_S and what is left of the budget. Of what a stage prints, the last line
+# that begins with "result:" goes to the summary, and each that begins with "note:". Status 3: the machine lacks
+# something that it need not have.
 stage() {
   local name=$1 limit_s=$2 rc=0 began_s=$SECONDS result
   shift 2
@@ -61,14 +61,16 @@ stage() {
 }
 
 facts() {
-  nvidia-smi || true
-  nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,mig.mode.current --format=csv || true
-  nvidia-smi topo -m | head -8 || true
+  local asked=name,driver_version,memory.total,mig.mode.current
+  asked+=,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current
+  nvidia-smi
+  nvidia-smi --query-gpu=$asked --format=csv
+  nvidia-smi topo -m | head -8
   nvcc --version | tail -2
   g++ --version | head -1
   uname -r && nproc && free -g | head -2 && ulimit -l
   cat /sys/kernel/mm/transparent_hugepage/enabled /proc/sys/kernel/io_uring_disabled 2>/dev/null
-  ls /sys/devices/system/node 2>/dev/null | grep -c '^node' || true
+  ls /sys/devices/system/node 2>/dev/null | grep -c '^node'
   "$PYTHON" "$BUNDLE/checks.py" facts
 }
 
@@ -88,7 +90,8 @@ build_libraries() {
   local batch=$!
   nvcc -std=c++20 -O2 $flags -c "$TREE/csrc/cuda/tests/plain_api.cc" -o "$objects/plain.o" &
   local plain=$! ops=
-  torch=${TORCH:-$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')}
+  local find='import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])'
+  torch=${TORCH:-$("$PYTHON" -c "$find")}
   if [ -n "$torch" ]; then
     nvcc -std=c++20 -O2 $flags -DTORCH_TARGET_VERSION=0x0209000000000000 -isystem "$torch/include" \
       -c "$TREE/csrc/cuda/torch_ops.cc" -o "$objects/torch_ops.o" &
@@ -110,15 +113,16 @@ build_libraries() {
 build_native() {
   local to=$1 nanobind include suffix source pids=() pid rc=0
   shift
-  nanobind=$(PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH} "$PYTHON" -c 'import nanobind; print(nanobind.source_dir())') || return 1
+  local path=$SITE${PYTHONPATH:+:$PYTHONPATH}
+  nanobind=$(PYTHONPATH=$path "$PYTHON" -c 'import nanobind; print(nanobind.source_dir())') || return 1
   include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
   suffix=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
   [[ " $* " == *Py_LIMITED_API* ]] && suffix=.abi3.so
   [ -e "$include/Python.h" ] || { echo "there is no Python.h in $include" && return 1; }
   local objects=$WORK/native$suffix
   mkdir -p "$objects" "$to"
-  local flags="-std=c++20 -O2 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffunction-sections -fdata-sections -DNDEBUG"
-  flags+=" -I$TREE -I$TREE/csrc/include -isystem $include -isystem $nanobind/../include"
+  local flags="-std=c++20 -O2 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffunction-sections -fdata-sections"
+  flags+=" -DNDEBUG -I$TREE -I$TREE/csrc/include -isystem $include -isystem $nanobind/../include"
   flags+=" -isystem $nanobind/../ext/robin_map/include"
   for source in "$TREE"/csrc/{cpu,ledger,bindings}/*.cc "$nanobind/nb_combined.cpp"; do
     while (($(jobs -rp | wc -l) >= $(nproc))); do wait -n || rc=1; done
@@ -153,8 +157,8 @@ build() {
 
 native_imports() { "$PYTHON" -c 'import hybridkv.native as native; print("instructions:", *native.levels())'; }
 
-# hybridkv.native is taken from the bundle if this Python can import it, and built here otherwise. Without it the libraries
-# use their references in Python, which are slower and nothing else.
+# hybridkv.native is taken from the bundle if this Python can import it, and built here otherwise. Without it the
+# libraries use their references in Python, which are slower and nothing else.
 host() {
   local native=$SITE/hybridkv/native
   mkdir -p "$native"
@@ -181,10 +185,11 @@ tests() {
   return $rc
 }
 
-proof() { tests proof "$TREE/tests/gpu/test_copy_proof_gpu.py"; }
-
-goals() {
-  "$PYTHON" "$TREE/bench/gpu_goals.py" --json "$OUT/goals.jsonl"
+# measure FILE [ARGUMENT...]: a benchmark. Without a GPU it would say so and end well.
+measure() {
+  local said
+  said=$("$PYTHON" "$BUNDLE/checks.py" gpu) || { echo "$said" && return 1; }
+  "$PYTHON" "$TREE/bench/$1" "${@:2}"
 }
 
 oracle() {
@@ -192,13 +197,15 @@ oracle() {
   tests oracle "$TREE/tests/gpu/test_oracle_gpu.py"
 }
 
-# sanitize TOOL EXPRESSION: the kernels' tests. Large cases take minutes under a sanitizer; one test makes a call fail.
+# sanitize TOOL EXPRESSION: the kernels' tests that it names. Large cases take minutes under a sanitizer, and a test
+# that makes a call fail would be reported.
 sanitize() {
   local tool=$1
   export HYBRIDKV_CUDA_PLAIN=$SITE/hybridkv/cuda_kernels/libhybridkv_cuda_plain.so
   command -v compute-sanitizer >/dev/null || { echo "result: there is no compute-sanitizer" && return 3; }
-  (cd "$TREE" && compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all "$PYTHON" -m pytest -q \
-    -c /dev/null --rootdir="$TREE" --import-mode=importlib -p no:cacheprovider "$TREE/tests/gpu/test_kernels.py" -k "$2")
+  (cd "$TREE" && compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+    "$PYTHON" -m pytest -q -c /dev/null --rootdir="$TREE" --import-mode=importlib -p no:cacheprovider \
+    "$TREE/tests/gpu/test_kernels.py" -k "$2")
 }
 
 [ "${1:-}" = build_prebuilt ] && {
@@ -219,13 +226,13 @@ note "bundle of commit $(cat "$BUNDLE/COMMIT")${DRY:+, a dry run}"
 [ -n "$DRY" ] || export HYBRIDKV_TEST_GPUS=1
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HYPOTHESIS_STORAGE_DIRECTORY=$WORK/hypothesis
 path=$SITE
-for folder in "$TREE"/libs/*/src "$TREE"/libs/transfer/tests "$TREE"/tests/gpu "$TREE"/tests/support "$TREE"/tests "$TREE"/bench; do
+for folder in "$TREE"/{libs/*/src,libs/transfer/tests,tests/gpu,tests/support,tests}; do
   path+=:$folder
 done
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
 export BUNDLE TREE OUT WORK SITE LOGS PYTHON DRY CUDA_ARCHS
 # `timeout` runs programs: it gets the functions through the environment.
-export -f facts packages build build_libraries build_native native_imports host copies tests proof goals oracle sanitize
+export -f facts packages build build_libraries build_native native_imports host copies tests measure oracle sanitize
 
 stage facts 40 bash -c facts
 stage packages 30 bash -c packages
@@ -235,13 +242,13 @@ stage copies 20 bash -c copies
 stage kernels 120 bash -c 'tests kernels "$TREE/tests/gpu/test_kernels.py"'
 stage native 90 bash -c 'tests native "$TREE/tests/gpu/test_cuda_engine_gpu.py" -k "not streams"'
 stage engine 60 bash -c 'tests engine "$TREE/tests/gpu/test_cuda_engine_gpu.py" -k streams'
-stage proof 60 bash -c proof
-stage goals 150 bash -c goals
+stage proof 60 bash -c 'tests proof "$TREE/tests/gpu/test_copy_proof_gpu.py"'
+stage goals 150 bash -c 'measure gpu_goals.py --json "$OUT/goals.jsonl"'
 stage oracle 120 bash -c oracle
-stage memcheck 120 bash -c \
-  'sanitize memcheck "(reference or checksum or blocks_does_not) and not 100 and not 4194304 and not 2097152 and not too_much"'
-stage racecheck 60 bash -c 'sanitize racecheck "(reference or checksum) and not 100 and not 4194304 and not 2097152"'
-stage tuning 90 bash -c '"$PYTHON" "$TREE/bench/gpu_copy.py" --mebibytes 64 --rounds 3 --json "$OUT/gpu_copy.json"'
+export SMALL="not 100 and not 4194304 and not 2097152"
+stage memcheck 120 bash -c 'sanitize memcheck "(reference or checksum or blocks_does_not) and $SMALL"'
+stage racecheck 60 bash -c 'sanitize racecheck "(reference or checksum) and $SMALL"'
+stage tuning 90 bash -c 'measure gpu_copy.py --mebibytes 64 --rounds 3 --json "$OUT/gpu_copy.json"'
 
 echo
 cat "$SUMMARY"

@@ -79,7 +79,7 @@ def test_a_skipped_test_is_a_failure_where_a_gpu_must_be(bundle: Path, tmp_path:
     """There is none here, or its library was not built."""
     code, summary = run(bundle, tmp_path / "wet", STAGES="kernels", CUDA_VISIBLE_DEVICES="")
     assert code == 1, summary
-    assert re.search(r"^kernels: FAILED", summary, re.MULTILINE)
+    assert re.search(r"^kernels: FAILED.*\n  .*this test was given a GPU, yet", summary, re.MULTILINE)
 
 
 def test_a_stage_for_which_no_time_is_left_is_named_and_a_failure(bundle: Path, tmp_path: Path) -> None:
