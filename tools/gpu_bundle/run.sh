@@ -238,7 +238,7 @@ stage facts 40 bash -c facts
 stage packages 30 bash -c packages
 stage build 150 bash -c build
 stage host 120 bash -c host
-stage copies 20 bash -c copies
+stage copies 60 bash -c copies
 stage kernels 120 bash -c 'tests kernels "$TREE/tests/gpu/test_kernels.py"'
 stage native 90 bash -c 'tests native "$TREE/tests/gpu/test_cuda_engine_gpu.py" -k "not streams"'
 stage engine 60 bash -c 'tests engine "$TREE/tests/gpu/test_cuda_engine_gpu.py" -k streams'
