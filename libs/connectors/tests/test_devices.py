@@ -14,6 +14,7 @@ import pytest
 import torch
 import vllm
 from vllm import _custom_ops
+from vllm.v1.kv_offload.cpu import host_register
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
@@ -97,11 +98,19 @@ def test_memory_that_cannot_be_pinned_is_refused_with_the_reason() -> None:
         native.reach_memory(np.zeros(4096, dtype=np.uint8))
 
 
+class CudaRuntime:
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        return 0
+
+
 def test_a_vllm_without_batched_copies_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """This one is built for a CPU."""
     with pytest.raises(ConfigurationError, match=f"copies.*vLLM {vllm.__version__}"):
         devices.open_device("cuda", "engine", False)
     monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", swap_in_order, raising=False)
+    with pytest.raises(ConfigurationError, match=r"copies.*runtime.*libcudart is not loaded"):
+        compat.engine_copies()
+    monkeypatch.setattr(host_register, "CudaRTLibrary", CudaRuntime)
     assert compat.engine_copies().swap_blocks_batch is _custom_ops.swap_blocks_batch
     monkeypatch.setattr(_custom_ops, "swap_blocks_batch", lambda sources, destinations, sizes: None)
     with pytest.raises(ConfigurationError, match="swap_blocks_batch"):
@@ -171,8 +180,8 @@ class Calls:
         monkeypatch.setattr(torch.cuda, "Stream", self._stream)
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-        self.error = 0
-        copies = EngineCopies(self._swap, self._register, self.pinned.pop, lambda: self.error)
+        self.last_error = self.error_of_swaps = 0
+        copies = EngineCopies(self._swap, self._register, self.pinned.pop, self._take_error)
         self.device = devices.EngineGpuDevice(EngineDevice(copies))
 
     def _set_device(self, index: int) -> None:
@@ -192,6 +201,11 @@ class Calls:
     def _swap(self, *columns: torch.Tensor, is_src_access_order_any: bool) -> None:
         self.names.append(f"swap {len(columns[0])}{', any order' if is_src_access_order_any else ''}")
         swap_in_order(*columns)
+        self.last_error = self.error_of_swaps or self.last_error
+
+    def _take_error(self) -> int:
+        error, self.last_error = self.last_error, 0
+        return error
 
     def _register(self, address: int, num_bytes: int) -> bool:
         self.pinned[address] = num_bytes
@@ -240,9 +254,9 @@ def test_a_copy_that_the_runtime_refuses_fails_its_job(monkeypatch: pytest.Monke
     stores, loads = calls.device.copy_engines("sync")
     address = int(memory.ctypes.data)
     loads.register(address, memory.nbytes, "memory")
-    calls.error = 700
+    calls.error_of_swaps = 700
     assert loads.submit(JobId(1), CopyRuns.of([(address, address + 100, 10)]))
-    calls.error = 0
+    calls.last_error, calls.error_of_swaps = 2, 0  # somebody else's
     assert loads.submit(JobId(2), CopyRuns.of([(address, address + 100, 10)]))
     failures = [result.failure for result in loads.poll()]
     assert "error 700" in str(failures[0]) and failures[1] is None

@@ -72,6 +72,7 @@ class EngineDevice:
     def swap_blocks_batch(
         self, sources: Integers, destinations: Integers, num_bytes: Integers, *, is_src_access_order_any: bool
     ) -> None:
+        self._copies.last_error()  # of somebody else's call before
         for start in range(0, len(sources), MAX_BATCH_COPIES):
             part = slice(start, start + MAX_BATCH_COPIES)
             # Copies, because torch takes no read-only array.
