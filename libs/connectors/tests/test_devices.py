@@ -180,15 +180,16 @@ class Calls:
         monkeypatch.setattr(torch.cuda, "Stream", self._stream)
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-        self.last_error = self.error_of_swaps = 0
+        self.last_error = self.error_of_swaps = self.num_streams = 0
         copies = EngineCopies(self._swap, self._register, self.pinned.pop, self._take_error)
         self.device = devices.EngineGpuDevice(EngineDevice(copies))
 
     def _set_device(self, index: int) -> None:
         self.entered.add((threading.current_thread().name, index))
 
-    def _stream(self, index: int, priority: int) -> Any:
-        name = f"stream of {index} with priority {priority}"
+    def _stream(self, index: int) -> Any:
+        self.num_streams += 1
+        name = f"stream {self.num_streams} of {index}"
         return SimpleNamespace(name=name, wait_event=lambda event: self.names.append(f"{name} waits"))
 
     def _event(self, blocking: bool) -> Any:
@@ -231,10 +232,10 @@ def test_a_gpu_is_given_to_the_engines_as_vllm_uses_it(monkeypatch: pytest.Monke
     assert arena[:500].tobytes() == cache[:500].tobytes() and arena[900:907].tobytes() == cache[900:907].tobytes()
     assert calls.entered == {("hybridkv-copy", 3), ("hybridkv-copied", 3)}
     assert calls.names == [
-        *("record compute of 3", "stream of 3 with priority 0 waits", "swap 2"),
-        *("record stream of 3 with priority 0", "synchronize"),
-        *("record compute of 3", "stream of 3 with priority -1 waits", "swap 2, any order"),
-        *("record stream of 3 with priority -1", "synchronize"),
+        *("record compute of 3", "stream 1 of 3 waits", "swap 2"),
+        *("record stream 1 of 3", "synchronize"),
+        *("record compute of 3", "stream 2 of 3 waits", "swap 2, any order"),
+        *("record stream 2 of 3", "synchronize"),
     ]
 
 

@@ -188,7 +188,7 @@ def test_a_batch_that_is_refused_inline_fails_its_job() -> None:
 def test_the_fence_is_taken_on_the_thread_that_submits(device: WatchedDevice, engine: StreamCopyEngine) -> None:
     """So that it is behind what that thread has enqueued for compute, in whichever stream."""
     memory = Memory(device, engine)
-    forward = device.new_stream(high_priority=False)
+    forward = device.new_stream()
     with device.stream(forward):
         device.launch(lambda: memory.cache.fill(7))
         engine.submit(JobId(1), memory.store(1))

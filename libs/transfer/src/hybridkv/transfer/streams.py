@@ -61,7 +61,7 @@ class CopyDevice(Protocol):
         """Make it the device of the calling thread, which would use another otherwise. Any number of times."""
         ...
 
-    def new_stream(self, *, high_priority: bool) -> Stream: ...
+    def new_stream(self) -> Stream: ...
 
     def new_event(self) -> Event: ...
 
@@ -90,9 +90,9 @@ class CopyDevice(Protocol):
 class StreamCopies:
     """Batches of one stream of a device. Private to the engines of this module."""
 
-    def __init__(self, device: CopyDevice, *, high_priority: bool) -> None:
+    def __init__(self, device: CopyDevice) -> None:
         self.device = device
-        self._stream = device.new_stream(high_priority=high_priority)
+        self._stream = device.new_stream()
         self._pinned = AddressRanges()
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -156,7 +156,6 @@ class StreamCopyEngine(JobQueue[Event]):
 
     The copy thread makes the runs of a job, calls `before` and submits the batch. The other waits for batches in order
     and calls `after`, so that the hooks of one job run while the batch of another is copied. It takes no digests.
-    With `high_priority` its stream goes before others: for loads, which requests wait for.
     """
 
     def __init__(
@@ -164,10 +163,8 @@ class StreamCopyEngine(JobQueue[Event]):
         device: CopyDevice,
         clock: Callable[[], float] = time.monotonic,
         max_queued_jobs: int = 1024,
-        *,
-        high_priority: bool = False,
     ) -> None:
-        self._copies = StreamCopies(device, high_priority=high_priority)
+        self._copies = StreamCopies(device)
         self._submitted: SimpleQueue[_Submitted | None] = SimpleQueue()
         self._ending = threading.Thread(target=self._end_jobs, name="hybridkv-copied", daemon=True)
         super().__init__(self._copies.fence, clock, max_queued_jobs)
@@ -217,14 +214,9 @@ class StreamCopyEngine(JobQueue[Event]):
 class InlineStreamCopyEngine(InlineCopyEngine):
     """The same, in `submit`, on the caller's thread: it returns when the bytes are there."""
 
-    def __init__(
-        self,
-        device: CopyDevice,
-        clock: Callable[[], float] = time.monotonic,
-        max_queued_jobs: int = 1024,
-    ) -> None:
-        self._copies = StreamCopies(device, high_priority=True)
-        super().__init__(clock, max_queued_jobs, self._copies.fenced)
+    def __init__(self, device: CopyDevice) -> None:
+        self._copies = StreamCopies(device)
+        super().__init__(copier=self._copies.fenced)
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
         super().register(address, num_bytes, name)

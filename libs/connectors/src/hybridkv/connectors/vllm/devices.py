@@ -130,7 +130,7 @@ class EngineGpuDevice(GpuDevice):
     def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
         stores = StreamCopyEngine(self._device)
         if load == "async":
-            return stores, StreamCopyEngine(self._device, high_priority=True)
+            return stores, StreamCopyEngine(self._device)
         return stores, InlineStreamCopyEngine(self._device)
 
     def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
