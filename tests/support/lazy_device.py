@@ -72,6 +72,11 @@ class LazyStream:
     def wait_event(self, event: LazyEvent) -> None:
         self.device.wait(self, event)
 
+    def synchronize(self) -> None:
+        event = self.device.new_event()
+        event.record(self)
+        event.synchronize()
+
 
 class LazyDevice:
     """Thread safe. `choose` draws what happens next.

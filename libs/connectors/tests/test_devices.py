@@ -190,7 +190,11 @@ class Calls:
     def _stream(self, index: int) -> Any:
         self.num_streams += 1
         name = f"stream {self.num_streams} of {index}"
-        return SimpleNamespace(name=name, wait_event=lambda event: self.names.append(f"{name} waits"))
+        return SimpleNamespace(
+            name=name,
+            wait_event=lambda event: self.names.append(f"{name} waits"),
+            synchronize=lambda: self.names.append(f"synchronize {name}"),
+        )
 
     def _event(self, blocking: bool) -> Any:
         assert blocking
@@ -261,6 +265,7 @@ def test_a_copy_that_the_runtime_refuses_fails_its_job(monkeypatch: pytest.Monke
     assert loads.submit(JobId(2), CopyRuns.of([(address, address + 100, 10)]))
     failures = [result.failure for result in loads.poll()]
     assert "error 700" in str(failures[0]) and failures[1] is None
+    assert "synchronize stream 2 of 3" in calls.names
     stores.close()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from lazy_device import TIMEOUT_S, LazyDevice, LazyEvent
+from lazy_device import TIMEOUT_S, LazyDevice, LazyEvent, LazyStream
 
 from hybridkv.transfer import CopyEngine, CopyResult, CopyRuns, InlineStreamCopyEngine, JobId, StreamCopyEngine
 
@@ -73,6 +73,7 @@ def finish(engine: CopyEngine, *job_ids: int) -> list[CopyResult]:
 
 
 def wait_for_batches(device: LazyDevice, engine: StreamCopyEngine, number: int) -> None:
+    """Of a batch that failed, until its engine waits for what was submitted of it."""
     assert device.wait_for_record(engine._copies._stream, number)  # type: ignore[arg-type]
 
 
@@ -142,8 +143,10 @@ def test_a_batch_that_is_refused_fails_its_job_alone_and_when_nothing_of_it_can_
     called: list[int] = []
     engine.submit(JobId(1), memory.store(1), after=lambda: called.append(1))
     engine.submit(JobId(2), memory.store(2))
-    wait_for_batches(device, engine, 2)
+    wait_for_batches(device, engine, 1)
     assert not engine.wait([JobId(1)], 0.01), "half of it was submitted"
+    device.drain()
+    wait_for_batches(device, engine, 2)
     device.drain()
     first, second = finish(engine, 1, 2)
     assert (first.failure, first.num_bytes) == ("RuntimeError: swap_blocks_batch: invalid argument", 0)
@@ -171,6 +174,28 @@ def test_a_copy_that_fails_on_the_device_fails_its_job_alone(
     first, second = finish(engine, 1, 2)
     assert "illegal memory access" in str(first.failure)
     assert (first.num_bytes, second.failure) == (0, None)
+
+
+def test_a_batch_without_an_event_behind_it_fails_its_job_when_nothing_of_it_can_still_write(
+    device: WatchedDevice, engine: StreamCopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(device, engine)
+    stream = engine._copies._stream
+    failing = [True]
+
+    def record(event: LazyEvent, recorded: LazyStream) -> None:
+        if recorded is stream and failing:
+            failing.pop()
+            raise RuntimeError("CUDA error: out of memory")
+        device.enqueue(recorded, ("record", event))
+
+    monkeypatch.setattr(LazyEvent, "record", record)
+    engine.submit(JobId(1), memory.store(1))
+    wait_for_batches(device, engine, 1)
+    assert not engine.wait([JobId(1)], 0.01), "all of it was submitted"
+    device.drain()
+    [result] = finish(engine, 1)
+    assert "out of memory" in str(result.failure) and memory.is_stored(1)
 
 
 def test_a_batch_that_is_refused_inline_fails_its_job() -> None:

@@ -21,17 +21,12 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from hybridkv.transfer.engine import CopyResult
-from hybridkv.transfer.errors import TransferError
 from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.jobs import Job, conclude, describe, prepare
 from hybridkv.transfer.memory import AddressRanges
 from hybridkv.transfer.native import Copier
 from hybridkv.transfer.queued import JobQueue
 from hybridkv.transfer.runs import CopyRuns, Integers
-
-
-class SubmissionError(TransferError, RuntimeError):
-    """A batch could not be submitted; the text says why. It becomes the failure of its job."""
 
 
 class Event(Protocol):
@@ -49,13 +44,17 @@ class Event(Protocol):
 class Stream(Protocol):
     """As torch.cuda.Stream: what is enqueued in one happens in order; two are ordered by events alone."""
 
+    def synchronize(self) -> None:
+        """Wait until all that was enqueued has happened, without the interpreter lock."""
+        ...
+
     def wait_event(self, event: Any) -> None:
         """What is enqueued from now on happens after `event`."""
         ...
 
 
 class CopyDevice(Protocol):
-    """One device as the inference engine sees it. Any thread may call. Nothing but `Event.synchronize` waits."""
+    """One device as the inference engine sees it. Any thread may call. Nothing but `synchronize` waits."""
 
     def enter_thread(self) -> None:
         """Make it the device of the calling thread, which would use another otherwise. Any number of times."""
@@ -103,34 +102,29 @@ class StreamCopies:
         """Behind everything that the calling thread has enqueued for compute so far."""
         return self._record(self.device.current_stream())
 
-    def enqueue(self, runs: CopyRuns, fence: Event) -> tuple[Event, str | None]:
-        """Enqueue a batch behind `fence`. The event behind it, and why it was not submitted whole.
-
-        Of a batch that failed a part may have been submitted, so that its event counts, too.
-        """
-        failure = None
-        with self.device.stream(self._stream):
-            try:
+    def enqueue(self, runs: CopyRuns, fence: Event) -> Event:
+        """Enqueue a batch behind `fence`. The event behind it. Where it raises, nothing of the batch still runs."""
+        try:
+            with self.device.stream(self._stream):
                 self._stream.wait_event(fence)
-                # Only memory of the host has no writer on the device, so only there is any order safe.
+                # Slots of the host are written by stores alone, and a load comes after their results: any order is
+                # safe there. Blocks of the device may be written until the fence.
                 is_host = self._pinned.contain(runs.sources)
                 for is_any, part in ((True, runs.select(is_host)), (False, runs.select(~is_host))):
                     if len(part):
                         columns = part.sources, part.destinations, part.num_bytes
                         self.device.swap_blocks_batch(*columns, is_src_access_order_any=is_any)
-            except Exception as error:
-                failure = describe(error)
-        return self._record(self._stream), failure
+            return self._record(self._stream)
+        except BaseException:
+            self._stream.synchronize()
+            raise
 
     def fenced(self) -> Copier:
         """A copy that waits for all that the calling thread has enqueued for compute so far. Takes no digests."""
         fence = self.fence()
 
         def copy(runs: CopyRuns, record_ends: Integers | None = None) -> None:
-            event, failure = self.enqueue(runs, fence)
-            event.synchronize()
-            if failure is not None:
-                raise SubmissionError(failure)
+            self.enqueue(runs, fence).synchronize()
 
         return copy
 
@@ -181,7 +175,7 @@ class StreamCopyEngine(JobQueue[Event]):
             self._copies.device.enter_thread()
             runs, failure = prepare(job, self._memory)
             if failure is None and len(runs):
-                copied, failure = self._copies.enqueue(runs, prepared)
+                copied = self._copies.enqueue(runs, prepared)
             if failure is None:
                 num_bytes = runs.total_bytes
         except BaseException as error:  # the thread must outlive a job, or every later one would hang
