@@ -92,8 +92,9 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(load: str, monkeypat
 @needs_no_gpu
 def test_memory_that_cannot_be_pinned_is_refused_with_the_reason() -> None:
     native = devices.NativeGpuDevice()
-    with pytest.raises(ConfigurationError, match="memory that can be pinned"):
+    with pytest.raises(ConfigurationError, match="memory that can be pinned") as caught:
         native.arena_memory(4096)
+    assert "WSL2" in caught.value.hint
     with pytest.raises(ConfigurationError, match="memory that can be pinned"):
         native.reach_memory(np.zeros(4096, dtype=np.uint8))
 
