@@ -125,6 +125,25 @@ def test_what_follows_a_copy_runs_while_the_next_is_under_way(device: WatchedDev
     assert [(result.job_id, result.failure) for result in finish(engine, 1, 2, 3)] == [(1, None), (2, None), (3, None)]
 
 
+def test_after_runs_on_the_thread_that_waits_for_batches(engine: StreamCopyEngine) -> None:
+    names: list[str] = []
+    engine.submit(JobId(1), CopyRuns.empty(), after=lambda: names.append(threading.current_thread().name))
+    finish(engine, 1)
+    assert names == ["hybridkv-copied"]
+
+
+def test_seconds_of_a_job_begin_when_the_job_before_has_ended(device: WatchedDevice) -> None:
+    now = [1.0]
+    engine = StreamCopyEngine(device, lambda: now[0])
+    memory = Memory(device, engine)
+    engine.submit(JobId(1), memory.store(1), after=lambda: now.__setitem__(0, 5.0))
+    engine.submit(JobId(2), memory.store(2), after=lambda: now.__setitem__(0, 7.0))
+    wait_for_batches(device, engine, 2)
+    device.drain()
+    assert [result.seconds for result in finish(engine, 1, 2)] == [4.0, 2.0]
+    engine.close()
+
+
 def test_a_result_comes_only_when_its_batch_has_happened(device: WatchedDevice, engine: StreamCopyEngine) -> None:
     memory = Memory(device, engine)
     engine.submit(JobId(1), memory.store(1))

@@ -12,6 +12,7 @@ sources lie on the device. The engines arrange jobs as vLLM's `v1/kv_offload/cpu
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -160,6 +161,7 @@ class StreamCopyEngine(JobQueue[Event]):
     ) -> None:
         self._copies = StreamCopies(device)
         self._submitted: SimpleQueue[_Submitted | None] = SimpleQueue()
+        self._last_end_s = -math.inf
         self._ending = threading.Thread(target=self._end_jobs, name="hybridkv-copied", daemon=True)
         super().__init__(self._copies.fence, clock, max_queued_jobs)
         self._ending.start()
@@ -188,7 +190,9 @@ class StreamCopyEngine(JobQueue[Event]):
 
     def _end_jobs(self) -> None:
         while (submitted := self._submitted.get()) is not None:
-            self._finish(self._result_of(submitted))
+            result = self._result_of(submitted)
+            del submitted  # with what its hooks hold
+            self._finish(result)
 
     def _result_of(self, submitted: _Submitted) -> CopyResult:
         failure, num_bytes = submitted.failure, submitted.num_bytes
@@ -202,7 +206,9 @@ class StreamCopyEngine(JobQueue[Event]):
             failure = failure or conclude(submitted.job)
         except BaseException as error:  # as on the copy thread
             failure = describe(error)
-        return CopyResult(submitted.job.job_id, failure, num_bytes, self._clock() - submitted.started_s)
+        # Until the job before had ended, this one waited for it.
+        began_s, self._last_end_s = max(submitted.started_s, self._last_end_s), self._clock()
+        return CopyResult(submitted.job.job_id, failure, num_bytes, self._last_end_s - began_s)
 
 
 class InlineStreamCopyEngine(InlineCopyEngine):
