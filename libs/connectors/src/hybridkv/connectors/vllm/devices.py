@@ -30,9 +30,6 @@ from hybridkv.transfer.pinned import map_memory
 DEVICE_TYPES = ("cpu", "cuda")
 ZERO_BYTES = 64 * 1024
 """Of memory that is zero, on each worker's device."""
-DELAY_BYTES = 32 << 20
-DELAY_PASSES = 200
-"""About four milliseconds of a GPU that reads and writes 3 TB/s."""
 _HINT = "run vLLM on a CPU or on GPUs of its CUDA or ROCm platform"
 
 
@@ -106,13 +103,19 @@ class GpuDevice(Device):
         """Calls `work`, which launches compute."""
         work()
 
-    def launch_delay(self) -> None:
-        """Launches compute that takes longer than the submission of a copy."""
+    def launch_delay(self, cycles: int) -> None:
+        """Launches compute that takes so many cycles of the GPU."""
         import torch
 
-        scratch = torch.empty(DELAY_BYTES, dtype=torch.uint8, device=self.device_type)
-        for _ in range(DELAY_PASSES):
-            scratch.add_(1)
+        torch.cuda._sleep(cycles)
+
+    def mark(self) -> Callable[[], bool]:
+        """Whether all that this thread has launched until now has happened. Any thread may ask."""
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
 
     def synchronize(self) -> None:
         """Waits for what this thread has launched."""
