@@ -2,7 +2,8 @@
 
 For each version two environment variables:
 
-* `HYBRIDKV_LMCACHE_0_5_7RC2`: a command that is `lmcache` of that version, which is the server;
+* `HYBRIDKV_LMCACHE_0_5_7RC2`: a command that runs `libs/lmcache/tests/lmcache_command.py` beside that version, which is
+  the server;
 * `HYBRIDKV_LMCACHE_PACKAGES_0_5_7RC2`: a directory with that version and the packages of its that vLLM lacks. It is put
   behind all others, so that vLLM's versions are what both import.
 """
@@ -36,7 +37,7 @@ def packages(version: str) -> str:
 def what_is_missing(version: str) -> str | None:
     """A sentence; None where nothing is."""
     if command(version) is None:
-        return f"{variable(version)} is not set: a command that is `lmcache` of {version}"
+        return f"{variable(version)} is not set: a command that runs lmcache_command.py beside {version}"
     directory = os.environ.get(packages_variable(version))
     if directory is None:
         return f"{packages_variable(version)} is not set: a directory that has the package lmcache {version}"

@@ -20,7 +20,7 @@ from trial import Trial
 
 from hybridkv.planner import GroupKind
 
-MODEL: Final = os.environ.get("HYBRIDKV_E2E_MODEL", "qwen3-next")
+MODEL: Final = os.environ.get("HYBRIDKV_E2E_PREFIX_MODEL", "qwen3-next")
 IS_ASYNCHRONOUS: Final = os.environ.get("HYBRIDKV_E2E_SCHEDULING", "sync") == "async"
 
 _MAMBA2: Final[dict[str, Any]] = {"max_model_len": 2048, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 256}

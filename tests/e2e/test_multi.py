@@ -19,7 +19,7 @@ from noise import Noise, deviation
 
 from hybridkv.metrics import ChildSelection
 
-KIND = os.environ.get("HYBRIDKV_E2E_MODEL", "qwen3-next")
+KIND = os.environ.get("HYBRIDKV_E2E_MULTI_MODEL", "qwen3-next")
 OFFLOAD = "HybridOffloadConnector"
 CHUNKS = (128, 256)
 PROMPTS = 2

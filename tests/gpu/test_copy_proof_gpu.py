@@ -95,6 +95,7 @@ def proven(gpu: GpuDevice, device: str, load: str) -> CopyRates:
         rig.close()
     assert all(torch.equal(*pair) for pair in zip(before, rig.caches.values(), strict=True))
     assert rates.page_sizes == tuple(sorted({size for sizes in GROUPS.values() for size in sizes}))
+    assert not rates.untried
     return rates
 
 
@@ -135,12 +136,11 @@ class Unfenced(EngineDevice):
 
     def __init__(self, *, of_loads: bool) -> None:
         super().__init__(find_engine_copies()[1])
-        self._of_loads = of_loads
+        # The first stream is that of stores.
+        self._are_fenced = iter((of_loads, not of_loads))
 
-    def new_stream(self, *, high_priority: bool) -> Any:
-        if high_priority != self._of_loads:
-            return super().new_stream(high_priority=high_priority)
-        return _NeverWaiting(self._index, priority=-1 if high_priority else 0)
+    def new_stream(self) -> Any:
+        return super().new_stream() if next(self._are_fenced) else _NeverWaiting(self._index)
 
 
 class _NeverWaiting(torch.cuda.Stream):  # type: ignore[misc, name-defined]

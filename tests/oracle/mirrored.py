@@ -73,7 +73,7 @@ class MirroredRunner(FakeRunner):
 
     def _before_write(self) -> None:
         if self._gpu is not None and self._draw(LATE_WRITES) == 0:
-            self._gpu.launch_delay()
+            self._gpu.launch_delay(copy_proof.DELAY_CYCLES)
 
 
 class MirroredEngine(OracleEngine):

@@ -72,6 +72,11 @@ class LazyStream:
     def wait_event(self, event: LazyEvent) -> None:
         self.device.wait(self, event)
 
+    def synchronize(self) -> None:
+        event = self.device.new_event()
+        event.record(self)
+        event.synchronize()
+
 
 class LazyDevice:
     """Thread safe. `choose` draws what happens next.
@@ -101,9 +106,10 @@ class LazyDevice:
     def enter_thread(self) -> None:
         self._current.is_entered = True
 
-    def new_stream(self, *, high_priority: bool) -> LazyStream:
-        stream = LazyStream(self, "loads" if high_priority else "stores")
+    def new_stream(self) -> LazyStream:
+        """Of stores and of loads by turns, as a worker makes its engines."""
         with self._changed:
+            stream = LazyStream(self, ("loads", "stores")[len(self.streams) % 2])
             self.streams.append(stream)
         return stream
 

@@ -11,11 +11,13 @@ from hybridkv.connectors.vllm.devices import EngineGpuDevice
 
 
 class LazyGpu(EngineGpuDevice):
-    """The device of one worker."""
+    """The device of one worker. Compute behind a delay below `submission_cycles` ends before a copy is submitted."""
 
-    def __init__(self, device: LazyDevice) -> None:
+    def __init__(self, device: LazyDevice, submission_cycles: int = 0) -> None:
         super().__init__(device)  # type: ignore[arg-type]
         self.lazy = device
+        self._submission_cycles = submission_cycles
+        self._delay_cycles = 0
 
     def prepare(self, kv_caches: Mapping[str, Any]) -> None:
         """They lie where this device reaches."""
@@ -23,8 +25,20 @@ class LazyGpu(EngineGpuDevice):
     def launch(self, work: Callable[[], object]) -> None:
         self.lazy.launch(work)
 
-    def launch_delay(self) -> None:
+    def launch_delay(self, cycles: int) -> None:
         """What comes later comes as late as it may anyway."""
+        self._delay_cycles = cycles
+
+    def mark(self) -> Callable[[], bool]:
+        event = self.lazy.new_event()
+        event.record(self.lazy.current_stream())
+
+        def has_happened() -> bool:
+            if self._delay_cycles < self._submission_cycles:
+                self.lazy.drain()
+            return event.happened
+
+        return has_happened
 
     def synchronize(self) -> None:
         event = self.lazy.new_event()

@@ -67,6 +67,7 @@ def _found(name: str) -> bool:
     return any(path.parents[name.count("*")].glob("/".join(path.parts[-1 - name.count("*") :]))) or path.exists()
 
 
+@pytest.mark.full
 def test_a_dry_run_of_cheap_stages_ends_well(bundle: Path, tmp_path: Path) -> None:
     code, summary = run(bundle, tmp_path / "dry", DRY="1", STAGES="facts packages kernels", CUDA_VISIBLE_DEVICES="")
     assert code == 0, summary
@@ -75,6 +76,7 @@ def test_a_dry_run_of_cheap_stages_ends_well(bundle: Path, tmp_path: Path) -> No
     assert (tmp_path / "dry" / "out" / "logs.tgz").exists()
 
 
+@pytest.mark.full
 def test_a_skipped_test_is_a_failure_where_a_gpu_must_be(bundle: Path, tmp_path: Path) -> None:
     """There is none here, or its library was not built."""
     code, summary = run(bundle, tmp_path / "wet", STAGES="kernels", CUDA_VISIBLE_DEVICES="")

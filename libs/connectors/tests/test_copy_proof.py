@@ -44,8 +44,8 @@ GROUPS = {0: (1500, 1024), 2: (16,)}
 class Rig:
     """Two groups of blocks on a lazy device, an arena, and the engines of a worker."""
 
-    def __init__(self, device: LazyDevice, load: str = "async") -> None:
-        self.gpu = LazyGpu(device)
+    def __init__(self, device: LazyDevice, load: str = "async", submission_cycles: int = 0) -> None:
+        self.gpu = LazyGpu(device, submission_cycles)
         self.cache = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 2 * BLOCKS * STRIDE, dtype=np.uint8))
         base = self.cache.data_ptr()
         pages = {
@@ -82,8 +82,8 @@ def _one_round(monkeypatch: pytest.MonkeyPatch) -> None:
 def make() -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def made(device: LazyDevice, load: str = "async") -> Rig:
-        rigs.append(Rig(device, load))
+    def made(*arguments: Any) -> Rig:
+        rigs.append(Rig(*arguments))
         return rigs[-1]
 
     yield made
@@ -143,15 +143,55 @@ def test_bytes_in_the_wrong_place_or_missing_are_refused_and_named(
     assert "of a page of" in found and "of block" in found
 
 
+def copies_first(below: int) -> int:
+    return below - 1
+
+
 @pytest.mark.parametrize(
     ("device", "expected"),
     [(StoresWithoutFence, "a store of"), (LoadsWithoutFence, "a load of"), (WithoutCompletion, "a store of")],
 )
 def test_a_fence_that_is_ignored_is_refused(make: Callable[..., Rig], device: type[LazyDevice], expected: str) -> None:
-    def copies_first(below: int) -> int:
-        return below - 1
-
     assert refusal(make(device(copies_first, is_late=True))).startswith(expected)
+
+
+@pytest.mark.parametrize("device", [StoresWithoutFence, LoadsWithoutFence])
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_a_fence_is_tried_again_where_compute_had_ended_before_the_copy(
+    make: Callable[..., Rig], device: type[LazyDevice], load: str
+) -> None:
+    cycles = copy_proof.MOST_DELAY_CYCLES
+    assert "bytes differ" in refusal(make(device(copies_first, is_late=True), load, cycles))
+
+
+def test_fences_that_could_not_be_tried_are_named(make: Callable[..., Rig]) -> None:
+    rig = make(LazyDevice(copies_first, is_late=True), "async", copy_proof.MOST_DELAY_CYCLES + 1)
+    before = rig.cache.clone()
+    assert rig.prove().untried == ("loads", "stores")
+    assert torch.equal(rig.cache, before)
+    assert make(LazyDevice(copies_first, is_late=True)).prove().untried == ()
+
+
+def test_fewer_blocks_are_copied_where_the_device_has_little_memory(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros, most = torch.zeros, 2 * 2528
+
+    def with_little_memory(shape: Any, **keywords: Any) -> torch.Tensor:
+        if shape[1] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(shape, **keywords)
+
+    rig = make(LazyDevice(lambda below: 0))
+    monkeypatch.setattr(torch, "zeros", with_little_memory)
+    rates = rig.prove()
+    assert rates.num_pages == 2 * 2 + (BLOCKS - 1)
+
+
+def test_a_job_that_is_not_taken_is_refused(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make(LazyDevice(lambda below: 0))
+    monkeypatch.setattr(rig.paths.stores, "submit", lambda *arguments: False)
+    assert "no more jobs" in refusal(rig)
 
 
 def test_a_load_that_copies_wrongly_is_refused(make: Callable[..., Rig]) -> None:
@@ -208,6 +248,7 @@ def test_a_worker_proves_its_copies_when_it_gets_the_kv_caches(
         else:
             with caplog.at_level(logging.INFO, "vllm.hybridkv.worker"):
                 register(gpu, paths, caches)
+            assert re.search(r"seed \d+", caplog.text)
             assert re.search(r"stores \d+\.\d GB/s, loads \d+\.\d GB/s; 5 pages of 64 bytes", caplog.text)
         for engine in paths.engines():
             engine.close()

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_copies import bytes_of, copy_of
@@ -86,7 +87,7 @@ def part_bytes(engine: Engine, chunk_copy: ChunkCopy) -> int:
 chunks = st.sampled_from([2, 6, 10, 16, 20, 28, 36, 44, 54])
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100, 5), deadline=None)
 @given(st.sampled_from(list(ORDERS)), chunks, st.integers(1, 5), st.data())
 def test_a_cut_chunk_is_read_by_an_engine_whose_kernels_see_other_blocks(
     order: str, chunk: int, number: int, data: st.DataObject
@@ -136,7 +137,7 @@ def stored_plainly(engine: Engine, spec: CacheSpec, end_token: int, ids: Sequenc
     return chunk
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100, 5), deadline=None)
 @given(chunks, st.sampled_from([None, 9, 40]), st.sampled_from([0, 7, 100]), st.data())
 def test_every_byte_of_a_slot_is_of_a_part_or_zero_and_both_halves_know_how_many_there_are(
     chunk: int, window: int | None, spare_bytes: int, data: st.DataObject

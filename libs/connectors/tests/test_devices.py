@@ -14,6 +14,7 @@ import pytest
 import torch
 import vllm
 from vllm import _custom_ops
+from vllm.v1.kv_offload.cpu import host_register
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
@@ -91,10 +92,16 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(load: str, monkeypat
 @needs_no_gpu
 def test_memory_that_cannot_be_pinned_is_refused_with_the_reason() -> None:
     native = devices.NativeGpuDevice()
-    with pytest.raises(ConfigurationError, match="memory that can be pinned"):
+    with pytest.raises(ConfigurationError, match="memory that can be pinned") as caught:
         native.arena_memory(4096)
+    assert "WSL2" in caught.value.hint
     with pytest.raises(ConfigurationError, match="memory that can be pinned"):
         native.reach_memory(np.zeros(4096, dtype=np.uint8))
+
+
+class CudaRuntime:
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        return 0
 
 
 def test_a_vllm_without_batched_copies_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +109,9 @@ def test_a_vllm_without_batched_copies_is_refused_and_named(monkeypatch: pytest.
     with pytest.raises(ConfigurationError, match=f"copies.*vLLM {vllm.__version__}"):
         devices.open_device("cuda", "engine", False)
     monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", swap_in_order, raising=False)
+    with pytest.raises(ConfigurationError, match=r"copies.*runtime.*libcudart is not loaded"):
+        compat.engine_copies()
+    monkeypatch.setattr(host_register, "CudaRTLibrary", CudaRuntime)
     assert compat.engine_copies().swap_blocks_batch is _custom_ops.swap_blocks_batch
     monkeypatch.setattr(_custom_ops, "swap_blocks_batch", lambda sources, destinations, sizes: None)
     with pytest.raises(ConfigurationError, match="swap_blocks_batch"):
@@ -171,16 +181,21 @@ class Calls:
         monkeypatch.setattr(torch.cuda, "Stream", self._stream)
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-        self.error = 0
-        copies = EngineCopies(self._swap, self._register, self.pinned.pop, lambda: self.error)
+        self.last_error = self.error_of_swaps = self.num_streams = 0
+        copies = EngineCopies(self._swap, self._register, self.pinned.pop, self._take_error)
         self.device = devices.EngineGpuDevice(EngineDevice(copies))
 
     def _set_device(self, index: int) -> None:
         self.entered.add((threading.current_thread().name, index))
 
-    def _stream(self, index: int, priority: int) -> Any:
-        name = f"stream of {index} with priority {priority}"
-        return SimpleNamespace(name=name, wait_event=lambda event: self.names.append(f"{name} waits"))
+    def _stream(self, index: int) -> Any:
+        self.num_streams += 1
+        name = f"stream {self.num_streams} of {index}"
+        return SimpleNamespace(
+            name=name,
+            wait_event=lambda event: self.names.append(f"{name} waits"),
+            synchronize=lambda: self.names.append(f"synchronize {name}"),
+        )
 
     def _event(self, blocking: bool) -> Any:
         assert blocking
@@ -192,6 +207,11 @@ class Calls:
     def _swap(self, *columns: torch.Tensor, is_src_access_order_any: bool) -> None:
         self.names.append(f"swap {len(columns[0])}{', any order' if is_src_access_order_any else ''}")
         swap_in_order(*columns)
+        self.last_error = self.error_of_swaps or self.last_error
+
+    def _take_error(self) -> int:
+        error, self.last_error = self.last_error, 0
+        return error
 
     def _register(self, address: int, num_bytes: int) -> bool:
         self.pinned[address] = num_bytes
@@ -217,10 +237,10 @@ def test_a_gpu_is_given_to_the_engines_as_vllm_uses_it(monkeypatch: pytest.Monke
     assert arena[:500].tobytes() == cache[:500].tobytes() and arena[900:907].tobytes() == cache[900:907].tobytes()
     assert calls.entered == {("hybridkv-copy", 3), ("hybridkv-copied", 3)}
     assert calls.names == [
-        *("record compute of 3", "stream of 3 with priority 0 waits", "swap 2"),
-        *("record stream of 3 with priority 0", "synchronize"),
-        *("record compute of 3", "stream of 3 with priority -1 waits", "swap 2, any order"),
-        *("record stream of 3 with priority -1", "synchronize"),
+        *("record compute of 3", "stream 1 of 3 waits", "swap 2"),
+        *("record stream 1 of 3", "synchronize"),
+        *("record compute of 3", "stream 2 of 3 waits", "swap 2, any order"),
+        *("record stream 2 of 3", "synchronize"),
     ]
 
 
@@ -240,12 +260,13 @@ def test_a_copy_that_the_runtime_refuses_fails_its_job(monkeypatch: pytest.Monke
     stores, loads = calls.device.copy_engines("sync")
     address = int(memory.ctypes.data)
     loads.register(address, memory.nbytes, "memory")
-    calls.error = 700
+    calls.error_of_swaps = 700
     assert loads.submit(JobId(1), CopyRuns.of([(address, address + 100, 10)]))
-    calls.error = 0
+    calls.last_error, calls.error_of_swaps = 2, 0  # somebody else's
     assert loads.submit(JobId(2), CopyRuns.of([(address, address + 100, 10)]))
     failures = [result.failure for result in loads.poll()]
     assert "error 700" in str(failures[0]) and failures[1] is None
+    assert "synchronize stream 2 of 3" in calls.names
     stores.close()
 
 

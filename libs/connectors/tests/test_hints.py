@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from examples import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
@@ -154,6 +155,7 @@ def test_what_cannot_even_be_shown_is_passed_over(hints: object) -> None:
     assert it.counted() == {"invalid": 1}
 
 
+@settings(max_examples=examples(100, 8))
 @given(st.one_of(json_values, said, st.dictionaries(st.just("hybridkv_hints"), json_values | said)))
 def test_whatever_is_said_is_understood_or_passed_over(params: object) -> None:
     it = Reader()

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +149,7 @@ def same(left: CopyRuns, right: CopyRuns) -> bool:
 
 
 @needs_native
-@settings(deadline=None)
+@settings(max_examples=examples(100, 5), deadline=None)
 @given(st.data())
 def test_a_load_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) -> None:
     memory = data.draw(rank_memories())
@@ -159,7 +160,7 @@ def test_a_load_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) ->
 
 
 @needs_native
-@settings(deadline=None)
+@settings(max_examples=examples(100, 5), deadline=None)
 @given(st.data())
 def test_a_store_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) -> None:
     memory = data.draw(rank_memories())

@@ -58,7 +58,9 @@ def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> LMCacheSch
     return LMCacheOpening(vllm_config, config, layout_of((FULL,)), room, Recorder()).open({})
 
 
-@pytest.mark.parametrize("chunk_tokens", [16, 24, 32, 256])
+@pytest.mark.parametrize(
+    "chunk_tokens", [16, 24, *(pytest.param(number, marks=pytest.mark.full) for number in (32, 256))]
+)
 def test_a_server_of_another_chunk_finds_nothing_and_ends_no_engine(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import patience
 import pytest
+from examples import thinned
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, MODELS, QWEN3_NEXT, WAIT_S, Model, Rank, digests_of, loaded, pool_of
 
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, parts_of, tables_of
@@ -70,8 +72,7 @@ def changed(rank: Rank, before: dict[tuple[int, int], bytes]) -> set[tuple[int, 
 # Bytes.
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("start_chunk", [0, 5])
+@pytest.mark.parametrize(("name", "start_chunk"), thinned([*itertools.product(sorted(MODELS), [0, 5])], 5))
 def test_what_one_worker_stored_another_loads_into_other_blocks(
     server: ServerProcess, rank: MakeRank, name: str, start_chunk: int
 ) -> None:

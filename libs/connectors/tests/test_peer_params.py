@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from hybridkv.peers.leases import MAX_NONCE, Lease
 NAMES = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_size=40)
 BLOCKS = st.lists(st.integers(0, 1 << 30), max_size=8).map(tuple)
 GROUPS = st.integers(1, 6)
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(max_examples=examples(100, 5), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),

@@ -203,8 +203,15 @@ def test_host_memory_loses_ends_and_not_beginnings(tmp_path: Path, is_paced: boo
         assert engine.resumable("first", engine.near) >= 80 * CHUNK_TOKENS
 
 
-@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
-@pytest.mark.parametrize("is_anew", [False, True], ids=["one request", "a request a turn"])
+@pytest.mark.parametrize(
+    ("is_anew", "is_paced"),
+    [
+        pytest.param(False, False, marks=pytest.mark.full, id="one request, burst"),
+        pytest.param(False, True, id="one request, paced"),
+        pytest.param(True, False, id="a request a turn, burst"),
+        pytest.param(True, True, marks=pytest.mark.full, id="a request a turn, paced"),
+    ],
+)
 @pytest.mark.parametrize(("num_prompts", "num_turns"), TURNS)
 def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
     tmp_path: Path, num_prompts: int, num_turns: int, is_anew: bool, is_paced: bool

@@ -14,6 +14,7 @@ import disk_store
 import msgspec
 import pytest
 from disk_bursts import CHUNK_TOKENS, Burst
+from examples import thinned
 
 from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, Fsync, InlineJanitor, plan_sizes
@@ -32,8 +33,10 @@ def share(burst: Burst) -> float:
     return burst.resumable_tokens / burst.fitting_tokens
 
 
-@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
-@pytest.mark.parametrize(("num_prompts", "has_thread"), [(1, True), (3, False), (12, True)])
+@pytest.mark.parametrize(
+    ("num_prompts", "has_thread", "is_paced"),
+    thinned([(*case, is_paced) for case in [(1, True), (3, False), (12, True)] for is_paced in (False, True)], 3),
+)
 def test_what_fits_can_be_resumed_whether_it_comes_at_once_or_not(
     tmp_path: Path, num_prompts: int, has_thread: bool, is_paced: bool
 ) -> None:
@@ -47,10 +50,9 @@ def test_what_fits_can_be_resumed_whether_it_comes_at_once_or_not(
         assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
 
 
-@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
 @pytest.mark.parametrize(
-    ("num_prompts", "num_steps"),
-    [pytest.param(1, 1, marks=pytest.mark.full), (1, 6), pytest.param(6, 1, marks=pytest.mark.full), (6, 4)],
+    ("num_prompts", "num_steps", "is_paced"),
+    thinned([(*case, is_paced) for case in [(1, 6), (1, 1), (6, 1), (6, 4)] for is_paced in (False, True)], 7),
 )
 def test_of_more_than_fits_the_disk_loses_ends_and_not_beginnings(
     tmp_path: Path, num_prompts: int, num_steps: int, is_paced: bool
@@ -67,7 +69,7 @@ def test_of_more_than_fits_the_disk_loses_ends_and_not_beginnings(
         assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
 
 
-@pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
+@pytest.mark.parametrize("is_paced", [False, pytest.param(True, marks=pytest.mark.full)], ids=["burst", "paced"])
 @pytest.mark.parametrize(
     ("num_prompts", "num_turns"),
     [pytest.param(4, 3, marks=pytest.mark.full), pytest.param(4, 6, marks=pytest.mark.full), (4, 24)],

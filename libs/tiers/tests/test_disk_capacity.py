@@ -40,7 +40,7 @@ def test_many_times_the_capacity_goes_through_within_it_and_a_working_set_stays(
     num_used = index.capacity_bytes // 2 // record_bytes(CHUNK_BYTES + 2000)
     working_set = [b"used %d" % number for number in range(num_used)]
     num_bytes = num_lookups = num_hits = number = 0
-    while num_bytes < examples(20) * CAPACITY_BYTES:
+    while num_bytes < examples(20, 7) * CAPACITY_BYTES:
         # Two lookups of what is used for each chunk that is never used again.
         for turn in range(2):
             key = working_set[(2 * number + turn) % len(working_set)]

@@ -103,7 +103,7 @@ def flips(path: Path, places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, 
     """With each of the places (offset, mask) changed in turn."""
     with path.open("r+b", buffering=0) as file:
         data = file.read()
-        for offset, mask in thinned(places, 7):
+        for offset, mask in thinned(places, 13):
             file.seek(offset)
             file.write(bytes([data[offset] ^ mask]))
             yield offset, mask

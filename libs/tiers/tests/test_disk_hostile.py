@@ -259,7 +259,10 @@ def use(path: Path, is_killed: bool, is_stored: bool) -> None:
     is_killed=st.booleans(),
 )
 @settings(
-    max_examples=int(examples(200, 8) * FACTOR), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=int(examples(200, 16) * FACTOR),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
 )
 def test_whatever_checksummed_files_say_an_opening_ends_and_the_store_is_of_use(
     template: Path, files: list[Hostile], behind: Behind | None, is_killed: bool

@@ -317,5 +317,5 @@ class DiskIndexMachine(RuleBasedStateMachine):
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
-DiskIndexMachine.TestCase.settings = settings(max_examples=examples(120, 12), stateful_step_count=60, deadline=None)
+DiskIndexMachine.TestCase.settings = settings(max_examples=examples(120, 20), stateful_step_count=60, deadline=None)
 TestDiskIndexMachine = DiskIndexMachine.TestCase

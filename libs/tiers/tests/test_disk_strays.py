@@ -8,11 +8,13 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import disk_faults
 import disk_store
 import pytest
+from examples import thinned
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Refusal, Slot, Ticket, TierConfigurationError
@@ -85,8 +87,7 @@ STRAYS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["file", "directory"])
-@pytest.mark.parametrize("name", STRAYS)
+@pytest.mark.parametrize(("name", "kind"), thinned([*product(STRAYS, ["file", "directory"])], 3))
 def test_a_name_that_is_not_ours_is_said_once_and_left_alone(
     path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,8 +314,7 @@ def within_time(call: Callable[[], None]) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*OURS, "snapshot.new", "epoch.new"])
+@pytest.mark.parametrize(("name", "kind"), thinned([*product([*OURS, "snapshot.new", "epoch.new"], KINDS)], 3))
 def test_what_is_no_file_under_one_of_our_names_is_refused_by_its_name(path: Path, name: str, kind: str) -> None:
     file = namespace_of(path) / name
     file.unlink(missing_ok=True)
@@ -366,8 +366,9 @@ def test_a_medium_waits_for_nothing_that_is_no_file(path: Path, kind: str, is_st
     index.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["LOCK", "namespace.json", "rank-0/segment-0000000000", "rank-0"])
+@pytest.mark.parametrize(
+    ("name", "kind"), thinned([*product(["LOCK", "namespace.json", "rank-0/segment-0000000000", "rank-0"], KINDS)], 3)
+)
 def test_what_a_neighbour_holds_stops_nobody(path: Path, name: str, kind: str) -> None:
     """Also where it has to go to make room."""
     index = disk_store.make_index(path, OPTIONS, model="neighbour")

@@ -88,7 +88,7 @@ def offered(path: Path, io: FileIO | None = None) -> set[bytes]:
     ("name", "call"),
     [*product(["snapshot", "changes", "quarantine", "namespace.json"], ["open", "preadv"]), ("LOCK", "preadv")],
 )
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.full)])
 def test_metadata_that_cannot_be_read_costs_nothing(path: Path, name: str, call: str, number: int) -> None:
     assert offered(path, Unreadable({name}, number, call)) == KEYS - WITHDRAWN
     assert offered(path) == KEYS - WITHDRAWN
@@ -121,7 +121,7 @@ def test_what_could_not_be_opened_is_found_again_where_no_snapshot_was_written_s
     assert offered(path) == KEYS - WITHDRAWN
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_closed", [True, False])
 @pytest.mark.parametrize("is_pending", [True, False])
 def test_what_could_not_be_opened_once_is_found_again_whatever_happened_meanwhile(

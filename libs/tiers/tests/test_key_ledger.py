@@ -196,7 +196,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
             assert ledger.any_pending([key]) == (answer is LookupResult.PENDING)
 
 
-KeyLedgerMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
+KeyLedgerMachine.TestCase.settings = settings(max_examples=examples(150, 8), stateful_step_count=60, deadline=None)
 TestKeyLedgerMachine = KeyLedgerMachine.TestCase
 
 

@@ -6,7 +6,8 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from examples import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.tiers import Failure, FailureReason
@@ -118,6 +119,7 @@ def test_nobody_makes_a_seal_without_the_secret() -> None:
         assert decode_manifest(Seals(b"one"), "m", 1, encode_manifest(Seals(secret), "m", 1, PATH)) is None
 
 
+@settings(max_examples=examples(100, 8))
 @given(paths, st.integers(1, 64), st.sampled_from([b"", b"one"]))
 def test_a_manifest_says_what_it_was_told(path: list[Node], world_size: int, secret: bytes) -> None:
     data = encode_manifest(Seals(secret), "n/m/1", world_size, path)

@@ -153,7 +153,7 @@ class RamIndexMachine(RuleBasedStateMachine):
         assert len(granules) * GRANULE_BYTES == self.ram.used_bytes
 
 
-RamIndexMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
+RamIndexMachine.TestCase.settings = settings(max_examples=examples(150, 8), stateful_step_count=60, deadline=None)
 TestRamIndexMachine = RamIndexMachine.TestCase
 
 

@@ -155,7 +155,7 @@ def random_calls(random: Random, twins: Twins) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_calls_are_answered_alike(seed: int) -> None:
     random = Random(seed if FACTOR == 1 else None)
-    for turn in range(examples(30) * FACTOR):
+    for turn in range(examples(30, 8) * FACTOR):
         num_granules = random.choice((1, 5, 20, 300))
         twins = Twins(num_granules, 16, random.choice((1, 1, 33, 64)))
         if turn % 2:
@@ -205,7 +205,11 @@ class TwinsMachine(RuleBasedStateMachine):
 
 
 TwinsMachine.TestCase.settings = settings(
-    max_examples=examples(150) * FACTOR, stateful_step_count=60, deadline=None, derandomize=FACTOR == 1, database=None
+    max_examples=examples(150, 8) * FACTOR,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=FACTOR == 1,
+    database=None,
 )
 TestTwinsMachine = TwinsMachine.TestCase
 

@@ -218,5 +218,5 @@ class DeepStackMachine(StackMachine):
 
 TestStackMachine = StackMachine.TestCase
 TestDeepStackMachine = DeepStackMachine.TestCase
-TestDeepStackMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
-TestStackMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+TestDeepStackMachine.settings = settings(max_examples=examples(150, 8), stateful_step_count=40, deadline=None)
+TestStackMachine.settings = settings(max_examples=examples(150, 8), stateful_step_count=40, deadline=None)

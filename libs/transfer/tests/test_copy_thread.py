@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -60,12 +61,22 @@ def test_submitting_and_polling_do_not_wait_for_the_copy_thread(engine: Engine) 
     assert engine.poll() == []
 
 
-def test_hooks_run_on_the_copy_thread(engine: Engine, gate: Gate) -> None:
+def test_before_runs_on_the_copy_thread(engine: Engine, gate: Gate) -> None:
     names: list[str] = []
     engine.submit(JobId(1), CopyRuns.empty(), before=lambda: names.append(threading.current_thread().name))
     gate.opened.set()
     assert engine.wait([JobId(1)], TIMEOUT_S)
     assert names == ["hybridkv-copy"]
+
+
+def test_a_job_that_ended_is_held_no_longer(engine: Engine, gate: Gate) -> None:
+    held, freed = Gate(), threading.Event()
+    held.opened.set()
+    weakref.finalize(held, freed.set)
+    engine.submit(JobId(1), CopyRuns.empty(), before=held, after=held)
+    del held
+    gate.opened.set()
+    assert freed.wait(TIMEOUT_S)
 
 
 def test_runs_are_made_on_the_copy_thread(engine: Engine, gate: Gate) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from lazy_device import TIMEOUT_S, LazyDevice, LazyEvent
+from lazy_device import TIMEOUT_S, LazyDevice, LazyEvent, LazyStream
 
 from hybridkv.transfer import CopyEngine, CopyResult, CopyRuns, InlineStreamCopyEngine, JobId, StreamCopyEngine
 
@@ -73,6 +73,7 @@ def finish(engine: CopyEngine, *job_ids: int) -> list[CopyResult]:
 
 
 def wait_for_batches(device: LazyDevice, engine: StreamCopyEngine, number: int) -> None:
+    """Of a batch that failed, until its engine waits for what was submitted of it."""
     assert device.wait_for_record(engine._copies._stream, number)  # type: ignore[arg-type]
 
 
@@ -124,6 +125,25 @@ def test_what_follows_a_copy_runs_while_the_next_is_under_way(device: WatchedDev
     assert [(result.job_id, result.failure) for result in finish(engine, 1, 2, 3)] == [(1, None), (2, None), (3, None)]
 
 
+def test_after_runs_on_the_thread_that_waits_for_batches(engine: StreamCopyEngine) -> None:
+    names: list[str] = []
+    engine.submit(JobId(1), CopyRuns.empty(), after=lambda: names.append(threading.current_thread().name))
+    finish(engine, 1)
+    assert names == ["hybridkv-copied"]
+
+
+def test_seconds_of_a_job_begin_when_the_job_before_has_ended(device: WatchedDevice) -> None:
+    now = [1.0]
+    engine = StreamCopyEngine(device, lambda: now[0])
+    memory = Memory(device, engine)
+    engine.submit(JobId(1), memory.store(1), after=lambda: now.__setitem__(0, 5.0))
+    engine.submit(JobId(2), memory.store(2), after=lambda: now.__setitem__(0, 7.0))
+    wait_for_batches(device, engine, 2)
+    device.drain()
+    assert [result.seconds for result in finish(engine, 1, 2)] == [4.0, 2.0]
+    engine.close()
+
+
 def test_a_result_comes_only_when_its_batch_has_happened(device: WatchedDevice, engine: StreamCopyEngine) -> None:
     memory = Memory(device, engine)
     engine.submit(JobId(1), memory.store(1))
@@ -142,8 +162,10 @@ def test_a_batch_that_is_refused_fails_its_job_alone_and_when_nothing_of_it_can_
     called: list[int] = []
     engine.submit(JobId(1), memory.store(1), after=lambda: called.append(1))
     engine.submit(JobId(2), memory.store(2))
-    wait_for_batches(device, engine, 2)
+    wait_for_batches(device, engine, 1)
     assert not engine.wait([JobId(1)], 0.01), "half of it was submitted"
+    device.drain()
+    wait_for_batches(device, engine, 2)
     device.drain()
     first, second = finish(engine, 1, 2)
     assert (first.failure, first.num_bytes) == ("RuntimeError: swap_blocks_batch: invalid argument", 0)
@@ -173,6 +195,28 @@ def test_a_copy_that_fails_on_the_device_fails_its_job_alone(
     assert (first.num_bytes, second.failure) == (0, None)
 
 
+def test_a_batch_without_an_event_behind_it_fails_its_job_when_nothing_of_it_can_still_write(
+    device: WatchedDevice, engine: StreamCopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(device, engine)
+    stream = engine._copies._stream
+    failing = [True]
+
+    def record(event: LazyEvent, recorded: LazyStream) -> None:
+        if recorded is stream and failing:
+            failing.pop()
+            raise RuntimeError("CUDA error: out of memory")
+        device.enqueue(recorded, ("record", event))
+
+    monkeypatch.setattr(LazyEvent, "record", record)
+    engine.submit(JobId(1), memory.store(1))
+    wait_for_batches(device, engine, 1)
+    assert not engine.wait([JobId(1)], 0.01), "all of it was submitted"
+    device.drain()
+    [result] = finish(engine, 1)
+    assert "out of memory" in str(result.failure) and memory.is_stored(1)
+
+
 def test_a_batch_that_is_refused_inline_fails_its_job() -> None:
     device = LazyDevice(lambda below: 0)
     engine = InlineStreamCopyEngine(device)
@@ -188,7 +232,7 @@ def test_a_batch_that_is_refused_inline_fails_its_job() -> None:
 def test_the_fence_is_taken_on_the_thread_that_submits(device: WatchedDevice, engine: StreamCopyEngine) -> None:
     """So that it is behind what that thread has enqueued for compute, in whichever stream."""
     memory = Memory(device, engine)
-    forward = device.new_stream(high_priority=False)
+    forward = device.new_stream()
     with device.stream(forward):
         device.launch(lambda: memory.cache.fill(7))
         engine.submit(JobId(1), memory.store(1))

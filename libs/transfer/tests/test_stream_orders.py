@@ -78,7 +78,7 @@ class Rig:
         self.arena = np.zeros((SLOTS, BLOCK_BYTES // 8), dtype=np.int64)
         device.pin(self.arena.view(np.uint8).reshape(-1))
         self.stores = StreamCopyEngine(device)
-        self.loads = StreamCopyEngine(device, high_priority=True)
+        self.loads = StreamCopyEngine(device)
         for engine in (self.stores, self.loads):
             engine.register(self.cache.data_ptr(), self.cache.nbytes, "kv cache")
             engine.register(int(self.arena.ctypes.data), self.arena.nbytes, "arena")

@@ -403,8 +403,8 @@ class SealedMemory(ExposesBytes, Protocol):
     """Memory that a copy engine moves chunks in and out of by itself: what holds the bytes of the fastest tier.
 
     Whoever wrote a chunk seals its slot with the key and the checksum of its bytes; whoever is about to read it checks
-    both, so that a slot that was reused, torn or corrupted is a failed load and never wrong bytes. One copy thread and
-    the main thread may use it at once, on distinct slots.
+    both, so that a slot that was reused, torn or corrupted is a failed load and never wrong bytes. Threads of copy
+    engines and the main thread may use it at once, on distinct slots.
 
     A slot that does not lie in the memory, or any slot after `close`, is a `Failure` where one is returned and a
     `TierProtocolError` elsewhere.

@@ -12,7 +12,7 @@ JobId = NewType("JobId", int)
 """The caller's name for one job; free again once its result was polled."""
 
 Hook: TypeAlias = Callable[[], "str | None"]
-"""Runs on the copy thread. None: go on. A reason: fail the job. An exception fails it too, with its text."""
+"""Runs on a thread of the engine. None: go on. A reason: fail the job. An exception fails it too, with its text."""
 
 
 RunsSource: TypeAlias = "CopyRuns | Callable[[], CopyRuns]"
@@ -29,7 +29,8 @@ class CopyResult:
     num_bytes: int
     """Bytes that were copied: 0 or all of the job's, also when `after` failed it."""
     seconds: float
-    """From the start of the job to its end, the making of runs and hooks included, time in the queue not."""
+    """From the start of the job, or the end of the job before if that is later, to its end. The making of runs and
+    hooks are included, time in the queue is not."""
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,8 @@ from hybridkv.transfer.errors import TransferError
 def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Page-aligned memory, uint8, zeroed; huge pages where there are any. Given back when all views are gone.
 
+    A forked child does not have it: a parent's write would go to a new copy of the page, which the device knows not.
+
     Raises:
         TransferError: there is not so much.
     """
@@ -28,6 +30,8 @@ def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
         raise TransferError(f"mmap of {num_bytes} bytes: {error}") from error
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin, and for the GPU to look up
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(mapping, dtype=np.uint8)
 
 

@@ -117,6 +117,7 @@ class JobQueue(ABC, Generic[Prepared]):
                     break
                 job, prepared = self._queue.popleft()
             self._carry_out(job, prepared)
+            del job, prepared  # with what its hooks hold
         self._drain()
         while self._queue:
             self._finish(self._queue.popleft()[0].failed(CLOSED))

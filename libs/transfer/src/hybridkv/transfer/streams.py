@@ -12,6 +12,7 @@ sources lie on the device. The engines arrange jobs as vLLM's `v1/kv_offload/cpu
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,17 +22,12 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from hybridkv.transfer.engine import CopyResult
-from hybridkv.transfer.errors import TransferError
 from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.jobs import Job, conclude, describe, prepare
 from hybridkv.transfer.memory import AddressRanges
 from hybridkv.transfer.native import Copier
 from hybridkv.transfer.queued import JobQueue
 from hybridkv.transfer.runs import CopyRuns, Integers
-
-
-class SubmissionError(TransferError, RuntimeError):
-    """A batch could not be submitted; the text says why. It becomes the failure of its job."""
 
 
 class Event(Protocol):
@@ -49,19 +45,23 @@ class Event(Protocol):
 class Stream(Protocol):
     """As torch.cuda.Stream: what is enqueued in one happens in order; two are ordered by events alone."""
 
+    def synchronize(self) -> None:
+        """Wait until all that was enqueued has happened, without the interpreter lock."""
+        ...
+
     def wait_event(self, event: Any) -> None:
         """What is enqueued from now on happens after `event`."""
         ...
 
 
 class CopyDevice(Protocol):
-    """One device as the inference engine sees it. Any thread may call. Nothing but `Event.synchronize` waits."""
+    """One device as the inference engine sees it. Any thread may call. Nothing but `synchronize` waits."""
 
     def enter_thread(self) -> None:
         """Make it the device of the calling thread, which would use another otherwise. Any number of times."""
         ...
 
-    def new_stream(self, *, high_priority: bool) -> Stream: ...
+    def new_stream(self) -> Stream: ...
 
     def new_event(self) -> Event: ...
 
@@ -90,9 +90,9 @@ class CopyDevice(Protocol):
 class StreamCopies:
     """Batches of one stream of a device. Private to the engines of this module."""
 
-    def __init__(self, device: CopyDevice, *, high_priority: bool) -> None:
+    def __init__(self, device: CopyDevice) -> None:
         self.device = device
-        self._stream = device.new_stream(high_priority=high_priority)
+        self._stream = device.new_stream()
         self._pinned = AddressRanges()
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -103,34 +103,29 @@ class StreamCopies:
         """Behind everything that the calling thread has enqueued for compute so far."""
         return self._record(self.device.current_stream())
 
-    def enqueue(self, runs: CopyRuns, fence: Event) -> tuple[Event, str | None]:
-        """Enqueue a batch behind `fence`. The event behind it, and why it was not submitted whole.
-
-        Of a batch that failed a part may have been submitted, so that its event counts, too.
-        """
-        failure = None
-        with self.device.stream(self._stream):
-            try:
+    def enqueue(self, runs: CopyRuns, fence: Event) -> Event:
+        """Enqueue a batch behind `fence`. The event behind it. Where it raises, nothing of the batch still runs."""
+        try:
+            with self.device.stream(self._stream):
                 self._stream.wait_event(fence)
-                # Only memory of the host has no writer on the device, so only there is any order safe.
+                # Slots of the host are written by stores alone, and a load comes after their results: any order is
+                # safe there. Blocks of the device may be written until the fence.
                 is_host = self._pinned.contain(runs.sources)
                 for is_any, part in ((True, runs.select(is_host)), (False, runs.select(~is_host))):
                     if len(part):
                         columns = part.sources, part.destinations, part.num_bytes
                         self.device.swap_blocks_batch(*columns, is_src_access_order_any=is_any)
-            except Exception as error:
-                failure = describe(error)
-        return self._record(self._stream), failure
+            return self._record(self._stream)
+        except BaseException:
+            self._stream.synchronize()
+            raise
 
     def fenced(self) -> Copier:
         """A copy that waits for all that the calling thread has enqueued for compute so far. Takes no digests."""
         fence = self.fence()
 
         def copy(runs: CopyRuns, record_ends: Integers | None = None) -> None:
-            event, failure = self.enqueue(runs, fence)
-            event.synchronize()
-            if failure is not None:
-                raise SubmissionError(failure)
+            self.enqueue(runs, fence).synchronize()
 
         return copy
 
@@ -156,7 +151,6 @@ class StreamCopyEngine(JobQueue[Event]):
 
     The copy thread makes the runs of a job, calls `before` and submits the batch. The other waits for batches in order
     and calls `after`, so that the hooks of one job run while the batch of another is copied. It takes no digests.
-    With `high_priority` its stream goes before others: for loads, which requests wait for.
     """
 
     def __init__(
@@ -164,11 +158,10 @@ class StreamCopyEngine(JobQueue[Event]):
         device: CopyDevice,
         clock: Callable[[], float] = time.monotonic,
         max_queued_jobs: int = 1024,
-        *,
-        high_priority: bool = False,
     ) -> None:
-        self._copies = StreamCopies(device, high_priority=high_priority)
+        self._copies = StreamCopies(device)
         self._submitted: SimpleQueue[_Submitted | None] = SimpleQueue()
+        self._last_end_s = -math.inf
         self._ending = threading.Thread(target=self._end_jobs, name="hybridkv-copied", daemon=True)
         super().__init__(self._copies.fence, clock, max_queued_jobs)
         self._ending.start()
@@ -184,7 +177,7 @@ class StreamCopyEngine(JobQueue[Event]):
             self._copies.device.enter_thread()
             runs, failure = prepare(job, self._memory)
             if failure is None and len(runs):
-                copied, failure = self._copies.enqueue(runs, prepared)
+                copied = self._copies.enqueue(runs, prepared)
             if failure is None:
                 num_bytes = runs.total_bytes
         except BaseException as error:  # the thread must outlive a job, or every later one would hang
@@ -197,7 +190,9 @@ class StreamCopyEngine(JobQueue[Event]):
 
     def _end_jobs(self) -> None:
         while (submitted := self._submitted.get()) is not None:
-            self._finish(self._result_of(submitted))
+            result = self._result_of(submitted)
+            del submitted  # with what its hooks hold
+            self._finish(result)
 
     def _result_of(self, submitted: _Submitted) -> CopyResult:
         failure, num_bytes = submitted.failure, submitted.num_bytes
@@ -211,20 +206,17 @@ class StreamCopyEngine(JobQueue[Event]):
             failure = failure or conclude(submitted.job)
         except BaseException as error:  # as on the copy thread
             failure = describe(error)
-        return CopyResult(submitted.job.job_id, failure, num_bytes, self._clock() - submitted.started_s)
+        # Until the job before had ended, this one waited for it.
+        began_s, self._last_end_s = max(submitted.started_s, self._last_end_s), self._clock()
+        return CopyResult(submitted.job.job_id, failure, num_bytes, self._last_end_s - began_s)
 
 
 class InlineStreamCopyEngine(InlineCopyEngine):
     """The same, in `submit`, on the caller's thread: it returns when the bytes are there."""
 
-    def __init__(
-        self,
-        device: CopyDevice,
-        clock: Callable[[], float] = time.monotonic,
-        max_queued_jobs: int = 1024,
-    ) -> None:
-        self._copies = StreamCopies(device, high_priority=True)
-        super().__init__(clock, max_queued_jobs, self._copies.fenced)
+    def __init__(self, device: CopyDevice) -> None:
+        self._copies = StreamCopies(device)
+        super().__init__(copier=self._copies.fenced)
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
         super().register(address, num_bytes, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -358,7 +357,7 @@ def engine_copies() -> EngineCopies:
     """What the engine itself copies with between its GPU and host memory.
 
     Raises:
-        ConfigurationError: this vLLM has no such copies, or this build of it has none.
+        ConfigurationError: this vLLM has no such copies, or this build of it has none, or there is no runtime.
     """
     import torch
     import vllm
@@ -380,12 +379,16 @@ def engine_copies() -> EngineCopies:
         expected = "a vLLM with swap_blocks_batch and host_register"
         got = f"vLLM {vllm.__version__} without {' and '.join(lacks)}"
         raise ConfigurationError(f"{ROOT}.copies", expected, got, "0.32 for CUDA or ROCm has both")
-    runtime = cache(host_register.CudaRTLibrary)
+    try:
+        runtime = host_register.CudaRTLibrary()
+    except (AssertionError, AttributeError, OSError) as error:
+        expected, hint = "the GPU's runtime in this process", "set VLLM_CUDART_SO_PATH to libcudart"
+        raise ConfigurationError(f"{ROOT}.copies", expected, f"{type(error).__name__}: {error}", hint) from error
     return EngineCopies(
         swap_blocks_batch,
         host_register.host_register,
         host_register.host_unregister,
-        lambda: int(runtime().cudaGetLastError()),
+        lambda: int(runtime.cudaGetLastError()),
     )
 
 

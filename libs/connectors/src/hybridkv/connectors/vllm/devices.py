@@ -30,9 +30,6 @@ from hybridkv.transfer.pinned import map_memory
 DEVICE_TYPES = ("cpu", "cuda")
 ZERO_BYTES = 64 * 1024
 """Of memory that is zero, on each worker's device."""
-DELAY_BYTES = 32 << 20
-DELAY_PASSES = 200
-"""About four milliseconds of a GPU that reads and writes 3 TB/s."""
 _HINT = "run vLLM on a CPU or on GPUs of its CUDA or ROCm platform"
 
 
@@ -106,13 +103,19 @@ class GpuDevice(Device):
         """Calls `work`, which launches compute."""
         work()
 
-    def launch_delay(self) -> None:
-        """Launches compute that takes longer than the submission of a copy."""
+    def launch_delay(self, cycles: int) -> None:
+        """Launches compute that takes so many cycles of the GPU."""
         import torch
 
-        scratch = torch.empty(DELAY_BYTES, dtype=torch.uint8, device=self.device_type)
-        for _ in range(DELAY_PASSES):
-            scratch.add_(1)
+        torch.cuda._sleep(cycles)
+
+    def mark(self) -> Callable[[], bool]:
+        """Whether all that this thread has launched until now has happened. Any thread may ask."""
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
 
     def synchronize(self) -> None:
         """Waits for what this thread has launched."""
@@ -130,7 +133,7 @@ class EngineGpuDevice(GpuDevice):
     def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
         stores = StreamCopyEngine(self._device)
         if load == "async":
-            return stores, StreamCopyEngine(self._device, high_priority=True)
+            return stores, StreamCopyEngine(self._device)
         return stores, InlineStreamCopyEngine(self._device)
 
     def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -218,7 +221,7 @@ def zero_memory(device: Any) -> Any:
 
 
 def _cannot_pin(path: str, lower: str, error: TransferError) -> ConfigurationError:
-    hint = f"lower {lower}, or raise the limit on locked memory"
+    hint = f"lower {lower}, or raise the limit on locked memory; Windows lets WSL2 pin only a part"
     return ConfigurationError(path, "memory that can be pinned", str(error), hint)
 
 

@@ -55,9 +55,8 @@ class EngineDevice:
         # A thread begins on GPU 0, and whatever torch asks of it there makes a context that takes its memory.
         self._torch.cuda.set_device(self._index)
 
-    def new_stream(self, *, high_priority: bool) -> Any:
-        # torch knows two: 0 is that of compute, and lower numbers go first.
-        return self._torch.cuda.Stream(self._index, priority=-1 if high_priority else 0)
+    def new_stream(self) -> Any:
+        return self._torch.cuda.Stream(self._index)
 
     def new_event(self) -> Any:
         # A thread that waits for a blocking event sleeps.
@@ -72,6 +71,7 @@ class EngineDevice:
     def swap_blocks_batch(
         self, sources: Integers, destinations: Integers, num_bytes: Integers, *, is_src_access_order_any: bool
     ) -> None:
+        self._copies.last_error()  # of somebody else's call before
         for start in range(0, len(sources), MAX_BATCH_COPIES):
             part = slice(start, start + MAX_BATCH_COPIES)
             # Copies, because torch takes no read-only array.

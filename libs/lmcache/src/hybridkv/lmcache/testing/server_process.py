@@ -1,20 +1,25 @@
 """A real server of LMCache, started from an environment of its own: nothing of it is imported here.
 
-Which one: `HYBRIDKV_LMCACHE_0_5_6` and `HYBRIDKV_LMCACHE_0_5_7RC2` each hold a command that is the `lmcache` of that
-version.
+Which one: `HYBRIDKV_LMCACHE_0_5_6` and `HYBRIDKV_LMCACHE_0_5_7RC2` each hold a command that runs
+`libs/lmcache/tests/lmcache_command.py` beside that version. All servers of a command are forks of one process, which
+has imported LMCache.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import select
 import shlex
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 from hybridkv.lmcache.connection import ServerAddress
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
@@ -53,17 +58,11 @@ class ServerProcess:
     ) -> None:
         self.address = address or ServerAddress("127.0.0.1", *_free_ports(2))
         self.log_path = directory / f"lmcache-{self.address.port}.log"
-        self._log: IO[bytes] = self.log_path.open("ab")
         listening = ["--host", "127.0.0.1", "--port", str(self.address.port)]
         http = ["--http-host", "127.0.0.1", "--http-port", str(self.address.http_port)]
         defaults = ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
-        self._process = subprocess.Popen(
-            [*lmcache, "server", *listening, *http, *defaults, *arguments],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=_environment(directory),
-            start_new_session=True,
+        self._process = _parent(tuple(lmcache)).fork(
+            self.log_path, ["server", *listening, *http, *defaults, *arguments]
         )
 
     def wait(self) -> ServerProcess:
@@ -75,7 +74,7 @@ class ServerProcess:
                 get_json(http, "/healthcheck", 60.0)
                 return self
             except HttpError as failure:
-                if self._process.poll() is not None or time.monotonic() > until_s:
+                if self._process.has_ended(0.0) or time.monotonic() > until_s:
                     self.kill()
                     raise RuntimeError(f"no server: {failure}\n{self.log()[-4000:]}") from None
                 time.sleep(0.1)
@@ -112,17 +111,13 @@ class ServerProcess:
 
     def _end(self, number: int) -> None:
         for each in (number, signal.SIGKILL):
-            if self._process.poll() is None:
+            if not self._process.has_ended(0.0):
                 os.killpg(self._process.pid, each)
                 if each != signal.SIGKILL:
                     # One that is stopped hears nothing before it goes on. To be killed it must not: it would answer.
                     os.killpg(self._process.pid, signal.SIGCONT)
-            try:
-                self._process.wait(STOP_S)
+            if self._process.has_ended(STOP_S):
                 break
-            except subprocess.TimeoutExpired:
-                continue
-        self._log.close()
 
     def __enter__(self) -> ServerProcess:
         return self.wait()
@@ -131,11 +126,50 @@ class ServerProcess:
         self._end(signal.SIGTERM)
 
 
-def _environment(directory: Path) -> dict[str, str]:
-    """Without packages of this process, and with a place for compiled functions: a package may be read-only."""
-    packages = os.environ.get("LMCACHE_PYTHONPATH", "")
-    ours = {"LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": packages, "NUMBA_CACHE_DIR": str(directory / "numba")}
-    return {**os.environ, **ours}
+class _Fork(NamedTuple):
+    """A process that its parent never waits for, so that its number remains its own."""
+
+    pid: int
+
+    def has_ended(self, within_s: float) -> bool:
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            return bool(select.select([descriptor], [], [], within_s)[0])
+        finally:
+            os.close(descriptor)
+
+
+class _Parent:
+    """A process that has imported LMCache, and ends with this one, as its forks do."""
+
+    def __init__(self, lmcache: Sequence[str]) -> None:
+        # A place for compiled functions: a package may be read-only.
+        self._directory = tempfile.TemporaryDirectory(prefix="lmcache-")
+        self._log_path = Path(self._directory.name) / "parent.log"
+        # Without packages of this process.
+        packages = os.environ.get("LMCACHE_PYTHONPATH", "")
+        ours = {"LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": packages, "NUMBA_CACHE_DIR": self._directory.name}
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*lmcache, "forks"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **ours},
+                start_new_session=True,
+            )
+
+    def fork(self, log_path: Path, arguments: Sequence[str]) -> _Fork:
+        """`RuntimeError` with the end of its log when it has ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([str(log_path.absolute()), arguments]).encode() + b"\n")
+        self._process.stdin.flush()
+        if not (answer := self._process.stdout.readline()):
+            raise RuntimeError(f"no parent of servers:\n{self._log_path.read_text(errors='replace')[-4000:]}")
+        return _Fork(int(answer))
+
+
+_parent = functools.cache(_Parent)
 
 
 def eventually(is_true: Callable[[], bool], within_s: float = 300.0) -> bool:

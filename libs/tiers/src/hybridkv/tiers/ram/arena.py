@@ -31,7 +31,7 @@ class RamArena:
     (uint8, one-dimensional, contiguous, writable, at least the rounded capacity; for example pinned memory) that memory
     is used and must outlive the arena. Both sizes must be those of the `RamIndex`.
 
-    One copy thread and the main thread may use it at once, on distinct slots.
+    Threads of copy engines and the main thread may use it at once, on distinct slots.
     """
 
     def __init__(
