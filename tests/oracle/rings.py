@@ -1,15 +1,24 @@
 """Mixes and ways of loading that a test plays before a landing. The full run plays all of them.
 
-Tests of offload alone, of the engine's own cache and of peers play all mixes before a landing too.
+Tests of offload alone and of peers play all mixes before a landing too.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import pytest
 
 from oracle.mixes import GEMMA3, NAMED, QWEN3_NEXT
 
-MIXES: Final = [mix if mix in (GEMMA3, QWEN3_NEXT) else pytest.param(mix, marks=pytest.mark.full) for mix in NAMED]
 LOADS: Final = ["async", pytest.param("sync", marks=pytest.mark.full)]
+
+
+def but_full(cases: Iterable[Any], *first: Any) -> list[Any]:
+    """Of these cases all but the `first` are left to the full run. A case of several values is a tuple."""
+    values = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    return [case if case in first else pytest.param(*value, marks=pytest.mark.full) for case, value in values]
+
+
+MIXES: Final = but_full(NAMED, GEMMA3, QWEN3_NEXT)

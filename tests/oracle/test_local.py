@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracle.mixes import NAMED, Mix
+from oracle.mixes import Mix
 from oracle.profile import profile
+from oracle.rings import MIXES
 from oracle.scenarios import Scenario, Tally, mixes, run, scenarios
 
 
-@pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_local_prefix_caching_never_reads_wrong_bytes(mix: Mix) -> None:
     tally = Tally()
 

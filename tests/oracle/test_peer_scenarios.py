@@ -15,7 +15,7 @@ from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.peers.testing.faults import FaultPlan
 from hybridkv.planner.admission import Verdict
 from oracle.engine import StuckError
-from oracle.mixes import Mix
+from oracle.mixes import DEEPSEEK_V4, GEMMA3, HEADS_BEFORE_LAYERS, QWEN3_NEXT, Mix
 from oracle.peer_mixes import (
     CUT_WINDOWS,
     EQUAL_RANKS,
@@ -32,6 +32,7 @@ from oracle.peer_mixes import (
 from oracle.peer_runs import PeerTally, play
 from oracle.peer_scenarios import PeerScenario, Talk, Trouble, Turn, What, peer_scenarios
 from oracle.profile import profile
+from oracle.rings import but_full
 from oracle.scenarios import Prompt
 from oracle.settings import Connector, EngineSettings
 
@@ -57,7 +58,11 @@ def played(sides: st.SearchStrategy[Sides], num_scenarios: int) -> None:
     assert tally.calm > 0 and tally.with_local_hits > 0, tally
 
 
-@pytest.mark.parametrize("mix", ONE_SIZE, ids=lambda mix: mix.name)
+# The tests below play all of them with unequal blocks, other layouts or several ranks.
+ALIKE = but_full(ONE_SIZE, QWEN3_NEXT, GEMMA3, DEEPSEEK_V4, HEADS_BEFORE_LAYERS)
+
+
+@pytest.mark.parametrize("mix", ALIKE, ids=lambda mix: mix.name)
 def test_engines_with_equal_blocks_never_take_a_wrong_byte(mix: Mix) -> None:
     played(st.just(alike(mix)), 25)
 
@@ -131,7 +136,7 @@ def test_a_request_whose_load_failed_does_not_stand_before_one_whose_load_has_en
 
 def test_two_loads_that_each_need_more_than_is_left_do_not_wait_for_each_other() -> None:
     """The pool of the second engine holds what two prompts resume from, and not one block more for either."""
-    mix = next(mix for mix in ONE_SIZE if mix.name == "deepseek_v4")
+    mix = DEEPSEEK_V4
     settings = [
         EngineSettings(
             num_blocks=num_blocks,

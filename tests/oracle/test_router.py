@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from random import Random
@@ -19,12 +20,18 @@ from hybridkv.tiers import Changes, TellsChanges
 from oracle.disk_tier import stack_of
 from oracle.engine import OracleEngine
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
+from oracle.rings import but_full
 from oracle.settings import Connector, EngineSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MIXES = (QWEN3_NEXT, GEMMA3, GPT_OSS, DEEPSEEK_V4)
+STORES = but_full(
+    itertools.product((QWEN3_NEXT, GEMMA3, GPT_OSS, DEEPSEEK_V4), ("ram", "ram and disk")),
+    (QWEN3_NEXT, "ram and disk"),
+    (GEMMA3, "ram and disk"),
+    (DEEPSEEK_V4, "ram"),
+)
 REQUESTS = round(500 * float(os.environ.get("ORACLE_SCENARIOS_FACTOR", "0.25")))
 LONGEST = 6
 """Chunks of a prompt. Memory has room for more, so what is found on disk always fits."""
@@ -106,8 +113,7 @@ class Restored:
         return restored
 
 
-@pytest.mark.parametrize("tiers", ["ram", "ram and disk"])
-@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
+@pytest.mark.parametrize(("mix", "tiers"), STORES, ids=lambda value: getattr(value, "name", value))
 def test_what_each_request_restores_is_predicted_from_events_alone(mix: Mix, tiers: str, tmp_path: Path) -> None:
     disk = tmp_path / "store" if tiers != "ram" else None
     engine, publisher = engine_of(mix, connector(mix, 3 * LONGEST, disk))

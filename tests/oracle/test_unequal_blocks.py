@@ -23,6 +23,7 @@ from oracle.engine import OracleEngine
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
 from oracle.pairs import CALM, Pair, tokens
 from oracle.profile import profile
+from oracle.rings import but_full
 from oracle.runner import CorruptionError
 from oracle.settings import Connector, EngineSettings
 
@@ -108,10 +109,10 @@ class Totals(NamedTuple):
     misled: int
 
 
-def check(mix: Mix, num_scenarios: int, *, keeps: bool = False) -> Totals:
+def check(mix: Mix, num_scenarios: int, *, keeps: bool = False, whole: bool = False) -> Totals:
     """Play scenarios in which no byte of the connector may be wrong."""
 
-    @profile(num_scenarios)
+    @profile(num_scenarios, whole=whole)
     @given(
         st.sampled_from(STEPS),
         st.lists(st.integers(BLOCK, 6 * BLOCK), min_size=2, max_size=4),
@@ -134,7 +135,9 @@ def test_no_state_is_served_that_lies_elsewhere(mix: Mix) -> None:
     assert check(mix, 25).restored_tokens > 0
 
 
-@pytest.mark.parametrize("mix", [*MIXES, WITHOUT_WINDOW], ids=lambda mix: mix.name)
+@pytest.mark.parametrize(
+    "mix", but_full((*MIXES, WITHOUT_WINDOW), unequal(4), WITHOUT_WINDOW), ids=lambda mix: mix.name
+)
 def test_the_engine_goes_on_from_no_such_state_either(mix: Mix) -> None:
     totals = check(mix, 15, keeps=True)
     assert totals.local_tokens > 0
@@ -145,7 +148,7 @@ def test_the_engine_goes_on_from_no_such_state_either(mix: Mix) -> None:
 def test_states_that_are_not_told_apart_are_found(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WrongBlocks, "_misfiled", lambda *arguments: [])
     with pytest.raises(CorruptionError, match="alone"):
-        check(mix, 300)
+        check(mix, 300, whole=True)
 
 
 def test_where_the_engine_cannot_forget_a_state_nothing_is_stored_that_was_computed_behind_it(
@@ -159,7 +162,7 @@ def test_what_is_computed_behind_such_a_state_is_found_in_the_store(monkeypatch:
     monkeypatch.setattr(compat, "forget_blocks", lambda *arguments: None)
     monkeypatch.setattr(WrongBlocks, "misled", ())
     with pytest.raises(CorruptionError, match="alone"):
-        check(unequal(4), 300, keeps=True)
+        check(unequal(4), 300, keeps=True, whole=True)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
