@@ -1,4 +1,4 @@
-"""Real servers of LMCache for the oracle. Each takes 7 s of CPU to start: it starts when first used, and stays."""
+"""Real servers of LMCache for the oracle. Each starts when it is first used, and stays."""
 
 from __future__ import annotations
 
