@@ -7,11 +7,10 @@ import os
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 logging.getLogger("vllm").setLevel(logging.ERROR)
 
-# All of vLLM is imported with the tests and stays, and each scenario makes much. Collections took a tenth of the time.
+# All of vLLM is imported with the tests and stays. Collections that go through it cost a tenth of the time.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(20_000)
     gc.enable()
