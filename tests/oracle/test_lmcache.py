@@ -82,7 +82,7 @@ def test_no_wrong_byte_comes_to_random_mixes(fleet: Fleet) -> None:
     tally = Tally()
     server = fleet[Sort.APART]
 
-    @profile(12)
+    @profile(12, whole=True)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         mix = data.draw(mixes())
@@ -100,7 +100,7 @@ def test_no_wrong_byte_comes_to_several_ranks(fleet: Fleet, monkeypatch: pytest.
     tally = Tally()
     server = fleet[Sort.APART]
 
-    @profile(10)
+    @profile(10, whole=True)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         mix = data.draw(st.sampled_from((with_heads(GPT_OSS, 2), with_heads(QWEN3_NEXT, 2), MLA)))
@@ -123,14 +123,15 @@ def test_pages_that_change_at_the_server_are_computed_again_and_never_read(
 
     def seal_and_damage(parts: Any, site: Any, hold: Any, *rest: Any) -> None:
         seal(parts, site, hold, *rest)
-        if random.random() < 0.5:
-            part = random.choice(parts.parts)
+        for part in parts.parts:
+            if random.random() < 0.5:
+                continue
             row = hold.memory.groups[part.group][random.choice(hold.taken.blocks[part.group])]
             row[random.randrange(len(row))] ^= 1 << random.randrange(8)
 
     monkeypatch.setattr(storing, "seal_pages", seal_and_damage)
 
-    @profile(12)
+    @profile(24, whole=True)
     @given(played(mix, server))
     def check(chosen: Played) -> None:
         for engine in Play(mix, server, chosen).run():

@@ -155,7 +155,7 @@ def test_requests_with_adapters_and_without_never_read_a_wrong_byte(server: Serv
             believe_files(engine)
             return engine
 
-    @profile(10)
+    @profile(10, whole=True)
     @given(played(GEMMA3, server))
     def check(chosen: Played) -> None:
         for engine in Tuned(GEMMA3, server, chosen, adapters=loras).run():
