@@ -1,4 +1,4 @@
-"""Real servers of LMCache for the oracle. Each starts when it is first used, and stays."""
+"""Real servers of LMCache for the oracle. A server starts at its first use, and stays."""
 
 from __future__ import annotations
 

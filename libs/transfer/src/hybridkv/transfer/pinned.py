@@ -17,7 +17,8 @@ from hybridkv.transfer.errors import TransferError
 def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Page-aligned memory, uint8, zeroed; huge pages where there are any. Given back when all views are gone.
 
-    A forked child does not have it: a parent's write would go to a new copy of the page, which the device knows not.
+    A forked child does not get it. Otherwise the first write of the parent would move the page to other memory, and the
+    device would go on with the old.
 
     Raises:
         TransferError: there is not so much.

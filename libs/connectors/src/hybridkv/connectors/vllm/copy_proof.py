@@ -109,7 +109,7 @@ def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, devi
 def prove_copies(
     memory: RankMemory, tensors: Sequence[Any], paths: CopyPaths, gpu: GpuDevice, random: np.random.Generator
 ) -> CopyRates:
-    """Copies and compares. Nobody else may use the memory meanwhile.
+    """Copies and compares. No other thread may use the memory meanwhile.
 
     Args:
         memory: both sides of the copies, registered with the engines.
