@@ -49,6 +49,7 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": []}, "tiers", "at least one tier", "[]", '"type": "ram"'),
         ({"tiers": [RAM], "chunk_token": 4}, "chunk_token", "a known key", "unknown", 'did you mean "chunk_tokens"?'),
         ({"tiers": [RAM], "xyzzy": 4}, "xyzzy", "a known key", "unknown", "known: tiers, chunk_tokens, load"),
+        ({"tiers": [RAM], "experimental_cuda": True}, "experimental_cuda", "a known key", "unknown", "copies"),
         ({"tier": [RAM]}, "tier", "a known key", "unknown", 'did you mean "tiers"?'),
         ({"tiers": [RAM | {"capcity": 1}]}, "tiers[0].capcity", "a known key", "unknown", 'did you mean "capacity"?'),
         ({"tiers": [{"type": "rma", "capacity": 1}]}, "tiers[0].type", '"ram"', "'rma'", 'did you mean "ram"?'),

@@ -61,21 +61,17 @@ def test_the_arena_of_a_cpu_is_ordinary_memory() -> None:
 
 
 @pytest.mark.parametrize("copies", ["engine", "native"])
-@pytest.mark.parametrize("experimental_cuda", [False, True])
-def test_on_a_cpu_it_does_not_matter_who_would_copy_on_a_gpu(copies: str, experimental_cuda: bool) -> None:
-    assert isinstance(devices.open_device("cpu", copies, experimental_cuda), devices.CpuDevice)
+def test_on_a_cpu_it_does_not_matter_who_would_copy_on_a_gpu(copies: str) -> None:
+    assert isinstance(devices.open_device("cpu", copies), devices.CpuDevice)
 
 
 def test_a_device_without_a_copy_engine_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="cpu or cuda"):
-        devices.open_device("xpu", "engine", True)
+        devices.open_device("xpu", "engine")
 
 
-def test_kernels_that_no_gpu_has_run_are_used_only_where_they_are_asked_for_by_both_names() -> None:
-    with pytest.raises(ConfigurationError, match="copies") as caught:
-        devices.open_device("cuda", "native", False)
-    assert "experimental_cuda" in caught.value.hint
-    assert isinstance(devices.open_device("cuda", "native", True), devices.NativeGpuDevice)
+def test_native_copies_need_no_batched_copies_of_vllm() -> None:
+    assert isinstance(devices.open_device("cuda", "native"), devices.NativeGpuDevice)
 
 
 @needs_no_gpu
@@ -86,7 +82,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(load: str, monkeypat
     copies = EngineCopies(swap_in_order, lambda *_: True, lambda _: None, lambda: 0)
     monkeypatch.setattr(compat, "engine_copies", lambda: copies)
     with pytest.raises(ConfigurationError, match="a GPU that torch can use"):
-        devices.open_device("cuda", "engine", False)
+        devices.open_device("cuda", "engine")
 
 
 @needs_no_gpu
@@ -107,7 +103,7 @@ class CudaRuntime:
 def test_a_vllm_without_batched_copies_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """This one is built for a CPU."""
     with pytest.raises(ConfigurationError, match=f"copies.*vLLM {vllm.__version__}"):
-        devices.open_device("cuda", "engine", False)
+        devices.open_device("cuda", "engine")
     monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", swap_in_order, raising=False)
     with pytest.raises(ConfigurationError, match=r"copies.*runtime.*libcudart is not loaded"):
         compat.engine_copies()

@@ -84,6 +84,12 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
     assert caught.value.path.endswith("url")
 
 
+def test_a_key_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="experimental_cuda: expected a known key") as caught:
+        decode_config({"url": "tcp://127.0.0.1:5555", "copies": "native", "experimental_cuda": True})
+    assert "known: url, http_port" in caught.value.hint
+
+
 def test_what_the_scheduler_says_of_pages_counts() -> None:
     site = site_of(config(), layout())
     larger = site.with_payload_bytes((1000, 2000))

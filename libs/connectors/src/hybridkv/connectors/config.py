@@ -159,7 +159,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         keep_share: of each tier, that prefixes may take up which requests asked to be kept; 0 keeps none.
         without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
         copies: on a GPU, "engine" copies with what vLLM copies with, "native" with kernels of hybridkv-cuda.
-        experimental_cuda: allow "native", though no GPU has run these kernels yet.
         weights_digest: how weights are told apart: "sampled" reads all headers and a sample of the data, "full" reads
             every byte, and anything else is the operator's own name for them.
         identity_ignores: names of facts that the operator knows to change nothing in what is stored.
@@ -178,7 +177,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keep_share: float = KEEP_SHARE
     without_prefix_caching: bool = False
     copies: Literal["engine", "native"] = "engine"
-    experimental_cuda: bool = False
     weights_digest: str = "sampled"
     identity_ignores: tuple[str, ...] = ()
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.engine_device import EngineDevice
@@ -182,26 +181,21 @@ class NativeGpuDevice(GpuDevice):
             raise _cannot_pin("pool", "the pool", error) from error
 
 
-def open_device(device_type: str, copies: str, experimental_cuda: bool) -> Device:
+def open_device(device_type: str, copies: str) -> Device:
     """The device of this worker.
 
     Args:
         device_type: vLLM's name of it.
         copies: "engine" or "native", who copies on a GPU.
-        experimental_cuda: whether "native" may be used.
 
     Raises:
-        ConfigurationError: it is not known or not there; or kernels that no GPU has run yet were not asked for by
-            both names; or this vLLM lacks what it would copy with.
+        ConfigurationError: it is not known or not there, or this vLLM lacks what it would copy with.
     """
     if device_type == "cpu":
         return CpuDevice()
     if device_type not in DEVICE_TYPES:
         raise ConfigurationError("device", " or ".join(DEVICE_TYPES), device_type, _HINT)
     if copies == "native":
-        if not experimental_cuda:
-            hint = 'leave it out; "experimental_cuda": true tries kernels that were simulated, and never ran on a GPU'
-            raise ConfigurationError(f"{ROOT}.copies", '"engine"', '"native"', hint)
         return NativeGpuDevice()
     engine_copies = compat.engine_copies()
     try:

@@ -61,7 +61,7 @@ class HybridOffloadConnector(StoreConnector):
                 self._open()
         else:
             device_type = vllm_config.device_config.device_type
-            self._device = devices.open_device(device_type, config.copies, config.experimental_cuda)
+            self._device = devices.open_device(device_type, config.copies)
             memory = self._device.arena_memory(sizes.rank_bytes)
             arena = RamArena(sizes.rank_bytes, sizes.granule_bytes, memory)
             stores, loads = self._device.copy_engines(config.load)

@@ -46,7 +46,6 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         weights_digest: how weights are told apart, as for HybridOffloadConnector.
         identity_ignores: names of facts that the operator knows to change nothing in what is stored.
         copies: who copies on a GPU, as for HybridOffloadConnector.
-        experimental_cuda: allow "native", as there.
     """
 
     url: str
@@ -62,7 +61,6 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weights_digest: str = "sampled"
     identity_ignores: tuple[str, ...] = ()
     copies: Literal["engine", "native"] = "engine"
-    experimental_cuda: bool = False
 
 
 def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:

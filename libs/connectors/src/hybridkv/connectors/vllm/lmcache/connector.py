@@ -59,7 +59,7 @@ class HybridLMCacheConnector(StoreConnector):
             self._scheduler = WaitingScheduler(self._opening.num_ranks, NAME, LMCachePlan())
         else:
             device_type = vllm_config.device_config.device_type
-            self._device = devices.open_device(device_type, config.copies, config.experimental_cuda)
+            self._device = devices.open_device(device_type, config.copies)
             stores, loads = self._device.copy_engines("async")
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, time.monotonic)
             self._worker = LMCacheWorker(
