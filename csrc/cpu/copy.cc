@@ -17,7 +17,8 @@ namespace {
 // Longer runs are cut, so that a few long runs keep every lane busy too.
 constexpr std::size_t kMaxPieceBytes = kMaxPieceBlocks * xxh3::kBlockBytes;
 
-// A thread that waits for a core takes fewer parts, and the others take them in its place.
+// A thread that waits for a core takes fewer parts, and the others take them in its place. Measured with another busy
+// thread on one of two cores: 1.04 to 1.4 times as fast as with one part for each thread.
 constexpr std::size_t kPartsPerThread = 4;
 
 // Shorter runs are not worth a lane.

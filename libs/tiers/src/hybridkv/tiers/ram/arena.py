@@ -1,15 +1,13 @@
 """Holds the bytes of the RAM tier: one page-aligned buffer, cut into slots by a `RamIndex` that may live elsewhere.
 
 Every slot is sealed with the key it belongs to and an XXH3-128 checksum of its bytes, so a slot that was reused, torn
-or corrupted is a failed load and never wrong bytes. Starts no thread and copies nothing: a copy engine does, which
-knows the `addresses`.
+or corrupted is a failed load and never wrong bytes. Copies nothing: a copy engine does, which knows the `addresses`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
 from collections.abc import Sequence
 from itertools import chain
 
@@ -49,8 +47,8 @@ class RamArena:
         self._base_address = int(self._buffer.ctypes.data)
         self._digest_threads = digest_threads
         self._is_closed = False
-        self._lock = threading.Lock()
         self._seals: dict[int, tuple[Key, bytes]] = {}
+        """By the first offset of a slot. Needs no lock: threads read, set and remove single items alone."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -85,45 +83,45 @@ class RamArena:
         failures = [self._why_not_use(slot) for _, slot in chunks]
         usable = [number for number, failure in enumerate(failures) if failure is None]
         if checksums is None:
-            taken = self._checksums(buffer, [chunks[number][1] for number in usable])
+            joined = self._checksums(buffer, [chunks[number][1] for number in usable])
+            taken = [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]
         else:
             taken = [checksums[number] for number in usable]
-        with self._lock:
-            for number, checksum in zip(usable, taken, strict=True):
-                key, slot = chunks[number]
-                self._seals[slot.first_offset] = (key, checksum)
+        for number, checksum in zip(usable, taken, strict=True):
+            key, slot = chunks[number]
+            self._seals[slot.first_offset] = (key, checksum)
         return failures
 
     def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
         """XXH3-128 of what was sealed in the slot for `key`, None when nothing was."""
-        with self._lock:
-            sealed_key, checksum = self._seals.get(slot.first_offset, (b"", None))
+        sealed_key, checksum = self._seals.get(slot.first_offset, (b"", None))
         return checksum if sealed_key == key else None
 
     def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
         """For each chunk, None when its slot holds exactly the bytes that were sealed for its key. Reads them once."""
         buffer = self._buffer
         found = [self._sealed(key, slot) for key, slot in chunks]
-        checksums = self._checksums(
-            buffer, [slot for (_, slot), sealed in zip(chunks, found, strict=True) if isinstance(sealed, bytes)]
-        )
-        present = iter(checksums)
-        return [
-            sealed if isinstance(sealed, Failure) else _why_not_equal(key, sealed, next(present))
-            for (key, _), sealed in zip(chunks, found, strict=True)
-        ]
+        failures = [one if isinstance(one, Failure) else None for one in found]
+        usable = [number for number, failure in enumerate(failures) if failure is None]
+        present = self._checksums(buffer, [chunks[number][1] for number in usable])
+        sealed = [one for one in found if isinstance(one, bytes)]
+        if present == b"".join(sealed):
+            return failures
+        for start, number, checksum in zip(range(0, len(present), DIGEST_BYTES), usable, sealed, strict=True):
+            if present[start : start + DIGEST_BYTES] != checksum:
+                detail = f"the bytes of {chunks[number][0].hex()} are not those that were stored"
+                failures[number] = Failure(FailureReason.CHECKSUM, detail)
+        return failures
 
     def discard(self, slot: Slot) -> None:
         """Forget what was sealed in the slot: `check_all` then finds it MISSING. Call it before overwriting a slot."""
         self._require(slot)
-        with self._lock:
-            self._seals.pop(slot.first_offset, None)
+        self._seals.pop(slot.first_offset, None)
 
     def close(self) -> None:
         """Give up the memory. Stop the copy engine first: it holds addresses."""
         self._is_closed = True
-        with self._lock:
-            self._seals.clear()
+        self._seals.clear()
         self._buffer = np.empty(0, dtype=np.uint8)
 
     def _sealed(self, key: Key, slot: Slot) -> bytes | Failure:
@@ -131,8 +129,7 @@ class RamArena:
         failure = self._why_not_use(slot)
         if failure is not None:
             return failure
-        with self._lock:
-            sealed = self._seals.get(slot.first_offset)
+        sealed = self._seals.get(slot.first_offset)
         if sealed is None:
             return Failure(FailureReason.MISSING, f"nothing is sealed at offset {slot.first_offset}")
         sealed_key, checksum = sealed
@@ -140,14 +137,13 @@ class RamArena:
             return Failure(FailureReason.WRONG_KEY, f"expected {key.hex()}, got {sealed_key.hex()}")
         return checksum
 
-    def _checksums(self, buffer: Bytes, slots: Sequence[Slot]) -> list[bytes]:
-        """XXH3-128 of each slot, all in one call. `buffer` was the arena's before it was seen that the arena is open,
-        and stays mapped until the call returns."""
-        extents = np.fromiter(chain.from_iterable(chain.from_iterable(slot.extents for slot in slots)), dtype=np.int64)
+    def _checksums(self, buffer: Bytes, slots: Sequence[Slot]) -> bytes:
+        """XXH3-128 of each slot, one behind the other. `buffer` was the arena's before it was seen that the arena is
+        open, and stays mapped until all is read."""
+        extents = np.fromiter(chain.from_iterable(chain.from_iterable([slot.extents for slot in slots])), np.int64)
         ends = np.cumsum([len(slot.extents) for slot in slots], dtype=np.int64)
         addresses = extents[::2] + buffer.ctypes.data
-        digests = records_digest(self._digest_threads)(addresses, extents[1::2].copy(), ends)
-        return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+        return records_digest(self._digest_threads)(addresses, extents[1::2].copy(), ends)
 
     def _why_not_use(self, slot: Slot) -> Failure | None:
         if self._is_closed:
@@ -164,12 +160,6 @@ class RamArena:
         failure = self._why_not_use(slot)
         if failure is not None:
             raise TierProtocolError(str(failure))
-
-
-def _why_not_equal(key: Key, sealed: bytes, present: bytes) -> Failure | None:
-    if present == sealed:
-        return None
-    return Failure(FailureReason.CHECKSUM, f"the bytes of {key.hex()} are not those that were stored")
 
 
 def _map_memory(num_bytes: int) -> Bytes:
