@@ -17,6 +17,10 @@ namespace {
 // Longer runs are cut, so that a few long runs keep every lane busy too.
 constexpr std::size_t kMaxPieceBytes = kMaxPieceBlocks * xxh3::kBlockBytes;
 
+// A thread that waits for a core takes fewer parts, and the others take them in its place. Measured with another busy
+// thread on one of two cores: 1.04 to 1.4 times as fast as with one part for each thread.
+constexpr std::size_t kPartsPerThread = 4;
+
 // Shorter runs are not worth a lane.
 constexpr std::size_t kMinStreamedRunBytes = 1024;
 
@@ -86,6 +90,24 @@ std::vector<Share> shares_of(const RunSource& runs, std::uint64_t num_bytes, std
   return shares;
 }
 
+// Cuts the records into parts of at least `part_bytes`, but for the last: part i is records `cuts[i]` to `cuts[i + 1]`.
+std::vector<std::size_t> cut_records(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records,
+                                     std::uint64_t part_bytes) {
+  std::vector<std::size_t> cuts = {0};
+  std::uint64_t num_bytes = 0;
+  std::size_t record = 0;
+  std::int64_t number = 0;
+  for_each_run(runs, whole(0, runs.size()), [&](const CopyRun& run) {
+    while (record_ends[record] == number) ++record;  // records without runs
+    num_bytes += run.num_bytes;
+    if (record_ends[record] != ++number || num_bytes < part_bytes) return;
+    cuts.push_back(record + 1);
+    num_bytes = 0;
+  });
+  if (cuts.back() < num_records) cuts.push_back(num_records);
+  return cuts;
+}
+
 void digest_records(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records, Digest128* digests,
                     const CopyOptions& options, bool copies) {
   const Kernels& kernels = cpu::kernels(options.level);
@@ -99,16 +121,14 @@ void digest_records(const RunSource& runs, const std::int64_t* record_ends, std:
     }
     recorder.finish();
   };
-  const std::size_t num_threads = options.pool == nullptr ? 1 : options.pool->num_threads();
-  const std::size_t num_parts =
-      std::min({num_threads, static_cast<std::size_t>(num_bytes / kMinPartBytes), num_records});
-  if (num_parts < 2) {
+  const std::size_t num_parts = options.pool == nullptr ? 1 : options.pool->num_threads() * kPartsPerThread;
+  const std::uint64_t part_bytes = std::max<std::uint64_t>(kMinPartBytes, num_bytes / num_parts);
+  if (num_parts == 1 || num_bytes < 2 * part_bytes) {
     run_records(0, num_records);
     return;
   }
-  options.pool->run(num_parts, [&](std::size_t part) {
-    run_records(num_records * part / num_parts, num_records * (part + 1) / num_parts);
-  });
+  const std::vector<std::size_t> cuts = cut_records(runs, record_ends, num_records, part_bytes);
+  options.pool->run(cuts.size() - 1, [&](std::size_t part) { run_records(cuts[part], cuts[part + 1]); });
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ inline constexpr std::size_t kMinPartBytes = 1024 * 1024;
 void copy(const RunSource& runs, const CopyOptions& options);
 
 // Copies every run, and takes the digest of each record. Record i is runs `record_ends[i - 1]` to `record_ends[i]`,
-// in order; the last end is the number of runs. With a pool, whole records are shared out.
+// in order; the last end is the number of runs. With a pool, whole records are shared out by their bytes.
 void copy_and_digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records,
                      Digest128* digests, const CopyOptions& options);
 

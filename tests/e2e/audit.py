@@ -132,5 +132,5 @@ def stored_views(engine: Engine, key: bytes, child: int | None = None) -> Iterat
     slot = index.pin(key)
     assert slot is not None, "nothing is stored under this key"
     yield from arena.views(slot)
-    assert arena.seal(key, slot) is None
+    assert arena.seal_all([(key, slot)]) == [None]
     index.unpin(key)

@@ -53,14 +53,14 @@ def main(kind: str, choice: str, directory: str, output: str) -> None:
 
     from stored_records import payload_digests
 
-    from hybridkv.tiers.digests import digest_by_xxhash, view_digest
+    from hybridkv.tiers.digests import digest_by_xxhash, records_digest
     from hybridkv.transfer.native import copy_one_by_one, runs_copier
 
-    was_used = runs_copier.cache_info().currsize == view_digest.cache_info().currsize == 1
+    was_used = runs_copier.cache_info().currsize == records_digest.cache_info().currsize == 1
     used = {
         "was_used": was_used,
         "copies": runs_copier() is not copy_one_by_one,
-        "checksums": view_digest() is not digest_by_xxhash,
+        "checksums": records_digest(1) is not digest_by_xxhash,
         "disk": runner,
     }
     phases = {"cold": cold, "warm": warm, "far": far}

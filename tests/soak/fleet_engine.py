@@ -138,7 +138,7 @@ class FleetEngine:
             for view in self._arena.views(slot):
                 view[:] = data[begin : begin + len(view)]
                 begin += len(view)
-            self._arena.seal(keys[at], slot)
+            self._arena.seal_all([(keys[at], slot)])
             self._stack.commit(keys[at], PathPosition(tuple(keys[at - 1 : at]) if at else ()))
         self._wait(lambda: not self._stack.has_moves_alive())
 

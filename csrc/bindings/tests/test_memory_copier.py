@@ -78,6 +78,21 @@ def test_a_digest_is_xxhashs(copier: MemoryCopier, num_bytes: int) -> None:
     assert got == xxhash.xxh3_128_digest(data[:num_bytes].tobytes())
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 1000, 65_536, 1_000_000, 5_000_000]), min_size=1, max_size=30), st.data())
+def test_records_that_threads_share_have_digests_of_xxhash(sizes: list[int], data: st.DataObject) -> None:
+    """Among them empty ones, some without a run, and some larger than all the others together."""
+    ends = [*sorted(data.draw(st.lists(st.integers(0, len(sizes)), max_size=20))), len(sizes)]
+    source = noise(6_000_000)
+    offsets = [7919 * number for number in range(len(sizes))]
+    runs = [source[offset : offset + size].tobytes() for offset, size in zip(offsets, sizes, strict=True)]
+    wanted = [xxhash.xxh3_128_digest(b"".join(runs[a:b])) for a, b in zip([0, *ends], ends, strict=False)]
+    addresses = integers([source.ctypes.data + offset for offset in offsets])
+    for num_threads in (1, 2, 4):
+        got = MemoryCopier(num_threads=num_threads).digest(addresses, integers(sizes), integers(ends))
+        assert digests(got) == wanted
+
+
 def test_the_c_librarys_copy_copies() -> None:
     source, target = noise(1000), np.zeros(1000, dtype=np.uint8)
     copy_with_memcpy(source.ctypes.data, target.ctypes.data, 1000)

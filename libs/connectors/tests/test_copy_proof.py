@@ -214,7 +214,7 @@ def test_a_copy_that_cannot_be_submitted_is_refused_with_its_reason(make: Callab
 
 def test_a_digest_of_other_bytes_is_refused(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make(LazyDevice(lambda below: 0))
-    monkeypatch.setattr(rig.arena, "_checksum", lambda slot: bytes(16))
+    monkeypatch.setattr(rig.arena, "_checksums", lambda buffer, slots: bytes(16) * len(slots))
     assert "the digest" in refusal(rig)
 
 

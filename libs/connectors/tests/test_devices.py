@@ -60,6 +60,17 @@ def test_the_arena_of_a_cpu_is_ordinary_memory() -> None:
     assert devices.CpuDevice().arena_memory(4096) is None
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "num_workers", "num_threads"), [(2, 1, 1), (16, 1, 4), (128, 1, 8), (128, 8, 4), (8, 8, 1)]
+)
+def test_checksums_leave_the_engine_three_quarters_of_the_cores_of_a_gpu(
+    num_cores: int, num_workers: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda process: set(range(num_cores)))
+    assert devices.NativeGpuDevice().digest_threads(num_workers) == num_threads
+    assert devices.CpuDevice().digest_threads(num_workers) == 1
+
+
 @pytest.mark.parametrize("copies", ["engine", "native"])
 def test_on_a_cpu_it_does_not_matter_who_would_copy_on_a_gpu(copies: str) -> None:
     assert isinstance(devices.open_device("cpu", copies), devices.CpuDevice)

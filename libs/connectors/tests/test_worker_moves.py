@@ -31,7 +31,7 @@ def test_moves_fail_while_the_slow_tier_cannot_be_reached_and_succeed_when_it_ca
 
     worker.bind_slower_tiers({"disk": open_medium})
     arena.views(SLOT)[0][:] = bytes(100)
-    assert arena.seal(b"key", SLOT) is None
+    assert arena.seal_all([(b"key", SLOT)]) == [None]
     worker.start_loads(StepPlan(moves=(TierMove(1, Direction.CASCADE, "disk", b"key", SLOT, SLOT),), namespace=b"n"))
     outcome = worker.outcome()
     assert outcome is not None and outcome.moves[1].failure is not None

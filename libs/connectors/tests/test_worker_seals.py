@@ -134,7 +134,7 @@ def test_a_flipped_bit_is_found_by_the_load(rig: Rig) -> None:
 
 def test_what_was_summed_on_the_way_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(native())
-    monkeypatch.setattr(rig.arena, "_checksum", lambda slot: pytest.fail("the slot was read again"))
+    monkeypatch.setattr(rig.arena, "_checksums", lambda buffer, slots: pytest.fail("the slot was read again"))
     rig.store(*SLOTS)
 
 

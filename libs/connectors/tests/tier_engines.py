@@ -41,7 +41,7 @@ class Engine:
         views, rest = self.arena.views(slot), chunk
         for view in views:
             view[:], rest = rest[: len(view)], rest[len(view) :]
-        assert self.arena.seal(key, slot) is None
+        assert self.arena.seal_all([(key, slot)]) == [None]
         assert self.stack.commit(key)
 
     def finds(self, *keys: Key) -> list[LookupResult]:
@@ -64,7 +64,7 @@ class Engine:
         slots = self.stack.pin_all([key])
         chunk = None if slots is None else b"".join(self.arena.views(slots[0]))
         if slots is not None:
-            assert self.arena.check(key, slots[0]) is None
+            assert self.arena.check_all([(key, slots[0])]) == [None]
             self.stack.unpin_all([key])
         self.stack.release("request")
         return chunk

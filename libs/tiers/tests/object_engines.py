@@ -75,7 +75,7 @@ class Engine:
             for rank, arena in enumerate(self.arenas):
                 for view in arena.views(slot):
                     view[:] = bytes(byte ^ rank for byte in chunks[key])
-                assert arena.seal(key, slot) is None
+                assert arena.seal_all([(key, slot)]) == [None]
             self.stack.commit(key, PathPosition(tuple(path[number - 1 : number])))
         self.step()
 
@@ -109,7 +109,7 @@ class Engine:
         found = []
         for rank, arena in enumerate(self.arenas):
             for key, slot in zip(keys, slots, strict=True):
-                assert arena.check(key, slot) is None
+                assert arena.check_all([(key, slot)]) == [None]
                 data = b"".join(bytes(view) for view in arena.views(slot))
                 found += [data] if rank == 0 else []
                 assert rank == 0 or data == bytes(byte ^ rank for byte in found[keys.index(key)])

@@ -110,8 +110,9 @@ def test_memory_of_an_arena_goes_to_disk_as_it_is(tmp_path: Path) -> None:
         view[:] = bytes(len(view))
     medium.load(Ticket(2), b"key", slot, arena.views(place))
     [loaded] = disk_store.finish(medium)
-    assert arena.seal(b"key", place, loaded.checksum) is None
-    assert arena.check(b"key", place) is None
+    assert loaded.checksum is not None
+    assert arena.seal_all([(b"key", place)], [loaded.checksum]) == [None]
+    assert arena.check_all([(b"key", place)]) == [None]
     close(index, medium)
 
 

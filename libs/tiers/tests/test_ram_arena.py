@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import mmap
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hybridkv.tiers import Slot, TierConfigurationError
+from hybridkv.tiers import FailureReason, Slot, TierConfigurationError
 from hybridkv.tiers.ram import RamArena, RamIndex, choose_granule_bytes
+from hybridkv.tiers.ram import arena as arena_module
 
 GRANULE_BYTES = 4096
 KIB = 1024
@@ -74,6 +76,40 @@ def test_the_callers_buffer_is_used() -> None:
     arena.views(Slot(((GRANULE_BYTES, 3),)))[0][:] = b"abc"
     assert arena.base_address == buffer.ctypes.data
     assert buffer[GRANULE_BYTES : GRANULE_BYTES + 3].tobytes() == b"abc"
+
+
+@pytest.mark.parametrize("digest_threads", [1, 2, 4])
+def test_one_flipped_byte_costs_its_chunk_alone(digest_threads: int) -> None:
+    """Of a job of 8 MiB, which threads share."""
+    arena = RamArena(8 * MIB, GRANULE_BYTES, digest_threads=digest_threads)
+    random = np.random.default_rng(digest_threads)
+    [whole] = arena.views(Slot(((0, 8 * MIB),)))
+    whole[:] = random.bytes(8 * MIB)
+    edges = [0, *np.sort(random.choice(np.arange(1, 8 * MIB), 99, replace=False)).tolist(), 8 * MIB]
+    chunks = [(bytes([number]), Slot(((start, end - start),))) for number, (start, end) in enumerate(pairwise(edges))]
+    assert arena.seal_all(chunks) == [None] * 100
+    assert arena.check_all(chunks) == [None] * 100
+    for damaged in (0, 41, 99):
+        position = int(random.integers(edges[damaged], edges[damaged + 1]))
+        whole[position] ^= 1
+        failures = arena.check_all(chunks)
+        whole[position] ^= 1
+        assert [number for number, failure in enumerate(failures) if failure is not None] == [damaged]
+        assert failures[damaged].reason is FailureReason.CHECKSUM
+
+
+def test_memory_that_is_closed_meanwhile_is_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, chunk = RamArena(MIB, GRANULE_BYTES), (b"key", Slot(((0, MIB),)))
+    arena.views(chunk[1])[0][:] = b"x" * MIB
+    assert arena.seal_all([chunk]) == [None]
+    digest = arena_module.records_digest(1)
+
+    def close_first(*arrays: np.ndarray) -> bytes:
+        arena.close()
+        return digest(*arrays)
+
+    monkeypatch.setattr(arena_module, "records_digest", lambda num_threads: close_first)
+    assert arena.check_all([chunk]) == [None]
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,7 @@ def test_a_medium_that_raises_costs_its_own_moves_alone() -> None:
     media = {"disk": Raising(world, 0), "peer": Twice(world, 0)}
     mover = TierMover(arena, media, lambda: 0.0)
     near = Slot(((0, CHUNK),))
-    assert arena.seal(A, near) is None
+    assert arena.seal_all([(A, near)]) == [None]
     far = world.allocate(CHUNK)
     mover.start([TierMove(0, Direction.CASCADE, "peer", A, near, far)])
     assert [(move.move_id, failure) for move, failure, _ in mover.poll()] == [(0, None)]

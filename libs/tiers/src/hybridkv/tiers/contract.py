@@ -422,10 +422,12 @@ class SealedMemory(ExposesBytes, Protocol):
         """(address, num_bytes) of each extent, valid until `close`."""
         ...
 
-    def seal(self, key: Key, slot: Slot, checksum: bytes | None = None) -> Failure | None:
-        """The slot's present bytes are those of `key`. None when that is recorded.
+    def seal_all(
+        self, chunks: Sequence[tuple[Key, Slot]], checksums: Sequence[bytes] | None = None
+    ) -> list[Failure | None]:
+        """The present bytes of each slot are those of its key. For each chunk, None when that is recorded.
 
-        Reads them once, or takes the XXH3-128 that somebody else computed while writing them.
+        Reads them once, or takes the XXH3-128 that somebody else computed while writing them, one for each chunk.
         """
         ...
 
@@ -433,12 +435,12 @@ class SealedMemory(ExposesBytes, Protocol):
         """XXH3-128 of what was sealed in the slot for `key`, None when nothing was. Reads no chunk."""
         ...
 
-    def check(self, key: Key, slot: Slot) -> Failure | None:
-        """None when the slot holds exactly the bytes that were sealed for `key`. Reads them once."""
+    def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
+        """For each chunk, None when its slot holds exactly the bytes that were sealed for its key. Reads them once."""
         ...
 
     def discard(self, slot: Slot) -> None:
-        """Forget what was sealed in the slot: a later `check` finds it MISSING. Call it before overwriting a slot."""
+        """Forget what was sealed in the slot: `check_all` then finds it MISSING. Call it before overwriting a slot."""
         ...
 
     def close(self) -> None:

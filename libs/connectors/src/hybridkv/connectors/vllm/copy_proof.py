@@ -360,11 +360,11 @@ class _Proof:
                 raise _refusal(name, blocks, result.failure)
 
     def _seal(self, blocks: _Blocks) -> str | None:
-        failure = self._arena.seal(_KEY, blocks.slot)
+        [failure] = self._arena.seal_all([(_KEY, blocks.slot)])
         return None if failure is None else str(failure)
 
     def _check(self, blocks: _Blocks) -> str | None:
-        failure = self._arena.check(_KEY, blocks.slot)
+        [failure] = self._arena.check_all([(_KEY, blocks.slot)])
         return None if failure is None else str(failure)
 
     def _compare(self, name: str, blocks: _Blocks, found: Bytes, expected: Bytes) -> None:

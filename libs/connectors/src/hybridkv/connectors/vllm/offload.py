@@ -63,7 +63,8 @@ class HybridOffloadConnector(StoreConnector):
             device_type = vllm_config.device_config.device_type
             self._device = devices.open_device(device_type, config.copies)
             memory = self._device.arena_memory(sizes.rank_bytes)
-            arena = RamArena(sizes.rank_bytes, sizes.granule_bytes, memory)
+            digest_threads = self._device.digest_threads(layout.world_size)
+            arena = RamArena(sizes.rank_bytes, sizes.granule_bytes, memory, digest_threads)
             stores, loads = self._device.copy_engines(config.load)
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
             self._worker = OffloadWorker(layout, arena, paths, self._recorder)

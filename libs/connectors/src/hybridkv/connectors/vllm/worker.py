@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, Outcomes
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.tiers import Failure, FailureReason, SealedMemory, TierMedium, is_shortage
+from hybridkv.tiers import Failure, FailureReason, Key, SealedMemory, Slot, TierMedium, is_shortage
 from hybridkv.tiers.stack import MoveOutcome, TierMover
 from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId, RecordDigests
 
@@ -229,12 +229,9 @@ class OffloadWorker:
             # Not a byte was moved, so the blocks may go to somebody else.
             in_flight.failures.append(LoadFailure("timeout", "the load waited too long for its turn"))
             return in_flight.failures[0].detail
-        for key, slot, is_local in load.copies.chunks():
-            if is_local:
-                continue  # what the engine would read itself, and no sum was ever taken of
-            if failure := self._arena.check(key, slot):
-                in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, key))
-        return in_flight.failures[0].detail if in_flight.failures else None
+        # Not what the engine would read itself, and no sum was ever taken of.
+        chunks = [(key, slot) for key, slot, is_local in load.copies.chunks() if not is_local]
+        return self._why_failed(in_flight, chunks, self._arena.check_all(chunks))
 
     def _discard(self, store: Store) -> str | None:
         for chunk in store.copies.chunks():
@@ -243,11 +240,18 @@ class OffloadWorker:
 
     def _seal(self, store: Store, in_flight: _CopyInFlight) -> str | None:
         taken = in_flight.records.digests if in_flight.records is not None else None
-        for number, (key, slot, _) in enumerate(store.copies.chunks()):
-            if failure := self._arena.seal(key, slot, None if taken is None else taken[number]):
+        chunks = [(key, slot) for key, slot, _ in store.copies.chunks()]
+        return self._why_failed(in_flight, chunks, self._arena.seal_all(chunks, taken))
+
+    @staticmethod
+    def _why_failed(
+        in_flight: _CopyInFlight, chunks: Sequence[tuple[Key, Slot]], failures: Sequence[Failure | None]
+    ) -> str | None:
+        """Keeps what each chunk met. The first of it, None if nothing."""
+        for (key, _), failure in zip(chunks, failures, strict=True):
+            if failure is not None:
                 in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, key))
-                return str(failure)
-        return None
+        return in_flight.failures[0].detail if in_flight.failures else None
 
     def results(self) -> LoadResults:
         """Loads that ended since the last call. Moves between the tiers that ended are in `outcome`."""

@@ -202,7 +202,7 @@ class Moving:
             self._fail(move, reason, f"{words} {move.key.hex()}")
             return
         payload = pages.payload_of(page.view, num_bytes)
-        move.checksum = view_digest()([payload])
+        move.checksum = view_digest([payload])
         source, at = np.frombuffer(payload, dtype=np.uint8), 0
         for view in move.views:
             np.frombuffer(view, dtype=np.uint8)[:] = source[at : at + len(view)]
@@ -218,7 +218,7 @@ class Moving:
         for view in move.views:
             target[at : at + len(view)] = np.frombuffer(view, dtype=np.uint8)
             at += len(view)
-        move.checksum = view_digest()([payload])
+        move.checksum = view_digest([payload])
         pages.seal(page.view, identity_of(move.key), num_bytes)
         operations = row.shelf.operations
 

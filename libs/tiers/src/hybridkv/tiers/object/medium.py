@@ -211,7 +211,7 @@ class ObjectMedium:
         try:
             for move in moves:
                 place = PartPlace(name, self._rank, move.slot.offset)
-                checksum = view_digest()(move.views)
+                checksum = view_digest(move.views)
                 body += [bytes(move.slot.offset - end)] if move.slot.offset > end else []
                 body.append(encode_header(self._seals, place, move.key, checksum, move.num_bytes, move.views))
                 body += move.views
@@ -265,7 +265,7 @@ class ObjectMedium:
             if not stream.read_into(view):
                 return Completion(move.ticket, Failure(FailureReason.MISSING, f"{place.object_name} ends too early"))
         failure = check_seal(self._seals, header, place, move.views)
-        if failure is None and view_digest()(move.views) != expected:
+        if failure is None and view_digest(move.views) != expected:
             failure = Failure(FailureReason.CHECKSUM, f"the bytes of {move.key.hex()} are not those that were stored")
         return Completion(move.ticket, failure, None if failure else expected)
 

@@ -236,7 +236,7 @@ class Reading:
                 is_another = state == words.ANOTHER
                 reason = FailureReason.WRONG_KEY if is_another else FailureReason.MISSING
                 failure = Failure(reason, f"the peer holds {load.key.hex()} no more")
-            elif (digest := view_digest()(views)) != sealed:
+            elif (digest := view_digest(views)) != sealed:
                 failure = Failure(
                     FailureReason.CHECKSUM, f"the bytes of {load.key.hex()} are not those that were sealed"
                 )

@@ -40,7 +40,7 @@ class RankSeals:
         if digest is not None:
             return words.SEALED, digest
         # Another key's seal is told without a look at the bytes.
-        failure = self._memory.check(key, slot)
+        [failure] = self._memory.check_all([(key, slot)])
         is_another = failure is not None and failure.reason is FailureReason.WRONG_KEY
         return words.ANOTHER if is_another else words.NOTHING, _NONE
 

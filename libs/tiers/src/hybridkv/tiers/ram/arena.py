@@ -1,21 +1,21 @@
 """Holds the bytes of the RAM tier: one page-aligned buffer, cut into slots by a `RamIndex` that may live elsewhere.
 
 Every slot is sealed with the key it belongs to and an XXH3-128 checksum of its bytes, so a slot that was reused, torn
-or corrupted is a failed load and never wrong bytes. Starts no thread and copies nothing: a copy engine does, which
-knows the `addresses`.
+or corrupted is a failed load and never wrong bytes. Copies nothing: a copy engine does, which knows the `addresses`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
+from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridkv.tiers.contract import Failure, FailureReason, Key, Slot
-from hybridkv.tiers.digests import view_digest
+from hybridkv.tiers.digests import DIGEST_BYTES, records_digest
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.ram.sizes import count_granules
 
@@ -29,20 +29,26 @@ class RamArena:
 
     Without `buffer`, memory is mapped now and committed by the operating system as it is first written. With `buffer`
     (uint8, one-dimensional, contiguous, writable, at least the rounded capacity; for example pinned memory) that memory
-    is used and must outlive the arena. Both sizes must be those of the `RamIndex`.
+    is used and must outlive the arena. Both sizes must be those of the `RamIndex`. Checksums are taken by
+    `digest_threads` threads.
 
     Threads of copy engines and the main thread may use it at once, on distinct slots.
     """
 
     def __init__(
-        self, capacity_bytes: int, granule_bytes: int = DEFAULT_GRANULE_BYTES, buffer: Bytes | None = None
+        self,
+        capacity_bytes: int,
+        granule_bytes: int = DEFAULT_GRANULE_BYTES,
+        buffer: Bytes | None = None,
+        digest_threads: int = 1,
     ) -> None:
         self._capacity_bytes = count_granules(capacity_bytes, granule_bytes) * granule_bytes
         self._buffer = _map_memory(self._capacity_bytes) if buffer is None else _checked(buffer, self._capacity_bytes)
         self._base_address = int(self._buffer.ctypes.data)
+        self._digest_threads = digest_threads
         self._is_closed = False
-        self._lock = threading.Lock()
         self._seals: dict[int, tuple[Key, bytes]] = {}
+        """By the first offset of a slot. Needs no lock: threads read, set and remove single items alone."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -66,56 +72,78 @@ class RamArena:
         self._require(slot)
         return [self._buffer[offset : offset + num_bytes].data for offset, num_bytes in slot.extents]
 
-    def seal(self, key: Key, slot: Slot, checksum: bytes | None = None) -> Failure | None:
-        """Record that the slot's present bytes are those of `key`. None when done.
+    def seal_all(
+        self, chunks: Sequence[tuple[Key, Slot]], checksums: Sequence[bytes] | None = None
+    ) -> list[Failure | None]:
+        """Record that the present bytes of each slot are those of its key. For each chunk, None when done.
 
-        Reads them once, or takes the XXH3-128 that somebody else computed while writing them.
+        Reads them once, or takes the XXH3-128 that somebody else computed while writing them, one for each chunk.
         """
-        failure = self._why_not_use(slot)
-        if failure is not None:
-            return failure
-        checksum = self._checksum(slot) if checksum is None else checksum
-        with self._lock:
+        buffer = self._buffer
+        failures = [self._why_not_use(slot) for _, slot in chunks]
+        usable = [number for number, failure in enumerate(failures) if failure is None]
+        if checksums is None:
+            joined = self._checksums(buffer, [chunks[number][1] for number in usable])
+            taken = [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]
+        else:
+            taken = [checksums[number] for number in usable]
+        for number, checksum in zip(usable, taken, strict=True):
+            key, slot = chunks[number]
             self._seals[slot.first_offset] = (key, checksum)
-        return None
+        return failures
 
     def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
         """XXH3-128 of what was sealed in the slot for `key`, None when nothing was."""
-        with self._lock:
-            sealed_key, checksum = self._seals.get(slot.first_offset, (b"", None))
+        sealed_key, checksum = self._seals.get(slot.first_offset, (b"", None))
         return checksum if sealed_key == key else None
 
-    def check(self, key: Key, slot: Slot) -> Failure | None:
-        """None when the slot holds exactly the bytes that were sealed for `key`. Reads them once."""
-        failure = self._why_not_use(slot)
-        if failure is not None:
-            return failure
-        with self._lock:
-            sealed = self._seals.get(slot.first_offset)
-        if sealed is None:
-            return Failure(FailureReason.MISSING, f"nothing is sealed at offset {slot.first_offset}")
-        sealed_key, sealed_checksum = sealed
-        if sealed_key != key:
-            return Failure(FailureReason.WRONG_KEY, f"expected {key.hex()}, got {sealed_key.hex()}")
-        if self._checksum(slot) != sealed_checksum:
-            return Failure(FailureReason.CHECKSUM, f"the bytes of {key.hex()} are not those that were stored")
-        return None
+    def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
+        """For each chunk, None when its slot holds exactly the bytes that were sealed for its key. Reads them once."""
+        buffer = self._buffer
+        found = [self._sealed(key, slot) for key, slot in chunks]
+        failures = [one if isinstance(one, Failure) else None for one in found]
+        usable = [number for number, failure in enumerate(failures) if failure is None]
+        present = self._checksums(buffer, [chunks[number][1] for number in usable])
+        sealed = [one for one in found if isinstance(one, bytes)]
+        if present == b"".join(sealed):
+            return failures
+        for start, number, checksum in zip(range(0, len(present), DIGEST_BYTES), usable, sealed, strict=True):
+            if present[start : start + DIGEST_BYTES] != checksum:
+                detail = f"the bytes of {chunks[number][0].hex()} are not those that were stored"
+                failures[number] = Failure(FailureReason.CHECKSUM, detail)
+        return failures
 
     def discard(self, slot: Slot) -> None:
-        """Forget what was sealed in the slot: a later `check` finds it MISSING. Call it before overwriting a slot."""
+        """Forget what was sealed in the slot: `check_all` then finds it MISSING. Call it before overwriting a slot."""
         self._require(slot)
-        with self._lock:
-            self._seals.pop(slot.first_offset, None)
+        self._seals.pop(slot.first_offset, None)
 
     def close(self) -> None:
         """Give up the memory. Stop the copy engine first: it holds addresses."""
         self._is_closed = True
-        with self._lock:
-            self._seals.clear()
+        self._seals.clear()
         self._buffer = np.empty(0, dtype=np.uint8)
 
-    def _checksum(self, slot: Slot) -> bytes:
-        return view_digest()(self.views(slot))
+    def _sealed(self, key: Key, slot: Slot) -> bytes | Failure:
+        """The checksum to look for, or why there is none."""
+        failure = self._why_not_use(slot)
+        if failure is not None:
+            return failure
+        sealed = self._seals.get(slot.first_offset)
+        if sealed is None:
+            return Failure(FailureReason.MISSING, f"nothing is sealed at offset {slot.first_offset}")
+        sealed_key, checksum = sealed
+        if sealed_key != key:
+            return Failure(FailureReason.WRONG_KEY, f"expected {key.hex()}, got {sealed_key.hex()}")
+        return checksum
+
+    def _checksums(self, buffer: Bytes, slots: Sequence[Slot]) -> bytes:
+        """XXH3-128 of each slot, one behind the other. `buffer` was the arena's before it was seen that the arena is
+        open, and stays mapped until all is read."""
+        extents = np.fromiter(chain.from_iterable(chain.from_iterable([slot.extents for slot in slots])), np.int64)
+        ends = np.cumsum([len(slot.extents) for slot in slots], dtype=np.int64)
+        addresses = extents[::2] + buffer.ctypes.data
+        return records_digest(self._digest_threads)(addresses, extents[1::2].copy(), ends)
 
     def _why_not_use(self, slot: Slot) -> Failure | None:
         if self._is_closed:

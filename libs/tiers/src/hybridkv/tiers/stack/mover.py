@@ -90,7 +90,9 @@ class TierMover:
         if completion.failure is not None:
             return completion.failure
         if move.direction is Direction.PROMOTE:
-            return self._arena.seal(move.key, move.near, completion.checksum)
+            checksums = None if completion.checksum is None else [completion.checksum]
+            [failure] = self._arena.seal_all([(move.key, move.near)], checksums)
+            return failure
         sealed = self._arena.sealed_checksum(move.key, move.near)
         if sealed is None:
             return Failure(FailureReason.MISSING, f"{move.key.hex()} was not sealed when it cascaded")

@@ -65,7 +65,8 @@ class CopyingMedium:
             return failure
         self._memory.discard(slot)
         copy_views(sources, views)
-        return self._memory.seal(key, slot)
+        [failure] = self._memory.seal_all([(key, slot)])
+        return failure
 
     def _load(self, key: Key, slot: Slot, destination: Sequence[Buffer]) -> Failure | None:
         views = self._views(slot)
@@ -75,7 +76,7 @@ class CopyingMedium:
             destinations = byte_views(destination)
         except (TypeError, ValueError, BufferError) as error:
             return Failure(FailureReason.IO, f"destination: {error}")
-        failure = why_not_copy(views, destinations) or self._memory.check(key, slot)
+        failure = why_not_copy(views, destinations) or self._memory.check_all([(key, slot)])[0]
         if failure is None:
             copy_views(views, destinations)
         return failure

@@ -25,6 +25,16 @@ def bytes_of(memory: SealedMemory, slot: Slot) -> bytes:
     return b"".join(bytes(view) for view in memory.views(slot))
 
 
+def seal(memory: SealedMemory, key: Key, slot: Slot) -> Failure | None:
+    [failure] = memory.seal_all([(key, slot)])
+    return failure
+
+
+def check(memory: SealedMemory, key: Key, slot: Slot) -> Failure | None:
+    [failure] = memory.check_all([(key, slot)])
+    return failure
+
+
 class SealedMemoryConformance:
     """Derive from it, and give `make_memory`."""
 
@@ -37,7 +47,7 @@ class SealedMemoryConformance:
         memory = self.make_memory(CAPACITY_BYTES)
         for number, view in enumerate(memory.views(slot)):
             view[:] = bytes((number + position) % 251 for position in range(len(view)))
-        assert memory.seal(key, slot) is None
+        assert seal(memory, key, slot) is None
         return memory
 
     def test_memory_is_sealed_memory(self) -> None:
@@ -56,42 +66,42 @@ class SealedMemoryConformance:
         assert memory.addresses(SCATTERED) == expected
 
     def test_a_sealed_slot_passes_its_check(self) -> None:
-        assert self.sealed().check(A, SCATTERED) is None
+        assert check(self.sealed(), A, SCATTERED) is None
 
     def test_what_was_never_sealed_is_missing(self) -> None:
         memory = self.make_memory(CAPACITY_BYTES)
-        assert reason(memory.check(A, SCATTERED)) is FailureReason.MISSING
+        assert reason(check(memory, A, SCATTERED)) is FailureReason.MISSING
         assert memory.sealed_checksum(A, SCATTERED) is None
 
     def test_every_extent_is_under_the_seal(self) -> None:
         for extent, position in ((0, 0), (1, CHUNK_BYTES - 1), (2, 99)):
             memory = self.sealed()
             memory.views(SCATTERED)[extent][position] ^= 1
-            assert reason(memory.check(A, SCATTERED)) is FailureReason.CHECKSUM
+            assert reason(check(memory, A, SCATTERED)) is FailureReason.CHECKSUM
             memory.views(SCATTERED)[extent][position] ^= 1
-            assert memory.check(A, SCATTERED) is None
+            assert check(memory, A, SCATTERED) is None
 
     def test_bytes_in_another_order_break_the_seal(self) -> None:
         first, second, third = SCATTERED.extents
-        assert reason(self.sealed().check(A, Slot((first, third, second)))) is FailureReason.CHECKSUM
+        assert reason(check(self.sealed(), A, Slot((first, third, second)))) is FailureReason.CHECKSUM
 
     def test_another_keys_seal_does_not_pass(self) -> None:
         memory = self.sealed(key=B)
-        assert reason(memory.check(A, SCATTERED)) is FailureReason.WRONG_KEY
+        assert reason(check(memory, A, SCATTERED)) is FailureReason.WRONG_KEY
         assert memory.sealed_checksum(A, SCATTERED) is None
 
     def test_a_discarded_slot_is_missing(self) -> None:
         memory = self.sealed()
         memory.discard(SCATTERED)
         memory.discard(SCATTERED)
-        assert reason(memory.check(A, SCATTERED)) is FailureReason.MISSING
+        assert reason(check(memory, A, SCATTERED)) is FailureReason.MISSING
         assert memory.sealed_checksum(A, SCATTERED) is None
 
     def test_a_slot_that_is_sealed_again_belongs_to_its_new_key(self) -> None:
         memory = self.sealed()
-        assert memory.seal(B, SCATTERED) is None
-        assert memory.check(B, SCATTERED) is None
-        assert reason(memory.check(A, SCATTERED)) is FailureReason.WRONG_KEY
+        assert seal(memory, B, SCATTERED) is None
+        assert check(memory, B, SCATTERED) is None
+        assert reason(check(memory, A, SCATTERED)) is FailureReason.WRONG_KEY
 
     def test_a_sealed_checksum_is_that_of_the_bytes(self) -> None:
         memory = self.sealed()
@@ -103,32 +113,66 @@ class SealedMemoryConformance:
     def test_a_checksum_that_is_given_is_what_is_checked(self) -> None:
         memory = self.sealed()
         digest = xxhash.xxh3_128_digest(bytes_of(memory, SCATTERED))
-        assert memory.seal(A, SCATTERED, digest) is None
-        assert memory.check(A, SCATTERED) is None
-        assert memory.seal(A, SCATTERED, bytes(16)) is None
+        assert memory.seal_all([(A, SCATTERED)], [digest]) == [None]
+        assert check(memory, A, SCATTERED) is None
+        assert memory.seal_all([(A, SCATTERED)], [bytes(16)]) == [None]
         assert memory.sealed_checksum(A, SCATTERED) == bytes(16)
-        assert reason(memory.check(A, SCATTERED)) is FailureReason.CHECKSUM
+        assert reason(check(memory, A, SCATTERED)) is FailureReason.CHECKSUM
 
     def test_seals_do_not_disturb_each_other(self) -> None:
         memory, other = self.sealed(), Slot(((2 * CHUNK_BYTES, CHUNK_BYTES),))
-        assert memory.seal(B, other) is None
+        assert seal(memory, B, other) is None
         memory.discard(other)
-        assert memory.check(A, SCATTERED) is None
+        assert check(memory, A, SCATTERED) is None
+
+    def test_each_of_many_chunks_gets_its_own_answer(self) -> None:
+        """A slot outside, an empty one, one of no seal and one of another key, among chunks that are as they were."""
+        memory = self.make_memory(CAPACITY_BYTES)
+        slots = [Slot(((number * CHUNK_BYTES, CHUNK_BYTES - number),)) for number in range(NUM_CHUNKS)]
+        for number, slot in enumerate(slots):
+            memory.views(slot)[0][:] = bytes([number]) * slot.num_bytes
+        good = [(bytes([number]), slot) for number, slot in enumerate(slots[:6])]
+        outside, empty = (A, Slot(((CAPACITY_BYTES, 1),))), (B, Slot(()))
+        sealed = memory.seal_all([*good[:3], outside, empty, *good[3:]])
+        assert [reason(failure) for failure in sealed] == [None] * 3 + [FailureReason.IO] * 2 + [None] * 3
+        memory.views(slots[2])[0][-1] ^= 1
+        checked = memory.check_all([outside, good[0], (A, slots[1]), good[2], empty, (A, slots[6]), *good[3:]])
+        assert [reason(failure) for failure in checked] == [
+            FailureReason.IO,
+            None,
+            FailureReason.WRONG_KEY,
+            FailureReason.CHECKSUM,
+            FailureReason.IO,
+            FailureReason.MISSING,
+            *[None] * 3,
+        ]
+        assert checked[3] is not None and good[2][0].hex() in checked[3].detail
+        assert memory.seal_all([]) == memory.check_all([]) == []
+
+    def test_checksums_that_are_given_stay_with_their_chunks(self) -> None:
+        memory = self.make_memory(CAPACITY_BYTES)
+        slots = [Slot(((number * CHUNK_BYTES, CHUNK_BYTES),)) for number in range(3)]
+        chunks = [(A, slots[0]), (A, Slot(())), (B, slots[1]), (A, slots[2])]
+        failures = memory.seal_all(chunks, [bytes([number]) * 16 for number in range(4)])
+        assert [reason(failure) for failure in failures] == [None, FailureReason.IO, None, None]
+        assert memory.sealed_checksum(A, slots[0]) == bytes([0]) * 16
+        assert memory.sealed_checksum(B, slots[1]) == bytes([2]) * 16
+        assert memory.sealed_checksum(A, slots[2]) == bytes([3]) * 16
 
     def test_a_slot_outside_the_memory_is_never_touched(self) -> None:
         memory = self.sealed()
         for extent in ((-1, 10), (0, 0), (CAPACITY_BYTES - 5, 6), (1 << 40, 1)):
             outside = Slot(((0, 16), extent))
-            assert reason(memory.seal(A, outside)) is FailureReason.IO
-            assert reason(memory.check(A, outside)) is FailureReason.IO
+            assert reason(seal(memory, A, outside)) is FailureReason.IO
+            assert reason(check(memory, A, outside)) is FailureReason.IO
             for use in (memory.addresses, memory.views, memory.discard):
                 assert is_protocol_error(lambda use=use, outside=outside: use(outside))  # type: ignore[misc]
-        assert memory.check(A, SCATTERED) is None
+        assert check(memory, A, SCATTERED) is None
 
     def test_a_slot_without_extents_is_none(self) -> None:
         memory, empty = self.make_memory(CAPACITY_BYTES), Slot(())
-        assert reason(memory.seal(A, empty)) is FailureReason.IO
-        assert reason(memory.check(A, empty)) is FailureReason.IO
+        assert reason(seal(memory, A, empty)) is FailureReason.IO
+        assert reason(check(memory, A, empty)) is FailureReason.IO
         for use in (memory.addresses, memory.views, memory.discard):
             assert is_protocol_error(lambda use=use: use(empty))  # type: ignore[misc]
 
@@ -136,8 +180,8 @@ class SealedMemoryConformance:
         memory = self.sealed()
         memory.close()
         memory.close()
-        assert reason(memory.seal(A, SCATTERED)) is FailureReason.CLOSED
-        assert reason(memory.check(A, SCATTERED)) is FailureReason.CLOSED
+        assert reason(seal(memory, A, SCATTERED)) is FailureReason.CLOSED
+        assert reason(check(memory, A, SCATTERED)) is FailureReason.CLOSED
         assert memory.sealed_checksum(A, SCATTERED) is None
         for use in (memory.addresses, memory.views, memory.discard):
             assert is_protocol_error(lambda use=use: use(SCATTERED))  # type: ignore[misc]
@@ -154,7 +198,7 @@ class SealedMemoryConformance:
                     key, slot = bytes([number, turn]), Slot(((number * CHUNK_BYTES, CHUNK_BYTES),))
                     memory.discard(slot)
                     memory.views(slot)[0][:] = bytes([turn]) * CHUNK_BYTES
-                    found = memory.seal(key, slot) or memory.check(key, slot)
+                    found = seal(memory, key, slot) or check(memory, key, slot)
                     failures.extend([found] if found is not None else [])
 
         thread = threading.Thread(target=work, args=(range(NUM_CHUNKS // 2, NUM_CHUNKS),))
@@ -164,4 +208,4 @@ class SealedMemoryConformance:
         assert not failures
         for number in range(NUM_CHUNKS):
             slot = Slot(((number * CHUNK_BYTES, CHUNK_BYTES),))
-            assert memory.check(bytes([number, rounds - 1]), slot) is None
+            assert check(memory, bytes([number, rounds - 1]), slot) is None
