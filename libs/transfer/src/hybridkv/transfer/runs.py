@@ -101,11 +101,10 @@ class CopyRuns:
         begins = np.cumsum(self.num_bytes) - self.num_bytes
         cuts: list[int] = []
         for addresses in (self.sources, self.destinations):
-            lasts = addresses + self.num_bytes - 1
-            for run in np.flatnonzero(addresses // num_bytes != lasts // num_bytes).tolist():
-                first = int(addresses[run])
-                borders = range((first // num_bytes + 1) * num_bytes, int(lasts[run]) + 1, num_bytes)
-                cuts += [int(begins[run]) + border - first for border in borders]
+            offsets = addresses % num_bytes
+            for run in np.flatnonzero(offsets + self.num_bytes > num_bytes).tolist():
+                into_run = range(num_bytes - int(offsets[run]), int(self.num_bytes[run]), num_bytes)
+                cuts += [int(begins[run]) + position for position in into_run]
         return self._cut_at(np.array(cuts, dtype=np.int64)) if cuts else self
 
     def split(self, num_parts: int) -> list[CopyRuns]:
