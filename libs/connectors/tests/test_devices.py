@@ -183,6 +183,7 @@ class Calls:
         self.entered: set[tuple[str, int]] = set()
         self._can_pin = can_pin
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: None)
         monkeypatch.setattr(torch.cuda, "set_device", self._set_device)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"compute of {index}")
         monkeypatch.setattr(torch.cuda, "Stream", self._stream)

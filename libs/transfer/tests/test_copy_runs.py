@@ -68,6 +68,15 @@ def test_splitting_keeps_every_byte_in_parts_of_nearly_equal_size(runs: CopyRuns
     assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
 
 
+@given(copy_runs(), st.integers(min_value=1, max_value=20))
+def test_no_piece_crosses_a_multiple_at_which_runs_are_cut(runs: CopyRuns, step: int) -> None:
+    pieces = runs.cut_at_multiples(step)
+    assert byte_pairs(pieces) == byte_pairs(runs)
+    for source, destination, num_bytes in pieces.triples():
+        assert source % step + num_bytes <= step and destination % step + num_bytes <= step
+    assert (pieces is runs) == (len(pieces) == len(runs))
+
+
 @given(st.data())
 def test_zipped_extents_pair_the_nth_byte_with_the_nth_byte(data: st.DataObject) -> None:
     total = data.draw(st.integers(min_value=0, max_value=60))

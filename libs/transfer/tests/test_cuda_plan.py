@@ -14,6 +14,7 @@ from played_device import SMALL
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import CopyPlan, CopyTuning, plan_copies
 from hybridkv.transfer.memory import AddressRanges
+from hybridkv.transfer.pinned import REGISTRATION_BYTES
 
 HOST, DEVICE, STAGING = 1 << 30, 1 << 40, 1 << 50
 """Where each kind of memory begins in tests that move no bytes."""
@@ -154,6 +155,19 @@ def test_limits_are_positive(field: str) -> None:
 def test_a_half_of_the_staging_memory_takes_any_small_run() -> None:
     with pytest.raises(ValueError, match="staging_bytes: expected at least 131072"):
         CopyTuning(large_run_bytes=65536, staging_bytes=131071)
+
+
+@pytest.mark.parametrize("size", [512, SMALL.large_run_bytes])
+def test_no_copy_by_the_copy_engines_goes_from_one_registration_into_the_next(size: int) -> None:
+    """A slot may lie across the border. The kernel addresses memory, and registrations do not matter to it."""
+    host = REGISTRATION_BYTES - 5 * size // 2
+    runs = [(DEVICE + 2 * i * size, host + i * size, size) for i in range(64)]
+    made = plan(runs)
+    moved = [run for batch in made.batches() for run in batch.moved.triples()] or made.batched.triples()
+    assert sum(num_bytes for _, _, num_bytes in moved) == 64 * size
+    ends = [(first, first + num_bytes) for _, first, num_bytes in moved]
+    assert all(last <= REGISTRATION_BYTES or first >= REGISTRATION_BYTES for first, last in ends)
+    assert REGISTRATION_BYTES in [first for first, _ in ends]
 
 
 def test_a_plan_can_be_described() -> None:

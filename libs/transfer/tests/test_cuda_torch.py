@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybridkv.transfer import TransferError
 from hybridkv.transfer.cuda import CudaError, MemoryKind, driver, open_device, pin_existing, pin_memory
 from hybridkv.transfer.cuda.extension import cuda_kernels
 from hybridkv.transfer.cuda.torch_device import _view
@@ -107,9 +108,15 @@ class PlayedRuntime:
         return 0
 
 
+def play(runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: None)
+
+
 def test_pinned_memory_is_given_back_with_its_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = PlayedRuntime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    play(runtime, monkeypatch)
     memory = pin_memory(100_000)
     assert runtime.pinned == {int(memory.ctypes.data): 100_000}
     part = memory[:4096][10:20]
@@ -124,7 +131,7 @@ def test_pinned_memory_is_given_back_with_its_last_view(monkeypatch: pytest.Monk
 
 def test_memory_that_is_there_already_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = PlayedRuntime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    play(runtime, monkeypatch)
     owner = bytearray(5000)
     memory = np.frombuffer(owner, dtype=np.uint8)
     pin_existing(memory)
@@ -139,8 +146,10 @@ def test_memory_that_is_there_already_is_pinned_as_long_as_it_is_used(monkeypatc
 
 
 def test_memory_that_cannot_be_pinned_is_an_error_with_the_calls_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: PlayedRuntime(code=2))
-    with pytest.raises(CudaError, match="cudaHostRegister of 4096 bytes: cudaError 2"):
+    play(PlayedRuntime(code=2), monkeypatch)
+    with pytest.raises(
+        TransferError, match="pinned 0 bytes of 4096, then: cudaHostRegister of 4096 bytes: cudaError 2"
+    ):
         pin_memory(4096)
 
 

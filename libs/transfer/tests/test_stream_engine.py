@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from lazy_device import TIMEOUT_S, LazyDevice, LazyEvent, LazyStream
 
-from hybridkv.transfer import CopyEngine, CopyResult, CopyRuns, InlineStreamCopyEngine, JobId, StreamCopyEngine
+from hybridkv.transfer import CopyEngine, CopyResult, CopyRuns, InlineStreamCopyEngine, JobId, StreamCopyEngine, streams
 
 PAGE = 64
 
@@ -82,6 +82,19 @@ def test_a_job_is_one_batch(device: WatchedDevice, engine: StreamCopyEngine) -> 
     engine.submit(JobId(1), memory.store(1, 3, 5, 7))
     wait_for_batches(device, engine, 1)
     assert device.batches == [(4, False)]
+
+
+def test_no_copy_goes_from_one_registration_into_the_next(
+    device: WatchedDevice, engine: StreamCopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(device, engine)
+    # In the middle of page 3, and of none of the cache.
+    monkeypatch.setattr(streams, "REGISTRATION_BYTES", int(memory.arena.ctypes.data) + 3 * PAGE + PAGE // 2)
+    engine.submit(JobId(1), memory.store(1, 3, 5))
+    wait_for_batches(device, engine, 1)
+    device.drain()
+    assert device.batches == [(4, False)]
+    assert all(memory.is_stored(page) for page in (1, 3, 5))
 
 
 def test_both_threads_enter_the_device(device: WatchedDevice, engine: StreamCopyEngine) -> None:

@@ -96,6 +96,17 @@ class CopyRuns:
             return self
         return CopyRuns(self.sources[which], self.destinations[which], self.num_bytes[which])
 
+    def cut_at_multiples(self, num_bytes: int) -> CopyRuns:
+        """The same bytes, cut where an address of either side is a multiple of `num_bytes`."""
+        begins = np.cumsum(self.num_bytes) - self.num_bytes
+        cuts: list[int] = []
+        for addresses in (self.sources, self.destinations):
+            offsets = addresses % num_bytes
+            for run in np.flatnonzero(offsets + self.num_bytes > num_bytes).tolist():
+                into_run = range(num_bytes - int(offsets[run]), int(self.num_bytes[run]), num_bytes)
+                cuts += [int(begins[run]) + position for position in into_run]
+        return self._cut_at(np.array(cuts, dtype=np.int64)) if cuts else self
+
     def split(self, num_parts: int) -> list[CopyRuns]:
         """At most `num_parts` lists of runs, none empty, of nearly equal bytes; runs are cut where needed."""
         if num_parts < 1:

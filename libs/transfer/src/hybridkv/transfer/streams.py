@@ -26,6 +26,7 @@ from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.jobs import Job, conclude, describe, prepare
 from hybridkv.transfer.memory import AddressRanges
 from hybridkv.transfer.native import Copier
+from hybridkv.transfer.pinned import REGISTRATION_BYTES
 from hybridkv.transfer.queued import JobQueue
 from hybridkv.transfer.runs import CopyRuns, Integers
 
@@ -105,6 +106,7 @@ class StreamCopies:
 
     def enqueue(self, runs: CopyRuns, fence: Event) -> Event:
         """Enqueue a batch behind `fence`. The event behind it. Where it raises, nothing of the batch still runs."""
+        runs = runs.cut_at_multiples(REGISTRATION_BYTES)
         try:
             with self.device.stream(self._stream):
                 self._stream.wait_event(fence)

@@ -233,7 +233,7 @@ def zero_memory(device: Any) -> Any:
 
 
 def _cannot_pin(path: str, lower: str, error: TransferError) -> ConfigurationError:
-    hint = f"lower {lower}, or raise the limit on locked memory; Windows lets WSL2 pin only a part"
+    hint = f"lower {lower}, or raise the limit on memory or locked memory; Windows lets WSL2 pin only a part"
     return ConfigurationError(path, "memory that can be pinned", str(error), hint)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.transfer import TransferError
-from hybridkv.transfer.pinned import pin
+from hybridkv.transfer.pinned import near_cpus, pin
 
 Integers = npt.NDArray[np.int64]
 
@@ -90,7 +90,8 @@ class EngineDevice:
         Raises:
             TransferError: it cannot be pinned.
         """
-        pin(memory, self._register, self._copies.host_unregister)
+        cpus = near_cpus(self._torch.cuda.get_device_properties(self._index))
+        pin(memory, self._register, self._copies.host_unregister, cpus)
         address = int(memory.ctypes.data)
         self._pinned.append((address, address + memory.nbytes))
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hybridkv.transfer.cuda.device import CudaError
-from hybridkv.transfer.pinned import map_memory, pin
+from hybridkv.transfer.pinned import map_memory, near_cpus, pin
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
@@ -33,10 +33,11 @@ def pin_existing(memory: npt.NDArray[np.uint8]) -> None:
     """Pin memory that is there already, until the array and all its views are gone. A GPU must be there and be current.
 
     Raises:
-        CudaError: the driver would not register it.
+        TransferError: the driver would not register it.
     """
     cudart = _cudart()
-    pin(memory, lambda address, num_bytes: _register(cudart, address, num_bytes), cudart.cudaHostUnregister)
+    cpus = near_cpus(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    pin(memory, lambda address, num_bytes: _register(cudart, address, num_bytes), cudart.cudaHostUnregister, cpus)
 
 
 def _cudart() -> Any:

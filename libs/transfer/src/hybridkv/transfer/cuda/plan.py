@@ -3,7 +3,8 @@
 Three ways:
 
 - *batched*: the GPU's copy engines, one descriptor for each run. They use no multiprocessors and reach the link's
-  speed once runs are large, but each descriptor costs time: for runs of `large_run_bytes` and more.
+  speed once runs are large, but each descriptor costs time: for runs of `large_run_bytes` and more. They copy within
+  one registration of host memory, so a run is cut where one may end.
 - *staged*: small runs are packed on the GPU by the kernel into staging memory, which the copy engines then move in a
   few long runs; loads go the other way round. Two halves take turns, so that packing and moving overlap.
 - *direct*: the kernel reads or writes pinned host memory itself: for jobs too small for two steps, where staging would
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.transfer.memory import AddressRanges
+from hybridkv.transfer.pinned import REGISTRATION_BYTES
 from hybridkv.transfer.runs import CopyRuns
 
 Mask = npt.NDArray[np.bool_]
@@ -95,7 +97,7 @@ class StagedRuns:
             to_staging = CopyRuns(runs.sources[first:last], packed, sizes)
             from_staging = CopyRuns(packed, runs.destinations[first:last], sizes)
             kernel, moved = (to_staging, from_staging) if self.is_store else (from_staging, to_staging)
-            yield StagedBatch(half, self.is_store, kernel, moved.coalesce())
+            yield StagedBatch(half, self.is_store, kernel, moved.coalesce().cut_at_multiples(REGISTRATION_BYTES))
             first, half = last, 1 - half
 
 
@@ -151,7 +153,7 @@ def plan_copies(
             is_direct |= small
     return CopyPlan(
         within_host=runs.select(~touches_device),
-        batched=runs.select(touches_device & is_large),
+        batched=runs.select(touches_device & is_large).cut_at_multiples(REGISTRATION_BYTES),
         direct=runs.select(is_direct),
         staged=tuple(staged),
     )
