@@ -258,8 +258,19 @@ def _job(rig: Rig, way: Way, of: Fragments, is_store: bool) -> Callable[[], None
 
 def g1_duplex(rig: Rig) -> None:
     """Both directions at once. They share no byte: loads are of the other half of the memory."""
+    torch, half = rig.torch, rig.total_bytes // 2
+    host, streams = torch.from_numpy(rig.ways[0].arena), [torch.cuda.Stream() for _ in range(2)]
+
+    def pieces() -> None:
+        with torch.cuda.stream(streams[0]):
+            host[:half].copy_(rig.cache[:half], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            rig.cache[half : 2 * half].copy_(host[half:], non_blocking=True)
+        torch.cuda.synchronize()
+
+    link_s = min(_timed_s(pieces) for _ in range(rig.rounds))
+    rig.report.say("G1 duplex", way="link, one piece each way", both_gb_s=2 * half / link_s / 1e9)
     for way, size in itertools.product(rig.ways, (16 * 1024, 256 * 1024)):
-        half = rig.total_bytes // 2
         of = fragments(size, half)
         store = rig.runs(way, of, True)
         load = of.runs(rig.cache.data_ptr() + rig.total_bytes, int(way.arena.ctypes.data) + half, False)

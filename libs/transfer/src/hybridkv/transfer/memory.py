@@ -58,6 +58,8 @@ class RegisteredMemory:
         )
 
     def _why_not(self, side: str, addresses: Integers, num_bytes: Integers) -> str | None:
+        if len(addresses) and self._hold(int(addresses.min()), int(addresses.max()) + int(num_bytes.max())):
+            return None
         region = np.searchsorted(self._starts, addresses, side="right") - 1
         is_outside = region < 0
         known = ~is_outside
@@ -69,3 +71,8 @@ class RegisteredMemory:
         nearest = f"; the nearest before it is {self._names[int(region[first])]!r}" if region[first] >= 0 else ""
         extent = f"[{int(addresses[first]):#x}, +{int(num_bytes[first])})"
         return f"run {first}: {side} {extent} does not lie in registered memory{nearest}"
+
+    def _hold(self, start: int, end: int) -> bool:
+        """Whether one range holds all of [start, end)."""
+        region = int(np.searchsorted(self._starts, start, side="right")) - 1
+        return region >= 0 and end <= int(self._reaches[region])
