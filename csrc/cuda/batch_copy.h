@@ -12,7 +12,7 @@
 namespace hybridkv::cuda {
 
 // Copies `sizes[i]` bytes from `sources[i]` to `destinations[i]`, for each i, in no particular order:
-// one driver call where the driver has cuMemcpyBatchAsync (CUDA 12.8), else one for each copy.
+// a driver call for every 4,096 where the driver has cuMemcpyBatchAsync (CUDA 12.8), else one for each copy.
 // Never waits. `stream` is not the legacy default stream. The arrays may go when this returns.
 Status copy_batch(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* sizes,
                   std::size_t count, cudaStream_t stream);
