@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import patience
 import pytest
@@ -11,6 +11,7 @@ from test_worker_seals import SLOTS, Rig
 
 from hybridkv.connectors.vllm import worker
 from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
+from hybridkv.tiers import Key, Slot
 from hybridkv.transfer import CpuCopyEngine
 from hybridkv.transfer.native import copy_one_by_one
 
@@ -31,7 +32,12 @@ def rig() -> Iterator[Rig]:
 def gate(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No load goes on before it is set."""
     opened = threading.Event()
-    monkeypatch.setattr(rig.arena, "check", lambda key, slot: None if opened.wait(LONG_S) else "the gate stayed shut")
+
+    def check_behind_the_gate(chunks: Sequence[tuple[Key, Slot]]) -> list[None]:
+        assert opened.wait(LONG_S), "the gate stayed shut"
+        return [None] * len(chunks)
+
+    monkeypatch.setattr(rig.arena, "check_all", check_behind_the_gate)
     yield opened
     opened.set()
 
