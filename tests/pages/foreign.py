@@ -15,7 +15,6 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "NixlPushConnector",
         "VLLM_KV_CACHE_LAYOUT",
         "_handle_invalid_blocks",
-        "additional_config",
         "bidirectional_kv_xfer",
         "mamba_mixer2.py",
         "mamba_ssm_cache_dtype",
