@@ -79,7 +79,10 @@ facts() {
 packages() {
   "$PYTHON" "$BUNDLE/fill_site.py" "$BUNDLE/wheels" "$SITE" || return 1
   [ -e "$BUNDLE/vllm.txz" ] && ! "$PYTHON" -c 'import vllm' 2>/dev/null || return 0
-  mkdir -p "$WORK/vllm" && tar -xJf "$BUNDLE/vllm.txz" -C "$WORK/vllm" && echo "note: vLLM is the bundle's"
+  # Under its name only when it is whole.
+  rm -rf "$WORK/vllm" "$WORK/vllm.part" && mkdir "$WORK/vllm.part" &&
+    tar -xJf "$BUNDLE/vllm.txz" -C "$WORK/vllm.part" && mv "$WORK/vllm.part" "$WORK/vllm" &&
+    echo "note: vLLM is the bundle's"
 }
 
 # build_libraries FOLDER: the CUDA libraries, all through nvcc, which knows its own headers and runtime. 1: no device
@@ -202,27 +205,31 @@ oracle() {
   tests oracle "$TREE/tests/gpu/test_oracle_gpu.py"
 }
 
-# engines COPIES: a vLLM engine of each model at the same time.
+# engines COPIES: a vLLM engine of each model at the same time. Each says what it found when it ends.
 engines() {
-  local copies=$1 model rc=0 log
+  local models=(gemma3 gpt-oss qwen3-next) model pids=() pid num_equal=0
   "$PYTHON" "$BUNDLE/checks.py" vllm || return 3
   # What Triton finds out about its kernels serves the next stage too.
   export TRITON_CACHE_DIR=$WORK/triton TRITON_CACHE_AUTOTUNING=1
-  for model in gemma3 gpt-oss qwen3-next; do
-    "$PYTHON" "$BUNDLE/engine_on_gpu.py" "$model" "$copies" >"$LOGS/engine_${copies}_$model.log" 2>&1 &
+  for model in "${models[@]}"; do
+    engine_of "$model" "$1" &
+    pids+=($!)
   done
-  wait
-  for model in gemma3 gpt-oss qwen3-next; do
-    log=$LOGS/engine_${copies}_$model.log
-    if grep -q '^every warm answer equals its cold answer' "$log"; then
-      echo "note: $model: warm answers equal cold ones; $(grep -o 'copies of this GPU.*' "$log")"
-    else
-      rc=1
-      echo "note: $model: FAILED, see $(basename "$log")"
-      tail -8 "$log"
-    fi
-  done
-  return $rc
+  for pid in "${pids[@]}"; do wait "$pid" && num_equal=$((num_equal + 1)); done
+  echo "result: $num_equal of ${#models[@]} engines: warm answers equal cold ones"
+  ((num_equal == ${#models[@]}))
+}
+
+# engine_of MODEL COPIES
+engine_of() {
+  local log=$LOGS/engine_$2_$1.log
+  if "$PYTHON" "$BUNDLE/engine_on_gpu.py" "$1" "$2" >"$log" 2>&1; then
+    echo "note: $1: warm answers equal cold ones; $(grep -o 'copies of this GPU.*' "$log")"
+  else
+    tail -8 "$log"
+    echo "note: $1: FAILED, see $(basename "$log")"
+    return 1
+  fi
 }
 
 # sanitize TOOL EXPRESSION: the kernels' tests that it names. Large cases take minutes under a sanitizer, and a test
@@ -262,7 +269,7 @@ export PYTHONPATH=$path:$WORK/vllm VLLM_USE_FLASHINFER_SAMPLER=0
 export BUNDLE TREE OUT WORK SITE LOGS PYTHON DRY CUDA_ARCHS
 # `timeout` runs programs: it gets the functions through the environment.
 export -f facts packages build build_libraries build_native native_imports host copies tests measure oracle engines
-export -f sanitize
+export -f engine_of sanitize
 
 stage facts 40 bash -c facts
 stage packages 30 bash -c packages
