@@ -62,7 +62,7 @@ class Device(ABC):
 
     @abstractmethod
     def digest_threads(self, num_workers: int) -> int:
-        """Threads that take checksums of this worker's arena, where the engine has so many workers."""
+        """How many threads take checksums of this worker's arena. The engine has `num_workers` workers."""
 
     def prepare(self, kv_caches: Mapping[str, Any]) -> None:
         """Refuses KV caches that lie on another device.

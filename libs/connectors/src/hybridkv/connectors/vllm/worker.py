@@ -229,7 +229,7 @@ class OffloadWorker:
             # Not a byte was moved, so the blocks may go to somebody else.
             in_flight.failures.append(LoadFailure("timeout", "the load waited too long for its turn"))
             return in_flight.failures[0].detail
-        # Not what the engine would read itself, and no sum was ever taken of.
+        # Blocks that the engine holds itself have no checksum.
         chunks = [(key, slot) for key, slot, is_local in load.copies.chunks() if not is_local]
         return self._why_failed(in_flight, chunks, self._arena.check_all(chunks))
 
@@ -247,7 +247,7 @@ class OffloadWorker:
     def _why_failed(
         in_flight: _CopyInFlight, chunks: Sequence[tuple[Key, Slot]], failures: Sequence[Failure | None]
     ) -> str | None:
-        """Keeps what each chunk met. The first of it, None if nothing."""
+        """Keeps the failure of each chunk. The text of the first; None if there is none."""
         for (key, _), failure in zip(chunks, failures, strict=True):
             if failure is not None:
                 in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, key))
