@@ -2,7 +2,6 @@
 
 load("//bazel/gpu:local_cuda.bzl", "local_cuda")
 load("//bazel/gpu:local_gpus.bzl", "local_gpus")
-load("//bazel/gpu:torch_headers.bzl", "torch_headers")
 load("//bazel/npm:npm_buildifier.bzl", "npm_buildifier")
 load("//bazel/prometheus:debian_prometheus.bzl", "debian_prometheus")
 load("//bazel/python:debian_python.bzl", "debian_python")
@@ -27,7 +26,6 @@ def hybridkv_repositories():
 
     # The same at the same versions, with torch and vLLM; only the targets that need those name it.
     locked_packages(name = "pypi_engine", lock = "//third_party/python:engine_lock.txt")
-    torch_headers(name = "torch_cc", packages = "@pypi_engine//:BUILD.bazel")
 
     # 230 MB for the few that read a peer's memory with it. Needs numpy of one of the others.
     locked_packages(name = "pypi_nixl", lock = "//third_party/python:nixl_lock.txt")

@@ -9,7 +9,7 @@ bytes in one piece. Wall time runs from the call to the last byte; rates are the
 
 - G1: scattered fragments of 512 bytes to 2 MiB to one stretch of pinned memory (store) and back (load), a job of the
   engine's thread each; and both directions at once beside the sum of each alone. Bytes are compared before the timing.
-- G2: the copy kernel within the GPU's memory, beside a copy in one piece. "native" alone has one.
+- G2: jobs of the copy kernel within the GPU's memory, beside a copy in one piece. "native" alone has one.
 - G3: matrix products beside copies without end, beside the same products alone.
 - G4: the host's processor time of a job, over all threads, by the number of its fragments.
 
@@ -300,26 +300,22 @@ def _best_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
 
 
 def g2_pack(rig: Rig) -> None:
-    """The kernel by itself, timed by events of the GPU."""
-    from hybridkv.transfer.cuda import CopyTuning, fragment_table
-    from hybridkv.transfer.cuda.extension import cuda_kernels
+    """The kernel by itself: jobs within the GPU. The time of the host counts too."""
+    from hybridkv.transfer.cuda import CopyTuning, open_device
 
-    torch, kernels, tile_bytes = rig.torch, cuda_kernels(), CopyTuning().tile_bytes
-    if kernels is None:
-        raise RuntimeError("hybridkv-cuda cannot be loaded")
+    torch = rig.torch
     target = torch.empty(rig.total_bytes, dtype=torch.uint8, device="cuda")
     whole = rig.total_bytes / _gpu_s(torch, lambda: target.copy_(rig.cache[: rig.total_bytes]))
     rig.report.say("G2 one piece", gb_s=whole / 1e9)
     worst: dict[tuple[int, bool], float] = {}
     for size, blocks in itertools.product((512, 1024, 2048, 4096, 16384, 65536), KERNEL_BLOCKS):
         of = fragments(size, rig.total_bytes)
-        table = fragment_table(of.runs(rig.cache.data_ptr(), target.data_ptr(), True), tile_bytes)
-        rows = torch.from_numpy(np.array(table.rows, dtype=np.int64)).cuda()
-
-        def launch(rows: Any = rows, tiles: int = table.num_tiles, blocks: int = blocks) -> None:
-            kernels.copy_fragments(rows, tiles, tile_bytes, blocks, torch.cuda.current_stream().cuda_stream)
-
-        rate = of.total_bytes / _gpu_s(torch, launch)
+        runs = of.runs(rig.cache.data_ptr(), target.data_ptr(), True)
+        device = open_device(torch.cuda.current_device(), CopyTuning(num_blocks=blocks))
+        for tensor in (rig.cache, target):
+            device.register(tensor.data_ptr(), tensor.nbytes)
+        caller = device.caller_event()
+        rate = of.total_bytes / min(_timed_s(lambda: device.copy(runs, caller)) for _ in range(rig.rounds))
         rig.report.say("G2", fragment=size, blocks=blocks, gb_s=rate / 1e9, of_one_piece=rate / whole)
         key = blocks, size >= FROM_BYTES
         worst[key] = min(worst.get(key, float("inf")), rate)

@@ -1,7 +1,7 @@
 // Index arithmetic of the copy kernel: which bytes a lane of a warp copies.
 //
 // Everything here runs on the host as well, so that the CPU can play the kernel warp by warp and
-// lane by lane (simulation.cc). Needs neither torch nor the CUDA headers. Nothing is allocated, and
+// lane by lane (simulation.cc). Needs no CUDA headers. Nothing is allocated, and
 // no address is checked: whoever fills the table has done that.
 #ifndef HYBRIDKV_CUDA_FRAGMENTS_H_
 #define HYBRIDKV_CUDA_FRAGMENTS_H_
@@ -10,7 +10,12 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "hybridkv/host_device.h"
+// Marks what both the host and a device run, so that g++ and nvcc compile one source.
+#if defined(__CUDACC__)
+#define HYBRIDKV_HOST_DEVICE __host__ __device__
+#else
+#define HYBRIDKV_HOST_DEVICE
+#endif
 
 namespace hybridkv::cuda {
 
@@ -23,8 +28,8 @@ inline constexpr std::uint32_t kWordsInFlight = 4;
 // `num_fragments` copies of `fragment_bytes` each, from `source`, `source + source_stride`, ... to
 // `destination`, `destination + destination_stride`, ...
 //
-// A row of the table that Python fills (hybridkv.transfer.cuda.table): eight 64-bit words. The
-// kernel cuts a fragment into tiles; `first_tile` counts the tiles of all rows before.
+// A row of the kernel's table, which job.cc fills: eight 64-bit words. The kernel cuts a fragment into
+// tiles; `first_tile` counts the tiles of all rows before.
 struct FragmentRun {
   std::uint64_t source;
   std::uint64_t destination;

@@ -1,4 +1,4 @@
-"""Tags the wheel: no Python ABI, since torch loads the library, but one platform."""
+"""Tags the wheel: no Python ABI, since ctypes loads the library, but one platform."""
 
 from __future__ import annotations
 

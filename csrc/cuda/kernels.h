@@ -1,6 +1,6 @@
-// Launches of the kernels. Nothing waits: each call enqueues on `stream` and returns.
+// Launches of the kernel. Nothing waits: each call enqueues on `stream` and returns.
 //
-// Tables and digests lie in device memory, or in pinned host memory that the device can address, and
+// Tables lie in device memory, or in pinned host memory that the device can address, and
 // must stay as they are until the stream has passed. `num_blocks` bounds the thread blocks, hence
 // the multiprocessors that are taken from compute.
 #ifndef HYBRIDKV_CUDA_KERNELS_H_
@@ -15,7 +15,7 @@
 
 namespace hybridkv::cuda {
 
-// Loads the code of both kernels onto the current device. CUDA would load it at the first launch, and
+// Loads the code of the kernel onto the current device. CUDA would load it at the first launch, and
 // then wait for what runs.
 Status load_kernels();
 
@@ -23,10 +23,6 @@ Status load_kernels();
 // `tile_bytes`. Source and destination may each be device memory or pinned host memory.
 Status launch_copy(const FragmentRun* runs, std::uint64_t num_runs, std::uint64_t num_tiles, std::uint64_t tile_bytes,
                    std::uint32_t num_blocks, cudaStream_t stream);
-
-// XXH3-128 of each range (address, num_bytes) into `digests` (low, high). One warp reads a range.
-Status launch_checksums(const std::uint64_t* ranges, std::uint64_t num_ranges, std::uint64_t* digests,
-                        std::uint32_t num_blocks, cudaStream_t stream);
 
 }  // namespace hybridkv::cuda
 

@@ -1,45 +1,108 @@
-// The kernels of kernels.cu, played on the CPU: every block, every warp, every lane, with the same
-// templates (fragments.h, warp_checksum.h) and plain memory. Tests call it through ctypes and compare with a
-// plain reference; on a machine without a GPU it is the only thing that runs this arithmetic.
+// A job of the copier, played on the CPU: the plan of job.cc, and the kernel of kernels.cu by every block, warp and lane,
+// with the same template (fragments.h) and plain memory. Tests call it through ctypes and compare with a plain
+// reference; on a machine without a GPU it is the only thing that runs this arithmetic.
 //
-// It shows that the bytes and their order are right. It cannot show races, timing, or what a
-// compiler for device code makes of the templates.
+// It shows that the bytes and their order are right, and that no event is missing. It cannot show timing, or what a
+// compiler for device code makes of the template.
 #include <cstdint>
+#include <stdexcept>
+#include <vector>
 
 #include "fragments.h"
 #include "host_memory.h"
-#include "host_warp.h"
-#include "warp_checksum.h"
+#include "job.h"
 
 namespace {
 
-using hybridkv::Digest128;
 using namespace hybridkv::cuda;
+
+// What a test does with each call of a job. 1: the call fails.
+struct Calls {
+  int (*wait_for_caller)(int queue);
+  int (*record)(int queue, int part);
+  int (*wait)(int queue, int other, int part);
+  int (*host_wait)(int other, int part);
+  int (*upload)(int queue, int part, const FragmentRun* rows, std::uint64_t count);
+  int (*launch)(int part, std::uint64_t count, std::uint64_t num_tiles);
+  int (*transfer)(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* sizes,
+                  std::uint64_t count);
+  int (*finish)();
+};
+
+class PlayedGpu final : public Gpu {
+ public:
+  explicit PlayedGpu(const Calls& calls) : calls_(calls), rows_(kParts * kPartRows) {}
+
+  void wait_for_caller(Queue queue) override { require(calls_.wait_for_caller(static_cast<int>(queue))); }
+  void record(Queue queue, int part) override { require(calls_.record(static_cast<int>(queue), part)); }
+  void wait(Queue queue, Queue other, int part) override {
+    require(calls_.wait(static_cast<int>(queue), static_cast<int>(other), part));
+  }
+  void host_wait(Queue other, int part) override { require(calls_.host_wait(static_cast<int>(other), part)); }
+  FragmentRun* rows(int part) override { return rows_.data() + part * kPartRows; }
+  void upload(Queue queue, int part, std::size_t count) override {
+    require(calls_.upload(static_cast<int>(queue), part, rows(part), count));
+  }
+  void launch(int part, std::size_t count, std::uint64_t num_tiles) override {
+    require(calls_.launch(part, count, num_tiles));
+  }
+  void transfer(const Runs& runs) override {
+    require(calls_.transfer(runs.sources.data(), runs.destinations.data(), runs.sizes.data(), runs.sizes.size()));
+  }
+  void finish() override { require(calls_.finish()); }
+
+ private:
+  static void require(int failed) {
+    if (failed != 0) throw std::runtime_error("a call failed");
+  }
+
+  const Calls& calls_;
+  std::vector<FragmentRun> rows_;
+};
 
 }  // namespace
 
 extern "C" {
 
 // 16-byte words that were moved, or -1 if a word was not aligned.
-std::int64_t hybridkv_simulate_copy(const FragmentRun* runs, std::uint64_t num_runs, std::uint64_t num_tiles,
-                                    std::uint64_t tile_bytes, std::uint32_t num_warps) {
+std::int64_t hybridkv_simulate_table(const FragmentRun* rows, std::uint64_t num_rows, std::uint64_t num_tiles,
+                                     std::uint64_t tile_bytes, std::uint32_t num_warps) {
   HostMemory memory;
   for (std::uint32_t warp = 0; warp < num_warps; ++warp) {
     for (std::uint32_t lane = 0; lane < kLanes; ++lane) {
-      copy_fragments(runs, static_cast<std::uint32_t>(num_runs), num_tiles, tile_bytes, warp, num_warps, lane, memory);
+      copy_fragments(rows, static_cast<std::uint32_t>(num_rows), num_tiles, tile_bytes, warp, num_warps, lane, memory);
     }
   }
   return memory.misaligned ? -1 : static_cast<std::int64_t>(memory.wide_words);
 }
 
-// `ranges` holds (address, num_bytes), `digests` takes (low, high).
-void hybridkv_simulate_checksums(const std::uint64_t* ranges, std::uint64_t num_ranges, std::uint64_t* digests) {
-  HostWarp warp;
-  for (std::uint64_t i = 0; i < num_ranges; ++i) {
-    const Digest128 digest = checksum(warp, ranges[2 * i], ranges[2 * i + 1]);
-    digests[2 * i] = digest.low;
-    digests[2 * i + 1] = digest.high;
+// The table of runs, as the kernel reads it. `rows` has room for `max_rows`. How many of the runs are in it.
+std::uint64_t hybridkv_fill_table(const std::uint64_t* sources, const std::uint64_t* destinations,
+                                  const std::uint64_t* sizes, std::uint64_t count, std::uint64_t tile_bytes,
+                                  FragmentRun* rows, std::uint64_t max_rows, std::uint64_t* num_rows,
+                                  std::uint64_t* num_tiles) {
+  Table table(rows, max_rows, tile_bytes);
+  std::uint64_t done = 0;
+  while (done < count && table.add(sources[done], destinations[done], sizes[done])) ++done;
+  *num_rows = table.num_rows();
+  *num_tiles = table.num_tiles();
+  return done;
+}
+
+// 1: a call failed. `limits`: as `Limits`.
+int hybridkv_play_job(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* sizes,
+                      std::uint64_t count, const AddressRange* device, std::uint64_t num_ranges, std::uint64_t staging,
+                      const Limits* limits, const Calls* calls) {
+  PlayedGpu gpu(*calls);
+  try {
+    copy_job({{sources, count}, {destinations, count}, {sizes, count}}, {device, num_ranges}, staging, *limits, gpu);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
   }
 }
+
+std::uint64_t hybridkv_job_parts() { return kParts; }
+std::uint64_t hybridkv_job_part_rows() { return kPartRows; }
 
 }  // extern "C"

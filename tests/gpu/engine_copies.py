@@ -7,7 +7,6 @@ are right; it says nothing about vLLM's code.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 
@@ -16,7 +15,6 @@ from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.engine_device import EngineCopies
 from hybridkv.transfer.cuda import MemoryKind
 from hybridkv.transfer.cuda.driver import memory_kind
-from hybridkv.transfer.cuda.extension import cuda_kernels
 
 _PORTABLE = 1
 """cudaHostRegisterPortable."""
@@ -37,21 +35,8 @@ def find_engine_copies() -> tuple[str, EngineCopies]:
     name, copies = vllm_copies()
     if copies is not None:
         return f"swap_blocks_batch of {name}", copies
-    kernels = cuda_kernels()
-    if kernels is not None:
-        name = "STAND-IN for swap_blocks_batch: one driver call a batch, by csrc/cuda/batch_copy.cc"
-        return name, EngineCopies(_by_driver(kernels), _host_register, _host_unregister, _no_error)
     name = "STAND-IN for swap_blocks_batch: a torch copy for each page"
     return name, EngineCopies(_by_torch, _host_register, _host_unregister, _no_error)
-
-
-def _by_driver(kernels: Any) -> Any:
-    def swap_blocks_batch(
-        sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor, is_src_access_order_any: bool = False
-    ) -> None:
-        kernels.copy_batch(sources, destinations, sizes, torch.cuda.current_stream().cuda_stream)
-
-    return swap_blocks_batch
 
 
 def _by_torch(

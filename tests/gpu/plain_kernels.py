@@ -1,4 +1,4 @@
-"""The kernels through csrc/cuda/tests/plain_api.cc: memory, copies and checksums on a GPU, without torch."""
+"""The kernel through csrc/cuda/tests/plain_api.cc: memory and copies on a GPU, without torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.transfer import CopyRuns
-from hybridkv.transfer.cuda import fragment_table
 
 _ERROR_BYTES = 512
+_ROW_BYTES = 64
 
 
 class CudaCallError(Exception):
@@ -21,7 +21,7 @@ class CudaCallError(Exception):
 
 
 class PlainKernels:
-    """One GPU's kernels on one stream."""
+    """One GPU's kernel on one stream."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library.resolve()))
@@ -55,13 +55,14 @@ class PlainKernels:
 
     def copy(self, runs: CopyRuns, tile_bytes: int, num_blocks: int) -> None:
         """By the kernel. Waits for it."""
-        table = fragment_table(runs, tile_bytes)
-        with self.memory(table.rows.reshape(-1).view(np.uint8), on_device=True) as rows:
+        rows = np.zeros(max(1, len(runs)) * _ROW_BYTES, dtype=np.uint8)
+        with self.memory(rows, on_device=True) as table:
             self._call(
-                "copy",
-                ctypes.c_uint64(rows),
-                ctypes.c_uint64(len(table.rows)),
-                ctypes.c_uint64(table.num_tiles),
+                "copy_by_kernel",
+                *_pointers(runs),
+                ctypes.c_uint64(len(runs)),
+                ctypes.c_void_p(rows.ctypes.data),
+                ctypes.c_uint64(table),
                 ctypes.c_uint64(tile_bytes),
                 ctypes.c_uint32(num_blocks),
                 self._stream,
@@ -70,27 +71,8 @@ class PlainKernels:
 
     def copy_batch(self, runs: CopyRuns) -> None:
         """By the copy engines. Waits for them."""
-        columns = [np.ascontiguousarray(column) for column in (runs.sources, runs.destinations, runs.num_bytes)]
-        pointers = [ctypes.c_void_p(column.ctypes.data) for column in columns]
-        self._call("copy_batch", *pointers, ctypes.c_uint64(len(runs)), self._stream)
+        self._call("copy_batch", *_pointers(runs), ctypes.c_uint64(len(runs)), self._stream)
         self._call("synchronize", self._stream)
-
-    def checksums(self, ranges: list[tuple[int, int]], num_blocks: int) -> list[bytes]:
-        """XXH3-128 of each (address, num_bytes), as xxhash's `digest()` gives it."""
-        table = np.array(ranges, dtype=np.uint64).reshape(-1, 2)
-        empty = np.zeros(table.nbytes, dtype=np.uint8)
-        with self.memory(table.reshape(-1).view(np.uint8), True) as rows, self.memory(empty, True) as digests:
-            self._call(
-                "checksums",
-                ctypes.c_uint64(rows),
-                ctypes.c_uint64(len(table)),
-                ctypes.c_uint64(digests),
-                ctypes.c_uint32(num_blocks),
-                self._stream,
-            )
-            self._call("synchronize", self._stream)
-            words = self.read(digests, table.nbytes).view(np.uint64).reshape(-1, 2)
-        return [int(high).to_bytes(8, "big") + int(low).to_bytes(8, "big") for low, high in words]
 
     def _move(self, source: int, destination: int, num_bytes: int) -> None:
         if num_bytes:
@@ -101,3 +83,8 @@ class PlainKernels:
         call = getattr(self._library, f"hybridkv_cuda_{name}")
         if call(*arguments, error, ctypes.c_uint64(_ERROR_BYTES)):
             raise CudaCallError(error.value.decode())
+
+
+def _pointers(runs: CopyRuns) -> list[ctypes.c_void_p]:
+    """The columns of `runs`, which must outlive them."""
+    return [ctypes.c_void_p(column.ctypes.data) for column in (runs.sources, runs.destinations, runs.num_bytes)]

@@ -1,6 +1,6 @@
 """The copy engines of both ways on a real GPU: bytes, fences, and overlap with compute.
 
-The ways are `copies: "native"`, with the kernels of hybridkv-cuda and without, and `copies: "engine"` ("streams").
+The ways are `copies: "native"`, with the kernel of hybridkv-cuda, and `copies: "engine"` ("streams").
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import patience
 import pytest
-import xxhash
 from conftest import unavailable
 
 from hybridkv.transfer import CopyEngine, CopyRuns, InlineStreamCopyEngine, JobId, StreamCopyEngine
@@ -69,25 +68,9 @@ class StreamsWay:
 Way = NativeWay | StreamsWay
 
 
-@pytest.fixture
-def kernels() -> None:
-    from hybridkv.transfer.cuda import extension
-
-    if extension.cuda_kernels() is None:
-        unavailable("hybridkv-cuda is not installed")
-
-
-@pytest.fixture(params=["native", "native without kernels", "streams"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    if request.param == "streams":
-        return StreamsWay()
-    if request.param == "native":
-        request.getfixturevalue("kernels")
-    else:
-        from hybridkv.transfer.cuda import torch_device
-
-        monkeypatch.setattr(torch_device, "cuda_kernels", lambda: None)
-    return NativeWay()
+@pytest.fixture(params=["native", "streams"])
+def way(request: pytest.FixtureRequest) -> Way:
+    return NativeWay() if request.param == "native" else StreamsWay()
 
 
 class CopyRig:
@@ -219,7 +202,6 @@ class _Gate:
         return None if self._opened.wait(TIMEOUT_S) else "the gate was never opened"
 
 
-@pytest.mark.usefixtures("kernels")
 def test_small_turns_of_staging_memory_lose_nothing() -> None:
     tuning = CopyTuning(large_run_bytes=8192, direct_job_bytes=1, staging_bytes=65536)
     engine = CudaCopyEngine(open_device(torch.cuda.current_device(), tuning))
@@ -231,16 +213,3 @@ def test_small_turns_of_staging_memory_lose_nothing() -> None:
         finish(engine, job_id)
         assert np.array_equal(rig.arena, wanted)
     engine.close()
-
-
-@pytest.mark.usefixtures("kernels")
-def test_checksums_are_those_that_the_arena_seals_with() -> None:
-    from hybridkv.transfer.cuda.torch_device import TorchCudaDevice
-
-    data = torch.randint(0, 256, (1_000_000,), dtype=torch.uint8, device="cuda")
-    ranges = [(0, 65536), (65536, 300_000), (17, 4096), (999_000, 100)]
-    table = np.array([(data.data_ptr() + start, size) for start, size in ranges], dtype=np.int64)
-    host = data.cpu().numpy()
-    torch.cuda.synchronize()
-    found = TorchCudaDevice(torch.cuda.current_device(), CopyTuning()).checksums(table)
-    assert found == [xxhash.xxh3_128(host[start : start + size].tobytes()).digest() for start, size in ranges]

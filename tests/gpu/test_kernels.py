@@ -1,4 +1,4 @@
-"""Every kernel on a GPU against a plain reference, for the cases that its simulation on the CPU is tried on too."""
+"""The kernel on a GPU against a plain reference, for the cases that its simulation on the CPU is tried on too."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 from conftest import unavailable
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import CHECKSUM_BYTES, Case, cases
+from kernel_cases import Case, cases
 from plain_kernels import CudaCallError, PlainKernels
 
 from hybridkv.transfer import CopyRuns
@@ -93,16 +92,6 @@ def random_cases(draw: st.DrawFn) -> Case:
 @given(case=random_cases(), direction=st.sampled_from(sorted(DIRECTIONS)), num_blocks=st.integers(1, 8))
 def test_any_runs_are_copied_exactly(kernels: PlainKernels, case: Case, direction: str, num_blocks: int) -> None:
     assert copied(kernels, case, direction, num_blocks=num_blocks)
-
-
-@pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize("skew", [0, 1, 8, 16])
-def test_the_checksum_is_the_one_that_the_host_computes(kernels: PlainKernels, skew: int, on_device: bool) -> None:
-    data = np.random.default_rng(5).integers(0, 256, 3_000_000, dtype=np.uint8)
-    sizes = [*CHECKSUM_BYTES, 65536, 1_000_000, 2_621_440]
-    wanted = [xxhash.xxh3_128(data[skew : skew + num_bytes].tobytes()).digest() for num_bytes in sizes]
-    with kernels.memory(data, on_device) as address:
-        assert kernels.checksums([(address + skew, num_bytes) for num_bytes in sizes], NUM_BLOCKS) == wanted
 
 
 def test_a_call_that_asks_too_much_is_an_error_with_its_name(kernels: PlainKernels) -> None:

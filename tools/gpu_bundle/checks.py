@@ -2,7 +2,7 @@
 
     checks.py facts           versions, and the distributions that the stages need; fails without a GPU
     checks.py gpu             torch sees a GPU
-    checks.py libraries       torch loads libhybridkv_cuda.so
+    checks.py libraries       libhybridkv_cuda.so can be loaded, and the GPU takes its kernel
     checks.py copies          who copies in the way "engine"
     checks.py report FILE     how many tests of a JUnit report ran, and why not; fails if one was skipped or none ran
     checks.py vllm            vLLM for CUDA can be imported
@@ -55,14 +55,14 @@ def gpu() -> bool:
 def libraries() -> bool:
     import torch
 
-    from hybridkv.cuda_kernels import library_path
+    from hybridkv.transfer.cuda import open_device
+    from hybridkv.transfer.cuda.kernel_device import load_library
 
-    torch.ops.load_library(str(library_path()))
-    kernels = torch.ops.hybridkv_cuda
-    print(f"torch {torch.__version__} loads {library_path().name}: interface {kernels.interface_version()}")
+    library = load_library()
+    print("interface", library.hybridkv_cuda_interface_version())
     if torch.cuda.is_available():
-        kernels.load_kernels()
-        print("the GPU loads the kernels; batched copies by the driver:", kernels.has_batch_copy())
+        open_device(torch.cuda.current_device())
+        print("the GPU takes the kernel; batched copies by the driver:", bool(library.hybridkv_cuda_has_batch_copy()))
     return True
 
 

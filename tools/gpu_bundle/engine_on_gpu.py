@@ -23,6 +23,7 @@ ARGUMENTS = {
     "additional_config": {"gdn_prefill_backend": "triton"},
     "dtype": "bfloat16",
     "gpu_memory_utilization": 0.12,  # three engines share the GPU
+    "kv_cache_memory_bytes": 2 << 30,  # else an engine refuses to start when another one frees memory meanwhile
 }
 
 

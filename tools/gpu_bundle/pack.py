@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -134,11 +133,8 @@ def python_with_headers() -> str:
 
 def build_libraries(folder: Path) -> None:
     """By the same functions that build on the GPU machine."""
-    torch = importlib.util.find_spec("torch")
     with tempfile.TemporaryDirectory() as scratch:
         settings = {"PYTHON": python_with_headers(), "WORK": scratch, "OUT": scratch}
-        if torch is not None and torch.submodule_search_locations:
-            settings["TORCH"] = torch.submodule_search_locations[0]
         subprocess.run(["bash", str(folder / "run.sh"), "build_prebuilt"], check=False, env=os.environ | settings)
     built = sorted(path.name for path in (folder / "prebuilt").glob("*.so"))
     print("built:", ", ".join(built) or "nothing")

@@ -85,35 +85,22 @@ packages() {
     echo "note: vLLM is the bundle's"
 }
 
-# build_libraries FOLDER: the CUDA libraries, all through nvcc, which knows its own headers and runtime. 1: no device
-# code; 2: no library for torch.
+# build_libraries FOLDER: the CUDA libraries, all through nvcc, which knows its own headers and runtime.
 build_libraries() {
-  local to=$1 objects=$WORK/objects torch rc=0
+  local to=$1 objects=$WORK/objects name pids=() pid rc=0
   command -v nvcc >/dev/null || { echo "there is no nvcc" && return 1; }
   mkdir -p "$to" "$objects"
-  local flags="-Xcompiler -fPIC,-Wall -I$TREE/csrc/include -I$TREE/csrc/cuda"
-  nvcc -std=c++17 -O3 $flags $CUDA_ARCHS -c "$TREE/csrc/cuda/kernels.cu" -o "$objects/kernels.o" &
-  local kernels=$!
-  nvcc -std=c++20 -O2 $flags -c "$TREE/csrc/cuda/batch_copy.cc" -o "$objects/batch_copy.o" &
-  local batch=$!
-  nvcc -std=c++20 -O2 $flags -c "$TREE/csrc/cuda/tests/plain_api.cc" -o "$objects/plain.o" &
-  local plain=$! ops=
-  local find='import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])'
-  torch=${TORCH:-$("$PYTHON" -c "$find")}
-  if [ -n "$torch" ]; then
-    nvcc -std=c++20 -O2 $flags -DTORCH_TARGET_VERSION=0x0209000000000000 -isystem "$torch/include" \
-      -c "$TREE/csrc/cuda/torch_ops.cc" -o "$objects/torch_ops.o" &
-    ops=$!
-  fi
-  wait $kernels || rc=1
-  wait $batch || rc=1
-  wait $plain || rc=1
-  ((rc == 0)) || { echo "device code does not compile" && return 1; }
-  nvcc -shared -cudart static -o "$to/libhybridkv_cuda_plain.so" "$objects"/{plain,batch_copy,kernels}.o || return 1
-  [ -n "$ops" ] && wait $ops || { echo "torch_ops.cc was not compiled; torch: ${torch:-none}" && return 2; }
-  # libtorch_cpu and libc10 are in the process already when torch loads this library; only their names are needed.
-  nvcc -shared -cudart static -o "$to/libhybridkv_cuda.so" "$objects"/{torch_ops,batch_copy,kernels}.o \
-    -L"$torch/lib" -ltorch_cpu -lc10 || return 2
+  local flags="-O2 -Xcompiler -fPIC,-Wall -I$TREE/csrc/include -I$TREE/csrc/cuda"
+  nvcc -std=c++17 $flags $CUDA_ARCHS -c "$TREE/csrc/cuda/kernels.cu" -o "$objects/kernels.o" &
+  pids+=($!)
+  for name in batch_copy job copier tests/plain_api; do
+    nvcc -std=c++20 $flags -c "$TREE/csrc/cuda/$name.cc" -o "$objects/$(basename $name).o" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || rc=1; done
+  ((rc == 0)) || { echo "the CUDA libraries do not compile" && return 1; }
+  nvcc -shared -cudart static -o "$to/libhybridkv_cuda.so" "$objects"/{copier,job,batch_copy,kernels}.o &&
+    nvcc -shared -cudart static -o "$to/libhybridkv_cuda_plain.so" "$objects"/{plain_api,job,batch_copy,kernels}.o
 }
 
 # build_native FOLDER [FLAG...]: hybridkv.native for $PYTHON, as _cpu.*.so. With -DPy_LIMITED_API=0x030C0000 it is for
@@ -158,7 +145,7 @@ build() {
       said+="$library MISSING; "
     fi
   done
-  "$PYTHON" "$BUNDLE/checks.py" libraries || said+="torch CANNOT LOAD libhybridkv_cuda.so; "
+  "$PYTHON" "$BUNDLE/checks.py" libraries || said+="libhybridkv_cuda.so CANNOT BE LOADED; "
   echo "result: ${said%; }"
   [ -n "$DRY" ] || [[ "$said" != *MISSING* && "$said" != *CANNOT* ]]
 }
@@ -244,7 +231,7 @@ sanitize() {
 }
 
 [ "${1:-}" = build_prebuilt ] && {
-  # For pack.py: what this machine can build for others, into the bundle. $TORCH: the folder of a torch with headers.
+  # For pack.py: what this machine can build for others, into the bundle.
   mkdir -p "$BUNDLE/prebuilt" "$WORK"
   packages
   build_libraries "$BUNDLE/prebuilt"

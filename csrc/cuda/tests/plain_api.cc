@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "../batch_copy.h"
+#include "../job.h"
 #include "../kernels.h"
 
 namespace {
@@ -59,18 +60,21 @@ int hybridkv_cuda_synchronize(std::uint64_t stream, char* error, std::uint64_t e
                 error_bytes);
 }
 
-int hybridkv_cuda_copy(std::uint64_t runs, std::uint64_t num_runs, std::uint64_t num_tiles, std::uint64_t tile_bytes,
-                       std::uint32_t num_blocks, std::uint64_t stream, char* error, std::uint64_t error_bytes) {
-  return report(launch_copy(reinterpret_cast<const FragmentRun*>(runs), num_runs, num_tiles, tile_bytes, num_blocks,
-                            reinterpret_cast<cudaStream_t>(stream)),
-                error, error_bytes);
-}
-
-int hybridkv_cuda_checksums(std::uint64_t ranges, std::uint64_t num_ranges, std::uint64_t digests,
-                            std::uint32_t num_blocks, std::uint64_t stream, char* error, std::uint64_t error_bytes) {
-  return report(launch_checksums(reinterpret_cast<const std::uint64_t*>(ranges), num_ranges,
-                                 reinterpret_cast<std::uint64_t*>(digests), num_blocks,
-                                 reinterpret_cast<cudaStream_t>(stream)),
+// By the kernel alone: `rows` is host memory for `count` rows, `table` memory of the GPU for as many.
+int hybridkv_cuda_copy_by_kernel(const std::uint64_t* sources, const std::uint64_t* destinations,
+                                 const std::uint64_t* sizes, std::uint64_t count, FragmentRun* rows,
+                                 std::uint64_t table, std::uint64_t tile_bytes, std::uint32_t num_blocks,
+                                 std::uint64_t stream, char* error, std::uint64_t error_bytes) {
+  Table filled(rows, count, tile_bytes);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    if (!filled.add(sources[i], destinations[i], sizes[i])) return report({"Table::add", "full"}, error, error_bytes);
+  }
+  if (hybridkv_cuda_move(reinterpret_cast<std::uint64_t>(rows), table, filled.num_rows() * sizeof(FragmentRun), error,
+                         error_bytes) != 0) {
+    return 1;
+  }
+  return report(launch_copy(reinterpret_cast<const FragmentRun*>(table), filled.num_rows(), filled.num_tiles(),
+                            tile_bytes, num_blocks, reinterpret_cast<cudaStream_t>(stream)),
                 error, error_bytes);
 }
 

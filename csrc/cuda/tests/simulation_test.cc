@@ -1,4 +1,4 @@
-// The kernels, played on the CPU, against the plain references of csrc/include, on memory that ends where the bytes
+// The kernel, played on the CPU, against the plain references of csrc/include, on memory that ends where the bytes
 // end: a sanitizer sees an access that is out of bounds, where a GPU would fault or read a neighbour.
 #include <algorithm>
 #include <memory>
@@ -7,8 +7,7 @@
 
 #include "../fragments.h"
 #include "../host_memory.h"
-#include "../host_warp.h"
-#include "../warp_checksum.h"
+#include "../job.h"
 #include "csrc/tests/expect.h"
 #include "hybridkv/page_set.h"
 #include "hybridkv/reference.h"
@@ -17,7 +16,6 @@ namespace {
 
 using hybridkv::BlockId;
 using hybridkv::CopyRun;
-using hybridkv::Digest128;
 using hybridkv::Direction;
 using hybridkv::PageSet;
 using hybridkv::cuda::FragmentRun;
@@ -48,39 +46,17 @@ class Exactly {
   std::size_t size_;
 };
 
-// A row for each run, but neighbours of one size that keep their step are one row: what Python's table does.
-std::vector<FragmentRun> table_of(const std::vector<CopyRun>& runs, std::uint64_t tile_bytes, std::uint64_t* num_tiles) {
-  std::vector<FragmentRun> rows;
-  *num_tiles = 0;
-  for (const CopyRun& run : runs) {
-    const std::uint64_t tiles = (run.num_bytes + tile_bytes - 1) / tile_bytes;
-    const bool has_last = !rows.empty() && rows.back().fragment_bytes == run.num_bytes;
-    FragmentRun* last = has_last ? &rows.back() : nullptr;
-    if (last != nullptr && last->num_fragments == 1) {
-      last->source_stride = static_cast<std::int64_t>(run.source - last->source);
-      last->destination_stride = static_cast<std::int64_t>(run.destination - last->destination);
-      last->num_fragments = 2;
-    } else if (last != nullptr &&
-               last->source + last->num_fragments * static_cast<std::uint64_t>(last->source_stride) == run.source &&
-               last->destination + last->num_fragments * static_cast<std::uint64_t>(last->destination_stride) ==
-                   run.destination) {
-      ++last->num_fragments;
-    } else {
-      rows.push_back({run.source, run.destination, 0, 0, run.num_bytes, 1, *num_tiles, tiles});
-    }
-    *num_tiles += tiles;
-  }
-  return rows;
-}
-
 void play(const std::vector<CopyRun>& runs, std::uint64_t tile_bytes, std::uint32_t num_warps) {
-  std::uint64_t num_tiles = 0;
-  const std::vector<FragmentRun> rows = table_of(runs, tile_bytes, &num_tiles);
+  std::vector<FragmentRun> rows(runs.size());
+  hybridkv::cuda::Table table(rows.data(), rows.size(), tile_bytes);
+  for (const CopyRun& run : runs) {
+    expect(table.add(run.source, run.destination, run.num_bytes), "a table has a row for each run");
+  }
   hybridkv::cuda::HostMemory memory;
   for (std::uint32_t warp = 0; warp < num_warps; ++warp) {
     for (std::uint32_t lane = 0; lane < hybridkv::cuda::kLanes; ++lane) {
-      hybridkv::cuda::copy_fragments(rows.data(), static_cast<std::uint32_t>(rows.size()), num_tiles, tile_bytes, warp,
-                                     num_warps, lane, memory);
+      hybridkv::cuda::copy_fragments(rows.data(), static_cast<std::uint32_t>(table.num_rows()), table.num_tiles(),
+                                     tile_bytes, warp, num_warps, lane, memory);
     }
   }
   expect(!memory.misaligned, "a GPU faults on an access that is not aligned");
@@ -179,40 +155,10 @@ void check_many_runs() {
   }
 }
 
-// Every length around the formulas' limits, at every alignment, read by exactly the bytes that there are.
-void check_checksums() {
-  std::vector<std::size_t> sizes = {2047, 2048, 2049, 4096, 5119, 5120, 5121, 9217, 70001};
-  for (std::size_t num_bytes = 0; num_bytes <= 1300; ++num_bytes) sizes.push_back(num_bytes);
-  for (const std::size_t num_bytes : sizes) {
-    for (const std::size_t skew : {0, 1, 8}) {
-      Exactly input(num_bytes, skew);
-      input.fill(num_bytes + 6);
-      hybridkv::cuda::HostWarp warp;
-      const Digest128 digest = hybridkv::cuda::checksum(warp, input.address(), num_bytes);
-      expect(digest == hybridkv::xxh3::digest(input.data(), num_bytes),
-             "the warp's digest of " + std::to_string(num_bytes) + " bytes is the reference's");
-    }
-  }
-}
-
-void check_that_a_wrong_byte_is_noticed() {
-  Exactly input(5000, 0);
-  input.fill(9);
-  hybridkv::cuda::HostWarp warp;
-  const Digest128 before = hybridkv::cuda::checksum(warp, input.address(), 5000);
-  for (const std::size_t byte : {0, 1023, 1024, 4095, 4936, 4999}) {
-    input.data()[byte] ^= 4;
-    expect(!(hybridkv::cuda::checksum(warp, input.address(), 5000) == before), "a flipped bit changes the digest");
-    input.data()[byte] ^= 4;
-  }
-}
-
 }  // namespace
 
 int main() {
   check_pages();
   check_overlapping_groups();
   check_many_runs();
-  check_checksums();
-  check_that_a_wrong_byte_is_noticed();
 }

@@ -12,7 +12,6 @@
 #include <type_traits>
 
 #include "hybridkv/copy_run.h"
-#include "hybridkv/host_device.h"
 
 namespace hybridkv {
 
@@ -43,12 +42,12 @@ static_assert(offsetof(PageSet, num_pages) == 36);
 using BlockId = std::int64_t;
 
 // Where page `page` of the set lies in the paged memory.
-HYBRIDKV_HOST_DEVICE constexpr std::uint64_t page_address(const PageSet& set, const BlockId* ids, std::uint64_t page) {
+constexpr std::uint64_t page_address(const PageSet& set, const BlockId* ids, std::uint64_t page) {
   return set.base + static_cast<std::uint64_t>(ids[set.first_id + page]) * set.stride_bytes;
 }
 
 // Where page `page` of the set lies in the buffer that starts at address `buffer`.
-HYBRIDKV_HOST_DEVICE constexpr std::uint64_t buffer_address(const PageSet& set, std::uint64_t buffer,
+constexpr std::uint64_t buffer_address(const PageSet& set, std::uint64_t buffer,
                                                             std::uint64_t page) {
   return buffer + set.buffer_offset + page * set.page_bytes;
 }
@@ -57,7 +56,7 @@ HYBRIDKV_HOST_DEVICE constexpr std::uint64_t buffer_address(const PageSet& set, 
 enum class Direction : std::uint32_t { kGather = 0, kScatter = 1 };
 
 // The copy of one page.
-HYBRIDKV_HOST_DEVICE constexpr CopyRun page_run(const PageSet& set, const BlockId* ids, std::uint64_t buffer,
+constexpr CopyRun page_run(const PageSet& set, const BlockId* ids, std::uint64_t buffer,
                                                 Direction direction, std::uint64_t page) {
   const std::uint64_t paged = page_address(set, ids, page);
   const std::uint64_t packed = buffer_address(set, buffer, page);

@@ -1,6 +1,5 @@
 // XXH3-128 with seed 0, from its published specification, in plain scalar code: the reference of the vectorised
-// kernels, and the pieces that they and device code share. It equals python's xxhash.xxh3_128. How the work is shared
-// out stays with whoever does it: csrc/cpu between registers and streams, csrc/cuda between the lanes of a warp.
+// kernels of csrc/cpu, and the pieces that they share. It equals python's xxhash.xxh3_128.
 //
 // Why not a library: the copy kernels add each stripe to the checksum while it is in a register, on its way to the
 // destination, which no library's interface allows. `block_sum` is what makes that possible out of order: the stripes
@@ -14,8 +13,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "hybridkv/host_device.h"
-
 namespace hybridkv {
 
 // The digest as two numbers. Its canonical bytes are `high` and then `low`, both big-endian.
@@ -23,10 +20,7 @@ struct Digest128 {
   std::uint64_t low;
   std::uint64_t high;
 
-  // Not defaulted: device code is compiled as C++17.
-  HYBRIDKV_HOST_DEVICE friend constexpr bool operator==(const Digest128& one, const Digest128& other) {
-    return one.low == other.low && one.high == other.high;
-  }
+  friend constexpr bool operator==(const Digest128&, const Digest128&) = default;
 };
 
 static_assert(std::is_trivially_copyable_v<Digest128> && sizeof(Digest128) == 16);
@@ -70,19 +64,6 @@ inline constexpr Tables kTables{
     {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1},
 };
 
-#if defined(__CUDACC__)
-// A device cannot read the host's.
-static __device__ const Tables kDeviceTables = kTables;
-#endif
-
-HYBRIDKV_HOST_DEVICE inline const Tables& tables() {
-#if defined(__CUDA_ARCH__)
-  return kDeviceTables;
-#else
-  return kTables;
-#endif
-}
-
 // Where the secret is read for the last stripe of an input, for the two halves of the digest.
 inline constexpr std::size_t kLastStripeSecret = kSecretBytes - 71;
 inline constexpr std::size_t kScrambleSecret = kSecretBytes - 64;
@@ -90,24 +71,24 @@ inline constexpr std::size_t kLowMergeSecret = 11;
 inline constexpr std::size_t kHighMergeSecret = kSecretBytes - 75;
 
 // Eight bytes of the secret from byte `offset` on.
-HYBRIDKV_HOST_DEVICE inline u64 secret64(std::size_t offset) {
+inline u64 secret64(std::size_t offset) {
   const std::size_t word = offset / 8;
   const unsigned shift = static_cast<unsigned>(offset % 8) * 8;
-  const u64* secret = tables().secret;
+  const u64* secret = kTables.secret;
   if (shift == 0) return secret[word];
   return secret[word] >> shift | secret[word + 1] << (64 - shift);
 }
 
-HYBRIDKV_HOST_DEVICE inline u64 secret32(std::size_t offset) { return secret64(offset) & 0xFFFFFFFF; }
+inline u64 secret32(std::size_t offset) { return secret64(offset) & 0xFFFFFFFF; }
 
 // Numbers are little-endian, and so is every machine that this is compiled for.
-HYBRIDKV_HOST_DEVICE inline u64 read64(const unsigned char* bytes) {
+inline u64 read64(const unsigned char* bytes) {
   u64 value;
   std::memcpy(&value, bytes, sizeof value);
   return value;
 }
 
-HYBRIDKV_HOST_DEVICE inline u32 read32(const unsigned char* bytes) {
+inline u32 read32(const unsigned char* bytes) {
   u32 value;
   std::memcpy(&value, bytes, sizeof value);
   return value;
@@ -118,30 +99,30 @@ struct Product {
   u64 high;
 };
 
-HYBRIDKV_HOST_DEVICE constexpr Product multiply(u64 one, u64 other) {
+constexpr Product multiply(u64 one, u64 other) {
   const unsigned __int128 product = static_cast<unsigned __int128>(one) * other;
   return {static_cast<u64>(product), static_cast<u64>(product >> 64)};
 }
 
-HYBRIDKV_HOST_DEVICE constexpr u64 folded_product(u64 one, u64 other) {
+constexpr u64 folded_product(u64 one, u64 other) {
   const Product product = multiply(one, other);
   return product.low ^ product.high;
 }
 
-HYBRIDKV_HOST_DEVICE constexpr u32 swapped_bytes(u32 value) {
+constexpr u32 swapped_bytes(u32 value) {
   return value >> 24 | (value >> 8 & 0xFF00) | (value << 8 & 0xFF0000) | value << 24;
 }
 
-HYBRIDKV_HOST_DEVICE constexpr u64 swapped_bytes(u64 value) {
+constexpr u64 swapped_bytes(u64 value) {
   return static_cast<u64>(swapped_bytes(static_cast<u32>(value))) << 32 | swapped_bytes(static_cast<u32>(value >> 32));
 }
 
-HYBRIDKV_HOST_DEVICE constexpr u64 avalanche(u64 value) {
+constexpr u64 avalanche(u64 value) {
   value = (value ^ value >> 37) * kPrimeMix1;
   return value ^ value >> 32;
 }
 
-HYBRIDKV_HOST_DEVICE constexpr u64 avalanche64(u64 value) {
+constexpr u64 avalanche64(u64 value) {
   value = (value ^ value >> 33) * kPrime64_2;
   value = (value ^ value >> 29) * kPrime64_3;
   return value ^ value >> 32;
@@ -149,7 +130,7 @@ HYBRIDKV_HOST_DEVICE constexpr u64 avalanche64(u64 value) {
 
 // --- inputs of at most 240 bytes ---
 
-HYBRIDKV_HOST_DEVICE inline Digest128 digest_up_to_16(const unsigned char* input, std::size_t num_bytes) {
+inline Digest128 digest_up_to_16(const unsigned char* input, std::size_t num_bytes) {
   if (num_bytes == 0) return {avalanche64(secret64(64) ^ secret64(72)), avalanche64(secret64(80) ^ secret64(88))};
   if (num_bytes <= 3) {
     const u32 combined = static_cast<u32>(input[num_bytes - 1]) | static_cast<u32>(num_bytes) << 8 |
@@ -184,7 +165,7 @@ struct ShortSums {
   u64 high;
 };
 
-HYBRIDKV_HOST_DEVICE inline ShortSums mixed(ShortSums sums, const unsigned char* one, const unsigned char* other,
+inline ShortSums mixed(ShortSums sums, const unsigned char* one, const unsigned char* other,
                                             std::size_t secret_offset) {
   const u64 one_low = read64(one);
   const u64 one_high = read64(one + 8);
@@ -197,7 +178,7 @@ HYBRIDKV_HOST_DEVICE inline ShortSums mixed(ShortSums sums, const unsigned char*
   return sums;
 }
 
-HYBRIDKV_HOST_DEVICE inline Digest128 digest_17_to_240(const unsigned char* input, std::size_t num_bytes) {
+inline Digest128 digest_17_to_240(const unsigned char* input, std::size_t num_bytes) {
   ShortSums sums{num_bytes * kPrime64_1, 0};
   if (num_bytes <= 128) {
     for (std::size_t round = (num_bytes - 1) / 32 + 1; round-- > 0;) {
@@ -217,16 +198,16 @@ HYBRIDKV_HOST_DEVICE inline Digest128 digest_17_to_240(const unsigned char* inpu
   return {avalanche(sums.low + sums.high), 0 - avalanche(high)};
 }
 
-HYBRIDKV_HOST_DEVICE inline Digest128 digest_of_short(const unsigned char* input, std::size_t num_bytes) {
+inline Digest128 digest_of_short(const unsigned char* input, std::size_t num_bytes) {
   return num_bytes <= 16 ? digest_up_to_16(input, num_bytes) : digest_17_to_240(input, num_bytes);
 }
 
 // --- longer inputs ---
 
-HYBRIDKV_HOST_DEVICE constexpr u64 multiplied_halves(u64 value) { return (value & 0xFFFFFFFF) * (value >> 32); }
+constexpr u64 multiplied_halves(u64 value) { return (value & 0xFFFFFFFF) * (value >> 32); }
 
 // Adds one stripe of 64 bytes to the accumulators, or to the sum of its block.
-HYBRIDKV_HOST_DEVICE inline void add_stripe(u64* accumulators, const unsigned char* stripe, std::size_t secret_offset) {
+inline void add_stripe(u64* accumulators, const unsigned char* stripe, std::size_t secret_offset) {
   for (std::size_t lane = 0; lane < kLanes; ++lane) {
     const u64 word = read64(stripe + lane * 8);
     const u64 value = word ^ secret64(secret_offset + lane * 8);
@@ -235,18 +216,18 @@ HYBRIDKV_HOST_DEVICE inline void add_stripe(u64* accumulators, const unsigned ch
   }
 }
 
-HYBRIDKV_HOST_DEVICE constexpr u64 scrambled(u64 accumulator, u64 key) {
+constexpr u64 scrambled(u64 accumulator, u64 key) {
   return (accumulator ^ accumulator >> 47 ^ key) * kPrime32_1;
 }
 
-HYBRIDKV_HOST_DEVICE inline void scramble(u64* accumulators) {
+inline void scramble(u64* accumulators) {
   for (std::size_t lane = 0; lane < kLanes; ++lane) {
     accumulators[lane] = scrambled(accumulators[lane], secret64(kScrambleSecret + lane * 8));
   }
 }
 
 // What a whole block adds: independent of every other block.
-HYBRIDKV_HOST_DEVICE inline void block_sum(u64* sum, const unsigned char* block) {
+inline void block_sum(u64* sum, const unsigned char* block) {
   for (std::size_t lane = 0; lane < kLanes; ++lane) sum[lane] = 0;
   for (std::size_t stripe = 0; stripe < kStripesPerBlock; ++stripe) {
     add_stripe(sum, block + stripe * kStripeBytes, stripe * 8);
@@ -254,17 +235,17 @@ HYBRIDKV_HOST_DEVICE inline void block_sum(u64* sum, const unsigned char* block)
 }
 
 // Takes the next block, in order, into the accumulators.
-HYBRIDKV_HOST_DEVICE inline void fold_block(u64* accumulators, const u64* sum) {
+inline void fold_block(u64* accumulators, const u64* sum) {
   for (std::size_t lane = 0; lane < kLanes; ++lane) accumulators[lane] += sum[lane];
   scramble(accumulators);
 }
 
 // What accumulators `lane` and `lane + 1` add to a half of the digest; `lane` is even.
-HYBRIDKV_HOST_DEVICE inline u64 merged_pair(u64 one, u64 other, std::size_t secret_offset, std::size_t lane) {
+inline u64 merged_pair(u64 one, u64 other, std::size_t secret_offset, std::size_t lane) {
   return folded_product(one ^ secret64(secret_offset + lane * 8), other ^ secret64(secret_offset + lane * 8 + 8));
 }
 
-HYBRIDKV_HOST_DEVICE inline u64 merged(const u64* accumulators, u64 start, std::size_t secret_offset) {
+inline u64 merged(const u64* accumulators, u64 start, std::size_t secret_offset) {
   for (std::size_t lane = 0; lane < kLanes; lane += 2) {
     start += merged_pair(accumulators[lane], accumulators[lane + 1], secret_offset, lane);
   }
@@ -272,23 +253,23 @@ HYBRIDKV_HOST_DEVICE inline u64 merged(const u64* accumulators, u64 start, std::
 }
 
 // What the two halves of a long input's digest begin with.
-HYBRIDKV_HOST_DEVICE constexpr u64 low_start(u64 num_bytes) { return num_bytes * kPrime64_1; }
-HYBRIDKV_HOST_DEVICE constexpr u64 high_start(u64 num_bytes) { return ~(num_bytes * kPrime64_2); }
+constexpr u64 low_start(u64 num_bytes) { return num_bytes * kPrime64_1; }
+constexpr u64 high_start(u64 num_bytes) { return ~(num_bytes * kPrime64_2); }
 
 // The digest, once every stripe and the last 64 bytes are in the accumulators.
-HYBRIDKV_HOST_DEVICE inline Digest128 digest_of_accumulators(const u64* accumulators, u64 num_bytes) {
+inline Digest128 digest_of_accumulators(const u64* accumulators, u64 num_bytes) {
   return {merged(accumulators, low_start(num_bytes), kLowMergeSecret),
           merged(accumulators, high_start(num_bytes), kHighMergeSecret)};
 }
 
 // Blocks of a long input that are folded as wholes. Its last block is not, even if it is full.
-HYBRIDKV_HOST_DEVICE constexpr u64 num_folded_blocks(u64 num_bytes) { return (num_bytes - 1) / kBlockBytes; }
+constexpr u64 num_folded_blocks(u64 num_bytes) { return (num_bytes - 1) / kBlockBytes; }
 
 // The digest of `num_bytes` at `input`.
-HYBRIDKV_HOST_DEVICE inline Digest128 digest(const unsigned char* input, std::size_t num_bytes) {
+inline Digest128 digest(const unsigned char* input, std::size_t num_bytes) {
   if (num_bytes <= kMaxShortBytes) return digest_of_short(input, num_bytes);
   u64 accumulators[kLanes];
-  for (std::size_t lane = 0; lane < kLanes; ++lane) accumulators[lane] = tables().accumulators[lane];
+  for (std::size_t lane = 0; lane < kLanes; ++lane) accumulators[lane] = kTables.accumulators[lane];
   const u64 num_blocks = num_folded_blocks(num_bytes);
   for (u64 block = 0; block < num_blocks; ++block) {
     u64 sum[kLanes];

@@ -18,7 +18,6 @@ from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
 from hybridkv.connectors.vllm.messages import ChunkCopy
 from hybridkv.tiers import Slot
 from hybridkv.transfer import CopyRuns
-from hybridkv.transfer.cuda import fragment_table
 
 torch = pytest.importorskip("torch", reason="it makes the tensors of these tests")
 interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="vLLM makes the layouts of these tests")
@@ -70,6 +69,19 @@ def runs_of(pages: GroupPages, block_ids: Sequence[int], to_engine: bool) -> Cop
     return CopyRuns.concatenate(parts).coalesce()
 
 
+def equal_steps(runs: CopyRuns) -> int:
+    """Rows of a GPU kernel's table: stretches of runs of one size that go on in equal steps on both sides."""
+    rows, size, count, last, step = 0, 0, 0, (0, 0), (0, 0)
+    for source, destination, num_bytes in runs.triples():
+        new_step = source - last[0], destination - last[1]
+        if num_bytes == size and (count == 1 or new_step == step):
+            count, step = count + 1, new_step
+        else:
+            rows, size, count = rows + 1, num_bytes, 1
+        last = source, destination
+    return rows
+
+
 def test_scattered_blocks_are_what_they_are_called() -> None:
     steps = np.diff(SCATTERED)
     assert not (steps == 1).any() and not (np.diff(steps) == 0).any()
@@ -98,7 +110,7 @@ def test_a_prompt_takes_as_many_runs_as_its_layout_leaves(
     runs = runs_of(pages, SCATTERED, to_engine)
     assert runs.total_bytes == BLOCKS * LAYERS * PAGE_BYTES
     assert len(runs) == scattered
-    assert len(fragment_table(runs, TILE_BYTES).rows) == rows
+    assert equal_steps(runs) == rows
     assert len(runs_of(pages, IN_A_ROW, to_engine)) == in_a_row
 
 

@@ -16,7 +16,6 @@ Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 
 PAGE_BYTES = (64, 512, 4096, 32 * 1024, 320 * 1024, 2 * 1024 * 1024, 4 * 1024 * 1024)
-CHECKSUM_BYTES = (*range(300), 511, 512, 513, 1023, 1024, 1025, 1088, 1089, 2047, 2048, 2049, 4096, 5119, 5120, 5121)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

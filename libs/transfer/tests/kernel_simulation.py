@@ -1,50 +1,85 @@
-"""The kernels of csrc/cuda, played on the CPU by csrc/cuda/simulation.cc: the same templates, warp by warp."""
+"""A job of csrc/cuda, played on the CPU by csrc/cuda/simulation.cc: the same plan, and the same kernel warp by warp."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from kernel_cases import POISON
+import pytest
 
 from hybridkv.transfer import CopyRuns
-from hybridkv.transfer.cuda import fragment_table
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
-SOURCE = CSRC / "cuda" / "simulation.cc"
+SOURCES = ("simulation.cc", "job.cc")
+ROW_WORDS = 8
+"""64-bit words of a row: source, destination, the strides of both, the bytes of a fragment, how many fragments, how
+many tiles all rows before hold, and the tiles of one fragment."""
+
+Words = npt.NDArray[np.int64]
 
 
-class SimulationMissingError(Exception):
-    """Neither a built library nor what is needed to build one."""
-
-
-def load(scratch: Path) -> ctypes.CDLL:
-    """The library that Bazel built, else one that is compiled now."""
+@functools.cache
+def simulation() -> ctypes.CDLL:
+    """The library that Bazel built, else one that is compiled now. Skips the test where it cannot be."""
     if built := os.environ.get("HYBRIDKV_CUDA_SIMULATION"):
-        return ctypes.CDLL(str(Path(built).resolve()))
+        library = ctypes.CDLL(str(Path(built).resolve()))
+    else:
+        library = ctypes.CDLL(str(_compiled()))
+    library.hybridkv_simulate_table.restype = ctypes.c_int64
+    for name in ("fill_table", "job_parts", "job_part_rows"):
+        getattr(library, f"hybridkv_{name}").restype = ctypes.c_uint64
+    return library
+
+
+def _compiled() -> Path:
     compiler = shutil.which("g++")
-    if compiler is None or not SOURCE.exists():
-        raise SimulationMissingError(f"HYBRIDKV_CUDA_SIMULATION is not set, and there is no g++ or no {SOURCE}")
-    library = scratch / "simulation.so"
+    sources = [CSRC / "cuda" / name for name in SOURCES]
+    if compiler is None or not all(source.exists() for source in sources):
+        pytest.skip(f"HYBRIDKV_CUDA_SIMULATION is not set, and there is no g++ or no {sources}")
+    made = Path(tempfile.mkdtemp(), "simulation.so")
     options = ["-std=c++20", "-O2", "-fPIC", "-shared", f"-I{CSRC / 'include'}"]
-    command = [compiler, *options, str(SOURCE), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
+    subprocess.run([compiler, *options, *map(str, sources), "-o", str(made)], check=True)
+    return made
 
 
-def simulate_copy(library: ctypes.CDLL, runs: CopyRuns, tile_bytes: int, num_warps: int) -> int:
+def pointers(runs: CopyRuns) -> tuple[list[ctypes.c_void_p], ctypes.c_uint64]:
+    """The columns of `runs`, which must outlive them, and their length."""
+    columns = (runs.sources, runs.destinations, runs.num_bytes)
+    assert all(column.flags.c_contiguous for column in columns)
+    return [ctypes.c_void_p(column.ctypes.data) for column in columns], ctypes.c_uint64(len(runs))
+
+
+def table_of(runs: CopyRuns, tile_bytes: int, max_rows: int | None = None) -> tuple[Words, int, int]:
+    """The kernel's table, int64 of shape (n, ROW_WORDS); its tiles; how many runs are in it."""
+    room = max(len(runs), 1) if max_rows is None else max_rows
+    rows = np.zeros((room, ROW_WORDS), dtype=np.int64)
+    num_rows, num_tiles = ctypes.c_uint64(0), ctypes.c_uint64(0)
+    columns, count = pointers(runs)
+    done = simulation().hybridkv_fill_table(
+        *columns,
+        count,
+        ctypes.c_uint64(tile_bytes),
+        ctypes.c_void_p(rows.ctypes.data),
+        ctypes.c_uint64(room),
+        ctypes.byref(num_rows),
+        ctypes.byref(num_tiles),
+    )
+    return rows[: num_rows.value], num_tiles.value, done
+
+
+def simulate_table(rows: Words, num_tiles: int, tile_bytes: int, num_warps: int) -> int:
     """16-byte words that were moved. `AssertionError` if an access was one that a GPU would fault on."""
-    table = fragment_table(runs, tile_bytes)
-    library.hybridkv_simulate_copy.restype = ctypes.c_int64
-    words = library.hybridkv_simulate_copy(
-        ctypes.c_void_p(table.rows.ctypes.data),
-        ctypes.c_uint64(len(table.rows)),
-        ctypes.c_uint64(table.num_tiles),
+    words = simulation().hybridkv_simulate_table(
+        ctypes.c_void_p(rows.ctypes.data),
+        ctypes.c_uint64(len(rows)),
+        ctypes.c_uint64(num_tiles),
         ctypes.c_uint64(tile_bytes),
         ctypes.c_uint32(num_warps),
     )
@@ -52,11 +87,7 @@ def simulate_copy(library: ctypes.CDLL, runs: CopyRuns, tile_bytes: int, num_war
     return int(words)
 
 
-def simulate_checksums(library: ctypes.CDLL, ranges: list[tuple[int, int]]) -> list[bytes]:
-    """XXH3-128 of each (address, num_bytes)."""
-    table = np.array(ranges, dtype=np.uint64).reshape(-1, 2)
-    digests: npt.NDArray[np.uint64] = np.full_like(table, POISON)
-    library.hybridkv_simulate_checksums(
-        ctypes.c_void_p(table.ctypes.data), ctypes.c_uint64(len(table)), ctypes.c_void_p(digests.ctypes.data)
-    )
-    return [int(high).to_bytes(8, "big") + int(low).to_bytes(8, "big") for low, high in digests]
+def simulate_copy(runs: CopyRuns, tile_bytes: int, num_warps: int) -> int:
+    """The same, for the table of `runs`."""
+    rows, num_tiles, _ = table_of(runs, tile_bytes)
+    return simulate_table(rows, num_tiles, tile_bytes, num_warps)

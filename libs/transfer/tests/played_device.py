@@ -1,8 +1,9 @@
-"""A GPU played on the CPU, as hostile as CUDA allows.
+"""A GPU played on the CPU, as hostile as CUDA allows, beneath the plan of csrc/cuda/job.cc.
 
-It is host memory that is called a GPU's. Nothing happens before `finish`, and then the two queues advance in an order
-drawn by chance, held back by events alone; the runs of one copy happen in any order. So an event that is missing is a
-wrong byte sooner or later. It says nothing about CUDA's own calls, about kernels or about time: tests/gpu does.
+It is host memory that is called a GPU's. Nothing happens before the host waits, and then the two queues advance in an
+order drawn by chance, held back by events alone, and no further than the host waits for; the runs of one copy happen in
+any order. So an event that is missing is a wrong byte sooner or later. It says nothing about CUDA's own calls or about
+time: tests/gpu does.
 """
 
 from __future__ import annotations
@@ -11,15 +12,41 @@ import ctypes
 import random
 import threading
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import patience
+from kernel_simulation import ROW_WORDS, pointers, simulate_table, simulation
 
 from hybridkv.transfer import CopyRuns
-from hybridkv.transfer.cuda import CopyTuning, CudaError, MemoryKind, Queue, fragment_table
+from hybridkv.transfer.cuda import CopyTuning, CudaError, MemoryKind
+from hybridkv.transfer.cuda.device import NUM_PARTS, merged
+from hybridkv.transfer.pinned import REGISTRATION_BYTES
 
 TIMEOUT_S = patience.seconds(6.0)
-SMALL = CopyTuning(large_run_bytes=4096, direct_job_bytes=512, staging_bytes=16384, tile_bytes=256, num_blocks=2)
+SMALL = CopyTuning(large_run_bytes=4096, direct_job_bytes=512, staging_bytes=32768, tile_bytes=256, num_blocks=2)
+KERNEL, TRANSFER = 0, 1
+"""The two queues."""
+WARPS = 4
+
+_INT, _U64, _POINTER = ctypes.c_int, ctypes.c_uint64, ctypes.POINTER(ctypes.c_int64)
+_CALLS = {
+    "wait_for_caller": (_INT,),
+    "record": (_INT, _INT),
+    "wait": (_INT, _INT, _INT),
+    "host_wait": (_INT, _INT),
+    "upload": (_INT, _INT, _U64, _U64),
+    "launch": (_INT, _U64, _U64),
+    "transfer": (_POINTER, _POINTER, _POINTER, _U64),
+    "finish": (),
+}
+"""`Calls` of csrc/cuda/simulation.cc: the names in order, and what each is given."""
+
+
+class Calls(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.CFUNCTYPE(_INT, *taken)) for name, taken in _CALLS.items())
 
 
 class Event:
@@ -27,20 +54,37 @@ class Event:
         self.happened = threading.Event()
 
 
+@dataclass
+class Step:
+    """One thing in a queue: `run` may happen once `event` has, where there is one."""
+
+    run: Callable[[], None]
+    event: Event | None = None
+
+
 class PlayedDevice:
-    def __init__(self, seed: int = 0, tuning: CopyTuning = SMALL, has_kernels: bool = True) -> None:
+    """`tuning`: limits of the jobs. Its `fail_on` names a call that fails."""
+
+    def __init__(self, seed: int = 0, tuning: CopyTuning = SMALL) -> None:
         self.tuning = tuning
-        self.has_kernels = has_kernels
         self.kinds: dict[int, MemoryKind] = {}
         self.compute = Event()
         self.compute.happened.set()
         self.is_stuck = threading.Event()
-        """Set once `finish` can only wait for compute."""
+        """Set once the host can only wait for compute."""
         self.fail_on: str | None = None
         self.log: list[str] = []
+        self.transfers: list[CopyRuns] = []
+        self.tables: list[list[tuple[int, int, int]]] = []
+        """What the copy engines and the kernel were given."""
         self._random = random.Random(seed)
         self._staging = np.full(tuning.staging_bytes, 0x5A, dtype=np.uint8)
-        self._queues: dict[Queue, deque[tuple[str, Event | CopyRuns]]] = {queue: deque() for queue in Queue}
+        part_rows = int(simulation().hybridkv_job_part_rows())
+        self._device_rows = np.zeros((NUM_PARTS, part_rows, ROW_WORDS), dtype=np.int64)
+        self._wanted: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}  # the last table of each part
+        self._host_rows: dict[int, Event] = {}  # by their address: when the upload from there has happened
+        self._ranges: list[tuple[int, int]] = []
+        self._failure: CudaError | None = None
 
     @property
     def staging_address(self) -> int:
@@ -52,52 +96,114 @@ class PlayedDevice:
             self.kinds[address] = MemoryKind.DEVICE if len(self.kinds) % 2 == 0 else MemoryKind.PINNED
         return self.kinds[address]
 
-    def register(self, address: int, num_bytes: int, kind: MemoryKind) -> None:
-        self._call("register")
+    def register(self, address: int, num_bytes: int) -> None:
+        self._ranges.append((address, address + num_bytes))
 
     def caller_event(self) -> Event:
         self._call("caller_event")
         return self.compute
 
-    def record(self, queue: Queue) -> Event:
+    def copy(self, runs: CopyRuns, caller: Event) -> None:
+        self._caller = caller
+        self._queues: tuple[deque[Step], deque[Step]] = (deque(), deque())
+        self._recorded: dict[tuple[int, int], Event] = {}
+        self._failure = None
+        tuning = self.tuning
+        sizes = (tuning.large_run_bytes, tuning.direct_job_bytes, tuning.part_bytes, tuning.tile_bytes)
+        limits = (ctypes.c_uint64 * 5)(*sizes, REGISTRATION_BYTES)
+        ranges = np.array(merged(self._ranges), dtype=np.uint64).reshape(-1, 2)
+        made = [prototype(self._guarded(name)) for name, prototype in Calls._fields_]
+        columns, count = pointers(runs)
+        failed = simulation().hybridkv_play_job(
+            *columns,
+            count,
+            ctypes.c_void_p(ranges.ctypes.data),
+            ctypes.c_uint64(len(ranges)),
+            ctypes.c_uint64(self.staging_address),
+            limits,
+            ctypes.byref(Calls(*made)),
+        )
+        assert bool(failed) == (self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+
+    def _guarded(self, name: str) -> Callable[..., int]:
+        """No exception may pass through C++. The first one is the job's."""
+
+        def call(*arguments: Any) -> int:
+            try:
+                getattr(self, f"_{name}")(*arguments)
+            except CudaError as error:
+                self._failure = self._failure or error
+                return 1
+            except BaseException as error:  # a mistake of the test
+                self._failure = self._failure or CudaError(f"{type(error).__name__}: {error}")
+                return 1
+            return 0
+
+        return call
+
+    def _wait_for_caller(self, queue: int) -> None:
+        self._queues[queue].append(Step(lambda: None, self._caller))
+
+    def _record(self, queue: int, part: int) -> None:
         event = Event()
-        self._queues[queue].append(("record", event))
-        return event
+        self._recorded[queue, part] = event
+        self._queues[queue].append(Step(event.happened.set))
 
-    def wait(self, queue: Queue, event: Event) -> None:
-        self._queues[queue].append(("wait", event))
+    def _wait(self, queue: int, other: int, part: int) -> None:
+        self._queues[queue].append(Step(lambda: None, self._recorded[other, part]))
 
-    def copy_by_kernel(self, runs: CopyRuns) -> None:
-        self._call("copy_by_kernel")
-        assert self.has_kernels
-        table = fragment_table(runs, self.tuning.tile_bytes)
-        triples = []
-        for source, destination, source_step, destination_step, size, count, _, _ in table.rows.tolist():
-            triples += [(source + i * source_step, destination + i * destination_step, size) for i in range(count)]
-        self._queues[Queue.KERNEL].append(("copy", CopyRuns.of(triples)))
+    def _host_wait(self, other: int, part: int) -> None:
+        self._advance(self._recorded[other, part].happened.is_set)
 
-    def copy_by_transfer(self, runs: CopyRuns) -> None:
-        self._call("copy_by_transfer")
-        self._queues[Queue.TRANSFER].append(("copy", runs))
+    def _upload(self, queue: int, part: int, rows: int, count: int) -> None:
+        """The host filled `rows` just now: what was uploaded from there before must have happened."""
+        if rows in self._host_rows:
+            assert self._host_rows[rows].happened.is_set(), "a table was overwritten before the GPU had read it"
+        event = self._host_rows[rows] = Event()
+        place = int(self._device_rows[part].ctypes.data)
 
-    def finish(self) -> None:
-        while any(self._queues.values()):
-            ready = [queue for queue, waiting in self._queues.items() if waiting and self._may_begin(waiting[0])]
+        def upload() -> None:
+            ctypes.memmove(place, rows, count * ROW_WORDS * 8)
+            event.happened.set()
+
+        self._queues[queue].append(Step(upload))
+        words = np.frombuffer((ctypes.c_int64 * (count * ROW_WORDS)).from_address(rows), dtype=np.int64)
+        self._wanted[part] = words.reshape(count, ROW_WORDS).copy()
+        self.tables.append(fragments(self._wanted[part]))
+
+    def _launch(self, part: int, count: int, num_tiles: int) -> None:
+        self._call("launch")
+        rows, wanted = self._device_rows[part, :count], self._wanted[part]
+
+        def run() -> None:
+            if not np.array_equal(rows, wanted):  # its addresses may be anything
+                raise CudaError("the kernel was given another table")
+            simulate_table(rows, num_tiles, self.tuning.tile_bytes, WARPS)
+
+        self._queues[KERNEL].append(Step(run))
+
+    def _transfer(self, sources: Any, destinations: Any, sizes: Any, count: int) -> None:
+        self._call("transfer")
+        columns = [np.ctypeslib.as_array(column, (count,)).copy() for column in (sources, destinations, sizes)]
+        runs = CopyRuns(*columns)
+        self.transfers.append(runs)
+        self._queues[TRANSFER].append(Step(lambda: self._copy(runs)))
+
+    def _finish(self) -> None:
+        self._advance(lambda: not any(self._queues))
+        self._call("finish")
+
+    def _advance(self, is_enough: Callable[[], bool]) -> None:
+        while not is_enough():
+            ready = [queue for queue in self._queues if queue and _may_begin(queue[0])]
             if not ready:
                 self.is_stuck.set()
                 if self.compute.happened.wait(TIMEOUT_S):
                     continue
-                raise CudaError("synchronize: the queues wait for each other")
-            kind, what = self._queues[self._random.choice(ready)].popleft()
-            if isinstance(what, CopyRuns):
-                self._copy(what)
-            elif kind == "record":
-                what.happened.set()
-        self._call("finish")
-
-    def _may_begin(self, step: tuple[str, Event | CopyRuns]) -> bool:
-        kind, what = step
-        return kind != "wait" or (isinstance(what, Event) and what.happened.is_set())
+                raise CudaError("the queues wait for each other")
+            self._random.choice(ready).popleft().run()
 
     def _copy(self, runs: CopyRuns) -> None:
         triples = runs.triples()
@@ -109,3 +215,16 @@ class PlayedDevice:
         self.log.append(name)
         if name == self.fail_on:
             raise CudaError(f"{name}: cudaErrorUnknown")
+
+
+def _may_begin(step: Step) -> bool:
+    return step.event is None or step.event.happened.is_set()
+
+
+def fragments(rows: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, int, int]]:
+    """The copies that a table says, row by row: (source, destination, num_bytes)."""
+    return [
+        (source + i * source_step, destination + i * destination_step, size)
+        for source, destination, source_step, destination_step, size, count, _, _ in rows.tolist()
+        for i in range(count)
+    ]

@@ -46,7 +46,6 @@ ENGINES: dict[str, Callable[[], CopyEngine]] = {
     "played gpu, inline": lambda: InlineCudaCopyEngine(PlayedDevice()),
     "streams": lambda: StreamCopyEngine(lazy_device()),
     "streams, inline": lambda: InlineStreamCopyEngine(lazy_device()),
-    "played gpu without kernels": lambda: CudaCopyEngine(PlayedDevice(has_kernels=False)),
 }
 
 

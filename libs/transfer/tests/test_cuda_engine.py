@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_device import SMALL, TIMEOUT_S, Event, PlayedDevice
+from played_device import SMALL, TIMEOUT_S, PlayedDevice
 
 from hybridkv.transfer import CopyEngine, CopyEngineError, CopyRuns, JobId
-from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine, MemoryKind, Queue
+from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine, MemoryKind
+from hybridkv.transfer.cuda.device import NUM_PARTS
 
 ENGINES = (CudaCopyEngine, InlineCudaCopyEngine)
 
@@ -79,11 +80,11 @@ def test_what_was_stored_is_loaded_again(
 
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 10_000), size=st.integers(100, 1000), is_load=st.booleans())
-def test_halves_of_the_staging_memory_are_never_in_two_hands(seed: int, size: int, is_load: bool) -> None:
+def test_no_part_of_the_staging_memory_is_used_twice_at_once(seed: int, size: int, is_load: bool) -> None:
     device = PlayedDevice(seed)
     engine = InlineCudaCopyEngine(device)
     rig = CopyRig(engine, device)
-    count = 100_000 // size // 2
+    count = 200_000 // size // 2
     runs = rig.stores(size, count)
     wanted = rig.stored(size, count)
     if is_load:
@@ -92,30 +93,52 @@ def test_halves_of_the_staging_memory_are_never_in_two_hands(seed: int, size: in
         runs = runs.reversed()
     engine.submit(JobId(1), runs)
     assert finish(engine, 1) is None
-    assert "copy_by_kernel" in device.log
+    assert device.log.count("launch") > 2 * NUM_PARTS
     assert np.array_equal(rig.stored(size, count) if is_load else rig.arena[: size * count], wanted)
 
 
-@pytest.mark.parametrize("is_load", [False, True])
-def test_a_missing_event_is_noticed_by_the_played_gpu(is_load: bool) -> None:
-    class Forgetful(PlayedDevice):
-        def wait(self, queue: Queue, event: Event) -> None:
-            """As an engine without fences would do."""
+class Forgetful(PlayedDevice):
+    """Leaves one kind of wait out."""
 
+    def __init__(self, seed: int, forgotten: str) -> None:
+        super().__init__(seed)
+        self._forgotten = forgotten
+
+    def _wait_for_caller(self, queue: int) -> None:
+        if self._forgotten != "compute":
+            super()._wait_for_caller(queue)
+
+    def _wait(self, queue: int, other: int, part: int) -> None:
+        if self._forgotten != ("kernel", "transfer")[queue]:
+            super()._wait(queue, other, part)
+
+    def _host_wait(self, other: int, part: int) -> None:
+        if self._forgotten != "host":
+            super()._host_wait(other, part)
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+@pytest.mark.parametrize("forgotten", ["nothing", "compute", "kernel", "transfer", "host"])
+def test_a_missing_wait_is_noticed_by_the_played_gpu(forgotten: str, is_load: bool) -> None:
     def is_right(seed: int) -> bool:
-        device = Forgetful(seed)
-        engine = InlineCudaCopyEngine(device)
-        rig = CopyRig(engine, device)
-        runs, wanted = rig.stores(512, 90), rig.stored(512, 90)
+        device = Forgetful(seed, forgotten)
+        engine = CudaCopyEngine(device)
+        rig = CopyRig(engine, device, num_bytes=400_000)
+        runs, wanted = rig.stores(512, 380), rig.stored(512, 380)
         if is_load:
-            rig.arena[: 512 * 90] = wanted
+            rig.arena[: 512 * 380] = wanted
             rig.cache[:] = 0
             runs = runs.reversed()
+        device.compute.happened.clear()
         engine.submit(JobId(1), runs)
-        assert finish(engine, 1) is None
-        return bool(np.array_equal(rig.stored(512, 90) if is_load else rig.arena[: 512 * 90], wanted))
+        is_early = forgotten == "compute" and engine.wait([JobId(1)], TIMEOUT_S)
+        device.compute.happened.set()
+        failure = finish(engine, 1)
+        engine.close()
+        found = rig.stored(512, 380) if is_load else rig.arena[: 512 * 380]
+        return failure is None and not is_early and bool(np.array_equal(found, wanted))
 
-    assert not all(is_right(seed) for seed in range(10))
+    assert all(is_right(seed) for seed in range(20)) == (forgotten == "nothing")
 
 
 @pytest.mark.parametrize("is_load", [False, True])
@@ -165,7 +188,7 @@ def test_a_full_engine_takes_no_fence() -> None:
     assert device.log.count("caller_event") == 1
 
 
-@pytest.mark.parametrize("call", ["copy_by_kernel", "copy_by_transfer", "finish"])
+@pytest.mark.parametrize("call", ["launch", "transfer", "finish"])
 def test_a_call_that_fails_is_the_failure_of_its_job(call: str) -> None:
     device = PlayedDevice()
     engine = CudaCopyEngine(device)
@@ -183,7 +206,7 @@ def test_a_failed_job_ends_only_when_nothing_of_it_can_still_write() -> None:
     device = PlayedDevice()
     engine = CudaCopyEngine(device)
     rig = CopyRig(engine, device)
-    device.fail_on = "copy_by_kernel"
+    device.fail_on = "launch"
     engine.submit(JobId(1), rig.stores(512, 60))
     assert finish(engine, 1) is not None
     assert device.log[-1] == "finish"
@@ -218,14 +241,3 @@ def test_memory_that_the_gpu_cannot_reach_is_refused_and_stays_unknown(
     assert failure is not None
     assert "does not lie in registered memory" in failure
     engine.close()
-
-
-def test_without_kernels_pages_are_copied_one_by_one() -> None:
-    device = PlayedDevice(has_kernels=False)
-    engine = InlineCudaCopyEngine(device)
-    rig = CopyRig(engine, device)
-    wanted = rig.stored(512, 60)
-    engine.submit(JobId(1), rig.stores(512, 60))
-    assert finish(engine, 1) is None
-    assert "copy_by_kernel" not in device.log
-    assert np.array_equal(rig.arena[: 512 * 60], wanted)

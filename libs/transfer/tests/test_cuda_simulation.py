@@ -1,73 +1,62 @@
-"""The kernels' arithmetic, played on the CPU, against a plain reference. No GPU runs here: tests/gpu has the kernels.
+"""The kernel's arithmetic, played on the CPU, against a plain reference. No GPU runs here: tests/gpu has the kernel.
 
-What is simulated is the code itself: the templates that nvcc compiles, for every warp and lane. What is not: how a GPU
-orders memory, and what its compiler makes of them.
+What is simulated is the code itself: the template that nvcc compiles, for every warp and lane. What is not: how a GPU
+orders memory, and what its compiler makes of it.
 """
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import CHECKSUM_BYTES, Case, cases
-from kernel_simulation import SimulationMissingError, load, simulate_checksums, simulate_copy
+from kernel_cases import Case, cases
+from kernel_simulation import simulate_copy
 
 from hybridkv.transfer import CopyRuns
 
 TILE_BYTES = 16 * 1024
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    try:
-        return load(tmp_path_factory.mktemp("simulation"))
-    except SimulationMissingError as error:
-        pytest.skip(str(error))
-
-
-def played(library: ctypes.CDLL, case: Case, tile_bytes: int, num_warps: int) -> tuple[bool, int]:
+def played(case: Case, tile_bytes: int, num_warps: int) -> tuple[bool, int]:
     """Whether the destination is as the reference says, and how many wide words moved."""
     source, destination = case.memory()
     sources, destinations = case.sources + source.ctypes.data, case.destinations + destination.ctypes.data
-    words = simulate_copy(library, CopyRuns(sources, destinations, case.sizes.copy()), tile_bytes, num_warps)
+    words = simulate_copy(CopyRuns(sources, destinations, case.sizes.copy()), tile_bytes, num_warps)
     return bool(np.array_equal(destination, case.expected(source))), words
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_the_kernel_copies_what_the_reference_copies(library: ctypes.CDLL, case: Case) -> None:
-    is_same, _ = played(library, case, TILE_BYTES, num_warps=64)
+def test_the_kernel_copies_what_the_reference_copies(case: Case) -> None:
+    is_same, _ = played(case, TILE_BYTES, num_warps=64)
     assert is_same
 
 
 @pytest.mark.parametrize("num_warps", [1, 3, 16, 257])
 @pytest.mark.parametrize("tile_bytes", [16, 1000, 1024 * 1024])
-def test_neither_tiles_nor_warps_change_the_result(library: ctypes.CDLL, tile_bytes: int, num_warps: int) -> None:
+def test_neither_tiles_nor_warps_change_the_result(tile_bytes: int, num_warps: int) -> None:
     case = next(case for case in cases() if case.name == "groups of many sizes")
-    is_same, _ = played(library, case, tile_bytes, num_warps)
+    is_same, _ = played(case, tile_bytes, num_warps)
     assert is_same
 
 
-def test_a_wrong_byte_would_be_noticed(library: ctypes.CDLL) -> None:
+def test_a_wrong_byte_would_be_noticed() -> None:
     case = next(case for case in cases() if case.name == "pages of 4096")
     broken = Case(case.name, case.sources, case.destinations, case.sizes - (np.arange(len(case.sizes)) == 5))
     source, destination = broken.memory()
     runs = CopyRuns(
         broken.sources + source.ctypes.data, broken.destinations + destination.ctypes.data, broken.sizes.copy()
     )
-    simulate_copy(library, runs, TILE_BYTES, 64)
+    simulate_copy(runs, TILE_BYTES, 64)
     assert not np.array_equal(destination, case.expected(source))
 
 
-def test_pages_that_are_aligned_move_16_bytes_at_a_time(library: ctypes.CDLL) -> None:
+def test_pages_that_are_aligned_move_16_bytes_at_a_time() -> None:
     size = 32 * 1024
     source, destination = (np.zeros(4 * size + 16, dtype=np.uint8) for _ in range(2))
     bases = [-(-int(array.ctypes.data) // 16) * 16 for array in (source, destination)]
     runs = CopyRuns.of([(bases[0] + i * size, bases[1] + i * size, size) for i in (2, 0, 3, 1)])
-    assert simulate_copy(library, runs, TILE_BYTES, 64) == 4 * size // 16
+    assert simulate_copy(runs, TILE_BYTES, 64) == 4 * size // 16
 
 
 @st.composite
@@ -82,31 +71,6 @@ def random_cases(draw: st.DrawFn) -> Case:
 
 @settings(deadline=None)
 @given(case=random_cases(), tile_bytes=st.sampled_from([64, 100, 2048, 16384]), num_warps=st.integers(1, 40))
-def test_any_runs_are_copied_exactly(library: ctypes.CDLL, case: Case, tile_bytes: int, num_warps: int) -> None:
-    is_same, _ = played(library, case, tile_bytes, num_warps)
+def test_any_runs_are_copied_exactly(case: Case, tile_bytes: int, num_warps: int) -> None:
+    is_same, _ = played(case, tile_bytes, num_warps)
     assert is_same
-
-
-@pytest.mark.parametrize("skew", [0, 1, 8])
-def test_the_checksum_is_the_one_that_the_host_computes(library: ctypes.CDLL, skew: int) -> None:
-    data = np.random.default_rng(5).integers(0, 256, 8192, dtype=np.uint8)
-    ranges = [(int(data.ctypes.data) + skew, num_bytes) for num_bytes in CHECKSUM_BYTES]
-    wanted = [xxhash.xxh3_128(data[skew : skew + num_bytes].tobytes()).digest() for num_bytes in CHECKSUM_BYTES]
-    assert simulate_checksums(library, ranges) == wanted
-
-
-@settings(deadline=None)
-@given(data=st.binary(min_size=241, max_size=30_000))
-def test_the_checksum_of_any_long_range_is_the_hosts(library: ctypes.CDLL, data: bytes) -> None:
-    array = np.frombuffer(data, dtype=np.uint8)
-    [digest] = simulate_checksums(library, [(int(array.ctypes.data), len(data))])
-    assert digest == xxhash.xxh3_128(data).digest()
-
-
-def test_a_flipped_bit_changes_the_checksum(library: ctypes.CDLL) -> None:
-    data = np.zeros(4096, dtype=np.uint8)
-    address = int(data.ctypes.data)
-    [before] = simulate_checksums(library, [(address, 4096)])
-    data[3000] ^= 4
-    [after] = simulate_checksums(library, [(address, 4096)])
-    assert before != after

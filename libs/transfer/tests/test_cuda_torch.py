@@ -5,30 +5,32 @@ CUDA's runtime is played where it is named; tests/gpu runs the real one.
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hybridkv.transfer import TransferError
-from hybridkv.transfer.cuda import CudaError, MemoryKind, driver, open_device, pin_existing, pin_memory
-from hybridkv.transfer.cuda.extension import cuda_kernels
-from hybridkv.transfer.cuda.torch_device import _view
+from hybridkv.transfer import CopyRuns, TransferError
+from hybridkv.transfer.cuda import CopyTuning, CudaError, driver, kernel_device, open_device, pin_existing, pin_memory
+from hybridkv.transfer.cuda.device import NUM_PARTS
+from hybridkv.transfer.cuda.kernel_device import KernelDevice, load_library
+from hybridkv.transfer.pinned import REGISTRATION_BYTES
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
 
 
 @pytest.fixture(autouse=True)
 def looks_anew() -> Iterator[None]:
-    cuda_kernels.cache_clear()
+    load_library.cache_clear()
     yield
-    cuda_kernels.cache_clear()
+    load_library.cache_clear()
 
 
 @needs_no_gpu
@@ -49,47 +51,100 @@ def _no_library(name: str) -> None:
     raise OSError("not found")
 
 
-def test_missing_kernels_are_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_distribution_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hybridkv.cuda_kernels", None)
-    with caplog.at_level(logging.WARNING, "hybridkv.transfer.cuda.extension"):
-        assert cuda_kernels() is None
-        assert cuda_kernels() is None
-    [record] = caplog.records
-    assert record.getMessage().startswith("hybridkv-cuda is not installed")
+    with pytest.raises(CudaError, match=r"hybridkv-cuda cannot be loaded: .*; install hybridkv-vllm\[cuda\]"):
+        load_library()
 
 
-def test_kernels_that_torch_cannot_load_are_reported_and_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def provide(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("hybridkv.cuda_kernels")
+    module.library_path = lambda: path  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hybridkv.cuda_kernels", module)
+
+
+def test_a_library_that_is_broken_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "libhybridkv_cuda.so"
     broken.write_bytes(b"not a library")
-    module = ModuleType("hybridkv.cuda_kernels")
-    module.library_path = lambda: broken  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hybridkv.cuda_kernels", module)
-    assert cuda_kernels() is None
-    [record] = caplog.records
-    assert record.getMessage().startswith("hybridkv-cuda cannot be loaded into torch")
+    provide(broken, monkeypatch)
+    with pytest.raises(CudaError, match="hybridkv-cuda cannot be loaded: "):
+        load_library()
 
 
-def test_kernels_of_another_version_are_reported_and_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = ModuleType("hybridkv.cuda_kernels")
-    module.library_path = lambda: "unused"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hybridkv.cuda_kernels", module)
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    newer = ModuleType("hybridkv_cuda")
-    newer.interface_version = lambda: 2  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch.ops, "hybridkv_cuda", newer, raising=False)
-    assert cuda_kernels() is None
-    assert "interface version 2" in caplog.records[0].getMessage()
+class PlayedLibrary:
+    """The functions of csrc/cuda/copier.cc, on the CPU."""
+
+    def __init__(self) -> None:
+        self.limits: list[int] = []
+        self.ranges: list[int] = []
+        self.event = 0
+        self.closed: list[int] = []
+        self.failure = b""
+
+    def hybridkv_cuda_interface_version(self) -> int:
+        return kernel_device.INTERFACE_VERSION
+
+    def hybridkv_cuda_open(
+        self, index: ctypes.c_int32, limits: Any, copier: Any, error: Any, error_bytes: ctypes.c_uint64
+    ) -> int:
+        self.limits = [index.value, *limits]
+        copier._obj.value = 77
+        return 0
+
+    def hybridkv_cuda_close(self, copier: ctypes.c_void_p) -> None:
+        assert copier.value is not None
+        self.closed.append(copier.value)
+
+    def hybridkv_cuda_copy(self, copier: ctypes.c_void_p, event: ctypes.c_uint64, *rest: Any) -> int:
+        sources, destinations, sizes, count, ranges, num_ranges, error, error_bytes = rest
+        assert copier.value == 77
+        assert error_bytes.value == len(error)
+        error.value = self.failure
+        self.event = event.value
+        self.ranges = words(ranges, 2 * num_ranges.value)
+        columns = (words(column, count.value) for column in (destinations, sources, sizes))
+        for triple in zip(*columns, strict=True):
+            ctypes.memmove(*triple)
+        return bool(self.failure)
 
 
-def test_host_memory_is_seen_where_it_lies() -> None:
+def words(pointer: ctypes.c_void_p, count: int) -> list[int]:
+    return list((ctypes.c_uint64 * count).from_address(pointer.value or 0)) if count else []
+
+
+def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    provide(tmp_path, monkeypatch)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: PlayedLibrary())
+    monkeypatch.setattr(kernel_device, "INTERFACE_VERSION", 3)
+    monkeypatch.setattr(PlayedLibrary, "hybridkv_cuda_interface_version", lambda self: 2)
+    with pytest.raises(CudaError, match="interface version 2, hybridkv-transfer needs 3: install matching versions"):
+        load_library()
+
+
+def test_a_device_gives_the_library_its_limits_the_gpus_memory_and_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = PlayedLibrary()
+    monkeypatch.setattr(kernel_device, "load_library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    tuning = CopyTuning(8192, 100, 65536, 2048, 5)
+    device = KernelDevice(3, tuning)
+    assert library.limits == [3, 8192, 100, 65536 // NUM_PARTS, 2048, REGISTRATION_BYTES, 5]
     memory = np.arange(100, dtype=np.uint8)
-    view = _view(int(memory.ctypes.data), 100, MemoryKind.PINNED, torch.device("cpu"))
-    view[10:20].copy_(view[50:60])
-    assert memory[10:20].tolist() == list(range(50, 60))
+    address = int(memory.ctypes.data)
+    for begin, num_bytes in ((4096, 100), (4000, 96), (64, 8)):
+        device.register(begin, num_bytes)
+    event = SimpleNamespace(cuda_event=12)
+    runs = CopyRuns.of([(address + 50, address, 10), (address + 70, address + 20, 5)])
+    device.copy(runs, event)  # type: ignore[arg-type]
+    assert library.event == 12
+    assert library.ranges == [64, 72, 4000, 4196]
+    assert memory[:25].tolist() == [*range(50, 60), *range(10, 20), *range(70, 75)]
+    library.failure = b"cudaMemcpyAsync: cudaErrorUnknown"
+    with pytest.raises(CudaError, match=r"^cudaMemcpyAsync: cudaErrorUnknown$"):
+        device.copy(CopyRuns.empty(), event)  # type: ignore[arg-type]
+    del device
+    gc.collect()
+    assert library.closed == [77]
 
 
 class PlayedRuntime:

@@ -1,4 +1,4 @@
-"""The compiled kernels that `hybridkv.transfer.cuda` loads. Says where they are, and imports nothing."""
+"""The compiled library that `hybridkv.transfer.cuda` loads. Says where they are, and imports nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["library_path"]
 
 
 def library_path() -> Path:
-    """Of the library that registers `torch.ops.hybridkv_cuda`, for `torch.ops.load_library`.
+    """Of the library with the functions of csrc/cuda/copier.cc, for ctypes.
 
     Raises:
         FileNotFoundError: this is the source tree, or a wheel that was built without the library.

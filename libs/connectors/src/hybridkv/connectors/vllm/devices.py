@@ -180,7 +180,7 @@ class NativeGpuDevice(GpuDevice):
             # An engine each, so that loads and stores share neither a queue nor a direction of the link.
             return CudaCopyEngine(open_device(index)), load_engine(open_device(index))
         except CudaError as error:
-            raise ConfigurationError("device", "a GPU that torch can use", str(error), _HINT) from error
+            raise ConfigurationError("copies", 'a GPU and hybridkv-cuda for "native"', str(error), _HINT) from error
 
     def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8]:
         from hybridkv.transfer.cuda import pin_memory

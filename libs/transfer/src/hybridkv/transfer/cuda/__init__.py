@@ -1,45 +1,35 @@
-"""Copies between a GPU's memory and pinned host memory. The only part of `hybridkv.transfer` that imports torch.
-
-`plan` and `table` are arithmetic and need no torch; `open_device` imports it.
-"""
+"""Copies between a GPU's memory and pinned host memory, by hybridkv-cuda. Only what needs a GPU imports torch."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.transfer.cuda.device import CudaDevice, CudaError, MemoryKind, Queue
+from hybridkv.transfer.cuda.device import CopyTuning, CudaDevice, CudaError, MemoryKind
 from hybridkv.transfer.cuda.engine import CudaCopyEngine, InlineCudaCopyEngine
-from hybridkv.transfer.cuda.plan import CopyPlan, CopyTuning, StagedBatch, plan_copies
-from hybridkv.transfer.cuda.table import FragmentTable, fragment_table
 
 __all__ = [
-    "CopyPlan",
     "CopyTuning",
     "CudaCopyEngine",
     "CudaDevice",
     "CudaError",
-    "FragmentTable",
     "InlineCudaCopyEngine",
     "MemoryKind",
-    "Queue",
-    "StagedBatch",
-    "fragment_table",
     "open_device",
     "pin_existing",
     "pin_memory",
-    "plan_copies",
 ]
 
 
 def open_device(index: int, tuning: CopyTuning | None = None) -> CudaDevice:
     """A GPU with streams and staging memory of its own, for one copy engine. Imports torch.
 
-    `CudaError` when torch sees no such GPU.
+    Raises:
+        CudaError: torch sees no such GPU, or hybridkv-cuda is not there.
     """
-    from hybridkv.transfer.cuda.torch_device import TorchCudaDevice
+    from hybridkv.transfer.cuda.kernel_device import KernelDevice
 
-    return TorchCudaDevice(index, tuning or CopyTuning())
+    return KernelDevice(index, tuning or CopyTuning())
 
 
 def pin_memory(num_bytes: int) -> npt.NDArray[np.uint8]:

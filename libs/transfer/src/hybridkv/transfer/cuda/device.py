@@ -1,13 +1,16 @@
-"""What a copy engine asks of a GPU. `TorchCudaDevice` is the real one; tests play one on the CPU."""
+"""What a copy engine asks of a GPU. `KernelDevice` is the real one; tests play one on the CPU."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from hybridkv.transfer.cuda.plan import CopyTuning
 from hybridkv.transfer.errors import TransferError
 from hybridkv.transfer.runs import CopyRuns
+
+NUM_PARTS = 4
+"""Parts of the staging memory, which take turns: `kParts` of csrc/cuda/job.h."""
 
 
 class CudaError(TransferError, RuntimeError):
@@ -25,59 +28,67 @@ class MemoryKind(Enum):
     """Ordinary host memory, or another GPU's."""
 
 
-class Queue(Enum):
-    """The two streams of an engine. What is enqueued in one happens in order; two are ordered by events alone."""
+@dataclass(frozen=True, slots=True)
+class CopyTuning:
+    """Which way each run takes: csrc/cuda/job.h describes the ways. Measured on one H100 by `bench/gpu_copy.py`.
 
-    KERNEL = "kernel"
-    TRANSFER = "transfer"
+    Args:
+        large_run_bytes: from here on a run is moved by the GPU's copy engines, one descriptor each.
+        direct_job_bytes: small runs of a job that are together no more than this are copied by the kernel alone.
+        staging_bytes: of GPU memory that an engine keeps for itself, in `NUM_PARTS` parts.
+        tile_bytes: what one warp of the kernel copies at a time.
+        num_blocks: thread blocks of the kernel, hence the most multiprocessors that it takes from compute.
+    """
+
+    large_run_bytes: int = 256 * 1024
+    direct_job_bytes: int = 256 * 1024
+    staging_bytes: int = 16 * 1024 * 1024
+    tile_bytes: int = 16 * 1024
+    num_blocks: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("large_run_bytes", "direct_job_bytes", "staging_bytes", "tile_bytes", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected a number >= 1, got {getattr(self, name)}")
+        if self.large_run_bytes > self.part_bytes:
+            least = NUM_PARTS * self.large_run_bytes
+            raise ValueError(f"staging_bytes: expected at least {least}, got {self.staging_bytes}")
+
+    @property
+    def part_bytes(self) -> int:
+        return self.staging_bytes // NUM_PARTS
 
 
 class CudaDevice(Protocol):
-    """One GPU, with two streams and staging memory that belong to one engine.
+    """One GPU, with streams and staging memory that belong to one engine.
 
-    Nothing but `finish` and `close` waits for the GPU. An engine calls all but `caller_event`, `memory_kind` and
-    `register` on its copy thread. Every method raises `CudaError` when a call into CUDA fails.
+    An engine calls `copy` on its copy thread. Every method raises `CudaError` when a call into CUDA fails.
     """
-
-    @property
-    def tuning(self) -> CopyTuning: ...
-
-    @property
-    def staging_address(self) -> int:
-        """Of `tuning.staging_bytes` of device memory, aligned to 16 bytes or more."""
-        ...
-
-    @property
-    def has_kernels(self) -> bool:
-        """False: `copy_by_kernel` is not to be called, and each run costs a call."""
-        ...
 
     def memory_kind(self, address: int) -> MemoryKind: ...
 
-    def register(self, address: int, num_bytes: int, kind: MemoryKind) -> None:
-        """Memory that copies may touch from now on."""
+    def register(self, address: int, num_bytes: int) -> None:
+        """This GPU's memory, which copies may touch from now on."""
         ...
 
     def caller_event(self) -> Any:
         """An event behind everything that the calling thread has enqueued for compute so far."""
         ...
 
-    def record(self, queue: Queue) -> Any:
-        """An event behind everything that was enqueued in `queue` so far."""
+    def copy(self, runs: CopyRuns, caller: Any) -> None:
+        """Copy behind an event of `caller_event`, and return when every byte is where it belongs.
+
+        If it fails, nothing of the job can still write. The caller checked every address.
+        """
         ...
 
-    def wait(self, queue: Queue, event: Any) -> None:
-        """What is enqueued in `queue` from now on happens after `event`."""
-        ...
 
-    def copy_by_kernel(self, runs: CopyRuns) -> None:
-        """Enqueue in KERNEL."""
-        ...
-
-    def copy_by_transfer(self, runs: CopyRuns) -> None:
-        """Enqueue in TRANSFER."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until both queues are empty. Reports what failed on the way."""
-        ...
+def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same addresses by ranges (begin, end) that ascend and do not overlap."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found

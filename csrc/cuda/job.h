@@ -1,0 +1,111 @@
+// One job of copies between a GPU's memory and pinned host memory: which way each run takes, and in which order.
+//
+// Three ways:
+//
+// - batched: the GPU's copy engines, one descriptor for each run. They use no multiprocessors and reach the link's speed
+//   once runs are large, but each descriptor costs the host 1 to 2 us: for runs of `large_run_bytes` and more.
+// - staged: the kernel packs small runs in staging memory on the GPU, and the copy engines move it in a few long runs;
+//   loads go the other way round. The parts of the staging memory take turns, so that packing and moving overlap.
+// - direct: the kernel reads or writes pinned host memory itself: for jobs too small for two steps, where staging would
+//   not make the runs longer, and within the GPU.
+//
+// Plain C++: needs no CUDA. What it asks of a GPU is `Gpu`, which copier.cc is on CUDA and tests play on the CPU.
+#ifndef HYBRIDKV_CUDA_JOB_H_
+#define HYBRIDKV_CUDA_JOB_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "fragments.h"
+
+namespace hybridkv::cuda {
+
+// The staging memory and the memory for tables have so many parts, which take turns. The host fills the table of a part
+// while the GPU is busy with the others.
+inline constexpr int kParts = 4;
+// Of the table of one part.
+inline constexpr std::size_t kPartRows = 8192;
+
+// Copies of `sizes[i]` bytes, at least one, from `sources[i]` to `destinations[i]`. No two destinations overlap.
+struct Runs {
+  std::span<const std::uint64_t> sources;
+  std::span<const std::uint64_t> destinations;
+  std::span<const std::uint64_t> sizes;
+};
+
+struct AddressRange {
+  std::uint64_t begin;
+  std::uint64_t end;
+};
+
+struct Limits {
+  std::uint64_t large_run_bytes;     // from here on a run is batched; at most `part_bytes`
+  std::uint64_t direct_job_bytes;    // small runs of one direction that are together no more than this are direct
+  std::uint64_t part_bytes;          // of staging memory
+  std::uint64_t tile_bytes;          // one warp of the kernel copies so many at a time
+  std::uint64_t registration_bytes;  // a registration of host memory ends at each multiple of this address
+};
+
+// The two streams. One stream runs its steps in order; events alone order two streams.
+enum class Queue { kKernel, kTransfer };
+
+// The streams, the events and the memory that a job uses. Each call enqueues, but for `host_wait` and `finish`. A call
+// that fails throws.
+class Gpu {
+ public:
+  // `queue` goes on when all has happened that the caller's stream held before the job.
+  virtual void wait_for_caller(Queue queue) = 0;
+  // The event of `part` in `queue` happens behind all that `queue` holds. Until then its last one counts.
+  virtual void record(Queue queue, int part) = 0;
+  // `queue` goes on when the last recorded event of `part` in `other` has happened.
+  virtual void wait(Queue queue, Queue other, int part) = 0;
+  // Returns when that event has happened.
+  virtual void host_wait(Queue other, int part) = 0;
+  // Host memory for `kPartRows` rows. `upload` enqueues a copy of the first `count` to the GPU's table of the part.
+  virtual FragmentRun* rows(int part) = 0;
+  virtual void upload(Queue queue, int part, std::size_t count) = 0;
+  // Enqueues the copy kernel in kKernel, for the uploaded table of the part.
+  virtual void launch(int part, std::size_t count, std::uint64_t num_tiles) = 0;
+  // Enqueues copies by the copy engines in kTransfer, in any order.
+  virtual void transfer(const Runs& runs) = 0;
+  // Returns when both queues are empty.
+  virtual void finish() = 0;
+
+ protected:
+  ~Gpu() = default;
+};
+
+// The table of the copy kernel. Runs of one size become one row where their sources and their destinations go on in
+// equal steps: the layers of a block, which lie equally apart in the engine's memory and follow each other in a chunk.
+class Table {
+ public:
+  Table(FragmentRun* rows, std::size_t max_rows, std::uint64_t tile_bytes)
+      : rows_(rows), max_rows_(max_rows), tile_bytes_(tile_bytes) {}
+
+  // False: the table is full, and the run is not in it.
+  bool add(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes);
+  std::size_t num_rows() const { return num_rows_; }
+  std::uint64_t num_tiles() const { return num_tiles_; }
+
+ private:
+  FragmentRun* rows_;
+  std::size_t max_rows_;
+  std::uint64_t tile_bytes_;
+  std::size_t num_rows_ = 0;
+  std::uint64_t num_tiles_ = 0;
+  std::uint64_t last_source_ = 0;
+  std::uint64_t last_destination_ = 0;
+};
+
+// Copies a job, and returns when every byte is where it belongs. If a call of `gpu` throws, the same exception comes out
+// once nothing of the job can still write.
+//
+// `device`: what of the memory is the GPU's, ascending, no two ranges overlap. All other addresses are host memory.
+// `staging`: kParts times `part_bytes` of GPU memory.
+void copy_job(const Runs& runs, std::span<const AddressRange> device, std::uint64_t staging, const Limits& limits,
+              Gpu& gpu);
+
+}  // namespace hybridkv::cuda
+
+#endif  // HYBRIDKV_CUDA_JOB_H_

@@ -1,0 +1,213 @@
+"""Which way a run takes, and that every way together moves every byte once: csrc/cuda/job.cc on a played GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from played_device import SMALL, PlayedDevice
+
+from hybridkv.transfer import CopyRuns
+from hybridkv.transfer.cuda import CopyTuning
+from hybridkv.transfer.cuda.device import NUM_PARTS, merged
+from hybridkv.transfer.pinned import REGISTRATION_BYTES
+
+HOST, DEVICE, STAGING = 1 << 30, 1 << 40, 1 << 50
+"""Where each kind of memory begins in tests that move no bytes."""
+GPU_BYTES = 1 << 30
+Triples = list[tuple[int, int, int]]
+
+
+class Recording(PlayedDevice):
+    """Moves no bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register(DEVICE, GPU_BYTES)
+
+    @property
+    def staging_address(self) -> int:
+        return STAGING
+
+    def _upload(self, queue: int, part: int, rows: int, count: int) -> None:
+        super()._upload(queue, part, rows, count)
+        self._host_rows[rows].happened.set()
+
+    def _host_wait(self, other: int, part: int) -> None:
+        pass
+
+    def _finish(self) -> None:
+        pass
+
+
+def copied(triples: Triples) -> Recording:
+    device = Recording()
+    device.copy(CopyRuns.of(triples), device.compute)
+    return device
+
+
+def transfers(device: PlayedDevice) -> Triples:
+    return [triple for runs in device.transfers for triple in runs.triples()]
+
+
+def ways(device: PlayedDevice) -> tuple[int, int]:
+    """How many copies the copy engines and the kernel were given."""
+    return len(transfers(device)), sum(map(len, device.tables))
+
+
+def stores(size: int, count: int, host_step: int | None = None) -> Triples:
+    """Scattered pages of the GPU to the host, by default to one stretch there."""
+    step = size if host_step is None else host_step
+    return [(DEVICE + (i * 7 % count) * 2 * size, HOST + i * step, size) for i in range(count)]
+
+
+def loads(size: int, count: int) -> Triples:
+    return [(destination, source, size) for source, destination, size in stores(size, count)]
+
+
+def test_large_runs_are_batched() -> None:
+    large = stores(SMALL.large_run_bytes, 3)
+    device = copied(large)
+    assert transfers(device) == large
+    assert device.tables == []
+
+
+def test_a_run_just_below_the_crossover_is_staged() -> None:
+    device = copied(stores(SMALL.large_run_bytes - 1, 8))
+    assert ways(device) == (4, 8)
+
+
+def test_staging_joins_neighbours_on_the_host_into_long_runs() -> None:
+    device = copied(stores(512, 64))
+    assert ways(device) == (64 * 512 // SMALL.part_bytes, 64)
+
+
+def test_the_order_of_the_runs_does_not_keep_neighbours_apart() -> None:
+    assert transfers(copied(stores(512, 64)[::-1])) == transfers(copied(stores(512, 64)))
+
+
+def test_a_small_job_is_copied_by_the_kernel_alone() -> None:
+    assert ways(copied(stores(SMALL.direct_job_bytes // 2, 2))) == (0, 2)
+
+
+def test_what_staging_would_not_make_longer_is_copied_by_the_kernel_alone() -> None:
+    assert ways(copied(stores(512, 64, host_step=1024))) == (0, 64)
+
+
+def test_zeros_between_pages_keep_one_stretch_whole_where_they_come_from_the_gpu() -> None:
+    """Pages of 500 bytes, each at a multiple of 16 of a chunk in host memory."""
+    zeros = DEVICE + GPU_BYTES // 2
+    job = [*stores(500, 64, host_step=512), *((zeros, HOST + 512 * i + 500, 12) for i in range(64))]
+    assert ways(copied(job)) == (64 * 512 // SMALL.part_bytes, 128)
+
+
+def test_copies_within_the_gpu_need_no_staging() -> None:
+    device = copied([(DEVICE, DEVICE + 4096, 64), (DEVICE + 65536, DEVICE + 131072, 8192)])
+    assert device.tables == [[(DEVICE, DEVICE + 4096, 64)]]
+    assert transfers(device) == [(DEVICE + 65536, DEVICE + 131072, 8192)]
+
+
+def test_copies_within_host_memory_never_reach_the_gpu() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    address = int(memory.ctypes.data)
+    device = copied([(address, address + 32, 32)])
+    assert ways(device) == (0, 0)
+    assert memory.tolist() == [*range(32)] * 2
+
+
+def test_loads_go_the_other_way_round() -> None:
+    device = copied(loads(512, 64))
+    assert transfers(device)[0] == (HOST, STAGING, SMALL.part_bytes)
+    assert device.tables[0][0] == (STAGING, loads(512, 64)[0][1], 512)
+
+
+def test_the_parts_take_turns_and_no_turn_leaves_its_part() -> None:
+    device = copied(stores(1000, 100))
+    assert len(device.tables) > 2 * NUM_PARTS
+    for turn, table in enumerate(device.tables):
+        begin = STAGING + turn % NUM_PARTS * SMALL.part_bytes
+        assert all(begin <= place and place + size <= begin + SMALL.part_bytes for _, place, size in table)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[tuple[bool, bool, int, int]]:
+    """(from the GPU, to the GPU, size, gap after it) of runs."""
+    one = st.tuples(
+        st.booleans(), st.booleans(), st.sampled_from([1, 16, 300, 512, 4095, 4096, 9000]), st.integers(0, 3)
+    )
+    return draw(st.lists(one, max_size=80))
+
+
+@settings(deadline=None)
+@given(job=jobs(), repeats=st.integers(1, 3), seed=st.integers(0, 10_000))
+def test_the_ways_together_move_every_byte_once(
+    job: list[tuple[bool, bool, int, int]], repeats: int, seed: int
+) -> None:
+    job *= repeats
+    total = sum(size + gap for _, _, size, gap in job) + 1
+    memory = {kind: np.random.default_rng(3).integers(0, 256, 2 * total, dtype=np.uint8) for kind in (False, True)}
+    bases = {kind: int(array.ctypes.data) for kind, array in memory.items()}
+    device = PlayedDevice(seed)
+    device.register(bases[True], 2 * total)
+    triples, expected, at = [], {kind: array.copy() for kind, array in memory.items()}, 0
+    for from_gpu, to_gpu, size, gap in job:
+        triples.append((bases[from_gpu] + at, bases[to_gpu] + total + at, size))
+        expected[to_gpu][total + at : total + at + size] = memory[from_gpu][at : at + size]
+        at += size + gap
+    np.random.default_rng(seed).shuffle(triples)
+    device.copy(CopyRuns.of([(int(a), int(b), int(c)) for a, b, c in triples]), device.compute)
+    for kind, array in memory.items():
+        assert np.array_equal(array, expected[kind])
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CopyTuning)])
+def test_limits_are_positive(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}: expected a number >= 1"):
+        CopyTuning(**{field: 0})
+
+
+def test_a_part_of_the_staging_memory_takes_any_small_run() -> None:
+    with pytest.raises(ValueError, match="staging_bytes: expected at least 262144"):
+        CopyTuning(large_run_bytes=65536, staging_bytes=262143)
+
+
+@pytest.mark.parametrize("size", [512, SMALL.large_run_bytes])
+def test_no_copy_by_the_copy_engines_goes_from_one_registration_into_the_next(size: int) -> None:
+    """A slot may lie across the border. The kernel addresses memory, and registrations do not matter to it."""
+    host = REGISTRATION_BYTES - 5 * size // 2
+    moved = transfers(copied([(DEVICE + 2 * i * size, host + i * size, size) for i in range(64)]))
+    assert sum(num_bytes for _, _, num_bytes in moved) == 64 * size
+    ends = [(first, first + num_bytes) for _, first, num_bytes in moved]
+    assert all(last <= REGISTRATION_BYTES or first >= REGISTRATION_BYTES for first, last in ends)
+    assert REGISTRATION_BYTES in [first for first, _ in ends]
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=12))
+def test_ranges_are_merged_to_ranges_that_do_not_overlap(drawn: list[tuple[int, int]]) -> None:
+    ranges = [(begin, begin + size) for begin, size in drawn]
+    found = merged(ranges)
+    assert {address for begin, end in found for address in range(begin, end)} == {
+        address for begin, end in ranges for address in range(begin, end)
+    }
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(found))
+
+
+def test_the_ends_of_a_range_of_the_gpu_are_known() -> None:
+    size = SMALL.large_run_bytes
+    device = Recording()
+    device.register(DEVICE + GPU_BYTES + size, size)
+    inside = [(DEVICE + GPU_BYTES - size, HOST, size), (DEVICE + GPU_BYTES + size, HOST + size, size)]
+    device.copy(CopyRuns.of(inside), device.compute)
+    assert transfers(device) == inside
+    # Just beside the ranges is host memory, and copies there are the host's.
+    real = np.arange(64, dtype=np.uint8)
+    begin = int(real.ctypes.data)
+    beside = PlayedDevice()
+    beside.register(begin + 32, 32)
+    beside.copy(CopyRuns.of([(begin, begin + 16, 16)]), beside.compute)
+    assert ways(beside) == (0, 0)
+    assert real[16:32].tolist() == [*range(16)]
