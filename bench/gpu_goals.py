@@ -19,6 +19,7 @@ Not measured: lowering of a job to runs, digests, and an engine of vLLM. Without
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -314,8 +315,8 @@ def g2_pack(rig: Rig) -> None:
         device = open_device(torch.cuda.current_device(), CopyTuning(num_blocks=blocks))
         for tensor in (rig.cache, target):
             device.register(tensor.data_ptr(), tensor.nbytes)
-        caller = device.caller_event()
-        rate = of.total_bytes / min(_timed_s(lambda: device.copy(runs, caller)) for _ in range(rig.rounds))
+        copy = functools.partial(device.copy, runs, device.caller_event())
+        rate = of.total_bytes / min(_timed_s(copy) for _ in range(rig.rounds))
         rig.report.say("G2", fragment=size, blocks=blocks, gb_s=rate / 1e9, of_one_piece=rate / whole)
         key = blocks, size >= FROM_BYTES
         worst[key] = min(worst.get(key, float("inf")), rate)
