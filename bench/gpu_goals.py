@@ -9,9 +9,8 @@ bytes in one piece. Wall time runs from the call to the last byte; rates are the
 
 - G1: scattered fragments of 512 bytes to 2 MiB to one stretch of pinned memory (store) and back (load), a job of the
   engine's thread each; and both directions at once beside the sum of each alone. Bytes are compared before the timing.
-- G2: jobs of the copy kernel within the GPU's memory, beside a copy in one piece. "native" alone has one.
-- G3: matrix products beside copies without end, beside the same products alone.
-- G4: the host's processor time of a job, over all threads, by the number of its fragments.
+- G2: matrix products beside copies without end, beside the same products alone.
+- G3: the host's processor time of a job, over all threads, by the number of its fragments.
 
 Not measured: lowering of a job to runs, digests, and an engine of vLLM. Without a GPU it says so and ends.
 """
@@ -19,7 +18,6 @@ Not measured: lowering of a job to runs, digests, and an engine of vLLM. Without
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import statistics
@@ -45,8 +43,6 @@ FROM_BYTES = 4096
 """The smallest fragment of the goals of G1."""
 TIMEOUT_S = 60.0
 POISON = 0xA5
-KERNEL_BLOCKS = (12, 16, 264)
-"""A slice of the GPU below what vLLM's kernel takes, what ours takes, and all of a large GPU."""
 
 
 @dataclass
@@ -146,7 +142,6 @@ class Rig:
             self.ways.append(Way(way, stores, loads, arena))
         self._ids = itertools.count(1)
         self._stream = torch.cuda.Stream()
-        self.link_rates: dict[bool, float] = {}
 
     def runs(self, way: Way, of: Fragments, is_store: bool) -> CopyRuns:
         return of.runs(self.cache.data_ptr(), int(way.arena.ctypes.data), is_store)
@@ -241,7 +236,6 @@ def g1_fragments(rig: Rig) -> None:
             copies["link"] = rig.link(is_store)
             num_bytes = dict.fromkeys(copies, of.total_bytes) | {"link": rig.total_bytes}
             found = rig.rates(copies, num_bytes)
-            rig.link_rates[is_store] = max(rig.link_rates.get(is_store, 0.0), found["link"])
             in_gb = {f"{name}_gb_s": rate / 1e9 for name, rate in found.items()}
             rig.report.say("G1", direction=direction(is_store), fragment=size, count=of.count, **in_gb)
             if size >= FROM_BYTES:
@@ -300,33 +294,6 @@ def _best_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
     return min(_timed_s(lambda: rig.copy(way, runs, is_store)) for _ in range(rig.rounds))
 
 
-def g2_pack(rig: Rig) -> None:
-    """The kernel by itself: jobs within the GPU. The time of the host counts too."""
-    from hybridkv.transfer.cuda import CopyTuning, open_device
-
-    torch = rig.torch
-    target = torch.empty(rig.total_bytes, dtype=torch.uint8, device="cuda")
-    whole = rig.total_bytes / _gpu_s(torch, lambda: target.copy_(rig.cache[: rig.total_bytes]))
-    rig.report.say("G2 one piece", gb_s=whole / 1e9)
-    worst: dict[tuple[int, bool], float] = {}
-    for size, blocks in itertools.product((512, 1024, 2048, 4096, 16384, 65536), KERNEL_BLOCKS):
-        of = fragments(size, rig.total_bytes)
-        runs = of.runs(rig.cache.data_ptr(), target.data_ptr(), True)
-        device = open_device(torch.cuda.current_device(), CopyTuning(num_blocks=blocks))
-        for tensor in (rig.cache, target):
-            device.register(tensor.data_ptr(), tensor.nbytes)
-        copy = functools.partial(device.copy, runs, device.caller_event())
-        rate = of.total_bytes / min(_timed_s(copy) for _ in range(rig.rounds))
-        rig.report.say("G2", fragment=size, blocks=blocks, gb_s=rate / 1e9, of_one_piece=rate / whole)
-        key = blocks, size >= FROM_BYTES
-        worst[key] = min(worst.get(key, float("inf")), rate)
-    most, least = max(KERNEL_BLOCKS), min(KERNEL_BLOCKS)
-    rig.report.goal("G2 kernel on the whole GPU, of a copy in one piece, from 4 KiB", worst[most, True] / whole, 0.8)
-    rig.report.goal("G2 the same below 4 KiB", worst[most, False] / whole, 0.5)
-    link = max(rig.link_rates.values(), default=float("nan"))
-    rig.report.goal(f"G2 kernel with {least} blocks, times the link, from 4 KiB", worst[least, True] / link, 3.0)
-
-
 def _gpu_s(torch: Any, launch: Callable[[], Any], rounds: int = 8) -> float:
     times = []
     for _ in range(rounds):
@@ -339,7 +306,7 @@ def _gpu_s(torch: Any, launch: Callable[[], Any], rounds: int = 8) -> float:
     return float(min(times))
 
 
-def g3_interference(rig: Rig) -> None:
+def g2_interference(rig: Rig) -> None:
     """Matrix products of a prefill, while the same job is copied again and again."""
     torch = rig.torch
     a, b = (torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -356,10 +323,10 @@ def g3_interference(rig: Rig) -> None:
             busy = statistics.median(products() for _ in range(7))
         slower = busy / alone - 1
         word = f"{way.name} {direction(is_store)}s of {size >> 10} KiB"
-        rig.report.say("G3", copies=word, slower=slower, gb_s=rate() / 1e9)
+        rig.report.say("G2", copies=word, slower=slower, gb_s=rate() / 1e9)
         most[way.name] = max(most.get(way.name, slower), slower)
     for name, slower in most.items():
-        rig.report.goal(f"G3 matrix products beside {name} copies, slower by", slower, 0.03, at_most=True)
+        rig.report.goal(f"G2 matrix products beside {name} copies, slower by", slower, 0.03, at_most=True)
 
 
 class _Copying:
@@ -394,7 +361,7 @@ class _Copying:
             raise self._failure
 
 
-def g4_host(rig: Rig) -> None:
+def g3_host(rig: Rig) -> None:
     """Processor time of all threads, and the wall time of `submit` on the caller's."""
     most: dict[str, float] = {}
     for is_store, count in itertools.product((True, False), (1024, 4096, 16 * 1024, 64 * 1024)):
@@ -406,11 +373,11 @@ def g4_host(rig: Rig) -> None:
             found[f"{way.name}_submit_us"] = _submit_s(rig, way, runs, is_store) * 1e6
         direct = rig.direct(rig.runs(rig.ways[1], of, is_store), is_store)
         found["direct_us"] = _processor_s(rig.rounds, direct) * 1e6
-        rig.report.say("G4", direction=direction(is_store), count=of.count, **found)
+        rig.report.say("G3", direction=direction(is_store), count=of.count, **found)
         for way in rig.ways:
             most[way.name] = max(most.get(way.name, 0.0), found[f"{way.name}_us"])
     for name, microseconds in most.items():
-        rig.report.goal(f"G4 {name}, us of the host for a job", microseconds, 50.0, at_most=True)
+        rig.report.goal(f"G3 {name}, us of the host for a job", microseconds, 50.0, at_most=True)
 
 
 def _processor_s(rounds: int, call: Callable[[], None]) -> float:
@@ -435,7 +402,7 @@ def _submit_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
 
 
 def measurements(rig: Rig) -> Iterator[Callable[[], None]]:
-    for measure in (g1_fragments, g1_duplex, g4_host, g3_interference, g2_pack):
+    for measure in (g1_fragments, g1_duplex, g3_host, g2_interference):
 
         def run(measure: Callable[[Rig], None] = measure) -> None:
             measure(rig)

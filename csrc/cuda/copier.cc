@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
-#include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 
@@ -45,6 +45,7 @@ class Copier final : public Gpu {
       }
       make_event(end_);
       require(cudaMalloc(&staging_, kParts * limits.part_bytes), "cudaMalloc");
+      job_.emplace(reinterpret_cast<std::uint64_t>(staging_), limits_, *this);
       require(cudaMalloc(reinterpret_cast<void**>(&table_), kParts * kPartRows * sizeof(FragmentRun)), "cudaMalloc");
       require(cudaHostAlloc(reinterpret_cast<void**>(&rows_), kParts * kPartRows * sizeof(FragmentRun),
                             cudaHostAllocPortable),
@@ -61,7 +62,7 @@ class Copier final : public Gpu {
   void copy(const Runs& runs, std::span<const AddressRange> device, cudaEvent_t caller) {
     enter();
     caller_ = caller;
-    copy_job(runs, device, reinterpret_cast<std::uint64_t>(staging_), limits_, *this);
+    job_->copy(runs, device);
   }
 
   void wait_for_caller(Queue queue) override {
@@ -90,10 +91,11 @@ class Copier final : public Gpu {
                        stream(Queue::kTransfer)));
   }
   void finish() override {
-    const Status kernel = check(cudaStreamSynchronize(stream(Queue::kKernel)), "cudaStreamSynchronize");
+    // Not cudaStreamSynchronize, which keeps a core busy.
+    require(cudaEventRecord(end_, stream(Queue::kKernel)), "cudaEventRecord");
+    require(cudaStreamWaitEvent(stream(Queue::kTransfer), end_, 0), "cudaStreamWaitEvent");
     require(cudaEventRecord(end_, stream(Queue::kTransfer)), "cudaEventRecord");
     require(cudaEventSynchronize(end_), "cudaEventSynchronize");
-    require(kernel);
   }
 
  private:
@@ -134,6 +136,7 @@ class Copier final : public Gpu {
   cudaEvent_t events_[2][kParts] = {};
   cudaEvent_t end_ = nullptr;
   cudaEvent_t caller_ = nullptr;
+  std::optional<JobCopier> job_;
   void* staging_ = nullptr;
   FragmentRun* table_ = nullptr;  // on the GPU
   FragmentRun* rows_ = nullptr;   // on the host

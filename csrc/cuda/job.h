@@ -15,7 +15,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <vector>
 
 #include "fragments.h"
 
@@ -44,7 +46,7 @@ struct Limits {
   std::uint64_t direct_job_bytes;    // small runs of one direction that are together no more than this are direct
   std::uint64_t part_bytes;          // of staging memory
   std::uint64_t tile_bytes;          // one warp of the kernel copies so many at a time
-  std::uint64_t registration_bytes;  // a registration of host memory ends at each multiple of this address
+  std::uint64_t registration_bytes;  // a registration of host memory ends at each multiple of this power of two
 };
 
 // The two streams. One stream runs its steps in order; events alone order two streams.
@@ -98,13 +100,75 @@ class Table {
   std::uint64_t last_destination_ = 0;
 };
 
-// Copies a job, and returns when every byte is where it belongs. If a call of `gpu` throws, the same exception comes out
-// once nothing of the job can still write.
-//
-// `device`: what of the memory is the GPU's, ascending, no two ranges overlap. All other addresses are host memory.
-// `staging`: kParts times `part_bytes` of GPU memory.
-void copy_job(const Runs& runs, std::span<const AddressRange> device, std::uint64_t staging, const Limits& limits,
-              Gpu& gpu);
+// Copies jobs, one after another. It keeps the memory of its lists from job to job: new memory costs more than the plan.
+class JobCopier {
+ public:
+  // `staging`: kParts times `part_bytes` of GPU memory.
+  JobCopier(std::uint64_t staging, const Limits& limits, Gpu& gpu)
+      : staging_(staging), limits_(limits), gpu_(gpu), moved_(limits.registration_bytes) {}
+
+  // Returns when every byte is where it belongs. If a call of the Gpu throws, the same exception comes out once nothing
+  // of the job can still write.
+  //
+  // `device`: what of the memory is the GPU's, ascending, no two ranges overlap. All other addresses are host memory.
+  void copy(const Runs& runs, std::span<const AddressRange> device);
+
+ private:
+  enum class Way : std::uint8_t { kWithinHost, kBatched, kDirect, kStaged };
+
+  // Runs for the copy engines: neighbours are joined, and none goes from one registration into the next.
+  class Transfers {
+   public:
+    explicit Transfers(std::uint64_t registration_bytes) : mask_(registration_bytes - 1) {}
+    void clear();
+    bool empty() const { return sizes_.empty(); }
+    Runs runs() const { return {sources_, destinations_, sizes_}; }
+    void add(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes);
+
+   private:
+    std::uint64_t to_border(std::uint64_t address) const { return mask_ + 1 - (address & mask_); }
+    void add_piece(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes);
+
+    std::uint64_t mask_;
+    std::vector<std::uint64_t> sources_, destinations_, sizes_;
+  };
+
+  // The small runs of one direction.
+  struct Small {
+    std::vector<std::uint32_t> indices;
+    std::uint64_t num_bytes = 0;
+    bool is_sorted = true;  // by the host's addresses
+    std::uint64_t host_end = 0;
+
+    void clear();
+    void add(std::size_t index, std::uint64_t host, std::uint64_t size);
+  };
+
+  void enqueue(const Runs& runs, std::span<const AddressRange> device);
+  void choose_ways(const Runs& runs, std::span<const AddressRange> device);
+  void sort_or_drop(const Runs& runs, Small& small, std::span<const std::uint64_t> host);
+  void enqueue_batched(const Runs& runs);
+  void enqueue_direct(const Runs& runs);
+  void enqueue_staged(const Runs& runs, const Small& small, bool is_store);
+  void enqueue_store(int part, const Table& table);
+  void enqueue_load(int part, const Table& table);
+  void copy_within_host(const Runs& runs) const;
+  int next_part() { return num_turns_++ % kParts; }
+  Table table_of(int part);
+  void record(Queue queue, int part);
+  void wait_if_recorded(Queue queue, Queue other, int part);
+
+  const std::uint64_t staging_;
+  const Limits limits_;
+  Gpu& gpu_;
+  // Of the job that runs.
+  std::vector<Way> ways_;
+  Small stores_, loads_;
+  Transfers moved_;
+  int num_turns_ = 0;
+  std::optional<Queue> read_by_[kParts];  // which queue uploads the part's last table
+  bool is_recorded_[2][kParts] = {};
+};
 
 }  // namespace hybridkv::cuda
 

@@ -95,7 +95,8 @@ int hybridkv_play_job(const std::uint64_t* sources, const std::uint64_t* destina
                       const Limits* limits, const Calls* calls) {
   PlayedGpu gpu(*calls);
   try {
-    copy_job({{sources, count}, {destinations, count}, {sizes, count}}, {device, num_ranges}, staging, *limits, gpu);
+    JobCopier(staging, *limits, gpu)
+        .copy({{sources, count}, {destinations, count}, {sizes, count}}, {device, num_ranges});
     return 0;
   } catch (const std::exception&) {
     return 1;

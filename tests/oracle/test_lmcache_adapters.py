@@ -149,8 +149,7 @@ def test_an_identity_that_goes_by_name_and_path_is_caught(
         assert is_found_again([life.restored(lora, 1) for _ in range(2)])
     train(tmp_path / "tuned", 2)
     with living(server, identity) as life, pytest.raises(CorruptionError):
-        for _ in range(2):
-            life.restored(lora, 2)
+        [life.restored(lora, 2) for _ in range(2)]
 
 
 def test_requests_with_adapters_and_without_never_read_a_wrong_byte(server: Server, tmp_path: Path) -> None:

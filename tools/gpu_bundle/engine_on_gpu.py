@@ -2,7 +2,8 @@
 
     engine_on_gpu.py MODEL COPIES    MODEL: of tiny_models; COPIES: "engine" or "native"
 
-Attention and gated delta nets run in Triton, because the bundle has no other kernels for them.
+Attention and gated delta nets run in Triton, because the bundle has no other kernels for them. Triton takes the first
+configuration of each kernel, because it would measure all of them for two minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,19 @@ ARGUMENTS = {
 }
 
 
+def take_first_configurations() -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    init = Autotuner.__init__
+
+    def with_one(self: Any, fn: Any, names: Any, configurations: Any, *rest: Any, **named: Any) -> None:
+        init(self, fn, names, configurations[:1], *rest, **named)
+
+    Autotuner.__init__ = with_one
+
+
 def main(model: str, copies: str) -> None:
+    take_first_configurations()
     tiny_models.ENGINE_ARGUMENTS[model] |= ARGUMENTS
     start_engine = quickstart._start_engine
 

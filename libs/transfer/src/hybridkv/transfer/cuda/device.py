@@ -40,9 +40,9 @@ class CopyTuning:
         num_blocks: thread blocks of the kernel, hence the most multiprocessors that it takes from compute.
     """
 
-    large_run_bytes: int = 256 * 1024
+    large_run_bytes: int = 1024 * 1024
     direct_job_bytes: int = 256 * 1024
-    staging_bytes: int = 16 * 1024 * 1024
+    staging_bytes: int = 32 * 1024 * 1024
     tile_bytes: int = 16 * 1024
     num_blocks: int = 16
 
