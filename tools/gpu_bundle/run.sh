@@ -211,7 +211,7 @@ engines() {
 engine_of() {
   local log=$LOGS/engine_$2_$1.log
   if "$PYTHON" "$BUNDLE/engine_on_gpu.py" "$1" "$2" >"$log" 2>&1; then
-    echo "note: $1: warm answers equal cold ones; $(grep -o 'copies of this GPU.*' "$log")"
+    echo "note: $1: warm answers equal cold ones; $(grep -o 'copies of this GPU: .*' "$log")"
   else
     tail -8 "$log"
     echo "note: $1: FAILED, see $(basename "$log")"

@@ -44,7 +44,7 @@ class CopyTuning:
     direct_job_bytes: int = 256 * 1024
     staging_bytes: int = 32 * 1024 * 1024
     tile_bytes: int = 16 * 1024
-    num_blocks: int = 16
+    num_blocks: int = 8
 
     def __post_init__(self) -> None:
         for name in ("large_run_bytes", "direct_job_bytes", "staging_bytes", "tile_bytes", "num_blocks"):
