@@ -1,3 +1,4 @@
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ def test_a_breaker_that_opened_is_told_by_its_direction() -> None:
         'vllm:hybridkv_breaker_open{direction="promote",engine="0",tier="disk"} 0.0',
     ):
         assert line in text, text
-    assert 'vllm:hybridkv_breaker_openings_total{direction="promote",engine="0",tier="disk"} 0.0' in text
+    assert 'vllm:hybridkv_breaker_openings_total{direction="promote"' not in text
 
 
 def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: Path) -> None:
@@ -213,12 +214,11 @@ def test_what_a_tier_was_asked_for_is_counted_by_tier_and_answer() -> None:
     stack.close()
     assert stats is not None
     text = exposed(stats)
-    for line in (
-        'vllm:hybridkv_asked_total{engine="0",outcome="held",tier="peer"} 1.0',
-        'vllm:hybridkv_asked_total{engine="0",outcome="missing",tier="peer"} 1.0',
-        'vllm:hybridkv_asked_total{engine="0",outcome="late",tier="peer"} 0.0',
-    ):
-        assert line in text, text
+    assert set(re.findall(r'vllm:hybridkv_asked_total{engine="0",outcome="(\w+)",tier="(\w+)"} 1.0', text)) >= {
+        ("held", "peer"),
+        ("missing", "peer"),
+    }
+    assert 'outcome="late",tier="peer"' not in text
 
 
 def test_stats_of_two_steps_add_up_and_are_not_changed_by_it() -> None:

@@ -7,17 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from repository import generated
 
 from hybridkv.metrics import CATALOGUE, Catalogue, ConfiguredLabel, Counts, Kind, Label, Metric, MetricsError
-from hybridkv.metrics.reference import render
-
-PAGE = "docs/reference/metrics.md"
-
-
-def test_the_reference_page_is_the_generated_one() -> None:
-    hint = f"run: python -m hybridkv.metrics.reference > {PAGE}"
-    assert generated(PAGE) == render(CATALOGUE), hint
 
 
 @pytest.mark.parametrize("metric", CATALOGUE.metrics, ids=lambda metric: metric.name)

@@ -98,7 +98,6 @@ def test_a_selection_is_shown_store_by_store() -> None:
     text = generate_latest(registry).decode()
     for name, value in (("queries_total", 3), ("hits_total", 2), ("hit_tokens_total", 640), ("misses_total", 1)):
         assert f'vllm:kv_connector_mc_{name}{{connector="ram",engine="0",model_name="tiny"}} {value}.0' in text
-        assert f'vllm:kv_connector_mc_{name}{{connector="disk",engine="0",model_name="tiny"}} 0.0' in text
     assert 'vllm:kv_connector_mc_pending_loads{connector="ram",engine="0",model_name="tiny"} 1.0' in text
 
 

@@ -55,9 +55,10 @@ MAX_CHILDREN = 16
 _CONNECTOR = ConfiguredLabel("connector", MAX_CHILDREN, "the stores in `connectors`")
 
 
-def _of_child(name: str, kind: Kind, unit: str, meaning: str, panel: str) -> Metric:
+def _of_child(name: str, kind: Kind, unit: str, meaning: str, panel: str, starts_at_zero: bool = False) -> Metric:
+    labels, where = (_CONNECTOR,), Panel(Section.CHOICE, panel)
     return Metric(
-        f"vllm:kv_connector_mc_{name}", kind, unit, meaning, (_CONNECTOR,), panel=Panel(Section.CHOICE, panel)
+        f"vllm:kv_connector_mc_{name}", kind, unit, meaning, labels, panel=where, starts_at_zero=starts_at_zero
     )
 
 
@@ -337,6 +338,7 @@ CATALOGUE = Catalogue(
             "Failed loads, by the reason that the tier gave.",
             (Label("reason", ("timeout", *_FAILURES)),),
             panel=Panel(Section.LOADS, "Failed loads"),
+            starts_at_zero=True,
         ),
         Metric(
             "vllm:hybridkv_wait_timeouts_total",
@@ -381,6 +383,7 @@ CATALOGUE = Catalogue(
             "Failed moves between the tiers, by the reason that the slower tier gave.",
             (Label("reason", _FAILURES), _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Failed moves"),
+            starts_at_zero=True,
         ),
         Metric(
             "vllm:hybridkv_move_seconds",
@@ -570,6 +573,7 @@ CATALOGUE = Catalogue(
             "tokens",
             "How far below zero counts of the store were before they were taken as zero. More than 0 is a bug in it.",
             "Tokens below zero",
+            starts_at_zero=True,
         ),
         *PEER_METRICS,
         *LMCACHE_METRICS,

@@ -91,7 +91,14 @@ _VIEWS = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `buckets` are the upper bounds of a histogram, ascending, without infinity."""
+    """One metric.
+
+    Args:
+        buckets: upper bounds of a histogram, ascending, without infinity.
+        panel: where the dashboard shows it.
+        starts_at_zero: all its series are shown from the start. A series with labels appears with its first count
+            otherwise, and Prometheus sees no increase then: for alerts that fire on one event.
+    """
 
     name: str
     kind: Kind
@@ -100,6 +107,7 @@ class Metric:
     labels: tuple[Label | ConfiguredLabel, ...] = ()
     buckets: tuple[float, ...] = ()
     panel: Panel | None = None
+    starts_at_zero: bool = False
 
     def __post_init__(self) -> None:
         if (self.kind is Kind.HISTOGRAM) != bool(self.buckets):

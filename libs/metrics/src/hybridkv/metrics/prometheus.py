@@ -22,8 +22,8 @@ class PrometheusSink:
     """One Prometheus metric for each one declared.
 
     `labelnames` (of the engine) come before the declared ones; `labelvalues_per_engine` gives their values by engine
-    index. Counters and histograms start at zero in every series, so that a rate is right from the first event on; a
-    gauge appears when it is first set. Metrics with a label that has yet to be configured are left out.
+    index. Counters and histograms without labels start at zero, and so do those that are declared to. All other series
+    appear with their first count. Metrics with a label that has yet to be configured are left out.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PrometheusSink:
             if labels is None:
                 continue
             self._metrics[metric.name] = _make(classes[metric.kind], metric, [*labelnames, *metric.label_names])
-            if metric.kind is not Kind.GAUGE:
+            if metric.kind is not Kind.GAUGE and (metric.starts_at_zero or not labels):
                 series = itertools.product(*(label.values for label in labels))
                 for engine, values in itertools.product(self._labelvalues, series):
                     self._child(metric.name, engine, values)

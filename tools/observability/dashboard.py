@@ -1,6 +1,6 @@
-"""Writes the Grafana dashboard: `python -m hybridkv.metrics.dashboard > deploy/grafana/hybridkv.json`.
+"""Writes the Grafana dashboard: `tools/bazel run //tools/observability:dashboard > deploy/grafana/hybridkv.json`.
 
-A panel for every metric that was declared, after a few that set metrics in relation. Needs no Grafana.
+A panel for every metric that is declared, after a few that set metrics in relation. Needs no Grafana.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hybridkv.metrics.catalogue import CATALOGUE
-from hybridkv.metrics.declaration import Catalogue, Metric, Section, View
-from hybridkv.metrics.promql import Increase, Quantile, Query, Rate, Ratio, Renderer, Value
+from hybridkv.metrics import CATALOGUE, Catalogue, Metric, Section, View
 
 SCHEMA_VERSION: Final = 39
 """Of Grafana 11; later ones read it too."""
@@ -21,12 +19,37 @@ COLUMNS: Final = 24
 PANEL_WIDTH: Final = 8
 PANEL_HEIGHT: Final = 8
 DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
-VARIABLES: Final = {"model_name": "vllm:hybridkv_lookups_total", "engine": "vllm:hybridkv_lookups_total"}
+VARIABLES: Final = {
+    "model_name": "vllm:hybridkv_hit_tokens_total",
+    "engine": "vllm:hybridkv_hit_tokens_total",
+    "connector": "vllm:kv_connector_mc_queries_total",
+}
 """Variables of the dashboard, each with a metric that knows the values."""
+WINDOW: Final = "$__rate_interval"
 _QUANTILES: Final = (0.5, 0.99)
 _UNITS: Final = {"bytes": "bytes", "seconds": "s"}
 _UNITS_A_SECOND: Final = {"bytes": "Bps", "seconds": "percentunit", "tokens": "tokens/s"}
-_TIER_SOURCES: Final = ("ram", "disk", "peer", "lmcache", "object")
+
+
+def series(name: str, *own: str) -> str:
+    """The series of the chosen models, engines and stores; `own`: selectors of the metric's own labels."""
+    chosen = [f'{label}=~"${label}"' for label in ("model_name", "engine")]
+    if name.startswith("vllm:kv_connector_mc_"):
+        chosen.append('connector=~"$connector"')
+    return f"{name}{{{', '.join([*chosen, *own])}}}"
+
+
+def total(inner: str, *by: str) -> str:
+    """The sum of series over all labels but the engine's and `by`."""
+    return f"sum by ({', '.join(('model_name', 'engine', *by))}) ({inner})"
+
+
+def rate(name: str, *own: str) -> str:
+    return f"rate({series(name, *own)}[{WINDOW}])"
+
+
+def share(part: str, *whole: str) -> str:
+    return f"{part} / {whole[0]}" if len(whole) == 1 else f"{part} / ({' + '.join(whole)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +60,7 @@ class Shown:
     title: str
     unit: str
     description: str
-    queries: tuple[tuple[Query, str], ...]
+    queries: tuple[tuple[str, str], ...]
 
 
 OVERVIEW: Final = (
@@ -48,9 +71,9 @@ OVERVIEW: Final = (
         "Of all tokens that were looked up: how many came from a tier rather than from the engine or from computing.",
         (
             (
-                Ratio(
-                    Rate("vllm:hybridkv_lookup_tokens_total", {"source": _TIER_SOURCES}),
-                    (Rate("vllm:hybridkv_lookup_tokens_total"),),
+                share(
+                    total(rate("vllm:hybridkv_lookup_tokens_total", 'source!~"engine|compute"')),
+                    total(rate("vllm:hybridkv_lookup_tokens_total")),
                 ),
                 "tiers",
             ),
@@ -63,9 +86,10 @@ OVERVIEW: Final = (
         "Tokens that the full groups held and that could not be used, for want of a state or a window.",
         (
             (
-                Ratio(
-                    Rate("vllm:hybridkv_lost_tokens_total"),
-                    (Rate("vllm:hybridkv_lost_tokens_total"), Rate("vllm:hybridkv_hit_tokens_total")),
+                share(
+                    total(rate("vllm:hybridkv_lost_tokens_total")),
+                    total(rate("vllm:hybridkv_lost_tokens_total")),
+                    total(rate("vllm:hybridkv_hit_tokens_total")),
                 ),
                 "lost",
             ),
@@ -78,9 +102,9 @@ OVERVIEW: Final = (
         "A failed load is computed again, or ends its request, as kv_load_failure_policy says.",
         (
             (
-                Ratio(
-                    Rate("vllm:hybridkv_loads_total", {"outcome": ("failed",)}),
-                    (Rate("vllm:hybridkv_loads_total"),),
+                share(
+                    total(rate("vllm:hybridkv_loads_total", 'outcome="failed"')),
+                    total(rate("vllm:hybridkv_loads_total")),
                 ),
                 "failed",
             ),
@@ -93,9 +117,9 @@ OVERVIEW: Final = (
         "A full tier is well used; whether it is too small is told by evictions.",
         (
             (
-                Ratio(
-                    Value("vllm:hybridkv_tier_used_bytes", by=("tier",)),
-                    (Value("vllm:hybridkv_tier_capacity_bytes", by=("tier",)),),
+                share(
+                    total(series("vllm:hybridkv_tier_used_bytes"), "tier"),
+                    total(series("vllm:hybridkv_tier_capacity_bytes"), "tier"),
                 ),
                 "{{tier}}",
             ),
@@ -108,9 +132,9 @@ OVERVIEW: Final = (
         "What each store is worth beside the others.",
         (
             (
-                Ratio(
-                    Rate("vllm:kv_connector_mc_hits_total", by=("connector",)),
-                    (Rate("vllm:kv_connector_mc_queries_total", by=("connector",)),),
+                share(
+                    total(rate("vllm:kv_connector_mc_hits_total"), "connector"),
+                    total(rate("vllm:kv_connector_mc_queries_total"), "connector"),
                 ),
                 "{{connector}}",
             ),
@@ -138,21 +162,22 @@ def _declared(catalogue: Catalogue) -> Iterator[Shown]:
         yield Shown(section, title, unit, description, queries)
 
 
-def _queries(metric: Metric, beside: Sequence[Metric]) -> Iterator[tuple[Query, str]]:
+def _queries(metric: Metric, beside: Sequence[Metric]) -> Iterator[tuple[str, str]]:
     by = metric.shown_labels
     names = [f"{{{{{label}}}}}" for label in by]
     if len(beside) > 1:
         names.insert(0, _difference(metric, beside))
     match metric.view:
         case View.RATE:
-            yield Rate(metric.name, by=by), " ".join(names) or _plain(metric)
+            yield total(rate(metric.name), *by), " ".join(names) or _plain(metric)
         case View.INCREASE:
-            yield Increase(metric.name, by=by), " ".join(names) or _plain(metric)
+            yield total(f"increase({series(metric.name)}[{WINDOW}])", *by), " ".join(names) or _plain(metric)
         case View.VALUE:
-            yield Value(metric.name, by=by), " ".join(names) or _plain(metric)
+            yield total(series(metric.name), *by), " ".join(names) or _plain(metric)
         case View.QUANTILES:
+            buckets = total(rate(f"{metric.name}_bucket"), *by, "le")
             for quantile in _QUANTILES:
-                yield Quantile(quantile, metric.name, by=by), " ".join([*names, f"p{100 * quantile:g}"])
+                yield f"histogram_quantile({quantile:g}, {buckets})", " ".join([*names, f"p{100 * quantile:g}"])
 
 
 def _plain(metric: Metric) -> str:
@@ -181,8 +206,6 @@ def _unit(metric: Metric) -> str:
 
 def dashboard(catalogue: Catalogue) -> dict[str, Any]:
     """The dashboard, as Grafana imports it."""
-    matchers = {label: f'=~"${label}"' for label in (*VARIABLES, "connector")}
-    renderer = Renderer(catalogue, "$__rate_interval", matchers)
     panels: list[dict[str, Any]] = []
     top = 0
     for section in Section:
@@ -192,12 +215,12 @@ def dashboard(catalogue: Catalogue) -> dict[str, Any]:
         for position, panel in enumerate(members):
             down, across = divmod(position, COLUMNS // PANEL_WIDTH)
             place = {"x": across * PANEL_WIDTH, "y": top + down * PANEL_HEIGHT, "w": PANEL_WIDTH, "h": PANEL_HEIGHT}
-            panels.append(_panel(panel, len(panels) + 1, place, renderer))
+            panels.append(_panel(panel, len(panels) + 1, place))
         top += -(-len(members) // (COLUMNS // PANEL_WIDTH)) * PANEL_HEIGHT
     return {
         "uid": "hybridkv",
         "title": "hybridkv",
-        "description": "Generated from the declaration of hybridkv's metrics by python -m hybridkv.metrics.dashboard.",
+        "description": "Generated from the declaration of hybridkv's metrics by tools/observability/dashboard.py.",
         "tags": ["vllm", "hybridkv"],
         "schemaVersion": SCHEMA_VERSION,
         "version": 1,
@@ -218,13 +241,13 @@ def _row(section: Section, panel_id: int, top: int) -> dict[str, Any]:
     return {"id": panel_id, "type": "row", "title": str(section), "collapsed": False, "gridPos": place, "panels": []}
 
 
-def _panel(panel: Shown, panel_id: int, place: dict[str, int], renderer: Renderer) -> dict[str, Any]:
+def _panel(panel: Shown, panel_id: int, place: dict[str, int]) -> dict[str, Any]:
     # Engines are told apart only where the operator looks at several.
     targets = [
         {
             "refId": chr(ord("A") + number),
             "datasource": DATASOURCE,
-            "expr": renderer.render(query),
+            "expr": query,
             "legendFormat": f"{legend} (engine {{{{engine}}}})",
             "range": True,
             "instant": False,
@@ -252,7 +275,7 @@ def _datasource() -> dict[str, Any]:
 
 
 def _variables() -> Iterator[dict[str, Any]]:
-    for name, metric in (*VARIABLES.items(), ("connector", "vllm:kv_connector_mc_queries_total")):
+    for name, metric in VARIABLES.items():
         query = f"label_values({CATALOGUE.named(metric).name}, {name})"
         yield {
             "name": name,

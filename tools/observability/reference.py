@@ -1,18 +1,22 @@
-"""Writes the reference page: `python -m hybridkv.metrics.reference > docs/reference/metrics.md`."""
+"""Writes the reference page: `tools/bazel run //tools/observability:reference > docs/reference/metrics.md`."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from hybridkv.metrics.alerts import ALERTS, Alert
-from hybridkv.metrics.catalogue import CATALOGUE
-from hybridkv.metrics.declaration import Catalogue, ConfiguredLabel, Label, Metric
+import yaml
+
+from hybridkv.metrics import CATALOGUE, Catalogue, ConfiguredLabel, Label, Metric
+
+RULES = Path("deploy/prometheus/hybridkv-alerts.yml")
 
 _HEAD = """# Metrics
 
-Generated from `hybridkv.metrics.CATALOGUE` by `python -m hybridkv.metrics.reference`; a test compares the two.
+Generated from `hybridkv.metrics.CATALOGUE` by `tools/observability/reference.py`; a test compares the two.
 vLLM puts its own labels (`model_name`, `engine`) before these. Each has a panel in `deploy/grafana/hybridkv.json`;
 [Observing](../guides/observing.md) says how to use that and the alerts.
 
@@ -31,16 +35,25 @@ _ALERTS_HEAD = """
 """
 
 
-def render(catalogue: Catalogue, alerts: Sequence[Alert] = ALERTS) -> str:
+def read_alerts(rules: str) -> list[dict[str, Any]]:
+    """The alerts of a file of rules."""
+    alerts: list[dict[str, Any]] = yaml.safe_load(rules)["groups"][0]["rules"]
+    return alerts
+
+
+def render(catalogue: Catalogue, alerts: Sequence[Mapping[str, Any]]) -> str:
     """The whole page."""
     rows = "".join(f"| {' | '.join(_cells(metric))} |\n" for metric in catalogue.metrics)
     histograms = [metric for metric in catalogue.metrics if metric.buckets]
     buckets = "".join(f"- `{metric.name}`: {', '.join(map(_bound, metric.buckets))}\n" for metric in histograms)
-    told = "".join(
-        f"| `{alert.name}` | {alert.severity} | {alert.for_} | {_label_words(alert.summary)} | {alert.action} |\n"
-        for alert in alerts
-    )
+    told = "".join(f"| {' | '.join(_alert_cells(alert))} |\n" for alert in alerts)
     return f"{_HEAD}{rows}\n## Buckets\n\nUpper bounds, in the unit of the metric.\n\n{buckets}{_ALERTS_HEAD}{told}"
+
+
+def _alert_cells(alert: Mapping[str, Any]) -> list[str]:
+    texts = alert["annotations"]
+    severity, summary = alert["labels"]["severity"], _label_words(texts["summary"])
+    return [f"`{alert['alert']}`", severity, alert["for"], summary, texts["action"]]
 
 
 def _bound(bound: float) -> str:
@@ -63,4 +76,4 @@ def _values(label: Label | ConfiguredLabel) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(render(CATALOGUE))
+    sys.stdout.write(render(CATALOGUE, read_alerts(RULES.read_text())))

@@ -1,0 +1,16 @@
+"""Files of the repository that describe the metrics to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DASHBOARD = "deploy/grafana/hybridkv.json"
+RULES = "deploy/prometheus/hybridkv-alerts.yml"
+TESTS = "deploy/prometheus/hybridkv-alerts-test.yml"
+PAGE = "docs/reference/metrics.md"
+
+
+def read(path: str) -> str:
+    """The file, wherever the tests run."""
+    found = [folder / path for folder in Path(__file__).resolve().parents if (folder / path).is_file()]
+    return found[0].read_text(encoding="utf-8")

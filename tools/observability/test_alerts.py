@@ -1,0 +1,87 @@
+"""The alerts name what is declared. That they fire and are quiet is tested by promtool, in tests/observability."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from reference import read_alerts, render
+from repository import PAGE, RULES, TESTS, read
+
+from hybridkv.metrics import CATALOGUE, Kind, Metric
+
+ALERTS = read_alerts(read(RULES))
+CASES: list[dict[str, Any]] = yaml.safe_load(read(TESTS))["tests"]
+SERIES = r"(vllm:\w+)(?:\{([^}]*)\})?"
+each_alert = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+
+
+def named(expression: str) -> list[tuple[Metric, dict[str, list[str]]]]:
+    """The metrics of an expression, with the label values that it selects."""
+    found = []
+    for name, selectors in re.findall(SERIES, expression):
+        chosen = {label: values.split("|") for label, values in re.findall(r'(\w+)=~?"([^"]*)"', selectors)}
+        found.append((CATALOGUE.named(name), chosen))
+    return found
+
+
+def assert_declared(metric: Metric, chosen: dict[str, list[str]]) -> None:
+    labels = {label.name: label for label in metric.labels}
+    for label, values in chosen.items():
+        if label not in ("model_name", "engine"):
+            assert label in labels, f"{metric.name} has no label {label}"
+            assert set(values) <= set(getattr(labels[label], "values", values)), (metric.name, label, values)
+
+
+def test_the_reference_page_is_the_generated_one() -> None:
+    hint = f"run: tools/bazel run //tools/observability:reference > {PAGE}"
+    assert read(PAGE) == render(CATALOGUE, ALERTS), hint
+
+
+@each_alert
+def test_an_alert_names_what_is_declared(alert: dict[str, Any]) -> None:
+    found = named(alert["expr"])
+    assert found
+    for metric, chosen in found:
+        assert_declared(metric, chosen)
+
+
+@each_alert
+def test_an_alert_says_what_is_wrong_and_what_to_do(alert: dict[str, Any]) -> None:
+    assert re.fullmatch(r"HybridKV[A-Za-z]+", alert["alert"])
+    assert all(text.endswith(".") for text in alert["annotations"].values())
+    assert alert["labels"]["severity"] in ("critical", "warning", "info")
+
+
+@each_alert
+def test_an_alert_about_tiers_says_which(alert: dict[str, Any]) -> None:
+    if any("tier" in metric.label_names for metric, _ in named(alert["expr"])):
+        assert re.search(r"by \(model_name, engine, tier\)", alert["expr"])
+        assert "{{ $labels.tier }}" in alert["annotations"]["summary"]
+
+
+@each_alert
+def test_the_first_event_raises_an_alert_that_fires_on_one(alert: dict[str, Any]) -> None:
+    """Prometheus sees no increase when a series begins at 1, so such a series must begin at 0."""
+    if re.search(r"increase.*> 0$", alert["expr"]):
+        assert all(metric.starts_at_zero for metric, _ in named(alert["expr"]))
+
+
+def test_the_series_that_prove_an_alert_are_declared() -> None:
+    for case in CASES:
+        for series in case["input_series"]:
+            [(metric, chosen)] = named(series["series"])
+            assert_declared(metric, chosen)
+            assert chosen.keys() == {"model_name", "engine", *metric.label_names}, series
+            assert metric.kind is not Kind.HISTOGRAM
+
+
+def test_each_alert_is_tested_both_ways() -> None:
+    names = [alert["alert"] for alert in ALERTS]
+    assert [case["name"] for case in CASES] == [f"{name} {claim}" for name in names for claim in ("fires", "is quiet")]
+    for case in CASES:
+        [test] = case["alert_rule_test"]
+        assert test["alertname"] == case["name"].split()[0]
+        assert bool(test["exp_alerts"]) == case["name"].endswith("fires")
