@@ -1,4 +1,4 @@
-"""Moving KV pages in host memory: the extension beside memcpy, numpy, torch, and a loop of memmove.
+"""Moving KV pages in host memory: the extension beside memcpy, numpy and torch.
 
     tools/bazel run //bench:cpu_copy -- [--rounds N] [--json FILE]
 
@@ -10,9 +10,9 @@ bytes by the C library.
 
 Variants: `hybridkv` is `MemoryCopier.copy` with the best instructions; `hybridkv avx2` and `scalar` are forced down;
 `hybridkv checksum` also takes XXH3-128 of each record of 1 MiB or one page, whichever is more, and `checksum of pages`
-of each page; `hybridkv, then checksum` takes those of the records by reading what was written once more. `loop` is the
-reference that `hybridkv.transfer` uses without the extension. `torch int64` sees pages as int64, its faster way;
-`index_select` and `numpy take` only gather, `index_copy_` only scatters.
+of each page; `hybridkv, then checksum` takes those of the records by reading what was written once more.
+`torch int64` sees pages as int64, its faster way; `index_select` and `numpy take` only gather, `index_copy_` only
+scatters.
 
 `chunks` is whole chunks, in both orders that their bytes had; see `chunk_order.py`.
 
@@ -35,7 +35,6 @@ import torch
 
 from hybridkv.native import MemoryCopier, copy_with_memcpy, levels
 from hybridkv.transfer import CopyRuns
-from hybridkv.transfer.native import copy_one_by_one
 
 PAGES = {"4 KiB": 4096, "32 KiB": 32768, "320 KiB": 327680, "2 MiB": 2 << 20}
 POOL_BYTES = 1 << 30
@@ -64,7 +63,6 @@ def native(runs: CopyRuns, ends: np.ndarray, page_ends: np.ndarray) -> Variants:
     variants["hybridkv checksum of pages"] = lambda: best.copy_and_digest(*arrays, page_ends)
     written = (arrays[1], arrays[2], ends)
     variants["hybridkv, then checksum"] = lambda: (best.copy(*arrays), best.digest(*written))
-    variants["loop"] = lambda: copy_one_by_one(runs)
     return variants
 
 

@@ -1,8 +1,7 @@
 // From copies of chunks to runs of bytes: where each page of a job lies in the engine's memory, and where in a slot.
 //
 // A job is a table of a few arrays that Python fills, so that lowering one needs no object for each chunk and no
-// interpreter. What it does for a chunk, and why, is said in connectors/vllm/lowering.py and cut_lowering.py, which do
-// the same one chunk at a time; the tests compare the two. No copy is done here and no memory is touched.
+// interpreter. tests/kits/plain_lowering.py does the same one chunk at a time; the tests compare the two. No copy is done here and no memory is touched.
 #ifndef HYBRIDKV_CPU_LOWERING_H_
 #define HYBRIDKV_CPU_LOWERING_H_
 

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, cuts, job_lowering, register, worker
-from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
+from hybridkv.connectors.vllm import CONNECTOR, cuts, register, worker
+from hybridkv.connectors.vllm.job_lowering import GroupBlocks
 from hybridkv.planner import GroupKind, Transfer, resume_start
+from kits import plain_lowering
 from oracle.engine import OracleEngine
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, HEADS_BEFORE_LAYERS, Group, Kind, Layers, Mix
 from oracle.planned import change_loads
@@ -129,20 +130,20 @@ def test_cut_chunks_of_random_mixes_never_corrupt() -> None:
 
 def load_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chunk has of its first block is written to tokens before its own."""
-    right = job_lowering.cut_load_runs
+    right = plain_lowering.cut_load_runs
 
     def wrong(copy: ChunkCopy, blocks: GroupBlocks, extents: Any) -> CopyRuns:
         if copy.lead_tokens:
             copy = msgspec.structs.replace(copy, lead_tokens=copy.lead_tokens - 4, trail_tokens=copy.trail_tokens + 4)
         return right(copy, blocks, extents)
 
-    monkeypatch.setattr(job_lowering, "cut_load_runs", wrong)
-    monkeypatch.setattr(worker, "job_lowering", job_lowering.PlainLowering)
+    monkeypatch.setattr(plain_lowering, "cut_load_runs", wrong)
+    monkeypatch.setattr(worker, "JobLowering", plain_lowering.PlainLowering)
 
 
 def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chunk has of a block is counted from the block's end, where it is stored."""
-    right = job_lowering.cut_store_runs
+    right = plain_lowering.cut_store_runs
 
     def wrong(copy: ChunkCopy, blocks: GroupBlocks, extents: Any, zeros: Any) -> CopyRuns:
         def other_end(tokens: TokenRange) -> GroupPages:
@@ -150,8 +151,8 @@ def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return right(copy, GroupBlocks(blocks.pages, blocks.block_tokens, other_end), extents, zeros)
 
-    monkeypatch.setattr(job_lowering, "cut_store_runs", wrong)
-    monkeypatch.setattr(worker, "job_lowering", job_lowering.PlainLowering)
+    monkeypatch.setattr(plain_lowering, "cut_store_runs", wrong)
+    monkeypatch.setattr(worker, "JobLowering", plain_lowering.PlainLowering)
 
 
 def take_the_state_before(monkeypatch: pytest.MonkeyPatch) -> None:

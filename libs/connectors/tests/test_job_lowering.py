@@ -1,4 +1,4 @@
-"""A whole job lowered natively is what its chunks are one by one. The reference is `PlainLowering`."""
+"""The runs of a whole job are those of its chunks one by one: `PlainLowering` is the model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,11 @@ from hypothesis import strategies as st
 
 from hybridkv.canonical import GroupPages, PageRegion, TokenRange
 from hybridkv.connectors.vllm.copy_table import ChunkCopy, ChunkPart, CopyColumns, CopyTable
-from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
-from hybridkv.connectors.vllm.job_lowering import (
-    JobLowering,
-    NativeLowering,
-    PlainLowering,
-    RankMemory,
-    job_lowering,
-)
+from hybridkv.connectors.vllm.job_lowering import GroupBlocks, JobLowering, RankMemory
 from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.tiers import Slot
-from hybridkv.transfer import CopyRuns, native_lowering
-
-needs_native = pytest.mark.skipif(native_lowering() is None, reason="hybridkv.native is not installed")
+from hybridkv.transfer import CopyRuns
+from kits.plain_lowering import PlainLowering
 
 POOL = 40
 BLOCK_TOKENS = 8
@@ -148,23 +140,21 @@ def same(left: CopyRuns, right: CopyRuns) -> bool:
     return left.triples() == right.triples()
 
 
-@needs_native
 @settings(max_examples=examples(100, 5), deadline=None)
 @given(st.data())
 def test_a_load_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) -> None:
     memory = data.draw(rank_memories())
-    plain, native = PlainLowering(memory), NativeLowering(memory)
+    plain, native = PlainLowering(memory), JobLowering(memory)
     for _ in range(2):
         copies = CopyTable.of(data.draw(jobs(memory, is_store=False)))
         assert native.load(copies).triples() == plain.load(copies).triples()
 
 
-@needs_native
 @settings(max_examples=examples(100, 5), deadline=None)
 @given(st.data())
 def test_a_store_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) -> None:
     memory = data.draw(rank_memories())
-    plain, native = PlainLowering(memory), NativeLowering(memory)
+    plain, native = PlainLowering(memory), JobLowering(memory)
     for _ in range(2):
         copies = CopyTable.of(data.draw(jobs(memory, is_store=True)))
         got, expected = native.store(copies), plain.store(copies)
@@ -183,10 +173,6 @@ def plain_memory(page_bytes: int = 30) -> RankMemory:
 
         cut[0] = GroupBlocks(pages, BLOCK_TOKENS, part)
     return RankMemory({0: pages}, cut, ZEROS, cast(Any, Arena()))
-
-
-def lowerings(memory: RankMemory) -> list[JobLowering]:
-    return [PlainLowering(memory)] + ([NativeLowering(memory)] if native_lowering() is not None else [])
 
 
 GOOD = ChunkCopy(0, b"key", Slot(((0, 64),)), 0, 2, (3, 1))
@@ -216,7 +202,7 @@ GOOD = ChunkCopy(0, b"key", Slot(((0, 64),)), 0, 2, (3, 1))
 @pytest.mark.parametrize("page_bytes", [30, 32])
 def test_what_cannot_be_copied_is_refused(changes: dict[str, Any], is_store: bool, page_bytes: int) -> None:
     copy = msgspec.structs.replace(GOOD, **changes)
-    for lowering in lowerings(plain_memory(page_bytes)):
+    for lowering in (PlainLowering(plain_memory(page_bytes)), JobLowering(plain_memory(page_bytes))):
         lower = lowering.store if is_store else lowering.load
         lower(CopyTable.of([GOOD, GOOD]))
         if page_bytes == 32 and changes == {"first_block": 1}:
@@ -225,16 +211,14 @@ def test_what_cannot_be_copied_is_refused(changes: dict[str, Any], is_store: boo
             lower(CopyTable.of([GOOD, copy]))
 
 
-@needs_native
 def test_a_group_without_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="group 1 has no pages"):
-        NativeLowering(plain_memory()).load(CopyTable.of([msgspec.structs.replace(GOOD, group_index=1)]))
+        JobLowering(plain_memory()).load(CopyTable.of([msgspec.structs.replace(GOOD, group_index=1)]))
 
 
-@needs_native
 def test_arrays_that_do_not_fit_each_other_are_refused() -> None:
     table = CopyTable.of([GOOD, GOOD])
-    lowering = NativeLowering(plain_memory())._native
+    lowering = JobLowering(plain_memory())._native
     arrays = {"shapes": table.shapes, "block_ids": table.block_ids, "local_ids": b"", "extents": table.extents}
     assert len(lowering.lower(False, **arrays)[0]) > 0
     for name, array in arrays.items():
@@ -244,18 +228,24 @@ def test_arrays_that_do_not_fit_each_other_are_refused() -> None:
                     lowering.lower(False, **(arrays | {name: other}))
 
 
-@needs_native
 def test_the_comparison_sees_another_block() -> None:
     memory = plain_memory()
     other = msgspec.structs.replace(GOOD, block_ids=(3, 2))
     expected = PlainLowering(memory).load(CopyTable.of([GOOD]))
-    assert same(NativeLowering(memory).load(CopyTable.of([GOOD])), expected)
-    assert not same(NativeLowering(memory).load(CopyTable.of([other])), expected)
+    assert same(JobLowering(memory).load(CopyTable.of([GOOD])), expected)
+    assert not same(JobLowering(memory).load(CopyTable.of([other])), expected)
 
 
-def test_the_native_lowering_is_taken_where_there_is_one() -> None:
-    expected = PlainLowering if native_lowering() is None else NativeLowering
-    assert type(job_lowering(plain_memory())) is expected
+def test_no_run_goes_from_the_tiers_memory_over_into_the_engines() -> None:
+    """The two may lie side by side, each registered by itself."""
+    pages = GroupPages([[PageRegion(ARENA_ADDRESS + ARENA_BYTES, 16, 16)]], POOL)
+    lowering = JobLowering(RankMemory({0: pages}, {}, ZEROS, cast(Any, Arena())))
+    at_the_end = Slot(((ARENA_BYTES - 16, 16),))
+    stored = ChunkCopy(0, b"a", at_the_end, 0, 1, (4,))
+    local = ChunkCopy(0, b"b", at_the_end, 0, 1, (5,), local_blocks=(0,))
+    assert len(lowering.load(CopyTable.of([stored, local]))) == 2
+    before = msgspec.structs.replace(stored, slot=Slot(((ARENA_BYTES - 32, 16),)), block_ids=(3,))
+    assert len(lowering.load(CopyTable.of([before, stored]))) == 1, "within the tier's it is one"
 
 
 @given(st.data())

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 from test_worker_seals import BLOCKS, CHUNK_BYTES, PAGES, SLOTS, STRIDE, Rig
 
-from hybridkv.connectors.vllm.lowering import joined_loads
 from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
 from hybridkv.tiers import FailureReason, Slot
-from hybridkv.transfer import CopyRuns
-from hybridkv.transfer.native import copy_one_by_one
+from hybridkv.transfer.jobs import copy_runs
 
 
 @pytest.fixture
 def rig() -> Rig:
-    return Rig(copy_one_by_one)
+    return Rig(copy_runs)
 
 
 def pages(rig: Rig, block: int) -> list[bytes]:
@@ -78,13 +76,3 @@ def test_what_cannot_be_lowered_is_a_failed_copy_and_raises_nothing(rig: Rig) ->
     rig.worker._zero_memory = zeros
     [stored] = rig.store(SLOTS[0])
     assert load(rig, stored) is None
-
-
-def test_no_run_goes_from_the_engines_memory_over_into_the_tiers() -> None:
-    """Which may lie side by side, each registered by itself."""
-    slot = Slot(((0, 1),))
-    copies = [ChunkCopy(0, b"a", slot, 0, 1, (1,), local_blocks=(9,)), ChunkCopy(0, b"b", slot, 0, 1, (2,))]
-    parts = [CopyRuns.of([(1000, 0, 100)]), CopyRuns.of([(1100, 100, 100)])]
-    assert sorted(joined_loads(copies, parts).triples()) == [(1000, 0, 100), (1100, 100, 100)]
-    assert len(joined_loads([copies[1]] * 2, parts)) == 1, "it would be one"
-    assert joined_loads([], []).total_bytes == 0

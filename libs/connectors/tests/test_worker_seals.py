@@ -5,7 +5,6 @@ The reference is the second: it reads the slot once more. Both must seal the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +19,8 @@ from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CopyEngine, CopyRuns, InlineCopyEngine
-from hybridkv.transfer.native import Copier, copy_one_by_one, runs_copier
+from hybridkv.transfer.jobs import copy_runs
+from hybridkv.transfer.native import Copier
 
 BLOCKS = 16
 STRIDE = 4096
@@ -78,15 +78,14 @@ class Rig:
         return content.ljust(copy.slot.num_bytes, b"\0")
 
 
-def native() -> Copier:
-    pytest.importorskip("hybridkv.native", reason="the extension is not among this target's dependencies")
-    return runs_copier()
+def without_digests(runs: CopyRuns, record_ends: Any = None) -> None:
+    """As engines copy that take none."""
+    copy_runs(runs)
 
 
-@pytest.fixture(params=[native, lambda: copy_one_by_one], ids=["on the way", "read again"])
+@pytest.fixture(params=[copy_runs, without_digests], ids=["on the way", "read again"])
 def rig(request: pytest.FixtureRequest) -> Rig:
-    make: Callable[[], Copier] = request.param
-    return Rig(make())
+    return Rig(request.param)
 
 
 def test_a_store_is_sealed_with_the_checksum_of_its_content(rig: Rig) -> None:
@@ -133,7 +132,7 @@ def test_a_flipped_bit_is_found_by_the_load(rig: Rig) -> None:
 
 
 def test_what_was_summed_on_the_way_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(native())
+    rig = Rig(copy_runs)
     monkeypatch.setattr(rig.arena, "_checksums", lambda buffer, slots: pytest.fail("the slot was read again"))
     rig.store(*SLOTS)
 
@@ -145,23 +144,23 @@ def damaging(copy: Copier) -> Copier:
         digests = copy(runs, record_ends)
         damaged = np.array([0], dtype=np.uint8)
         address = int(runs.destinations[-1])
-        copy_one_by_one(CopyRuns.of([(address, damaged.ctypes.data, 1)]))
+        copy_runs(CopyRuns.of([(address, damaged.ctypes.data, 1)]))
         damaged ^= 1
-        copy_one_by_one(CopyRuns.of([(damaged.ctypes.data, address, 1)]))
+        copy_runs(CopyRuns.of([(damaged.ctypes.data, address, 1)]))
         return digests
 
     return copy_and_damage
 
 
 def test_damage_between_the_copy_and_the_seal_is_found_where_sums_are_taken_on_the_way() -> None:
-    rig = Rig(damaging(native()))
+    rig = Rig(damaging(copy_runs))
     [copy] = rig.store(SLOTS[0])
     assert rig.load(copy) == str(FailureReason.CHECKSUM)
 
 
 def test_a_sum_of_other_bytes_is_a_failed_load() -> None:
     def wrong(runs: CopyRuns, record_ends: Any = None) -> list[bytes] | None:
-        copy_one_by_one(runs)
+        copy_runs(runs)
         return None if record_ends is None else [bytes(16)] * len(record_ends)
 
     rig = Rig(wrong)

@@ -13,7 +13,7 @@ from hybridkv.connectors.vllm import worker
 from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
 from hybridkv.tiers import Key, Slot
 from hybridkv.transfer import CpuCopyEngine
-from hybridkv.transfer.native import copy_one_by_one
+from hybridkv.transfer.jobs import copy_runs
 
 LONG_S = patience.seconds(6.0)
 COPY = ChunkCopy(0, b"key", SLOTS[0], 0, 4, (1, 2, 3, 4))
@@ -24,7 +24,7 @@ LOADS = (Load("r", CopyTable.of([COPY])),)
 def rig() -> Iterator[Rig]:
     """One that copies on a thread."""
     engine = CpuCopyEngine()
-    yield Rig(copy_one_by_one, engine)
+    yield Rig(copy_runs, engine)
     engine.close()
 
 

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -220,24 +219,6 @@ def test_where_the_extension_is_there_it_is_what_runs() -> None:
     assert isinstance(index, TierIndex) and isinstance(index, TellsChanges)
     assert describe(index) == "index of 85 records takes up to 0.0 MiB, in C++"
     assert "85 records takes up to 0.1 MiB, in Python" in describe(PlainRamIndex(1 << 20, 4096, 3 * 4096))
-
-
-OLDER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from hybridkv.tiers.ram import PlainRamIndex, RamIndex, describe
-assert issubclass(RamIndex, PlainRamIndex)
-print(describe(RamIndex(1 << 20, 4096)))
-"""
-
-
-def test_an_extension_that_is_older_is_done_without_and_that_is_said(tmp_path: Path) -> None:
-    package = tmp_path / "hybridkv" / "native"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("class MemoryCopier: ...")
-    run = [sys.executable, "-c", OLDER, str(tmp_path)]
-    told = subprocess.run(run, check=True, capture_output=True, text=True, timeout=patience.seconds(12.0)).stdout
-    assert "in Python, since hybridkv.native cannot be imported (cannot import name 'GranuleLedger'" in told
 
 
 def test_both_have_the_same_names() -> None:

@@ -1,5 +1,6 @@
 """Media that hold chunks by key. The contract stands here; each medium has its own folder."""
 
+from hybridkv.tiers import native as native  # without which nothing here is imported
 from hybridkv.tiers.at_once import AnswersAtOnce
 from hybridkv.tiers.changes import Changes, TellsChanges
 from hybridkv.tiers.contract import (

@@ -4,7 +4,7 @@ from hybridkv.transfer.cpu import CpuCopyEngine
 from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.errors import CopyEngineError, RunsError, TransferError
 from hybridkv.transfer.inline import InlineCopyEngine
-from hybridkv.transfer.native import native_lowering
+from hybridkv.transfer.native import Lowering
 from hybridkv.transfer.runs import CopyRuns, Extent, zip_extents
 from hybridkv.transfer.streams import CopyDevice, InlineStreamCopyEngine, StreamCopyEngine
 
@@ -20,11 +20,11 @@ __all__ = [
     "InlineCopyEngine",
     "InlineStreamCopyEngine",
     "JobId",
+    "Lowering",
     "RecordDigests",
     "RunsError",
     "RunsSource",
     "StreamCopyEngine",
     "TransferError",
-    "native_lowering",
     "zip_extents",
 ]

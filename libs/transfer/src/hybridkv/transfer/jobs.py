@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.memory import RegisteredMemory
-from hybridkv.transfer.native import Copier, runs_copier
+from hybridkv.transfer.native import Copier, MemoryCopier
 from hybridkv.transfer.runs import CopyRuns, Integers
+
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,23 @@ class Job:
 
 
 def copy_runs(runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None:
-    """Copy each run, without the interpreter lock. The caller checked every address."""
-    return runs_copier()(runs, record_ends)
+    """Copies each run, without the interpreter lock. The caller checked every address.
+
+    The digest of each record, where `record_ends` asks for them: taken on the way, for a tenth of the cost of reading
+    the bytes once more.
+    """
+    copier = _copier()
+    if record_ends is None:
+        copier.copy(runs.sources, runs.destinations, runs.num_bytes)
+        return None
+    digests = copier.copy_and_digest(runs.sources, runs.destinations, runs.num_bytes, record_ends)
+    return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+
+
+@cache
+def _copier() -> MemoryCopier:
+    """One for the process: it copies on the thread that calls."""
+    return MemoryCopier()
 
 
 def prepare(job: Job, memory: RegisteredMemory) -> tuple[CopyRuns, str | None]:

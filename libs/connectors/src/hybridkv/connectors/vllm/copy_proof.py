@@ -27,7 +27,7 @@ from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.copy_table import ChunkCopy, CopyTable
 from hybridkv.connectors.vllm.devices import Device, GpuDevice
-from hybridkv.connectors.vllm.job_lowering import JobLowering, RankMemory, job_lowering
+from hybridkv.connectors.vllm.job_lowering import JobLowering, RankMemory
 from hybridkv.connectors.vllm.kv_memory import KVMemory, zeros_in
 from hybridkv.tiers import SealedMemory, Slot
 from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId
@@ -126,7 +126,7 @@ def prove_copies(
     began_s = paths.clock()
     # Chunks that cut blocks are copied in the same way.
     whole = RankMemory(memory.pages, {}, memory.zeros, memory.arena)
-    proof = _Proof(job_lowering(whole), memory.arena, paths, gpu)
+    proof = _Proof(JobLowering(whole), memory.arena, paths, gpu)
     stores, loads, num_pages, sizes = _Rate(), _Rate(), 0, set[int]()
     for number in itertools.count():
         if number and paths.clock() - began_s >= ROUNDS_S:

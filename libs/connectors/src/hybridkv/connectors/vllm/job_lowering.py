@@ -1,25 +1,71 @@
-"""A whole job's copies to runs: by one native call without the interpreter lock, or chunk by chunk with numpy.
+"""From the copies of a job to runs of bytes: what a chunk takes of its blocks' pages, and where that lies in its slot.
 
-Both give the same runs in the same order. `lowering.py` and `cut_lowering.py` say which; they are what the native one
-is compared with, and what is used where it is not installed. Called when a job's turn has come, on the thread that
-copies, so that the engine's thread pays for none of it.
+Called when a job's turn has come, on the thread that copies, so that the engine's thread pays for none of it.
+
+A chunk that cuts blocks is up to three pieces, one behind the other: what it has of its first block, its whole blocks,
+and what it has of its last one. Each piece is laid out as a chunk of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.copy_table import ChunkCopy, CopyTable
-from hybridkv.connectors.vllm.cut_lowering import GroupBlocks, cut_load_runs, cut_store_runs
-from hybridkv.connectors.vllm.lowering import Zeros, joined_loads, load_runs, local_runs, store_runs
+from hybridkv.canonical import GroupPages, TokenRange
+from hybridkv.connectors.vllm.copy_table import CopyTable
+from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.tiers import SealedMemory
-from hybridkv.transfer import CopyRuns, native_lowering
+from hybridkv.transfer import CopyRuns, Lowering
+
+
+class BlockPart(NamedTuple):
+    """Tokens [start, end) of each of `num_blocks` stored blocks of a chunk, from its block `first_block` on."""
+
+    start: int
+    end: int
+    first_block: int
+    num_blocks: int
+
+
+class GroupBlocks:
+    """A group's blocks, whole or in part.
+
+    Args:
+        pages: of whole blocks.
+        block_tokens: tokens in one.
+        part: pages of some tokens of every block. A range is asked for once by each thread, at most.
+    """
+
+    def __init__(self, pages: GroupPages, block_tokens: int, part: Callable[[TokenRange], GroupPages]) -> None:
+        self.pages = pages
+        self.block_tokens = block_tokens
+        self._part = part
+        self._parts: dict[TokenRange, GroupPages] = {}
+
+    def of(self, start: int, end: int) -> GroupPages:
+        """The pages of tokens [start, end) of every block."""
+        tokens = TokenRange(start, end, self.block_tokens)
+        if tokens not in self._parts:
+            self._parts[tokens] = self.pages if end - start == self.block_tokens else self._part(tokens)
+        return self._parts[tokens]
+
+    def parts(self, stored_blocks: int, lead_tokens: int, trail_tokens: int) -> Iterator[BlockPart]:
+        """What a chunk has of its stored blocks, if it lacks so many tokens of the first one and of the last one."""
+        size, end = self.block_tokens, self.block_tokens - trail_tokens
+        if stored_blocks == 1:
+            yield BlockPart(lead_tokens, end, 0, 1)
+            return
+        first, last = int(lead_tokens > 0), stored_blocks - int(end < size)
+        if first:
+            yield BlockPart(lead_tokens, size, 0, 1)
+        if last > first:
+            yield BlockPart(0, size, first, last - first)
+        if last < stored_blocks:
+            yield BlockPart(0, end, last, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,72 +99,17 @@ class StoreRuns(NamedTuple):
     zero_bytes: int
 
 
-class JobLowering(Protocol):
-    """Any thread may call.
+class JobLowering:
+    """Makes the runs of a whole job, all at once. Any thread may call.
 
     Raises:
         ValueError: a slot is too small or not in the arena, a block is outside of the pool, or a chunk that is stored
             lacks some of its own.
     """
 
-    def load(self, copies: CopyTable) -> CopyRuns:
-        """Runs that write every page of the copies once: of those that come from the tier, then of those that come
-        from blocks of the engine. No two of either could be joined."""
-        ...
-
-    def store(self, copies: CopyTable) -> StoreRuns:
-        """Runs that write every byte of every slot once, in order. No two of one slot could be joined."""
-        ...
-
-
-def job_lowering(memory: RankMemory) -> JobLowering:
-    """The native one where it is installed."""
-    return PlainLowering(memory) if native_lowering() is None else NativeLowering(memory)
-
-
-class PlainLowering:
-    """Chunk by chunk."""
-
     def __init__(self, memory: RankMemory) -> None:
-        self._memory = memory
-
-    def load(self, copies: CopyTable) -> CopyRuns:
-        each = list(copies)
-        return joined_loads(each, [self._load(copy) for copy in each])
-
-    def _load(self, copy: ChunkCopy) -> CopyRuns:
-        memory = self._memory
-        if copy.local_blocks:
-            return local_runs(copy, memory.pages[copy.group_index])
-        extents, cut = memory.arena.addresses(copy.slot), memory.cut.get(copy.group_index)
-        if cut is not None:
-            return cut_load_runs(copy, cut, extents)
-        return load_runs(copy, memory.pages[copy.group_index], extents)
-
-    def store(self, copies: CopyTable) -> StoreRuns:
-        parts = [self._store(copy).coalesce() for copy in copies]
-        # What joins runs of two chunks would join two records.
-        runs = CopyRuns.concatenate(parts)
-        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        return StoreRuns(runs, ends, self._memory.zeros.num_bytes_in(runs))
-
-    def _store(self, copy: ChunkCopy) -> CopyRuns:
-        memory = self._memory
-        extents, cut = memory.arena.addresses(copy.slot), memory.cut.get(copy.group_index)
-        if cut is not None:
-            return cut_store_runs(copy, cut, extents, memory.zeros)
-        return store_runs(copy, memory.pages[copy.group_index], extents, memory.zeros)
-
-
-class NativeLowering:
-    """All at once. `RuntimeError` where it is not installed."""
-
-    def __init__(self, memory: RankMemory) -> None:
-        native = native_lowering()
-        if native is None:
-            raise RuntimeError("hybridkv.native is not installed")
         arena, zeros = memory.arena, memory.zeros
-        self._native = native(arena.base_address, arena.capacity_bytes, zeros.address, zeros.num_bytes)
+        self._native = Lowering(arena.base_address, arena.capacity_bytes, zeros.address, zeros.num_bytes)
         self._cut = memory.cut
         for group_index, pages in memory.pages.items():
             cut = memory.cut.get(group_index)
@@ -127,11 +118,14 @@ class NativeLowering:
         """Cuts whose parts were added."""
 
     def load(self, copies: CopyTable) -> CopyRuns:
+        """Runs that write every page of the copies once: of those that come from the tier, then of those that come
+        from blocks of the engine. No two of either could be joined."""
         self._add_parts(copies)
         arrays = self._native.lower(False, copies.shapes, copies.block_ids, copies.local_ids, copies.extents)
         return CopyRuns(*arrays[:3])
 
     def store(self, copies: CopyTable) -> StoreRuns:
+        """Runs that write every byte of every slot once, in order. No two of one slot could be joined."""
         self._add_parts(copies)
         sources, destinations, num_bytes, ends, zero_bytes = self._native.lower(
             True, copies.shapes, copies.block_ids, copies.local_ids, copies.extents

@@ -20,8 +20,8 @@ from hybridkv.canonical.torch_view import (
 )
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import cuts, page_order
-from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
 from hybridkv.connectors.vllm.devices import Device, zero_memory
+from hybridkv.connectors.vllm.job_lowering import GroupBlocks
 from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.transfer import CopyEngine
 

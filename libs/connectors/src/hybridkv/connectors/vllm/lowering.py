@@ -66,33 +66,6 @@ def load_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> 
     return CopyRuns(stored, engine, num_bytes)
 
 
-def local_runs(copy: ChunkCopy, pages: GroupPages) -> CopyRuns:
-    """The runs that copy the blocks of a copy from others of the engine.
-
-    Args:
-        copy: blocks of a group, and as many that hold the same.
-        pages: where the group's pages lie.
-
-    Returns:
-        Runs that write every page of the copy once and nothing else.
-
-    Raises:
-        ValueError: there are not as many of one as of the other, one is both, or a block is outside the pool.
-    """
-    if len(copy.local_blocks) != len(copy.block_ids) or set(copy.local_blocks) & set(copy.block_ids):
-        raise ValueError(f"expected as many other blocks as {copy.block_ids}, got {copy.local_blocks}")
-    sources, num_bytes = pages.addresses(copy.local_blocks)
-    return CopyRuns(sources, pages.addresses(copy.block_ids)[0], num_bytes)
-
-
-def joined_loads(copies: Sequence[ChunkCopy], parts: Sequence[CopyRuns]) -> CopyRuns:
-    """The runs of a load's copies in as few as can be. Never one of bytes from the tier and from the engine's blocks:
-    memory of one may end where that of the other begins, and no run lies in two registrations."""
-    from_tier = [part for copy, part in zip(copies, parts, strict=True) if not copy.local_blocks]
-    local = [part for copy, part in zip(copies, parts, strict=True) if copy.local_blocks]
-    return CopyRuns.concatenate([CopyRuns.concatenate(each).coalesce() for each in (from_tier, local)])
-
-
 def store_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent], zeros: Zeros) -> CopyRuns:
     """The runs that store a chunk.
 

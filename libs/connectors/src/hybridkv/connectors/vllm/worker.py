@@ -19,9 +19,8 @@ import numpy as np
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm.copy_proof import prove_at_start
-from hybridkv.connectors.vllm.cut_lowering import GroupBlocks
 from hybridkv.connectors.vllm.devices import CpuDevice, Device
-from hybridkv.connectors.vllm.job_lowering import JobLowering, RankMemory, job_lowering
+from hybridkv.connectors.vllm.job_lowering import GroupBlocks, JobLowering, RankMemory
 from hybridkv.connectors.vllm.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, StepOutcome, StepPlan, Store
@@ -203,7 +202,7 @@ class OffloadWorker:
     def _of_memory(self) -> JobLowering:
         if self._lowering is None:
             memory = RankMemory(self._pages, self._cut, zeros_in(self._zero_memory), self._arena)
-            self._lowering = job_lowering(memory)
+            self._lowering = JobLowering(memory)
         return self._lowering
 
     def _load_runs(self, load: Load) -> CopyRuns:
