@@ -1,4 +1,4 @@
-"""What the index of the disk costs a record: memory, in C++ and in Python, and how long a start takes that finds many.
+"""What the index of the disk costs a record: memory, and how long a start takes that finds many.
 
 What is measured, each in a process of its own: how much more memory it has when so many records of 48-byte keys are
 committed in the table that an index keeps; how much more when a whole `DiskIndex` has stored them, and when another one
@@ -30,12 +30,10 @@ from hybridkv.tiers.disk import DiskIndex, DiskOptions
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES, record_bytes
 from hybridkv.tiers.disk.options import DiskSizes
 from hybridkv.tiers.disk.tables.change_log import ChangeLog
-from hybridkv.tiers.disk.tables.plain_records import PlainRecordTable
 from hybridkv.tiers.disk.tables.records import RecordTable
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable
 from hybridkv.tiers.ledger import KeyState
 
-KINDS = {"native": RecordTable, "plain": PlainRecordTable}
 PAYLOAD_BYTES = PAGE_BYTES
 COST = record_bytes(PAYLOAD_BYTES)
 RECORDS_A_SEGMENT = 8192
@@ -53,7 +51,7 @@ FINGERPRINT = Fingerprint(
 )
 
 
-def bytes_a_record(kind: str, count: int) -> float:
+def bytes_a_record(count: int) -> float:
     """In this process, which has done nothing else."""
     num_segments = -(-count // RECORDS_A_SEGMENT)
     sizes = SimpleNamespace(
@@ -70,7 +68,7 @@ def bytes_a_record(kind: str, count: int) -> float:
     log = ChangeLog()
     log.close()
     before = resident_bytes()
-    table = KINDS[kind](segments, log, cast(DiskSizes, sizes))
+    table = RecordTable(segments, log, cast(DiskSizes, sizes))
     for first in range(0, count, KEYS_A_CALL):
         keys = [key_of(number) for number in range(first, min(first + KEYS_A_CALL, count))]
         for key in keys:
@@ -131,9 +129,9 @@ def reopened(path: Path, count: int) -> dict[str, Any]:
     return told
 
 
-def measured(part: str, kind: str, count: int, path: Path | None = None) -> Any:
+def measured(part: str, count: int, path: Path | None = None) -> Any:
     """In a process of its own."""
-    words = [sys.executable, __file__, "--measure", part, "--kind", kind, "--records", str(count)]
+    words = [sys.executable, __file__, "--measure", part, "--records", str(count)]
     words += ["--path", str(path)] if path else []
     return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
 
@@ -145,29 +143,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", choices=("memory", "fill", "open"), help="one part in this process")
-    parser.add_argument("--kind", choices=tuple(KINDS))
     options = parser.parse_args()
     if options.measure == "memory":
-        print(json.dumps(bytes_a_record(options.kind, options.records)))
+        print(json.dumps(bytes_a_record(options.records)))
         return
     if options.measure:
         part = fill if options.measure == "fill" else reopened
         print(json.dumps(part(options.path, options.records)))
         return
-    memory = {
-        f"{kind} {count}": measured("memory", kind, count)
-        for kind, count in (
-            ("native", options.records),
-            ("native", 10 * options.records),
-            ("plain", options.records),
-        )
-    }
-    for name, num_bytes in memory.items():
-        print(f"{name:>20} records: {num_bytes:.1f} bytes each")
+    memory = {count: measured("memory", count) for count in (options.records, 10 * options.records)}
+    for count, num_bytes in memory.items():
+        print(f"{count:>12} records: {num_bytes:.1f} bytes each")
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         store = Path(folder) / "store"
-        stored = measured("fill", "native", options.records, store)
-        opened = [measured("open", "native", options.records, store) for _ in range(options.rounds)]
+        stored = measured("fill", options.records, store)
+        opened = [measured("open", options.records, store) for _ in range(options.rounds)]
     print(f"the whole index, stored: {stored['bytes_a_record']:.1f} bytes a record")
     print(
         f"the whole index, opened: {opened[0]['bytes_a_record']:.1f}, at most {opened[0]['peak_bytes'] / 2**20:.0f} MiB"
@@ -179,7 +169,6 @@ def main() -> None:
         told = {
             "machine": platform.processor() or platform.machine(),
             "python": platform.python_version(),
-            "is_native": RecordTable.is_native,
             "bytes_a_record": memory,
             "stored": stored,
             "opened": opened,

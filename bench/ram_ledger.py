@@ -1,4 +1,4 @@
-"""What the index of host memory costs a key, in C++ and in Python: time of a call on many keys, and memory.
+"""What the index of host memory costs a key: time of a call on many keys, and memory.
 
 What is measured: CPU time of the calling thread for calls on 1,024 keys of 48 bytes, while a million are held, each
 call on others than the one before, so that nothing of them is in a cache; and how much more memory a process of its own
@@ -24,13 +24,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridkv.tiers.ram import PlainRamIndex, RamIndex
+from hybridkv.tiers.ram import RamIndex
 
 GRANULE_BYTES = 4096
 CHUNK_BYTES = 20 * GRANULE_BYTES
 KEYS_A_CALL = 1024
 CALLS = 40
-KINDS: dict[str, type[PlainRamIndex]] = {"native": RamIndex, "plain": PlainRamIndex}
 
 
 def key_of(number: int) -> bytes:
@@ -41,9 +40,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def filled(kind: str, count: int) -> PlainRamIndex:
+def filled(count: int) -> RamIndex:
     """An index of committed keys that nobody but itself keeps, with room for one more."""
-    index = KINDS[kind]((count + 1) * CHUNK_BYTES, GRANULE_BYTES, CHUNK_BYTES)
+    index = RamIndex((count + 1) * CHUNK_BYTES, GRANULE_BYTES, CHUNK_BYTES)
     for first in range(0, count, KEYS_A_CALL):
         keys = [key_of(number) for number in range(first, min(first + KEYS_A_CALL, count))]
         index.reserve_all([(key, CHUNK_BYTES) for key in keys])
@@ -51,10 +50,10 @@ def filled(kind: str, count: int) -> PlainRamIndex:
     return index
 
 
-def bytes_a_key(kind: str, count: int) -> dict[str, float]:
+def bytes_a_key(count: int) -> dict[str, float]:
     """In this process, which has done nothing else: when it is full, and when as many again have pushed those out."""
     before = resident_bytes()
-    index = filled(kind, count)
+    index = filled(count)
     assert index.num_keys == count
     full = resident_bytes() - before
     for first in range(count, 2 * count, KEYS_A_CALL):
@@ -64,8 +63,8 @@ def bytes_a_key(kind: str, count: int) -> dict[str, float]:
     return {"full": full / count, "after evictions": (resident_bytes() - before) / count}
 
 
-def ns_a_key(kind: str, count: int) -> dict[str, float]:
-    index = filled(kind, count)
+def ns_a_key(count: int) -> dict[str, float]:
+    index = filled(count)
     chosen = random.Random(1).sample(range(count), CALLS * KEYS_A_CALL)
     held = [[key_of(chosen[call * KEYS_A_CALL + at]) for at in range(KEYS_A_CALL)] for call in range(CALLS)]
     new = [[key_of(count + call * KEYS_A_CALL + at) for at in range(KEYS_A_CALL)] for call in range(CALLS)]
@@ -100,32 +99,29 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", choices=("time", "memory"), help="one part in this process")
-    parser.add_argument("--kind", choices=tuple(KINDS))
     options = parser.parse_args()
     if options.measure:
         part = ns_a_key if options.measure == "time" else bytes_a_key
-        print(json.dumps(part(options.kind, options.records)))
+        print(json.dumps(part(options.records)))
         return
     measured = {
-        f"{kind} {part}": json.loads(
+        part: json.loads(
             subprocess.run(
-                [sys.executable, __file__, "--measure", part, "--kind", kind, "--records", str(options.records)],
+                [sys.executable, __file__, "--measure", part, "--records", str(options.records)],
                 check=True,
                 capture_output=True,
                 text=True,
             ).stdout
         )
         for part in ("memory", "time")
-        for kind in KINDS
     }
-    for when, num_bytes in measured["native memory"].items():
-        print(f"bytes a key, {when}: native {num_bytes:.1f}, plain {measured['plain memory'][when]:.1f}")
-    for name, native in measured["native time"].items():
-        plain = measured["plain time"][name]
-        print(f"{name:24} native {native:12.1f} ns, plain {plain:12.1f} ns, {plain / native:6.1f}x")
+    for when, num_bytes in measured["memory"].items():
+        print(f"bytes a key, {when}: {num_bytes:.1f}")
+    for name, nanoseconds in measured["time"].items():
+        print(f"{name:24} {nanoseconds:12.1f} ns")
     if options.json:
         about = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
-        told = about | {"is_native": RamIndex.is_native, "records": options.records, "measured": measured}
+        told = about | {"records": options.records, "measured": measured}
         options.json.write_text(json.dumps(told, indent=2) + "\n")
 
 

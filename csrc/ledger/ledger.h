@@ -1,6 +1,6 @@
 // Which keys a tier in memory holds, and where: a `BasicLedger` over granules.
 //
-// hybridkv.tiers.ram has the same in Python, and a test that compares both, call by call.
+// tests/kits has the same in Python, and a test compares both, call by call.
 #ifndef HYBRIDKV_LEDGER_LEDGER_H_
 #define HYBRIDKV_LEDGER_LEDGER_H_
 

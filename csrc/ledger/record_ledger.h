@@ -1,6 +1,6 @@
 // Which records a store holds, and where: a `BasicLedger` over segments, whose files and free space are others' matter.
 //
-// hybridkv.tiers.disk has the same in Python, and a test that compares both, call by call.
+// tests/kits has the same in Python, and a test compares both, call by call.
 #ifndef HYBRIDKV_LEDGER_RECORD_LEDGER_H_
 #define HYBRIDKV_LEDGER_RECORD_LEDGER_H_
 

@@ -10,8 +10,9 @@ import patience
 
 from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.tiers.disk import DiskMedium
-from hybridkv.tiers.ram import PlainRamIndex, RamIndex
+from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import TierStack
+from kits.plain_ram_index import PlainRamIndex
 from oracle.engine import OracleEngine
 from oracle.mixes import Mix
 from oracle.settings import Connector

@@ -17,10 +17,9 @@ from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stores import StorePlanner
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.opening import store
-from hybridkv.tiers.disk.tables import plain_records
 from hybridkv.tiers.ledger import LeastRecentlyUsed
 from hybridkv.tiers.ledger.states import E
-from hybridkv.tiers.ram import PlainRamIndex, plain_index
+from kits import plain_ram_index, plain_records
 from oracle.disk_tier import LARGE, forget, stacked
 from oracle.engine import OracleEngine
 from oracle.known_stops import allow_all_stops
@@ -154,7 +153,7 @@ class Watch:
     """In which chunks leave tiers that are built from now on."""
     random: Random = field(default_factory=lambda: Random(0))
     is_as_shipped: bool = False
-    """With indexes in C++. Only in those in Python the order is what it is told."""
+    """Else the indexes are their models, in which the order is what it is told."""
     _origins: dict[int, str] = field(default_factory=dict)
     """Of states that were stored, by the tokens before them."""
 
@@ -189,9 +188,9 @@ class Watch:
         monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_order)
         monkeypatch.setattr(compat, "copies_whole_blocks", lambda: True)
         if not self.is_as_shipped:
-            monkeypatch.setattr(opened_tiers, "RamIndex", PlainRamIndex)
+            monkeypatch.setattr(opened_tiers, "RamIndex", plain_ram_index.PlainRamIndex)
             monkeypatch.setattr(store, "RecordTable", plain_records.PlainRecordTable)
-        for module in (plain_index, plain_records):
+        for module in (plain_ram_index, plain_records):
             monkeypatch.setattr(module, "LeastRecentlyUsed", lambda: Watched(self))
         self._watch_hits(monkeypatch)
         self._watch_stores(monkeypatch)

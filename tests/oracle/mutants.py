@@ -14,10 +14,10 @@ from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.planner import LocalCopies, State
 from hybridkv.planner.hints import NO_HINTS
 from hybridkv.tiers.disk.opening import store
-from hybridkv.tiers.disk.tables.plain_records import PlainRecordTable
 from hybridkv.tiers.ledger import KeyLedger, LeastRecentlyUsed
-from hybridkv.tiers.ram import PlainRamIndex
 from hybridkv.tiers.stack import Direction, TierMove, TierStack
+from kits.plain_ram_index import PlainRamIndex
+from kits.plain_records import PlainRecordTable
 from oracle.mixes import QWEN3_NEXT
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ def test_everything_at_once_never_corrupts(mix: Mix, watch: Watch, heard_counts:
 
 @pytest.mark.parametrize("mix", but_full((QWEN3_NEXT, GEMMA3), QWEN3_NEXT), ids=lambda mix: mix.name)
 def test_everything_at_once_never_corrupts_with_what_is_shipped(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The indexes of host memory and of the disk in C++, in their own order."""
+    """The indexes of host memory and of the disk in their own order."""
     watch, tally = Watch(is_as_shipped=True), Tally()
     watch.install(monkeypatch)
 

@@ -23,8 +23,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot, TierConfigurationError, TierIndex
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, FileIO, InlineJanitor, ThreadJanitor
 from hybridkv.tiers.files.directory import Directory
-from hybridkv.tiers.leftovers import ENTRIES_AT_A_TIME, Leftovers
-from hybridkv.tiers.ram import PlainRamIndex, RamIndex
+from hybridkv.tiers.ram import RamIndex
 
 RECORD_BYTES = 8192
 FEW, MANY = 64, 6000
@@ -154,12 +153,11 @@ def test_an_end_takes_no_step_of_the_caller_for_each_record(tmp_path: Path, end:
     assert steps[1] == steps[2]
 
 
-@pytest.mark.parametrize("index_type", [RamIndex, PlainRamIndex])
 @pytest.mark.parametrize("name", ["clear", "close"])
-def test_an_end_of_host_memory_takes_no_step_for_each_chunk(name: str, index_type: type[PlainRamIndex]) -> None:
-    steps, end = [], getattr(index_type, name)
+def test_an_end_of_host_memory_takes_no_step_for_each_chunk(name: str) -> None:
+    steps, end = [], getattr(RamIndex, name)
     for count in (FEW, FEW, MANY):
-        index = index_type((count + 2) * 4096, 4096)
+        index = RamIndex((count + 2) * 4096, 4096)
         keys = fill(index, count, 4096)
         num_steps, num_bytes = steps_and_bytes(lambda index=index: end(index))  # type: ignore[misc]
         steps.append(num_steps)
@@ -174,34 +172,17 @@ def test_an_end_of_host_memory_takes_no_step_for_each_chunk(name: str, index_typ
     assert steps[1] == steps[2]
 
 
-def test_what_host_memory_forgot_is_freed_by_what_is_stored_next() -> None:
-    index = PlainRamIndex(MANY * 4096, 4096)
-    for number in range(MANY):
-        index.reserve(key_of(number), 4096)
-        index.commit(key_of(number))
-    index.clear()
-    assert len(index._leftovers) > MANY
-    left = []
-    for number in range(MANY):
-        index.reserve(key_of(number), 4096)
-        left.append(len(index._leftovers))
-    assert left[0] > MANY and left[-1] == 0
-
-
-def test_a_closed_index_leaves_to_the_janitor_what_it_wrote_down_and_what_it_forgot(tmp_path: Path) -> None:
+def test_a_closed_index_leaves_to_the_janitor_what_it_wrote_down(tmp_path: Path) -> None:
     """The snapshot is read from the tables of then, whatever happens to the new ones meanwhile."""
     janitor = LateJanitor()
     index = opened(tmp_path / "store", SparseIO(), janitor)
     keys = fill(index, FEW)
-    by_key = {} if index._records.is_native else index._records.by_key
     janitor.is_late = True
     index.close()
     index.unpin(b"pinned")
     assert not index.commit(b"reserved")
-    assert index._records.is_native or len(by_key) == FEW + 2
     janitor.work()
     index._namespace.close()
-    assert not by_key, "nobody frees it in one step any more"
     again = opened(tmp_path / "store", SparseIO())
     assert list(disk_store.records_of(again)) == [*keys, b"pinned"]
     again.close()
@@ -222,8 +203,8 @@ def test_a_snapshot_is_written_in_pieces_that_are_not_all_in_memory(tmp_path: Pa
     snapshot_bytes = sum(io.written)
     assert snapshot_bytes > (32 + 18) * (count - 2)
     assert max(io.written) < snapshot_bytes // 4
-    # Four columns, their order, a mask, and the pieces; of the table in C++ keys and columns, and these once more.
-    assert peak_bytes < snapshot_bytes * (3 if index._records.is_native else 1) + (2 << 20)
+    # Keys and columns, these once more, and the pieces.
+    assert peak_bytes < 3 * snapshot_bytes + (2 << 20)
     index.close()
 
 
@@ -333,31 +314,6 @@ def test_readers_and_writers_keep_their_bytes_while_everything_else_goes(tmp_pat
     assert disk_store.store(index, medium, b"\1", chunks[b"\2"])
     medium.close()
     index.close()
-
-
-def test_a_record_is_none_of_the_garbage_collectors_business(tmp_path: Path) -> None:
-    disk, ram = opened(tmp_path / "store", SparseIO()), PlainRamIndex(2 * MANY * 4096, 4096)
-    for index in (disk, ram):
-        fill(index, FEW)
-    entries = [*disk_store.records_of(disk).values(), *ram.by_key.values()]
-    slots = [entry.slot for entry in ram.by_key.values()]
-    assert not any(map(gc.is_tracked, [*entries, *slots, disk_store.records_of(disk), ram.by_key]))
-    assert gc.is_tracked(disk)
-    disk.close()
-
-
-def test_leftovers_are_freed_in_pieces_of_every_kind() -> None:
-    count = 3 * ENTRIES_AT_A_TIME + 5
-    tables = dict.fromkeys(range(count)), set(range(count)), list(range(count))
-    leftovers = Leftovers(*tables)
-    for left in range(3 * count, 0, -ENTRIES_AT_A_TIME):
-        assert len(leftovers) == left
-        assert leftovers.free_some(ENTRIES_AT_A_TIME) == (left > ENTRIES_AT_A_TIME)
-    assert not any(tables)
-    leftovers.free()
-    leftovers.add(more := list(range(count)))
-    leftovers.free()
-    assert not more
 
 
 def test_a_file_whose_pieces_fail_is_as_it_was(tmp_path: Path) -> None:

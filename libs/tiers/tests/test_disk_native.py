@@ -20,7 +20,7 @@ from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsyn
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES
 from hybridkv.tiers.disk.medium import native_runner
 from hybridkv.tiers.disk.medium.disk_medium import native_queue
-from hybridkv.tiers.disk.tables import native_records
+from hybridkv.tiers.disk.tables import records
 
 OPTIONS = disk_store.options_for(16 * 8192, num_spare=3, batch_bytes=8 * PAGE_BYTES)
 
@@ -454,7 +454,7 @@ def test_a_store_for_whose_table_there_are_no_addresses_says_so_and_is_let_go(
 
     options = disk_store.options_for(8 * 8192)
     with monkeypatch.context() as patch:
-        patch.setattr(native_records, "RecordLedger", refused)
+        patch.setattr(records, "RecordLedger", refused)
         with pytest.raises(TierConfigurationError, match="max_records"):
             disk_store.make_index(tmp_path / "store", options)
     disk_store.make_index(tmp_path / "store", options).close()

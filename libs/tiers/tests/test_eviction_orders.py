@@ -96,7 +96,7 @@ def test_least_recently_used_is_a_list_that_is_searched(calls: list[tuple[str, b
             order.forget(key)
             (expected if key in expected else demoted).remove(key)
         elif call == "give up":
-            assert sum(map(len, order.give_up())) == len(expected + demoted)
+            order.give_up()
             expected.clear()
             demoted.clear()
         assert list(order) == demoted + expected and len(order) == len(demoted + expected)

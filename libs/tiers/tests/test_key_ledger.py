@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot, TierProtocolError
 from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LeastRecentlyUsed
-from hybridkv.tiers.leftovers import Table
 
 KEYS = [bytes([number]) for number in range(6)]
 CAPACITY_BYTES, LARGEST_BYTES, MAX_KEYS = 12, 7, 4
@@ -56,12 +55,11 @@ class Recorder:
         assert number not in self.writing | self.reading | self.offered, "it is of use still"
         assert self.taken.pop(number) == entry.cost
 
-    def keep_only(self, entries: Iterable[NumberedEntry]) -> tuple[Table, ...]:
+    def keep_only(self, entries: Iterable[NumberedEntry]) -> None:
         kept = {entry.number for entry in entries}
         assert kept == self.writing | self.reading
         self.taken = {number: cost for number, cost in self.taken.items() if number in kept}
         self.offered.clear()
-        return ()
 
     def written(self, entry: NumberedEntry) -> None:
         self.writing.remove(entry.number)
@@ -161,9 +159,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
     def forget_all(self) -> None:
         num_offered, table = self.ledger.num_keys, self.ledger.by_key
         before = dict(table)
-        forgotten = self.ledger.forget_all()
-        assert forgotten.num_withdrawn == num_offered
-        assert any(each is table for each in forgotten.tables)
+        assert self.ledger.forget_all() == num_offered
         assert table == before, "who reads it reads what was there"
         assert not len(self.ledger.evictable)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hybridkv.tiers import Slot, TierIndex, TierProtocolError
-from hybridkv.tiers.ram import PlainRamIndex, RamIndex
+from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.testing.reference import ReferenceIndex
 
 GRANULE_BYTES = 16
@@ -28,11 +28,9 @@ def outcome(index: TierIndex, operation: str, *arguments: object) -> object:
 
 
 class RamIndexMachine(RuleBasedStateMachine):
-    index_type: type[PlainRamIndex] = RamIndex
-
     def __init__(self) -> None:
         super().__init__()
-        self.ram = self.index_type(CAPACITY_BYTES, GRANULE_BYTES)
+        self.ram = RamIndex(CAPACITY_BYTES, GRANULE_BYTES)
         self.reference = ReferenceIndex(CAPACITY_BYTES, GRANULE_BYTES)
         self.slots: dict[bytes, Slot] = {}
         self.answers = (self.ram.generation, self.lookups())
@@ -155,13 +153,3 @@ class RamIndexMachine(RuleBasedStateMachine):
 
 RamIndexMachine.TestCase.settings = settings(max_examples=examples(150, 8), stateful_step_count=60, deadline=None)
 TestRamIndexMachine = RamIndexMachine.TestCase
-
-
-class PlainRamIndexMachine(RamIndexMachine):
-    """The twin, whatever `RamIndex` is here."""
-
-    index_type = PlainRamIndex
-
-
-PlainRamIndexMachine.TestCase.settings = RamIndexMachine.TestCase.settings
-TestPlainRamIndexMachine = PlainRamIndexMachine.TestCase

@@ -1,4 +1,4 @@
-"""The index of host memory in C++ and its twin in Python answer every call alike, and count and evict alike.
+"""The index of host memory and its model in Python answer every call alike, and count and evict alike.
 
 HYBRIDKV_TWINS_FACTOR makes the comparisons so many times longer, with calls that are drawn anew.
 """
@@ -25,14 +25,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot, TellsChanges, TierConfigurationError, TierIndex, TierProtocolError
-from hybridkv.tiers.ram import PlainRamIndex, RamIndex, describe
-
-native_index = pytest.importorskip("hybridkv.tiers.ram.native_index", reason="hybridkv.native is not installed")
-NativeRamIndex = native_index.NativeRamIndex
+from hybridkv.tiers.ram import RamIndex
+from kits.plain_ram_index import PlainRamIndex
 
 FACTOR = int(os.environ.get("HYBRIDKV_TWINS_FACTOR", "1"))
 
-# Also such as do not fit into an entry of the native one, and ones of which one begins as another.
+# Also such as do not fit into an entry, and ones of which one begins as another.
 KEYS = [bytes([number]) * (48, 1, 200, 32, 49)[number % 5] for number in range(40)] + [b"", b"\0", b"\0\0"]
 QUESTIONS = ("leading", "last_held", "any_pending")
 BATCHES = ("touch", "demote", "unpin_all", "commit_all", "invalidate_all", "pin_all", *QUESTIONS)
@@ -53,8 +51,8 @@ class Twins:
     """Both, and what each said of where a chunk lies: that alone may differ."""
 
     def __init__(self, num_granules: int, granule_bytes: int, smallest_bytes: int) -> None:
-        self.pair: tuple[PlainRamIndex, PlainRamIndex] = (
-            NativeRamIndex(num_granules * granule_bytes, granule_bytes, smallest_bytes),
+        self.pair: tuple[RamIndex, PlainRamIndex] = (
+            RamIndex(num_granules * granule_bytes, granule_bytes, smallest_bytes),
             PlainRamIndex(num_granules * granule_bytes, granule_bytes, smallest_bytes),
         )
         self.granule_bytes = granule_bytes
@@ -213,26 +211,14 @@ TwinsMachine.TestCase.settings = settings(
 TestTwinsMachine = TwinsMachine.TestCase
 
 
-def test_where_the_extension_is_there_it_is_what_runs() -> None:
-    assert issubclass(RamIndex, NativeRamIndex)
+def test_it_is_an_index_that_tells_changes() -> None:
     index = RamIndex(1 << 20, 4096, 3 * 4096)
     assert isinstance(index, TierIndex) and isinstance(index, TellsChanges)
-    assert describe(index) == "index of 85 records takes up to 0.0 MiB, in C++"
-    assert "85 records takes up to 0.1 MiB, in Python" in describe(PlainRamIndex(1 << 20, 4096, 3 * 4096))
-
-
-def test_both_have_the_same_names() -> None:
-    """What is called of `RamIndex` is there whichever it is."""
-    names = {name for name in dir(TierIndex) if not name.startswith("_")}
-    names |= {"find", "commit_all", "invalidate_all", "eviction_order", "num_reserved", "num_pinned", "watch"}
-    names |= {"take_changes", "is_closed", "most_index_bytes"}
-    for index in (NativeRamIndex(1 << 20, 4096), PlainRamIndex(1 << 20, 4096)):
-        assert {name for name in names if not hasattr(index, name)} == set()
-        assert index.before_reserving is None and index.granule_bytes == 4096 and index.max_keys == 256
+    assert index.max_keys == 85 and index.before_reserving is None
 
 
 def test_a_reservation_asks_first_who_has_something_to_pin() -> None:
-    for index in (NativeRamIndex(64, 16), PlainRamIndex(64, 16)):
+    for index in (RamIndex(64, 16), PlainRamIndex(64, 16)):
         assert isinstance(index.reserve(b"read", 16), Slot) and index.commit(b"read")
         index.before_reserving = lambda index=index: index.num_pinned or index.pin(b"read")
         assert [isinstance(each, Slot) for each in index.reserve_all([(b"%d" % n, 16) for n in range(4)])] == [
@@ -256,7 +242,7 @@ def test_a_number_of_bytes_may_be_any_number() -> None:
 
 
 def test_what_is_no_key_is_a_type_error() -> None:
-    index = NativeRamIndex(64, 16)
+    index = RamIndex(64, 16)
     index.reserve(b"key", 16)
     for call in (index.lookup, index.pin, index.commit, index.lacks):
         with pytest.raises(TypeError):
@@ -274,12 +260,12 @@ def test_what_is_no_key_is_a_type_error() -> None:
 def test_more_granules_than_can_be_numbered_are_refused() -> None:
     for capacity_bytes, granule_bytes in ((1 << 40, 1), (1 << 40, 1 << 33)):
         with pytest.raises(TierConfigurationError):
-            NativeRamIndex(capacity_bytes, granule_bytes)
+            RamIndex(capacity_bytes, granule_bytes)
 
 
 def test_what_comes_back_while_it_answers_finds_it_whole() -> None:
     """Making an object may run anything, such as what is called when garbage is collected."""
-    index, keys = NativeRamIndex(1 << 20, 16), [b"%d" % number for number in range(10_000)]
+    index, keys = RamIndex(1 << 20, 16), [b"%d" % number for number in range(10_000)]
     index.reserve_all([(key, 16) for key in keys])
     index.commit_all(keys)
 
@@ -306,7 +292,7 @@ def test_what_comes_back_while_it_answers_finds_it_whole() -> None:
 
 
 def test_other_threads_may_look_while_it_works() -> None:
-    index, keys = NativeRamIndex(64 * 16, 16), [b"%d" % number for number in range(128)]
+    index, keys = RamIndex(64 * 16, 16), [b"%d" % number for number in range(128)]
     is_over = threading.Event()
     found: list[int] = []
 
@@ -336,7 +322,7 @@ def test_other_threads_may_look_while_it_works() -> None:
 
 def test_what_was_forgotten_is_given_back_by_what_is_stored_next() -> None:
     count = 20_000
-    index, keys = NativeRamIndex(count * 16, 16), [number.to_bytes(32, "little") for number in range(count)]
+    index, keys = RamIndex(count * 16, 16), [number.to_bytes(32, "little") for number in range(count)]
     index.reserve_all([(key, 16) for key in keys])
     assert index.leftover_bytes == 0 and index.clear() == count
     left = index.leftover_bytes
@@ -352,11 +338,11 @@ def test_what_was_forgotten_is_given_back_by_what_is_stored_next() -> None:
 BOUNDED = """
 import resource
 from hybridkv.tiers import TierConfigurationError
-from hybridkv.tiers.ram.native_index import NativeRamIndex
+from hybridkv.tiers.ram import RamIndex
 _, most = resource.getrlimit(resource.RLIMIT_AS)
 resource.setrlimit(resource.RLIMIT_AS, (1 << 20, most))
 try:
-    NativeRamIndex(1 << 43, 4096)
+    RamIndex(1 << 43, 4096)
 except TierConfigurationError as error:
     print(error)
 """
@@ -371,13 +357,13 @@ def test_where_there_are_no_addresses_for_its_tables_that_is_what_is_said() -> N
 
 MEASURED = """
 import os, sys
-from hybridkv.tiers.ram.native_index import NativeRamIndex
+from hybridkv.tiers.ram import RamIndex
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 count, chunk = int(sys.argv[1]), 20 * 4096
 before = resident()
-index = NativeRamIndex(count * chunk, 4096, chunk)
+index = RamIndex(count * chunk, 4096, chunk)
 begun = resident()
 for first in range(0, count, 1000):
     keys = [number.to_bytes(48, "little") for number in range(first, first + 1000)]

@@ -13,7 +13,7 @@ import disk_store  # noqa: E402
 import numpy as np  # noqa: E402
 
 from hybridkv.tiers import ExposesBytes, SealedMemory, Slot, TierIndex, TierMedium  # noqa: E402
-from hybridkv.tiers.ram import PlainRamIndex, RamArena, RamIndex  # noqa: E402
+from hybridkv.tiers.ram import RamArena, RamIndex  # noqa: E402
 from hybridkv.tiers.testing.conformance import (  # noqa: E402
     CHUNK_BYTES,
     ChangesConformance,
@@ -82,23 +82,9 @@ class TestRam(InMemoryTier):
         return Tier(RamIndex(capacity_bytes, GRANULE_BYTES), CopyingMedium(RamArena(capacity_bytes, GRANULE_BYTES)))
 
 
-class TestPlainRam(InMemoryTier):
-    """The twin, whatever `RamIndex` is here."""
-
-    def make_tier(self, capacity_bytes: int) -> Tier:
-        index = PlainRamIndex(capacity_bytes, GRANULE_BYTES)
-        return Tier(index, CopyingMedium(RamArena(capacity_bytes, GRANULE_BYTES)))
-
-
 class TestChangesOfRam(ChangesConformance):
     def make_tier(self, capacity_bytes: int) -> Tier:
         return Tier(RamIndex(capacity_bytes, GRANULE_BYTES), CopyingMedium(RamArena(capacity_bytes, GRANULE_BYTES)))
-
-
-class TestChangesOfPlainRam(ChangesConformance):
-    def make_tier(self, capacity_bytes: int) -> Tier:
-        index = PlainRamIndex(capacity_bytes, GRANULE_BYTES)
-        return Tier(index, CopyingMedium(RamArena(capacity_bytes, GRANULE_BYTES)))
 
 
 class TestReferenceInAnIdleFaultInjector(TestReference):

@@ -27,7 +27,7 @@ from hybridkv.connectors.vllm.peer_tier import peer_index, peer_medium
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers import SealedMemory, TierConfigurationError, TierIndex, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
-from hybridkv.tiers.ram import RamIndex, choose_granule_bytes, describe
+from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import CascadePolicy, SlowerTier, SlowerTierOptions, TierStack
 
 if TYPE_CHECKING:
@@ -127,7 +127,11 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
         near = RamIndex(sizes.rank_bytes, sizes.granule_bytes, sizes.smallest_bytes)
     except TierConfigurationError as error:
         raise _of_tier(config, "ram", error) from error
-    logger.info("HybridOffloadConnector: host memory: %s", describe(near))
+    logger.info(
+        "HybridOffloadConnector: host memory: index of %d records takes up to %.1f MiB",
+        near.max_keys,
+        near.most_index_bytes / 2**20,
+    )
     slower = slower_tiers(config, layout, fingerprint, near)
     return TierStack(near, slower, layout.world_size, clock)
 

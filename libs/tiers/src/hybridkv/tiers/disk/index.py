@@ -28,7 +28,6 @@ from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.ledger import KeyState
-from hybridkv.tiers.leftovers import Leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +193,7 @@ class DiskIndex(AnswersAtOnce):
     def clear(self) -> int:
         """`invalidate` every key, durably: waits until that is written down, at most `close_timeout_s`."""
         self._upkeep.collect()
-        forgotten = self._records.forget_all()
+        num_withdrawn = self._records.forget_all()
         if not self._records.is_closed:
             written = threading.Event()
             if self._upkeep.start_epoch(written.set):
@@ -205,9 +204,8 @@ class DiskIndex(AnswersAtOnce):
                     "clear is not on disk yet in %s; a crash now would undo it, and nothing is stored before it is",
                     self._namespace.root.path,
                 )
-        self._upkeep.free(Leftovers(*forgotten.tables))
         self._upkeep.run()
-        return forgotten.num_withdrawn
+        return num_withdrawn
 
     def take_counts(self) -> TierCounts:
         self._upkeep.run()
@@ -248,7 +246,7 @@ class DiskIndex(AnswersAtOnce):
         self._upkeep.finish()
         is_written = threading.Event()
         self._janitor.submit(is_written.set)
-        self._upkeep.free(Leftovers(*self._records.forget_all().tables))
+        self._records.forget_all()
         is_done = self._end_work() or is_written.is_set()
         self._upkeep.stop()
         self._upkeep.collect()

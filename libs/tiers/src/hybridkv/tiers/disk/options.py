@@ -66,8 +66,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
             by compaction, fewer means more records kept. Within [0, 0.9].
         compaction_share: a segment with more live bytes than this share is not copied; records are evicted instead.
             Bounds write amplification to 1 / (1 - share). Within (0, 0.95].
-        max_records: keys in the index. Memory: about 120 bytes each in the index, or 500 where it runs in Python, and
-            about 150 more while a snapshot is written; 82 on disk.
+        max_records: keys in the index. Memory: about 120 bytes each in the index, and about 150 more while a snapshot
+            is written; 82 on disk.
         max_quarantined: withdrawn records that are remembered across restarts, at most 524288.
         burst_bytes: what may be on its way into the tier at one time, over all ranks.
         ready_segments: how many empty segments are prepared ahead, and kept ahead by compaction; None: as many as

@@ -6,12 +6,11 @@ goes first an `EvictionOrder`'s; both are small enough to be written anew for an
 
 from hybridkv.tiers.ledger.ledger import KeyLedger
 from hybridkv.tiers.ledger.order import EvictionOrder, LeastRecentlyUsed
-from hybridkv.tiers.ledger.states import Entry, Forgotten, KeyState, Space, Witness
+from hybridkv.tiers.ledger.states import Entry, KeyState, Space, Witness
 
 __all__ = [
     "Entry",
     "EvictionOrder",
-    "Forgotten",
     "KeyLedger",
     "KeyState",
     "LeastRecentlyUsed",

@@ -21,8 +21,7 @@ from hybridkv.tiers.changes import ChangeFeed, Changes
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger.order import EvictionOrder
-from hybridkv.tiers.ledger.states import E, Forgotten, KeyState, Space, Witness
-from hybridkv.tiers.leftovers import Table
+from hybridkv.tiers.ledger.states import E, KeyState, Space, Witness
 from hybridkv.tiers.tally import Tally
 
 # An enum's members are looked up by name each time; these are asked for in every call.
@@ -361,26 +360,26 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
             self._witness.gone(entry)
         self._forget(key, entry)
 
-    def forget_all(self) -> Forgotten:
-        """`invalidate` everything at once, of which a witness does not hear.
+    def forget_all(self) -> int:
+        """`invalidate` everything at once, of which a witness does not hear. How many keys that are.
 
         Begins new tables with copies of what is pinned or reserved, so that it costs nothing for every other key, and
         whoever reads the old ones reads what was there.
         """
         num_withdrawn = len(self._held)
-        tables: tuple[Table, ...] = (*self.evictable.give_up(), self.by_key, self._held)
+        self.evictable.give_up()
         self.reserved_now = {key: _doomed(entry) for key, entry in self.reserved_now.items()}
         self.pinned_now = {key: _doomed(entry) for key, entry in self.pinned_now.items()}
         self.by_key = self.reserved_now | self.pinned_now
         self._held, self._pending, self._demoted_in_use = set(), set(), set()
         self.evictable_bytes = 0
         self.used_bytes = sum(entry.cost for entry in self.by_key.values())
-        tables += self._space.keep_only(self.by_key.values())
+        self._space.keep_only(self.by_key.values())
         self.generation += num_withdrawn
         if self._changes is not None:
             self._changes.add_all()
         self.tally.invalidations += num_withdrawn
-        return Forgotten(num_withdrawn, tables)
+        return num_withdrawn
 
     def _answers_anew(self, key: Key) -> None:
         self.generation += 1

@@ -12,7 +12,6 @@ from typing import Generic, Protocol, TypeVar
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.ledger.states import E
-from hybridkv.tiers.leftovers import Table
 
 OrderedE = TypeVar("OrderedE")
 
@@ -41,8 +40,8 @@ class EvictionOrder(Protocol[OrderedE]):
         """This key may not be evicted any more, or is gone by other ways. It is tracked."""
         ...
 
-    def give_up(self) -> tuple[Table, ...]:
-        """Track nothing any more, at once however much it was; what is left to be emptied by who has the time."""
+    def give_up(self) -> None:
+        """Track nothing any more."""
         ...
 
     def __len__(self) -> int:
@@ -94,10 +93,8 @@ class LeastRecentlyUsed(Generic[E]):
     def forget(self, key: Key) -> None:
         del (self._entries if key in self._entries else self._demoted)[key]
 
-    def give_up(self) -> tuple[Table, ...]:
-        tables = (self._demoted, self._entries)
+    def give_up(self) -> None:
         self._demoted, self._entries = OrderedDict(), OrderedDict()
-        return tables
 
     def __len__(self) -> int:
         return len(self._demoted) + len(self._entries)

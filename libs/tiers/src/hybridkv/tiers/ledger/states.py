@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.leftovers import Table
 
 
 class KeyState(enum.Enum):
@@ -60,8 +59,8 @@ class Space(Protocol[E]):
         """Nobody needs it any more."""
         ...
 
-    def keep_only(self, entries: Iterable[E]) -> tuple[Table, ...]:
-        """Take back all but these, without a step for each. What is to be emptied later, if there is such."""
+    def keep_only(self, entries: Iterable[E]) -> None:
+        """Take back all but these, without a step for each."""
         ...
 
 
@@ -88,11 +87,3 @@ class Witness(Protocol[E_contra]):
     def gone(self, entry: E_contra) -> None:
         """It was offered, or was to be, and never will be again."""
         ...
-
-
-class Forgotten(NamedTuple):
-    """What was withdrawn at once."""
-
-    num_withdrawn: int
-    tables: tuple[Table, ...]
-    """As they were, to be emptied. Who still reads them has to be done before."""

@@ -200,7 +200,7 @@ class LMCacheIndex(AskedIndex[Question, Known]):
         self._questions.clear()
         self._believed.clear()
         self._faded.clear()
-        return self._known.forget_all().num_withdrawn
+        return self._known.forget_all()
 
     def take_counts(self) -> TierCounts:
         """What was heard of is no store, and what is doubted no withdrawal: only what happened to it is counted."""

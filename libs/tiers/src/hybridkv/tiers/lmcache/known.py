@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.ledger import Entry, KeyState
-from hybridkv.tiers.leftovers import Table
 
 
 class Known(Entry):
@@ -37,5 +36,5 @@ class Names:
     def free(self, entry: Known) -> None:
         """Nothing to be given back."""
 
-    def keep_only(self, entries: Iterable[Known]) -> tuple[Table, ...]:
-        return ()
+    def keep_only(self, entries: Iterable[Known]) -> None:
+        """Nothing to be given back."""

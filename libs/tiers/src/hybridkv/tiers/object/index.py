@@ -408,7 +408,7 @@ class ObjectIndex:
         num_heard = self._heard.clear()
         self._changes += 1
         self._known.tally.invalidations += num_heard
-        return self._known.forget_all().num_withdrawn + num_heard
+        return self._known.forget_all() + num_heard
 
     def take_counts(self) -> TierCounts:
         """What was heard of is no store, and what is doubted no withdrawal: only what happened to it is counted."""

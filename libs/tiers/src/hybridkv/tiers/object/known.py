@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.ledger import Entry, KeyState
-from hybridkv.tiers.leftovers import Table
 from hybridkv.tiers.object.format.record import HEADER_BYTES
 
 
@@ -73,5 +72,5 @@ class Shelves:
     def free(self, entry: Known) -> None:
         """Nothing to be given back."""
 
-    def keep_only(self, entries: Iterable[Known]) -> tuple[Table, ...]:
-        return ()
+    def keep_only(self, entries: Iterable[Known]) -> None:
+        """Nothing to be given back."""

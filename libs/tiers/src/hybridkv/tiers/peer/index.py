@@ -203,7 +203,7 @@ class PeerIndex(AskedIndex[_Asked, Known]):
         for key, entry in self._known.by_key.items():
             if not entry.num_pins and entry.is_leased:
                 ended.setdefault(entry.peer, []).append(key)
-        num_withdrawn = self._known.forget_all().num_withdrawn
+        num_withdrawn = self._known.forget_all()
         self._num_invalidated += num_withdrawn
         self._release(ended)
         return num_withdrawn

@@ -1,8 +1,7 @@
 """The host memory tier: an LRU index over granules, and the arena that holds the bytes."""
 
 from hybridkv.tiers.ram.arena import DEFAULT_GRANULE_BYTES, RamArena
-from hybridkv.tiers.ram.index import RamIndex, describe
-from hybridkv.tiers.ram.plain_index import PlainRamIndex
+from hybridkv.tiers.ram.index import RamIndex
 from hybridkv.tiers.ram.sizes import choose_granule_bytes
 
-__all__ = ["DEFAULT_GRANULE_BYTES", "PlainRamIndex", "RamArena", "RamIndex", "choose_granule_bytes", "describe"]
+__all__ = ["DEFAULT_GRANULE_BYTES", "RamArena", "RamIndex", "choose_granule_bytes"]

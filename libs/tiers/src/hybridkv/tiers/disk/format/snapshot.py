@@ -27,7 +27,7 @@ from hybridkv.tiers.disk.format.layout import (
     SEGMENT_HEAD_BYTES,
     address_of,
 )
-from hybridkv.tiers.leftovers import pieces
+from hybridkv.tiers.yielding import pieces
 
 SNAPSHOT_MAGIC = b"\x89HKVI\r\n\n"
 _HEAD = struct.Struct("<8sHHI32sQQQQQQQ")

@@ -18,7 +18,7 @@ from hybridkv.tiers.disk.opening.recovery import Found, recover
 from hybridkv.tiers.disk.opening.unknown_files import remove_leftovers, say_unknown_files
 from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes, Fsync
 from hybridkv.tiers.disk.tables.change_log import ChangeLog
-from hybridkv.tiers.disk.tables.records import RecordTable, why_not_native
+from hybridkv.tiers.disk.tables.records import RecordTable
 from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable, Stage
 from hybridkv.tiers.disk.upkeep.agenda import Agenda
 from hybridkv.tiers.disk.upkeep.changes_file import ChangesFile
@@ -30,8 +30,7 @@ from hybridkv.tiers.disk.upkeep.state import Epoch, StoreState, Tables
 from hybridkv.tiers.disk.upkeep.upkeep import Upkeep
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import refused
-from hybridkv.tiers.index_size import in_words
-from hybridkv.tiers.leftovers import give_back_freed
+from hybridkv.tiers.yielding import give_back_freed
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +98,11 @@ def _open_store(
     except OSError as error:
         logger.warning("%s: %s", namespace.root.path, error)
     logger.info(
-        "disk tier in %s: %s; %d chunks, %.1f MiB of %.1f MiB used, "
+        "disk tier in %s: index of %d records takes up to %.1f MiB; %d chunks, %.1f MiB of %.1f MiB used, "
         "opened in %.2f s (%d of %d segments and %d changes read)",
         namespace.path,
-        in_words(records, why_not_native),
+        records.max_keys,
+        records.most_index_bytes / 2**20,
         records.num_keys,
         records.used_bytes / 2**20,
         sizes.usable_bytes / 2**20,

@@ -21,8 +21,6 @@ class Record(Entry):
     key: Key
     address: int
     payload_bytes: int
-    last_used: int = 0
-    """Higher: more recently. What keeps the order is the ledger's; this is for a snapshot of the one in Python."""
 
     @property
     def slot(self) -> Slot:

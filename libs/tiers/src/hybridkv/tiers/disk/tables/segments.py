@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 from collections import deque
 
-from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, SEGMENT_HEAD_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import DiskSizes
 from hybridkv.tiers.disk.tables.segment_heap import SegmentHeap
@@ -38,7 +37,6 @@ class Segment:
         "epoch",
         "is_moving",
         "is_sealed",
-        "keys",
         "live_bytes",
         "may_be_sealed",
         "num_used",
@@ -60,9 +58,6 @@ class Segment:
         """Records that are pinned, reserved, or the target of a copy: they hold the segment where it is."""
         self.num_written = 0
         """Of those, the ones that somebody may still be writing."""
-        self.keys: list[Key] = []
-        """Of every record that ever lay in it, where the records' table keeps them here; most may live elsewhere by
-        now, or nowhere."""
         self.is_moving = False
         """Its records are being copied away."""
         self.is_sealed = False
@@ -197,14 +192,11 @@ class SegmentTable:
         else:
             self.candidates.changed(segment.number)
 
-    def forget_keys(self) -> list[list[Key]]:
-        """The keys of all segments, which know none from now on and hold nothing that lives."""
-        key_lists = []
+    def forget_records(self) -> None:
+        """No segment holds anything that lives."""
         for segment in self.by_number.values():
-            key_lists.append(segment.keys)
-            segment.keys, segment.live_bytes = [], 0
+            segment.live_bytes = 0
             self.refile(segment)
-        return key_lists
 
     def hold(self, address: int, is_writing: bool, count: int = 1) -> None:
         """A record at this address has a reader or a writer; so have others in its segment, `count` together."""

@@ -56,11 +56,6 @@ class Dispatcher:
             partial(self._execute, piece, True, None), delay_s
         )
 
-    def run_behind(self, work: Callable[[], None]) -> None:
-        """Behind all that was started before. Not at all where the janitor takes nothing more."""
-        if self._janitor is not None:
-            self._janitor.submit(work)
-
     def next_ended(self) -> Outcome:
         """The first of `ended`, which counts as running no more."""
         outcome = self.ended.popleft()

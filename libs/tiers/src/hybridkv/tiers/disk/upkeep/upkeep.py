@@ -16,7 +16,6 @@ from hybridkv.tiers.disk.upkeep.dispatch import Dispatcher
 from hybridkv.tiers.disk.upkeep.janitor import Janitor
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece
 from hybridkv.tiers.disk.upkeep.state import StoreState
-from hybridkv.tiers.leftovers import Leftovers
 
 MAX_CHORES_IN_A_ROW = 64
 """That one call starts, where chores end before they are given back."""
@@ -149,13 +148,6 @@ class Upkeep:
     def give_up_snapshot(self) -> None:
         """Do not wait for the one that is being written, if there is one."""
         self._agenda.snapshot.give_up()
-
-    def free(self, leftovers: Leftovers) -> None:
-        """Behind the file work that was started before, which may still read them.
-
-        Where the janitor takes no more, they go when nobody reads them any more, in one step.
-        """
-        self._dispatcher.run_behind(leftovers.free)
 
     def stop(self) -> None:
         """Start nothing more: the janitor was closed."""

@@ -109,7 +109,7 @@ class EvictionOrderConformance:
     def test_an_order_that_gave_up_tracks_nothing_and_begins_anew(self) -> None:
         order = self.make_order_of(A, B)
         order.demote([B])
-        assert sum(map(len, order.give_up())) >= 2
+        order.give_up()
         assert (len(order), list(order)) == (0, [])
         order.track(B, entry())
         order.touch([A])

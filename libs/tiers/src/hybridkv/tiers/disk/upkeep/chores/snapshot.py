@@ -11,14 +11,14 @@ from hybridkv.tiers.disk.format import snapshot
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, address_of, number_of
 from hybridkv.tiers.disk.options import SNAPSHOT_ENTRY_BYTES
 from hybridkv.tiers.disk.tables.change_log import Cut, GivenUpError
-from hybridkv.tiers.disk.tables.snapshot_source import Source
+from hybridkv.tiers.disk.tables.snapshot_source import WalkedSource
 from hybridkv.tiers.disk.upkeep.chore import Chore, Ending, Files
 from hybridkv.tiers.disk.upkeep.chores.changes import Log
 from hybridkv.tiers.disk.upkeep.chores.copy import SegmentCopier
 from hybridkv.tiers.disk.upkeep.chores.journal import JournalWriter
 from hybridkv.tiers.disk.upkeep.kind import AnyPiece, Kind, Piece
 from hybridkv.tiers.disk.upkeep.state import StoreState
-from hybridkv.tiers.leftovers import give_back_freed
+from hybridkv.tiers.yielding import give_back_freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Save(Chore[bool]):
     next_number: int
     next_address: int
     pending: tuple[int, ...]
-    source: Source
+    source: WalkedSource
     max_bytes: int
     cut: Cut
     """Where the index was when this was planned."""

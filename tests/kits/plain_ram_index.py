@@ -1,16 +1,13 @@
-"""Gives out granules of equal size. Any set of granules serves a chunk, so nothing is lost to external fragmentation.
-
-Free granules are kept as maximal runs in two dicts (by first and by last granule): joining and splitting cost O(1) a
-run, and memory grows with the number of holes, not with the size of the arena. Knows neither the life of a key nor
-eviction.
-"""
+"""The index of host memory over Python's own tables: the model that `RamIndex` is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.ledger import Entry, KeyState
+from hybridkv.tiers.contract import Key, Refusal, Slot
+from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyLedger, KeyState, LeastRecentlyUsed
+from hybridkv.tiers.ram.sizes import count_granules, count_keys, in_granules
 
 _RESERVED = KeyState.RESERVED
 
@@ -72,8 +69,7 @@ class GranuleAllocator:
         for offset, num_bytes in entry.slot.extents:
             self._give_back(offset // self.granule_bytes, -(-num_bytes // self.granule_bytes))
 
-    def keep_only(self, entries: Iterable[SlotEntry]) -> tuple[()]:
-        """Costs nothing for what is taken back, and leaves nothing to be emptied."""
+    def keep_only(self, entries: Iterable[SlotEntry]) -> None:
         self._count_by_first, self._first_by_last = {}, {}
         first = 0
         for offset, num_bytes in sorted(extent for entry in entries for extent in entry.slot.extents):
@@ -83,7 +79,6 @@ class GranuleAllocator:
             first = start + -(-num_bytes // self.granule_bytes)
         if first < self.num_granules:
             self._give_back(first, self.num_granules - first)
-        return ()
 
     def _give_back(self, first: int, count: int) -> None:
         before = self._first_by_last.pop(first - 1, None)
@@ -96,3 +91,50 @@ class GranuleAllocator:
             count += after
         self._count_by_first[first] = count
         self._first_by_last[first + count - 1] = first
+
+
+class PlainRamIndex(KeyLedger[SlotEntry]):
+    """Has the members of `RamIndex`."""
+
+    most_index_bytes = 0  # not counted
+
+    def __init__(self, capacity_bytes: int, granule_bytes: int, smallest_bytes: int = 1) -> None:
+        num_granules = count_granules(capacity_bytes, granule_bytes)
+        self.max_keys = count_keys(num_granules, granule_bytes, smallest_bytes)
+        order: EvictionOrder[SlotEntry] = LeastRecentlyUsed()
+        space = GranuleAllocator(num_granules, granule_bytes)
+        super().__init__(space, order, num_granules * granule_bytes, max_keys=self.max_keys)
+        self.granule_bytes = granule_bytes
+        self.before_reserving: Callable[[], None] | None = None
+        """Called before space is taken, which alone evicts, for whoever has something to pin that peers read."""
+
+    def find(self, key: Key) -> Slot | None:
+        """Where a committed key lies. Also for other threads, to whom it may not be true any more when they hear it."""
+        entry = self.by_key.get(key)
+        return entry.slot if entry is not None and entry.state is KeyState.COMMITTED else None
+
+    def cost(self, num_bytes: int) -> int:
+        return in_granules(self.granule_bytes, num_bytes)
+
+    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+        if num_bytes <= 0:
+            raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
+        if self.before_reserving is not None:
+            self.before_reserving()
+        cost = self.cost(num_bytes)
+        refusal = self.why_not(key, cost)
+        if refusal is not None:
+            return self.tally.refuse(refusal)
+        if self.used_bytes + cost > self.capacity_bytes or len(self.by_key) >= self.max_keys:
+            self.make_room(cost)
+        return self.take(key, num_bytes, cost).slot
+
+    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+
+    def clear(self) -> int:
+        return self.forget_all()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.clear()
