@@ -10,6 +10,7 @@ from random import Random
 from hybridkv.tiers.disk import DiskMedium, InlineJanitor, ThreadJanitor, plan_sizes
 from hybridkv.tiers.disk.files.names import rank_name, segment_name
 from hybridkv.tiers.errors import TierConfigurationError
+from kits.plain_disk_medium import PlainDiskMedium
 from soak.checks import Checks, Subject
 from soak.content import draw_prompt
 from soak.damage import remove_in_the_way
@@ -112,8 +113,8 @@ class Life:
             raise
 
     def _medium(self, digest: bytes, rank: int, is_native: bool) -> DiskMedium:
-        io = None if is_native else self.io
-        return DiskMedium(str(self.context.root), digest, rank, self.plan.options, io, self.clock, is_native or None)
+        where = str(self.context.root), digest, rank, self.plan.options
+        return DiskMedium(*where, None, self.clock) if is_native else PlainDiskMedium(*where, self.io, self.clock)
 
     def has_files(self, segment: int) -> bool:
         ranks = self.context.root / self.world.fingerprint.digest().hex()

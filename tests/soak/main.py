@@ -6,7 +6,6 @@ On stdout: what was done, and the seed. A finding says how to run its world agai
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shutil
 import sys
 import tempfile
@@ -53,12 +52,8 @@ class Run(NamedTuple):
 
 def run(what: Run, directory: Path, tally: Tally) -> SoakError | None:
     """What was found, and None if nothing was."""
-    has_native = importlib.util.find_spec("hybridkv.native") is not None
     may_mount = enter_mount_namespace()
-    around = Surroundings(
-        directory, what.mode, tally, has_native, may_mount, what.watchdog_s, what.sabotage, what.known
-    )
-    tally.add(f"with{'' if has_native else 'out'} hybridkv.native")
+    around = Surroundings(directory, what.mode, tally, may_mount, what.watchdog_s, what.sabotage, what.known)
     deadline_s = time.monotonic() + 60 * what.minutes
     number = what.only_world or 0
     num_ends = 0

@@ -118,7 +118,7 @@ def draw_world(seed: str, mode: Mode) -> WorldPlan:
     )
 
 
-def draw_life(world: WorldPlan, number: int, mode: Mode, has_native: bool) -> LifePlan:
+def draw_life(world: WorldPlan, number: int, mode: Mode) -> LifePlan:
     random = Random(f"life {world.seed} {number}")
     ends = {
         Mode.SOAK: [End.CLEAN, End.CLEAN, End.KILL_IN_CALL, End.KILL, End.POWER],
@@ -127,7 +127,7 @@ def draw_life(world: WorldPlan, number: int, mode: Mode, has_native: bool) -> Li
     }
     end = random.choice([end for end in ends[mode] if end is not End.POWER or not world.is_small_disk])
     # Calls are counted, and their effects held back, in Python alone.
-    is_native = has_native and end in (End.CLEAN, End.KILL) and random.random() < 0.6
+    is_native = end in (End.CLEAN, End.KILL) and random.random() < 0.6
     steps = random.choice([30, 100, 300]) if mode is Mode.SOAK else random.choice([20, 40, 80])
     largest = max(group.chunk_bytes for group in world.groups)
     return LifePlan(

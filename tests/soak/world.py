@@ -38,7 +38,6 @@ class Surroundings(NamedTuple):
     directory: Path
     mode: Mode
     tally: Tally
-    has_native: bool
     may_mount: bool
     watchdog_s: float
     sabotage: Sabotage
@@ -101,7 +100,7 @@ class World:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _draw(self, number: int) -> LifePlan:
-        return draw_life(self.plan, number, self._around.mode, self._around.has_native)
+        return draw_life(self.plan, number, self._around.mode)
 
     # One process.
 

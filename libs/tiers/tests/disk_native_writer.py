@@ -45,7 +45,7 @@ class Writer:
     def __init__(self, path: str) -> None:
         cache = disk_store.fingerprint(**RANKS)
         self.index = DiskIndex(path, cache, OPTIONS)
-        self.media = [DiskMedium(path, cache.digest(), rank, OPTIONS, is_native=True) for rank in range(NUM_RANKS)]
+        self.media = [DiskMedium(path, cache.digest(), rank, OPTIONS) for rank in range(NUM_RANKS)]
         self.ranks_left: dict[int, int] = {}
         self.next_number = 0
 

@@ -20,10 +20,12 @@ PLACE_BYTES = 8192
 
 
 class Tiers:
-    """The system calls of the medium's opener, and all of Python's runner, can be made to fail; time stands still."""
+    """Calls that open, close and sync can be made to fail, and all of a `PlainDiskMedium`; time stands still."""
 
-    def __init__(self, path: Path, options: DiskOptions, is_native: bool, near_chunks: int = 24) -> None:
-        self.path, self.options, self.is_native = path, options, is_native
+    def __init__(
+        self, path: Path, options: DiskOptions, near_chunks: int = 24, medium_type: type[DiskMedium] = DiskMedium
+    ) -> None:
+        self.path, self.options, self.medium_type = path, options, medium_type
         self.io = disk_faults.FaultyIO()
         self.clock = disk_store.Clock()
         self.index = disk_store.make_index(path, options, clock=self.clock)
@@ -34,7 +36,7 @@ class Tiers:
     def open_medium(self) -> None:
         """Anew, where there was one."""
         digest = disk_store.FINGERPRINT.digest()
-        self.medium = DiskMedium(str(self.path), digest, 0, self.options, self.io, is_native=self.is_native)
+        self.medium = self.medium_type(str(self.path), digest, 0, self.options, self.io)
         self.copies = CopyingMedium(self.arena)
         self.mover = TierMover(self.arena, {"disk": self.medium}, self.clock)
 

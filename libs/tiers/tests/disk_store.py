@@ -14,6 +14,7 @@ from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsyn
 from hybridkv.tiers.disk.files.names import rank_name, segment_name
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of, offset_of
 from hybridkv.tiers.disk.tables.record import Record
+from kits.plain_disk_medium import PlainDiskMedium
 
 TIMEOUT_S = patience.seconds(6.0)
 """Only a broken tier ever waits that long."""
@@ -84,7 +85,8 @@ def make_index(
 def make_medium(
     path: Path, options: DiskOptions, io: FileIO | None = None, rank: int = 0, **changes: object
 ) -> DiskMedium:
-    return DiskMedium(str(path), fingerprint(**changes).digest(), rank, options, io)
+    make = DiskMedium if io is None else PlainDiskMedium
+    return make(str(path), fingerprint(**changes).digest(), rank, options, io)
 
 
 def disk_bytes(path: Path) -> int:

@@ -117,7 +117,7 @@ class Run:
         """What is left then is made at `path`, opened, and looked at."""
         self.disk.write_out(time, mood, random.Random(seed), path)
         try:
-            self._check(path / Path(self.orders.path).name, self.expectations(time), is_native=bool(seed % 2))
+            self._check(path / Path(self.orders.path).name, self.expectations(time))
         except AssertionError as error:
             error.add_note(f"{self.orders}, power lost at {time} of {self.log.end}, mood {mood}, seed {seed}")
             raise
@@ -161,12 +161,9 @@ class Run:
             return certain_at is not None and certain_at <= time
         return self.orders.fsync is Fsync.ALWAYS
 
-    def _check(self, path: Path, expectations: dict[bytes, Expected], is_native: bool) -> None:
+    def _check(self, path: Path, expectations: dict[bytes, Expected]) -> None:
         index, evicted = self._reopened(path)
-        media = [
-            DiskMedium(str(path), index.namespace, rank, self.orders.options, is_native=is_native)
-            for rank in range(NUM_RANKS)
-        ]
+        media = [DiskMedium(str(path), index.namespace, rank, self.orders.options) for rank in range(NUM_RANKS)]
         try:
             for key, expected in expectations.items():
                 versions = self._loaded(index, media, key, expected.allowed)

@@ -1,7 +1,7 @@
 """A program that stores, withdraws, clears and evicts with many chunks on their way, and has all of it written down.
 
 What it gives the kernel to write and to sync, and when each ended, the library under `LD_PRELOAD` writes down
-(csrc/tests/file_watch.cc), whoever asks: io_uring, threads, Python. This adds what the disk's directories went through,
+(csrc/tests/file_watch.cc), whoever asks: io_uring or threads. This adds what the disk's directories went through,
 and its own words: what it began, and what it was told is done. All of it stands in one log, in one order.
 
 Arguments: a `WriterOrders` as JSON.
@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import disk_store
 import disk_writer
@@ -33,12 +33,9 @@ from hybridkv.tiers.disk import (
     ThreadJanitor,
 )
 from hybridkv.tiers.disk.medium import disk_medium as medium_module
-from hybridkv.tiers.disk.medium import native_runner, operations
-from hybridkv.tiers.disk.medium.disk_medium import native_queue
+from hybridkv.tiers.disk.medium.runner import Runner
 from hybridkv.tiers.disk.medium.syncer import Syncer
-
-if TYPE_CHECKING:
-    from hybridkv.native import RecordQueue
+from hybridkv.tiers.native import RecordQueue
 
 NUM_RANKS = disk_writer.NUM_RANKS
 NUM_AT_ONCE = 6
@@ -154,10 +151,8 @@ class Writer:
         janitor = InlineJanitor() if orders.seed % 2 else ThreadJanitor()
         self.io = NotingIO(log)
         self.index = DiskIndex(orders.path, cache, orders.options, janitor, self.io, self.clock)
-        is_native = orders.backend != "python"
         self.media = [
-            DiskMedium(orders.path, cache.digest(), rank, orders.options, self.io, is_native=is_native)
-            for rank in range(NUM_RANKS)
+            DiskMedium(orders.path, cache.digest(), rank, orders.options, self.io) for rank in range(NUM_RANKS)
         ]
         self.under_way: dict[int, tuple[bytes, Slot]] = {}
         """By version."""
@@ -284,7 +279,7 @@ class Writer:
             return
         self.say("begin", "settle")
         runners: list[Any] = [medium._runner for medium in self.media]
-        self.io.wait_until_synced([getattr(runner, "_syncing", runner)._syncer for runner in runners])
+        self.io.wait_until_synced([runner._syncing._syncer for runner in runners])
         self.say("done", "settle")
 
 
@@ -318,25 +313,19 @@ class EarlyQueue:
 def make_mistake(name: str) -> None:
     """In this process, for good."""
     if name == "stores are not synced":
-        for runner in (native_runner.NativeRunner, operations.RecordExecutor):
-            runner._syncs = property(lambda _: False, lambda _, __: None)  # type: ignore[attr-defined]
+        Runner._syncs = property(lambda _: False, lambda _, __: None)  # type: ignore[assignment]
     elif name == "nothing is synced every so often":
         Syncer.ended = lambda *_: False  # type: ignore[method-assign, assignment]
     elif name == "stores end before they are synced":
-        make_queue = medium_module.native_queue()
-        assert make_queue is not None
-        medium_module.native_queue = lambda: lambda *sizes: EarlyQueue(make_queue(*sizes))  # type: ignore
+        make_queue = medium_module.RecordQueue
+        medium_module.RecordQueue = lambda *sizes: EarlyQueue(make_queue(*sizes))  # type: ignore
     else:
         assert name in ("", "the device forgets"), name
 
 
 def main() -> None:
     orders = msgspec.json.decode(sys.argv[1], type=WriterOrders)
-    if orders.backend != "python":
-        make_queue = native_queue()
-        assert make_queue is not None
-        chosen = functools.partial(make_queue, backend=orders.backend)
-        medium_module.native_queue = lambda: chosen  # type: ignore[assignment]
+    medium_module.RecordQueue = functools.partial(RecordQueue, backend=orders.backend)  # type: ignore
     make_mistake(orders.mistake)
     Writer(orders, Log(orders.log, orders.mistake == "the device forgets")).run()
 

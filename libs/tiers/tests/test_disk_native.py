@@ -18,19 +18,20 @@ import pytest
 from hybridkv.tiers import Completion, FailureReason, Slot, Ticket, TierConfigurationError
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES
-from hybridkv.tiers.disk.medium import native_runner
-from hybridkv.tiers.disk.medium.disk_medium import native_queue
+from hybridkv.tiers.disk.medium import runner
 from hybridkv.tiers.disk.tables import records
+from hybridkv.tiers.native import RecordQueue
+from kits.plain_disk_medium import PlainDiskMedium
 
 OPTIONS = disk_store.options_for(16 * 8192, num_spare=3, batch_bytes=8 * PAGE_BYTES)
 
 
 def media(path: Path, options: DiskOptions, io: FileIO | None = None) -> tuple[DiskMedium, DiskMedium]:
-    """The extension's, and Python's."""
+    """The product's, and its model."""
     digest = disk_store.FINGERPRINT.digest()
     return (
-        DiskMedium(str(path), digest, 0, options, io, is_native=True),
-        DiskMedium(str(path), digest, 0, options, io, is_native=False),
+        DiskMedium(str(path), digest, 0, options, io),
+        PlainDiskMedium(str(path), digest, 0, options, io),
     )
 
 
@@ -130,8 +131,7 @@ def test_the_extension_and_python_say_the_same_of_damage(tmp_path: Path, damage:
 def test_a_call_that_stands_still_holds_up_nobody_else_and_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_queue = native_queue()
-    assert make_queue is not None
+    make_queue = RecordQueue
     event = threading.Event()
 
     class StandsStill:
@@ -162,7 +162,7 @@ def test_a_call_that_stands_still_holds_up_nobody_else_and_no_end(
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: StandsStill)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.RecordQueue", StandsStill)
     options = msgspec.structs.replace(OPTIONS, close_timeout_s=0.05)
     index = disk_store.make_index(tmp_path / "store", options)
     medium, _ = media(tmp_path / "store", options)
@@ -204,7 +204,7 @@ def test_a_file_that_cannot_be_opened_holds_up_nobody_whose_file_is_open(tmp_pat
     io = disk_faults.FaultyIO()
     options = msgspec.structs.replace(OPTIONS, max_queued=1, max_in_flight=1)
     index = disk_store.make_index(tmp_path / "store", options)
-    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, is_native=True)
+    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io)
     assert disk_store.store(index, medium, b"good", b"x" * 100)
     elsewhere = reserve_elsewhere(index)
     event = io.stalled["open"] = threading.Event()
@@ -226,14 +226,14 @@ def test_a_file_that_cannot_be_opened_holds_up_nobody_whose_file_is_open(tmp_pat
     index.close()
 
 
-@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("medium_type", [DiskMedium, PlainDiskMedium])
 def test_a_file_that_cannot_be_closed_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_native: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, medium_type: type[DiskMedium]
 ) -> None:
     io = disk_faults.FaultyIO()
     options = disk_store.options_for(2 * 8192, num_spare=9, max_in_flight=2, max_open_files=2)
     index = disk_store.make_index(tmp_path / "store", options)
-    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, is_native=is_native)
+    medium = medium_type(str(tmp_path / "store"), index.namespace, 0, options, io)
     assert disk_store.store(index, medium, b"first", b"x" * 100)
     io.failing["close"] = 5
     for number in range(20):
@@ -245,8 +245,7 @@ def test_a_file_that_cannot_be_closed_ends_nothing(
 
 
 def test_an_operation_that_cannot_be_begun_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_queue = native_queue()
-    assert make_queue is not None
+    make_queue = RecordQueue
 
     class HasNoMemory:
         def __init__(self, *arguments: int) -> None:
@@ -258,7 +257,7 @@ def test_an_operation_that_cannot_be_begun_has_failed(tmp_path: Path, monkeypatc
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: HasNoMemory)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.RecordQueue", HasNoMemory)
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS)
     slot = reserve(index, b"key", 100)
@@ -273,8 +272,7 @@ def test_an_operation_that_cannot_be_begun_has_failed(tmp_path: Path, monkeypatc
 def test_where_there_is_no_thread_operations_are_refused_until_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_queue = native_queue()
-    assert make_queue is not None
+    make_queue = RecordQueue
     errors: list[Exception] = [MemoryError(), RuntimeError("Resource temporarily unavailable")] * 2
 
     def make_when_there_is_one(*arguments: int) -> Any:
@@ -282,7 +280,7 @@ def test_where_there_is_no_thread_operations_are_refused_until_there_is_one(
             raise errors.pop()
         return make_queue(*arguments)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: make_when_there_is_one)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.RecordQueue", make_when_there_is_one)
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS)
     slot = reserve(index, b"key", 100)
@@ -301,7 +299,7 @@ def test_a_medium_that_never_got_a_thread_closes(tmp_path: Path, monkeypatch: py
     def make_none(*arguments: int) -> Any:
         raise RuntimeError("Resource temporarily unavailable")
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: make_none)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.RecordQueue", make_none)
     medium, _ = media(tmp_path, OPTIONS)
     assert medium.drain(0.0) and medium.poll() == []
     medium.close()
@@ -310,8 +308,7 @@ def test_a_medium_that_never_got_a_thread_closes(tmp_path: Path, monkeypatch: py
 def test_why_threads_make_the_calls_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_queue = native_queue()
-    assert make_queue is not None
+    make_queue = RecordQueue
 
     class RefusedRing:
         uring_error = errno.EPERM
@@ -322,21 +319,20 @@ def test_why_threads_make_the_calls_is_said_once(
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: RefusedRing)
-    native_runner._say_why_threads.cache_clear()
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.RecordQueue", RefusedRing)
+    runner._say_why_threads.cache_clear()
     with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
         for _ in range(2):
             media(tmp_path, OPTIONS)[0].close()
     assert caplog.text.count("refuses io_uring (Operation not permitted)") == 1
-    native_runner._say_why_threads.cache_clear()
+    runner._say_why_threads.cache_clear()
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.EMFILE])
 def test_a_ring_that_is_lacking_at_the_moment_is_asked_for_at_each_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    make_queue = native_queue()
-    assert make_queue is not None
+    make_queue = RecordQueue
     errors = [number, 0, number]
 
     class LackingRing:
@@ -347,7 +343,7 @@ def test_a_ring_that_is_lacking_at_the_moment_is_asked_for_at_each_opening(
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: LackingRing)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.RecordQueue", LackingRing)
     with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
         for _ in range(3):
             media(tmp_path, OPTIONS)[0].close()
@@ -374,8 +370,7 @@ def test_calls_that_refuse_direct_io_are_made_again_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with some file systems: the file opens, and then each call fails."""
-    make_queue = native_queue()
-    assert make_queue is not None
+    make_queue = RecordQueue
 
     class RefusesDirect:
         def __init__(self, *arguments: int) -> None:
@@ -393,7 +388,7 @@ def test_calls_that_refuse_direct_io_are_made_again_through_the_page_cache(
         def __getattr__(self, name: str) -> Any:
             return getattr(self.queue, name)
 
-    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.native_queue", lambda: RefusesDirect)
+    monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.RecordQueue", RefusesDirect)
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS)
     for number in range(3):
@@ -415,7 +410,7 @@ def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_
     clock = disk_store.Clock()
     options = msgspec.structs.replace(OPTIONS, fsync=Fsync.INTERVAL)
     index = disk_store.make_index(tmp_path / "store", options)
-    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, clock, is_native=True)
+    medium = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, clock)
     for number in range(3):
         assert disk_store.store(index, medium, b"%d" % number, b"x" * 100)
     assert io.count("fdatasync") == 0
@@ -423,7 +418,7 @@ def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_
     medium.close()
     assert io.count("fdatasync") >= 1
     index.close()
-    other = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, clock, is_native=True)
+    other = DiskMedium(str(tmp_path / "store"), index.namespace, 0, options, io, clock)
     before = io.count("fdatasync")
     other.close()
     assert io.count("fdatasync") == before, "nothing was stored"

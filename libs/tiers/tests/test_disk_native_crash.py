@@ -15,7 +15,6 @@ from pathlib import Path
 
 import disk_native_writer
 import disk_store
-import pytest
 from examples import examples
 
 from hybridkv.tiers.disk import DiskMedium
@@ -44,28 +43,26 @@ def numbers(words: list[str], verb: str) -> set[int]:
     return {int(line.split()[1]) for line in words if line.startswith(f"{verb} ")}
 
 
-@pytest.mark.parametrize("is_native", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_writer_that_is_killed_in_the_extension_leaves_what_it_committed(tmp_path: Path, is_native: bool) -> None:
-    """Read by the extension, and by Python."""
-    chooser = random.Random(int(is_native))
+def test_a_writer_that_is_killed_in_the_extension_leaves_what_it_committed(tmp_path: Path) -> None:
+    chooser = random.Random(1)
     for kill in range(examples(NUM_KILLS, 3)):
         path = tmp_path / str(kill)
         words = write_until_killed(path, chooser.randrange(1, disk_native_writer.NUM_RECORDS * 3 // 4))
         assert "end" not in words
         begun, committed = numbers(words, "begin"), numbers(words, "commit")
         assert committed < begun, "it was killed while something was on its way"
-        found = offered(path, is_native)
+        found = offered(path)
         assert committed <= found <= begun
 
 
-def offered(path: Path, is_native: bool) -> set[int]:
+def offered(path: Path) -> set[int]:
     """The numbers of the records that an opening offers. Each is whole on every rank."""
     options, ranks = disk_native_writer.OPTIONS, disk_native_writer.RANKS
     index = disk_store.make_index(path, options, **ranks)
     assert index.take_counts().evictions == 0
     found = {key: int(key.split()[1]) for key in disk_store.records_of(index)}
     for rank in range(disk_native_writer.NUM_RANKS):
-        medium = DiskMedium(str(path), index.namespace, rank, options, is_native=is_native)
+        medium = DiskMedium(str(path), index.namespace, rank, options)
         for key, number in found.items():
             loaded = disk_store.load(index, medium, key)
             assert loaded is not None and loaded[0].failure is None, loaded

@@ -26,20 +26,17 @@ from examples import thinned
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, Ticket, is_shortage
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor
-from hybridkv.tiers.disk.medium.disk_medium import native_queue
 from hybridkv.tiers.stack import BreakerState, Direction, HoldFailure
 
 SHORTAGES = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK]
 OPTIONS = disk_store.options_for(24 * 12288, num_spare=3, direct=False)
-RUNNERS = [False, pytest.param(True, marks=pytest.mark.skipif(native_queue() is None, reason="no hybridkv.native"))]
 NUM_CHUNKS = 12
 KEYS = [b"chunk %d" % number for number in range(NUM_CHUNKS)]
 
 
-@pytest.mark.parametrize("is_native", RUNNERS)
 @pytest.mark.parametrize("number", SHORTAGES)
-def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, is_native: bool, number: int) -> None:
-    tiers = Tiers(tmp_path / "store", OPTIONS, is_native)
+def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, number: int) -> None:
+    tiers = Tiers(tmp_path / "store", OPTIONS)
     assert tiers.store(KEYS) == [None] * NUM_CHUNKS
     tiers.forget_near()
     tiers.io.failing["open"] = number
@@ -56,11 +53,10 @@ def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, is_native: boo
     tiers.close()
 
 
-@pytest.mark.parametrize("is_native", RUNNERS)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_a_disk_that_fails_is_no_shortage(tmp_path: Path, is_native: bool, number: int) -> None:
+def test_a_disk_that_fails_is_no_shortage(tmp_path: Path, number: int) -> None:
     """The other side of the test before: it would pass as well if nothing were ever withdrawn."""
-    tiers = Tiers(tmp_path / "store", OPTIONS, is_native)
+    tiers = Tiers(tmp_path / "store", OPTIONS)
     assert tiers.store(KEYS) == [None] * NUM_CHUNKS
     tiers.forget_near()
     tiers.io.failing["open"] = number
@@ -71,9 +67,8 @@ def test_a_disk_that_fails_is_no_shortage(tmp_path: Path, is_native: bool, numbe
     tiers.close()
 
 
-@pytest.mark.parametrize("is_native", RUNNERS)
-def test_a_store_without_files_leaves_the_chunk_where_it_is(tmp_path: Path, is_native: bool) -> None:
-    tiers = Tiers(tmp_path / "store", OPTIONS, is_native)
+def test_a_store_without_files_leaves_the_chunk_where_it_is(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path / "store", OPTIONS)
     tiers.io.failing["open"] = errno.EMFILE
     assert [failure.reason for failure in tiers.store(KEYS[:1]) if failure] == [FailureReason.BUSY]
     assert tiers.near.lookup(KEYS[0]) is LookupResult.HIT and tiers.index.lookup(KEYS[0]) is LookupResult.MISS
@@ -152,10 +147,9 @@ def test_without_threads_or_memory_for_them_an_operation_is_busy(
         store.close()
 
 
-@pytest.mark.skipif(native_queue() is None, reason="no hybridkv.native")
-def test_the_extension_says_busy_where_it_gets_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_medium_says_busy_where_it_gets_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
-    medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, OPTIONS, is_native=True)
+    medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, OPTIONS)
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -168,14 +162,13 @@ def test_the_extension_says_busy_where_it_gets_no_thread(tmp_path: Path, monkeyp
     index.close()
 
 
-@pytest.mark.skipif(native_queue() is None, reason="no hybridkv.native")
 def test_a_file_system_without_direct_io_and_a_process_without_threads_lose_no_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a read says that O_DIRECT is not possible, and then there is nobody to open the file anew."""
     options = msgspec.structs.replace(OPTIONS, direct="auto")
     index = disk_store.make_index(tmp_path / "store", options)
-    medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, options, is_native=True)
+    medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, options)
     assert disk_store.store(index, medium, b"key", CHUNK)
     runner: Any = medium._runner
     if not runner._direct.is_on:
@@ -209,13 +202,10 @@ def test_a_file_system_without_direct_io_and_a_process_without_threads_lose_no_c
     index.close()
 
 
-@pytest.mark.parametrize("is_native", RUNNERS)
-def test_a_medium_closes_where_there_is_no_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_native: bool
-) -> None:
+def test_a_medium_closes_where_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = msgspec.structs.replace(OPTIONS, close_timeout_s=0.5)
     index = disk_store.make_index(tmp_path / "store", options)
-    medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, options, is_native=is_native)
+    medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, options)
     assert disk_store.store(index, medium, b"key", CHUNK)
 
     def refuse(self: threading.Thread) -> None:
@@ -423,7 +413,7 @@ import os, pathlib, resource, sys
 import disk_stack
 import test_disk_shortage as test
 from hybridkv.tiers import FailureReason
-tiers = disk_stack.Tiers(pathlib.Path(sys.argv[1]), test.OPTIONS, sys.argv[2] == "native")
+tiers = disk_stack.Tiers(pathlib.Path(sys.argv[1]), test.OPTIONS)
 assert tiers.store(test.KEYS) == [None] * test.NUM_CHUNKS
 tiers.forget_near()
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -441,13 +431,14 @@ tiers.close()
 """
 
 
-@pytest.mark.parametrize("is_native", [pytest.param(False, marks=pytest.mark.full), RUNNERS[1]])
-def test_a_real_limit_of_open_files_loses_no_chunk(tmp_path: Path, is_native: bool) -> None:
+def test_a_real_limit_of_open_files_loses_no_chunk(tmp_path: Path) -> None:
     """In a process of its own, as the limit is the whole process's."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
-    arguments = [str(tmp_path / "store"), "native" if is_native else "python"]
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LIMITED), *arguments], env=environment, capture_output=True, check=False
+        [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path / "store")],
+        env=environment,
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64

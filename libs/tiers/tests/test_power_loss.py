@@ -1,4 +1,4 @@
-"""A loss of power takes what `fsync` says and no more, whoever writes: io_uring, threads, Python.
+"""A loss of power takes what `fsync` says and no more, whoever writes: io_uring or threads.
 
 A writer runs in a process whose writes and syncs are watched where the kernel gets them. Then power is lost in the log
 of it, in many places, and each time something that a disk may hold then is opened and loaded.
@@ -22,7 +22,7 @@ from hybridkv.tiers.disk import Fsync
 NUM_LOSSES = int(os.environ.get("POWER_LOSSES", "15"))
 """Of each run."""
 FIRST_SEED = int(os.environ.get("POWER_LOSS_SEED", "0"))
-BACKENDS = ("io_uring", "threads", "python")
+BACKENDS = ("io_uring", "threads")
 Make: TypeAlias = Callable[[str, Fsync, bool, str], Run]
 
 
@@ -81,7 +81,7 @@ def test_with_interval_what_was_committed_becomes_certain_while_others_are_store
         ("io_uring", "stores end before they are synced"),
         ("io_uring", "the device forgets"),
         ("threads", "stores end before they are synced"),
-        ("python", "stores are not synced"),
+        ("threads", "stores are not synced"),
     ],
 )
 def test_a_sync_that_is_missing_or_late_is_found(tmp_path: Path, written: Make, backend: str, mistake: str) -> None:

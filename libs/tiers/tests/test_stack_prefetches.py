@@ -628,7 +628,7 @@ def test_whatever_is_asked_for_comes_as_far_as_a_list_that_is_walked_says(wanted
 
 
 def test_a_prefix_comes_from_a_disk_whole(tmp_path: Path) -> None:
-    it = Tiers(tmp_path / "store", OPTIONS, is_native=False)
+    it = Tiers(tmp_path / "store", OPTIONS)
     keys = prefix(12)
     it.store(keys)
     it.forget_near()

@@ -14,14 +14,13 @@ from disk_stack import Tiers
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.disk import DiskOptions, Fsync
-from hybridkv.tiers.disk.medium.disk_medium import native_queue
 from hybridkv.tiers.stack import BreakerState, Direction
+from kits.plain_disk_medium import PlainDiskMedium
 
 OPTIONS = DiskOptions(capacity_bytes=4 << 20, segment_bytes=128 << 10, fsync=Fsync.NONE, direct=False)
 NUM_CHUNKS = 150
 STORES_PER_HOLD = 4
 """More in a row than open a breaker, as a request stores its chunks together."""
-RUNNERS = [False, pytest.param(True, marks=pytest.mark.skipif(native_queue() is None, reason="no hybridkv.native"))]
 
 
 def stored(tiers: Tiers, num_chunks: int) -> list[bytes]:
@@ -47,7 +46,7 @@ def served(tiers: Tiers, keys: list[bytes]) -> int:
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
 def test_a_disk_that_takes_nothing_serves_what_it_has(tmp_path: Path, number: int) -> None:
-    tiers = Tiers(tmp_path / "store", OPTIONS, is_native=False, near_chunks=8)
+    tiers = Tiers(tmp_path / "store", OPTIONS, near_chunks=8, medium_type=PlainDiskMedium)
     keys = stored(tiers, NUM_CHUNKS)
     tiers.io.failing["pwritev"] = number
     assert served(tiers, keys) == len(keys)
@@ -63,7 +62,7 @@ def test_a_disk_that_takes_nothing_serves_what_it_has(tmp_path: Path, number: in
 
 def test_a_disk_that_gives_nothing_is_left_alone(tmp_path: Path) -> None:
     """The other side of the test before: reads that fail are what loads are kept away for."""
-    tiers = Tiers(tmp_path / "store", OPTIONS, is_native=False, near_chunks=8)
+    tiers = Tiers(tmp_path / "store", OPTIONS, near_chunks=8, medium_type=PlainDiskMedium)
     keys = stored(tiers, NUM_CHUNKS)
     tiers.io.failing["preadv"] = errno.EIO
     assert served(tiers, keys) == 0
@@ -75,11 +74,11 @@ MOUNTED = """
 import pathlib, subprocess, sys
 import test_stack_read_only as test
 from disk_stack import Tiers
-path, is_native, num_chunks = pathlib.Path(sys.argv[1]), sys.argv[2] == "native", int(sys.argv[3])
+path, num_chunks = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 def mount(*options):
     subprocess.run(["mount", *options], check=True)
 mount("-t", "tmpfs", "-o", "size=16m,mode=0700", "tmpfs", str(path))
-tiers = Tiers(path, test.OPTIONS, is_native, near_chunks=8)
+tiers = Tiers(path, test.OPTIONS, near_chunks=8)
 keys = test.stored(tiers, num_chunks)
 tiers.medium.close()  # the system mounts nothing read-only while somebody may write to a file in it
 mount("-o", "remount,ro", str(path))
@@ -96,14 +95,14 @@ tiers.close()
 """
 
 
-def mounted(path: Path, is_native: bool, num_chunks: int) -> tuple[int, int]:
+def mounted(path: Path, num_chunks: int) -> tuple[int, int]:
     """Holds that became ready on a file system that was mounted read-only, and how many there were."""
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount a file system in a namespace of his own")
     path.mkdir(mode=0o700)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
-    arguments = [str(path), "native" if is_native else "python", str(num_chunks)]
+    arguments = [str(path), str(num_chunks)]
     done = subprocess.run(
         [*namespace, sys.executable, "-c", MOUNTED, *arguments], env=environment, capture_output=True, check=False
     )
@@ -112,12 +111,11 @@ def mounted(path: Path, is_native: bool, num_chunks: int) -> tuple[int, int]:
     return num_served, num_holds
 
 
-@pytest.mark.parametrize("is_native", [pytest.param(False, marks=pytest.mark.full), RUNNERS[1]])
-def test_a_file_system_that_is_mounted_read_only_serves_what_it_has(tmp_path: Path, is_native: bool) -> None:
-    num_served, num_holds = mounted(tmp_path / "mounted", is_native, NUM_CHUNKS)
+def test_a_file_system_that_is_mounted_read_only_serves_what_it_has(tmp_path: Path) -> None:
+    num_served, num_holds = mounted(tmp_path / "mounted", NUM_CHUNKS)
     assert num_served == num_holds > 100
 
 
 def test_a_read_only_disk_that_is_full_gives_up_little_to_make_room_in_vain(tmp_path: Path) -> None:
-    num_served, num_holds = mounted(tmp_path / "mounted", False, 400)
+    num_served, num_holds = mounted(tmp_path / "mounted", 400)
     assert num_holds > 100 and num_served >= num_holds - 2 * 10, "no more than two segments' worth"

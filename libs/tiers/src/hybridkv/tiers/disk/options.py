@@ -79,8 +79,8 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         fsync: see `Fsync`.
         fsync_interval_s: for `Fsync.INTERVAL`.
         direct: pass the page cache by. "auto": where the file system can.
-        max_in_flight: calls on their way at one time that move records, 1 to 64. Where there is no io_uring, and
-            without `hybridkv.native`, as many threads make them.
+        max_in_flight: calls on their way at one time that move records, 1 to 64. Where there is no io_uring,
+            as many threads make them.
         max_queued: operations that wait in a medium; beyond them one completes with BUSY.
         batch_bytes: adjacent records that are read or written by one call.
         max_open_files: segment files that a medium keeps open.

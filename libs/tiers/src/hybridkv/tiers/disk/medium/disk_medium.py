@@ -7,32 +7,24 @@ with before a load succeeds. `store`, `load` and `poll` only touch queues in mem
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 from hybridkv.tiers.buffers import byte_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES, is_place
-from hybridkv.tiers.disk.medium.native_runner import NativeRunner
 from hybridkv.tiers.disk.medium.operations import Headers, Operation
-from hybridkv.tiers.disk.medium.python_runner import PythonRunner
 from hybridkv.tiers.disk.medium.runner import Runner
 from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.options import DiskOptions
-from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import root_path
 from hybridkv.tiers.files.file_io import FileIO
+from hybridkv.tiers.native import RecordQueue
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from hybridkv.native import RecordQueue
-
-logger = logging.getLogger(__name__)
 
 
 class DiskMedium:
@@ -43,13 +35,11 @@ class DiskMedium:
         namespace: the fingerprint's digest, 32 bytes.
         rank: whose bytes these are.
         options: the index's.
-        io: calls of the operating system.
+        io: calls that open, close and sync files; reads and writes are the record queue's own.
         clock: seconds, for the interval of `Fsync.INTERVAL`.
-        is_native: whether `hybridkv.native` moves the bytes, and not `io`. None: where it can be imported, unless `io`
-            is given.
 
     Raises:
-        TierConfigurationError: `is_native`, and there is no extension; the path is no absolute one.
+        TierConfigurationError: the path is no absolute one.
     """
 
     def __init__(
@@ -60,21 +50,15 @@ class DiskMedium:
         options: DiskOptions,
         io: FileIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        is_native: bool | None = None,
     ) -> None:
-        make_queue = native_queue() if is_native or (is_native is None and io is None) else None
-        if is_native and make_queue is None:
-            raise TierConfigurationError("is_native", "hybridkv.native, which cannot be imported", is_native)
         io = io or FileIO()
         self._cache = SegmentCache(io, root_path(path), namespace, rank, options.max_open_files)
-        headers = Headers(namespace, rank)
-        self._runner: Runner
-        if make_queue is not None:
-            self._runner = NativeRunner(make_queue, io, self._cache, headers, options, clock)
-        else:
-            self._runner = PythonRunner(io, self._cache, headers, options, clock)
+        self._runner = self._make_runner(io, Headers(namespace, rank), options, clock)
         self._lock = threading.Lock()
         self._refused: list[Completion] = []
+
+    def _make_runner(self, io: FileIO, headers: Headers, options: DiskOptions, clock: Callable[[], float]) -> Runner:
+        return Runner(RecordQueue, io, self._cache, headers, options, clock)
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
         self._submit(ticket, key, slot, source, is_store=True)
@@ -105,21 +89,6 @@ class DiskMedium:
         if failure is not None:
             with self._lock:
                 self._refused.append(Completion(ticket, failure))
-
-
-@cache
-def native_queue() -> Callable[[int, int, int], RecordQueue] | None:
-    """None, and said once, when there is none."""
-    try:
-        from hybridkv.native import RecordQueue
-    except ImportError as error:
-        logger.warning(
-            "hybridkv.native cannot be imported (%s): the disk tier moves its bytes in Python, at a part of the speed; "
-            "hint: install a hybridkv-vllm wheel that was built for this Python",
-            error,
-        )
-        return None
-    return RecordQueue
 
 
 def _why_not_move(key: Key, slot: Slot, views: list[memoryview], is_store: bool) -> Failure | None:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hybridkv.tiers.disk.files.names import rank_name, segment_name
-from hybridkv.tiers.disk.medium.shared_sync import SharedSync
 from hybridkv.tiers.files.directory import Directory
 from hybridkv.tiers.files.file_io import FileIO
 
@@ -24,14 +23,11 @@ logger = logging.getLogger(__name__)
 class OpenSegment:
     """A segment file that stays open as long as somebody uses it."""
 
-    __slots__ = ("fd", "is_direct", "is_forgotten", "num_users", "syncs")
-
     def __init__(self, fd: int, is_direct: bool) -> None:
         self.fd = fd
         self.is_direct = is_direct
         self.num_users = 0
         self.is_forgotten = False
-        self.syncs = SharedSync()
 
 
 class SegmentCache:

@@ -1,0 +1,290 @@
+"""A medium of the disk tier that moves its bytes in Python, on threads: tests make any of its system calls fail."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from hybridkv.tiers.contract import Completion, Failure, FailureReason
+from hybridkv.tiers.disk import DiskMedium, DiskOptions, FileIO, Fsync
+from hybridkv.tiers.disk.files.record_io import FilePosition, RecordReader, RecordWriter, Scratch
+from hybridkv.tiers.disk.format.checksum import checksum_of
+from hybridkv.tiers.disk.format.layout import number_of, offset_of, record_bytes
+from hybridkv.tiers.disk.format.record import encode_record, verify
+from hybridkv.tiers.disk.medium.operations import (
+    CLOSED,
+    NO_THREAD,
+    DirectMode,
+    Headers,
+    Operation,
+    busy,
+    failure_of,
+)
+from hybridkv.tiers.disk.medium.segment_cache import OpenSegment, SegmentCache
+from hybridkv.tiers.disk.medium.syncer import Syncer
+from hybridkv.tiers.shortage import is_shortage
+
+logger = logging.getLogger(__name__)
+
+MAX_LOADS_BEFORE_A_STORE = 8
+"""A store that waits is overtaken by no more."""
+
+
+class PlainDiskMedium(DiskMedium):
+    """Every call is one of `io`."""
+
+    def _make_runner(  # type: ignore[override]
+        self, io: FileIO, headers: Headers, options: DiskOptions, clock: Callable[[], float]
+    ) -> PlainRunner:
+        return PlainRunner(io, self._cache, headers, options, clock)
+
+
+class PlainRunner:
+    """Has the members of `Runner`. Loads go before stores, and neighbours in a file are moved together."""
+
+    def __init__(
+        self, io: FileIO, cache: SegmentCache, headers: Headers, options: DiskOptions, clock: Callable[[], float]
+    ) -> None:
+        self._options = options
+        self._cache = cache
+        direct = DirectMode(options.direct)
+        self._executor = RecordExecutor(io, cache, headers, options, direct)
+        self._syncer = Syncer(io, cache, options, clock, direct)
+        self._condition = threading.Condition()
+        self._loads: deque[Operation] = deque()
+        self._stores: deque[Operation] = deque()
+        self._loads_in_a_row = 0
+        self._num_running = 0
+        self._completions: list[Completion] = []
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    def submit(self, operation: Operation) -> Failure | None:
+        with self._condition:
+            if self._is_closed:
+                return CLOSED
+            queue = self._stores if operation.is_store else self._loads
+            if len(queue) >= self._options.max_queued:
+                return busy(len(queue))
+            if len(self._threads) < self._options.max_in_flight and not self._start_thread():
+                return NO_THREAD
+            queue.append(operation)
+            self._condition.notify()
+        return None
+
+    def take(self) -> list[Completion]:
+        with self._condition:
+            completions, self._completions = self._completions, []
+        return completions
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        with self._condition:
+            return self._condition.wait_for(self._is_idle, timeout_s)
+
+    def close(self) -> None:
+        with self._condition:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for operation in (*self._loads, *self._stores):
+                self._completions.append(Completion(operation.ticket, CLOSED))
+            self._loads.clear()
+            self._stores.clear()
+            self._condition.notify_all()
+        # A thread that a device holds longer is left.
+        ending = threading.Thread(target=self._end, name="hybridkv-disk-end", daemon=True)
+        try:
+            ending.start()
+        except (RuntimeError, MemoryError):  # there is no other thread: as far as it goes in this one
+            self._end(self._options.close_timeout_s)
+            return
+        ending.join(self._options.close_timeout_s)
+
+    def _end(self, timeout_s: float | None = None) -> None:
+        """In a thread of its own: any of it may wait for a device."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return
+        self._syncer.sync()
+        self._cache.close()
+
+    def _is_idle(self) -> bool:
+        return not (self._loads or self._stores or self._num_running)
+
+    def _start_thread(self) -> bool:
+        """False when there is no thread at all: the process may have no more, or no memory for one."""
+        name = f"hybridkv-disk-{len(self._threads)}"
+        try:
+            scratch = Scratch(self._options.batch_bytes)
+            thread = threading.Thread(target=self._work, args=(scratch,), name=name, daemon=True)
+            thread.start()
+        except (RuntimeError, OSError, MemoryError):
+            return bool(self._threads)
+        self._threads.append(thread)
+        return True
+
+    def _work(self, scratch: Scratch) -> None:
+        while True:
+            with self._condition:
+                while not (self._loads or self._stores or self._is_closed or self._syncer.is_due):
+                    self._condition.wait(self._syncer.wait_s)
+                if self._is_closed:
+                    return
+                batch = self._next_batch()
+                self._num_running += len(batch)
+            if not batch:
+                self._syncer.sync()
+                continue
+            completions = self._executor.run(batch, scratch)
+            for operation, completion in zip(batch, completions, strict=True):
+                self._syncer.ended(operation, completion)
+            self._cache.close_unused()
+            with self._condition:
+                self._completions += completions
+                self._num_running -= len(batch)
+                if self._is_idle():
+                    self._condition.notify_all()
+
+    def _next_batch(self) -> list[Operation]:
+        """The first operation that waits, and those behind it that continue it in the file."""
+        has_turn = not self._stores or self._loads_in_a_row < MAX_LOADS_BEFORE_A_STORE
+        queue = self._loads if self._loads and has_turn else self._stores
+        self._loads_in_a_row = self._loads_in_a_row + 1 if queue is self._loads else 0
+        batch: list[Operation] = []
+        num_bytes = 0
+        while queue and num_bytes < self._options.batch_bytes:
+            if batch and not queue[0].continues(batch[-1]):
+                break
+            operation = queue.popleft()
+            num_bytes += record_bytes(operation.num_bytes)
+            batch.append(operation)
+        return batch
+
+
+class RecordExecutor:
+    """Carries out a run of adjacent stores or loads in one segment. Used by every thread of a medium."""
+
+    def __init__(
+        self, io: FileIO, cache: SegmentCache, headers: Headers, options: DiskOptions, direct: DirectMode
+    ) -> None:
+        self._io = io
+        self._cache = cache
+        self._headers = headers
+        self._batch_bytes = options.batch_bytes
+        self._syncs = options.fsync is Fsync.ALWAYS
+        self._direct = direct
+        self._lock = threading.Lock()
+        self._shared_syncs: WeakKeyDictionary[OpenSegment, SharedSync] = WeakKeyDictionary()
+
+    def run(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
+        """One completion for each operation of a run that is all stores or all loads."""
+        is_direct = self._direct.is_on
+        try:
+            if batch[0].is_store:
+                return self._store(batch, scratch, is_direct)
+            return self._load(batch, scratch, is_direct)
+        except OSError as error:
+            if is_direct and self._direct.falls_back(error):
+                return self.run(batch, scratch)
+            if len(batch) > 1:  # one bad place must not fail its neighbours
+                return [completion for operation in batch for completion in self.run([operation], scratch)]
+            if not is_shortage(error):
+                self._cache.forget(number_of(batch[0].address))
+            return [Completion(batch[0].ticket, failure_of(batch[0], error))]
+        except MemoryError as error:
+            return [Completion(operation.ticket, failure_of(operation, error)) for operation in batch]
+        except Exception as error:  # a thread that ends would leave everybody waiting
+            logger.exception("a disk operation could not be carried out")
+            failure = Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
+            return [Completion(operation.ticket, failure) for operation in batch]
+
+    def _store(self, batch: list[Operation], scratch: Scratch, is_direct: bool) -> list[Completion]:
+        first = batch[0]
+        completions = []
+        with self._cache.opened(number_of(first.address), is_direct) as segment:
+            with self._lock:
+                shared = self._shared_syncs.setdefault(segment, SharedSync())
+            num_failed = shared.num_failed
+            position = FilePosition(self._io, segment.fd, offset_of(first.address), is_direct)
+            writer = RecordWriter(position, scratch, self._batch_bytes)
+            for operation in batch:
+                payload_checksum = checksum_of(operation.views)
+                writer.add(encode_record(self._headers.of(operation, payload_checksum)), operation.views)
+                completions.append(Completion(operation.ticket, checksum=payload_checksum))
+            writer.flush()
+            if self._syncs:
+                shared.sync(partial(self._io.fdatasync, segment.fd), num_failed)
+        return completions
+
+    def _load(self, batch: list[Operation], scratch: Scratch, is_direct: bool) -> list[Completion]:
+        first = batch[0]
+        with self._cache.opened(number_of(first.address), is_direct) as segment:
+            position = FilePosition(self._io, segment.fd, offset_of(first.address), is_direct)
+            reader = RecordReader(position, scratch, self._batch_bytes)
+            for operation in batch:
+                reader.add(operation.views)
+            reader.flush()
+        return [self._verified(operation, page) for operation, page in zip(batch, reader.headers, strict=True)]
+
+    def _verified(self, operation: Operation, page: bytes) -> Completion:
+        expected = self._headers.of(operation, b"")
+        failure, payload_checksum = verify(expected, page, operation.views)
+        return Completion(operation.ticket, failure, payload_checksum)
+
+
+class SharedSync:
+    """Of one descriptor. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._is_running = False
+        self._num_begun = 0
+        self._num_ended = 0
+        self._error_number = 0
+        self.num_failed = 0
+        """Whoever writes asks for it before."""
+
+    def sync(self, call: Callable[[], None], num_failed: int) -> None:
+        """Returns when all that this thread wrote is on the device. `call` syncs, where nobody else does.
+
+        `OSError` also where a sync went wrong since the caller asked for `num_failed`, which was before it wrote.
+        """
+        if self._is_mine():
+            self._run(call)
+        with self._condition:
+            if self.num_failed != num_failed:
+                raise OSError(self._error_number, os.strerror(self._error_number))
+
+    def _is_mine(self) -> bool:
+        """Wait for the first sync that begins from now on. Whether it is this thread's to make."""
+        with self._condition:
+            wanted = self._num_begun + 1
+            self._condition.wait_for(lambda: self._num_ended >= wanted or not self._is_running)
+            if self._num_ended >= wanted:
+                return False
+            self._is_running = True
+            self._num_begun += 1
+            return True
+
+    def _run(self, call: Callable[[], None]) -> None:
+        error_number = errno.EIO  # whatever else is raised
+        try:
+            call()
+            error_number = 0
+        except OSError as error:
+            error_number = error.errno or error_number
+        finally:
+            with self._condition:
+                self._is_running = False
+                self._num_ended += 1
+                if error_number:
+                    self.num_failed += 1
+                    self._error_number = error_number
+                self._condition.notify_all()
