@@ -23,9 +23,6 @@ LIBRARIES = ["hashing", "canonical", "planner", "metrics", "lmcache", "tiers", "
 NEEDS_ENGINE = {"canonical", "connectors"}
 """Whose README shows an engine's tensors or configuration; their imports need nothing of it."""
 
-OPTIONAL = {"hybridkv-native"}
-"""Compiled, and carried by the plugin's wheel: no library requires it, and they do without it where it is not."""
-
 IMPORT = """
 import importlib, sys
 module = importlib.import_module("hybridkv.{library}")
@@ -85,7 +82,7 @@ def closure(distribution: str, named: Callable[[str], set[str]]) -> set[str]:
     new = {distribution}
     while new:
         found |= new
-        new = {name for each in new for name in named(each) - OPTIONAL} - found
+        new = {name for each in new for name in named(each)} - found
     return found
 
 
@@ -124,7 +121,7 @@ def run(python: Path, program: str) -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_requires_exactly_the_libraries_that_its_sources_import(library: str) -> None:
     distribution = f"hybridkv-{library}"
-    assert required(distribution) == imported(distribution) - OPTIONAL
+    assert required(distribution) == imported(distribution)
     assert closure(distribution, required) == closure(distribution, imported)
 
 

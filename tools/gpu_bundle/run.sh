@@ -152,8 +152,8 @@ build() {
 
 native_imports() { "$PYTHON" -c 'import hybridkv.native as native; print("instructions:", *native.levels())'; }
 
-# hybridkv.native is taken from the bundle if this Python can import it, and built here otherwise. Without it the
-# libraries use their references in Python, which are slower and nothing else.
+# hybridkv.native is taken from the bundle if this Python can import it, and built here otherwise. The libraries cannot be
+# imported without it.
 host() {
   local native=$SITE/hybridkv/native
   mkdir -p "$native"

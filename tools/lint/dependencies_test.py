@@ -14,9 +14,6 @@ from typing import Any
 # Given by the process that loads us, and named by no distribution of ours.
 ENGINE = {"connectors": {"huggingface_hub", "torch", "vllm"}}
 
-# Compiled, and carried by the plugin's wheel: these libraries do without it where it is not.
-OPTIONAL = {"tiers": {"hybridkv-native"}, "transfer": {"hybridkv-native"}}
-
 # Distributions that are not called as what they bring.
 DISTRIBUTIONS = {"zmq": "pyzmq"}
 
@@ -48,7 +45,7 @@ def main() -> int:
     for file in libraries:
         library = file.parent
         project = tomllib.loads(file.read_text())["project"]
-        given = ENGINE.get(library.name, set()) | OPTIONAL.get(library.name, set())
+        given = ENGINE.get(library.name, set())
         known = _declared(project) | given | {project["name"]} | sys.stdlib_module_names
         wrong += [
             f"{path}: imports {module}, which {file} does not declare"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def test_the_extension_runs_on_a_later_python(tmp_path: Path) -> None:
-    [wheel] = Path(os.environ["HYBRIDKV_PLUGIN_WHEEL"]).glob("*.whl")
+    [wheel] = Path(os.environ["HYBRIDKV_NATIVE_WHEEL"]).glob("*.whl")
     assert "-cp312-abi3-" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)

@@ -1,8 +1,4 @@
-"""Puts the compiled part into the wheel, and tags the wheel for what that part runs on.
-
-Bazel compiles it and lays it beside this file. A wheel that is built without it is for every platform and Python; the
-libraries then use their references.
-"""
+"""Tags the wheel for what its extension runs on. Bazel compiles the extension and lays it in the package."""
 
 from __future__ import annotations
 
@@ -20,15 +16,14 @@ OLDEST_OF_ABI3 = ("cp312", "abi3")
 
 class NativeTag(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        native = Path(self.root, "src/hybridkv/native")
-        extensions = sorted(native.glob("*.so"))
-        if not extensions:
-            return
-        [extension] = extensions
+        extensions = sorted(Path(self.root, "src/hybridkv/native").glob("*.so"))
+        if len(extensions) != 1:
+            raise FileNotFoundError(
+                f"src/hybridkv/native: expected one extension, got {[file.name for file in extensions]}; "
+                "hint: build the wheel with Bazel, which compiles it"
+            )
         # _cpu.cpython-311-x86_64-linux-gnu.so, or _cpu.abi3.so
-        _, kind, *_ = extension.name.split(".")
+        _, kind, *_ = extensions[0].name.split(".")
         python, abi = OLDEST_OF_ABI3 if kind == "abi3" else ("cp" + kind.split("-")[1],) * 2
         build_data["pure_python"] = False
         build_data["tag"] = f"{python}-{abi}-manylinux_{GLIBC}_{platform.machine()}"
-        for file in native.iterdir():
-            build_data["force_include"][str(file)] = f"hybridkv/native/{file.name}"
