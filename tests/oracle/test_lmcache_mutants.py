@@ -115,12 +115,18 @@ def answers_are_of_other_groups(patch: Patch) -> None:
 
 
 def answers_are_of_other_blocks(patch: Patch) -> None:
-    """The server writes each page one place further on."""
+    """The server writes each page of a chunk one place further on."""
     tables, found, is_load = pages.tables_of, Loading._found, []
 
     def rotated(geometry: Any, parts: Any, taken: Any) -> list[list[int]]:
-        wrong = {group: [*each[1:], each[0]] for group, each in taken.items()}
-        return tables(geometry, parts, wrong if is_load else taken)
+        told: list[list[int]] = tables(geometry, parts, taken)
+        for table, group in zip(told, geometry.order, strict=True):
+            size = geometry.blocks_per_chunk[group]
+            for first in range(0, len(table) if is_load else 0, size):
+                chunk = table[first : first + size]
+                if pages.NULL_BLOCK not in chunk:
+                    table[first : first + size] = [*chunk[1:], chunk[0]]
+        return told
 
     def finding(self: Loading, *arguments: Any) -> None:
         is_load.append(True)
