@@ -117,7 +117,7 @@ def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(dir
 
         shown = {series: value - before.get(series, 0.0) for series, value in engine.counters().items()}
         assert shown[f"vllm:kv_connector_mc_hit_tokens,connector={name}"] == sum(restorable)
-        assert shown[f"vllm:kv_connector_mc_hits,connector={passed}"] == 0
+        assert f"vllm:kv_connector_mc_hits,connector={passed}" not in shown
         assert shown[f"vllm:kv_connector_mc_queries,connector={passed}"] == selections.of(passed).queries == 3 * PROMPTS
         assert shown[f"vllm:hybridkv_hit_tokens,connector={name}"] == sum(restorable)
         assert shown["vllm:external_prefix_cache_hits"] == sum(restorable)
