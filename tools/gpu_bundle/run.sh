@@ -163,7 +163,7 @@ host() {
   rm -f "$native"/*.so
   build_native "$native" && native_imports && echo "result: hybridkv.native built here" && return 0
   rm -rf "$native"
-  echo "result: hybridkv.native cannot be built for this Python" && return 3
+  echo "result: hybridkv.native cannot be built for this Python" && return 1
 }
 
 # Who copies in the way "engine".
