@@ -105,11 +105,11 @@ def answers_are_of_other_groups(patch: Patch) -> None:
     """The server writes the pages of the first group where those of the second belong; their specs are equal."""
     check = Loading._check
 
-    def swap_and_check(self: Loading, load: Any, hold: Hold) -> str | None:
+    def swap_and_check(self: Loading, load: Any, hold: Hold, job: Any) -> str | None:
         ours, theirs = hold.memory.groups[:2]
         for first, second in zip(hold.taken.blocks.get(0, ()), hold.taken.blocks.get(1, ()), strict=False):
             ours[first], theirs[second] = theirs[second].copy(), ours[first].copy()
-        return check(self, load, hold)
+        return check(self, load, hold, job)
 
     patch.setattr(Loading, "_check", swap_and_check)
 

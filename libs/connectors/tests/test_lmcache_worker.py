@@ -11,9 +11,9 @@ import patience
 import pytest
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, WAIT_S, Model, Rank, digests_of, pool_of
 
-from hybridkv.connectors.vllm.lmcache.copying import CopyJob
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
 from hybridkv.connectors.vllm.messages import StoreOutcome
+from hybridkv.connectors.vllm.rank_work import CopyJob
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import HEADER_BYTES
 from hybridkv.lmcache.testing.scripted_server import Frames, ScriptedServer, polite
@@ -186,11 +186,11 @@ def blocked() -> Iterator[Callable[[Rank], threading.Event]]:
         is_free, began = threading.Event(), threading.Event()
         events.append(is_free)
 
-        def occupy() -> None:
+        def occupy(_: CopyJob) -> None:
             began.set()
             is_free.wait(WAIT_S)
 
-        rank.worker._copies.submit(CopyJob(True, CopyRuns.empty(), occupy, None, lambda why: None))
+        rank.worker._copies.submit(CopyJob(True, lambda _: CopyRuns.empty(), lambda _: None, occupy))
         assert began.wait(WAIT_S)
         return is_free
 

@@ -7,10 +7,8 @@ sealed with that one, else with one of what lies in its slot then.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,12 +21,12 @@ from hybridkv.connectors.vllm.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.job_lowering import GroupBlocks, JobLowering, RankMemory
 from hybridkv.connectors.vllm.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.messages import Load, LoadFailure, StepOutcome, StepPlan, Store
-from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, Outcomes
+from hybridkv.connectors.vllm.messages import Load, LoadFailure, StepPlan, Store
+from hybridkv.connectors.vllm.rank_work import CopyJob, CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers import Failure, FailureReason, Key, SealedMemory, Slot, TierMedium, is_shortage
 from hybridkv.tiers.stack import MoveOutcome, TierMover
-from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId, RecordDigests
+from hybridkv.transfer import CopyRuns, RecordDigests
 
 __all__ = ["DRAIN_S", "CopyPaths", "LoadResults", "OffloadWorker"]
 
@@ -44,17 +42,7 @@ IDLE_WAIT_S = 0.002
 where it does not pause, its thread keeps the interpreter from the one that copies."""
 
 
-@dataclass(slots=True)
-class _CopyInFlight:
-    store_id: int | None = None
-    request_id: str | None = None
-    records: RecordDigests | None = None
-    zero_bytes: int = 0
-    """Bytes that it copies and that are no page's."""
-    failures: list[LoadFailure] = field(default_factory=list)
-
-
-class OffloadWorker:
+class OffloadWorker(RankWorker):
     """Copies between this rank's KV memory and its arena.
 
     Args:
@@ -65,22 +53,17 @@ class OffloadWorker:
     """
 
     def __init__(self, layout: CacheLayout, arena: SealedMemory, paths: CopyPaths, recorder: Recorder) -> None:
+        super().__init__(paths, recorder)
         self._layout = layout
         self._arena = arena
-        self._paths = paths
-        self._engines = paths.engines()
         self._mover = TierMover(arena, {}, paths.clock)
         self._open_medium: Mapping[str, Callable[[bytes], TierMedium]] = {}
         self._at_once: frozenset[str] = frozenset()
-        self._recorder = recorder
         self._pages: dict[int, GroupPages] = {}
         self._cut: dict[int, GroupBlocks] = {}
         """Groups whose blocks chunks cut."""
         self._zero_memory: Any = None
         self._lowering: JobLowering | None = None
-        self._in_flight: dict[JobId, _CopyInFlight] = {}
-        self._job_ids = itertools.count(1)
-        self._outcomes = Outcomes()
         self._is_idle = False
         """Whether the step computes nothing."""
 
@@ -97,14 +80,6 @@ class OffloadWorker:
         """Whether some of what is stored outlives the engine."""
         return bool(self._open_medium)
 
-    def tell(self, facts: dict[str, str]) -> None:
-        """What the scheduler must hear before it opens a slower tier."""
-        self._outcomes.tell(facts)
-
-    def take_facts(self) -> dict[str, str] | None:
-        """What the scheduler has not been told yet."""
-        return self._outcomes.take_facts()
-
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
         """Takes the engine's KV tensors.
 
@@ -116,8 +91,9 @@ class OffloadWorker:
         memory = take_kv_memory(self._layout, kv_caches, num_blocks, device, outlives_engine=self.has_slower_tiers)
         self._pages, self._cut, self._zero_memory = memory.pages, memory.cut, memory.zeros
         self._lowering = None
-        memory.register(self._engines)
-        for engine in self._engines:
+        engines = self._paths.engines()
+        memory.register(engines)
+        for engine in engines:
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
         prove_at_start(memory, self._arena, self._paths, device)
 
@@ -126,13 +102,12 @@ class OffloadWorker:
         self._is_idle = plan.is_idle
         now_s = self._paths.clock()
         for load in plan.loads:
-            in_flight = _CopyInFlight(request_id=load.request_id)
-            job_id = self._begin(in_flight)
+            ended = partial(self._outcomes.loaded, load.request_id)
             if load.refused is not None:
-                self._end(job_id, load.refused)
+                ended((LoadFailure("io", load.refused),))
                 continue
-            check = partial(self._check, load, in_flight, now_s)
-            self._submit(self._paths.loads, job_id, partial(self._load_runs, load), check)
+            check = partial(self._check, load, now_s)
+            self._copies.submit(CopyJob(True, partial(self._load_runs, load), ended, check))
         self.start_moves(plan)
 
     def start_moves(self, plan: StepPlan) -> None:
@@ -164,38 +139,19 @@ class OffloadWorker:
         """Submits the step's stores. The forward pass that wrote their blocks is over."""
         for store in plan.stores:
             # Each copy writes the whole of its slot, which is what is sealed. Where each ends is known with the runs.
-            in_flight = _CopyInFlight(store_id=store.store_id, records=RecordDigests(np.empty(0, dtype=np.int64)))
-            self._submit(
-                self._paths.stores,
-                self._begin(in_flight),
-                partial(self._store_runs, store, in_flight),
-                partial(self._discard, store),
-                partial(self._seal, store, in_flight),
+            self._copies.submit(
+                CopyJob(
+                    False,
+                    partial(self._store_runs, store),
+                    partial(self._stored, store.store_id),
+                    partial(self._discard, store),
+                    partial(self._seal, store),
+                    RecordDigests(np.empty(0, dtype=np.int64)),
+                )
             )
 
-    def _begin(self, in_flight: _CopyInFlight) -> JobId:
-        job_id = JobId(next(self._job_ids))
-        self._in_flight[job_id] = in_flight
-        return job_id
-
-    def _submit(
-        self,
-        engine: CopyEngine,
-        job_id: JobId,
-        runs: Callable[[], CopyRuns],
-        before: Hook,
-        after: Hook | None = None,
-    ) -> None:
-        in_flight, refused = self._in_flight[job_id], None
-        try:
-            if not engine.submit(job_id, runs, before, after, in_flight.records):
-                refused = "the copy queue is full"
-                in_flight.failures.append(LoadFailure("busy", refused))
-        except Exception as error:  # whatever it was, it is this copy's failure and not the engine's
-            logger.exception("a copy could not be submitted")
-            refused = f"{type(error).__name__}: {error}"
-        if refused is not None:
-            self._end(job_id, refused)
+    def _stored(self, store_id: int, failures: tuple[LoadFailure, ...]) -> None:
+        self._outcomes.stored(store_id, *((failures[0].detail, failures[0].reason) if failures else (None, None)))
 
     # On the thread that copies, when a job's turn has come.
 
@@ -205,85 +161,64 @@ class OffloadWorker:
             self._lowering = JobLowering(memory)
         return self._lowering
 
-    def _load_runs(self, load: Load) -> CopyRuns:
+    def _load_runs(self, load: Load, _: CopyJob) -> CopyRuns:
         try:
             return self._of_memory().load(load.copies)
         except Exception:
             logger.exception("the load of request %s could not be lowered", load.request_id)
             raise
 
-    def _store_runs(self, store: Store, in_flight: _CopyInFlight) -> CopyRuns:
+    def _store_runs(self, store: Store, job: CopyJob) -> CopyRuns:
         try:
             lowered = self._of_memory().store(store.copies)
         except Exception:
             logger.exception("a store could not be lowered")
             raise
-        if in_flight.records is not None:
-            in_flight.records.ends = lowered.ends
-        in_flight.zero_bytes = lowered.zero_bytes
+        if job.records is not None:
+            job.records.ends = lowered.ends
+        job.zero_bytes = lowered.zero_bytes
         return lowered.runs
 
-    def _check(self, load: Load, in_flight: _CopyInFlight, since_s: float) -> str | None:
+    def _check(self, load: Load, since_s: float, job: CopyJob) -> str | None:
         if self._paths.clock() - since_s >= self._paths.load_timeout_s:
             # Not a byte was moved, so the blocks may go to somebody else.
-            in_flight.failures.append(LoadFailure("timeout", "the load waited too long for its turn"))
-            return in_flight.failures[0].detail
+            job.failures.append(LoadFailure("timeout", "the load waited too long for its turn"))
+            return job.failures[0].detail
         # Blocks that the engine holds itself have no checksum.
         chunks = [(key, slot) for key, slot, is_local in load.copies.chunks() if not is_local]
-        return self._why_failed(in_flight, chunks, self._arena.check_all(chunks))
+        return self._why_failed(job, chunks, self._arena.check_all(chunks))
 
-    def _discard(self, store: Store) -> str | None:
+    def _discard(self, store: Store, _: CopyJob) -> str | None:
         for chunk in store.copies.chunks():
             self._arena.discard(chunk.slot)
         return None
 
-    def _seal(self, store: Store, in_flight: _CopyInFlight) -> str | None:
-        taken = in_flight.records.digests if in_flight.records is not None else None
+    def _seal(self, store: Store, job: CopyJob) -> str | None:
+        taken = job.records.digests if job.records is not None else None
         chunks = [(key, slot) for key, slot, _ in store.copies.chunks()]
-        return self._why_failed(in_flight, chunks, self._arena.seal_all(chunks, taken))
+        return self._why_failed(job, chunks, self._arena.seal_all(chunks, taken))
 
     @staticmethod
-    def _why_failed(
-        in_flight: _CopyInFlight, chunks: Sequence[tuple[Key, Slot]], failures: Sequence[Failure | None]
-    ) -> str | None:
+    def _why_failed(job: CopyJob, chunks: Sequence[tuple[Key, Slot]], failures: Sequence[Failure | None]) -> str | None:
         """Keeps the failure of each chunk. The text of the first; None if there is none."""
         for (key, _), failure in zip(chunks, failures, strict=True):
             if failure is not None:
-                in_flight.failures.append(LoadFailure(str(failure.reason), failure.detail, key))
-        return in_flight.failures[0].detail if in_flight.failures else None
+                job.failures.append(LoadFailure(str(failure.reason), failure.detail, key))
+        return job.failures[0].detail if job.failures else None
 
     def results(self) -> LoadResults:
         """Loads that ended since the last call. Moves between the tiers that ended are in `outcome`."""
-        if self._is_idle and (loading := [job_id for job_id, copy in self._in_flight.items() if copy.request_id]):
-            self._paths.loads.wait(loading, IDLE_WAIT_S)
-        for engine in self._engines:
-            for copied in engine.poll():
-                in_flight = self._in_flight[copied.job_id]
-                num_bytes = copied.num_bytes and copied.num_bytes - in_flight.zero_bytes
-                self._recorder.copied(in_flight.store_id is None, copied.seconds, num_bytes)
-                self._end(copied.job_id, copied.failure)
+        if self._is_idle:
+            self._copies.wait_for_loads(IDLE_WAIT_S)
+        self._copies.poll()
         for move, failure, seconds in self._mover.poll():
             self._recorder.moved(move.direction, move.tier, seconds)
             self._outcomes.moved({move.move_id: MoveOutcome(1, failure)})
         return self._outcomes.take_results()
 
-    def _end(self, job_id: JobId, failure: str | None) -> None:
-        in_flight = self._in_flight.pop(job_id)
-        if in_flight.store_id is not None:
-            reason = in_flight.failures[0].reason if in_flight.failures else "io"
-            self._outcomes.stored(in_flight.store_id, failure, reason if failure else None)
-        elif in_flight.request_id is not None:
-            found = tuple(in_flight.failures) or (LoadFailure("io", failure or ""),)
-            self._outcomes.loaded(in_flight.request_id, () if failure is None else found)
-
-    def outcome(self) -> StepOutcome | None:
-        """What the scheduler must hear, None if nothing."""
-        return self._outcomes.take_outcome()
-
     def close(self, drain_s: float = DRAIN_S) -> None:
         """Ends copies in flight, then gives up the memory they use."""
-        for engine in self._engines:
-            engine.close()
+        self._copies.close()
         if not self._mover.close(drain_s):
             message = "chunks are still on their way to a slower tier after %.0f s; the next start finds what is whole"
             logger.warning(message, drain_s)

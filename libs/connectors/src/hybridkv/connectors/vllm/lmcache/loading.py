@@ -9,20 +9,21 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, CopyJob
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, bad_pages, engine_runs
 from hybridkv.connectors.vllm.lmcache.station import Station
 from hybridkv.connectors.vllm.messages import LoadFailure
+from hybridkv.connectors.vllm.rank_work import CopyJob, CopyJobs
 from hybridkv.lmcache.calls import Ended, Lack, Trouble
 from hybridkv.lmcache.operations import Found, Prefix
 from hybridkv.lmcache.page import PageState
 from hybridkv.tiers import FailureReason
+from hybridkv.transfer import CopyRuns
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 
@@ -50,8 +51,6 @@ class _Loading:
     hold: Hold | None = None
     is_copying: bool = False
     is_over: bool = False
-    failures: list[LoadFailure] = field(default_factory=list)
-    """Found by the copy thread."""
 
 
 class Loading:
@@ -70,7 +69,7 @@ class Loading:
         self,
         station: Station,
         pages: Mapping[int, GroupPages],
-        copies: Copies,
+        copies: CopyJobs,
         timeout_s: float,
         clock: Callable[[], float],
         on_ended: Callable[[str, tuple[LoadFailure, ...]], None],
@@ -204,32 +203,30 @@ class Loading:
         if isinstance(ended, Lack):
             self._fail(loading, REASONS.get(ended.trouble, FailureReason.IO), f"LMCache's server: {ended}")
         elif not loading.is_over:
-            runs = partial(engine_runs, loading.parts, self._station.site, hold, self._pages, None)
             loading.is_copying = True
-            self._copies.submit(
-                CopyJob(True, runs, lambda: self._check(loading, hold), None, lambda why: self._copied(loading, why))
-            )
+            runs = partial(self._runs, loading, hold)
+            self._copies.submit(CopyJob(True, runs, partial(self._end, loading), partial(self._check, loading, hold)))
 
-    def _check(self, loading: _Loading, hold: Hold) -> str | None:
-        """On the copy thread, before the first byte is copied."""
+    # The copy thread.
+
+    def _runs(self, loading: _Loading, hold: Hold, _: CopyJob) -> CopyRuns:
+        return engine_runs(loading.parts, self._station.site, hold, self._pages, None)
+
+    def _check(self, loading: _Loading, hold: Hold, job: CopyJob) -> str | None:
+        """Before the first byte is copied."""
         if self._clock() >= loading.until_s:
-            loading.failures.append(LoadFailure(TIMEOUT, "the load waited too long for its turn"))
-            return loading.failures[0].detail
+            job.failures.append(LoadFailure(TIMEOUT, "the load waited too long for its turn"))
+            return job.failures[0].detail
         digests = loading.load.digests
         for bad in bad_pages(loading.parts, self._station.site, hold, digests):
             reason, words = _STATES[bad.state]
             detail = f"{words} for block {bad.block} of group {bad.group} in chunk {bad.chunk}"
-            loading.failures.append(LoadFailure(reason, detail, digests[bad.chunk]))
+            job.failures.append(LoadFailure(reason, detail, digests[bad.chunk]))
             assert loading.prefix is not None
             self._station.withdraw(loading.prefix, bad.chunk)
-        return loading.failures[0].detail if loading.failures else None
+        return job.failures[0].detail if job.failures else None
 
-    def _copied(self, loading: _Loading, failure: str | None) -> None:
-        if failure is None:
-            self._end(loading, ())
-        else:
-            reason = FailureReason.BUSY if failure == QUEUE_IS_FULL else FailureReason.IO
-            self._end(loading, tuple(loading.failures) or (LoadFailure(str(reason), failure),))
+    # The engine's thread.
 
     def _fail(self, loading: _Loading, reason: str, detail: str) -> None:
         self._end(loading, (LoadFailure(str(reason), detail),))

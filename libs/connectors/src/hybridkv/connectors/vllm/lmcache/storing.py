@@ -12,17 +12,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.lmcache.copying import QUEUE_IS_FULL, Copies, CopyJob
 from hybridkv.connectors.vllm.lmcache.messages import PageStore, Release
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, engine_runs, seal_pages
 from hybridkv.connectors.vllm.lmcache.station import Station
 from hybridkv.connectors.vllm.lowering import Zeros
+from hybridkv.connectors.vllm.messages import LoadFailure
+from hybridkv.connectors.vllm.rank_work import CopyJob, CopyJobs
 from hybridkv.lmcache.calls import Ended, Lack
 from hybridkv.tiers import FailureReason
+from hybridkv.transfer import CopyRuns
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 
@@ -55,7 +56,7 @@ class Storing:
         station: Station,
         pages: Mapping[int, GroupPages],
         zeros: Zeros,
-        copies: Copies,
+        copies: CopyJobs,
         clock: Callable[[], float],
         on_ended: Callable[[int, str | None, str | None], None],
     ) -> None:
@@ -145,7 +146,12 @@ class Storing:
     def _copy(self, storing: _Storing, parts: Parts, hold: Hold) -> None:
         station, digests = self._station, storing.store.digests
 
-        def seal_and_send() -> None:
+        def make_runs(job: CopyJob) -> CopyRuns:
+            runs = engine_runs(parts, station.site, hold, self._pages, self._zeros)
+            job.zero_bytes = self._zeros.num_bytes_in(runs)
+            return runs
+
+        def seal_and_send(_: CopyJob) -> None:
             seal_pages(parts, station.site, hold, digests, self._pages)
             if storing.store.is_held:
                 hold.until_s = math.inf  # the server is asked for nothing yet
@@ -154,18 +160,16 @@ class Storing:
             # From here, and not when the engine looks next: it may be idle by then.
             self._send(storing.store, parts, hold)
 
-        def copied(failure: str | None) -> None:
+        def copied(failures: tuple[LoadFailure, ...]) -> None:
             storing.num_copying -= 1
             hold.drop(HERE)
-            if failure is not None:
+            if failures:
                 hold.drop(SERVER)
-                reason = FailureReason.BUSY if failure == QUEUE_IS_FULL else FailureReason.IO
-                self._fail(storing, reason, failure)
+                self._fail(storing, failures[0].reason, failures[0].detail)
             self._end_if_over(storing)
 
         storing.num_copying += 1
-        runs = partial(engine_runs, parts, station.site, hold, self._pages, self._zeros)
-        self._copies.submit(CopyJob(False, runs, None, seal_and_send, copied, self._zeros))
+        self._copies.submit(CopyJob(False, make_runs, copied, after=seal_and_send))
 
     def _send(self, store: PageStore, parts: Parts, hold: Hold) -> None:
         """Have the server take sealed pages. Any thread."""

@@ -15,7 +15,6 @@ from hybridkv.connectors.vllm.copy_proof import prove_at_start
 from hybridkv.connectors.vllm.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.kv_memory import KVMemory, take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lmcache.copying import Copies
 from hybridkv.connectors.vllm.lmcache.loading import Loading
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad
 from hybridkv.connectors.vllm.lmcache.site import Site
@@ -23,8 +22,8 @@ from hybridkv.connectors.vllm.lmcache.staging import PoolMemory
 from hybridkv.connectors.vllm.lmcache.station import Station
 from hybridkv.connectors.vllm.lmcache.stats import ServerCounts
 from hybridkv.connectors.vllm.lmcache.storing import Storing
-from hybridkv.connectors.vllm.messages import LoadFailure, StepOutcome
-from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, Outcomes
+from hybridkv.connectors.vllm.messages import LoadFailure
+from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.ram import RamArena
@@ -35,7 +34,7 @@ PROOF_BLOCKS = 8
 logger = logging.getLogger("vllm.hybridkv.worker")
 
 
-class LMCacheWorker:
+class LMCacheWorker(RankWorker):
     """Moves pages between this rank's KV memory and a server. One thread calls, and never waits but in `close`.
 
     Args:
@@ -47,28 +46,17 @@ class LMCacheWorker:
     """
 
     def __init__(self, layout: CacheLayout, rank: int, site: Site, paths: CopyPaths, recorder: Recorder) -> None:
+        super().__init__(paths, recorder)
         self._layout = layout
         self._rank = rank
         self._site = replace(site, rank=rank)
-        self._paths = paths
-        self._recorder = recorder
         self._counts = ServerCounts(recorder)
-        self._outcomes = Outcomes()
-        self._copies = Copies(paths, recorder)
         self._memory: KVMemory | None = None
         self._device: Device = CpuDevice()
         self._station: Station | None = None
         self._loading: Loading | None = None
         self._storing: Storing | None = None
         self._is_refused = False
-
-    def tell(self, facts: dict[str, str]) -> None:
-        """What the scheduler must hear before it knows whose content this is."""
-        self._outcomes.tell(facts)
-
-    def take_facts(self) -> dict[str, str] | None:
-        """What the scheduler has not been told yet."""
-        return self._outcomes.take_facts()
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
         """Takes the engine's KV tensors.
@@ -125,10 +113,6 @@ class LMCacheWorker:
             self._counts.state(self._station.ready is not None)
             self._counts.pool(self._station.used_bytes, self._station.capacity_bytes)
         return self._outcomes.take_results()
-
-    def outcome(self) -> StepOutcome | None:
-        """What the scheduler must hear, None if nothing."""
-        return self._outcomes.take_outcome()
 
     def close(self) -> None:
         """Ends what is under way, here and at the server, within a bounded time; gives up what was shared."""
