@@ -79,7 +79,7 @@ class LMCacheAudit(Audit):
 def may_ask(engine: Engine, child: int | None = None) -> bool:
     """Whether the scheduler's half has found the server. What is asked before is computed."""
     connector = engine.connector if child is None else engine.connector.sub_connectors[child]
-    return isinstance(connector._scheduler._lives._questions._operations._connection.state, Ready)
+    return isinstance(connector._opening.connection.state, Ready)
 
 
 def num_pages_under_way(worker: Any) -> int:
@@ -131,7 +131,7 @@ class Link:
         """Whether the server has heard of both halves: one that was killed a moment ago may not be missed yet."""
         status = self.site.server.status()
         known = {*status["registered_gpu_ids"], *status["registered_non_cuda_instance_ids"]}
-        connections = (self.scheduler._lives._questions._operations._connection, self.worker._station.connection)
+        connections = (self._half(self.engine.connector)._opening.connection, self.worker._station.connection)
         registrations = [state.registration for each in connections if (state := each.ready) is not None]
         return len(registrations) == 2 and {each.instance for each in registrations if each is not None} <= known
 

@@ -149,7 +149,7 @@ def watch_loads(engine: OracleEngine) -> None:
 
 def reach(engine: OracleEngine) -> bool:
     """Whether both halves can ask the server, if need be after a while."""
-    connections = [half_that_decides(engine)._lives._questions._operations._connection]
+    connections = [engine.scheduler_connector._opening.connection]  # type: ignore[union-attr]
     connections += [worker._station.connection for worker in halves_that_move(engine) if worker._station is not None]
     return all(isinstance(connection.wait_ready(SETTLED_S), Ready) for connection in connections)
 

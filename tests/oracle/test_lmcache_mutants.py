@@ -15,10 +15,10 @@ import pytest
 from hybridkv.connectors.vllm import register
 from hybridkv.connectors.vllm.lmcache import lives, loading, pages, saves, site, staging, station, storing
 from hybridkv.connectors.vllm.lmcache.loading import Loading
-from hybridkv.connectors.vllm.lmcache.questions import Questions
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.staging import Hold
 from hybridkv.connectors.vllm.pins import BlockPins
+from hybridkv.lmcache.operations import Lookup
 from hybridkv.planner import GroupKind, Transfer
 from oracle import lmcache_runs
 from oracle.engine import LeakError, OracleEngine
@@ -223,7 +223,7 @@ def loads_end_when_they_begin(patch: Patch) -> None:
 
 
 def answers_are_not_given_back(patch: Patch) -> None:
-    patch.setattr(Questions, "_release", lambda *_: None)
+    patch.setattr(Lookup, "drop", lambda *_: None)
     patch.setattr("oracle.lmcache_servers.SETTLED_S", SOON_S)
 
 

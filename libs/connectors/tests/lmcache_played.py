@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
@@ -20,7 +20,6 @@ from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
-from hybridkv.connectors.vllm.lmcache.questions import Questions
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import page_groups
@@ -28,10 +27,10 @@ from hybridkv.connectors.vllm.messages import LoadFailure, StepOutcome, StoreOut
 from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
-from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.calls import Answer, Lack, Trouble
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.keys import words_of
-from hybridkv.lmcache.operations import Found, Operations, Prefix
+from hybridkv.lmcache.operations import Found, Lookup, Prefix
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission
 
 BLOCK, CHUNK = 8, 16
@@ -49,7 +48,7 @@ class Asked:
 
     prefix: Prefix
     session: str
-    on_end: Callable[[Ended[Found]], None]
+    lookup: Lookup
 
     @property
     def num_chunks(self) -> int:
@@ -59,17 +58,17 @@ class Asked:
 class PlayedServer:
     """In place of `Operations`: it keeps every question until it is told what to answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.asked: list[Asked] = []
         self.num_asked = 0
         self.locked: dict[str, Found] = {}
 
-    def lookup(
-        self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[Ended[Found]], None]
-    ) -> None:
-        assert rank is None and timeout_s == TIMEOUT_S
+    def lookup(self, prefix: Prefix) -> Lookup:
         self.num_asked += 1
-        self.asked.append(Asked(prefix, f"session {self.num_asked}", on_end))
+        lookup = Lookup(self._clock() + TIMEOUT_S, self.release)
+        self.asked.append(Asked(prefix, f"session {self.num_asked}", lookup))
+        return lookup
 
     def release(self, found: Found) -> None:
         """Raises `KeyError` where it is not locked, or was given back before."""
@@ -80,10 +79,10 @@ class PlayedServer:
         found = Found(asked.prefix, None, min(num_chunks, asked.num_chunks), asked.session)
         if found.num_chunks:
             self.locked[asked.session] = found
-        asked.on_end(Answer(found))
+        asked.lookup.end(Answer(found))
 
     def fail(self, trouble: Trouble = Trouble.LOST, which: int = 0) -> None:
-        self.asked.pop(which).on_end(Lack(trouble))
+        self.asked.pop(which).lookup.end(Lack(trouble))
 
 
 def layout_of(groups: Sequence[GroupSpec], world_size: int = 1) -> CacheLayout:
@@ -132,8 +131,8 @@ class PlayedEngine:
         pool_blocks: int = POOL_BLOCKS,
     ) -> None:
         self.layout = layout = layout_of(groups, world_size)
-        self.server = PlayedServer()
         self.now_s = 0.0
+        self.server = PlayedServer(self.clock)
         self.closed = 0
         self.separate: bool | None = True
         """What the server is known to keep apart."""
@@ -142,13 +141,11 @@ class PlayedEngine:
         self.recorder = Recorder()
         self.admission = LoadAdmission(layout.spec, 1 << 20)
         room = LoadRoom(self.admission, self.clock)
-        questions = Questions(
-            cast(Operations, self.server),
-            lambda digests: Prefix("cache", world_size, words_of(digests, CHUNK)),
-            TIMEOUT_S,
-            self.clock,
-        )
-        self.lives = Lives(layout, questions, max_chunks, room, self.recorder, self.clock)
+
+        def ask(digests: Sequence[bytes]) -> Lookup:
+            return self.server.lookup(Prefix("cache", world_size, words_of(digests, CHUNK)))
+
+        self.lives = Lives(layout, ask, max_chunks, room, self.recorder, self.clock)
         geometry = Geometry(page_groups(layout), CHUNK)
         self.saves = Saves(layout, geometry, lambda: self.separate, self.lives, self.adapters, self.recorder)
         self.half = LMCacheScheduler(

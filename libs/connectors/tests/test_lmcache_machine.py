@@ -178,8 +178,9 @@ class Machine(RuleBasedStateMachine):
         question = lives._loads[load.request_id].question
         assert question is not None
         held = self.engine.server.locked.values()
-        assert isinstance(question.ended, Answer)
-        assert any(found is question.ended.value for found in held), "what is loaded is kept"
+        answer = question.lookup.ended
+        assert isinstance(answer, Answer)
+        assert any(found is answer.value for found in held), "what is loaded is kept"
 
     @precondition(lambda self: self.has(lambda each: each.has_blocks and each.load is None))
     @rule(data=st.data())
@@ -265,7 +266,7 @@ class Machine(RuleBasedStateMachine):
                 assert life.stage is not Stage.FOUND
         kept = [life.question for life in lives._lives.values() if life.question is not None]
         kept += [load.question for load in lives._loads.values() if load.question is not None]
-        answers = [each.ended for each in kept if not each.is_dropped]
+        answers = [each.lookup.ended for each in kept if not each.lookup.is_dropped]
         needed = {id(answer.value) for answer in answers if isinstance(answer, Answer)}
         assert {id(found) for found in self.engine.server.locked.values()} <= needed
 

@@ -263,7 +263,7 @@ def test_pages_that_are_void_are_not_written_and_the_locks_are_given_back(server
         settled: list[bool] = []
         pages = Pages(Taken(0, {}), [])
         ended: Ended[None] = wait(
-            lambda end: rig.operations.retrieve(found.value, 0, 0, pages, TIMEOUT_S, end, lambda: settled.append(True))
+            lambda end: rig.operations.retrieve(found.value, 0, pages, TIMEOUT_S, end, lambda: settled.append(True))
         )
         assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
         assert eventually(lambda: settled == [True] and {"free_lookup_locks", "end_session"} <= set(server.calls))

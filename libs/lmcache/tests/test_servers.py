@@ -165,10 +165,10 @@ def test_ranks_read_their_own_part_of_what_all_of_them_have(server: ServerProces
         everybody = rigs[0].lookup(digests, rank=None)
         assert isinstance(everybody, Answer) and everybody.value.num_chunks == 2
         for rig, content in zip(rigs, contents, strict=True):
-            _, found, states = rig.retrieve_found(digests, everybody.value, start_chunk=1)
+            _, found, states = rig.retrieve(digests, start_chunk=1)
             assert set(states) == {PageState.GOOD}
             assert found == _needed(rig, content, 2, start_chunk=1)
-        rigs[0].operations.finish(everybody.value)
+        rigs[0].operations.release(everybody.value)
         assert eventually(lambda: _locks(server) == (0, 0))
     finally:
         for rig in rigs:

@@ -62,6 +62,45 @@ class Found:
     session: str
 
 
+class Lookup:
+    """A lookup, from the question until its locks are given back. For any thread; nobody need wait for the answer.
+
+    Args:
+        until_s: when it has ended at the latest, by the clock of the operations.
+        give_back: gives back the locks of an answer.
+    """
+
+    def __init__(self, until_s: float, give_back: Callable[[Found], None]) -> None:
+        self.until_s = until_s
+        self.ended: Ended[Found] | None = None
+        """None until there is an answer."""
+        self.is_dropped = False
+        self._give_back = give_back
+        self._lock = threading.Lock()
+
+    def end(self, ended: Ended[Found]) -> None:
+        """The answer."""
+        with self._lock:
+            self.ended = ended
+            is_dropped = self.is_dropped
+        if is_dropped:
+            self._release(ended)
+
+    def drop(self) -> None:
+        """Gives back the locks, now or as soon as the server has them. Repeatable."""
+        with self._lock:
+            if self.is_dropped:
+                return
+            self.is_dropped = True
+            ended = self.ended
+        if ended is not None:
+            self._release(ended)
+
+    def _release(self, ended: Ended[Found]) -> None:
+        if isinstance(ended, Answer) and ended.value.num_chunks:
+            self._give_back(ended.value)
+
+
 class OperationCounts(msgspec.Struct, frozen=True):
     """What was asked of a server since the start, and what became of it."""
 
@@ -113,37 +152,39 @@ class Operations:
             return OperationCounts(**self._tally, lacks=dict(self._lacks))
 
     def lookup(
-        self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[Ended[Found]], None]
-    ) -> None:
+        self,
+        prefix: Prefix,
+        rank: int | None,
+        timeout_s: float,
+        on_end: Callable[[Ended[Found]], None] = lambda ended: None,
+    ) -> Lookup:
         """Find how much of a prefix the server has, and lock it."""
+        lookup = Lookup(self._clock() + timeout_s, self.release)
 
-        def count(ended: Ended[Found]) -> None:
+        def end(ended: Ended[Found]) -> None:
             self._count("lookup", ended, found=int(isinstance(ended, Answer) and ended.value.num_chunks > 0))
+            lookup.end(ended)
             on_end(ended)
 
-        self._lookup(prefix, rank, self._session(), self._clock() + timeout_s, count)
+        self._lookup(prefix, rank, self._session(), lookup.until_s, end)
+        return lookup
 
     def release(self, found: Found, timeout_s: float = 5.0) -> None:
         """Give back what a lookup locked, all of it, and end its session."""
-        self._free(found, found.rank, (0, found.num_chunks), timeout_s, ends=True)
-
-    def finish(self, found: Found, timeout_s: float = 5.0) -> None:
-        """End the session of a lookup for all ranks, of which each has settled."""
-        self._free(found, None, (0, 0), timeout_s, ends=True)
+        self._free(found, (0, found.num_chunks), timeout_s)
 
     def retrieve(
         self,
         found: Found,
-        rank: int,
         start_chunk: int,
         pages: Pages,
         timeout_s: float,
         on_end: Callable[[Ended[None]], None],
         on_settled: Callable[[], None],
     ) -> None:
-        """Have the pages of [start_chunk, the end of what was found) written, and give this rank's locks back.
+        """Have the pages of [start_chunk, the end of what was found) written, give the locks back, and end the session.
 
-        That ends the session of a lookup for this rank; one for all ranks is ended by `finish`.
+        It was found for one rank.
 
         `on_settled` follows once, as soon as the server certainly writes no more and has the locks back: at the end, or
         behind a late answer. It does not follow where no answer comes: then the pages are nobody's until another
@@ -151,16 +192,16 @@ class Operations:
         """
         ready = self._mover(pages)
         if isinstance(ready, Lack):
-            self._free(found, rank, (0, found.num_chunks), timeout_s, ends=found.rank is not None)
+            self.release(found, timeout_s)
             on_end(ready)
             on_settled()
             return
         if not 0 <= start_chunk < found.num_chunks:
             raise LMCacheProtocolError(f"retrieve: chunk {start_chunk} of {found.num_chunks}")
-        key = self._key(ready, found.prefix, rank, (start_chunk, found.num_chunks), found.session)
+        key = self._key(ready, found.prefix, found.rank, (start_chunk, found.num_chunks), found.session)
 
         def finish() -> None:
-            self._free(found, rank, (0, start_chunk), timeout_s, ends=found.rank is not None, then=on_settled)
+            self._free(found, (0, start_chunk), timeout_s, on_settled)
 
         def count(ended: Ended[None]) -> None:
             self._count("retrieve", ended, retrieved_chunks=found.num_chunks - start_chunk)
@@ -244,7 +285,7 @@ class Operations:
         def give_up(lack: Lack) -> None:
             # What it locks later is given back by the server itself, after a while; what it has locked, now.
             everything = Found(prefix, rank, num_chunks, session)
-            self._free(everything, rank, (0, num_chunks), self._left_s(until_s, 1.0), ends=True)
+            self.release(everything, self._left_s(until_s, 1.0))
             on_end(lack)
 
         def asked(ended: Ended[None]) -> None:
@@ -297,28 +338,20 @@ class Operations:
         self._channel.call(call, timeout_s, end, finish)
 
     def _free(
-        self,
-        found: Found,
-        rank: int | None,
-        chunks: tuple[int, int],
-        timeout_s: float,
-        *,
-        ends: bool,
-        then: Callable[[], None] = lambda: None,
+        self, found: Found, chunks: tuple[int, int], timeout_s: float, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Give back the locks of a rank's part of these chunks, and then end the session if it is to end."""
+        """Give back the locks of these chunks, and then end the session."""
         ready = self._connection.ready
         if ready is None or not found.num_chunks:
             then()
             return
 
         def freed(ended: Ended[None]) -> None:
-            if ends:
-                self._forget(ready, found.session, timeout_s)
+            self._forget(ready, found.session, timeout_s)
             then()
 
         if chunks[0] < chunks[1]:
-            key = self._key(ready, found.prefix, rank, chunks, found.session)
+            key = self._key(ready, found.prefix, found.rank, chunks, found.session)
             self._channel.call(ready.codec.free_locks(key), timeout_s, freed)
         else:
             freed(Answer(None))

@@ -174,7 +174,7 @@ class Rig:
                         content[group][position] = bytes(payload_of(page, size))
 
         ended = self._moved(
-            lambda end, settle: self.operations.retrieve(found, self.rank, start_chunk, pages, timeout_s, end, settle),
+            lambda end, settle: self.operations.retrieve(found, start_chunk, pages, timeout_s, end, settle),
             taken,
             read,
         )
@@ -237,7 +237,7 @@ class Rig:
         return ended
 
 
-def wait(begin: Callable[[Callable[[Ended[T]], None]], None], timeout_s: float = 2 * WAIT_S) -> Ended[T]:
+def wait(begin: Callable[[Callable[[Ended[T]], None]], object], timeout_s: float = 2 * WAIT_S) -> Ended[T]:
     """Begin something that ends with a call, and return what it ended with."""
     done = threading.Event()
     answers: list[Ended[T]] = []

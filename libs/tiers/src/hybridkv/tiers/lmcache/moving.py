@@ -175,7 +175,6 @@ class Moving:
             pages.blank(page.view)
             operations.retrieve(
                 ended.value,
-                self._rank,
                 0,
                 page.pages,
                 self._left_s(move),

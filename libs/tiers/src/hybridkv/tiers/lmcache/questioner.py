@@ -180,7 +180,8 @@ class Questioner:
             def hear(ended: Ended[operations.Found], num_bytes: int = num_bytes) -> None:
                 self._hear(look, num_bytes, ended)
 
-            self._operations.lookup(prefix, None, left_s, hear)
+            # Only whether it is there matters.
+            self._operations.lookup(prefix, None, left_s, hear).drop()
 
     def _names_under(self, chunk_tokens: int) -> tuple[str, ...]:
         chunk, names = self._names
@@ -192,8 +193,6 @@ class Questioner:
     def _hear(self, look: _Look, num_bytes: int, ended: Ended[operations.Found]) -> None:
         """On the connection's thread, or on the caller's where there is no connection."""
         found = ended.value if isinstance(ended, Answer) else None
-        if found is not None:
-            self._operations.release(found)
         with self._lock:
             look.num_open -= 1
             look.is_unsure |= found is None

@@ -12,18 +12,18 @@ import enum
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.connectors.vllm.explain import Explanation, Reason, log
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageLoad
-from hybridkv.connectors.vllm.lmcache.questions import Question, Questions
 from hybridkv.connectors.vllm.lmcache.slices import load_copies
 from hybridkv.connectors.vllm.messages import LoadFailure
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.stats import LMCACHE, Recorder
 from hybridkv.lmcache.calls import Answer, Lack, Trouble
+from hybridkv.lmcache.operations import Lookup
 from hybridkv.planner import PlanError, last_boundary, plan_load
 from hybridkv.planner.admission import Verdict
 from hybridkv.planner.stages import MAX_FAILED_LOADS
@@ -50,6 +50,13 @@ class Stage(enum.Enum):
     OVER = "it loads nothing more"
 
 
+class Question(NamedTuple):
+    """A prefix that the server was asked for, by the digests that name its chunks."""
+
+    digests: tuple[bytes, ...]
+    lookup: Lookup
+
+
 @dataclass(slots=True)
 class Life:
     """One request. Times are seconds of the connector's clock."""
@@ -73,7 +80,7 @@ class Life:
     @property
     def found_chunks(self) -> int:
         """That are kept for it."""
-        ended = self.question.ended if self.question is not None else None
+        ended = self.question.lookup.ended if self.question is not None else None
         return ended.value.num_chunks if isinstance(ended, Answer) else 0
 
 
@@ -91,7 +98,7 @@ class Lives:
 
     Args:
         layout: of the engine's groups.
-        questions: to the server.
+        ask: looks chunks up at the server, by their digests.
         max_chunks: that a request may load: as many as have room on their way.
         room: for loads, beside each other.
         recorder: counts what happens.
@@ -101,14 +108,14 @@ class Lives:
     def __init__(
         self,
         layout: CacheLayout,
-        questions: Questions,
+        ask: Callable[[Sequence[bytes]], Lookup],
         max_chunks: int,
         room: LoadRoom,
         recorder: Recorder,
         clock: Callable[[], float],
     ) -> None:
         self._layout, self._spec = layout, layout.spec
-        self._questions = questions
+        self._ask = ask
         self.max_chunks = max_chunks
         self._room = room
         self._recorder = recorder
@@ -146,17 +153,23 @@ class Lives:
         if not digests:
             life.stage = Stage.OVER
             return
-        life.question = self._questions.ask(digests)
-        life.stage = Stage.ASKED
+        try:
+            life.question = Question(tuple(digests), self._ask(digests))
+        except Exception as error:  # a bug costs this question, and not the engine
+            logger.exception("LMCache's server could not be asked")
+            life.stage, life.detail = Stage.OVER, f"{type(error).__name__}: {error}"
+        else:
+            life.stage = Stage.ASKED
 
     def hear(self, tracked: TrackedRequest) -> Life:
         """A request, with its answer if there is one."""
         life = self.of(tracked)
         if life.stage is not Stage.ASKED or life.question is None:
             return life
-        ended = life.question.ended
+        lookup = life.question.lookup
+        ended = lookup.ended
         if ended is None:
-            if self._clock() >= life.question.until_s:
+            if self._clock() >= lookup.until_s:
                 self._recorder.wait_timeout("lookup")
                 self._end(life, Reason.TIMEOUT, "the server did not answer in time")
         elif isinstance(ended, Lack):
@@ -168,7 +181,7 @@ class Lives:
             self._end(life, Reason.FAILED_LOADS if life.failed_loads else Reason.NOT_STORED, "")
         else:
             life.known_chunks, life.stage = ended.value.num_chunks, Stage.FOUND
-            if life.question.is_dropped:
+            if lookup.is_dropped:
                 self._end(life, Reason.NOT_TAKEN, "")
         return life
 
@@ -218,7 +231,7 @@ class Lives:
         if life.stage is Stage.FOUND:
             self._end(life, Reason.NOT_TAKEN, "")
         else:
-            self._questions.drop(life.question)
+            life.question.lookup.drop()
 
     def _while_asked(self, tracked: TrackedRequest, life: Life) -> int | None:
         assert life.question is not None
@@ -266,7 +279,7 @@ class Lives:
 
     def _end(self, life: Life, reason: Reason, detail: str) -> None:
         if life.question is not None:
-            self._questions.drop(life.question)
+            life.question.lookup.drop()
         life.question = None
         life.stage, life.reason, life.detail = Stage.OVER, reason, detail
 
@@ -349,7 +362,7 @@ class Lives:
             return
         digests = in_flight.question.digests if in_flight.question is not None else ()
         if in_flight.question is not None:
-            self._questions.drop(in_flight.question)
+            in_flight.question.lookup.drop()
         num_bytes = in_flight.num_bytes * self._layout.world_size
         self._recorder.load(in_flight.num_tokens, num_bytes, failed, in_flight.failures)
         bad = [digests.index(failure.key) for failure in in_flight.failures if failure.key in digests]
@@ -386,7 +399,7 @@ class Lives:
         if life is None:
             return
         if life.question is not None:
-            self._questions.drop(life.question)
+            life.question.lookup.drop()
         stage = Stage.LOADING if life.stage is Stage.LOADING else Stage.NEW
         self._lives[tracked.request_id] = Life(
             stage, limit_chunks=life.limit_chunks, failed_loads=life.failed_loads, steps_back=life.steps_back
@@ -396,7 +409,7 @@ class Lives:
         """The request has ended. A load that is under way is followed to its end."""
         life = self._lives.get(request_id)
         if life is not None and life.question is not None:
-            self._questions.drop(life.question)
+            life.question.lookup.drop()
             life.question = None
         if request_id not in self._loads:
             self._lives.pop(request_id, None)
@@ -406,9 +419,9 @@ class Lives:
         """Give everything back."""
         for life in self._lives.values():
             if life.question is not None:
-                self._questions.drop(life.question)
+                life.question.lookup.drop()
         for in_flight in self._loads.values():
             if in_flight.question is not None:
-                self._questions.drop(in_flight.question)
+                in_flight.question.lookup.drop()
         self._lives.clear()
         self._loads.clear()

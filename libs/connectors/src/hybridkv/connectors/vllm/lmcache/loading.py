@@ -172,15 +172,13 @@ class Loading:
             hold.drop(SERVER)
             self._post_lack(loading, ended)
         elif ended.value.num_chunks < wanted or loading.is_over:
-            if ended.value.num_chunks:
-                station.operations.release(ended.value)
+            station.operations.release(ended.value)
             hold.drop(SERVER)
             detail = f"the server holds {ended.value.num_chunks} chunks of {wanted}"
             self._post_failure(loading, FailureReason.MISSING, detail)
         else:
             station.operations.retrieve(
                 ended.value,
-                station.rank,
                 loading.parts.chunks.start,
                 station.pages(loading.parts, hold),
                 self._left_s(loading),

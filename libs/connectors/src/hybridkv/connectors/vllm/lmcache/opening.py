@@ -15,7 +15,6 @@ from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups, resolve
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.member import SiteMember
-from hybridkv.connectors.vllm.lmcache.questions import Questions
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of
@@ -27,7 +26,7 @@ from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
 from hybridkv.lmcache.keys import WORD_BYTES, cache_name
 from hybridkv.lmcache.member import CacheMember
-from hybridkv.lmcache.operations import Operations, Prefix
+from hybridkv.lmcache.operations import Lookup, Operations, Prefix
 from hybridkv.planner import GroupKind
 
 if TYPE_CHECKING:
@@ -134,6 +133,8 @@ class LMCacheOpening:
         self._recorder = recorder
         self._site = site_of(config, layout)
         self._identification = Identification(vllm_config, config, layout, NAME, is_shared=True)
+        self.connection: Connection | None = None
+        """To the server, since `open`."""
 
     @property
     def num_ranks(self) -> int:
@@ -156,14 +157,14 @@ class LMCacheOpening:
         # Nothing comes through its memory, which so is never filled: a server finds nothing of a cache whose groups
         # nobody has registered, and ranks register when they have been told whose cache it is, by the first step.
         member = SiteMember(site, identity.namespace, 1)
-        connection = Connection(site.address, member, site.connection, clock)
-        questions = Questions(
-            Operations(connection, clock),
-            lambda digests: Prefix(name, site.world_size, site.words(digests)),
-            self._config.lookup_timeout_seconds,
-            clock,
-        )
-        lives = Lives(layout, questions, site.num_chunks, self._room, self._recorder, clock)
+        self.connection = connection = Connection(site.address, member, site.connection, clock)
+        operations = Operations(connection, clock)
+
+        def ask(digests: Sequence[bytes]) -> Lookup:
+            prefix = Prefix(name, site.world_size, site.words(digests))
+            return operations.lookup(prefix, None, self._config.lookup_timeout_seconds)
+
+        lives = Lives(layout, ask, site.num_chunks, self._room, self._recorder, clock)
 
         def keeps_apart() -> bool | None:
             ready = connection.ready
