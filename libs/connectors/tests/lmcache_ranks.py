@@ -24,11 +24,10 @@ from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.connectors.vllm.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.rank_work import CopyPaths
 from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.lmcache.block_ids import needed_blocks
 from hybridkv.lmcache.calls import Answer, Ended
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.lmcache.testing.rig import wait
+from hybridkv.lmcache.testing.rig import needed_blocks, wait
 from hybridkv.lmcache.testing.server_process import eventually
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.transfer import CpuCopyEngine

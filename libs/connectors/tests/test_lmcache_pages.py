@@ -16,10 +16,11 @@ from hybridkv.connectors.vllm.lmcache.messages import PageCopy
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of, tables_of
 from hybridkv.connectors.vllm.lmcache.site import Site, site_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, PoolMemory, bad_pages
-from hybridkv.lmcache.block_ids import cut_tables, kept_blocks
+from hybridkv.lmcache.block_ids import cut_tables
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.page import PageState, payload_of, seal
 from hybridkv.lmcache.pool import Pool, Taken
+from hybridkv.lmcache.testing.rig import kept_blocks
 
 
 def site(name: str) -> Site:

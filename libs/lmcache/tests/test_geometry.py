@@ -8,10 +8,11 @@ from caches import DEEPSEEK_V4, FULL, INTERLEAVED, QWEN3_NEXT, RECURRENT, WINDOW
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.lmcache.block_ids import common_chunks, cut_tables, kept_blocks, needed_blocks
+from hybridkv.lmcache.block_ids import common_chunks, cut_tables
 from hybridkv.lmcache.errors import LMCacheConfigurationError, LMCacheProtocolError
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
-from hybridkv.lmcache.keys import cache_name, words_of, words_of_tokens
+from hybridkv.lmcache.keys import cache_name, words_of
+from hybridkv.lmcache.testing.rig import kept_blocks, needed_blocks
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.planner.coverage import resume_start
 
@@ -157,7 +158,6 @@ def test_names_of_caches_differ_where_content_or_layout_does() -> None:
 
 def test_words_are_one_chunk_for_each_digest() -> None:
     assert words_of([b"a" * 32, b"b" * 48], 16) == b"a" * 32 + bytes(32) + b"b" * 48 + bytes(16)
-    assert words_of_tokens([1, 258]) == b"\0\0\0\1\0\0\1\2"
     with pytest.raises(LMCacheConfigurationError, match="at least 12 tokens"):
         words_of([b"b" * 48], 8)
 

@@ -365,7 +365,11 @@ def test_a_server_that_came_back_with_another_chunk_is_refused(server: ScriptedS
 
         def is_refused() -> bool:
             state = rig.connection.state
-            return isinstance(state, Down) and state.refusal is not None and "as before" in str(state.refusal)
+            return (
+                isinstance(state, Down)
+                and state.refusal is not None
+                and "as this engine has begun with" in str(state.refusal)
+            )
 
         assert eventually(is_refused)
 

@@ -6,11 +6,10 @@ import uuid
 import pytest
 from caches import DEEPSEEK_V4, INTERLEAVED, QWEN3_NEXT, content_of, digests_of
 
-from hybridkv.lmcache.block_ids import needed_blocks
 from hybridkv.lmcache.calls import Answer, Lack, Trouble
 from hybridkv.lmcache.geometry import PageGroup, one_record
 from hybridkv.lmcache.page import PageState
-from hybridkv.lmcache.testing.rig import Blocks, Rig
+from hybridkv.lmcache.testing.rig import Blocks, Rig, needed_blocks
 from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
 from hybridkv.lmcache.withdrawal import withdraw
 

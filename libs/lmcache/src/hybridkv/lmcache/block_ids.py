@@ -45,20 +45,6 @@ def cut_tables(
     ]
 
 
-def kept_blocks(geometry: Geometry, group: int, num_chunks: int) -> list[int]:
-    """Positions, in a table of so many chunks, of the blocks of a group that a server reads and writes."""
-    blocks, kept = geometry.blocks_per_chunk[group], geometry.kept_per_chunk[group]
-    return [chunk * blocks + block for chunk in range(num_chunks) for block in range(blocks - kept, blocks)]
-
-
-def needed_blocks(geometry: Geometry, group: int, num_chunks: int) -> list[int]:
-    """Positions of the blocks that a resume at the end of so many chunks needs of a group."""
-    window = geometry.windows[group]
-    blocks = num_chunks * geometry.blocks_per_chunk[group]
-    needed = blocks if window is None else min(blocks, window // geometry.groups[group].spec.block_tokens)
-    return list(range(blocks - needed, blocks))
-
-
 def storable(geometry: Geometry, tables: Mapping[int, Sequence[int]], stored_tokens: int, num_tokens: int) -> TokenSpan:
     """The tokens that a request can store now: whole chunks that every group has, of those that were computed.
 
@@ -71,9 +57,3 @@ def storable(geometry: Geometry, tables: Mapping[int, Sequence[int]], stored_tok
     chunk = geometry.chunk_tokens
     end = min(common_chunks(geometry, tables), num_tokens // chunk) * chunk
     return TokenSpan(stored_tokens, max(stored_tokens, end))
-
-
-def retrievable(geometry: Geometry, local_tokens: int, found_tokens: int) -> TokenSpan:
-    """The tokens that a request retrieves that has `local_tokens`: whole chunks, from the one in which these end."""
-    start = local_tokens // geometry.chunk_tokens * geometry.chunk_tokens
-    return TokenSpan(start, max(start, found_tokens))

@@ -35,11 +35,6 @@ def words_of(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
     return b"".join(chunks)
 
 
-def words_of_tokens(tokens: Iterable[int]) -> bytes:
-    """Tokens as they are, as LMCache's own clients send them. `OverflowError` for what is no word of 32 bits."""
-    return b"".join(token.to_bytes(WORD_BYTES, "big") for token in tokens)
-
-
 def page_identity(digest: bytes, group: int, block: int) -> bytes:
     """What the page of one block says that it is: `digest` names the prefix that its chunk ends."""
     said = len(digest).to_bytes(2, "little") + digest + group.to_bytes(4, "little") + block.to_bytes(8, "little")

@@ -23,6 +23,7 @@ class CacheMember:
         fingerprint: of the content.
         world_size: ranks that each have a part.
         num_chunks: of the pool; 0 for a process that only looks.
+        chunk_tokens: the only chunk that will do; None: that of the first server.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class CacheMember:
         fingerprint: bytes,
         world_size: int,
         num_chunks: int,
+        chunk_tokens: int | None = None,
     ) -> None:
         self._groups = groups
         self._fingerprint = fingerprint
         self._world_size = world_size
         self._num_chunks = num_chunks
+        self._chunk_tokens = chunk_tokens
         self._geometry: Geometry | None = None
         self._pool: Pool | None = None
 
@@ -63,16 +66,18 @@ class CacheMember:
         return 1 if callable(self._groups) else chunk_alignment(self._groups)
 
     def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
+        if self._chunk_tokens not in (None, chunk_tokens):
+            # Pages lie in memory, and plans are made, for one chunk.
+            raise LMCacheConfigurationError(
+                "chunk_size",
+                f"{self._chunk_tokens} tokens, as this engine has begun with",
+                chunk_tokens,
+                f"start the server with --chunk-size {self._chunk_tokens}, or the engine anew",
+            )
         groups = self._groups(chunk_tokens) if callable(self._groups) else self._groups
         geometry = Geometry(tuple(groups), chunk_tokens)
         demand_server(geometry, facts)
-        if self._geometry is not None and self._geometry != geometry:
-            raise LMCacheConfigurationError(
-                "chunk_size",
-                f"{self._geometry.chunk_tokens} tokens, as before",
-                chunk_tokens,
-                "start the server as it was started before, or the engine anew",
-            )
+        self._chunk_tokens = chunk_tokens
         if not self._num_chunks:
             self._geometry = geometry
             return None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from hybridkv.lmcache.block_ids import NULL_BLOCK, kept_blocks, needed_blocks
+from hybridkv.lmcache.block_ids import NULL_BLOCK
 from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, Ended, Lack
 from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionOptions, Down, ServerAddress
 from hybridkv.lmcache.geometry import Geometry, PageGroup
@@ -235,6 +235,20 @@ class Rig:
             read()
         one_of_two()
         return ended
+
+
+def kept_blocks(geometry: Geometry, group: int, num_chunks: int) -> list[int]:
+    """Positions, in a table of so many chunks, of the blocks of a group that a server reads and writes."""
+    blocks, kept = geometry.blocks_per_chunk[group], geometry.kept_per_chunk[group]
+    return [chunk * blocks + block for chunk in range(num_chunks) for block in range(blocks - kept, blocks)]
+
+
+def needed_blocks(geometry: Geometry, group: int, num_chunks: int) -> list[int]:
+    """Positions of the blocks that a resume at the end of so many chunks needs of a group."""
+    window = geometry.windows[group]
+    blocks = num_chunks * geometry.blocks_per_chunk[group]
+    needed = blocks if window is None else min(blocks, window // geometry.groups[group].spec.block_tokens)
+    return list(range(blocks - needed, blocks))
 
 
 def wait(begin: Callable[[Callable[[Ended[T]], None]], object], timeout_s: float = 2 * WAIT_S) -> Ended[T]:

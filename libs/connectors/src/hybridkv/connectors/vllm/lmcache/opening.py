@@ -14,7 +14,6 @@ from hybridkv.connectors.vllm.identification import Identification
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups, resolve_layout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.lives import Lives
-from hybridkv.connectors.vllm.lmcache.member import SiteMember
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of
@@ -156,7 +155,7 @@ class LMCacheOpening:
         name = cache_name(identity.namespace, geometry.digest())
         # Nothing comes through its memory, which so is never filled: a server finds nothing of a cache whose groups
         # nobody has registered, and ranks register when they have been told whose cache it is, by the first step.
-        member = SiteMember(site, identity.namespace, 1)
+        member = CacheMember(site.groups, identity.namespace, site.world_size, 1, site.chunk_tokens)
         self.connection = connection = Connection(site.address, member, site.connection, clock)
         operations = Operations(connection, clock)
 

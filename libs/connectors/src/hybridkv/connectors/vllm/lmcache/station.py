@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from hybridkv.connectors.vllm.lmcache.member import SiteMember
 from hybridkv.connectors.vllm.lmcache.pages import Parts, tables_of
 from hybridkv.connectors.vllm.lmcache.site import SPARE_SHARE, Site, chunks_at_once
 from hybridkv.connectors.vllm.lmcache.staging import Hold, PoolMemory
 from hybridkv.lmcache.connection import Connection, Down, Ready
 from hybridkv.lmcache.geometry import Geometry
+from hybridkv.lmcache.member import CacheMember
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
 from hybridkv.lmcache.withdrawal import withdraw
 
@@ -44,7 +44,7 @@ class Station:
         self._memory: PoolMemory | None = None
         self._lock = threading.Lock()
         self._held: set[Hold] = set()
-        self._member = SiteMember(site, namespace, self._num_chunks)
+        self._member = CacheMember(site.groups, namespace, site.world_size, self._num_chunks, site.chunk_tokens)
         self.connection = Connection(site.address, self._member, site.connection, clock)
         self.operations = Operations(self.connection, clock)
 
