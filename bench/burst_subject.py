@@ -16,7 +16,7 @@ from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import MoveOutcome, PathPosition, SlowerTier, SlowerTierOptions, TierMover, TierStack
-from hybridkv.tiers.testing.copying import CopyingMedium
+from kits.tiers.copying import CopyingMedium
 
 CHUNK_BYTES = 512 << 10
 PROMPT_CHUNKS = 64

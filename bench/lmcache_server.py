@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridkv.lmcache.testing.server_process import ServerProcess, command, variable
+from kits.lmcache.server_process import ServerProcess, command, variable
 
 TOLD = "HYBRIDKV_LMCACHE"
 ASK_AGAIN_S = 0.002

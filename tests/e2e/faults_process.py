@@ -30,8 +30,8 @@ from hybridkv.tiers import FailureReason, TierMedium
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, FileIO
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, StackCounts, TierStack
 from hybridkv.tiers.stack.ways import Ways
-from hybridkv.tiers.testing.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
-from hybridkv.tiers.testing.faults.plan import Trigger
+from kits.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
+from kits.tiers.faults.plan import Trigger
 
 LOAD_TIMEOUT_S = 30.0
 HELD = Delay(num_polls=1 << 60)

@@ -18,7 +18,7 @@ from harness import Engine, running_engine
 from lmcache_witness import may_ask, num_pages_under_way
 
 from hybridkv.connectors.vllm import register
-from hybridkv.lmcache.testing.server_process import eventually
+from kits.lmcache.server_process import eventually
 
 
 def carry_out(engine: Engine, command: dict[str, Any]) -> Any:

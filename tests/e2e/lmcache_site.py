@@ -13,7 +13,7 @@ import patience
 import pytest
 
 from hybridkv.lmcache.connection import ServerAddress
-from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
+from kits.lmcache.server_process import ServerProcess, command, eventually, variable
 
 CHUNK_TOKENS = {"gemma3": 256, "gpt-oss": 256, "qwen3-next": 384}
 """Of the server, by model."""

@@ -15,7 +15,7 @@ import patience
 from harness import SAME_STEPS, Engine, make_prompt, running_engine
 from restart_process import prompts, run
 
-from hybridkv.lmcache.testing.server_process import eventually
+from kits.lmcache.server_process import eventually
 
 MAX_CASCADES = 3
 

@@ -12,7 +12,7 @@ from harness import Engine, make_prompt
 from lmcache_site import LMCacheSite
 
 from hybridkv.lmcache.connection import Ready
-from hybridkv.lmcache.testing.server_process import eventually
+from kits.lmcache.server_process import eventually
 
 PageName: TypeAlias = tuple[bytes, int, int]
 """The digest that names a chunk, a group of the engine, and a block in the chunk."""

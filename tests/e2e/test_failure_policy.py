@@ -16,7 +16,7 @@ from harness import SAME_STEPS, Engine, exact_prompt_lengths, make_prompt
 
 from hybridkv.planner import GroupKind
 from hybridkv.tiers import FailureReason
-from hybridkv.tiers.testing.faults import Fail, Operation, Rule
+from kits.tiers.faults import Fail, Operation, Rule
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from lmcache_witness import Link, LMCacheAudit
 from noise import Noise
 
 from hybridkv.lmcache.operations import Operations
-from hybridkv.lmcache.testing.server_process import eventually
+from kits.lmcache.server_process import eventually
 
 _SEEDS = itertools.count(1000, 1000)
 MANY_STEPS = 50

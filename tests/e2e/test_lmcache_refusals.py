@@ -21,8 +21,8 @@ from lmcache_site import ENGINE_ARGUMENTS, transfer_config
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import register
 from hybridkv.lmcache.connection import ServerAddress
-from hybridkv.lmcache.testing.scripted_server import CONFIG, Frames, ScriptedServer, polite
-from hybridkv.lmcache.testing.segments import segments_of
+from kits.lmcache.scripted_server import CONFIG, Frames, ScriptedServer, polite
+from kits.lmcache.segments import segments_of
 
 RECURRENT = "qwen3-next"
 WINDOWS = "gpt-oss"

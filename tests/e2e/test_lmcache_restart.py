@@ -16,7 +16,7 @@ from harness import Engine, Result, make_prompt
 from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite, prompt_lengths
 from lmcache_witness import Link, LMCacheAudit
 
-from hybridkv.lmcache.testing.segments import segments_of
+from kits.lmcache.segments import segments_of
 
 
 @pytest.fixture

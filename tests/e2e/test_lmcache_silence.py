@@ -20,8 +20,8 @@ from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, prompt_lengths, transfe
 from lmcache_witness import LMCacheAudit
 from noise import own_cache_only
 
-from hybridkv.lmcache.testing.scripted_server import Frames, ScriptedServer, polite
-from hybridkv.lmcache.testing.server_process import eventually
+from kits.lmcache.scripted_server import Frames, ScriptedServer, polite
+from kits.lmcache.server_process import eventually
 
 _SEEDS = itertools.count(1000, 1000)
 DEADLINES = dict.fromkeys(

@@ -16,8 +16,8 @@ from equality import require_same_written
 from harness import scratch_directory
 from one_life import Life, one_life
 
-from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
 from hybridkv.lmcache.wire import CODECS
+from kits.lmcache.server_process import ServerProcess, command, eventually, variable
 
 
 class Fleet:

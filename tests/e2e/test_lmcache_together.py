@@ -22,8 +22,8 @@ from equality import require_same_output
 from harness import Result, make_prompt
 from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite
 
-from hybridkv.lmcache.testing.segments import segments_of
-from hybridkv.lmcache.testing.server_process import eventually
+from kits.lmcache.segments import segments_of
+from kits.lmcache.server_process import eventually
 
 NUM_ENGINES = 4
 NUM_STEMS = 4

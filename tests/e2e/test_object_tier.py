@@ -19,7 +19,7 @@ from harness import scratch_directory
 from obstore.store import from_url
 from one_life import Life, one_life
 
-from hybridkv.tiers.testing.object_server import BUCKET, VARIABLE, ObjectServer, command
+from kits.tiers.object_server import BUCKET, VARIABLE, ObjectServer, command
 
 
 class Fleet:

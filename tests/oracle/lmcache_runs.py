@@ -23,8 +23,8 @@ from hybridkv.connectors.vllm import LMCACHE_CONNECTOR
 from hybridkv.connectors.vllm.layout import resolve_layout
 from hybridkv.connectors.vllm.lmcache.site import num_chunks, page_groups
 from hybridkv.lmcache.connection import Ready
-from hybridkv.lmcache.testing.segments import segments_of
-from hybridkv.lmcache.testing.server_process import eventually
+from kits.lmcache.segments import segments_of
+from kits.lmcache.server_process import eventually
 from oracle.engine import IDLE_LIMIT_S, LeakError, OracleEngine, StuckError
 from oracle.lmcache_servers import SETTLED_S
 from oracle.runner import OracleError

@@ -12,8 +12,8 @@ import pytest
 
 from hybridkv.connectors.vllm.lmcache import site
 from hybridkv.lmcache.connection import ConnectionOptions
-from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
 from hybridkv.lmcache.wire import CODECS
+from kits.lmcache.server_process import ServerProcess, command, eventually, variable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

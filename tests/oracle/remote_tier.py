@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm import tiers
 from hybridkv.tiers.stack import SlowerTier, SlowerTierOptions
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteMedium, RemoteStore
+from kits.tiers.reference import RemoteIndex, RemoteMedium, RemoteStore
 from oracle.disk_tier import forget
 
 if TYPE_CHECKING:

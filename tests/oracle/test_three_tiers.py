@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm import register
 from hybridkv.tiers import Completion, Key
 from hybridkv.tiers.buffers import byte_views
 from hybridkv.tiers.stack import BreakerOptions, TierStack
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteMedium
+from kits.tiers.reference import RemoteIndex, RemoteMedium
 from oracle.disk_tier import LARGE, SMALL, stack_of, stacked
 from oracle.engine import OracleEngine
 from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix

@@ -15,7 +15,7 @@ from hybridkv.connectors.vllm import register, tiers
 from hybridkv.planner import GroupKind
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.stack import StackCounts, TierStack
-from hybridkv.tiers.testing.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
+from kits.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from oracle.disk_tier import LARGE, SMALL, forget, stack_of, stacked
 from oracle.engine import OracleEngine
 from oracle.mixes import GEMMA3, GPT_OSS, QWEN3_NEXT, Mix

@@ -26,7 +26,7 @@ from hybridkv.tiers.stack import (
     TierMover,
     TierStack,
 )
-from hybridkv.tiers.testing.copying import CopyingMedium
+from kits.tiers.copying import CopyingMedium
 from soak.content import Group, Kind, Prompt, key_of, keys_needed, payload
 from soak.findings import SoakError
 from soak.tally import Tally

@@ -24,7 +24,7 @@ from hybridkv.tiers.object.format.epoch import encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import cache_name, epoch_name, manifest_name, namespace_of, pack_name, prefix_of
-from hybridkv.tiers.testing.played_s3 import PlayedS3, Request, Trouble, Zeros
+from kits.tiers.played_s3 import PlayedS3, Request, Trouble, Zeros
 from soak.fleet_engine import FINGERPRINT, NUM_PATHS, OPTIONS, path_of
 
 MIB = 1 << 20

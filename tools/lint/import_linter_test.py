@@ -7,7 +7,7 @@ from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 
 def main(config: str) -> int:
-    sources = [*pathlib.Path("libs").glob("*/src"), pathlib.Path("csrc/bindings/src")]
+    sources = [*pathlib.Path("libs").glob("*/src"), pathlib.Path("csrc/bindings/src"), pathlib.Path("tests")]
     sys.path[:0] = sorted(str(source.absolute()) for source in sources)
     return int(lint_imports(config_filename=config, no_cache=True, verbose=False) != EXIT_STATUS_SUCCESS)
 

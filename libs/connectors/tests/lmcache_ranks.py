@@ -27,10 +27,10 @@ from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.lmcache.calls import Answer, Ended
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.lmcache.testing.rig import needed_blocks, wait
-from hybridkv.lmcache.testing.server_process import eventually
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.transfer import CpuCopyEngine
+from kits.lmcache.rig import needed_blocks, wait
+from kits.lmcache.server_process import eventually
 
 FULL, WINDOW, RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.RECURRENT
 WAIT_S = patience.seconds(12.0)

@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.planner import LoadAdmission, LookupResult
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import SlowerTier, SlowerTierOptions, TierStack
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore, remote
+from kits.tiers.reference import RemoteIndex, RemoteStore, remote
 
 CHUNKS, CHUNK_TOKENS = 20, 8
 GROUPS = 2

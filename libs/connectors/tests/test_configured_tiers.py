@@ -28,7 +28,7 @@ from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LookupResult
 from hybridkv.tiers import Refusal, TierIndex
 from hybridkv.tiers.lmcache import MAX_SIZES
 from hybridkv.tiers.stack import Hold, HoldFailure, TierStack
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
+from kits.tiers.reference import RemoteIndex, RemoteStore
 
 KEY = b"key"
 LAYOUT = layout()

@@ -21,9 +21,9 @@ from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.hashing import ChunkKeys
 from hybridkv.lmcache.geometry import PageGroup
-from hybridkv.lmcache.testing.scripted_server import ScriptedServer, polite
-from hybridkv.lmcache.testing.server_process import eventually
 from hybridkv.planner import GroupKind, GroupSpec
+from kits.lmcache.scripted_server import ScriptedServer, polite
+from kits.lmcache.server_process import eventually
 
 
 class Known:

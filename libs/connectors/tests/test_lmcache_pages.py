@@ -20,7 +20,7 @@ from hybridkv.lmcache.block_ids import cut_tables
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.page import PageState, payload_of, seal
 from hybridkv.lmcache.pool import Pool, Taken
-from hybridkv.lmcache.testing.rig import kept_blocks
+from kits.lmcache.rig import kept_blocks
 
 
 def site(name: str) -> Site:

@@ -13,11 +13,11 @@ from tier_engines import LAYOUT, Engine
 from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import tiers
-from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
 from hybridkv.lmcache.wire import CODECS
 from hybridkv.peers.testing.suite import until
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.lmcache import LMCacheMedium
+from kits.lmcache.server_process import ServerProcess, command, eventually, variable
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 NUM_BYTES = LAYOUT.chunk_sizes()[-1]

@@ -16,9 +16,9 @@ from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.connectors.vllm.rank_work import CopyJob
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import HEADER_BYTES
-from hybridkv.lmcache.testing.scripted_server import Frames, ScriptedServer, polite
-from hybridkv.lmcache.testing.server_process import eventually
 from hybridkv.transfer import CopyRuns, CpuCopyEngine
+from kits.lmcache.scripted_server import Frames, ScriptedServer, polite
+from kits.lmcache.server_process import eventually
 
 FOREVER_S = 1e6
 QUIET = ConnectionOptions(call_timeout_s=patience.seconds(1.0), beat_s=FOREVER_S, retry_s=0.01)

@@ -21,9 +21,9 @@ from hybridkv.lmcache.calls import Answer
 from hybridkv.lmcache.connection import ConnectionOptions
 from hybridkv.lmcache.operations import Operations, Pages
 from hybridkv.lmcache.page import HEADER_BYTES, blank, seal
-from hybridkv.lmcache.testing.rig import wait
-from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable
 from hybridkv.lmcache.wire import CODECS
+from kits.lmcache.rig import wait
+from kits.lmcache.server_process import ServerProcess, command, eventually, variable
 
 ARGUMENTS = ["--chunk-size", "256", "--separate-object-groups"]
 FOREVER_S = 1e6

@@ -27,7 +27,7 @@ from hybridkv.planner.hints import Hints, Prefetch, plan_prefetch
 from hybridkv.tiers import Slot, TierIndex
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import SlowerTier, SlowerTierOptions, TierStack
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
+from kits.tiers.reference import RemoteIndex, RemoteStore
 
 NEAR_BYTES = 16 * MIB
 NUM_FITTING = NEAR_BYTES // PAIR_BYTES

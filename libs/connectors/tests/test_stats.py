@@ -17,7 +17,7 @@ from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, InlineJanitor
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, SlowerTier, TierStack
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
+from kits.tiers.reference import RemoteIndex, RemoteStore
 
 
 def explanation(result: str, reason: Reason, num_tokens: int = 0, offered_tokens: int = 0, **more: Any) -> Explanation:

@@ -28,7 +28,7 @@ from hybridkv.tiers import Refusal, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import MoveOutcome, PathPosition, SlowerTier, SlowerTierOptions, TierMover, TierStack
-from hybridkv.tiers.testing.copying import CopyingMedium
+from kits.tiers.copying import CopyingMedium
 
 KIB, MIB = 1 << 10, 1 << 20
 GRANULE_BYTES = 4096

@@ -10,8 +10,8 @@ from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
 from hybridkv.tiers.stack import Direction, TierMove
-from hybridkv.tiers.testing.reference import ReferenceMedium
 from hybridkv.transfer import InlineCopyEngine
+from kits.tiers.reference import ReferenceMedium
 
 SLOT = Slot(((0, 100),))
 

@@ -5,8 +5,8 @@ import random
 from collections.abc import Sequence
 
 from hybridkv.lmcache.geometry import Geometry, PageGroup
-from hybridkv.lmcache.testing.rig import Blocks
 from hybridkv.planner import GroupKind, GroupSpec
+from kits.lmcache.rig import Blocks
 
 FULL, WINDOW, RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.RECURRENT
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from real_servers import lmcache_of
 
-from hybridkv.lmcache.testing.server_process import ServerProcess
 from hybridkv.lmcache.wire import CODECS
+from kits.lmcache.server_process import ServerProcess
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridkv.lmcache.testing.server_process import command, variable
+from kits.lmcache.server_process import command, variable
 
 
 def lmcache_of(version: str) -> list[str]:

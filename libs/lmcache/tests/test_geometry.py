@@ -12,9 +12,9 @@ from hybridkv.lmcache.block_ids import common_chunks, cut_tables
 from hybridkv.lmcache.errors import LMCacheConfigurationError, LMCacheProtocolError
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
 from hybridkv.lmcache.keys import cache_name, words_of
-from hybridkv.lmcache.testing.rig import kept_blocks, needed_blocks
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.planner.coverage import resume_start
+from kits.lmcache.rig import kept_blocks, needed_blocks
 
 CHUNK = 256
 BLOCKS = st.sampled_from([4, 8, 32, 64, 128, 256])

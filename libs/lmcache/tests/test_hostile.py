@@ -24,8 +24,9 @@ from hybridkv.lmcache.connection import CLOSE_S, Connection, ConnectionOptions, 
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
 from hybridkv.lmcache.operations import Found, Pages
 from hybridkv.lmcache.pool import Taken
-from hybridkv.lmcache.testing.rig import Rig, wait
-from hybridkv.lmcache.testing.scripted_server import (
+from hybridkv.lmcache.wire import CODEC_0_5_7RC2, MAX_FRAME_BYTES, MalformedError, read_answer
+from kits.lmcache.rig import Rig, wait
+from kits.lmcache.scripted_server import (
     CONFIG,
     Frames,
     Script,
@@ -33,8 +34,7 @@ from hybridkv.lmcache.testing.scripted_server import (
     polite,
     silent,
 )
-from hybridkv.lmcache.testing.server_process import eventually
-from hybridkv.lmcache.wire import CODEC_0_5_7RC2, MAX_FRAME_BYTES, MalformedError, read_answer
+from kits.lmcache.server_process import eventually
 
 TIMEOUT_S = patience.seconds(6.0)
 QUICK_S = patience.seconds(0.03)

@@ -9,9 +9,9 @@ from caches import DEEPSEEK_V4, INTERLEAVED, QWEN3_NEXT, content_of, digests_of
 from hybridkv.lmcache.calls import Answer, Lack, Trouble
 from hybridkv.lmcache.geometry import PageGroup, one_record
 from hybridkv.lmcache.page import PageState
-from hybridkv.lmcache.testing.rig import Blocks, Rig, needed_blocks
-from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
 from hybridkv.lmcache.withdrawal import withdraw
+from kits.lmcache.rig import Blocks, Rig, needed_blocks
+from kits.lmcache.server_process import ServerProcess, eventually
 
 
 def _needed(rig: Rig, content: Blocks, num_chunks: int, start_chunk: int = 0) -> Blocks:

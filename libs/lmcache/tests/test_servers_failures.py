@@ -15,9 +15,9 @@ from real_servers import lmcache_of
 from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, Ended, Lack, Trouble
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import PageState
-from hybridkv.lmcache.testing.rig import Rig
-from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
 from hybridkv.lmcache.withdrawal import withdraw
+from kits.lmcache.rig import Rig
+from kits.lmcache.server_process import ServerProcess, eventually
 
 SOON = ConnectionOptions(call_timeout_s=patience.seconds(0.3), beat_s=0.2, retry_s=0.1, retry_max_s=0.5)
 GOOD, CORRUPT = PageState.GOOD, PageState.CORRUPT

@@ -12,10 +12,10 @@ from hybridkv.lmcache.calls import Answer, Lack, Trouble
 from hybridkv.lmcache.connection import Down
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
-from hybridkv.lmcache.testing.rig import Rig
-from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
 from hybridkv.lmcache.wire import CODECS
 from hybridkv.planner import GroupSpec
+from kits.lmcache.rig import Rig
+from kits.lmcache.server_process import ServerProcess, eventually
 
 BLOCKS_OF_640 = (PageGroup(GroupSpec(RECURRENT, 640), 3000), PageGroup(GroupSpec(FULL, 640), 5000))
 FULL_OF_640 = BLOCKS_OF_640[1:]

@@ -22,7 +22,7 @@ from hybridkv.tiers.stack import (
     TierMover,
     TierStack,
 )
-from hybridkv.tiers.testing.copying import CopyingMedium
+from kits.tiers.copying import CopyingMedium
 
 CHUNK_TOKENS = 64
 HYBRID = CacheSpec((GroupSpec(GroupKind.FULL, 64), GroupSpec(GroupKind.RECURRENT, 64)), CHUNK_TOKENS)

@@ -12,7 +12,7 @@ from hybridkv.tiers import Failure, Key, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium, DiskOptions
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import Hold, MoveOutcome, SlowerTier, TierMover, TierStack
-from hybridkv.tiers.testing.copying import CopyingMedium
+from kits.tiers.copying import CopyingMedium
 
 CHUNK = disk_faults.CHUNK
 PLACE_BYTES = 8192

@@ -12,10 +12,10 @@ from typing import Any
 import patience
 
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
-from hybridkv.lmcache.testing.server_process import ServerProcess, eventually
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.lmcache import LMCacheOptions, Site, open_index, open_medium
+from kits.lmcache.server_process import ServerProcess, eventually
 
 CHUNK_BYTES = 4096
 SIZES = (CHUNK_BYTES, 1000)

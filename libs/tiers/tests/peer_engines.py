@@ -26,7 +26,7 @@ from hybridkv.tiers.peer import (
     open_medium,
 )
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.testing.copying import CopyingMedium
+from kits.tiers.copying import CopyingMedium
 
 GRANULE_BYTES = 1024
 CHUNK_BYTES = 4096

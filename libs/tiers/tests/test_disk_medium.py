@@ -22,8 +22,8 @@ from hybridkv.tiers import FailureReason, Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, address_of
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.testing.copying import CopyingMedium
 from kits.plain_disk_medium import SharedSync
+from kits.tiers.copying import CopyingMedium
 
 OPTIONS = disk_store.options_for(64 * 8192, num_spare=3, batch_bytes=8 * PAGE_BYTES)
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+pytest.register_assert_rewrite("kits.tiers.conformance")
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyState, LeastRecentlyUsed  # noqa: E402
-from hybridkv.tiers.testing.conformance import EvictionOrderConformance, LeastRecentlyUsedConformance  # noqa: E402
+from kits.tiers.conformance import EvictionOrderConformance, LeastRecentlyUsedConformance  # noqa: E402
 
 keys = st.sampled_from([bytes([number]) for number in range(6)])
 

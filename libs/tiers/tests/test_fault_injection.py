@@ -8,8 +8,8 @@ import pytest
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Refusal, Slot, Ticket, TierConfigurationError, TierMedium
 from hybridkv.tiers.ram import RamArena
-from hybridkv.tiers.testing.copying import CopyingMedium
-from hybridkv.tiers.testing.faults import (
+from kits.tiers.copying import CopyingMedium
+from kits.tiers.faults import (
     Corrupt,
     Delay,
     Drop,
@@ -22,7 +22,7 @@ from hybridkv.tiers.testing.faults import (
     Rule,
     Vanish,
 )
-from hybridkv.tiers.testing.reference import ReferenceIndex
+from kits.tiers.reference import ReferenceIndex
 
 NUM_BYTES = 5000
 SLOT = Slot(((0, 4096), (8192, NUM_BYTES - 4096)))

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import patience
 import pytest
 
-from hybridkv.lmcache.testing.scripted_server import Frames, Script, ScriptedServer, polite, silent
-from hybridkv.lmcache.testing.server_process import eventually
 from hybridkv.tiers import FailureReason, Slot, Ticket
 from hybridkv.tiers.lmcache import LMCacheMedium, LMCacheOptions, Site, open_medium
+from kits.lmcache.scripted_server import Frames, Script, ScriptedServer, polite, silent
+from kits.lmcache.server_process import eventually
 
 NUM_MOVES = 142
 SIZES = (4096, 1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+pytest.register_assert_rewrite("kits.tiers.conformance")
 
 from played_lmcache import PlayedServer  # noqa: E402
 
@@ -14,7 +14,7 @@ from hybridkv.tiers.lmcache import Found, LMCacheIndex, LMCacheOptions  # noqa: 
 from hybridkv.tiers.ram import RamIndex  # noqa: E402
 from hybridkv.tiers.stack import Direction, MoveOutcome, SlowerTier, SlowerTierOptions, TierStack  # noqa: E402
 from hybridkv.tiers.stack.breaker import BreakerState  # noqa: E402
-from hybridkv.tiers.testing.conformance import (  # noqa: E402
+from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
     AskConformance,
     EvictionConformance,
@@ -23,8 +23,8 @@ from hybridkv.tiers.testing.conformance import (  # noqa: E402
     LateConformance,
     Tier,
 )
-from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultPlan  # noqa: E402
-from hybridkv.tiers.testing.reference import ReferenceMedium  # noqa: E402
+from kits.tiers.faults import FaultInjectingIndex, FaultPlan  # noqa: E402
+from kits.tiers.reference import ReferenceMedium  # noqa: E402
 
 A, B, C = b"key a", b"key b", b"key c"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS

@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+pytest.register_assert_rewrite("kits.tiers.conformance")
 
 from lmcache_servers import CHUNK_BYTES, SIZES, Engine, chunk_bytes, engine_at  # noqa: E402
 
 from hybridkv.lmcache.calls import Ended  # noqa: E402
 from hybridkv.lmcache.operations import Prefix  # noqa: E402
 from hybridkv.lmcache.page import HEADER_BYTES  # noqa: E402
-from hybridkv.lmcache.testing.segments import segments_of  # noqa: E402
-from hybridkv.lmcache.testing.server_process import ServerProcess, command, eventually, variable  # noqa: E402
 from hybridkv.lmcache.wire import CODECS  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import FailureReason, Slot, Ticket, TierMedium  # noqa: E402
 from hybridkv.tiers.lmcache import LMCacheMedium, LMCacheOptions  # noqa: E402
 from hybridkv.tiers.lmcache.moving import RankMove, _Row  # noqa: E402
 from hybridkv.tiers.lmcache.shelf import Page  # noqa: E402
-from hybridkv.tiers.testing.conformance import MediumConformance, Tier  # noqa: E402
-from hybridkv.tiers.testing.conformance.medium import NUM_BYTES  # noqa: E402
+from kits.lmcache.segments import segments_of  # noqa: E402
+from kits.lmcache.server_process import ServerProcess, command, eventually, variable  # noqa: E402
+from kits.tiers.conformance import MediumConformance, Tier  # noqa: E402
+from kits.tiers.conformance.medium import NUM_BYTES  # noqa: E402
 
 A, B, C = b"key a", b"key b", b"key c"
 HIT, MISS = LookupResult.HIT, LookupResult.MISS

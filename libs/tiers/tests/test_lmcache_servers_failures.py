@@ -16,11 +16,11 @@ import pytest
 from lmcache_servers import CHUNK_BYTES, TIMEOUT_S, Engine, ServerWithDisk, chunk_bytes, engine_at
 
 from hybridkv.lmcache.connection import ServerAddress
-from hybridkv.lmcache.testing.server_process import command, eventually, variable
 from hybridkv.lmcache.wire import CODECS
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Answer, FailureReason, Refusal, Slot, Ticket, TierConfigurationError
 from hybridkv.tiers.lmcache import LMCacheOptions
+from kits.lmcache.server_process import command, eventually, variable
 
 A, B, C = b"key a", b"key b", b"key c"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS

@@ -25,7 +25,7 @@ from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, encode_
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import cache_name, epoch_name, manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.quarantine import Quarantine
-from hybridkv.tiers.testing.played_s3 import PlayedS3, Request, Trouble, Zeros
+from kits.tiers.played_s3 import PlayedS3, Request, Trouble, Zeros
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 MIB = 1 << 20

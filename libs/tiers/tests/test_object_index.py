@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+pytest.register_assert_rewrite("kits.tiers.conformance")
 
 from played_objects import PlayedDepot  # noqa: E402
 
@@ -19,7 +19,7 @@ from hybridkv.tiers import (  # noqa: E402
     TierIndex,
 )
 from hybridkv.tiers.object import ObjectIndex, ObjectOptions, ObjectSlot, PackPlace  # noqa: E402
-from hybridkv.tiers.testing.conformance import (  # noqa: E402
+from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
     AskConformance,
     EvictionConformance,
@@ -28,8 +28,8 @@ from hybridkv.tiers.testing.conformance import (  # noqa: E402
     LateConformance,
     Tier,
 )
-from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultPlan  # noqa: E402
-from hybridkv.tiers.testing.reference import ReferenceMedium  # noqa: E402
+from kits.tiers.faults import FaultInjectingIndex, FaultPlan  # noqa: E402
+from kits.tiers.reference import ReferenceMedium  # noqa: E402
 
 A, B, C = b"key a", b"key b", b"key c"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS

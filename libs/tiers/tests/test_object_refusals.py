@@ -23,7 +23,7 @@ from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.object import Depot, open_index
 from hybridkv.tiers.object.store import describe
 from hybridkv.tiers.stack import BreakerOptions, Direction, SlowerTierOptions
-from hybridkv.tiers.testing.played_s3 import PlayedS3, Request, Trouble
+from kits.tiers.played_s3 import PlayedS3, Request, Trouble
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 OPTIONS = patient(missing_s=0.01, first_retry_s=0.05, last_retry_s=0.1, epoch_check_s=0.05)

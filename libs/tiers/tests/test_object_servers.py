@@ -20,7 +20,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, TierConfigurationError
 from hybridkv.tiers.object import Depot, open_index
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, SlowerTierOptions
-from hybridkv.tiers.testing.object_server import BUCKET, VARIABLE, ObjectServer, command
+from kits.tiers.object_server import BUCKET, VARIABLE, ObjectServer, command
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 OPTIONS = patient(missing_s=0.05)

@@ -11,7 +11,7 @@ from typing import Any
 import patience
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+pytest.register_assert_rewrite("kits.tiers.conformance")
 
 from object_depots import (  # noqa: E402
     FINGERPRINT,
@@ -36,12 +36,12 @@ from hybridkv.tiers.object.directory_store import DirectoryStore  # noqa: E402
 from hybridkv.tiers.stack import (  # noqa: E402
     Direction,
 )
-from hybridkv.tiers.testing.conformance import (  # noqa: E402
+from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
     ExactTierConformance,
     Tier,
 )
-from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
+from kits.tiers.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 

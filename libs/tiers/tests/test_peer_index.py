@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+pytest.register_assert_rewrite("kits.tiers.conformance")
 
 from plain_peers import PlainPeers  # noqa: E402
 
@@ -12,8 +12,8 @@ from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import Answer, Key, Slot, TierIndex  # noqa: E402
 from hybridkv.tiers.peer import Answered, PeerIndex, PeerOptions  # noqa: E402
 from hybridkv.tiers.peer.places import peer_of, there  # noqa: E402
-from hybridkv.tiers.testing.conformance import CHUNK_BYTES, ReadOnlyConformance  # noqa: E402
-from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultPlan  # noqa: E402
+from kits.tiers.conformance import CHUNK_BYTES, ReadOnlyConformance  # noqa: E402
+from kits.tiers.faults import FaultInjectingIndex, FaultPlan  # noqa: E402
 
 A, B, C = b"key a", b"key b", b"key c"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+pytest.register_assert_rewrite("kits.tiers.conformance")
 
 import peer_engines  # noqa: E402
 from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load, patient  # noqa: E402
@@ -31,14 +31,14 @@ from hybridkv.tiers import (  # noqa: E402
 from hybridkv.tiers.peer import Neighbourhood, open_index, reading  # noqa: E402
 from hybridkv.tiers.peer.places import at_peer  # noqa: E402
 from hybridkv.tiers.ram import RamIndex  # noqa: E402
-from hybridkv.tiers.testing.conformance import (  # noqa: E402
+from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
     MediumConformance,
     ReadOnlyConformance,
     Tier,
 )
-from hybridkv.tiers.testing.conformance.medium import chunk_bytes  # noqa: E402
-from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
+from kits.tiers.conformance.medium import chunk_bytes  # noqa: E402
+from kits.tiers.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hybridkv.tiers import Slot, TierIndex, TierProtocolError
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.testing.reference import ReferenceIndex
+from kits.tiers.reference import ReferenceIndex
 
 GRANULE_BYTES = 16
 CAPACITY_BYTES = 10 * GRANULE_BYTES + 5

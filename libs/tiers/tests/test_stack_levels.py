@@ -25,7 +25,7 @@ from hybridkv.tiers.stack import (
     TierMover,
     TierStack,
 )
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteMedium, RemoteStore
+from kits.tiers.reference import RemoteIndex, RemoteMedium, RemoteStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

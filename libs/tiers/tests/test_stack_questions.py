@@ -20,7 +20,7 @@ from hybridkv.tiers.stack import (
     SlowerTierOptions,
     TierStack,
 )
-from hybridkv.tiers.testing.reference import RemoteIndex, RemoteStore
+from kits.tiers.reference import RemoteIndex, RemoteStore
 
 CHUNK = 16
 A, B, C = b"a", b"b", b"c"

@@ -62,8 +62,8 @@ def test_merging_counts_changes_neither(a: TierCounts, b: TierCounts) -> None:
 def test_tiers_load_neither_torch_nor_vllm() -> None:
     program = (
         "import sys, hybridkv.tiers, hybridkv.tiers.ram, hybridkv.tiers.disk\n"
-        "import hybridkv.tiers.testing.conformance, hybridkv.tiers.testing.copying\n"
-        "import hybridkv.tiers.testing.faults, hybridkv.tiers.testing.reference\n"
+        "import kits.tiers.conformance, kits.tiers.copying\n"
+        "import kits.tiers.faults, kits.tiers.reference\n"
         "sys.exit(', '.join({'torch', 'vllm', 'pytest', 'hypothesis'} & set(sys.modules)) or 0)"
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.tiers.testing.conformance")
+pytest.register_assert_rewrite("kits.tiers.conformance")
 
 import disk_store  # noqa: E402
 import numpy as np  # noqa: E402
 
 from hybridkv.tiers import ExposesBytes, SealedMemory, Slot, TierIndex, TierMedium  # noqa: E402
 from hybridkv.tiers.ram import RamArena, RamIndex  # noqa: E402
-from hybridkv.tiers.testing.conformance import (  # noqa: E402
+from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
     ChangesConformance,
     ExactTierConformance,
@@ -23,9 +23,9 @@ from hybridkv.tiers.testing.conformance import (  # noqa: E402
     Tier,
     TierSuite,
 )
-from hybridkv.tiers.testing.copying import CopyingMedium  # noqa: E402
-from hybridkv.tiers.testing.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
-from hybridkv.tiers.testing.reference import (  # noqa: E402
+from kits.tiers.copying import CopyingMedium  # noqa: E402
+from kits.tiers.faults import FaultInjectingIndex, FaultInjectingMedium, FaultPlan  # noqa: E402
+from kits.tiers.reference import (  # noqa: E402
     ReferenceIndex,
     ReferenceMedium,
     RemoteIndex,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts, TierIndex
-from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, is_protocol_error, reserved
+from kits.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, is_protocol_error, reserved
 
 A, B, C = b"key a", b"key b", b"key c"
 

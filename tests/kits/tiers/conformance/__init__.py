@@ -4,15 +4,15 @@ So do sealed memory (`make_memory`) and the policies of eviction (`make_order`).
 collects `test_*` methods of classes will do.
 """
 
-from hybridkv.tiers.testing.conformance.changes import ChangesConformance
-from hybridkv.tiers.testing.conformance.eviction import EvictionConformance, ExactEvictionConformance
-from hybridkv.tiers.testing.conformance.index import IndexConformance
-from hybridkv.tiers.testing.conformance.late import AskConformance, LateAnswersConformance, LateConformance
-from hybridkv.tiers.testing.conformance.medium import MediumConformance
-from hybridkv.tiers.testing.conformance.memory import SealedMemoryConformance
-from hybridkv.tiers.testing.conformance.order import EvictionOrderConformance, LeastRecentlyUsedConformance
-from hybridkv.tiers.testing.conformance.read_only import ReadOnlyConformance
-from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, Tier, TierSuite
+from kits.tiers.conformance.changes import ChangesConformance
+from kits.tiers.conformance.eviction import EvictionConformance, ExactEvictionConformance
+from kits.tiers.conformance.index import IndexConformance
+from kits.tiers.conformance.late import AskConformance, LateAnswersConformance, LateConformance
+from kits.tiers.conformance.medium import MediumConformance
+from kits.tiers.conformance.memory import SealedMemoryConformance
+from kits.tiers.conformance.order import EvictionOrderConformance, LeastRecentlyUsedConformance
+from kits.tiers.conformance.read_only import ReadOnlyConformance
+from kits.tiers.conformance.tier import CHUNK_BYTES, Tier, TierSuite
 
 
 class TierConformance(IndexConformance, AskConformance, EvictionConformance, MediumConformance):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierIndex
-from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
+from kits.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 
 A, B, C, D = b"key a", b"key b", b"key c", b"key d"
 ROUNDS = 12

@@ -10,7 +10,7 @@ import random
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import MAX_CHANGED_KEYS, ChangeFeed, Changes, TellsChanges
 from hybridkv.tiers.contract import Key, Slot, TierIndex
-from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
+from kits.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 
 A, B, C = b"key a", b"key b", b"key c"
 _KEYS = [b"key %d" % number for number in range(6)]

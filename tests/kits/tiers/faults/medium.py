@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.tiers.contract import Completion, ExposesBytes, Failure, GathersMoves, Key, Slot, Ticket, TierMedium
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.testing.faults.plan import Action, Corrupt, Delay, Drop, Fail, FaultPlan, Operation, Trigger
+from kits.tiers.faults.plan import Action, Corrupt, Delay, Drop, Fail, FaultPlan, Operation, Trigger
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Refusal, TierIndex
-from hybridkv.tiers.testing.conformance.index import assert_answers_agree
-from hybridkv.tiers.testing.conformance.late import LateAnswersConformance
-from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, is_protocol_error
+from kits.tiers.conformance.index import assert_answers_agree
+from kits.tiers.conformance.late import LateAnswersConformance
+from kits.tiers.conformance.tier import CHUNK_BYTES, is_protocol_error
 
 A, B, C = b"key a", b"key b", b"key c"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hybridkv.tiers.buffers import byte_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.testing.copies import copy_views, why_not_copy
+from kits.tiers.copies import copy_views, why_not_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

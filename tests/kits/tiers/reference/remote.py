@@ -26,8 +26,8 @@ from hybridkv.tiers.contract import (
     Ticket,
     TierCounts,
 )
-from hybridkv.tiers.testing.reference.index import ReferenceIndex
-from hybridkv.tiers.testing.reference.medium import ReferenceMedium
+from kits.tiers.reference.index import ReferenceIndex
+from kits.tiers.reference.medium import ReferenceMedium
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

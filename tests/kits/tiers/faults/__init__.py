@@ -1,8 +1,8 @@
 """Wrappers that make a working tier fail in a way that is written down beforehand."""
 
-from hybridkv.tiers.testing.faults.index import FaultInjectingIndex
-from hybridkv.tiers.testing.faults.medium import FaultInjectingMedium
-from hybridkv.tiers.testing.faults.plan import Corrupt, Delay, Drop, Fail, FaultPlan, Operation, Refuse, Rule, Vanish
+from kits.tiers.faults.index import FaultInjectingIndex
+from kits.tiers.faults.medium import FaultInjectingMedium
+from kits.tiers.faults.plan import Corrupt, Delay, Drop, Fail, FaultPlan, Operation, Refuse, Rule, Vanish
 
 __all__ = [
     "Corrupt",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Answer, Key, Slot, TierIndex
-from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
+from kits.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 
 A, B, C = b"key a", b"key b", b"key c"
 DEADLINE_S = 1e9

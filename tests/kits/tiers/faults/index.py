@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, GathersPlaces, Heard, Key, Refusal, Slot, TierCounts, TierIndex
-from hybridkv.tiers.testing.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
+from kits.tiers.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
 class FaultInjectingIndex:

@@ -8,7 +8,7 @@ import threading
 import xxhash
 
 from hybridkv.tiers.contract import ExposesBytes, Failure, FailureReason, Key, SealedMemory, Slot
-from hybridkv.tiers.testing.conformance.tier import CHUNK_BYTES, is_protocol_error
+from kits.tiers.conformance.tier import CHUNK_BYTES, is_protocol_error
 
 A, B = b"key a", b"key b"
 NUM_CHUNKS = 8

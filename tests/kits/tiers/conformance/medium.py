@@ -5,7 +5,7 @@ from __future__ import annotations
 import xxhash
 
 from hybridkv.tiers.contract import FailureReason, Slot, Ticket, TierMedium
-from hybridkv.tiers.testing.conformance.tier import (
+from kits.tiers.conformance.tier import (
     CHUNK_BYTES,
     Tier,
     TierSuite,
