@@ -171,7 +171,7 @@ def flip_bits_of_the_first(random: Random) -> Callable[[OracleEngine, int], None
     def before_step(engine: OracleEngine, step: int) -> None:
         worker = engine.worker_connector.sub_connectors[0]._worker  # type: ignore[union-attr]
         sealed = sorted(worker._arena._seals)
-        if sealed and not worker._in_flight:
+        if sealed and not worker._copies._open:
             worker._arena._buffer[random.choice(sealed)] ^= 1 << random.randrange(8)
 
     return before_step

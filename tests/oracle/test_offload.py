@@ -185,7 +185,7 @@ def flip_bits(random: Random) -> Callable[[OracleEngine, int], None]:
         worker = engine.worker_connector._worker  # type: ignore[union-attr]
         arena = worker._arena
         sealed = sorted(arena._seals)
-        if sealed and not worker._in_flight:
+        if sealed and not worker._copies._open:
             arena._buffer[random.choice(sealed)] ^= 1 << random.randrange(8)
 
     return before_step

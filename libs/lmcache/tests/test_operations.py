@@ -48,10 +48,19 @@ def _looked_up(channel: PlayedChannel) -> Ended[Found]:
     return ended[0]
 
 
-@pytest.mark.parametrize("trouble", [Trouble.UNSENT, Trouble.BUSY, Trouble.TIMEOUT, Trouble.MALFORMED])
-def test_a_lookup_that_was_sent_is_given_back_whatever_becomes_of_it(trouble: Trouble) -> None:
-    channel = PlayedChannel({"query_prefetch_status": Lack(trouble)})
-    assert _looked_up(channel) == Lack(trouble)
+@pytest.mark.parametrize(
+    ("poll", "lookup"),
+    [
+        (Lack(Trouble.UNSENT), Lack(Trouble.TIMEOUT, "lookup")),
+        (Lack(Trouble.BUSY), Lack(Trouble.BUSY)),
+        (Lack(Trouble.TIMEOUT), Lack(Trouble.TIMEOUT)),
+        (Lack(Trouble.MALFORMED), Lack(Trouble.MALFORMED)),
+    ],
+    ids=["unsent", "busy", "timeout", "malformed"],
+)
+def test_a_lookup_that_was_sent_is_given_back_however_its_poll_ends(poll: Lack, lookup: Lack) -> None:
+    channel = PlayedChannel({"query_prefetch_status": poll})
+    assert _looked_up(channel) == lookup
     assert channel.calls == ["lookup", "query_prefetch_status", "free_lookup_locks", "end_session"]
 
 

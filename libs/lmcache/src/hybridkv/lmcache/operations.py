@@ -304,7 +304,8 @@ class Operations:
 
         def seen(ended: Ended[int | None]) -> None:
             if isinstance(ended, Lack):
-                give_up(ended)
+                # The lookup was sent, so the server may hold locks, even if this poll was not sent before the deadline.
+                give_up(Lack(Trouble.TIMEOUT, "lookup") if ended.trouble is Trouble.UNSENT else ended)
             elif ended.value is None:
                 self._channel.after(next(pauses), look, is_open=True)
             elif ended.value > num_chunks:
