@@ -36,7 +36,7 @@ experiences = st.builds(
     prompts=st.just((1.0,) * len(RUNGS)),
     aged_tokens=numbers,
     stored_bytes=numbers,
-    computed_tokens=numbers,
+    computed_tokens=st.just(0.0) | st.floats(1.0, 1e9),  # every request computes at least one
     extra_tokens=st.floats(0.0, 1e5),
 )
 markets = st.builds(Market, capacity_bytes=st.integers(0, 1 << 40), experience=experiences)

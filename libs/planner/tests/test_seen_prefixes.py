@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.planner import NO_EXPERIENCE, Market, Placement, Prompt, SeenPrefixes, Stop, StopReason
-from hybridkv.planner.checkpoints.grain import Grain, offsets
+from hybridkv.planner.checkpoints.seen import Grain, offsets
 
 B = 128
 

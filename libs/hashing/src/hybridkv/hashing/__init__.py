@@ -1,5 +1,6 @@
 """The identity of hybrid KV content: fingerprints of caches, keys of chunks. No tensors, no engine, no I/O."""
 
+from hybridkv.hashing.block_hashes import HashedRequest, HybridChunkBlockHashList, RequestBlockHashList
 from hybridkv.hashing.differences import diff
 from hybridkv.hashing.fingerprint import (
     FORMAT_VERSION,
@@ -9,7 +10,6 @@ from hybridkv.hashing.fingerprint import (
     group_digest,
 )
 from hybridkv.hashing.keys import TAG_BYTES, ChunkKeys
-from hybridkv.hashing.lists import HashedRequest, HybridChunkBlockHashList, RequestBlockHashList
 from hybridkv.hashing.tokens import TokenHashes
 
 __all__ = [

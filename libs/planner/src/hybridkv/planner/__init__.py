@@ -18,6 +18,7 @@ from hybridkv.planner.admission import (
     gate_lookup,
 )
 from hybridkv.planner.announcements import Announcement, Announcer, ChunkNode, News
+from hybridkv.planner.block_slices import common_block_count, slice_group_blocks
 from hybridkv.planner.checkpoints import (
     NO_EXPERIENCE,
     Costs,
@@ -61,18 +62,15 @@ from hybridkv.planner.coverage import (
     resume_start,
 )
 from hybridkv.planner.diagnosis import Finding, Problem, diagnose
-from hybridkv.planner.foreign import common_block_count, slice_group_blocks
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit, whole_chunk_unit
-from hybridkv.planner.hit import Hit, Miss, Pending, last_boundary, longest_hit
+from hybridkv.planner.hit import Hit, Loss, Miss, Pending, last_boundary, longest_hit, measure_loss
 from hybridkv.planner.local import LocalCopies, find_local_copies, has_local_copies
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
-from hybridkv.planner.loss import Loss, measure_loss
 from hybridkv.planner.offload_units import HybridOffloadPlanner
 from hybridkv.planner.paths import needed_before, needed_parts, path_order
-from hybridkv.planner.plans import plan_load, plan_load_runs, plan_store, storable_ends
+from hybridkv.planner.plans import plan_load, plan_load_runs, plan_store, plan_tail, storable_ends
 from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
 from hybridkv.planner.retention import Retention, deepest_state, retain
-from hybridkv.planner.tails import plan_tail
 from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, TransferRun, Wanted, transfers_of
 
 __all__ = [

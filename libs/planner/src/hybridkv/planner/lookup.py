@@ -1,8 +1,10 @@
-"""What a tier may be asked, and what it may answer, and nothing else."""
+"""Questions to a tier about stored chunks, its answers, and `Scan` for a tier that answers one key at a time."""
 
 import enum
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
+
+from hybridkv.planner.groups import CacheSpec, GroupKind
 
 
 class LookupResult(enum.Enum):
@@ -48,3 +50,109 @@ class RangeLookup(Protocol):
     def any_pending(self, group_index: int, first_end: int, last_end: int) -> bool:
         """Whether one of these chunks, all of which are held, is not readable yet. No tails."""
         ...
+
+
+# CPython 3.11 takes longer to look a member up than to compare it.
+_HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
+
+
+class Scan:
+    """Walks keys, and remembers those that are held for as long as one search lasts.
+
+    A missing one rules out itself: whatever a search asks for later ends before it. What is no `LookupResult` is
+    missing too: nobody knows whether it is stored, or that it ever will be.
+
+    Args:
+        spec: the model's groups.
+        lookup: asked at most once for each key.
+    """
+
+    __slots__ = ("_answers", "_chunk", "_lookup", "_pending", "_step", "_walks")
+
+    def __init__(self, spec: CacheSpec, lookup: Lookup) -> None:
+        self._lookup = lookup
+        self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
+        self._answers: list[dict[int, LookupResult]] = [{} for _ in spec.groups]
+        self._pending: list[list[int]] = [[] for _ in spec.groups]
+        # Tails are asked for again as boundaries fall, so where there are any everything is remembered.
+        self._walks = [group.kind is GroupKind.FULL and spec.tail_tokens is None for group in spec.groups]
+
+    def ask(self, group_index: int, end_token: int) -> LookupResult:
+        """The answer for one key."""
+        answers = self._answers[group_index]
+        answer = answers.get(end_token)
+        if answer is None:
+            answer = self._lookup(group_index, end_token)
+            if answer is _PENDING:
+                self._pending[group_index].append(end_token)
+            elif answer is not _HIT:
+                return _MISS
+            answers[end_token] = answer
+        return answer
+
+    def held(self, group_index: int, first_end: int, last_end: int) -> int:
+        answers = self._answers[group_index]
+        if self._walks[group_index] and not answers:
+            return self._walk(group_index, first_end, last_end)
+        for end_token in range(first_end, last_end + 1, self._chunk):
+            if (answers.get(end_token) or self.ask(group_index, end_token)) is _MISS:
+                return (end_token - first_end) // self._chunk
+        return max(0, (last_end - first_end) // self._chunk + 1)
+
+    def _walk(self, group_index: int, first_end: int, last_end: int) -> int:
+        """`held` for a full prefix, which a search walks once and in order: nothing of it need be remembered."""
+        lookup, hit = self._lookup, _HIT
+        for end_token in range(first_end, last_end + 1, self._chunk):
+            answer = lookup(group_index, end_token)
+            if answer is hit:
+                continue
+            if answer is not _PENDING:
+                return (end_token - first_end) // self._chunk
+            self._pending[group_index].append(end_token)
+        return max(0, (last_end - first_end) // self._chunk + 1)
+
+    def last_held(self, group_index: int, first_end: int, last_end: int) -> int:
+        answers, lookup, miss = self._answers[group_index], self._lookup, _MISS
+        for end_token in range(last_end, first_end - 1, -self._step):
+            if end_token in answers:
+                return end_token
+            answer = lookup(group_index, end_token)
+            if answer is miss:
+                continue
+            if answer is _PENDING:
+                self._pending[group_index].append(end_token)
+            elif answer is not _HIT:
+                continue
+            answers[end_token] = answer
+            return end_token
+        return 0
+
+    def any_pending(self, group_index: int, first_end: int, last_end: int) -> bool:
+        chunk = self._chunk
+        return any(first_end <= end <= last_end and end % chunk == 0 for end in self._pending[group_index])
+
+
+def first_missing(is_held: Callable[[int], bool], first_end: int, last_end: int, step: int) -> int | None:
+    """An end in the range that is not held, as early a one as O(log) questions find; None if the last one is held.
+
+    Where chunks are stored front to back, which is the rule, it is the first.
+    """
+    if last_end < first_end:
+        return None
+    if not is_held(first_end):
+        return first_end
+    if last_end == first_end or is_held(last_end):
+        return None
+    low, high, reach = first_end, last_end, step
+    while low + reach < high:
+        if not is_held(low + reach):
+            high = low + reach
+            break
+        low, reach = low + reach, 2 * reach
+    while high - low > step:
+        middle = low + (high - low) // step // 2 * step
+        if is_held(middle):
+            low = middle
+        else:
+            high = middle
+    return high
