@@ -19,8 +19,7 @@ from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CopyEngine, CopyRuns, InlineCopyEngine
-from hybridkv.transfer.jobs import copy_runs
-from hybridkv.transfer.native import Copier
+from hybridkv.transfer.jobs import Copier, copy_runs
 
 BLOCKS = 16
 STRIDE = 4096

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.transfer.control_groups import MemoryLimit, memory_limit
+from hybridkv.transfer.pinned import MemoryLimit, memory_limit
 
 STAT = "anon 5\nfile 70\nactive_file 20\ninactive_file 30\ntotal_active_file 200\ntotal_inactive_file 300\n"
 

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from hybridkv.transfer import TransferError, pinned
-from hybridkv.transfer.control_groups import MemoryLimit
-from hybridkv.transfer.pinned import map_memory, near_cpus, pin, touch
+from hybridkv.transfer.pinned import MemoryLimit, map_memory, near_cpus, pin, touch
 
 STEP = 1 << 20
 """Registrations end at multiples of it, in tests that say so."""

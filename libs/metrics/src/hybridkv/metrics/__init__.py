@@ -9,11 +9,11 @@ from hybridkv.metrics.declaration import (
     Kind,
     Label,
     Metric,
+    MetricsError,
     Panel,
     Section,
     View,
 )
-from hybridkv.metrics.errors import MetricsError
 from hybridkv.metrics.lmcache_catalogue import LMCACHE_TROUBLES
 from hybridkv.metrics.peer_catalogue import PEER_FAILURES
 from hybridkv.metrics.prometheus import PrometheusSink

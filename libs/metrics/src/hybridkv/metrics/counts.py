@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from hybridkv.metrics.catalogue import CATALOGUE
-from hybridkv.metrics.declaration import Catalogue, Kind, Metric
-from hybridkv.metrics.errors import MetricsError
+from hybridkv.metrics.declaration import Catalogue, Kind, Metric, MetricsError
 
 Series: TypeAlias = tuple[str, tuple[str, ...]]
 """Name of a metric, values of its labels in their declared order."""

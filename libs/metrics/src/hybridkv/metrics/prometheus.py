@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hybridkv.metrics.counts import Counts
-from hybridkv.metrics.declaration import Catalogue, Kind, Metric
-from hybridkv.metrics.errors import MetricsError
+from hybridkv.metrics.declaration import Catalogue, Kind, Metric, MetricsError
 
 MetricClass: TypeAlias = Callable[..., Any]
 

@@ -8,8 +8,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from hybridkv.metrics.counts import Counts
-from hybridkv.metrics.declaration import Catalogue
-from hybridkv.metrics.errors import MetricsError
+from hybridkv.metrics.declaration import Catalogue, MetricsError
 
 _PREFIX: Final = "vllm:kv_connector_mc_"
 

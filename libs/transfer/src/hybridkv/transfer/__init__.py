@@ -2,10 +2,9 @@
 
 from hybridkv.transfer.cpu import CpuCopyEngine
 from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId, RecordDigests, RunsSource
-from hybridkv.transfer.errors import CopyEngineError, RunsError, TransferError
 from hybridkv.transfer.inline import InlineCopyEngine
-from hybridkv.transfer.native import Lowering
-from hybridkv.transfer.runs import CopyRuns, Extent, zip_extents
+from hybridkv.transfer.jobs import Lowering
+from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Extent, RunsError, TransferError, zip_extents
 from hybridkv.transfer.streams import CopyDevice, InlineStreamCopyEngine, StreamCopyEngine
 
 __all__ = [

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
-from hybridkv.transfer.errors import CopyEngineError
-from hybridkv.transfer.jobs import Job, copy_runs, describe, execute
+from hybridkv.transfer.jobs import Copier, Job, copy_runs, describe, execute
 from hybridkv.transfer.memory import RegisteredMemory
-from hybridkv.transfer.native import Copier
+from hybridkv.transfer.runs import CopyEngineError
 
 
 class InlineCopyEngine:

@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.memory import RegisteredMemory
-from hybridkv.transfer.native import Copier, MemoryCopier
 from hybridkv.transfer.runs import CopyRuns, Integers
+
+try:
+    from hybridkv.native import Lowering, MemoryCopier
+except ImportError as error:
+    raise ImportError(
+        f"hybridkv.transfer needs hybridkv-native>=0.1,<0.2, which cannot be imported ({error}); "
+        "hint: pip install 'hybridkv-native>=0.1,<0.2'"
+    ) from error
+
+__all__ = ["Copier", "Lowering", "MemoryCopier"]
+
+
+class Copier(Protocol):
+    """Copies each run. The digest of each record, 16 bytes, if `record_ends` asks for them and it takes any."""
+
+    def __call__(self, runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None: ...
+
 
 DIGEST_BYTES = 16
 

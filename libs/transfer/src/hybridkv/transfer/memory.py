@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.transfer.errors import CopyEngineError
-from hybridkv.transfer.runs import CopyRuns, Integers
+from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Integers
 
 _HIGHEST_ADDRESS = (1 << 63) - 1
 

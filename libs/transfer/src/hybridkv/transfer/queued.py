@@ -14,10 +14,9 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
-from hybridkv.transfer.errors import CopyEngineError
-from hybridkv.transfer.jobs import Job, describe, execute
+from hybridkv.transfer.jobs import Copier, Job, describe, execute
 from hybridkv.transfer.memory import RegisteredMemory
-from hybridkv.transfer.native import Copier
+from hybridkv.transfer.runs import CopyEngineError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,18 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.transfer.errors import RunsError
+
+class TransferError(Exception):
+    """Base of everything that `hybridkv.transfer` raises on purpose."""
+
+
+class RunsError(TransferError, ValueError):
+    """Arrays or extents that describe no copy: lengths that differ, sizes that are not positive."""
+
+
+class CopyEngineError(TransferError, RuntimeError):
+    """The caller broke the life cycle of a copy engine: used it after `close`, or a job id twice."""
+
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 

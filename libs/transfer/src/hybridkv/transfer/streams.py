@@ -23,9 +23,8 @@ from typing import Any, Protocol
 
 from hybridkv.transfer.engine import CopyResult
 from hybridkv.transfer.inline import InlineCopyEngine
-from hybridkv.transfer.jobs import Job, conclude, describe, prepare
+from hybridkv.transfer.jobs import Copier, Job, conclude, describe, prepare
 from hybridkv.transfer.memory import AddressRanges
-from hybridkv.transfer.native import Copier
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
 from hybridkv.transfer.queued import JobQueue
 from hybridkv.transfer.runs import CopyRuns, Integers

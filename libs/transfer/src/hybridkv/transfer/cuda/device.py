@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from hybridkv.transfer.errors import TransferError
-from hybridkv.transfer.runs import CopyRuns
+from hybridkv.transfer.runs import CopyRuns, TransferError
 
 NUM_PARTS = 4
 """Parts of the staging memory, which take turns: `kParts` of csrc/cuda/job.h."""

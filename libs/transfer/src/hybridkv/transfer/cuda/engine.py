@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 
 from hybridkv.transfer.cuda.device import CudaDevice, MemoryKind
-from hybridkv.transfer.errors import CopyEngineError
 from hybridkv.transfer.inline import InlineCopyEngine
-from hybridkv.transfer.native import Copier
+from hybridkv.transfer.jobs import Copier
 from hybridkv.transfer.queued import QueuedCopyEngine
-from hybridkv.transfer.runs import CopyRuns, Integers
+from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Integers
 
 
 def _fenced(device: CudaDevice) -> Copier:
