@@ -1,6 +1,6 @@
-"""Builds one project's wheel with hatchling, the backend that its pyproject.toml names.
+"""Builds a wheel or a source distribution with hatchling, the backend that the project's pyproject.toml names.
 
-Arguments: the output directory, then `path=place` pairs: the files and their places in the project.
+Arguments: `wheel` or `sdist`, the output directory, then `path=place` pairs: the files and their places in the project.
 """
 
 import os
@@ -12,7 +12,7 @@ import tempfile
 from hatchling import build
 
 
-def main(output: str, *files: str) -> None:
+def main(kind: str, output: str, *files: str) -> None:
     destination = pathlib.Path(output).resolve()
     with tempfile.TemporaryDirectory() as scratch:
         project = pathlib.Path(scratch)
@@ -21,7 +21,7 @@ def main(output: str, *files: str) -> None:
             (project / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, project / place)
         os.chdir(project)
-        build.build_wheel(str(destination))
+        (build.build_sdist if kind == "sdist" else build.build_wheel)(str(destination))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def _debian_python_impl(rctx):
     if result.return_code:
         # buildifier: disable=print
         print("no wheel for Python 3.12 and later; " + result.stderr.strip())
+    rctx.file("found.bzl", "FOUND = %s\n" % (not result.return_code))
     rctx.file("BUILD.bazel", _BUILD.format(
         needs = ["@platforms//:incompatible"] if result.return_code else [],
         python = [] if result.return_code else ["python"],

@@ -1,13 +1,17 @@
-"""A project's wheel, as pip would build it from its pyproject.toml, a directory of such wheels, and a library that is installed."""
+"""A project's wheel or source distribution, as its pyproject.toml describes it, a directory of them, and a library that is installed."""
 
 load("@rules_python//python:defs.bzl", "py_library")
 
-def _wheel_impl(ctx):
+def _build(ctx, kind, shared):
+    """Has hatchling build it, from the files of the package, and others at their places in the tree."""
     output = ctx.actions.declare_directory(ctx.label.name)
     files = [ctx.file.pyproject] + ctx.files.srcs
     args = ctx.actions.args()
+    args.add(kind)
     args.add(output.path)
     args.add("%s=LICENSE" % ctx.file._license.path)
+    for file in shared:
+        args.add("%s=%s" % (file.path, file.short_path))
     prefix = ctx.label.package + "/"
     for file in files:
         if not file.short_path.startswith(prefix):
@@ -16,24 +20,44 @@ def _wheel_impl(ctx):
     ctx.actions.run(
         executable = ctx.executable._build_wheel,
         arguments = [args],
-        # The wheel's entries are dated 1980, so that it has the same bytes each time.
+        # The entries are dated 1980, so that the file has the same bytes each time.
         env = {"SOURCE_DATE_EPOCH": "315532800"},
-        inputs = files + [ctx.file._license],
+        inputs = files + shared + [ctx.file._license],
         outputs = [output],
         mnemonic = "PyWheel",
-        progress_message = "Building the wheel of %{label}",
+        progress_message = "Building %{label}",
     )
     return [DefaultInfo(files = depset([output]))]
 
+_ATTRS = {
+    "pyproject": attr.label(allow_single_file = [".toml"], mandatory = True),
+    "srcs": attr.label_list(allow_files = True, doc = "All files of the project, py.typed and native ones too."),
+    "_build_wheel": attr.label(default = "//bazel/python:build_wheel", cfg = "exec", executable = True),
+    "_license": attr.label(default = "//:LICENSE", allow_single_file = True),
+}
+
+def _wheel_impl(ctx):
+    return _build(ctx, "wheel", [])
+
 wheel = rule(
     implementation = _wheel_impl,
-    doc = "A directory with one wheel, whose name has the version that pyproject.toml gives.",
-    attrs = {
-        "pyproject": attr.label(allow_single_file = [".toml"], mandatory = True),
-        "srcs": attr.label_list(allow_files = True, doc = "All files of the project, py.typed and native ones too."),
-        "_build_wheel": attr.label(default = "//bazel/python:build_wheel", cfg = "exec", executable = True),
-        "_license": attr.label(default = "//:LICENSE", allow_single_file = True),
-    },
+    doc = "A directory with one wheel. The name of the wheel has the version that pyproject.toml gives.",
+    attrs = _ATTRS,
+)
+
+def _sdist_impl(ctx):
+    return _build(ctx, "sdist", ctx.files.shared)
+
+sdist = rule(
+    implementation = _sdist_impl,
+    doc = "A directory with one source distribution.",
+    attrs = dict(
+        _ATTRS,
+        shared = attr.label_list(
+            allow_files = True,
+            doc = "Files of the whole tree, which keep their places in it.",
+        ),
+    ),
 )
 
 def _wheelhouse_impl(ctx):

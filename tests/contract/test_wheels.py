@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,9 @@ def wheelhouse() -> Path:
 
 
 def wheel_of(distribution: str) -> Path:
-    (wheel,) = wheelhouse().glob(f"{distribution.replace('-', '_')}-*.whl")
+    """Its wheel for this Python. hybridkv-native has another wheel for later ones."""
+    found = wheelhouse().glob(f"{distribution.replace('-', '_')}-*.whl")
+    (wheel,) = (each for each in found if "-abi3-" not in each.name)
     return wheel
 
 
@@ -136,3 +139,21 @@ def test_a_library_installs_alone_and_imports_neither_torch_nor_vllm(
 def test_the_example_of_a_librarys_readme_runs(library: str, environment: MakeEnvironment) -> None:
     beside = "torch" if library in NEEDS_ENGINE else "msgspec"
     run(environment(library, beside), EXAMPLE.format(library=library))
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+def test_each_supported_python_finds_a_wheel_of_the_compiled_code(python: str, tmp_path: Path) -> None:
+    if python != "3.11" and not list(wheelhouse().glob("hybridkv_native-*-abi3-*.whl")):
+        pytest.skip("this machine cannot build the wheel for Python 3.12 and later")
+    pip = [sys._base_executable, "-m", "pip", "--isolated", "--disable-pip-version-check"]
+    options = ["--no-index", "--no-deps", "--only-binary=:all:", f"--find-links={wheelhouse()}"]
+    subprocess.run(
+        [*pip, "download", *options, f"--python-version={python}", f"--dest={tmp_path}", "hybridkv-native"],
+        check=True,
+        env=wheels.outside_environment(),
+    )
+    assert len(list(tmp_path.glob("*.whl"))) == 1
+
+
+def test_the_wheelhouse_has_the_sources_of_the_compiled_code() -> None:
+    assert len(list(wheelhouse().glob("hybridkv_native-*.tar.gz"))) == 1
