@@ -4,7 +4,6 @@ from hybridkv.connectors.config import OffloadConfig, RamTierConfig, decode_conf
 from hybridkv.connectors.errors import ConfigurationError
 
 RAM = {"type": "ram", "capacity": "4GiB"}
-LMCACHE = {"type": "lmcache", "url": "tcp://127.0.0.1:5555"}
 PEER = {"type": "peer", "listen": "127.0.0.1:14700"}
 OBJECT = {"type": "object", "url": "s3://bucket/kv"}
 DISK = {"type": "disk", "path": "/cache", "capacity": "1GiB"}
@@ -53,6 +52,7 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tier": [RAM]}, "tier", "a known key", "unknown", 'did you mean "tiers"?'),
         ({"tiers": [RAM | {"capcity": 1}]}, "tiers[0].capcity", "a known key", "unknown", 'did you mean "capacity"?'),
         ({"tiers": [{"type": "rma", "capacity": 1}]}, "tiers[0].type", '"ram"', "'rma'", 'did you mean "ram"?'),
+        ({"tiers": [RAM, {"type": "lmcache"}]}, "tiers[1].type", '"object"', "'lmcache'", "HybridLMCacheConnector"),
         ({"tiers": [{"capacity": 1}]}, "tiers[0].type", '"ram"', "None", "known: ram"),
         ({"tiers": [{"type": ["ram"]}]}, "tiers[0].type", '"ram"', "['ram']", "known: ram"),
         ({"tiers": [{"type": "ram"}]}, "tiers[0].capacity", "a value", "nothing", "capacity"),
@@ -68,13 +68,6 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [RAM, {**PEER, "cascade": "all"}]}, "tiers[1].cascade", '"nothing"', "'all'", "configuration.md"),
         ({"tiers": [RAM, {"type": "peer"}]}, "tiers[1].listen", "a value", "nothing", 'add "listen"'),
         ({"tiers": [RAM, {**PEER, "transport": "udp"}]}, "tiers[1].transport", '"auto"', "'udp'", "configuration.md"),
-        ({"tiers": [RAM, {"type": "lmcache"}]}, "tiers[1].url", "a value", "nothing", 'add "url"'),
-        ({"tiers": [RAM, {**LMCACHE, "url": "a:1"}]}, "tiers[1].url", "tcp://HOST:PORT", "'a:1'", "http_port"),
-        ({"tiers": [RAM, {**LMCACHE, "url": "http://a:1"}]}, "tiers[1].url", "tcp://", "'http://a:1'", "http_port"),
-        ({"tiers": [RAM, {**LMCACHE, "url": "tcp://a:1/x"}]}, "tiers[1].url", "tcp://", "'tcp://a:1/x'", "lmcache"),
-        ({"tiers": [RAM, {**LMCACHE, "http_port": 0}]}, "tiers[1].http_port", "a port", "0", "--http-port"),
-        ({"tiers": [RAM, {**LMCACHE, "pool": "0"}]}, "tiers[1].pool", "a positive size", "'0'", "4GiB"),
-        ({"tiers": [RAM, {**LMCACHE, "uri": "x"}]}, "tiers[1].uri", "a known key", "unknown", 'did you mean "url"?'),
         ({"tiers": [RAM, {"type": "object"}]}, "tiers[1].url", "a value", "nothing", 'add "url"'),
         ({"tiers": [RAM, {**OBJECT, "url": "bucket"}]}, "tiers[1].url", "s3://", "'bucket'", "endpoint"),
         ({"tiers": [RAM, {**OBJECT, "url": "http://a"}]}, "tiers[1].url", "s3://", "'http://a'", "endpoint"),

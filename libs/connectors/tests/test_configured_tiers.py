@@ -26,16 +26,12 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.metrics import CATALOGUE, Label
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LookupResult
 from hybridkv.tiers import Refusal, TierIndex
-from hybridkv.tiers.lmcache import MAX_SIZES
 from hybridkv.tiers.stack import Hold, HoldFailure, TierStack
 from kits.tiers.reference import RemoteIndex, RemoteStore
 
 KEY = b"key"
 LAYOUT = layout()
 SIZES = tiers.ArenaSizes(1 << 20, 4096)
-
-
-LMCACHE = {"tiers": [{"type": "ram", "capacity": "1MiB"}, {"type": "lmcache", "url": "tcp://127.0.0.1:5555"}]}
 
 
 class PeerTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="peer"):
@@ -111,25 +107,11 @@ def test_the_order_of_the_list_is_the_stack(world: World, tmp_path: Path) -> Non
         stack.close()
 
 
-@pytest.mark.parametrize(("tail_tokens", "wanted"), [(None, "end with blocks"), (8, "prefix_match_unit")])
-def test_too_many_sizes_of_chunks_are_refused_with_what_would_mend_it(
-    world: World, tail_tokens: int | None, wanted: str
-) -> None:
-    """Groups whose pages differ. With tails each has sizes for one, two, three and four blocks."""
-    num_groups = 5 if tail_tokens else MAX_SIZES + 1
-    made = [GroupSpec(GroupKind.FULL, 16) for _ in range(num_groups)]
-    spec = CacheSpec(tuple(made), 64, tail_tokens)
-    layers = tuple((LayerLayout(f"layer{index}", 64 * (101 + index)),) for index in range(num_groups))
-    tier = decode_config(LMCACHE).slower["lmcache"]
-    everything: Any = (RamTierConfig(capacity=1 << 20), tier)
-    with pytest.raises(ConfigurationError) as caught:
-        tiers.build_stack(
-            OffloadConfig(tiers=everything),
-            replace(LAYOUT, spec=spec, layers=layers),
-            LAYOUT.fingerprint({"model": "m"}),
-            SIZES,
-        )
-    assert caught.value.path.endswith(".chunk_tokens") and wanted in caught.value.hint
+def test_the_sizes_of_chunks_are_all_that_occur() -> None:
+    spec = LAYOUT.spec
+    ends = range(spec.chunk_tokens, 64 * spec.chunk_tokens, spec.chunk_tokens)
+    occurring = {LAYOUT.chunk_bytes(group, end) for group in spec.stored_groups for end in ends} - {0}
+    assert LAYOUT.chunk_sizes() == tuple(sorted(occurring))
 
 
 def test_host_memory_alone_is_a_stack(world: World) -> None:

@@ -84,6 +84,11 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
     assert caught.value.path.endswith("url")
 
 
+def test_a_port_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="http_port: expected a port"):
+        decode_config({"url": "tcp://127.0.0.1:5555", "http_port": 0})
+
+
 def test_a_key_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="experimental_cuda: expected a known key") as caught:
         decode_config({"url": "tcp://127.0.0.1:5555", "copies": "native", "experimental_cuda": True})

@@ -1,13 +1,12 @@
 """Against real servers of both versions: what was stored is what comes back, byte for byte, and nothing else does."""
 
-import os
 import uuid
 
 import pytest
 from caches import DEEPSEEK_V4, INTERLEAVED, QWEN3_NEXT, content_of, digests_of
 
 from hybridkv.lmcache.calls import Answer, Lack, Trouble
-from hybridkv.lmcache.geometry import PageGroup, one_record
+from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.withdrawal import withdraw
 from kits.lmcache.rig import Blocks, Rig, needed_blocks
@@ -110,22 +109,6 @@ def test_a_block_that_was_not_there_is_seen_as_absent(server: ServerProcess) -> 
         _, found, states = rig.retrieve(digests)
         assert states[PageState.ABSENT] == 1
         assert 7 not in found[3]
-
-
-def test_records_that_have_a_key_and_no_tokens_are_kept_under_any_chunk(server: ServerProcess) -> None:
-    fingerprint = uuid.uuid4().bytes
-    with Rig(server.address, one_record(7000), fingerprint, num_chunks=4) as rig:
-        keys = [os.urandom(48) for _ in range(4)]
-        content = [content_of(key, rig.geometry, 1) for key in keys]
-        for key, record in zip(keys[:3], content, strict=False):
-            rig.store_readable([key], record)
-        assert [rig.num_found([key]) for key in keys] == [1, 1, 1, 0]
-        for key, record in zip(keys[:3], content, strict=False):
-            _, found, states = rig.retrieve([key])
-            assert set(states) == {PageState.GOOD}
-            assert found == record
-        with Rig(server.address, one_record(7001), fingerprint) as larger:
-            assert larger.num_found(keys[:1]) == 0
 
 
 def test_what_was_stored_as_something_else_is_seen_as_foreign(server: ServerProcess) -> None:

@@ -42,7 +42,7 @@ class Rig:
     def __init__(
         self,
         address: ServerAddress,
-        groups: Sequence[PageGroup] | Callable[[int], Sequence[PageGroup]],
+        groups: Sequence[PageGroup],
         fingerprint: bytes,
         num_chunks: int = 8,
         *,

@@ -36,6 +36,10 @@ KEEP_SHARE = 0.25
 """Of each tier, that may be kept for requests that ask for it, where the operator does not say."""
 ASK_TIMEOUT_S = 1.0
 """How long a tier that answers late has for it, where the operator does not say."""
+_LMCACHE_HINT = (
+    "an LMCache server is no tier: list HybridLMCacheConnector beside HybridOffloadConnector in the connectors of "
+    "HybridMultiConnector (docs/guides/lmcache.md)"
+)
 _SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
 
 
@@ -99,20 +103,6 @@ class PeerTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="typ
     cascade: Literal["nothing"] = "nothing"
 
 
-class LMCacheTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="type", tag="lmcache"):
-    """A server of LMCache on this host, which engines share and which may have tiers of its own.
-
-    Args:
-        url: "tcp://HOST:PORT", where `lmcache server` listens: its --host and --port.
-        http_port: where it answers over HTTP: its --http-port.
-        pool: bytes of shared memory, over all ranks of the engine, through which chunks come and go.
-    """
-
-    url: str
-    http_port: int = 8080
-    pool: int = 512 << 20
-
-
 class ObjectTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="type", tag="object"):
     """An object store that a fleet of engines shares.
 
@@ -137,7 +127,7 @@ class ObjectTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="t
     default_ask_timeout_s: ClassVar[float] = 0.25
 
 
-TierConfig = RamTierConfig | DiskTierConfig | PeerTierConfig | LMCacheTierConfig | ObjectTierConfig
+TierConfig = RamTierConfig | DiskTierConfig | PeerTierConfig | ObjectTierConfig
 _TIER_TYPES: dict[str, type[msgspec.Struct]] = {str(kind.__struct_config__.tag): kind for kind in get_args(TierConfig)}
 
 
@@ -201,11 +191,6 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def peer(self) -> PeerTierConfig | None:
         """The tier of peers, if there is one."""
         return next((tier for tier in self.tiers if isinstance(tier, PeerTierConfig)), None)
-
-    @property
-    def lmcache(self) -> LMCacheTierConfig | None:
-        """The tier at a server of LMCache, if there is one."""
-        return next((tier for tier in self.tiers if isinstance(tier, LMCacheTierConfig)), None)
 
     @property
     def object(self) -> ObjectTierConfig | None:
@@ -320,8 +305,6 @@ def _require_stack(config: OffloadConfig) -> None:
         )
     if config.peer is not None:
         _require_addresses(config.path_of("peer"), config.peer)
-    if config.lmcache is not None:
-        require_server(config.path_of("lmcache"), config.lmcache.url, config.lmcache.http_port)
     if config.object is not None:
         _require_fleet(config, config.object)
     for name, tier in config.slower.items():
@@ -371,36 +354,6 @@ def _require_addresses(path: str, tier: PeerTierConfig) -> None:
         )
 
 
-def require_server(path: str, url: str, http_port: int) -> None:
-    """Refuse what cannot be a server of LMCache.
-
-    Args:
-        path: of what names it.
-        url: "tcp://HOST:PORT".
-        http_port: of its HTTP side.
-
-    Raises:
-        ConfigurationError: one of them is none.
-    """
-    if parse_url(url) is None:
-        raise ConfigurationError(
-            f"{path}.url",
-            "tcp://HOST:PORT, with a port from 1 to 65535",
-            repr(url),
-            'the --host and --port of `lmcache server`, for example "tcp://127.0.0.1:5555"; its HTTP side is http_port',
-        )
-    if not 0 < http_port < 1 << 16:
-        raise ConfigurationError(
-            f"{path}.http_port", "a port from 1 to 65535", http_port, "the --http-port of `lmcache server`"
-        )
-
-
-def parse_url(text: str) -> tuple[str, int] | None:
-    """The host and the port of "tcp://HOST:PORT"; None where it is not that."""
-    scheme, mark, address = text.strip().partition("://")
-    return parse_address(address) if mark and scheme == "tcp" and "/" not in address else None
-
-
 def parse_address(text: str) -> tuple[str, int] | None:
     """The host and the port of "HOST:PORT"; None where it is not that."""
     host, _, port = text.strip().rpartition(":")
@@ -440,15 +393,13 @@ def _plain_tier(path: str, tier: object) -> object:
         raise ConfigurationError(path, "an object with a type", repr(tier), '{"type": "ram", "capacity": "4GiB"}')
     kind = tier.get("type")
     if not isinstance(kind, str) or kind not in _TIER_TYPES:
+        hint = _LMCACHE_HINT if kind == "lmcache" else did_you_mean(str(kind), list(_TIER_TYPES))
         raise ConfigurationError(
-            f"{path}.type",
-            "one of " + ", ".join(f'"{name}"' for name in _TIER_TYPES),
-            repr(kind),
-            did_you_mean(str(kind), list(_TIER_TYPES)),
+            f"{path}.type", "one of " + ", ".join(f'"{name}"' for name in _TIER_TYPES), repr(kind), hint
         )
     refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
     plain = dict(tier)
-    for field in ("capacity", "pool", "pack"):
+    for field in ("capacity", "pack"):
         if field in tier:
             plain[field] = parse_size(f"{path}.{field}", tier[field])
     return plain

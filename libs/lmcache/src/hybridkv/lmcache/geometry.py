@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -114,18 +114,6 @@ class Geometry:
     def digest(self) -> bytes:
         """Everything about the layout of objects that two clients must have alike."""
         return msgspec.msgpack.encode((self.groups, self.chunk_tokens, self.order, self.windows))
-
-
-def one_record(payload_bytes: int) -> Callable[[int], tuple[PageGroup]]:
-    """Records that have a key and no tokens: one page, which is whatever chunk a server has, of one group.
-
-    The words of such a key are one chunk, so that it is found by itself and not behind others.
-    """
-
-    def groups(chunk_tokens: int) -> tuple[PageGroup]:
-        return (PageGroup(GroupSpec(GroupKind.FULL, chunk_tokens), payload_bytes),)
-
-    return groups
 
 
 def chunk_alignment(groups: Sequence[PageGroup]) -> int:

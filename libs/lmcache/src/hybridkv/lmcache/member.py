@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hybridkv.lmcache.detection import ServerFacts
 from hybridkv.lmcache.errors import LMCacheConfigurationError
@@ -19,7 +19,7 @@ class CacheMember:
     """A `Member`, of one cache.
 
     Args:
-        groups: that are stored; or what makes them of a server's chunk (`one_record`).
+        groups: that are stored.
         fingerprint: of the content.
         world_size: ranks that each have a part.
         num_chunks: of the pool; 0 for a process that only looks.
@@ -28,13 +28,13 @@ class CacheMember:
 
     def __init__(
         self,
-        groups: Sequence[PageGroup] | Callable[[int], Sequence[PageGroup]],
+        groups: Sequence[PageGroup],
         fingerprint: bytes,
         world_size: int,
         num_chunks: int,
         chunk_tokens: int | None = None,
     ) -> None:
-        self._groups = groups
+        self._groups = tuple(groups)
         self._fingerprint = fingerprint
         self._world_size = world_size
         self._num_chunks = num_chunks
@@ -63,7 +63,7 @@ class CacheMember:
 
     @property
     def alignment_tokens(self) -> int:
-        return 1 if callable(self._groups) else chunk_alignment(self._groups)
+        return chunk_alignment(self._groups)
 
     def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
         if self._chunk_tokens not in (None, chunk_tokens):
@@ -74,8 +74,7 @@ class CacheMember:
                 chunk_tokens,
                 f"start the server with --chunk-size {self._chunk_tokens}, or the engine anew",
             )
-        groups = self._groups(chunk_tokens) if callable(self._groups) else self._groups
-        geometry = Geometry(tuple(groups), chunk_tokens)
+        geometry = Geometry(self._groups, chunk_tokens)
         demand_server(geometry, facts)
         self._chunk_tokens = chunk_tokens
         if not self._num_chunks:

@@ -25,7 +25,7 @@ _MOVE_RESULTS = (
     "dropped_superseded",
 )
 """What became of a chunk between two tiers; docs/guides/disk.md explains each."""
-_TIERS = ("ram", "disk", "peer", "lmcache", "object")
+_TIERS = ("ram", "disk", "peer", "object")
 _TIER = Label("tier", _TIERS)
 _SLOWER = Label("tier", _TIERS[1:])
 _SOURCE = Label("source", _TIERS)
@@ -77,7 +77,7 @@ CATALOGUE = Catalogue(
             Kind.COUNTER,
             "tokens",
             "Tokens of requests that were looked up, by where they came from: the engine, a tier, or computing.",
-            (Label("source", ("engine", *_TIERS, "compute")),),
+            (Label("source", ("engine", *_TIERS, "lmcache", "compute")),),
             panel=Panel(Section.HITS, "Tokens by source"),
         ),
         Metric(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import (
     DiskTierConfig,
-    LMCacheTierConfig,
     ObjectTierConfig,
     OffloadConfig,
     PeerTierConfig,
@@ -120,8 +119,6 @@ def _warn_of_partial_copies(vllm_config: VllmConfig, layout: CacheLayout) -> Non
 def _slower_words(name: str, tier: SlowerTierConfig, per_chunk: int, chunk: int) -> str:
     if isinstance(tier, PeerTierConfig):
         return f"peer asks {len(tier.peers)} engines and is asked at {tier.listen}; "
-    if isinstance(tier, LMCacheTierConfig):
-        return f"lmcache asks the server at {tier.url}, through {format_size(tier.pool)} of shared memory; "
     if isinstance(tier, ObjectTierConfig):
         who = "is trusted" if tier.secret_file is None else "needs the fleet's secret to be believed"
         return f"object finds and stores at {tier.url}, where whoever writes {who}; "

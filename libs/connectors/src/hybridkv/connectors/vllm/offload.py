@@ -70,7 +70,7 @@ class HybridOffloadConnector(StoreConnector):
             self._worker = OffloadWorker(layout, arena, paths, self._recorder)
             if config.slower:
                 self._worker.bind_slower_tiers(
-                    tiers.media(config, compat.rank(vllm_config), arena, layout), tiers.opened_at_once(config)
+                    tiers.media(config, compat.rank(vllm_config), arena), tiers.opened_at_once(config)
                 )
         keep_live(self)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.config import (
     ROOT,
     DiskTierConfig,
-    LMCacheTierConfig,
     ObjectTierConfig,
     OffloadConfig,
     PeerTierConfig,
@@ -21,7 +20,6 @@ from hybridkv.connectors.config import (
 )
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lmcache_tier import lmcache_index, lmcache_medium
 from hybridkv.connectors.vllm.object_tier import object_index, object_medium
 from hybridkv.connectors.vllm.peer_tier import peer_index, peer_medium
 from hybridkv.hashing import Fingerprint
@@ -65,13 +63,11 @@ class WorkerPart:
     Args:
         rank: of the worker.
         arena: its part of the fast tier.
-        layout: of the engine's groups.
         load_timeout_s: how long somebody waits for this tier.
     """
 
     rank: int
     arena: SealedMemory
-    layout: CacheLayout
     load_timeout_s: float
 
 
@@ -186,9 +182,6 @@ def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:
         case PeerTierConfig():
             assert setting.near is not None
             return peer_index(tier, setting.near, setting.fingerprint, setting.load_timeout_s, clock)
-        case LMCacheTierConfig():
-            namespace = setting.fingerprint.digest()
-            return lmcache_index(tier, setting.layout, namespace, setting.load_timeout_s, clock)
         case ObjectTierConfig():
             return object_index(tier, setting.layout, setting.fingerprint, setting.load_timeout_s, clock)
     raise AssertionError(f"no index for {type(tier).__name__}")
@@ -201,8 +194,6 @@ def open_medium(tier: SlowerTierConfig, namespace: bytes, worker: WorkerPart) ->
             return disk_medium(tier, namespace, worker.rank)
         case PeerTierConfig():
             return peer_medium(tier, worker.arena, namespace, worker.rank, worker.load_timeout_s, clock)
-        case LMCacheTierConfig():
-            return lmcache_medium(tier, worker.layout, namespace, worker.rank, worker.load_timeout_s, clock)
         case ObjectTierConfig():
             return object_medium(tier, worker.rank, worker.load_timeout_s)
     raise AssertionError(f"no medium for {type(tier).__name__}")
@@ -230,28 +221,21 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
                 "data_parallel_size",
                 f"1 with {tier}",
                 size if size != 1 else f"rank {rank} on this host of a group that is given one configuration",
-                f"its {what} belongs to one engine; use an object tier, an lmcache tier or host memory alone, or start "
-                f"each engine by itself with its own {what}",
+                f"its {what} belongs to one engine; use an object tier or host memory alone, or start each engine by "
+                f"itself with its own {what}",
             )
-    num_hosts = getattr(vllm_config.parallel_config, "nnodes", 1)
-    if config.lmcache is not None and num_hosts != 1:
-        raise ConfigurationError(
-            "nnodes", "1 with an lmcache tier", num_hosts, "a server maps the memory of ranks on its own host alone"
-        )
 
 
 def opened_at_once(config: OffloadConfig) -> frozenset[str]:
-    """Tiers whose medium a worker opens before it needs it: others read from it, or it takes a while to reach."""
-    return frozenset(config.slower) & {"peer", "lmcache"}
+    """Tiers whose medium a worker opens before it needs it: others read from it."""
+    return frozenset(config.slower) & {"peer"}
 
 
-def media(
-    config: OffloadConfig, rank: int, arena: SealedMemory, layout: CacheLayout
-) -> dict[str, Callable[[bytes], TierMedium]]:
+def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Callable[[bytes], TierMedium]]:
     """What opens a worker's half of each slower tier, given the namespace. `arena` is its part of the fast tier."""
 
     def opener(tier: SlowerTierConfig) -> Callable[[bytes], TierMedium]:
-        worker = WorkerPart(rank, arena, layout, config.load_timeout_of(tier))
+        worker = WorkerPart(rank, arena, config.load_timeout_of(tier))
         return lambda namespace: open_medium(tier, namespace, worker)
 
     return {name: opener(tier) for name, tier in config.slower.items()}

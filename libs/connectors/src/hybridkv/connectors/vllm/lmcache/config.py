@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hybridkv.connectors.config import ROOT, parse_size, require_server
+from hybridkv.connectors.config import ROOT, parse_address, parse_size
 from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
 from hybridkv.connectors.errors import ConfigurationError
 
@@ -77,7 +77,7 @@ def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:
         config = msgspec.convert(plain, LMCacheConfig, strict=True)
     except msgspec.ValidationError as error:
         raise as_configuration_error(error, raw, ROOT, _CHOICES, _PAGE) from None
-    require_server(ROOT, config.url, config.http_port)
+    _require_server(config.url, config.http_port)
     for name in _SECONDS:
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), f"see {_PAGE}")
@@ -93,3 +93,23 @@ def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:
             "two models of one name would share a cache",
         )
     return config
+
+
+def _require_server(url: str, http_port: int) -> None:
+    if parse_url(url) is None:
+        raise ConfigurationError(
+            f"{ROOT}.url",
+            "tcp://HOST:PORT, with a port from 1 to 65535",
+            repr(url),
+            'the --host and --port of `lmcache server`, for example "tcp://127.0.0.1:5555"; its HTTP side is http_port',
+        )
+    if not 0 < http_port < 1 << 16:
+        raise ConfigurationError(
+            f"{ROOT}.http_port", "a port from 1 to 65535", http_port, "the --http-port of `lmcache server`"
+        )
+
+
+def parse_url(text: str) -> tuple[str, int] | None:
+    """The host and the port of "tcp://HOST:PORT"; None where it is not that."""
+    scheme, mark, address = text.strip().partition("://")
+    return parse_address(address) if mark and scheme == "tcp" and "/" not in address else None

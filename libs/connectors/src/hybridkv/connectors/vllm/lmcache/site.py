@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from hybridkv.connectors.config import ROOT, parse_url
+from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
+from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig, parse_url
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.geometry import Geometry, PageGroup
 from hybridkv.lmcache.keys import page_identity, words_of
