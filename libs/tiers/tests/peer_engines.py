@@ -19,8 +19,8 @@ from hybridkv.tiers import FailureReason, Key, Slot, Ticket, TierConfigurationEr
 from hybridkv.tiers.peer import (
     Neighbourhood,
     PeerIndex,
+    PeerLookupClient,
     PeerMedium,
-    PeerMessenger,
     PeerOptions,
     open_index,
     open_medium,
@@ -135,11 +135,11 @@ class Engine:
         return slot
 
     @property
-    def messenger(self) -> PeerMessenger:
+    def messenger(self) -> PeerLookupClient:
         """What carries the index's questions."""
-        courier = self.index._courier
-        assert isinstance(courier, PeerMessenger)
-        return courier
+        client = self.index._client
+        assert isinstance(client, PeerLookupClient)
+        return client
 
     def close(self) -> None:
         self.index.close()

@@ -10,7 +10,7 @@ from hybridkv.tiers.peer import Answered, Lost
 
 
 class PlainPeers:
-    """A `Courier`. Nothing is answered before `answer`.
+    """A `PeerClient`. Nothing is answered before `answer`.
 
     Args:
         clock: seconds.

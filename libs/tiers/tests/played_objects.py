@@ -10,7 +10,7 @@ from hybridkv.tiers.object import Found, Moved, News, PackPlace, Stored, Unanswe
 
 
 class PlayedDepot:
-    """A `Courier`.
+    """An `ObjectClient`.
 
     Args:
         clock: the test's.

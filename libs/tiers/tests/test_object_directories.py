@@ -181,7 +181,7 @@ def test_nothing_is_written_through_a_link_inside_the_store(tmp_path: Path, secr
     fleet.mkdir()
     fleet.chmod(0o777 if secret else 0o700)
     engine = start(fleet, secret)
-    namespace = fleet / str(engine.index._courier.namespace)
+    namespace = fleet / str(engine.index._client.namespace)
     namespace.mkdir()
     (namespace / folder).symlink_to(elsewhere)
     keys = path_of(5)

@@ -130,7 +130,7 @@ def test_a_store_that_takes_nothing_at_the_start_is_read_at_once(
     options = patient(missing_s=0.01, first_retry_s=1e6, last_retry_s=1e6)
     with caplog.at_level(logging.WARNING, "hybridkv"):
         engines.append(Engine(depot(store), options=options, slower=PATIENT))
-        assert engines[0].index._courier.namespace is not None, "the start has not waited for a put"
+        assert engines[0].index._client.namespace is not None, "the start has not waited for a put"
         assert restores(engines[0], keys, chunks)
     said = [record.getMessage() for record in caplog.records if "takes no objects" in record.getMessage()]
     assert len(said) == 1 and f"{refused.status} " in said[0] and refused.code in said[0]
@@ -180,7 +180,7 @@ def test_a_store_that_neither_takes_nor_gives_is_not_reached(store: PlayedS3, en
     store.trouble = lambda request: Trouble(503)
     options = msgspec.structs.replace(OPTIONS, opening_timeout_s=0.2)
     engines.append(Engine(depot(store), options=options, slower=PATIENT))
-    assert engines[0].index._courier.namespace is None
+    assert engines[0].index._client.namespace is None
     store.trouble = nothing
     patience.wait_until(lambda: restores(engines[0], keys, chunks), "what is there is restored")
 

@@ -262,14 +262,14 @@ def test_a_manifest_that_could_not_be_written_is_written_with_what_is_stored_nex
     tmp_path: Path, engines: list[Engine]
 ) -> None:
     engines.append(Engine(depot_at(tmp_path)))
-    others, courier = path_of(3, b"other"), engines[0].index._courier
-    store = courier._store
-    courier._store = SimpleNamespace(put_async=fails)
+    others, client = path_of(3, b"other"), engines[0].index._client
+    store = client._store
+    client._store = SimpleNamespace(put_async=fails)
     keys = path_of(5)
     chunks = chunks_of(keys)
     engines[0].store(keys, chunks)
-    patience.wait_until(lambda: bool(courier._unpublished), "the manifest was not written")
-    courier._store = store
+    patience.wait_until(lambda: bool(client._unpublished), "the manifest was not written")
+    client._store = store
     engines[0].store(others, chunks_of(others))
     patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
 

@@ -210,7 +210,7 @@ def test_answers_that_fit_no_question_change_nothing() -> None:
     world = World()
     world.ask(A)
     there_is = slots(A)[A]
-    for peer, request, answered in ((1, 1, (there_is,)), (0, 77, (there_is,)), (0, 1, ())):
+    for peer, request, answered in ((2, 1, (there_is,)), (0, 77, (there_is,)), (0, 1, ())):
         world.peers.news.append(Answered(peer, request, answered, 60.0, 0.0))
         assert world.lookups(A) == [PENDING]
     world.time_s = 1.0

@@ -13,10 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridkv.tiers.buffers import slot_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.digests import view_digest
-from hybridkv.tiers.in_flight import InFlight
 from hybridkv.tiers.object.format.record import (
     HEADER_BYTES,
     LARGEST_KEY_BYTES,
@@ -26,10 +24,11 @@ from hybridkv.tiers.object.format.record import (
     encode_header,
 )
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.known import ObjectSlot
 from hybridkv.tiers.object.names import rank_name
 from hybridkv.tiers.object.options import ObjectOptions
+from hybridkv.tiers.object.places import ObjectSlot
 from hybridkv.tiers.object.store import failure_of
+from hybridkv.tiers.remote.medium import CLOSED, RemoteMedium
 from hybridkv.tiers.threads import DaemonPool
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_WRITTEN = 4096
 """Packs that are remembered as written."""
-_CLOSED = Failure(FailureReason.CLOSED, "the medium was closed")
 
 
 class _PackMove(NamedTuple):
@@ -60,7 +58,7 @@ class _PackMove(NamedTuple):
         return self.slot.offset + HEADER_BYTES + self.num_bytes
 
 
-class ObjectMedium:
+class ObjectMedium(RemoteMedium):
     """A `TierMedium` for the slots of an `ObjectIndex`.
 
     Args:
@@ -71,19 +69,18 @@ class ObjectMedium:
     """
 
     def __init__(self, open_store: Callable[[], Store], seals: Seals, rank: int, options: ObjectOptions) -> None:
+        super().__init__(options.max_waiting)
         self._open_store = open_store
         self._store: Store | None = None
         self._opening = threading.Lock()
         self._seals = seals
         self._rank = rank
         self._options = options
-        self._moves = InFlight()
         self._stores: dict[str, list[_PackMove]] = {}
         """By pack, until they are flushed."""
         self._written: OrderedDict[str, None] = OrderedDict()
         self._loads: list[_PackMove] = []
         """The same."""
-        self._is_closed = False
         self._pool = DaemonPool(options.num_threads, "hybridkv-object")
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
@@ -114,33 +111,18 @@ class ObjectMedium:
     def _begun(
         self, ticket: Ticket, key: Key, slot: Slot, buffers: Sequence[Buffer], *, is_store: bool
     ) -> _PackMove | None:
-        self._moves.begin()
-        failure: Failure | None = None
-        views: list[memoryview] = []
-        if self._is_closed:
-            failure = _CLOSED
-        elif self._moves.num_open > self._options.max_waiting:
-            failure = Failure(FailureReason.BUSY, f"{self._options.max_waiting} operations wait")
-        else:
-            checked = slot_views(slot, buffers, is_written=not is_store)
-            if isinstance(checked, Failure):
-                failure = checked
-            elif not isinstance(slot, ObjectSlot) or not slot.pack or len(key) > LARGEST_KEY_BYTES:
-                failure = Failure(FailureReason.IO, "the slot is no place in a pack, or the key is too long")
-            else:
-                views = checked
-        if failure is not None:
-            self._moves.complete(Completion(ticket, failure))
+        views = self._begin(ticket, slot, buffers, is_store=is_store)
+        if views is None:
             return None
-        assert isinstance(slot, ObjectSlot)
+        if not isinstance(slot, ObjectSlot) or not slot.pack or len(key) > LARGEST_KEY_BYTES:
+            failure = Failure(FailureReason.IO, "the slot is no place in a pack, or the key is too long")
+            self._end(Completion(ticket, failure))
+            return None
         return _PackMove(ticket, key, slot, views)
-
-    def poll(self) -> list[Completion]:
-        return self._moves.poll()
 
     def drain(self, timeout_s: float) -> bool:
         self.flush()
-        return self._moves.drain(timeout_s)
+        return super().drain(timeout_s)
 
     def close(self) -> None:
         """Everything ends, what was not begun for CLOSED. What a store holds longer is left."""
@@ -148,7 +130,7 @@ class ObjectMedium:
             return
         self._is_closed = True
         for moves in (*self._stores.values(), self._loads):
-            self._end_all(moves, _CLOSED)
+            self._end_all(moves, CLOSED)
         self._stores, self._loads = {}, []
         self._pool.close(self._options.close_timeout_s)
 
@@ -179,7 +161,7 @@ class ObjectMedium:
     def _submit(self, work: Callable[[str, list[_PackMove]], None], pack: str, moves: list[_PackMove]) -> None:
         def run() -> None:
             if self._is_closed:
-                self._end_all(moves, _CLOSED)
+                self._end_all(moves, CLOSED)
                 return
             try:
                 work(pack, moves)
@@ -189,11 +171,11 @@ class ObjectMedium:
         try:
             self._pool.submit(run)
         except RuntimeError as error:  # it is closed, or there is no thread to be had
-            self._end_all(moves, _CLOSED if self._is_closed else failure_of(error, "begin"))
+            self._end_all(moves, CLOSED if self._is_closed else failure_of(error, "begin"))
 
     def _end_all(self, moves: Sequence[_PackMove], failure: Failure) -> None:
         for move in moves:
-            self._moves.complete(Completion(move.ticket, failure))
+            self._end(Completion(move.ticket, failure))
 
     def _opened(self) -> Store:
         with self._opening:
@@ -222,7 +204,7 @@ class ObjectMedium:
             self._end_all(moves, failure_of(error, f"storing {name}"))
             return
         for move, checksum in zip(moves, checksums, strict=True):
-            self._moves.complete(Completion(move.ticket, checksum=checksum))
+            self._end(Completion(move.ticket, checksum=checksum))
 
     def _read(self, pack: str, run: list[_PackMove]) -> None:
         """One range. What comes wrong, or not at all, is read once more, by another range: the way here may be sick."""
@@ -244,7 +226,7 @@ class ObjectMedium:
                 completion = self._taken(stream, PartPlace(name, self._rank, move.slot.offset), move)
                 left.pop(0)
                 if completion.failure is None or is_last:
-                    self._moves.complete(completion)
+                    self._end(completion)
                 else:
                     bad.append(move)
         except Exception as error:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.remote.options import RemoteOptions
 
 
-class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     """`TierConfigurationError` for a value that cannot work."""
 
     # Packs and manifests.
@@ -18,8 +16,6 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
     it is a part of the namespace."""
 
     # The scheduler's half.
-    max_asked: int = 4096
-    """Keys about which answers are waited for at one time."""
     max_searching: int = 32
     """Prefixes that are searched at one time; the others wait for their turn."""
     max_probes: int = 16
@@ -29,18 +25,13 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 64
     """To the store, of the scheduler's half at one time."""
     max_known: int = 262_144
-    """Chunks that are believed to be there."""
     known_bytes: int = 1 << 44
-    """Of these, in one rank."""
     max_nodes: int = 131_072
     """Prefixes whose place on their path is remembered, and chunks that end there, so that a manifest can name all that
     comes before."""
     max_unpublished: int = 1024
     """Ends of paths whose manifests wait for what comes before them."""
     missing_s: float = 5.0
-    """For so long nobody asks again for what is not there."""
-    given_up_s: float = 10.0
-    """What was not answered so long after its deadline is waited for no more."""
     believed_s: float = 600.0
     """For so long a chunk is offered that was found or stored. It is asked for again then, since packs expire."""
     bad_s: float = 600.0
@@ -59,8 +50,6 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Two chunks are neighbours with no more than this between them."""
     num_threads: int = 4
     """Packs that are read or written by one rank at one time."""
-    max_waiting: int = 4096
-    """Loads and stores that are not over. One more is BUSY."""
     request_timeout_s: float = 10.0
     """A request to the store that takes longer has failed, and is made once more."""
     connect_timeout_s: float = 2.0
@@ -75,9 +64,3 @@ class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
     """So often it is looked whether somebody has begun another epoch."""
     close_timeout_s: float = 5.0
     """What is on its way at the end has so long."""
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise TierConfigurationError(name, "a number > 0", value)

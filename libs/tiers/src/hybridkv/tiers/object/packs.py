@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.object.known import PackPlace
 from hybridkv.tiers.object.names import tag_of
+from hybridkv.tiers.object.places import PackPlace
 
 
 class Stored(NamedTuple):

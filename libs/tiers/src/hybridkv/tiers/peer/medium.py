@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hybridkv.tiers.buffers import slot_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
-from hybridkv.tiers.in_flight import InFlight
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.reading import PeerLoad, Post, Reading
+from hybridkv.tiers.remote import RemoteMedium
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,7 +30,7 @@ BUSY_S, IDLE_S = 0.001, 0.05
 CLOSE_S = 5.0
 
 
-class PeerMedium:
+class PeerMedium(RemoteMedium):
     """A `TierMedium` to which nothing is stored.
 
     Args:
@@ -46,45 +45,24 @@ class PeerMedium:
         options: PeerOptions,
         clock: Callable[[], float],
     ) -> None:
-        self._options = options
+        super().__init__(options.max_waiting)
         self._clock = clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._loads = InFlight()
-        self._is_closed = False
         self._is_closing = False
         self._reading = make_reading(self._inbox.put)
-        self._reading.on_ended = self._loads.complete
+        self._reading.on_ended = self._end
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-reader", daemon=True)
         self._thread.start()
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
-        reason, detail = FailureReason.IO, "nothing is stored at a peer"
-        if self._is_closed:
-            reason, detail = FailureReason.CLOSED, "the medium was closed"
-        self._loads.begin()
-        self._loads.complete(Completion(ticket, Failure(reason, detail)))
+        if self._begin(ticket, slot, source, is_store=True) is not None:
+            self._end(Completion(ticket, Failure(FailureReason.IO, "nothing is stored at a peer")))
 
     def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
-        self._loads.begin()
-        load = self._checked(ticket, key, slot, destination)
-        if isinstance(load, Failure):
-            self._loads.complete(Completion(ticket, load))
-        else:
+        views = self._begin(ticket, slot, destination, is_store=False)
+        if views is not None:
+            load = PeerLoad(ticket, key, slot, views, self._clock())
             self._inbox.put(lambda: self._reading.begin(load))
-
-    def _checked(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> PeerLoad | Failure:
-        if self._is_closed:
-            return Failure(FailureReason.CLOSED, "the medium was closed")
-        if self._loads.num_open > self._options.max_waiting:
-            return Failure(FailureReason.BUSY, f"{self._options.max_waiting} loads wait")
-        views = slot_views(slot, destination, is_written=True)
-        return views if isinstance(views, Failure) else PeerLoad(ticket, key, slot, views, self._clock())
-
-    def poll(self) -> list[Completion]:
-        return self._loads.poll()
-
-    def drain(self, timeout_s: float) -> bool:
-        return self._loads.drain(timeout_s)
 
     def close(self) -> None:
         """Every load ends, for CLOSED, within a bounded time; nobody reads here any more."""

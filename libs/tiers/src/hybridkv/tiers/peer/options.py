@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.remote.options import RemoteOptions
 
 MAX_PEERS = 256
 MAX_KEYS = 4096
 """Of one message. A longer one is several."""
 
 
-class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
+class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
     """`TierConfigurationError` for a value that cannot work."""
 
-    # Who asks.
-    max_asked: int = 4096
-    """Keys about which answers are waited for at one time."""
-    max_known: int = 65536
-    """Keys of which an answer is remembered."""
-    known_bytes: int = 1 << 40
-    """Of these, in one rank."""
-    missing_s: float = 1.0
-    """For so long nobody is asked again for what every peer lacks."""
+    # The reader.
     given_up_s: float = 30.0
-    """What was not answered so long after its deadline is waited for no more."""
     retry_s: float = 1.0
     """A peer that could not be reached is left alone for so long."""
 
-    # Who is asked.
+    # The holder.
     lease_s: float = 60.0
     """For so long a chunk that a peer was told of stays. A peer offers it for half of that, and may load it for as long
     again: so no load outlasts its lease, and none is renewed. One that did all the same would find another digest."""
@@ -45,14 +35,9 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """That are on their way to one rank at one time. A chunk that is larger is read by itself."""
     max_reads: int = 64
     """Chunks that are."""
-    max_waiting: int = 4096
-    """Loads that wait for their turn. One more is BUSY."""
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise TierConfigurationError(name, "a number > 0", value)
+        super().__post_init__()
         if self.max_asked > MAX_KEYS:
             raise TierConfigurationError("max_asked", f"at most {MAX_KEYS}, which is one message", self.max_asked)
         if self.load_timeout_s > self.lease_s / 2:

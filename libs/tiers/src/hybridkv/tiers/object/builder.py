@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.index import ObjectIndex
-from hybridkv.tiers.object.librarian import Collection, Librarian
+from hybridkv.tiers.object.manifest_store import Collection, ManifestStore
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.names import cache_name
 from hybridkv.tiers.object.options import ObjectOptions
@@ -79,13 +79,13 @@ def open_index(
             depot.url,
         )
     cache = cache_name(depot.secret, fingerprint, options.boundary_every)
-    librarian = Librarian(Collection(depot.open(options), depot.seals, cache, world_size), options, clock)
+    client = ManifestStore(Collection(depot.open(options), depot.seals, cache, world_size), options, clock)
     try:
-        librarian.open()
+        client.open()
     except BaseException:
-        librarian.close()
+        client.close()
         raise
-    return ObjectIndex(librarian, options, clock, clears_all=clears_all)
+    return ObjectIndex(client, options, clock, clears_all=clears_all)
 
 
 def open_medium(depot: Depot, rank: int, options: ObjectOptions) -> ObjectMedium:

@@ -1,4 +1,4 @@
-"""Puts both halves of a tier of peers together, from addresses, a secret and what an engine has."""
+"""Builds both halves of a peer tier from addresses, a secret and an engine's memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hybridkv.peers.wire import Secret, WireLimits
 from hybridkv.tiers.contract import SealedMemory, Slot
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.peer import words
+from hybridkv.tiers.peer.client import CLOSE_S, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium
-from hybridkv.tiers.peer.messenger import CLOSE_S, PeerMessenger
 from hybridkv.tiers.peer.node import Address, Ears, Node, Presence
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.reading import Post, Reading
@@ -67,13 +67,13 @@ def open_index(
     leases = PeerLeases(ram, options, clock)
     loop = ControlLoop(f"hybridkv-{uuid.uuid4()}", neighbourhood.secret, WireLimits())
     try:
-        messenger = PeerMessenger(loop, about, neighbourhood.peers, leases, options, clock)
-        _listen(messenger.listen, neighbourhood.listen)
+        client = PeerLookupClient(loop, about, neighbourhood.peers, leases, options, clock)
+        _listen(client.listen, neighbourhood.listen)
     except BaseException:
         loop.close(CLOSE_S)
         raise
     ram.before_reserving = leases.settle
-    return PeerIndex(messenger, options, clock)
+    return PeerIndex(client, options, clock)
 
 
 def open_medium(

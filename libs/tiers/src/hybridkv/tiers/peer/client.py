@@ -1,24 +1,62 @@
-"""Carries a scheduler's questions to other schedulers and answers theirs, over one `Node`."""
+"""Lookup client of a scheduler: sends its lookups to other schedulers and answers theirs, over one `Node`."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.wire import CloseReason, Describe, WireError
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.peer import words
-from hybridkv.tiers.peer.courier import Answered, Lost
 from hybridkv.tiers.peer.leases import PeerLeases
 from hybridkv.tiers.peer.node import Address, Ears, Node, Presence
 from hybridkv.tiers.peer.options import MAX_KEYS, PeerOptions
+from hybridkv.tiers.remote import LookupClient
 
 CLOSE_S = 2.0
 
 
-class PeerMessenger:
-    """A `Courier`, and what answers. Its `news` comes from the loop's thread, everything else is called by the index's.
+class Answered(NamedTuple):
+    """One peer's answer to one lookup."""
+
+    peer: int
+    request: int
+    slots: tuple[Slot | None, ...]
+    """Of each key in the peer's memory, in the order of the lookup; None where the peer lacks it."""
+    lease_s: float
+    """The peer keeps these chunks for so long."""
+    heard_s: float
+    """When it arrived, by the index's clock."""
+
+
+class Lost(NamedTuple):
+    """A peer that was ready is not any more: it answers no lookup, and keeps nothing for this engine."""
+
+    peer: int
+    heard_s: float
+
+
+class PeerClient(LookupClient, Protocol):
+    """The part that an index needs. Its `news` are `Answered` and `Lost`."""
+
+    def ready(self) -> Sequence[int]:
+        """Peers that may be asked now."""
+        ...
+
+    def ask(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
+        """Send a lookup to one peer. False: it cannot be sent, and there will be no answer."""
+        ...
+
+    def give_up(self, peer: int, keys: Sequence[Key]) -> None:
+        """End the leases of these keys at a peer."""
+        ...
+
+
+class PeerLookupClient:
+    """A `PeerClient`, which also answers peers. Its `news` come from the loop's thread; the index's thread makes every
+    other call.
 
     Args:
         loop: control connections. Closed with it.
@@ -49,7 +87,7 @@ class PeerMessenger:
         """Let other engines ask. `OSError` where that address cannot be had."""
         return self._node.listen(host, port)
 
-    # What the index does.
+    # Lookups of this engine.
 
     def ready(self) -> list[int]:
         return self._node.ready()
@@ -70,7 +108,7 @@ class PeerMessenger:
         self._node.close(CLOSE_S)
         self.leases.close()
 
-    # What peers answer.
+    # Answers of peers.
 
     def reply(self, peer: int, request: int, body: bytes) -> None:
         word = words.decode(body)
@@ -84,7 +122,7 @@ class PeerMessenger:
     def found(self, peer: int, description: Describe) -> None:
         """It fits, and is asked when somebody wants something."""
 
-    # What peers ask.
+    # Lookups of peers.
 
     def question(self, link: LinkId, body: bytes) -> bytes:
         word = words.decode(body)

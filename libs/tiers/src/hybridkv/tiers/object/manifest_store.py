@@ -1,4 +1,4 @@
-"""Speaks with the store for the scheduler's half: finds manifests, writes new ones, replaces bad ones. A `Courier`.
+"""Manifests of a store, for the scheduler's half: finds them, writes new ones, replaces bad ones. An `ObjectClient`.
 
 It deletes nothing: what it reads badly, another host may read well. A bad manifest is replaced by an engine that has
 stored all that it named.
@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.object.bodies import Body
-from hybridkv.tiers.object.courier import Found, Moved, News, Unanswered
+from hybridkv.tiers.object.client import Found, Moved, News, Unanswered
 from hybridkv.tiers.object.epochs import begin_epoch, current_epoch, next_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, decode_manifest, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.known import PackPlace
 from hybridkv.tiers.object.names import manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import Stored
 from hybridkv.tiers.object.paths import Paths
+from hybridkv.tiers.object.places import PackPlace
 from hybridkv.tiers.object.quarantine import Quarantine
 from hybridkv.tiers.object.reader import ManifestReader
 from hybridkv.tiers.object.search import find_last
@@ -77,7 +77,7 @@ class _Lookup:
     body: Body | None = None
 
 
-class Librarian:
+class ManifestStore:
     """Of one engine.
 
     Args:
@@ -172,7 +172,7 @@ class Librarian:
         if is_last or not self._is_closed:
             self._loop.call_soon_threadsafe(work)
 
-    # On the librarian's.
+    # On the thread of this store.
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -1,0 +1,437 @@
+"""Index of chunks that lie elsewhere: a `TierIndex` without space of its own.
+
+A chunk that was found is offered until a time, and looked up again after it. A prompt may have thousands of chunks: to
+learn of them is a few calls on tables, and a ledger keeps only the chunks that are read or stored. Starts no thread and
+opens no connection; a `LookupClient` does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Generic, Protocol
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers.contract import UNSPECIFIED, Answer, Heard, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LeastRecentlyUsed
+from hybridkv.tiers.remote.found import FoundPlaces, P
+from hybridkv.tiers.remote.lookups import LookupTracker
+from hybridkv.tiers.remote.options import RemoteOptions
+
+_HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
+
+
+class LookupClient(Protocol):
+    """Sends lookups and receives answers. No call waits."""
+
+    @property
+    def news(self) -> deque[Any]:
+        """What arrived, in order, from another thread. The index takes it from the left."""
+        ...
+
+    def close(self) -> None:
+        """End every connection, within a bounded time. Repeatable."""
+        ...
+
+
+class RemoteEntry(Entry, Generic[P]):
+    """A chunk that is read or stored, or was."""
+
+    key: Key
+    number: int
+    place: P
+    is_expired: bool
+    """It is pinned, and offered only for as long as it is."""
+
+    @property
+    def slot(self) -> Slot:
+        return self.place.slot(self.number)
+
+
+class _Places(Generic[P]):
+    """The `Space` of a remote index: there is room for every chunk, and `next` is the place of the one taken next."""
+
+    def __init__(self) -> None:
+        self.next: P
+        self._number = 0
+
+    def take(self, key: Key, num_bytes: int, cost: int) -> RemoteEntry[P]:
+        number, self._number = self._number, self._number + num_bytes
+        return RemoteEntry(cost, KeyState.RESERVED, 0, key, number, self.next, False)
+
+    def free(self, entry: RemoteEntry[P]) -> None:
+        """Nothing to be given back."""
+
+    def keep_only(self, entries: Iterable[RemoteEntry[P]]) -> None:
+        """Nothing to be given back."""
+
+
+class RemoteIndex(Generic[P]):
+    """Base of a tier's index.
+
+    Args:
+        client: sends the lookups. The index closes it.
+        options: bounds.
+        clock: seconds; answers are dated by the same.
+    """
+
+    def __init__(self, client: LookupClient, options: RemoteOptions, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._bounds = options
+        self._news, self._close_client = client.news, client.close
+        self._tracker = LookupTracker(options.max_asked, options.missing_s, options.given_up_s)
+        self._number = 0
+        """Of the last lookup."""
+        self._found: FoundPlaces[P] = FoundPlaces()
+        self._places: _Places[P] = _Places()
+        self._known: KeyLedger[RemoteEntry[P]] = KeyLedger(
+            self._places, LeastRecentlyUsed(), options.known_bytes, max_keys=options.max_known
+        )
+        """What is read or stored, or was."""
+        self._believed: list[tuple[float, int, RemoteEntry[P]]] = []
+        """A heap: until when each committed entry of the ledger is offered."""
+        self._believed_numbers = itertools.count()
+        self._expired: dict[Key, None] = {}
+        """Keys that were found once: worth a lookup, and not worth a store before that. The oldest first."""
+        self._changes = 0
+        """How often the answer of a lookup about a found chunk may have changed."""
+        self._num_taken_over = 0
+        """Reservations and commits of the ledger that were no stores."""
+        self._num_expired = 0
+        """Withdrawals of the ledger that happened to no chunk: it is not known any more."""
+        self._forgotten = [0, 0]
+        """Found chunks that made room, and their bytes."""
+
+    # For the tier.
+
+    def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
+        """Send a lookup, of which an answer is of use until then. False: it cannot be sent."""
+        raise NotImplementedError
+
+    def _hear_event(self, event: Any) -> None:
+        """Take one event of the client."""
+        raise NotImplementedError
+
+    def _believed_until_s(self, place: P) -> float:
+        """How long to offer the chunk at a place that is read or was stored now."""
+        raise NotImplementedError
+
+    def _on_forgotten(self, places: Mapping[Key, P]) -> None:
+        """Found chunks were forgotten that were not read."""
+
+    def _on_unused(self, entries: Sequence[RemoteEntry[P]]) -> None:
+        """Chunks have no reader any more."""
+
+    # Lookups.
+
+    @property
+    def answers_late(self) -> bool:
+        return True
+
+    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+        self._hear()
+        if self._known.is_closed:
+            return
+        keys = list(keys)
+        for known in (self._known.by_key, self._found.by_key):
+            if known and not known.keys().isdisjoint(keys):
+                keys = [key for key in keys if key not in known]
+        keys = self._tracker.keys_to_send(keys, deadline_s, self._clock())
+        if not keys:
+            return
+        self._number += 1
+        if self._send(self._number, keys, self._tracker.given_up_s(deadline_s)):
+            self._tracker.begin(self._number, keys, deadline_s)
+            self._hear()
+        else:
+            self._tracker.not_sent(len(keys))
+
+    @property
+    def heard(self) -> Heard:
+        self._hear()
+        return self._tracker.heard
+
+    def lacks(self, key: Key) -> bool:
+        """A key that was found once, and was not looked up since, is taken to be there still."""
+        self._hear()
+        is_unknown = self._known.lacks(key) and key not in self._found.by_key
+        return is_unknown and (key not in self._expired or key in self._tracker)
+
+    def _hear(self) -> None:
+        """Take what arrived, and end what is over."""
+        news = self._news
+        while news:
+            self._hear_event(news.popleft())
+        now_s = self._clock()
+        if now_s >= self._tracker.due_s:
+            self._tracker.pass_time(now_s)
+        if now_s >= self._found.due_s:
+            self._changes += 1
+            places = self._found.expire(now_s)
+            self._expire(places)
+            self._on_forgotten(places)
+        if self._believed and now_s >= self._believed[0][0]:
+            self._expire_entries(now_s)
+
+    def _learn(self, number: int, places: Mapping[Key, P], until_s: float, heard_s: float) -> Mapping[Key, P]:
+        """Offer found chunks, which are open keys of a lookup. Those of them for which there is room."""
+        if not self._make_room(sum(place.num_bytes for place in places.values()), len(places)):
+            places = self._fitting(self._tracker.open_keys(number), places)
+        if places:
+            self._tracker.found(number, places.keys(), heard_s)
+            self._found.add(places, until_s)
+            self._changes += 1
+            expired = self._expired
+            if expired and not expired.keys().isdisjoint(places):
+                self._expired = {key: None for key in expired if key not in places}
+        return places
+
+    def _end_lookup(self, number: int, answer: Answer, heard_s: float) -> None:
+        """A lookup is over: its open keys are MISSING, or LATE."""
+        keys = self._tracker.end(number, answer, heard_s)
+        if self._expired and answer is Answer.MISSING:
+            for key in keys:
+                self._expired.pop(key, None)
+
+    def _fitting(self, keys: Iterable[Key], places: Mapping[Key, P]) -> dict[Key, P]:
+        """As much as there is room for, from the beginning on."""
+        left_bytes = self.capacity_bytes - self.used_bytes
+        left_keys = self._bounds.max_known - len(self._known.by_key) - len(self._found.by_key)
+        fitting: dict[Key, P] = {}
+        for key in keys:
+            place = places.get(key)
+            if place is not None and place.num_bytes <= left_bytes and len(fitting) < left_keys:
+                fitting[key] = place
+                left_bytes -= place.num_bytes
+        return fitting
+
+    def _make_room(self, num_bytes: int, num_keys: int) -> bool:
+        """Forget found chunks first, and then chunks that were stored or read, until there is room for so much more.
+        False where that is not enough."""
+        known, found = self._known, self._found
+        while self._is_over(num_bytes, num_keys):
+            if found.by_key:
+                places = found.forget_oldest()
+                self._forgotten[0] += len(places)
+                self._forgotten[1] += sum(place.num_bytes for place in places.values())
+                self._changes += 1
+                self._on_forgotten(places)
+            elif known.evictable_bytes:
+                known.evict_next()
+            else:
+                return False
+        return True
+
+    def _is_over(self, num_bytes: int, num_keys: int) -> bool:
+        num_known = len(self._known.by_key) + len(self._found.by_key)
+        return self.used_bytes + num_bytes > self.capacity_bytes or num_known + num_keys > self._bounds.max_known
+
+    # Chunks that are read or stored.
+
+    def _take_over(self, key: Key) -> RemoteEntry[P]:
+        """A found chunk is read: the ledger keeps it from now on."""
+        place = self._places.next = self._found.pop(key)
+        entry = self._known.take(key, place.num_bytes, place.num_bytes)
+        self._known.commit(key)
+        self._num_taken_over += 1
+        self._believe(entry)
+        return entry
+
+    def _believe(self, entry: RemoteEntry[P]) -> None:
+        self._expired.pop(entry.key, None)
+        until_s = self._believed_until_s(entry.place)
+        heapq.heappush(self._believed, (until_s, next(self._believed_numbers), entry))
+
+    def _expire_entries(self, now_s: float) -> None:
+        believed, by_key = self._believed, self._known.by_key
+        while believed and (believed[0][0] <= now_s or len(believed) > 2 * len(by_key) + self._bounds.max_asked):
+            _, _, entry = heapq.heappop(believed)
+            if by_key.get(entry.key) is entry and self._known.lookup(entry.key) is _HIT:
+                if entry.num_pins:
+                    entry.is_expired = True
+                else:
+                    self._expire_entry(entry)
+
+    def _expire_entry(self, entry: RemoteEntry[P]) -> None:
+        self._known.withdraw(entry.key)
+        self._num_expired += 1
+        self._expire((entry.key,))
+
+    def _expire(self, keys: Iterable[Key]) -> None:
+        expired = self._expired
+        expired.update(dict.fromkeys(keys))
+        if (surplus := len(expired) - self._bounds.max_known) > 0:
+            for key in list(islice(expired, surplus)):
+                del expired[key]
+
+    # What is known.
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._known.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all known chunks, of which none lies here."""
+        return self._known.used_bytes + self._found.num_bytes
+
+    def cost(self, num_bytes: int) -> int:
+        return num_bytes
+
+    @property
+    def num_keys(self) -> int:
+        return self._known.num_keys + len(self._found.by_key)
+
+    @property
+    def generation(self) -> int:
+        self._hear()
+        return self._known.generation + self._tracker.changes + self._changes
+
+    def lookup(self, key: Key) -> LookupResult:
+        self._hear()
+        return self._answer(key)
+
+    def _answer(self, key: Key) -> LookupResult:
+        if key in self._found.by_key:
+            return _HIT
+        answer = self._known.lookup(key)
+        return _PENDING if answer is _MISS and self._tracker.is_pending(key) else answer
+
+    def leading(self, keys: Iterable[Key]) -> int:
+        self._hear()
+        found, held = self._found.by_key, 0
+        for key in keys:
+            if key not in found and self._answer(key) is _MISS:
+                break
+            held += 1
+        return held
+
+    def last_held(self, keys: Sequence[Key]) -> int | None:
+        self._hear()
+        if self._tracker.is_empty and not self.num_keys:
+            return None
+        for place in range(len(keys) - 1, -1, -1):
+            if self._answer(keys[place]) is not _MISS:
+                return place
+        return None
+
+    def any_pending(self, keys: Iterable[Key]) -> bool:
+        self._hear()
+        return any(self._answer(key) is _PENDING for key in keys)
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        self._known.touch(keys)
+
+    def demote(self, keys: Iterable[Key]) -> None:
+        """Of these, chunks that were stored or read go first. Others' copies stay."""
+        self._known.demote(keys)
+
+    # Storing.
+
+    def _why_not(self, key: Key, num_bytes: int) -> Refusal | None:
+        refusal = self._known.why_not(key, num_bytes)
+        return Refusal.PRESENT if refusal is None and key in self._found.by_key else refusal
+
+    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+        raise NotImplementedError
+
+    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+
+    def commit(self, key: Key) -> bool:
+        is_committed = self._known.commit(key)
+        if is_committed:
+            self._believe(self._known.by_key[key])
+        return is_committed
+
+    def commit_all(self, keys: Sequence[Key]) -> list[bool]:
+        return [self.commit(key) for key in keys]
+
+    def abort(self, key: Key) -> None:
+        self._known.abort(key)
+
+    # Reading.
+
+    def pin(self, key: Key) -> Slot | None:
+        slots = self.pin_all((key,))
+        return None if slots is None else slots[0]
+
+    def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
+        self._hear()
+        found = self._found.by_key
+        if not all(key in found or self._known.lookup(key) is _HIT for key in keys):
+            return None
+        for key in keys:
+            if key in found:
+                self._take_over(key)
+        return self._known.pin_all(keys)
+
+    def unpin(self, key: Key) -> None:
+        self.unpin_all((key,))
+
+    def unpin_all(self, keys: Iterable[Key]) -> None:
+        unused: list[RemoteEntry[P]] = []
+        for key in keys:
+            entry = self._known.by_key.get(key)
+            self._known.unpin(key)
+            if entry is not None and not entry.num_pins:
+                unused.append(entry)
+                if entry.is_expired and self._known.lookup(key) is _HIT:
+                    self._expire_entry(entry)
+        self._on_unused(unused)
+
+    # Withdrawing.
+
+    def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
+        self._tracker.withdraw(key)
+        self._expired.pop(key, None)
+        if key in self._found.by_key:
+            self._take_over(key)
+        entry = self._known.withdraw(key)
+        if entry is not None and not entry.num_pins:
+            self._on_unused((entry,))
+        return entry is not None
+
+    def clear(self) -> int:
+        """`invalidate` every key here. Others' copies stay."""
+        self._tracker.clear()
+        return self._forget_all()
+
+    def _forget_all(self) -> int:
+        self._believed.clear()
+        self._expired.clear()
+        places = self._found.clear()
+        self._changes += 1
+        self._known.tally.invalidations += len(places)
+        self._on_forgotten(places)
+        return self._known.forget_all() + len(places)
+
+    def take_counts(self) -> TierCounts:
+        """Counts without those of the ledger that follow from what was found or expired."""
+        self._hear()
+        counts = self._known.tally.take()
+        num_taken_over, self._num_taken_over = self._num_taken_over, 0
+        num_expired, self._num_expired = self._num_expired, 0
+        num_forgotten, forgotten_bytes = self._forgotten
+        self._forgotten = [0, 0]
+        return TierCounts(
+            reservations=counts.reservations - num_taken_over,
+            commits=counts.commits - num_taken_over,
+            aborts=counts.aborts,
+            invalidations=counts.invalidations - num_expired,
+            evictions=counts.evictions + num_forgotten,
+            evicted_bytes=counts.evicted_bytes + forgotten_bytes,
+            refusals=counts.refusals,
+            answers=self._tracker.take_answers(),
+        )
+
+    def close(self) -> None:
+        if self._known.is_closed:
+            return
+        self._known.is_closed = True
+        self._tracker.clear()
+        self._forget_all()
+        self._close_client()
