@@ -14,7 +14,7 @@ from hybridkv.tiers.contract import Key, Slot
 _NUM_BYTES = attrgetter("num_bytes")
 
 
-class Place(Protocol):
+class Location(Protocol):
     """Where a chunk lies elsewhere. A value."""
 
     @property
@@ -27,7 +27,7 @@ class Place(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=Location)
 
 
 class FoundPlaces(Generic[P]):
