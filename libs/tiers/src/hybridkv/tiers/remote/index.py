@@ -51,7 +51,7 @@ class RemoteEntry(Entry, Generic[P]):
         return self.place.slot(self.number)
 
 
-class _Places(Generic[P]):
+class _UnboundedSpace(Generic[P]):
     """The `Space` of a remote index: there is room for every chunk, and `next` is the place of the one taken next."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class RemoteIndex(Generic[P]):
         self._number = 0
         """Of the last lookup."""
         self._found: FoundPlaces[P] = FoundPlaces()
-        self._places: _Places[P] = _Places()
+        self._places: _UnboundedSpace[P] = _UnboundedSpace()
         self._known: KeyLedger[RemoteEntry[P]] = KeyLedger(
             self._places, LeastRecentlyUsed(), options.known_bytes, max_keys=options.max_known
         )
