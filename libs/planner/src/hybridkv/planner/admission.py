@@ -1,12 +1,11 @@
-"""Which loads may hold blocks of the engine at the same time, so that none of them waits for ever.
+"""Admission of loads: which loads may hold blocks of the engine at the same time, without a deadlock.
 
-A request whose load has ended waits, with its blocks, until it is scheduled; nothing can take them from it. Two such
-requests that both need more than is left would wait for each other. The engine reserves against that, but counts the
-empty entries of a window group's table as blocks, so for such models it reserves too little. Here every load is counted
-with all that its request needs to be scheduled, and loads that do not fit beside the others come later.
+After its load, a request keeps its blocks until it is scheduled. Two such requests that both need more blocks than are
+left would wait for each other. The engine reserves blocks against that, but it counts the empty entries of a window
+group's table as blocks, so for such models it reserves too few. This module counts each load with all blocks that its
+request needs to be scheduled, and delays a load that does not fit beside the others.
 
-`LoadAdmission` counts who holds what. What follows from the counts are functions of a `Room`, the same for everyone
-whose loads wait for these blocks; `RoomBounds` says how long.
+`LoadAdmission` counts the blocks of each request. The decisions are functions of a `Room`. `RoomBounds` limits waits.
 """
 
 import enum
@@ -20,19 +19,19 @@ from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec
 MAX_GATED_POLLS: Final = 256
 """Steps that a request waits for room beside other loads before it is computed instead."""
 MAX_GATE_S: Final = 60.0
-"""But no longer than this, however long a step takes."""
+"""Longest wait for room in seconds, also where steps are slow."""
 _KEPT_COUNTS = 1024
-"""Lengths of requests whose blocks are remembered: a request that waits is counted in every step."""
+"""Number of request lengths whose block counts are cached: a waiting request is counted in every step."""
 
 
 class Verdict(enum.Enum):
-    """Of a load that asks for blocks."""
+    """Answer to a load that asks for blocks."""
 
     ADMIT = enum.auto()
     WAIT = enum.auto()
-    """It does not fit beside the others yet."""
+    """The load does not fit beside the others yet."""
     REFUSE = enum.auto()
-    """It would wait for itself, or has waited too long: compute."""
+    """The load would wait for itself, or has waited too long: the request is computed."""
 
 
 # CPython 3.11 takes longer to look a member up than for most else here.
@@ -40,15 +39,15 @@ _ADMIT, _WAIT, _REFUSE = Verdict.ADMIT, Verdict.WAIT, Verdict.REFUSE
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What a request's load must fit beside, in blocks.
+    """Blocks of the engine, as one request that wants to load sees them.
 
     Args:
-        needed_blocks: by the request, to be scheduled.
-        held_by_others: by other requests that were given blocks for a load and were not scheduled since.
-        reserved_blocks: by the engine for requests whose loads failed, this one included.
-        has_failed: a load of this request failed, and it was not scheduled since.
-        pool_blocks: of the engine.
-        free_blocks: of them.
+        needed_blocks: the request needs so many to be scheduled.
+        held_by_others: other requests hold so many: they got blocks for a load and were not scheduled since.
+        reserved_blocks: the engine reserves so many for requests after a failed load, this request included.
+        has_failed: a load of this request failed, and the request was not scheduled since.
+        pool_blocks: all blocks of the engine.
+        free_blocks: the free ones among them.
     """
 
     needed_blocks: int
@@ -60,21 +59,21 @@ class Room(msgspec.Struct, frozen=True):
 
     @property
     def must_let_pass(self) -> bool:
-        """Whether others wait whose loads failed, and this request is none of them.
+        """True if other requests wait after a failed load, and this request does not.
 
-        They wait until no request holds blocks for a load, so nobody new may.
+        They wait until no request holds blocks for a load, so no new request may get any.
         """
         return self.reserved_blocks > 0 and not self.has_failed
 
 
 class RoomBounds(msgspec.Struct, frozen=True):
-    """How long a request waits for room.
+    """Limits of the wait for room.
 
     Args:
-        polls: how often it is told to ask again; None: as often as there is time for.
-        seconds: from the first time.
-        loads_end: every load ends, in time, whatever becomes of it. Then those that have blocks, or whose loads failed,
-            are certain to be scheduled, and waiting for them needs no bound.
+        polls: the request is told to ask again at most so often; None: without a limit.
+        seconds: longest wait, from the first poll.
+        loads_end: every load ends in bounded time. Then requests with blocks, and requests after a failed load, are
+            certain to be scheduled, and a wait for them needs no limit.
     """
 
     polls: int | None = MAX_GATED_POLLS
@@ -83,7 +82,7 @@ class RoomBounds(msgspec.Struct, frozen=True):
 
 
 class RoomWait(msgspec.Struct, frozen=True):
-    """How often, and since when, a request was told to ask again because there is no room."""
+    """Wait of one request for room: number of polls, and time of the first."""
 
     polls: int = 0
     since_s: float | None = None
@@ -93,12 +92,12 @@ NOT_WAITED: Final = RoomWait()
 
 
 def admit(room: Room) -> Verdict:
-    """Whether a request may be given blocks for a load now. One that is alone always may."""
+    """Decides whether a request may get blocks for a load now. A request that is alone always may."""
     others = room.held_by_others
     if room.must_let_pass or (others and (room.has_failed or others + room.needed_blocks > room.pool_blocks)):
         return _WAIT
     if room.has_failed and room.needed_blocks + room.reserved_blocks > room.free_blocks:
-        # The engine still reserves for its load that failed, and the next must fit beside that.
+        # The engine still reserves blocks for the failed load, and the next load must fit beside them.
         return _REFUSE
     return _ADMIT
 
@@ -106,17 +105,17 @@ def admit(room: Room) -> Verdict:
 def gate_lookup(
     room: Room, wait: RoomWait, now_s: float, bounds: RoomBounds, failed_loads: int = 0
 ) -> tuple[Verdict, RoomWait]:
-    """Whether it is worth finding out what a request can load.
+    """Decides whether a lookup for a request is worth while.
 
-    The engine puts a request whose load failed before all that have loaded, and looks no further when it does not fit:
-    asked again later, it lets them pass.
+    After a failed load the engine puts the request before all requests that have loaded, and schedules none of them
+    while the first does not fit. If the connector asks for more time, the engine lets the others pass.
 
     Args:
-        room: now.
-        wait: what it has waited so far.
+        room: blocks now.
+        wait: wait so far.
         now_s: the time.
-        bounds: how long it may.
-        failed_loads: of this request, ever.
+        bounds: limits of the wait.
+        failed_loads: number of failed loads of this request, ever.
     """
     if room.held_by_others and (room.has_failed or failed_loads):
         return _wait(wait, now_s, bounds, is_certain=True)
@@ -124,7 +123,7 @@ def gate_lookup(
 
 
 def gate_load(room: Room, wait: RoomWait, now_s: float, bounds: RoomBounds) -> tuple[Verdict, RoomWait]:
-    """Whether a request that has something to load may be given blocks for it now, as `admit`, within bounds."""
+    """Decides whether a request with a hit may get blocks now, as `admit` does, within the limits of the wait."""
     verdict = admit(room)
     if verdict is _WAIT:
         return _wait(wait, now_s, bounds, is_certain=room.must_let_pass)
@@ -132,8 +131,7 @@ def gate_load(room: Room, wait: RoomWait, now_s: float, bounds: RoomBounds) -> t
 
 
 def _wait(wait: RoomWait, now_s: float, bounds: RoomBounds, *, is_certain: bool) -> tuple[Verdict, RoomWait]:
-    """One more poll. Others whose turn is certain to come are waited for without a bound, where all loads end; room
-    beside loads may never come."""
+    """Counts one more poll. A wait for requests that are certain to be scheduled has no limit; a wait for room has."""
     since_s: float | None
     if is_certain and bounds.loads_end:
         polls, since_s, has_time = wait.polls, None, True
@@ -146,11 +144,11 @@ def _wait(wait: RoomWait, now_s: float, bounds: RoomBounds, *, is_certain: bool)
 
 
 def blocks_to_run(group: GroupSpec, num_tokens: int, max_in_flight_tokens: int) -> int:
-    """The most blocks of a group that a request of `num_tokens` needs to be scheduled.
+    """Upper bound of the blocks of one group that a request of `num_tokens` needs to be scheduled.
 
     Args:
-        group: whose blocks.
-        num_tokens: of the request.
+        group: the group.
+        num_tokens: tokens of the request.
         max_in_flight_tokens: tokens that the engine may schedule before it gives back blocks that left a window.
     """
     everything = -(-num_tokens // group.block_tokens) + 1
@@ -166,7 +164,7 @@ def blocks_to_run(group: GroupSpec, num_tokens: int, max_in_flight_tokens: int) 
 
 
 class LoadAdmission:
-    """Counts blocks of requests that were given blocks for a load and were not scheduled since.
+    """Block counts of requests that got blocks for a load and were not scheduled since.
 
     Args:
         spec: the model's groups.
@@ -180,25 +178,25 @@ class LoadAdmission:
         self._failed: dict[str, int] = {}
         self._num_held = self._num_failed = 0
         self.is_idle = True
-        """Whether nobody holds blocks and nobody's load has failed: then there is room for every load."""
+        """True if no request holds blocks or waits after a failed load: then there is room for every load."""
         self._kept_counts = functools.lru_cache(_KEPT_COUNTS)(self._count)
 
     def blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request of `num_tokens` needs to be scheduled."""
+        """Upper bound of the blocks that a request of `num_tokens` needs to be scheduled."""
         return self._kept_counts(num_tokens)
 
     def _count(self, num_tokens: int) -> int:
         return sum(blocks_to_run(group, num_tokens, self._max_in_flight_tokens) for group in self._groups)
 
     def take(self, request_id: str, num_tokens: int) -> None:
-        """A request was given blocks to load into."""
+        """Records that a request got blocks for a load."""
         self._drop_held(request_id)
         self._held[request_id] = blocks = self.blocks(num_tokens)
         self._num_held += blocks
         self.is_idle = False
 
     def fail(self, request_id: str, num_tokens: int) -> None:
-        """Its load failed and its blocks are free, but the engine reserves for it until it is scheduled."""
+        """Records a failed load. Its blocks are free, and the engine reserves as many until it is scheduled."""
         self._drop_held(request_id)
         self._drop_failed(request_id)
         self._failed[request_id] = blocks = self.blocks(num_tokens)
@@ -206,7 +204,7 @@ class LoadAdmission:
         self.is_idle = False
 
     def give_back(self, request_id: str) -> None:
-        """It was scheduled, or is gone."""
+        """Records that the request was scheduled or has ended."""
         if not self.is_idle:
             self._drop_held(request_id)
             self._drop_failed(request_id)
@@ -219,7 +217,7 @@ class LoadAdmission:
         self._num_failed -= self._failed.pop(request_id, 0)
 
     def room(self, request_id: str, num_tokens: int, pool_blocks: int, free_blocks: int) -> Room:
-        """What a load of this request must fit beside, in a pool of `pool_blocks`."""
+        """Blocks as this request sees them, in a pool of `pool_blocks`."""
         return Room(
             self._kept_counts(num_tokens),
             self._num_held - self._held.get(request_id, 0),

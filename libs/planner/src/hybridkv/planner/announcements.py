@@ -1,12 +1,13 @@
-"""What a router may be told of the chunks that tiers hold: a part counts where a request can resume with it.
+"""Announcements of stored chunks to a router: a part is announced while a request can resume with it.
 
-A router sees sets of blocks, and takes the longest prefix for what a request will hit. That is wrong where a state or a
-window is missing: the FULL group reaches deeper than any request can resume. So a part is announced in each tier that
-holds it exactly while some boundary needs it (`needed_ends`) at which every group has all that it needs, in whatever
-tier. Of the FULL groups this leaves the path to every resumable boundary; of the others what such boundaries read.
+A router sees sets of blocks and expects that a request hits the longest prefix. That is wrong where a state or a window
+is missing: the FULL group reaches deeper than any request can resume. So a tier's part of a chunk is announced exactly
+while a resumable boundary needs it (`needed_ends`). A boundary is resumable if every group has all that it needs, in
+any tier. Of FULL groups, the path to every resumable boundary is announced; of other groups, the parts that such
+boundaries read.
 
-Kept as a tree and changed step by step. What one change costs is bounded by the chunks whose state it changes, and by
-how far a window reaches, never by how many there are. What a chunk is to a router, and how it is told, others know.
+The chunks form a tree. The cost of a change depends on the chunks that it changes and on the length of a window, not
+on the number of chunks. The form of an announcement is the caller's.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ P = TypeVar("P")
 
 
 class ChunkNode(NamedTuple, Generic[P]):
-    """One chunk of one path, as it is described once.
+    """Description of one chunk of one path.
 
     Args:
-        name: stands for all tokens up to its end.
+        name: identity of all tokens up to the end of the chunk.
         parent: name of the chunk before it, None for the first one.
-        end_token: where it ends.
-        keys: of its parts, one for each of `CacheSpec.stored_groups`, in that order.
-        payload: whatever its announcement is made of.
+        end_token: end of the chunk.
+        keys: keys of its parts, one for each of `CacheSpec.stored_groups`, in that order.
+        payload: content of the announcement, for the caller.
     """
 
     name: bytes
@@ -41,7 +42,7 @@ class ChunkNode(NamedTuple, Generic[P]):
 
 
 class Announcement(NamedTuple, Generic[P]):
-    """A part of a chunk that a tier holds and a router may count on, or may no longer."""
+    """A part of a chunk in one tier, for a router."""
 
     tier: int
     group_index: int
@@ -50,7 +51,7 @@ class Announcement(NamedTuple, Generic[P]):
 
 
 class News(NamedTuple, Generic[P]):
-    """What changed: prefixes before what follows them in `stored`, and behind it in `removed`."""
+    """Changes. In `stored` a prefix comes before its continuation, in `removed` after it."""
 
     stored: list[Announcement[P]]
     removed: list[Announcement[P]]
@@ -60,35 +61,35 @@ class News(NamedTuple, Generic[P]):
 class _Node(Generic[P]):
     chunk: ChunkNode[P]
     depth: int
-    """Chunks from the path's beginning on, itself included."""
+    """Number of chunks from the beginning of the path, this one included."""
     held: list[int]
-    """For each tier the parts that it holds, a bit each."""
+    """For each tier, the parts that it holds, as bits."""
     pending: list[int]
-    """The same of parts that are on their way."""
+    """For each tier, the parts in flight into it, as bits."""
     told: list[int]
-    """The same of parts that were announced and not taken back."""
+    """For each tier, the announced parts, as bits."""
     runs: list[int]
-    """For each group how many chunks in a row, up to this one, some tier holds: of FULL ones all or none."""
+    """For each group, the length of the run of held chunks that ends here. FULL groups: all chunks, or 0."""
     needs: list[int]
-    """For each group that is not FULL how many resumable boundaries need its part."""
+    """For each group that is not FULL, the number of resumable boundaries that need its part."""
     parent: _Node[P] | None = None
     children: dict[bytes, _Node[P]] = field(default_factory=dict)
     num_paths: int = 0
-    """Itself, where it is a resumable boundary, and those of its children that lead to one."""
+    """Number of children that lead to a resumable boundary, plus one if this chunk is one."""
     is_resumable: bool = False
 
     @property
     def is_empty(self) -> bool:
-        """Whether no tier has, or is about to have, any part of it."""
+        """True if no tier holds a part of it, and none is in flight."""
         return not any(self.held) and not any(self.pending)
 
 
 class Announcer(Generic[P]):
-    """Keeps what is announced of a number of tiers. Chunks that no tier has a part of are forgotten by `take`.
+    """Announced parts of a number of tiers. `take` forgets a chunk that no tier has a part of.
 
     Args:
         spec: the model's groups.
-        num_tiers: whose contents are announced; a tier is a number below this.
+        num_tiers: number of tiers; a tier is a number below this.
     """
 
     def __init__(self, spec: CacheSpec, num_tiers: int) -> None:
@@ -102,21 +103,21 @@ class Announcer(Generic[P]):
         self._nodes: dict[bytes, _Node[P]] = {}
         self._by_key: dict[bytes, list[tuple[int, _Node[P]]]] = {}
         self._orphans: dict[bytes, dict[bytes, _Node[P]]] = {}
-        """By the name of a parent that is not known."""
+        """Chunks by the name of a parent that is not known."""
         self._lengths: dict[int, tuple[int, ...]] = {}
-        """By the end of a boundary, what it needs of each group; as many as a path has chunks."""
+        """Chunks that a boundary needs of each group, by the end of the boundary."""
         self._changed: dict[bytes, _Node[P]] = {}
         self.num_held = 0
-        """Parts that tiers hold, counted once for each tier."""
+        """Number of held parts, counted once for each tier."""
         self.num_told = 0
-        """Those of them that were announced."""
+        """Number of announced parts."""
         self.num_on_paths = 0
-        """Chunks that lead to a boundary at which a request can resume; 0 where there is no FULL group."""
+        """Number of chunks on a path to a resumable boundary; 0 without a FULL group."""
 
-    # What is known.
+    # Questions.
 
     def knows(self, name: bytes) -> bool:
-        """Whether this chunk was described and is not forgotten."""
+        """True if this chunk was described and is not forgotten."""
         return name in self._nodes
 
     @property
@@ -124,11 +125,11 @@ class Announcer(Generic[P]):
         return len(self._nodes)
 
     def known_keys(self) -> Iterator[bytes]:
-        """Of all parts of all chunks that are known."""
+        """Keys of all parts of all known chunks."""
         return iter(list(self._by_key))
 
     def announced(self) -> list[Announcement[P]]:
-        """Everything that was announced and not taken back, prefixes first."""
+        """All announced parts, prefixes first."""
         return _in_order(
             each for node in self._nodes.values() for tier in range(self._num_tiers) for each in self._of(node, tier)
         )
@@ -136,13 +137,13 @@ class Announcer(Generic[P]):
     def _of(self, node: _Node[P], tier: int) -> Iterator[Announcement[P]]:
         yield from self._parts(node, tier, node.told[tier])
 
-    # What happens.
+    # Events.
 
     def describe(self, chunk: ChunkNode[P]) -> None:
-        """A chunk that a request has met. What tiers have of it is told by `note`, afterwards.
+        """Adds a chunk of a request. `note` reports the parts that tiers hold.
 
         Raises:
-            ValueError: it has not one key for each stored group.
+            ValueError: the number of keys is not the number of stored groups.
         """
         if chunk.name in self._nodes:
             return
@@ -158,13 +159,13 @@ class Announcer(Generic[P]):
             node.parent = self._nodes.get(chunk.parent)
             siblings = self._orphans.setdefault(chunk.parent, {}) if node.parent is None else node.parent.children
             siblings[chunk.name] = node
-        # Nothing of it is held yet, so to its children nothing changes.
+        # No part of it is held yet, so nothing changes for its children.
         node.children = self._orphans.pop(chunk.name, {})
         for child in node.children.values():
             child.parent = node
 
     def note(self, tier: int, key: bytes, answer: LookupResult) -> None:
-        """What a tier says of a key now. Keys of chunks that were not described are passed over."""
+        """Takes a tier's present answer for a key. Keys of unknown chunks are ignored."""
         for place, node in self._by_key.get(key, ()):
             bit = 1 << place
             self._changed[node.chunk.name] = node
@@ -179,7 +180,7 @@ class Announcer(Generic[P]):
                 self._run_on(node, place)
 
     def take(self) -> News[P]:
-        """What became so since the last call and still is."""
+        """Net changes since the last call."""
         stored: list[Announcement[P]] = []
         removed: list[Announcement[P]] = []
         changed, self._changed = self._changed, {}
@@ -196,10 +197,10 @@ class Announcer(Generic[P]):
         self.num_told += len(stored) - len(removed)
         return News(_in_order(stored), _in_order(removed)[::-1])
 
-    # What follows.
+    # Consequences of a change.
 
     def _run_on(self, first: _Node[P], place: int) -> None:
-        """A part of a chunk came or went in some tier: what that means to those that follow it."""
+        """Updates the runs of a chunk and of its continuations, after a part came or went."""
         waiting = [first]
         while waiting:
             node = waiting.pop()
@@ -218,7 +219,7 @@ class Announcer(Generic[P]):
         return min(before + 1, self._longest_runs[place])
 
     def _judge(self, node: _Node[P]) -> None:
-        """Whether it is a resumable boundary, and what that means to what is before it."""
+        """Updates whether the chunk is a resumable boundary, and the parts before it that such a boundary needs."""
         lengths = self._lengths_at(node.chunk.end_token, node.depth)
         is_resumable = all(run >= length for run, length in zip(node.runs, lengths, strict=True))
         if is_resumable == node.is_resumable:
@@ -236,7 +237,7 @@ class Announcer(Generic[P]):
                 needed = needed.parent
 
     def _lead(self, last: _Node[P], change: int) -> None:
-        """A path leads to one boundary more or less. Every chunk of it is there."""
+        """Adds a resumable boundary to the path that ends here, or removes one. All its chunks are known."""
         node: _Node[P] | None = last
         while node is not None:
             was_on_path = node.num_paths > 0
@@ -248,7 +249,7 @@ class Announcer(Generic[P]):
             node = node.parent
 
     def _needed(self, node: _Node[P]) -> int:
-        """The parts that some resumable boundary needs."""
+        """Parts that a resumable boundary needs, as bits."""
         needed = self._full_mask if node.num_paths else 0
         for place in self._others:
             if node.needs[place]:
@@ -270,7 +271,7 @@ class Announcer(Generic[P]):
                 yield Announcement(tier, index, node.chunk.end_token, node.chunk.payload)
 
     def _forget(self, node: _Node[P]) -> None:
-        """A chunk that nobody has: its children wait for it to come back."""
+        """Forgets a chunk that no tier holds. Its children wait until it comes back."""
         chunk = node.chunk
         del self._nodes[chunk.name]
         for place, key in enumerate(chunk.keys):
@@ -298,7 +299,7 @@ def _in_order(announcements: Iterable[Announcement[P]]) -> list[Announcement[P]]
 
 
 def _longest_run(spec: CacheSpec, group_index: int) -> int:
-    """The most chunks that any boundary needs of a group that is not FULL, rounded up."""
+    """Upper bound of the chunks that a boundary needs of a group that is not FULL."""
     group, chunk = spec.groups[group_index], spec.chunk_tokens
     sizes: Sequence[int | None] = (group.window_tokens, group.align_tokens, group.block_tokens)
     return 2 + sum(-(-size // chunk) for size in sizes if size is not None)

@@ -1,6 +1,6 @@
-"""Which of several stores a request loads from. Pure: answers, weights and learned rates in, a choice out.
+"""Choice between several stores for one request: a pure function of answers, weights and learned rates.
 
-Asks nobody, reads no clock and remembers nothing; `rates.py` says how rates are learned.
+It does no I/O, reads no clock and keeps no state. `rates.py` learns the rates.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import msgspec
 AUTO: Final = "auto"
 
 Weight: TypeAlias = float | Literal["auto"]
-"""What a token of a store is worth: positive and finite, or learned from its loads."""
+"""Worth of a token of a store: positive and finite, or learned from its loads."""
 
 
 class Unusable(enum.StrEnum):
-    """Why a store's answer is no answer."""
+    """Reason why a store has no usable answer."""
 
     RAISED = "raised"
-    """It raised when it was asked."""
+    """The store raised an exception."""
     BARRED = "barred"
-    """Its load for this request failed; it was not asked again."""
+    """A load of this request from the store failed, so the store was not asked again."""
     STORES_ONLY = "stores_only"
-    """It never loads; it was not asked."""
+    """The store never loads, so it was not asked."""
 
 
 Answer: TypeAlias = int | Unusable | None
-"""Tokens that a store can load (below 2**53; 0 or less: none), why it is of no use, or None: it needs more time."""
+"""Tokens that a store can load (below 2**53; 0 or less: none), a reason for no answer, or None: it needs more time."""
 
 
 class Take(msgspec.Struct, frozen=True):
-    """Load `tokens` from this store, by its position."""
+    """Load `tokens` from the store at position `child`."""
 
     child: int
     tokens: int
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Ask again: these may yet answer, and it is worth it."""
+    """Ask again: these stores may still answer, and the wait is worth it."""
 
     children: tuple[int, ...]
 
@@ -56,11 +56,11 @@ PASS: Final = Pass()
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What was learned, in seconds per token; None is not known (yet, or any more).
+    """Learned rates in seconds per token; None: not known (yet, or any more).
 
     Args:
-        load_seconds_per_token: by position of the store; a store beyond the end is not known.
-        prefill_seconds_per_token: of computing a token instead.
+        load_seconds_per_token: by position of the store; a store beyond the end has no known rate.
+        prefill_seconds_per_token: time to compute a token instead.
     """
 
     load_seconds_per_token: tuple[float | None, ...] = ()
@@ -71,7 +71,7 @@ UNKNOWN_RATES: Final = Rates()
 
 
 def is_weight(value: object) -> bool:
-    """Whether a value can be a store's weight."""
+    """True if a value can be the weight of a store."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return math.isfinite(value) and float(value) > 0
@@ -91,26 +91,24 @@ def choose(
     may_wait: bool = True,
     soon: Mapping[int, int] = _NOBODY,
 ) -> Choice:
-    """The store with the highest score above zero; the first of them on a tie.
+    """Chooses the store with the highest score above zero; the first one on a tie.
 
-    A weighted store scores `tokens x weight`. A store that is weighted "auto" scores the prefill seconds that a hit
-    saves minus the seconds that its load takes, over the prefill seconds of one token: the tokens that it saves net,
-    so that both kinds compare. While either rate is unknown that is all its tokens.
+    The score of a store with a weight is `tokens x weight`. With the weight "auto" it is the number of tokens that the
+    load saves net: prefill seconds that the hit saves, minus seconds of the load, over the prefill seconds of one
+    token. While either rate is unknown, it is the number of tokens.
 
-    A store that needs more time holds up nobody who has answered, with tokens or with none: only if every store that
-    is of use needs more time and `may_wait`, the choice is to wait. What is `Unusable` has not answered. A store that
-    answers `soon` is waited for beside others, too, where it could still be the best.
+    The choice is to wait only if every usable store needs more time and `may_wait`, or if a store in `soon` could still
+    have the highest score. `Unusable` is not an answer.
 
     Args:
-        answers: of each store.
-        weights: of each store.
-        rates: what was learned of those that are weighted "auto".
-        may_wait: whether there is time left.
-        soon: stores that bound the time of their answer themselves, by position, with the most tokens that one of them
-            could have.
+        answers: answer of each store.
+        weights: weight of each store.
+        rates: learned rates, for stores with the weight "auto".
+        may_wait: there is time left.
+        soon: stores that answer in bounded time, by position, with the most tokens that each could have.
 
     Raises:
-        ValueError: there are not as many weights as answers.
+        ValueError: the number of weights is not the number of answers.
     """
     if len(answers) != len(weights):
         raise ValueError(f"expected a weight for each of {len(answers)} answers, got {len(weights)}")
@@ -139,12 +137,12 @@ def choose(
 
 
 def _worth(weight: Weight) -> float:
-    """Of a token at most."""
+    """Highest score of one token."""
     return 1.0 if isinstance(weight, str) else weight
 
 
 def net_tokens(tokens: int, child: int, rates: Rates) -> float:
-    """Tokens that a load saves beyond those that could be computed while it runs; negative: computing is faster."""
+    """Tokens that a load saves, minus those that could be computed meanwhile; negative: to compute is faster."""
     prefill = rates.prefill_seconds_per_token
     load = rates.load_seconds_per_token[child] if child < len(rates.load_seconds_per_token) else None
     if load is None or prefill is None or not prefill > 0:

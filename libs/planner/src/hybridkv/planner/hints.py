@@ -1,6 +1,6 @@
-"""What a request may say about its own prefix, and how much of a tier all that say so may keep.
+"""Hints of a request about its own prefix, and the share of a tier that hints may keep.
 
-A hint is a wish: what it asks for is done as far as it costs others no more than the operator allows.
+A hint is followed as far as the operator's limits allow.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hybridkv.planner.paths import Part, needed_parts, path_order
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one request."""
+    """Hints of one request."""
 
     store: bool = True
-    """Whether anything of it may be stored."""
+    """False: no chunk of the request is stored."""
     load: bool = True
-    """Whether it is looked up, and what is found loaded."""
+    """False: the request is not looked up, and loads nothing."""
     keep_seconds: float = 0.0
-    """How long its prefix is kept from its end on; 0: as any other."""
+    """Its prefix is kept for so long after its end; 0: as any other prefix."""
     prefetch: bool = False
-    """Whether its prefix is brought near before anybody waits for it, whatever becomes of the request."""
+    """True: its prefix is promoted before a request waits for it, even if this request is aborted."""
 
 
 NO_HINTS = Hints()
@@ -34,15 +34,15 @@ NO_HINTS = Hints()
 def keep_in(
     kept_bytes: Sequence[int], more_bytes: Sequence[int], capacities: Sequence[int], keep_share: float
 ) -> tuple[bool, ...]:
-    """In which tiers a prefix may be kept, beside what is kept there already.
+    """Decides for each tier whether it may keep a prefix, beside the chunks that it keeps already.
 
-    All of a prefix or nothing, tier by tier: a part of one is resumed only where it ends in a state.
+    A tier keeps the whole prefix or nothing of it: a part is resumed only where it ends in a state.
 
     Args:
-        kept_bytes: what is kept in each tier.
-        more_bytes: what of the prefix is not among that.
-        capacities: of each tier.
-        keep_share: of a tier that may be kept, from 0 to 1.
+        kept_bytes: bytes that each tier keeps.
+        more_bytes: bytes of the prefix that each tier does not keep yet.
+        capacities: bytes of each tier.
+        keep_share: share of a tier that may be kept, from 0 to 1.
     """
     return tuple(
         kept + more <= keep_share * capacity
@@ -51,26 +51,26 @@ def keep_in(
 
 
 class Prefetch(msgspec.Struct, frozen=True):
-    """What is to be near before a request like this one comes again."""
+    """Chunks to promote before the same prompt comes again."""
 
     num_tokens: int
-    """Where it could be resumed."""
+    """Token at which the prompt could resume."""
     parts: tuple[Part, ...]
-    """What it would read for that, each behind what it needs."""
+    """Parts that it would read, each after the parts that it needs."""
     is_whole: bool
-    """It could be resumed no further, whatever else tiers held."""
+    """True if no further chunk could lengthen the hit."""
 
 
 def plan_prefetch(spec: CacheSpec, num_tokens: int, lookup: Lookup, ranges: RangeLookup | None = None) -> Prefetch:
-    """All that a request reads at the deepest boundary at which every group could be resumed, were it near.
+    """Plans the promotion of a prefix: all parts of its longest hit in any tier.
 
-    What the engine holds itself does not count: it may be gone when the request comes. Of windows and states there are
-    only the last ones, and nothing of what lies beyond that boundary.
+    Blocks that the engine holds do not count, because they may be gone when the request comes. Of windows and states,
+    the plan has only the last ones.
 
     Args:
         spec: the model's groups.
         num_tokens: tokens of the request.
-        lookup: of all tiers; what is on its way into one counts as there.
+        lookup: lookup over all tiers; chunks in flight count as held.
         ranges: the same for many chunks at once, see `longest_hit`.
     """
     answer = longest_hit(spec, num_tokens, 0, lookup, ranges)

@@ -1,13 +1,15 @@
-"""The longest prefix that every group can resume, found by asking a tier for as few chunks as possible.
+"""Search for the longest hit: the longest prefix at which every group can resume. Asks for as few chunks as possible.
 
-Every group can only lower the boundary, so the search is a fixpoint from above. Three things keep the questions few:
+Every group can only lower the boundary, so the search is a fixpoint from above. Three rules keep the questions few:
 
-- Scarce kinds go first. A recurrent state is one key and settles a boundary at once; a window is a few; a full prefix
-  is walked last, once, and only as far as the others reach.
-- A window is asked for from its far end: a chunk that is missing there rules out every boundary that reads it, so a
-  prompt of which nothing is stored costs one question a window rather than one a boundary.
-- When the scarce kinds keep missing, a few questions to the full prefix bound what is worth asking them about. A tier
-  that answers ranges is asked for the first chunk of the full prefix before all else: without it there is no hit.
+- Scarce kinds go first. A recurrent state is one key and settles a boundary at once; a window is a few keys. A full
+  prefix is walked last, once, and only as far as the other groups reach.
+- A window is asked for from its far end. A missing chunk there rules out every boundary that reads it, so a new prompt
+  costs one question for each window, not one for each boundary.
+- When the scarce kinds keep missing, a few questions to the full prefix limit the boundaries that they are asked for.
+  A tier that answers ranges is first asked for the first chunk of the full prefix: without it there is no hit.
+
+`measure_loss` says after a search how much longer the hit could have been.
 """
 
 from functools import partial
@@ -21,7 +23,7 @@ from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup, Scan, fir
 # CPython 3.11 takes longer to look a member up than for most else of a search.
 _FULL, _WINDOW, _CHUNKED, _RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
 _PATIENCE = 16
-"""Boundaries that scarce kinds may rule out before it is worth a few questions whether the full prefix is there."""
+"""After so many boundaries that scarce kinds rule out, a few questions to the full prefix are worth their cost."""
 
 
 class Hit(msgspec.Struct, frozen=True, tag=True):
@@ -113,13 +115,13 @@ class _Search:
         self._order = spec.scarce_first
         self._lowest = (computed_tokens // self._step + 1) * self._step
         self._walked = [computed_tokens // self._chunk * self._chunk] * len(spec.groups)
-        """Up to where each FULL group was seen to hold every chunk."""
+        """For each FULL group, the token up to which it holds every chunk, as far as known."""
         self._patience = _PATIENCE
         self._bounding: int | None = None
-        """The FULL group that ended the last lowering, where it was not the group that was asked to lower."""
+        """FULL group that lowered the boundary in place of the group that was asked; None if the group itself did."""
 
     def settle(self, boundary: int) -> tuple[int, int | None]:
-        """The longest boundary that no group rules out, and the group that ruled out the last one above it."""
+        """Longest boundary that no group rules out, and the group that ruled out the last one above it."""
         limiting = self._spec.first_full
         if limiting is not None and not self._has_first_chunk(limiting, boundary):
             return self._computed, limiting
@@ -136,7 +138,7 @@ class _Search:
         return boundary, limiting
 
     def _has_first_chunk(self, group_index: int, boundary: int) -> bool:
-        """False if a FULL group is known to lack what every boundary needs."""
+        """False if a FULL group lacks the first chunk, which every boundary needs."""
         first = self._walked[group_index] + self._chunk
         if not self._has_ranges or self._step != self._chunk or first > boundary:
             return True
@@ -146,7 +148,7 @@ class _Search:
         return True
 
     def _lower(self, group_index: int, boundary: int) -> int:
-        """The longest boundary up to `boundary` that this group does not rule out by what it was found to lack."""
+        """Longest boundary up to `boundary` that the known misses of this group do not rule out."""
         kind = self._spec.groups[group_index].kind
         if kind is _RECURRENT:
             return self._lower_to_state(group_index, boundary)
@@ -163,7 +165,7 @@ class _Search:
         return self._lower_to_window(group_index, boundary)
 
     def _lower_to_state(self, group_index: int, boundary: int) -> int:
-        """For what is one key at every boundary: states, and windows of one chunk."""
+        """Lowers for a group that needs one key at every boundary: states, and windows of one chunk."""
         if self._patience:
             nearest = max(self._lowest, boundary - (self._patience - 1) * self._step)
             found = self._ranges.last_held(group_index, nearest, boundary)
@@ -202,7 +204,7 @@ class _Search:
         return boundary if walked >= last else walked + chunk - self._step
 
     def _bounded(self, boundary: int) -> int:
-        """`boundary`, or less if patience is at an end and the full prefix is found to end before it."""
+        """Returns `boundary`, or less if the patience is used up and the full prefix ends before it."""
         if self._patience == 0:
             return boundary
         self._patience -= 1
@@ -223,7 +225,7 @@ class _Search:
         return self._ask(group_index, end_token) is not LookupResult.MISS
 
     def is_pending(self, boundary: int) -> bool:
-        """Whether something that a settled boundary needs is not readable yet."""
+        """True if a chunk that a settled boundary needs is not readable yet."""
         chunk = self._chunk
         last = boundary // chunk * chunk
         for group_index in self._order:
@@ -248,13 +250,13 @@ def _miss(spec: CacheSpec, num_tokens: int, computed_tokens: int, limiting: int 
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """How far the FULL groups reach beyond the boundary at which a request is resumed.
+    """Tokens that the FULL groups hold beyond the boundary of the hit.
 
     Args:
-        resumed_tokens: that boundary, or what the engine holds where there is none.
-        full_tokens: the last boundary before which every FULL group holds everything; `resumed_tokens` or more.
-        limiting_group: the group that is in the way at the first boundary beyond `resumed_tokens` that the FULL groups
-            hold, None where nothing is lost. Of several, the one that settles a boundary with the fewest chunks.
+        resumed_tokens: boundary of the hit, or the engine's own prefix for a miss.
+        full_tokens: last boundary that every FULL group holds; `resumed_tokens` or more.
+        limiting_group: group that rules out the first boundary beyond `resumed_tokens` that the FULL groups hold; None
+            if nothing is lost. Of several, the one that settles a boundary with the fewest chunks.
     """
 
     resumed_tokens: int
@@ -274,18 +276,18 @@ def measure_loss(
     lookup: Lookup,
     ranges: RangeLookup | None = None,
 ) -> Loss:
-    """What limits a request, given where it is resumed. Asks for the FULL chunks beyond that, up to the first missing.
+    """Measures the loss of a request after its search. Asks for the FULL chunks beyond the hit, up to the first miss.
 
     Args:
-        spec: the model's groups. Without a FULL group nothing is ever lost by this measure.
-        num_tokens: tokens of the request, as they were given to `longest_hit`.
+        spec: the model's groups. Without a FULL group the loss is always 0.
+        num_tokens: tokens of the request, as given to `longest_hit`.
         computed_tokens: the prefix that the engine holds itself.
         resumed_tokens: the boundary of the hit, `computed_tokens` for a miss.
-        lookup: what `longest_hit` asked. Pending counts as held.
-        ranges: where the tier can answer about many chunks at once.
+        lookup: the same as for `longest_hit`. Pending counts as held.
+        ranges: the same as for `longest_hit`.
 
     Raises:
-        ValueError: the request is resumed before what the engine holds, or after its end.
+        ValueError: `resumed_tokens` is before the engine's own prefix, or after the end of the request.
     """
     if not 0 <= computed_tokens <= resumed_tokens <= num_tokens:
         raise ValueError(
@@ -305,7 +307,7 @@ def _full_groups(spec: CacheSpec) -> list[int]:
 
 
 def _next_full(spec: CacheSpec, resumed_tokens: int, full_tokens: int, lookup: Lookup) -> int:
-    """The first boundary beyond `resumed_tokens` that every FULL group holds, given that `full_tokens` is the last."""
+    """First boundary beyond `resumed_tokens` that every FULL group holds; `full_tokens` is the last one."""
     full_groups, step = _full_groups(spec), spec.boundary_tokens
     boundary = (resumed_tokens // step + 1) * step
     while (

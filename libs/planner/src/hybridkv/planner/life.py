@@ -1,18 +1,18 @@
-"""The life of a request as far as its load goes: it asks, waits, is offered a load or none, loads, fails, tries again.
+"""State machine of a request's load: lookup, wait, offer, load, failure, retry.
 
-One function for each thing that happens to a request. Each takes its stage and gives the next one; those that answer
-the engine give a step as well: a `Reply`, or an `Errand` whose outcome is to be told first. All are total, and none
-asks, waits or counts: whoever drives them does.
+One function for each event of a request. Each function takes a stage and returns the next one. A function that answers
+the engine returns a step too: a `Reply`, or an `Errand`, whose outcome the caller reports by another function. All
+functions are total. None does I/O, waits or counts; the caller does.
 
     stage, step = resume(stage, facts, bounds)
     while not isinstance(step, Reply):
         stage, step = ...  # run the errand; then `searched`, `brought`, or `resume` after a `Release`
 
-A boundary is settled first, at which every group can resume; then what only slower tiers have of it is brought near,
-and nothing else. The engine is told to ask again meanwhile, and holds no block for it. Every such wait has a deadline.
-Where a tier can only say later whether it has more, there are two boundaries: one that is settled, and one that is
-possible. A request asks, and waits for answers, only where the difference is worth more than what the engine computes
-meanwhile: a short prompt that nobody has seen pays for no round trip.
+First a boundary is found at which every group can resume. Then its chunks that only secondary tiers hold are promoted,
+and no others. Meanwhile the engine is told to ask again, and the request holds no blocks. Every wait has a deadline.
+Where a tier answers lookups later, there are two boundaries: a settled one and a possible one. A request sends async
+lookups and waits for the answers only if the difference is worth more tokens than the engine computes in that time. So
+a short new prompt pays for no round trip.
 """
 
 from msgspec.structs import replace
@@ -51,11 +51,11 @@ _ADMIT, _WAIT = Verdict.ADMIT, Verdict.WAIT
 _WAITING, _READY, _LATE = HoldState.WAITING, HoldState.READY, HoldState.LATE
 
 
-# What the engine asks.
+# Questions of the engine.
 
 
 def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:
-    """The engine asks what a request can load. Where nothing has changed the same stage comes back."""
+    """Answers the engine's question about a request. If nothing has changed, the same stage comes back."""
     room = facts.room
     if room is not None:
         past = stage.past
@@ -91,12 +91,12 @@ def searched(
     answer: Hit | Pending | Miss,
     settled: Hit | Pending | Miss | None = None,
 ) -> tuple[Stage, Reply | Errand]:
-    """A search that `errand` asked for has ended. `facts` are those with which it was asked for.
+    """Takes the result of the search `errand`. `facts` are those of the question.
 
-    `settled` is what was found where nothing counts of which a tier only was asked; None where that is `answer` too.
+    `settled` is the result if unanswered async lookups count as misses; None if that is `answer`.
     """
     if errand.is_last and isinstance(answer, Pending):
-        # What is not readable was to count as missing; whoever says otherwise is not waited for.
+        # Chunks in flight were to count as misses, so this answer causes no further wait.
         answer = Miss(None, "it was being stored for too long")
     if settled == answer:
         settled = None
@@ -105,21 +105,21 @@ def searched(
 
 
 def asked(stage: Stage, facts: Facts, bounds: Bounds, errand: Ask) -> tuple[Stage, Reply | Errand]:
-    """The tiers were asked what `errand` says: what they hold for sure is to be searched again."""
+    """The async lookups of `errand` were sent: the chunks that are known are searched again."""
     if type(stage) is not Searched:
         return resume(stage, facts, bounds)
     return stage, Search(errand.limit_tokens, stage.past.near_only, num_shrinks=errand.num_shrinks)
 
 
 def is_worth_waiting(settled_tokens: int, possible_tokens: int, left_s: float, tokens_per_s: float) -> bool:
-    """Whether to wait at most `left_s` for what may be there, rather than to compute from what is settled."""
+    """True if a wait of `left_s` for the possible boundary is better than to compute from the settled one."""
     return possible_tokens - settled_tokens > left_s * tokens_per_s
 
 
 def brought(
     stage: Stage, facts: Facts, bounds: Bounds, errand: Bring, outcome: Brought
 ) -> tuple[Stage, Reply | Errand]:
-    """What `errand` asked for is near, is held, or cannot be. `facts` are those with which it was asked for."""
+    """Takes the outcome of `errand`. `facts` are those of the question."""
     if type(stage) is not Searched:
         return resume(stage, facts, bounds)
     if outcome is Brought.NEAR:
@@ -143,25 +143,25 @@ def brought(
     return stage, ASK_AGAIN
 
 
-# What the engine and the workers tell.
+# Events from the engine and the workers.
 
 
 def allocated(stage: Stage, boundary: int | None) -> Stage:
-    """The engine has given the request blocks: to load up to `boundary`, or to compute (None)."""
+    """The engine gave blocks to the request: to load up to `boundary`, or to compute (None)."""
     past = stage.past
     if past.asked_until_s is not None:
-        # It is searched anew only when it lost them, or when what was promised failed: what it heard is old by then.
+        # A later search means that the blocks were lost or the load failed: by then the answers are old.
         past = replace(past, asked_until_s=None)
     return _begin(past) if boundary is None else Loading(past, boundary)
 
 
 def load_ended(stage: Stage, *, failed: bool = False, is_explained: bool = False) -> Stage:
-    """The request's load has ended. After a failure its next one asks for less.
+    """The load of the request has ended. After a failure the next load is shorter.
 
     Args:
-        stage: of the request. One that does not load has another's id, and nothing of this is its own.
-        failed: whether it must be asked again.
-        is_explained: it is known which chunks are to blame. Where nobody is, the same would fail again.
+        stage: stage of the request. Any stage but `Loading` belongs to another request with the same id, and stays.
+        failed: the load failed.
+        is_explained: the chunks that made it fail are known and dropped. Otherwise the same load would fail again.
     """
     if type(stage) is not Loading:
         return stage
@@ -174,18 +174,18 @@ def load_ended(stage: Stage, *, failed: bool = False, is_explained: bool = False
 
 
 def start_over(stage: Stage) -> Stage:
-    """The engine starts the request over: it gave up its blocks, or what it computed is not to be used."""
+    """The engine starts the request over: it took the blocks away, or discards computed tokens."""
     past = _started_over(stage.past)
     return Loading(past, stage.boundary) if type(stage) is Loading else _begin(past)
 
 
 def forget_search(stage: Stage) -> Stage:
-    """What was searched for holds no more: the request has other tokens."""
+    """Drops the search result: the request has other tokens."""
     return Unsearched(stage.past) if type(stage) is Searched or type(stage) is Holding else stage
 
 
 def answer_of(stage: Stage) -> Hit | Pending | Miss | None:
-    """What was found for the request; None where nothing is known."""
+    """Search result of the request; None if there is none."""
     if type(stage) is Searched:
         return stage.answer
     if type(stage) is Holding:
@@ -193,11 +193,11 @@ def answer_of(stage: Stage) -> Hit | Pending | Miss | None:
     return Miss(None, f"{stage.past.failed_loads} loads of this request failed") if type(stage) is GivenUp else None
 
 
-# One step.
+# Steps.
 
 
 def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:
-    """The tiers hold something for the request: what it waits for, or what is of no use any more."""
+    """The tiers hold chunks for the request: it waits for them, or they are of no use any more."""
     if type(stage) is Holding and stage.found.computed_tokens == facts.computed_tokens:
         if facts.hold is _READY:
             return _settle(stage, stage.found.answer, facts, bounds)
@@ -209,13 +209,13 @@ def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply
 
 
 def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> tuple[Stage, Reply | Errand]:
-    """What follows from an answer that holds."""
+    """Next step after a valid search result."""
     past, answer = found.past, found.answer
     settled = found.settled
     if facts.ask_s and past.asked_until_s is None and not past.near_only:
         known_tokens = _resumes_at(answer if settled is None else settled, found)
         if is_worth_waiting(known_tokens, found.limit_tokens, facts.ask_s, bounds.tokens_per_s):
-            # The tiers have one deadline for all that they are waited for, and asking is the beginning of it.
+            # All waits for tiers share one deadline, which starts with the lookups.
             since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
             past = replace(past, asked_until_s=facts.now_s + facts.ask_s, tier_since_s=since_s)
             return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
@@ -224,7 +224,7 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
         possible_tokens = _resumes_at(answer, found)
         if left_s > 0 and is_worth_waiting(_resumes_at(settled, found), possible_tokens, left_s, bounds.tokens_per_s):
             return found, ASK_AGAIN
-        # Others may still wait for what they asked, and ask again: that is not this request's wait.
+        # Lookups of other requests may still be in flight. This request does not wait for them.
         found, answer = replace(found, answer=settled, settled=None), settled
     if type(answer) is Hit and facts.has_slower and not found.is_near and not past.near_only:
         since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
@@ -241,12 +241,12 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
 
 
 def _resumes_at(answer: Hit | Pending | Miss, found: Searched) -> int:
-    """Where a request goes on with an answer."""
+    """Token at which the request resumes with an answer."""
     return found.computed_tokens if isinstance(answer, Miss) else answer.num_tokens
 
 
 def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:
-    """It is known what can be loaded, and all of it is near: is there room in the engine?"""
+    """The hit is known and in the primary tier: offers it if the engine has room."""
     past = stage.past
     if past.stores_since_s is not None or past.tier_since_s is not None:
         past = replace(past, stores_since_s=None, tier_since_s=None)
@@ -261,7 +261,7 @@ def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bo
 
 
 def _limit(past: Past, num_tokens: int) -> int:
-    """How much of a request is looked up."""
+    """Number of tokens to look up."""
     if past.boundary_limit is not None and past.boundary_limit < num_tokens:
         num_tokens = past.boundary_limit
     if past.room_limit is not None and past.room_limit < num_tokens and not past.near_only:
@@ -270,12 +270,12 @@ def _limit(past: Past, num_tokens: int) -> int:
 
 
 def limit_tokens(stage: Stage, num_tokens: int) -> int:
-    """How much of a request of `num_tokens` is looked up, after what happened to it."""
+    """Number of tokens to look up, of a request of `num_tokens` with this history."""
     return _limit(stage.past, num_tokens)
 
 
 def _without(stage: Stage) -> Stage:
-    """Slower tiers took too long: this request looks only at the fast one from now on."""
+    """Secondary tiers timed out: the request uses the primary tier alone from now on."""
     past = replace(stage.past, near_only=True)
     return Unsearched(past) if type(stage) is Searched or type(stage) is Holding else _with_past(stage, past)
 

@@ -8,12 +8,12 @@ from hybridkv.planner.groups import CacheSpec, GroupKind
 
 
 class LookupResult(enum.Enum):
-    """The answer to "is this chunk stored?"."""
+    """Answer of a tier: is this chunk stored?"""
 
     HIT = "hit"
     """Stored and readable now."""
     PENDING = "pending"
-    """On its way into the tier: worth asking again, not readable yet."""
+    """In flight into the tier: not readable yet."""
     MISS = "miss"
     """Not stored."""
 
@@ -21,34 +21,34 @@ class LookupResult(enum.Enum):
 Lookup: TypeAlias = Callable[[int, int], LookupResult]
 """`lookup(group_index, end_token)`: is this group's part of the chunk (or tail) that ends there stored?
 
-An answer that is no `LookupResult` counts as MISS.
+Any other value counts as MISS.
 """
 
 
 def is_held(answer: LookupResult) -> bool:
-    """Whether a chunk is in the tier, or on its way into it. What is no `LookupResult` at all says neither."""
+    """True if a chunk is in the tier or in flight into it."""
     return answer is LookupResult.HIT or answer is LookupResult.PENDING
 
 
 class RangeLookup(Protocol):
-    """Answers about many chunks of one group at once, where a tier has something better than one key at a time.
+    """Lookup of many chunks of one group at once, for tiers that can do better than one key at a time.
 
-    A chunk is held when its answer is not MISS. Both ends are included, and are ends of chunks.
+    A chunk is held if its answer is not MISS. Ranges include both ends, which are ends of chunks.
     """
 
     def held(self, group_index: int, first_end: int, last_end: int) -> int:
-        """How many chunks are held in a row, from the one that ends at `first_end` up to `last_end` at most."""
+        """Number of consecutive held chunks, from the one that ends at `first_end` up to `last_end`."""
         ...
 
     def last_held(self, group_index: int, first_end: int, last_end: int) -> int:
-        """The last end in the range that is held, 0 if none.
+        """Last end in the range that is held, 0 if there is none.
 
-        Where the cache stores tails, ends of tails count too: every multiple of `CacheSpec.boundary_tokens`.
+        If the cache stores tails, ends of tails count too: every multiple of `CacheSpec.boundary_tokens`.
         """
         ...
 
     def any_pending(self, group_index: int, first_end: int, last_end: int) -> bool:
-        """Whether one of these chunks, all of which are held, is not readable yet. No tails."""
+        """True if one of these chunks is not readable yet. All of them are held; none is a tail."""
         ...
 
 
@@ -57,10 +57,10 @@ _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MIS
 
 
 class Scan:
-    """Walks keys, and remembers those that are held for as long as one search lasts.
+    """`RangeLookup` over single lookups, for one search. It asks for no key twice, and for none ahead of need.
 
-    A missing one rules out itself: whatever a search asks for later ends before it. What is no `LookupResult` is
-    missing too: nobody knows whether it is stored, or that it ever will be.
+    It remembers held chunks alone: a search never asks for a missing chunk again, because it goes on before it. An
+    answer that is not a `LookupResult` counts as a miss.
 
     Args:
         spec: the model's groups.
@@ -74,11 +74,11 @@ class Scan:
         self._chunk, self._step = spec.chunk_tokens, spec.boundary_tokens
         self._answers: list[dict[int, LookupResult]] = [{} for _ in spec.groups]
         self._pending: list[list[int]] = [[] for _ in spec.groups]
-        # Tails are asked for again as boundaries fall, so where there are any everything is remembered.
+        # A search asks for tails again as boundaries fall, so with tails every answer is remembered.
         self._walks = [group.kind is GroupKind.FULL and spec.tail_tokens is None for group in spec.groups]
 
     def ask(self, group_index: int, end_token: int) -> LookupResult:
-        """The answer for one key."""
+        """Answer for one key."""
         answers = self._answers[group_index]
         answer = answers.get(end_token)
         if answer is None:
@@ -100,7 +100,7 @@ class Scan:
         return max(0, (last_end - first_end) // self._chunk + 1)
 
     def _walk(self, group_index: int, first_end: int, last_end: int) -> int:
-        """`held` for a full prefix, which a search walks once and in order: nothing of it need be remembered."""
+        """`held` for a FULL group, which a search walks once and in order, so that no answer need be remembered."""
         lookup, hit = self._lookup, _HIT
         for end_token in range(first_end, last_end + 1, self._chunk):
             answer = lookup(group_index, end_token)
@@ -133,9 +133,9 @@ class Scan:
 
 
 def first_missing(is_held: Callable[[int], bool], first_end: int, last_end: int, step: int) -> int | None:
-    """An end in the range that is not held, as early a one as O(log) questions find; None if the last one is held.
+    """Finds an end in the range that is not held, with O(log) questions; None if the last one is held.
 
-    Where chunks are stored front to back, which is the rule, it is the first.
+    If chunks are stored front to back, which is the rule, it is the first missing one.
     """
     if last_end < first_end:
         return None

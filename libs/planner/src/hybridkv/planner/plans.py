@@ -1,4 +1,4 @@
-"""Which blocks of which groups move, to load a prefix and to store what became complete."""
+"""Plans of loads and stores: the blocks of each group that move."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,7 @@ from hybridkv.planner.transfers import (
 def plan_load(
     spec: CacheSpec, num_tokens: int, computed_tokens: int, block_ids: Sequence[Sequence[int]], null_block: int = 0
 ) -> tuple[Transfer, ...]:
-    """What must be written into the engine's blocks so that the request resumes at `num_tokens`: one transfer for each
-    chunk. As `plan_load_runs`, which makes no object for a chunk.
+    """Plans a load as one transfer for each chunk; see `plan_load_runs`, which makes no object for each chunk.
 
     Raises:
         PlanError: as `plan_load_runs`.
@@ -33,7 +32,7 @@ def plan_load(
 def plan_load_runs(
     spec: CacheSpec, num_tokens: int, computed_tokens: int, block_ids: Sequence[Sequence[int]], null_block: int = 0
 ) -> tuple[TransferRun, ...]:
-    """What must be written into the engine's blocks so that the request resumes at `num_tokens`.
+    """Plans the load with which a request resumes at `num_tokens`.
 
     Args:
         spec: the model's groups.
@@ -43,8 +42,8 @@ def plan_load_runs(
         null_block: the id that stands for "no block" in a table.
 
     Raises:
-        PlanError: nothing can be stored for such a boundary, a group has no table, a block that is needed is not
-            there, or one that was allocated would stay unwritten.
+        PlanError: no chunk ends at the boundary, a group has no table, a needed block is missing, or an allocated
+            block would stay unwritten.
     """
     if num_tokens < 0 or num_tokens % spec.boundary_tokens:
         raise PlanError(f"num_tokens must be a multiple of {spec.boundary_tokens} tokens, got {num_tokens}")
@@ -57,7 +56,7 @@ def plan_load_runs(
         first_needed = load_start(group, num_tokens, computed_tokens) // group.block_tokens
         ends = needed_ends(spec, group_index, num_tokens, computed_tokens)
         if ends:
-            # What is stored of successive chunks is contiguous from the first needed token on.
+            # The stored parts of successive chunks are contiguous from the first needed token on.
             stop = -(-num_tokens // group.block_tokens)
             ids = tuple(table[first_needed:stop])
             if len(ids) != stop - first_needed or null_block in ids:
@@ -76,7 +75,7 @@ def plan_load_runs(
 def _whole_runs(
     spec: CacheSpec, group_index: int, ends: Sequence[int], first_needed: int, ids: tuple[int, ...]
 ) -> Iterator[TransferRun]:
-    """Of blocks that no chunk cuts: what is needed of the first chunk, the whole ones behind it, and a tail."""
+    """Runs of a group with uncut blocks: the needed part of the first chunk, the whole chunks after it, and a tail."""
     step = spec.chunk_tokens // spec.groups[group_index].block_tokens
     first = chunk_blocks(spec, group_index, ends[0])
     size, num_whole = first.stop - first_needed, len(ends) - (ends[-1] % spec.chunk_tokens != 0)
@@ -96,7 +95,7 @@ def _whole_runs(
 def _cut_runs(
     spec: CacheSpec, group_index: int, ends: Sequence[int], first_needed: int, ids: tuple[int, ...]
 ) -> Iterator[TransferRun]:
-    """Where chunks end inside blocks: the block that two of them share is in both transfers, each with its part."""
+    """Runs of a group in which chunks end inside blocks: a block that two chunks share is in both transfers."""
     for end_token in ends:
         stored = chunk_blocks(spec, group_index, end_token)
         first = max(stored.start, first_needed)
@@ -107,7 +106,7 @@ def _cut_runs(
 def _missing_block(
     spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int, table: Sequence[int], null_block: int
 ) -> PlanError:
-    """Names the blocks of the first chunk that cannot be loaded."""
+    """Error that names the blocks of the first chunk that cannot be loaded."""
     group = spec.groups[group_index]
     first_needed = load_start(group, num_tokens, computed_tokens) // group.block_tokens
     for end_token in needed_ends(spec, group_index, num_tokens, computed_tokens):
@@ -131,24 +130,24 @@ def plan_store(
     wanted: Wanted,
     null_block: int = 0,
 ) -> StorePlan:
-    """What of [first_token, num_tokens) can be stored for a request, now that `num_tokens` of it are computed.
+    """Plans the store of the chunks of a request that end in (first_token, num_tokens].
 
-    Blocks that the engine has given up already (out of a window) leave their chunk out. A RECURRENT group is stored
-    from `states` alone, never by position in its table: tables of running states move. A state inside a chunk is
-    stored with the tails of all other groups, where the cache stores tails.
+    A chunk is left out if the engine has freed one of its blocks (out of a window). A RECURRENT group is stored from
+    `states` alone, never by position in its table, because tables of running states move. A state inside a chunk is
+    stored with the tails of all other groups, if the cache stores tails.
 
     Args:
         spec: the model's groups.
-        first_token: chunks that end at or before this have been seen to; a multiple of the chunk.
-        num_tokens: tokens whose content is final.
+        first_token: chunks up to here are planned already; a multiple of the chunk.
+        num_tokens: tokens with final content.
         block_ids: for every group of `spec`, the request's block table.
-        states: what the engine hands over this step for this request.
-        wanted: leaves out what is stored already.
+        states: states that the engine hands over in this step for this request.
+        wanted: leaves out chunks that are stored already.
         null_block: the id that stands for "no block" in a table.
 
     Raises:
-        PlanError: `first_token` or `num_tokens` cannot be, a group that has something to store has no table, or a
-            state is none of a RECURRENT group after a token.
+        PlanError: `first_token` or `num_tokens` is impossible, a group with chunks to store has no table, or a state
+            is not one of a RECURRENT group after a token.
     """
     if first_token < 0 or first_token % spec.chunk_tokens:
         raise PlanError(f"first_token must be a multiple of {spec.chunk_tokens} tokens, got {first_token}")
@@ -183,7 +182,7 @@ def plan_store(
 
 
 def _store_runs(spec: CacheSpec, group_index: int, ends: Sequence[int], table: Sequence[int]) -> Iterator[TransferRun]:
-    """Of chunks with these ends, of whose blocks all that are stored are in the table, which is read once."""
+    """Runs of the chunks with these ends. All their stored blocks are in the table, which is read once."""
     chunk, block_tokens = spec.chunk_tokens, spec.groups[group_index].block_tokens
     first, last = (chunk_blocks(spec, group_index, end) for end in (ends[0], ends[-1]))
     ids, num_blocks = tuple(table[first.start : last.stop]), len(first)
@@ -198,13 +197,13 @@ def _store_runs(spec: CacheSpec, group_index: int, ends: Sequence[int], table: S
         start = (in_a_row[0] - ends[0]) // block_tokens
         own = ids[start : start + (len(in_a_row) - 1) * step + num_blocks]
         if num_blocks != step:
-            # Of a short window's chunks only the ends are stored.
+            # A chunk of a short window stores its last blocks alone.
             own = tuple(chain.from_iterable(own[at : at + num_blocks] for at in range(0, len(own), step)))
         yield TransferRun(group_index, in_a_row[0], len(in_a_row), 0, own)
 
 
 def _rows(ends: Sequence[int], chunk_tokens: int) -> Iterator[range]:
-    """Ascending ends of whole chunks as ranges a chunk apart."""
+    """Groups ascending ends of whole chunks into ranges, one chunk apart."""
     if isinstance(ends, range):
         yield ends
         return
@@ -223,24 +222,24 @@ def storable_ends(
     block_ids: Sequence[Sequence[int]],
     null_block: int = 0,
 ) -> Sequence[int]:
-    """The ends of a group's chunks in (first_token, last_token] of whose blocks all that are stored are in its table.
+    """Ends of a group's chunks in (first_token, last_token] that have all their stored blocks in the table.
 
-    Where only the beginning of a window's table is null, as engines leave it, no chunk is looked at by itself, so that
-    a long prompt costs no more than its table.
+    Where only the beginning of a window's table is null, as engines leave it, chunks are not checked one by one: a long
+    prompt costs one pass over its table.
 
     Args:
         spec: the model's groups.
-        group_index: one that is stored by position, so not a RECURRENT one.
+        group_index: a group that is stored by position, so not a RECURRENT one.
         first_token: a multiple of the chunk.
-        last_token: chunks that end behind it are not final.
+        last_token: chunks that end after it are not final.
         block_ids: for every group of `spec`, the request's block table.
         null_block: the id that stands for "no block" in a table.
 
     Returns:
-        Ascending; a range where they are in a row.
+        Ascending; a range if they are consecutive.
 
     Raises:
-        PlanError: there is such a chunk, and no table.
+        PlanError: there is such a chunk, but no table.
     """
     ends = range(first_token + spec.chunk_tokens, last_token + 1, spec.chunk_tokens)
     if not ends:
@@ -248,7 +247,7 @@ def storable_ends(
     table = table_of(spec, block_ids, group_index)
     first, last = (chunk_blocks(spec, group_index, end) for end in (ends[0], ends[-1]))
     looked_at: Sequence[int] = ends
-    # The parts of these kinds begin in the order of their chunks, and either all of them are empty or none.
+    # The parts of these kinds begin in the order of their chunks, and all of them are empty or none is.
     if spec.groups[group_index].kind in (GroupKind.FULL, GroupKind.WINDOW) and first and last.stop <= len(table):
         blocks = table[first.start : last.stop]
         if null_block not in blocks:
@@ -293,23 +292,23 @@ def plan_tail(
     wanted: Wanted,
     null_block: int = 0,
 ) -> StorePlan:
-    """The tail that ends at `end_token`, inside a chunk: every group's part, or nothing where one group has none.
+    """Plans the store of one tail, which ends inside a chunk: the parts of all groups, or nothing if one is missing.
 
-    `plan_store` does this for every state that it is given inside a chunk. For a cache without RECURRENT groups the
-    caller says where a tail is worth its bytes: at the end of a prompt, say.
+    `plan_store` calls it for every state inside a chunk. For a cache without RECURRENT groups, the caller decides where
+    a tail is worth its bytes, for example at the end of a prompt.
 
     Args:
         spec: a cache with `tail_tokens`.
         end_token: a multiple of `spec.tail_tokens`, not of the chunk.
-        num_tokens: tokens whose content is final.
+        num_tokens: tokens with final content.
         block_ids: for every group of `spec`, the request's block table.
-        states: of every RECURRENT group the state at `end_token`.
-        wanted: leaves out what is stored already.
+        states: the state of every RECURRENT group at `end_token`.
+        wanted: leaves out parts that are stored already.
         null_block: the id that stands for "no block" in a table.
 
     Raises:
-        ValueError: `end_token` is no tail of this cache.
-        PlanError: a group that has a part of it has no table.
+        ValueError: no tail of this cache ends at `end_token`.
+        PlanError: a group with a part of the tail has no table.
     """
     if spec.tail_tokens is None or end_token <= 0 or end_token % spec.tail_tokens or end_token % spec.chunk_tokens == 0:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How far a request is with its load, and what it is told: values, without a rule among them (`life.py` has those).
+"""Values of a request's load: its stages, the facts for a decision, replies and errands. The rules are in `life.py`.
 
-A stage says what is known of a request and still holds. What can change without it, such as the clock, what a tier
-holds now or how much room there is, comes anew with each question, as `Facts`.
+A stage holds facts about one request that stay true. Facts that change without the request (the clock, the content of
+tiers, free blocks) come with each question, as `Facts`.
 """
 
 import enum
@@ -13,27 +13,26 @@ from hybridkv.planner.admission import NOT_WAITED, Room, RoomBounds, RoomWait
 from hybridkv.planner.hit import Hit, Miss, Pending
 
 MAX_FAILED_LOADS: Final = 3
-"""Loads of one request that may fail before it is no longer offered any."""
+"""After so many failed loads a request is offered no more."""
 MAX_SHRINKS: Final = 8
-"""Times that a boundary is brought down by a quarter because the fast tier cannot take what it needs."""
+"""A boundary is lowered by a quarter at most so often, because the primary tier has no room for its chunks."""
 
 
 class Past(msgspec.Struct, frozen=True):
-    """What happened to a request and still counts.
+    """History of a request, as far as it changes later decisions.
 
     Args:
-        failed_loads: of this request, ever.
-        boundary_limit: a load to this boundary failed and nobody knows why: only shorter ones are offered.
-        room_limit: what a longer load needs does not fit into the fast tier: only shorter ones are offered.
-        near_only: slower tiers took too long: this request goes without it.
-        waited_in_vain: chunks that were being stored did not come in time.
-        stores_since_s: when it was first told to ask again because of what is being stored; None when it was not.
-        tier_since_s: when it was first told so, or would have been, because of what slower tiers have; None when it was
-            not.
-        asked_until_s: tiers that answer late were asked what they hold of it, and have answered by then or not at all;
-            None when they were not. A request asks once until it is given blocks, so that no wait follows another; one
-            that is searched anew after that asks anew.
-        room: how long it has waited for room beside other loads.
+        failed_loads: number of failed loads, ever.
+        boundary_limit: a load to this boundary failed for an unknown reason: only shorter loads are offered.
+        room_limit: the primary tier has no room for a longer load: only shorter loads are offered.
+        near_only: secondary tiers timed out: the request uses the primary tier alone.
+        waited_in_vain: chunks in flight into a tier did not arrive in time.
+        stores_since_s: start of the wait for chunks in flight into a tier; None if there is no such wait.
+        tier_since_s: start of the wait for secondary tiers; None if there is no such wait.
+        asked_until_s: deadline of the async lookups for this request; None if there were none. A request sends them
+            once until it gets blocks, so that waits do not follow each other. If it is searched anew after that, it
+            sends them anew.
+        room: wait for room beside other loads.
     """
 
     failed_loads: int = 0
@@ -52,23 +51,23 @@ UNTROUBLED: Final = Past()
 
 @final
 class Unsearched(msgspec.Struct, frozen=True):
-    """Nothing is known that would answer the next question: it was not asked yet, or what was known holds no more."""
+    """No search result is known, or the last one is out of date."""
 
     past: Past = UNTROUBLED
 
 
 @final
 class Searched(msgspec.Struct, frozen=True):
-    """A search has ended, and its answer holds for as long as the same would be asked.
+    """A search has ended. Its answer holds while its inputs are the same.
 
     Args:
-        past: of the request.
-        generation: of the tiers, when they were searched.
-        limit_tokens: how much of the request was looked up.
-        computed_tokens: what the engine held.
-        answer: of the search.
-        is_near: the fast tier was seen to hold all that the hit needs.
-        settled: what was found where nothing counts of which a tier only was asked; None where that is `answer`.
+        past: history of the request.
+        generation: generation of the tiers at the search.
+        limit_tokens: so many tokens of the request were looked up.
+        computed_tokens: prefix that the engine held.
+        answer: result of the search.
+        is_near: the primary tier holds all chunks of the hit.
+        settled: result if unanswered async lookups count as misses; None if that is `answer`.
     """
 
     past: Past
@@ -82,10 +81,10 @@ class Searched(msgspec.Struct, frozen=True):
 
 @final
 class Holding(msgspec.Struct, frozen=True):
-    """The tiers hold for the request what its hit needs, or bring it near.
+    """The tiers hold the chunks of the hit for the request, or promote them.
 
     Args:
-        found: what was searched. Its answer is a hit.
+        found: the search. Its answer is a hit.
     """
 
     found: Searched
@@ -97,11 +96,11 @@ class Holding(msgspec.Struct, frozen=True):
 
 @final
 class Loading(msgspec.Struct, frozen=True):
-    """It has blocks, into which it loads.
+    """The request has blocks and loads into them.
 
     Args:
-        past: of the request.
-        boundary: where it will resume.
+        past: history of the request.
+        boundary: token at which the request will resume.
     """
 
     past: Past
@@ -110,41 +109,41 @@ class Loading(msgspec.Struct, frozen=True):
 
 @final
 class GivenUp(msgspec.Struct, frozen=True):
-    """So many of its loads failed that it is computed from now on."""
+    """Too many loads of the request failed: it is computed."""
 
     past: Past
 
 
 Stage: TypeAlias = Unsearched | Searched | Holding | Loading | GivenUp
 NEW: Final = Unsearched()
-"""A request that nobody has asked about."""
+"""Stage of a new request."""
 
 
 class HoldState(enum.Enum):
-    """Of what the tiers hold for a request."""
+    """State of the chunks that the tiers hold for a request."""
 
     WAITING = enum.auto()
-    """Something is still on its way into the fast tier."""
+    """A chunk is still in flight into the primary tier."""
     READY = enum.auto()
-    """All of it is there, and stays."""
+    """All chunks are in the primary tier, pinned."""
     LATE = enum.auto()
-    """It came to nothing: slower tiers took too long."""
+    """A secondary tier timed out."""
     LOST = enum.auto()
-    """It came to nothing: something is gone, or could not be read."""
+    """A chunk is gone or could not be read."""
 
 
 class Facts(msgspec.Struct, frozen=True, gc=False):
-    """What is so now.
+    """Inputs of a decision.
 
     Args:
-        num_tokens: of the request.
-        computed_tokens: the prefix that the engine holds itself.
-        generation: changes whenever the answer of a search may have changed. Nobody looks at it while there is a hold.
-        now_s: the time, on any clock that only grows.
-        has_slower: there is a tier from which chunks must come near before they can be loaded.
-        hold: what the tiers hold for the request, None if nothing.
-        room: what a load must fit beside, None where no other holds blocks and none has failed.
-        ask_s: how long tiers that answer late may take to say what they hold; 0 where there is none to be asked.
+        num_tokens: tokens of the request.
+        computed_tokens: prefix that the engine holds itself.
+        generation: changes whenever the answer of a search may have changed. Not read while there is a hold.
+        now_s: the time, on any monotonic clock.
+        has_slower: there is a secondary tier, whose chunks are promoted before a load.
+        hold: state of the chunks that the tiers hold for the request; None if they hold none.
+        room: blocks as this request sees them; None if no other request holds blocks and no load failed.
+        ask_s: time-out of async lookups; 0 if no tier needs one.
     """
 
     num_tokens: int
@@ -158,13 +157,13 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """How long a request waits, in seconds from its first wait.
+    """Limits of the waits of a request, in seconds from the start of each wait.
 
     Args:
-        lookup_s: for chunks that are being stored.
-        load_s: for slower tiers.
-        room: for room beside other loads.
-        tokens_per_s: what an engine computes while it waits for answers that may never come: a wait must be worth more.
+        lookup_s: wait for chunks in flight into a tier.
+        load_s: wait for secondary tiers.
+        room: wait for room beside other loads.
+        tokens_per_s: rate of prefill. A request waits for an answer only if the expected hit is worth more tokens.
     """
 
     lookup_s: float
@@ -173,42 +172,42 @@ class Bounds(msgspec.Struct, frozen=True):
     tokens_per_s: float = 10_000.0
 
 
-# What the engine is told.
+# Replies to the engine.
 
 
 @final
 class Offer(msgspec.Struct, frozen=True, gc=False):
-    """So many tokens can be loaded beyond those that the engine holds."""
+    """The request can load `num_tokens` beyond those that the engine holds."""
 
     num_tokens: int
 
 
 @final
 class AskAgain(msgspec.Struct, frozen=True):
-    """Not known yet, or not possible yet."""
+    """The answer is not known yet, or there is no room yet."""
 
 
 @final
 class Compute(msgspec.Struct, frozen=True):
-    """Load nothing. What the tiers hold for the request is to be released."""
+    """The request loads nothing. The tiers release the chunks that they hold for it."""
 
 
 ASK_AGAIN: Final = AskAgain()
 COMPUTE: Final = Compute()
 
 
-# What must be done first.
+# Errands: work before there is a reply.
 
 
 @final
 class Search(msgspec.Struct, frozen=True):
-    """Find the longest hit, and tell `searched`.
+    """Find the longest hit, then call `searched`.
 
     Args:
-        limit_tokens: of the request are to be looked up.
-        near_only: in the fast tier alone, where what is not readable yet counts as not stored.
-        is_last: it has waited too long for what is being stored: that counts as not stored.
-        num_shrinks: how often the boundary was brought down for this question.
+        limit_tokens: look up so many tokens of the request.
+        near_only: look up the primary tier alone. Chunks in flight count as misses.
+        is_last: the wait for chunks in flight is over: they count as misses.
+        num_shrinks: so often the boundary was lowered for this question.
     """
 
     limit_tokens: int
@@ -219,11 +218,11 @@ class Search(msgspec.Struct, frozen=True):
 
 @final
 class Ask(msgspec.Struct, frozen=True):
-    """Ask tiers that answer late what they hold of the request, and tell `asked`.
+    """Send async lookups for the request, then call `asked`.
 
     Args:
-        limit_tokens: of the request are to be asked for.
-        num_shrinks: how often the boundary was brought down for this question.
+        limit_tokens: look up so many tokens of the request.
+        num_shrinks: so often the boundary was lowered for this question.
     """
 
     limit_tokens: int
@@ -232,14 +231,14 @@ class Ask(msgspec.Struct, frozen=True):
 
 @final
 class Bring(msgspec.Struct, frozen=True):
-    """See whether the fast tier holds all that a boundary needs; if not, and there is time, have the tiers hold it and
-    bring it near. Tell `brought`.
+    """Find out whether the primary tier holds all chunks of a hit. If not, and there is time, promote the others and
+    pin all of them. Then call `brought`.
 
     Args:
-        boundary: that was found.
-        since_s: when the request began to wait for slower tiers.
-        has_time: whether it may still wait.
-        num_shrinks: how often the boundary was brought down for this question.
+        boundary: end of the hit.
+        since_s: start of the wait for secondary tiers.
+        has_time: the wait may go on.
+        num_shrinks: so often the boundary was lowered for this question.
     """
 
     boundary: int
@@ -250,10 +249,10 @@ class Bring(msgspec.Struct, frozen=True):
 
 @final
 class Release(msgspec.Struct, frozen=True):
-    """Release what the tiers hold for the request, and ask `resume` once more.
+    """Release the chunks that the tiers hold for the request, then call `resume` again.
 
     Args:
-        is_late: slower tiers took too long, and the request goes without it.
+        is_late: secondary tiers timed out, and the request uses the primary tier alone.
     """
 
     is_late: bool = False
@@ -264,21 +263,21 @@ GO_WITHOUT: Final = Release(is_late=True)
 
 
 class Brought(enum.Enum):
-    """How `Bring` ended."""
+    """Outcome of `Bring`."""
 
     NEAR = enum.auto()
-    """The fast tier holds all of it. Nothing is held for the request."""
+    """The primary tier has all chunks. None is pinned for the request."""
     READY = enum.auto()
-    """It holds all of it for the request."""
+    """The primary tier has all chunks, pinned for the request."""
     HELD = enum.auto()
-    """It will hold all of it for the request, which is to wait."""
+    """The chunks are being promoted for the request, which waits."""
     NO_ROOM = enum.auto()
-    """The fast tier cannot take it all at once."""
+    """The primary tier has no room for all chunks at once."""
     BUSY = enum.auto()
-    """Not now, or no time was left."""
+    """A promotion cannot start now, or no time is left."""
 
 
 Reply: TypeAlias = Offer | AskAgain | Compute
-"""What the engine is told."""
+"""Answer to the engine."""
 Errand: TypeAlias = Search | Ask | Bring | Release
-"""What must be done before there is a reply."""
+"""Work before there is a reply."""

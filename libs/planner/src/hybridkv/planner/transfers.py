@@ -1,4 +1,4 @@
-"""What plans are made of: frozen values that can be printed, compared and replayed."""
+"""Values that plans consist of: frozen, so that they can be printed, compared and replayed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hybridkv.planner.groups import CacheSpec
 
 
 class PlanError(ValueError):
-    """What was given does not fit the cache, or the engine's blocks what the plan needs; nothing may be moved."""
+    """Arguments do not fit the cache, or block tables lack blocks of the plan. Nothing may be moved."""
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one group that hold (a part of) one chunk, or of the tail of one.
+    """Blocks of one group that hold one chunk, a part of one, or a tail.
 
-    Of the first and the last block only what belongs to the chunk is meant (`chunk_span`).
+    The first and the last block may hold tokens of other chunks too, which the transfer leaves out (`chunk_span`).
 
     Args:
         group_index: the group.
-        end_token: the chunk's end, or the tail's.
-        first_block: where `block_ids` begin within the chunk's stored blocks (`chunk_blocks`).
+        end_token: end of the chunk or tail.
+        first_block: position of `block_ids` within the chunk's stored blocks (`chunk_blocks`).
         block_ids: engine blocks, in token order.
     """
 
@@ -34,14 +34,14 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferRun(msgspec.Struct, frozen=True, array_like=True):
-    """Transfers of one group that follow each other, a chunk apart and with as many blocks each.
+    """Consecutive transfers of one group, one chunk apart, each with the same number of blocks.
 
     Args:
         group_index: the group.
-        end_token: of the first of them.
-        num_transfers: how many there are. More than one are of whole chunks.
-        first_block: of each, as of `Transfer`.
-        block_ids: of all of them, one behind the other.
+        end_token: end of the first transfer.
+        num_transfers: number of transfers. More than one are whole chunks.
+        first_block: the same as in each `Transfer`.
+        block_ids: blocks of all transfers, in order.
     """
 
     group_index: int
@@ -51,11 +51,11 @@ class TransferRun(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[int, ...]
 
     def end_tokens(self, chunk_tokens: int) -> range:
-        """Where each ends."""
+        """End of each transfer."""
         return range(self.end_token, self.end_token + self.num_transfers * chunk_tokens, chunk_tokens)
 
     def transfers(self, chunk_tokens: int) -> list[Transfer]:
-        """Each by itself."""
+        """The transfers."""
         group, first_block, ids = self.group_index, self.first_block, self.block_ids
         step = len(ids) // self.num_transfers
         return [
@@ -64,7 +64,7 @@ class TransferRun(msgspec.Struct, frozen=True, array_like=True):
         ]
 
     def single(self, chunk_tokens: int) -> list[TransferRun]:
-        """Each as a run of one."""
+        """The transfers as runs of one."""
         return [
             TransferRun(each.group_index, each.end_token, 1, each.first_block, each.block_ids)
             for each in self.transfers(chunk_tokens)
@@ -72,13 +72,13 @@ class TransferRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 def transfers_of(runs: Iterable[TransferRun], chunk_tokens: int) -> tuple[Transfer, ...]:
-    """Each transfer of runs by itself, in order."""
+    """All transfers of the runs, in order."""
     return tuple(chain.from_iterable(run.transfers(chunk_tokens) for run in runs))
 
 
 Wanted: TypeAlias = Callable[[int, Sequence[int]], Sequence[int]]
-"""Of a group's chunks or tails that end at these tokens, ascending, those that are to be stored: the same object where
-that is all of them."""
+"""`wanted(group_index, ends)`: the ends, ascending, of the chunks or tails to store. If that is all of them, the same
+object."""
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
@@ -90,13 +90,13 @@ class State(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StorePlan(msgspec.Struct, frozen=True):
-    """What becomes storable.
+    """Transfers to store.
 
     Args:
-        runs: what to store.
-        unaligned_states: states that lie on no boundary and are left out.
-        early_states: states whose content is not final yet, left out too.
-        incomplete_tails: tails that are left out because some group cannot give its part: no hit could use them.
+        runs: the transfers.
+        unaligned_states: number of states left out because they lie on no boundary.
+        early_states: number of states left out because their content is not final yet.
+        incomplete_tails: number of tails left out because a group lacks its part: no hit could use them.
     """
 
     runs: tuple[TransferRun, ...]
@@ -105,15 +105,15 @@ class StorePlan(msgspec.Struct, frozen=True):
     early_states: int = 0
 
     def transfers(self, chunk_tokens: int) -> tuple[Transfer, ...]:
-        """What to store, each chunk by itself."""
+        """The transfers, one for each chunk."""
         return transfers_of(self.runs, chunk_tokens)
 
 
 def table_of(spec: CacheSpec, block_ids: Sequence[Sequence[int]], group_index: int) -> Sequence[int]:
-    """A group's block table.
+    """Block table of a group.
 
     Raises:
-        PlanError: there is none.
+        PlanError: the group has no table.
     """
     if group_index >= len(block_ids):
         raise PlanError(f"block_ids must have a table for each of {len(spec.groups)} groups, got {len(block_ids)}")
