@@ -107,7 +107,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._make_room(num_bytes, 1)
         self._tracker.withdraw(key)
         follower, needs = self._needs
-        self._places.next = self._packs.place(key, num_bytes, needs if follower == key else ())
+        self._space.next = self._packs.place(key, num_bytes, needs if follower == key else ())
         return self._known.take(key, num_bytes, num_bytes).slot
 
     def commit(self, key: Key) -> bool:

@@ -38,5 +38,5 @@ class PackPlace(NamedTuple):
         return self.offset + HEADER_BYTES + self.num_bytes
 
     def slot(self, number: int) -> ObjectSlot:
-        """As `Location` says."""
+        """As `RemotePlace` says."""
         return ObjectSlot(((number, self.num_bytes),), self.pack, self.offset)

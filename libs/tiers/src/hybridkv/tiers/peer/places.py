@@ -33,7 +33,7 @@ class PeerPlace(NamedTuple):
         return peer_of(self.at_peer)
 
     def slot(self, number: int) -> Slot:
-        """As `Location` says. The offset in the peer's memory is needed, so it is not this number."""
+        """As `RemotePlace` says. The offset in the peer's memory is needed, so it is not this number."""
         return self.at_peer
 
 

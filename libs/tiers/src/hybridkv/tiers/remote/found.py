@@ -14,7 +14,7 @@ from hybridkv.tiers.contract import Key, Slot
 _NUM_BYTES = attrgetter("num_bytes")
 
 
-class Location(Protocol):
+class RemotePlace(Protocol):
     """Where a chunk lies elsewhere. A value."""
 
     @property
@@ -27,7 +27,7 @@ class Location(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Location)
+P = TypeVar("P", bound=RemotePlace)
 
 
 class FoundPlaces(Generic[P]):

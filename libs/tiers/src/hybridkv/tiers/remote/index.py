@@ -51,7 +51,7 @@ class RemoteEntry(Entry, Generic[P]):
         return self.place.slot(self.number)
 
 
-class _UnboundedSpace(Generic[P]):
+class _RemoteSpace(Generic[P]):
     """The `Space` of a remote index: there is room for every chunk, and `next` is the place of the one taken next."""
 
     def __init__(self) -> None:
@@ -86,9 +86,9 @@ class RemoteIndex(Generic[P]):
         self._number = 0
         """Of the last lookup."""
         self._found: FoundPlaces[P] = FoundPlaces()
-        self._places: _UnboundedSpace[P] = _UnboundedSpace()
+        self._space: _RemoteSpace[P] = _RemoteSpace()
         self._known: KeyLedger[RemoteEntry[P]] = KeyLedger(
-            self._places, LeastRecentlyUsed(), options.known_bytes, max_keys=options.max_known
+            self._space, LeastRecentlyUsed(), options.known_bytes, max_keys=options.max_known
         )
         """What is read or stored, or was."""
         self._believed: list[tuple[float, int, RemoteEntry[P]]] = []
@@ -233,7 +233,7 @@ class RemoteIndex(Generic[P]):
 
     def _take_over(self, key: Key) -> RemoteEntry[P]:
         """A found chunk is read: the ledger keeps it from now on."""
-        place = self._places.next = self._found.pop(key)
+        place = self._space.next = self._found.pop(key)
         entry = self._known.take(key, place.num_bytes, place.num_bytes)
         self._known.commit(key)
         self._num_taken_over += 1
