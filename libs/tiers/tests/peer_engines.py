@@ -69,7 +69,7 @@ def chunk_bytes(seed: int, num_bytes: int = CHUNK_BYTES) -> bytes:
 
 def found(asker: Engine, *keys: Key) -> list[LookupResult]:
     """What its peers say."""
-    until(asker.messenger.ready)
+    until(asker.client.ready)
     asker.index.ask(keys, 1e12)
     until(lambda: not asker.index.any_pending(keys))
     return [asker.index.lookup(key) for key in keys]
@@ -135,7 +135,7 @@ class Engine:
         return slot
 
     @property
-    def messenger(self) -> PeerLookupClient:
+    def client(self) -> PeerLookupClient:
         """What carries the index's questions."""
         client = self.index._client
         assert isinstance(client, PeerLookupClient)

@@ -28,7 +28,7 @@ from hybridkv.tiers import (  # noqa: E402
     TierIndex,
     TierMedium,
 )
-from hybridkv.tiers.peer import Neighbourhood, open_index, reading  # noqa: E402
+from hybridkv.tiers.peer import Neighbourhood, open_index, reader  # noqa: E402
 from hybridkv.tiers.peer.places import at_peer  # noqa: E402
 from hybridkv.tiers.ram import RamIndex  # noqa: E402
 from kits.tiers.conformance import (  # noqa: E402
@@ -128,7 +128,7 @@ class TestPeerIndexOverLoopback(ReadOnlyConformance):
             holder.put(key, chunk_bytes(1, CHUNK_BYTES))
         asker = Engine([holder.port], clock=self.now_s)
         self.made += [holder, asker]
-        gate, answering, hearing = threading.Event(), holder.messenger, asker.messenger
+        gate, answering, hearing = threading.Event(), holder.client, asker.client
         self.gates.append(gate)
         answer, ask, reply = answering.leases.answer, hearing.ask, hearing.reply  # type: ignore[attr-defined]
         self.num_asked = self.num_heard = 0
@@ -190,7 +190,7 @@ def test_engines_give_each_other_what_they_hold(engine: MakeEngine) -> None:
     third = engine([first.port, second.port])
     first.put(A, chunk_bytes(1, CHUNK_BYTES))
     second.put(B, chunk_bytes(2, CHUNK_BYTES))
-    until(lambda: len(third.messenger.ready()) == 2)
+    until(lambda: len(third.client.ready()) == 2)
     assert found(third, A, B, C) == [HIT, HIT, MISS]
     assert [load(third, key) for key in (A, B)] == [chunk_bytes(1, CHUNK_BYTES), chunk_bytes(2, CHUNK_BYTES)]
     assert found(second, A, B) == [HIT, MISS], "what it holds itself is its host memory's to say"
@@ -231,7 +231,7 @@ def test_what_was_withdrawn_and_overwritten_is_a_failure_and_no_wrong_bytes(engi
     asker = engine([holder.port])
     for change in ("withdrawn", "another", "torn"):
         asker.index.clear()
-        until(lambda: not len(holder.messenger.leases))
+        until(lambda: not len(holder.client.leases))
         holder.ram.clear()
         slot = holder.put(A, chunk_bytes(1, CHUNK_BYTES))
         assert found(asker, A) == [HIT]
@@ -254,9 +254,9 @@ def test_another_model_is_refused_and_what_differs_is_said(
     other, like = engine([holder.port], model="another"), engine([holder.port])
     assert found(like, A) == [HIT]
     until(lambda: caplog.text.count("model.name") >= 2)
-    assert "model.name is" in caplog.text and other.messenger.ready() == []
+    assert "model.name is" in caplog.text and other.client.ready() == []
     for _ in range(20):
-        other.messenger.ready()
+        other.client.ready()
         time.sleep(0.01)
     said = [record.message for record in caplog.records if "model.name" in record.message]
     assert len(said) <= 3, "not with each try"
@@ -269,7 +269,7 @@ def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: 
     stranger = engine([holder.port], secret=Secret(b"a secret that nobody else knows"))
     until(lambda: "secret" in caplog.text)
     stranger.index.ask([A], 1e12)
-    assert stranger.index.lookup(A) is MISS and stranger.messenger.ready() == []
+    assert stranger.index.lookup(A) is MISS and stranger.client.ready() == []
 
 
 def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
@@ -278,9 +278,9 @@ def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
     asker = engine(everybody, port=port)
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
     asker.put(B, chunk_bytes(2, CHUNK_BYTES))
-    until(lambda: len(asker.messenger.ready()) >= 2)
+    until(lambda: len(asker.client.ready()) >= 2)
     for _ in range(20):
-        assert asker.messenger.ready() == [1, 2]
+        assert asker.client.ready() == [1, 2]
         time.sleep(0.01)
     assert found(asker, A, B) == [HIT, MISS], "what it holds itself is its host memory's to say"
     assert load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
@@ -300,7 +300,7 @@ def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: Mak
     [completion] = asker.medium.poll()
     assert completion.failure is not None and completion.failure.reason is FailureReason.IO
     asker.index.unpin(A)
-    until(lambda: not asker.messenger.ready())
+    until(lambda: not asker.client.ready())
     again = engine(port=holder.port)
     again.put(A, chunk_bytes(4, CHUNK_BYTES))
     until(lambda: found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(4, CHUNK_BYTES))
@@ -312,7 +312,7 @@ def test_a_peer_that_the_transport_has_given_up_is_connected_to_again(engine: Ma
     asker = engine([holder.port])
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
     assert found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
-    inner = asker.medium._reading
+    inner = asker.medium._reader
     [source] = inner._sources.values()
     inner._transport.detach(source.remote)
     assert found(asker, A) == [HIT] and load(asker, A) is FailureReason.IO
@@ -346,7 +346,7 @@ def test_a_bug_over_one_load_costs_that_load(engine: MakeEngine, monkeypatch: py
         holder.put(key, chunk_bytes(number, CHUNK_BYTES))
     assert found(asker, A, B) == [HIT, HIT]
     assert load(asker, B) == chunk_bytes(1, CHUNK_BYTES)
-    owner = reading if call == "view_digest" else asker.medium._reading._transport
+    owner = reader if call == "view_digest" else asker.medium._reader._transport
 
     def fail(*arguments: object) -> None:
         raise KeyError("a bug")

@@ -3,7 +3,7 @@
     index.py     chunks that peers hold: the scheduler's half of the reader, over remote/
     client.py    sends its lookups, and answers those of peers
     leases.py    chunks that peers were promised: the scheduler's half of the holder
-    medium.py    fetches chunks and checks them: each rank's half of the reader; reading.py does it
+    medium.py    fetches chunks and checks them: each rank's half of the reader; reader.py does it
     seals.py     digests of a rank's chunks: each rank's half of the holder
     node.py      connections to peers, of either half
     words.py     messages on them
@@ -15,12 +15,13 @@
 from hybridkv.tiers.peer.builder import Neighbourhood, open_index, open_medium
 from hybridkv.tiers.peer.client import Answered, Lost, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
-from hybridkv.tiers.peer.leases import LeaseCounts, PeerLeases, Shelf
+from hybridkv.tiers.peer.leases import LeasableIndex, LeaseCounts, PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium
 from hybridkv.tiers.peer.options import PeerOptions
 
 __all__ = [
     "Answered",
+    "LeasableIndex",
     "LeaseCounts",
     "Lost",
     "Neighbourhood",
@@ -29,7 +30,6 @@ __all__ = [
     "PeerLookupClient",
     "PeerMedium",
     "PeerOptions",
-    "Shelf",
     "open_index",
     "open_medium",
 ]

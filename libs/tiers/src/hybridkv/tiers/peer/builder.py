@@ -18,9 +18,9 @@ from hybridkv.tiers.peer.client import CLOSE_S, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium
-from hybridkv.tiers.peer.node import Address, Ears, Node, Presence
+from hybridkv.tiers.peer.node import Address, Node, NodeCallbacks, NodeIdentity
 from hybridkv.tiers.peer.options import PeerOptions
-from hybridkv.tiers.peer.reading import Post, Reading
+from hybridkv.tiers.peer.reader import PeerReader
 from hybridkv.tiers.peer.seals import RankSeals
 from hybridkv.tiers.ram import RamIndex
 
@@ -100,16 +100,12 @@ def open_medium(
         except PeersConfigurationError as error:
             raise TierConfigurationError("transport", error.expected, error.got, error.hint) from None
 
-        def make_reading(post: Post) -> Reading:
-            reading = Reading(transport, view, options, clock, post)
-            capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
-            presence, ears = Presence(about, transport.name, capability), Ears(RankSeals(memory), reading)
-            node = Node(loop, presence, ears, peers, options.retry_s, clock)
-            reading.node = node
-            _listen(node.listen, address)
-            return reading
-
-        return PeerMedium(make_reading, options, clock)
+        reader = PeerReader(transport, view, options, clock)
+        capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
+        identity, callbacks = NodeIdentity(about, transport.name, capability), NodeCallbacks(RankSeals(memory), reader)
+        reader.node = Node(loop, identity, callbacks, peers, options.retry_s, clock)
+        _listen(reader.node.listen, address)
+        return PeerMedium(reader, options, clock)
     except BaseException:
         loop.close(CLOSE_S)
         raise

@@ -11,7 +11,7 @@ from hybridkv.peers.wire import CloseReason, Describe, WireError
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.peer import words
 from hybridkv.tiers.peer.leases import PeerLeases
-from hybridkv.tiers.peer.node import Address, Ears, Node, Presence
+from hybridkv.tiers.peer.node import Address, Node, NodeCallbacks, NodeIdentity
 from hybridkv.tiers.peer.options import MAX_KEYS, PeerOptions
 from hybridkv.tiers.remote import LookupClient
 
@@ -79,7 +79,7 @@ class PeerLookupClient:
         self.news: deque[Answered | Lost] = deque()
         self.leases = leases
         self._clock = clock
-        self._node = Node(loop, Presence(about), Ears(self, self), peers, options.retry_s, clock)
+        self._node = Node(loop, NodeIdentity(about), NodeCallbacks(self, self), peers, options.retry_s, clock)
         # So that the first question finds somebody.
         self._node.ready()
 

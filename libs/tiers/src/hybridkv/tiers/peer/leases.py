@@ -25,8 +25,8 @@ Reader: TypeAlias = int
 """One connection of a peer."""
 
 
-class Shelf(Protocol):
-    """What peers may read of the index of host memory."""
+class LeasableIndex(Protocol):
+    """Index of host memory, as far as leases need it."""
 
     @property
     def capacity_bytes(self) -> int: ...
@@ -69,17 +69,17 @@ class PeerLeases:
     """Answers what peers ask, within bounds. `settle` is for the index's thread, everything else for any.
 
     Args:
-        shelf: what there is.
+        index: of host memory.
         options: bounds.
         clock: seconds.
     """
 
-    def __init__(self, shelf: Shelf, options: PeerOptions, clock: Callable[[], float]) -> None:
-        self._shelf = shelf
+    def __init__(self, index: LeasableIndex, options: PeerOptions, clock: Callable[[], float]) -> None:
+        self._index = index
         self._clock = clock
         self.lease_s = options.lease_s
         self._max_leases = options.max_leases
-        self._max_bytes = int(options.leased_share * shelf.capacity_bytes)
+        self._max_bytes = int(options.leased_share * index.capacity_bytes)
         self._lock = threading.Lock()
         self._live: OrderedDict[tuple[Reader, Key], _Lease] = OrderedDict()
         """The one that ends first comes first: each lasts as long as the others."""
@@ -109,7 +109,7 @@ class PeerLeases:
         return slots
 
     def _lease(self, reader: Reader, key: Key, now_s: float) -> Slot | None:
-        slot = self._shelf.find(key)
+        slot = self._index.find(key)
         if slot is None:
             return None
         known = self._live.get((reader, key))
@@ -179,16 +179,16 @@ class PeerLeases:
                 if lease.is_over:
                     if lease.is_pinned:
                         lease.is_pinned = False
-                        self._shelf.unpin(lease.key)
+                        self._index.unpin(lease.key)
                 elif not lease.is_pinned:
                     self._keep(lease)
 
     def _keep(self, lease: _Lease) -> None:
-        slot = self._shelf.pin(lease.key)
+        slot = self._index.pin(lease.key)
         lease.is_pinned = slot is not None
         if slot is not None and slot != lease.slot:
             # It left, and came back to another place.
-            self._shelf.unpin(lease.key)
+            self._index.unpin(lease.key)
             lease.is_pinned = False
         self._counts[4] += not lease.is_pinned
 

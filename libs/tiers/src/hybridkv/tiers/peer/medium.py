@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.peer.options import PeerOptions
-from hybridkv.tiers.peer.reading import PeerLoad, Post, Reading
+from hybridkv.tiers.peer.reader import PeerLoad, PeerReader
 from hybridkv.tiers.remote import RemoteMedium
 
 if TYPE_CHECKING:
@@ -34,23 +34,17 @@ class PeerMedium(RemoteMedium):
     """A `TierMedium` to which nothing is stored.
 
     Args:
-        make_reading: builds what reads, given what has something done on the thread that does.
+        reader: reads from peers. The medium closes it.
         options: bounds.
         clock: seconds.
     """
 
-    def __init__(
-        self,
-        make_reading: Callable[[Post], Reading],
-        options: PeerOptions,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, reader: PeerReader, options: PeerOptions, clock: Callable[[], float]) -> None:
         super().__init__(options.max_waiting)
         self._clock = clock
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closing = False
-        self._reading = make_reading(self._inbox.put)
-        self._reading.on_ended = self._end
+        self._reader, self._inbox = reader, reader.inbox
+        reader.on_ended = self._end
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-reader", daemon=True)
         self._thread.start()
 
@@ -62,7 +56,7 @@ class PeerMedium(RemoteMedium):
         views = self._begin(ticket, slot, destination, is_store=False)
         if views is not None:
             load = PeerLoad(ticket, key, slot, views, self._clock())
-            self._inbox.put(lambda: self._reading.begin(load))
+            self._inbox.put(lambda: self._reader.begin(load))
 
     def close(self) -> None:
         """Every load ends, for CLOSED, within a bounded time; nobody reads here any more."""
@@ -71,7 +65,7 @@ class PeerMedium(RemoteMedium):
         self._is_closed = True
         self._inbox.put(self._begin_closing)
         self._thread.join(CLOSE_S)
-        self._reading.close(is_alone=not self._thread.is_alive())
+        self._reader.close(is_alone=not self._thread.is_alive())
 
     # On the thread.
 
@@ -80,7 +74,7 @@ class PeerMedium(RemoteMedium):
 
     def _run(self) -> None:
         while not self._is_closing:
-            for part in (self._wait, self._take, self._reading.step):
+            for part in (self._wait, self._take, self._reader.step):
                 self._safely(part)
 
     def _safely(self, part: Callable[[], None]) -> None:
@@ -92,13 +86,13 @@ class PeerMedium(RemoteMedium):
             time.sleep(BUSY_S)
 
     def _wait(self) -> None:
-        if self._reading.is_busy:
-            self._reading.wait(BUSY_S)
+        if self._reader.is_busy:
+            self._reader.wait(BUSY_S)
 
     def _take(self) -> None:
         """Do what was left in the inbox."""
         try:
-            (self._inbox.get_nowait() if self._reading.is_busy else self._inbox.get(timeout=IDLE_S))()
+            (self._inbox.get_nowait() if self._reader.is_busy else self._inbox.get(timeout=IDLE_S))()
             for _ in range(self._inbox.qsize()):
                 self._inbox.get_nowait()()
         except queue.Empty:

@@ -56,8 +56,8 @@ class Asking(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
-    """What a process tells its peers of itself. `transport` and `capability` are of its memory, if any may be read."""
+class NodeIdentity:
+    """Description of a process for its peers. `transport` and `capability` are of memory that they may read, if any."""
 
     about: About
     transport: str = ""
@@ -65,8 +65,8 @@ class Presence:
 
 
 @dataclass(frozen=True, slots=True)
-class Ears:
-    """Who hears what peers say."""
+class NodeCallbacks:
+    """Receivers of peers' messages."""
 
     asked: Asked
     asking: Asking
@@ -87,8 +87,8 @@ class Node:
 
     Args:
         loop: control connections.
-        presence: what this process is.
-        ears: who hears what peers say.
+        identity: of this process.
+        callbacks: receive peers' messages.
         peers: where each listens; a peer's number is its place.
         retry_s: how long a peer that is not to be had is left alone.
         clock: seconds.
@@ -97,16 +97,16 @@ class Node:
     def __init__(
         self,
         loop: ControlLoop,
-        presence: Presence,
-        ears: Ears,
+        identity: NodeIdentity,
+        callbacks: NodeCallbacks,
         peers: Sequence[Address],
         retry_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._loop = loop
-        self._about = presence.about
-        self._describe = Describe(words.encode_about(presence.about), presence.transport, presence.capability)
-        self._asked, self._asking = ears.asked, ears.asking
+        self._about = identity.about
+        self._describe = Describe(words.encode_about(identity.about), identity.transport, identity.capability)
+        self._asked, self._asking = callbacks.asked, callbacks.asking
         self._addresses = tuple(peers)
         self._retry_s = retry_s
         self._clock = clock

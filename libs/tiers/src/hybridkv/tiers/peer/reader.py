@@ -6,6 +6,7 @@ Every call is made on one thread, but for `close`. What a connection hears is pu
 from __future__ import annotations
 
 import logging
+import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,6 @@ from hybridkv.tiers.peer.places import peer_of, there
 
 logger = logging.getLogger(__name__)
 
-Post = Callable[[Callable[[], None]], None]
-"""Have something done on the reading thread."""
 CLOSE_S = 2.0
 MEMORY_REGION: Final = 0
 """The number of this rank's memory, the first that is registered, here and at every peer."""
@@ -67,15 +66,14 @@ class _Source:
     """Loads whose seals were asked for, by question."""
 
 
-class Reading:
-    """What a rank reads from its peers.
+class PeerReader:
+    """Reads of a rank from its peers.
 
     Args:
         transport: everything that peers may read is registered. Closed with it.
         memory: this rank's memory, whose region is `MEMORY_REGION`; loads into it come straight to their place.
         options: bounds.
         clock: seconds.
-        post: has things done on the reading thread.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Reading:
         memory: memoryview,
         options: PeerOptions,
         clock: Callable[[], float],
-        post: Post,
     ) -> None:
         self._transport = transport
         self._memory: memoryview | None = memory
@@ -92,7 +89,8 @@ class Reading:
         self._num_bytes = memory.nbytes
         self._options = options
         self._clock = clock
-        self._post = post
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Work for the reading thread. Any thread may put some."""
         self.node: Node | None = None
         """Set before the first load."""
         self.on_ended: Callable[[Completion], None] = lambda completion: None
@@ -106,16 +104,16 @@ class Reading:
     # What is heard, on the connections' thread.
 
     def found(self, peer: int, description: Describe) -> None:
-        self._post(lambda: self._attach(peer, description.capability))
+        self.inbox.put(lambda: self._attach(peer, description.capability))
 
     def reply(self, peer: int, request: int, body: bytes) -> None:
         word = words.decode(body)
         if not isinstance(word, words.Seals):
             raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
-        self._post(lambda: self._sealed(peer, request, word))
+        self.inbox.put(lambda: self._sealed(peer, request, word))
 
     def lost(self, peer: int) -> None:
-        self._post(lambda: self._detach(peer))
+        self.inbox.put(lambda: self._detach(peer))
 
     # On the reading thread.
 
