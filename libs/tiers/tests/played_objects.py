@@ -40,6 +40,7 @@ class PlayedDepot:
         asked, self.asked = self.asked, []
         for request, keys in asked:
             places = {key: self.held[key]._replace(source=b"source") for key in keys if key in self.held}
+            places = {key: place for key, place in places.items() if (key, place) not in self.retracted}
             self.news.append(Found(request, places, self._clock()))
 
     def fail(self) -> None:

@@ -61,7 +61,8 @@ class ObjectClient(LookupClient, Protocol):
         ...
 
     def retract(self, key: Key, place: PackPlace) -> None:
-        """The bytes at a place are gone or wrong: name it no more, and write manifests that do anew."""
+        """The bytes at a place are gone or wrong: for a while no answer of a later lookup names it, and manifests that
+        name it are written anew."""
         ...
 
     def clear(self, *, is_for_all: bool) -> None:

@@ -16,7 +16,6 @@ from hybridkv.tiers.object.names import pack_name
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import Packs, Stored
 from hybridkv.tiers.object.places import PackPlace
-from hybridkv.tiers.object.quarantine import Quarantine
 from hybridkv.tiers.remote import RemoteIndex
 
 _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING})
@@ -44,8 +43,6 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._num_packs = 0
         self._needs: tuple[Key, Sequence[Key]] = (b"", ())
         """What the key that is reserved next needs."""
-        self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
-        """Places that are not believed."""
 
     def _new_pack(self) -> str:
         namespace = self._client.namespace
@@ -70,12 +67,8 @@ class ObjectIndex(RemoteIndex[PackPlace]):
 
     def _hear_found(self, found: Found) -> None:
         places, wanted = found.places, self._tracker.open_keys(found.request)
-        if self._bad or not places.keys() <= wanted.keys():
-            places = {
-                key: place
-                for key, place in places.items()
-                if key in wanted and (place.pack, place.offset) not in self._bad
-            }
+        if not places.keys() <= wanted.keys():
+            places = {key: place for key, place in places.items() if key in wanted}
         self._learn(found.request, places, self._clock() + self._believed_s, found.heard_s)
         self._end_lookup(found.request, Answer.MISSING, found.heard_s)
 
@@ -127,17 +120,12 @@ class ObjectIndex(RemoteIndex[PackPlace]):
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
         if reason in _BAD:
-            self._distrust(key)
+            place, entry = self._found.by_key.get(key), self._known.by_key.get(key)
+            if place is None and entry is not None:
+                place = entry.place
+            if place is not None:
+                self._client.retract(key, place)
         return super().invalidate(key, reason)
-
-    def _distrust(self, key: Key) -> None:
-        """Learn a chunk's place from no manifest again."""
-        place, entry = self._found.by_key.get(key), self._known.by_key.get(key)
-        if place is None and entry is not None:
-            place = entry.place
-        if place is not None:
-            self._bad.add((place.pack, place.offset), True)
-            self._client.retract(key, place)
 
     def clear(self) -> int:
         """`invalidate` every key here. Chunks in the store are others' too, and stay, unless this is for all."""

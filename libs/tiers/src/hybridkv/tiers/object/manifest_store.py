@@ -325,9 +325,9 @@ class ManifestStore:
                 self._paths.learn(path, self._is_bad)
             wanted = set(keys)
             for prefix, parts in path:
-                for tag, pack, offset, num_bytes in parts:
-                    if (key := tag + prefix) in wanted:
-                        places[key] = PackPlace(pack, offset, num_bytes, source)
+                for part in parts:
+                    if (key := part.tag + prefix) in wanted and not self._is_bad(part):
+                        places[key] = PackPlace(part.pack, part.offset, part.num_bytes, source)
         return Found(request, places, self._clock())
 
     async def _probe_all(self, lookup: _Lookup, wanted: Mapping[bytes, int]) -> list[bool | None]:
