@@ -233,6 +233,14 @@ def test_no_more_is_known_than_may_be_and_the_oldest_goes() -> None:
     assert world.lookups(names[0]) == [MISS], "no room beside what is being read"
 
 
+def test_an_answer_that_can_never_fit_displaces_nothing() -> None:
+    world = World({A: Slot(((0, 100),)), B: Slot(((100, 1001),))}, known_bytes=1000)
+    for key in (A, B):
+        world.ask(key)
+        world.peers.answer()
+    assert world.lookups(A, B) == [HIT, MISS] and world.peers.given_up == [(0, B)]
+
+
 def test_what_was_heard_of_is_counted_as_no_store() -> None:
     world = World()
     world.ask(A)

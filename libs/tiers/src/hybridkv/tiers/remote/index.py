@@ -210,8 +210,11 @@ class RemoteIndex(Generic[P]):
 
     def _make_room(self, num_bytes: int, num_keys: int) -> bool:
         """Forget found chunks first, and then chunks that were stored or read, until there is room for so much more.
-        False where that is not enough."""
+        False, and nothing is forgotten, where that would not be enough."""
         known, found = self._known, self._found
+        in_use_bytes, num_in_use = known.used_bytes - known.evictable_bytes, known.num_reserved + known.num_pinned
+        if in_use_bytes + num_bytes > self.capacity_bytes or num_in_use + num_keys > self._bounds.max_known:
+            return False
         while self._is_over(num_bytes, num_keys):
             if found.by_key:
                 places = found.forget_oldest()
@@ -219,10 +222,8 @@ class RemoteIndex(Generic[P]):
                 self._forgotten[1] += sum(place.num_bytes for place in places.values())
                 self._changes += 1
                 self._on_forgotten(places)
-            elif known.evictable_bytes:
-                known.evict_next()
             else:
-                return False
+                known.evict_next()
         return True
 
     def _is_over(self, num_bytes: int, num_keys: int) -> bool:
