@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridkv.connectors.vllm.engine_device import MAX_BATCH_COPIES, EngineDevice
+from hybridkv.connectors.vllm.devices import MAX_BATCH_COPIES, EngineDevice
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId
 
 MIB = 1 << 20

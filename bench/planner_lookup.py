@@ -43,9 +43,8 @@ from typing import Any
 from planner_upstream import Upstream, allocated_blocks
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.chunk_choice import AUTO_CHUNK_TOKENS
 from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.layout import AUTO_CHUNK_TOKENS, CacheLayout
 from hybridkv.connectors.vllm.loads import Deadlines
 from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
 from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler

@@ -19,7 +19,7 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, KVQuantMode, RSWASpec, SinkFullAttentionSpec
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR
-from hybridkv.connectors.vllm.identity.recurrent import OF_CONVOLUTIONS
+from hybridkv.connectors.vllm.identity.worker_facts import OF_CONVOLUTIONS
 from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
 from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe, identity_facts

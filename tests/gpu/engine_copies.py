@@ -12,7 +12,7 @@ import torch
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.engine_device import EngineCopies
+from hybridkv.connectors.vllm.devices import EngineCopies
 from hybridkv.transfer.cuda import MemoryKind
 from hybridkv.transfer.cuda.driver import memory_kind
 

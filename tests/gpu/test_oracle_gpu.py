@@ -16,8 +16,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from engine_copies import find_engine_copies  # noqa: E402
 
 from hybridkv.connectors.vllm import CONNECTOR, register  # noqa: E402
-from hybridkv.connectors.vllm.devices import EngineGpuDevice, GpuDevice, NativeGpuDevice  # noqa: E402
-from hybridkv.connectors.vllm.engine_device import EngineDevice  # noqa: E402
+from hybridkv.connectors.vllm.devices import (  # noqa: E402
+    EngineDevice,
+    EngineGpuDevice,
+    GpuDevice,
+    NativeGpuDevice,
+)
 from oracle.mirrored import MirroredEngine  # noqa: E402
 from oracle.mixes import NAMED  # noqa: E402
 from oracle.profile import profile  # noqa: E402

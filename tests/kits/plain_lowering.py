@@ -9,8 +9,15 @@ import numpy as np
 
 from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.copy_table import ChunkCopy, CopyTable
-from hybridkv.connectors.vllm.job_lowering import GroupBlocks, RankMemory, StoreRuns
-from hybridkv.connectors.vllm.lowering import Zeros, load_runs, require_whole, store_runs
+from hybridkv.connectors.vllm.lowering import (
+    GroupBlocks,
+    RankMemory,
+    StoreRuns,
+    Zeros,
+    load_runs,
+    require_whole,
+    store_runs,
+)
 from hybridkv.transfer import CopyRuns, Extent
 
 

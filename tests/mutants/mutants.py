@@ -168,7 +168,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a failed load that leaves its prefix offered",
-        f"{_CONNECTORS}/loads_in_flight.py",
+        f"{_CONNECTORS}/loads.py",
         "doubted = culprits | set(self._prefix_keys(in_flight))",
         "doubted = set(culprits)",
         "//libs/connectors:connectors_test",

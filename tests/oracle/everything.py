@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, compat
 from hybridkv.connectors.vllm import tiers as opened_tiers
-from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
+from hybridkv.connectors.vllm.loads import LoadsInFlight
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stores import StorePlanner
 from hybridkv.tiers.contract import Key

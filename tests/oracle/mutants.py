@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hybridkv.connectors.vllm import compat, tiers
-from hybridkv.connectors.vllm.answers import Answers
+from hybridkv.connectors.vllm.checkpoints import Answers
 from hybridkv.connectors.vllm.hints import HintReader
 from hybridkv.connectors.vllm.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.lookups import RequestKeys

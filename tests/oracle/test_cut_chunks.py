@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR, cuts, register, worker
-from hybridkv.connectors.vllm.job_lowering import GroupBlocks
+from hybridkv.connectors.vllm.lowering import GroupBlocks
 from hybridkv.planner import GroupKind, Transfer, resume_start
 from kits import plain_lowering
 from oracle.engine import OracleEngine

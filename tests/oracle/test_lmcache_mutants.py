@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.lmcache import lives, loading, pages, saves, site, staging, station, storing
+from hybridkv.connectors.vllm.lmcache import lives, loading, pages, saves, site, staging, storing
 from hybridkv.connectors.vllm.lmcache.loading import Loading
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.staging import Hold
@@ -136,7 +136,7 @@ def answers_are_of_other_blocks(patch: Patch) -> None:
             is_load.pop()
 
     patch.setattr(Loading, "_found", finding)
-    patch.setattr(station, "tables_of", rotated)
+    patch.setattr(staging, "tables_of", rotated)
 
 
 def answers_are_of_other_prompts(patch: Patch) -> None:

@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
 from hybridkv.connectors.vllm.lmcache.site import Site, num_chunks, page_groups, site_of
-from hybridkv.connectors.vllm.lmcache.station import Station
+from hybridkv.connectors.vllm.lmcache.staging import Station
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.connectors.vllm.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.rank_work import CopyPaths

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridkv.connectors.vllm.chunk_copies import copy_bytes
-from hybridkv.connectors.vllm.copy_table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.copy_table import ChunkCopy, CopyTable, copy_bytes
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.planner import CacheSpec, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot

@@ -17,9 +17,8 @@ from plain_copies import bytes_of, copy_of
 from hybridkv.canonical import LayerLayout, TokenRange
 from hybridkv.canonical.strides import MAX_REGIONS
 from hybridkv.canonical.torch_view import canonical_kv_caches, token_pages
-from hybridkv.connectors.vllm.job_lowering import GroupBlocks, JobLowering, RankMemory, StoreRuns
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lowering import Zeros
+from hybridkv.connectors.vllm.lowering import GroupBlocks, JobLowering, RankMemory, StoreRuns, Zeros
 from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker

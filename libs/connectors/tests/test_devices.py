@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.cpu import host_register
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, devices
-from hybridkv.connectors.vllm.engine_device import MAX_BATCH_COPIES, EngineCopies, EngineDevice
+from hybridkv.connectors.vllm.devices import MAX_BATCH_COPIES, EngineCopies, EngineDevice
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 from test_lookups import BLOCK, FULL, HASHES, STATE, make_layout
 
-from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
-from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
+from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.messages import LoadFailure
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest

@@ -15,8 +15,7 @@ from vllm.config import LoadConfig
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.identity import digests
 from hybridkv.connectors.vllm.identity.digests import KEPT_NAME, Digests
-from hybridkv.connectors.vllm.identity.sources import Gathered
-from hybridkv.connectors.vllm.identity.weights import SETTINGS_LEFT_OUT, weights_facts, weights_identity
+from hybridkv.connectors.vllm.identity.weights import SETTINGS_LEFT_OUT, Gathered, weights_facts, weights_identity
 
 TENSOR_BYTES = 1 << 16
 

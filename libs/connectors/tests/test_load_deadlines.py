@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 from test_lookups import FULL, HASHES, STATE, make_layout
 
-from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
-from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
+from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder

@@ -16,17 +16,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
 
-from hybridkv.connectors.vllm.multi.children import Child, ChildClass
-from hybridkv.connectors.vllm.multi.config import ChildConfig
+from hybridkv.connectors.vllm.multi.children import Child, ChildClass, ChildConfig
 from hybridkv.connectors.vllm.multi.messages import (
     MultiHandshakeMetadata,
     MultiKVEvents,
     MultiWorkerMetadata,
     of_child,
 )
-from hybridkv.connectors.vllm.multi.saves import SavesBegun, SavesOpen
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
-from hybridkv.connectors.vllm.multi.timing import SyncLoadTimer
+from hybridkv.connectors.vllm.multi.worker_side import SavesBegun, SavesOpen, SyncLoadTimer
 from hybridkv.connectors.vllm.offload import HybridOffloadConnector
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.metrics import ChildSelection, SelectionStats

@@ -24,7 +24,7 @@ from peer_ranks import (
 )
 
 from hybridkv.connectors.vllm.nixl import holding, serving
-from hybridkv.connectors.vllm.nixl.backlog import WORD_BYTES, Backlog, message_bytes
+from hybridkv.connectors.vllm.nixl.agent import WORD_BYTES, Backlog, message_bytes
 from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS, AllowedHosts
 from hybridkv.connectors.vllm.nixl.links import Control
 from hybridkv.connectors.vllm.nixl.params import RankAddress

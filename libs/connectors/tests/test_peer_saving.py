@@ -9,9 +9,9 @@ import pytest
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.nixl.host_buffer import Saving, loaded_blocks
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
-from hybridkv.connectors.vllm.nixl.saving import Saving, loaded_blocks
 from hybridkv.peers.leases import Lease
 from hybridkv.planner import GroupKind, GroupSpec
 

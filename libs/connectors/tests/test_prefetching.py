@@ -15,8 +15,7 @@ from hybridkv.connectors.vllm import prefetching
 from hybridkv.connectors.vllm.duties import BOTH, Duties
 from hybridkv.connectors.vllm.identity.adapters import Adapters
 from hybridkv.connectors.vllm.keeping import Keeper
-from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
-from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
+from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.connectors.vllm.prefetching import MAX_TRIED, Prefetcher
 from hybridkv.connectors.vllm.requests import Requests
 from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler

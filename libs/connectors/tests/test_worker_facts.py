@@ -10,8 +10,7 @@ import torch
 from test_lookups import FULL, STATE, make_layout
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.identity.recurrent import that_matter
-from hybridkv.connectors.vllm.identity.worker_facts import merged, worker_facts
+from hybridkv.connectors.vllm.identity.worker_facts import merged, that_matter, worker_facts
 from hybridkv.connectors.vllm.layout import CacheLayout
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.block_ids import unread_tables
-from hybridkv.connectors.vllm.engine_device import EngineCopies
+from hybridkv.connectors.vllm.devices import EngineCopies
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -27,8 +27,8 @@ from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.copy_table import ChunkCopy, CopyTable
 from hybridkv.connectors.vllm.devices import Device, GpuDevice
-from hybridkv.connectors.vllm.job_lowering import JobLowering, RankMemory
 from hybridkv.connectors.vllm.kv_memory import KVMemory, zeros_in
+from hybridkv.connectors.vllm.lowering import JobLowering, RankMemory
 from hybridkv.tiers import SealedMemory, Slot
 from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId
 

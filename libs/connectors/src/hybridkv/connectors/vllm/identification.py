@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.identity import EngineFacts, IdentityConfig, engine_facts, without_ignored
 from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.identity.recurrent import that_matter
-from hybridkv.connectors.vllm.identity.worker_facts import merged
+from hybridkv.connectors.vllm.identity.worker_facts import merged, that_matter
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.hashing import ChunkKeys
 

@@ -21,8 +21,7 @@ from hybridkv.canonical.torch_view import (
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import cuts, page_order
 from hybridkv.connectors.vllm.devices import Device, zero_memory
-from hybridkv.connectors.vllm.job_lowering import GroupBlocks
-from hybridkv.connectors.vllm.lowering import Zeros
+from hybridkv.connectors.vllm.lowering import GroupBlocks, Zeros
 from hybridkv.transfer import CopyEngine
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ from hybridkv.connectors.vllm.layout import resolve_layout
 from hybridkv.connectors.vllm.messages import StepPlan
 from hybridkv.connectors.vllm.opening import Opening, Plan
 from hybridkv.connectors.vllm.rank_work import CopyPaths
-from hybridkv.connectors.vllm.resume_facts import require_resumable
+from hybridkv.connectors.vllm.resumable import require_resumable
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
-from hybridkv.connectors.vllm.store_connector import StoreConnector, end_live, keep_live
-from hybridkv.connectors.vllm.waiting import WaitingScheduler
+from hybridkv.connectors.vllm.store_connector import StoreConnector, WaitingScheduler, end_live, keep_live
 from hybridkv.connectors.vllm.worker import OffloadWorker
 from hybridkv.planner import LoadAdmission
 from hybridkv.tiers.ram import RamArena

@@ -1,7 +1,7 @@
-"""From facts to an open store: what the scheduler's half does once it knows whose content it keeps.
+"""Builder of the scheduler's half, from the facts about the content to an open store, and its lines in the log.
 
-Host memory alone begins with the engine and ends with it, so nobody else ever reads a key of it, and it opens at once.
-What outlives the engine opens when the workers have said what they alone know.
+Host memory lives as long as the engine, so no other process reads its keys, and it opens at once. A store that outlives
+the engine opens when the workers have reported the facts that they alone know.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import OffloadConfig
 from hybridkv.connectors.vllm import compat, tiers
-from hybridkv.connectors.vllm.announcement import announce
 from hybridkv.connectors.vllm.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
 from hybridkv.connectors.vllm.duties import duties_of
 from hybridkv.connectors.vllm.identification import Identification
@@ -29,6 +28,124 @@ from hybridkv.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+import logging
+from typing import TYPE_CHECKING
+
+from hybridkv.connectors.config import (
+    DiskTierConfig,
+    ObjectTierConfig,
+    PeerTierConfig,
+    SlowerTierConfig,
+    format_size,
+)
+from hybridkv.connectors.vllm.wrong_blocks import partly_copied_groups
+from hybridkv.hashing import Fingerprint
+from hybridkv.planner import GroupKind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.hybridkv")
+
+
+def announce(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint) -> None:
+    """Says what was understood in one line, then what else an operator should know."""
+    _say_what_was_understood(vllm_config, config, layout, fingerprint)
+    _say_what_is_unusual(vllm_config, layout)
+    _warn(vllm_config, config)
+    _warn_of_partial_copies(vllm_config, layout)
+
+
+def _say_what_was_understood(
+    vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint
+) -> None:
+    spec, transfer = layout.spec, vllm_config.kv_transfer_config
+    chunk = spec.chunk_tokens
+    per_chunk = sum(layout.largest_chunk_bytes(i) for i in spec.stored_groups) * layout.world_size
+    capacity = config.ram.capacity
+    logger.info(
+        "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); "
+        "ram %s holds about %d tokens; %ssmallest prompt that can hit %d tokens; loads %s, given up after %.3g s; "
+        "kv_load_failure_policy %s; kv_role %s, so it %s; cache %s",
+        ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
+        chunk,
+        format_size(per_chunk),
+        per_chunk / chunk,
+        format_size(capacity),
+        capacity // per_chunk * chunk,
+        "".join(_slower_words(name, tier, per_chunk, chunk) for name, tier in config.slower.items()),
+        spec.boundary_tokens + 1,
+        config.load,
+        config.load_timeout_seconds,
+        getattr(transfer, "kv_load_failure_policy", "unknown"),
+        transfer.kv_role,
+        duties_of(transfer).words(),
+        fingerprint.digest().hex()[:12],
+    )
+
+
+def _say_what_is_unusual(vllm_config: VllmConfig, layout: CacheLayout) -> None:
+    spec = layout.spec
+    if not vllm_config.cache_config.enable_prefix_caching:
+        logger.info(
+            "HybridOffloadConnector: prefix caching is off, as without_prefix_caching says: the engine keeps nothing "
+            "of its own, so every shared prefix is copied in again"
+        )
+    if any(group.lookahead_tokens for group in spec.groups):
+        logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
+    if not layout.reuses_hashes:
+        logger.info("HybridOffloadConnector: block hashes change with the process, so tokens are hashed anew")
+    if spec.tail_tokens is not None:
+        logger.info(
+            "HybridOffloadConnector: prompts resume inside blocks too, at multiples of %d tokens, where one ended",
+            spec.tail_tokens,
+        )
+    scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
+    if scratch:
+        logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)
+
+
+def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+    transfer = vllm_config.kv_transfer_config
+    duties = duties_of(transfer)
+    if not config.slower and not (duties.loads and duties.stores):
+        logger.warning(
+            "HybridOffloadConnector: kv_role %s without a disk tier is of no use: host memory ends with the engine, so "
+            "what it %s; add a disk tier, or say kv_both",
+            transfer.kv_role,
+            "stores nobody loads" if duties.stores else "could load nobody stores",
+        )
+    if config.disk is not None and compat.is_killed_at_its_end(vllm_config):
+        logger.warning(
+            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "
+            "what is on its way to %s then is lost, and the next start looks on disk for what the last seconds wrote; "
+            "start the server with --shutdown-timeout 30, and let whoever stops it wait longer than that "
+            "(an engine without a server has 5 s)",
+            config.disk.path,
+        )
+
+
+def _warn_of_partial_copies(vllm_config: VllmConfig, layout: CacheLayout) -> None:
+    if layout.spec.tail_tokens is not None and partly_copied_groups(vllm_config, layout):
+        logger.warning(
+            "HybridOffloadConnector: with this prefix_match_unit vLLM's own cache hits end inside blocks, and this "
+            "version of it copies such a block in part (vllm-project/vllm#55112): requests that it resumes there may "
+            "be answered wrongly, and nothing of them is stored; use a vLLM with that fixed, or unset "
+            "prefix_match_unit"
+        )
+
+
+def _slower_words(name: str, tier: SlowerTierConfig, per_chunk: int, chunk: int) -> str:
+    if isinstance(tier, PeerTierConfig):
+        return f"peer asks {len(tier.peers)} engines and is asked at {tier.listen}; "
+    if isinstance(tier, ObjectTierConfig):
+        who = "is trusted" if tier.secret_file is None else "needs the fleet's secret to be believed"
+        return f"object finds and stores at {tier.url}, where whoever writes {who}; "
+    if not isinstance(tier, DiskTierConfig):
+        return f"{name}; "
+    return f"disk {format_size(tier.capacity)} at {tier.path} holds about {tier.capacity // per_chunk * chunk} tokens; "
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ from hybridkv.connectors.vllm.hints import HintReader
 from hybridkv.connectors.vllm.identification import Identity
 from hybridkv.connectors.vllm.keeping import Keeper
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner
-from hybridkv.connectors.vllm.loads_in_flight import LoadsInFlight
+from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.connectors.vllm.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.messages import Load, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.prefetching import Prefetcher

@@ -1,8 +1,9 @@
-"""Where the engine stops next in each prefill: one writer, whoever wishes for stops.
+"""Prefill stops: the one writer of the boundary at which the engine stops next in each prefill.
 
-The engine keeps and hands over recurrent states at one boundary of a request, and reads it anew at every chunk. So it
-can be moved from stop to stop: for each chunk it is the next one that anybody wishes, the engine's own among them. This
-decides nothing about which boundaries are worth a stop.
+The engine hands over recurrent states at one boundary of a request, and reads that boundary anew at every chunk. So it
+moves from stop to stop: at each chunk, the next stop of any connector of the engine, the engine's own included. This
+module does not decide which boundaries are worth a stop. `Sibling` gives the children of one HybridMultiConnector what
+they share.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from hybridkv.planner.checkpoints import Placement, StopReason, next_stop
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from hybridkv.planner import LoadAdmission
 
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
@@ -154,3 +162,37 @@ class Steering:
                 # Tokens that an asynchronous scheduler has not seen yet are not hashed, and their states not kept.
                 start = min(request.num_computed_tokens + num_tokens, request.num_tokens)
                 self._move(steered, steered.next(start))
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """Which of an engine's connectors one is.
+
+    Args:
+        number: among the children; 0 for one that stands alone.
+        admission: of all children's loads, which wait for the same blocks; None for one that stands alone.
+        steering: of all children's prefills, whose stops the engine reads in one place; None for one that stands alone.
+    """
+
+    number: int = 0
+    admission: LoadAdmission | None = None
+    steering: Steering | None = None
+
+
+_ALONE = Sibling()
+_sibling: ContextVar[Sibling] = ContextVar("hybridkv_sibling", default=_ALONE)
+
+
+@contextmanager
+def as_sibling(sibling: Sibling) -> Iterator[None]:
+    """Connectors that are built inside are this one of several."""
+    token = _sibling.set(sibling)
+    try:
+        yield
+    finally:
+        _sibling.reset(token)
+
+
+def current_sibling() -> Sibling:
+    """Which of several a connector that is being built is."""
+    return _sibling.get()

@@ -19,7 +19,7 @@ import msgspec
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.checkpointed import state_groups
-from hybridkv.connectors.vllm.chunk_copies import copies_of_runs
+from hybridkv.connectors.vllm.copy_table import copies_of_runs
 from hybridkv.connectors.vllm.events import RouterEvents
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.keeping import Keeper

@@ -18,9 +18,9 @@ from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm.copy_proof import prove_at_start
 from hybridkv.connectors.vllm.devices import CpuDevice, Device
-from hybridkv.connectors.vllm.job_lowering import GroupBlocks, JobLowering, RankMemory
 from hybridkv.connectors.vllm.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.lowering import GroupBlocks, JobLowering, RankMemory
 from hybridkv.connectors.vllm.messages import Load, LoadFailure, StepPlan, Store
 from hybridkv.connectors.vllm.rank_work import CopyJob, CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.stats import Recorder

@@ -23,6 +23,9 @@ from hybridkv.planner import GroupKind
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+
+from hybridkv.planner import CacheSpec
+
 PREFIX = "worker"
 ELEMENT_ORDER = f"{PREFIX}.element_order"
 
@@ -109,3 +112,20 @@ def element_order(cache: KVCache) -> str:
     inner = [dim for dim in range(1, cache.dim()) if cache.shape[dim] != 1]
     inner.sort(key=lambda dim: -cache.stride(dim))
     return f"{str(cache.dtype).removeprefix('torch.')} {','.join(f'{dim}:{cache.shape[dim]}' for dim in inner)}"
+
+
+OF_CONVOLUTIONS = (
+    "environment.VLLM_SSM_CONV_STATE_LAYOUT",
+    "worker.environment.VLLM_SSM_CONV_STATE_LAYOUT",
+    "worker.conv_state_layout",
+)
+"""How what a convolution remembers is laid out. Only who reads it by element need not have it alike."""
+OF_STATES = ("cache_config.mamba_cache_dtype", "cache_config.mamba_ssm_cache_dtype", *OF_CONVOLUTIONS)
+"""A CPU platform settles these by its instruction set, whatever the model is."""
+
+
+def that_matter(facts: Mapping[str, str], spec: CacheSpec) -> dict[str, str]:
+    """The facts but for those of states that the model does not have."""
+    if any(group.kind is GroupKind.RECURRENT for group in spec.groups):
+        return dict(facts)
+    return {name: value for name, value in facts.items() if name not in OF_STATES}

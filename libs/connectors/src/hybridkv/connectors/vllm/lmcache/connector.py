@@ -21,10 +21,9 @@ from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
 from hybridkv.connectors.vllm.lmcache.site import site_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.connectors.vllm.rank_work import CopyPaths
-from hybridkv.connectors.vllm.resume_facts import require_resumable
+from hybridkv.connectors.vllm.resumable import require_resumable
 from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.store_connector import StoreConnector, end_live, keep_live
-from hybridkv.connectors.vllm.waiting import WaitingScheduler
+from hybridkv.connectors.vllm.store_connector import StoreConnector, WaitingScheduler, end_live, keep_live
 from hybridkv.planner import LoadAdmission
 
 if TYPE_CHECKING:

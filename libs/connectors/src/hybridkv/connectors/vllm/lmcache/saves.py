@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lmcache.lives import Lives
+from hybridkv.connectors.vllm.lmcache.lives import Lives, attention_tables, state_copies, store_copies
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, Release
 from hybridkv.connectors.vllm.lmcache.site import chunks_at_once
-from hybridkv.connectors.vllm.lmcache.slices import attention_tables, state_copies, store_copies
 from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.connectors.vllm.pins import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.requests import TrackedRequest

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.lmcache.messages import PageStore, Release
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
-from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, engine_runs, seal_pages
-from hybridkv.connectors.vllm.lmcache.station import Station
+from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, Station, engine_runs, seal_pages
 from hybridkv.connectors.vllm.lowering import Zeros
 from hybridkv.connectors.vllm.messages import LoadFailure
 from hybridkv.connectors.vllm.rank_work import CopyJob, CopyJobs

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR, compat
+from hybridkv.connectors.vllm.events import ToldHashes
 from hybridkv.connectors.vllm.multi.children import (
     Child,
     build_children,
@@ -31,13 +32,10 @@ from hybridkv.connectors.vllm.multi.children import (
     resolve_without_engine,
 )
 from hybridkv.connectors.vllm.multi.messages import MultiKVEvents, MultiMetadata, MultiWorkerMetadata, of_child
-from hybridkv.connectors.vllm.multi.saves import SavesBegun
-from hybridkv.connectors.vllm.multi.selection import Selector
-from hybridkv.connectors.vllm.multi.sizes import LoadSizes, load_admission, shared_steering
+from hybridkv.connectors.vllm.multi.selection import LoadSizes, Selector, load_admission, shared_steering
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
-from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide
-from hybridkv.connectors.vllm.resume_facts import warn_of_others
-from hybridkv.connectors.vllm.told_hashes import ToldHashes
+from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide, SavesBegun
+from hybridkv.connectors.vllm.resumable import warn_of_others
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.multi.children import Child
-from hybridkv.connectors.vllm.multi.learning import Learning
 from hybridkv.connectors.vllm.multi.loads import ChildLoad, ChildLoads
-from hybridkv.connectors.vllm.multi.sizes import LoadSizes
 from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
 from hybridkv.planner import (
@@ -44,6 +42,138 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+from typing import TYPE_CHECKING
+
+from hybridkv.connectors.vllm.layout import group_specs, no_stored_group
+from hybridkv.planner import CacheSpec, GroupKind, chunk_unit
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+from typing import TYPE_CHECKING
+
+from hybridkv.planner import UNKNOWN_RATE, Rates, observe, seconds_per_token
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+MIN_PREFILL_TOKENS: Final = 32
+"""A step with fewer says more about its overhead than about its tokens."""
+MAX_OPEN_STEPS: Final = 64
+"""Steps whose end is awaited; older ones are forgotten."""
+
+
+class Learning:
+    """Seconds per token of loads and of prefill.
+
+    Args:
+        num_children: whose loads are timed.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, num_children: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._loads = [UNKNOWN_RATE] * num_children
+        self._prefill = UNKNOWN_RATE
+        self._open_steps: dict[int, tuple[float, int]] = {}
+        """Step to the time at which it was planned, and its tokens: 0 where they teach nothing."""
+        self._ended_at_s = 0.0
+
+    def rates(self) -> Rates:
+        """What is known now."""
+        now_s = self._clock()
+        loads = tuple(seconds_per_token(rate, now_s) for rate in self._loads)
+        return Rates(loads, seconds_per_token(self._prefill, now_s))
+
+    def loaded(self, child: int, num_tokens: int, seconds: float) -> None:
+        """A child has loaded."""
+        self._loads[child] = observe(self._loads[child], num_tokens, seconds, self._clock())
+
+    def step_planned(self, step: int, scheduler_output: SchedulerOutput, has_sync_loads: bool) -> None:
+        """A step is about to run. One that computes little, or loads as well, teaches nothing about computing."""
+        total = scheduler_output.total_num_scheduled_tokens
+        prefill = _prefill_tokens(scheduler_output)
+        teaches = not has_sync_loads and prefill >= MIN_PREFILL_TOKENS and 2 * prefill >= total
+        self._open_steps[step] = (self._clock(), total if teaches else 0)
+        while len(self._open_steps) > MAX_OPEN_STEPS:
+            del self._open_steps[next(iter(self._open_steps))]
+
+    def step_ended(self, step: int) -> None:
+        """All ranks are done with a step. Steps may be planned before earlier ones have ended."""
+        now_s = self._clock()
+        planned = self._open_steps.pop(step, None)
+        if planned is not None and planned[1]:
+            self._prefill = observe(self._prefill, planned[1], now_s - max(planned[0], self._ended_at_s), now_s)
+        for older in [each for each in self._open_steps if each < step]:
+            del self._open_steps[older]
+        self._ended_at_s = now_s
+
+
+def _prefill_tokens(scheduler_output: SchedulerOutput) -> int:
+    scheduled = scheduler_output.num_scheduled_tokens
+    tokens = sum(scheduled.get(new.req_id, 0) for new in scheduler_output.scheduled_new_reqs)
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, num_outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+        if num_outputs == 0:
+            tokens += scheduled.get(request_id, 0)
+    return tokens
+
+
+class LoadSizes:
+    """Block sizes of a model's groups.
+
+    Args:
+        kv_cache_config: of the engine.
+        num_ranks: each of which fills its own memory.
+    """
+
+    def __init__(self, kv_cache_config: KVCacheConfig, num_ranks: int) -> None:
+        cacheable = compat.cacheable_group_ids(kv_cache_config)
+        self._groups = [
+            (index, group.kv_cache_spec.block_size, _block_bytes(group) * num_ranks)
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            if index in cacheable
+        ]
+
+    def load_bytes(self, blocks: KVCacheBlocks, first_token: int, num_tokens: int) -> int:
+        """Bytes, over all ranks, of the blocks that hold something of these tokens."""
+        total = 0
+        for index, block_tokens, block_bytes in self._groups:
+            table = blocks.blocks[index][first_token // block_tokens : -(-(first_token + num_tokens) // block_tokens)]
+            total += block_bytes * sum(not block.is_null for block in table)
+        return total
+
+
+def _block_bytes(group: Any) -> int:
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if per_layer:
+        return sum(compat.unpadded_page_bytes(spec) for spec in per_layer.values())
+    return compat.unpadded_page_bytes(group.kv_cache_spec) * len(group.layer_names)
+
+
+def load_admission(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LoadAdmission:
+    """Admits the loads of all children.
+
+    Raises:
+        ConfigurationError: the model has no group of which anything could be loaded, or one of unknown meaning: how
+            many blocks a request needs of that nobody here can say, whoever loads it.
+    """
+    groups = group_specs(kv_cache_config)
+    if all(group.kind is GroupKind.SCRATCH for group in groups):
+        raise no_stored_group()
+    return LoadAdmission(CacheSpec(groups, chunk_unit(groups)), compat.max_in_flight_tokens(vllm_config))
+
+
+def shared_steering(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Steering | None:
+    """Has all children's prefills stop where they wish; None for a model without states, of which nobody wishes any."""
+    has_states = any(group.kind is GroupKind.RECURRENT for group in group_specs(kv_cache_config))
+    return Steering(compat.most_chunk_tokens(vllm_config)) if has_states else None
+
 
 logger = logging.getLogger("vllm.hybridkv.multi")
 

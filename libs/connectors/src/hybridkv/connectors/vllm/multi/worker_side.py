@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,8 +24,86 @@ from hybridkv.connectors.vllm.multi.messages import (
     MultiMetadata,
     MultiWorkerMetadata,
 )
-from hybridkv.connectors.vllm.multi.saves import SavesOpen
-from hybridkv.connectors.vllm.multi.timing import SyncLoadTimer
+
+
+class SyncLoadTimer:
+    """Times calls of those children that load within the present step.
+
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._timed: frozenset[int] = frozenset()
+        self._seconds: dict[int, float] = {}
+
+    def begin(self, children: frozenset[int]) -> None:
+        """A step begins in which these children load."""
+        self._timed = children
+
+    def run(self, child: int, call: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Calls a child."""
+        if child not in self._timed:
+            call(*args, **options)
+            return
+        begun_at_s = self._clock()
+        call(*args, **options)
+        self._seconds[child] = self._seconds.get(child, 0.0) + self._clock() - begun_at_s
+
+    def take(self) -> dict[int, float]:
+        """Seconds by child since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+class SavesBegun:
+    """The scheduler's half."""
+
+    def __init__(self) -> None:
+        self._tails: dict[str, set[int]] = {}
+        self._ended: dict[str, frozenset[int]] = {}
+
+    def tail_accepted(self, request_id: str, children: Iterable[int]) -> None:
+        """These children read a partial block of a request that is about to end."""
+        self._tails.setdefault(request_id, set()).update(children)
+
+    def request_ended(self, request_id: str, children: Iterable[int]) -> bool:
+        """These children read blocks of a request that ended. Whether any child does."""
+        reading = frozenset(self._tails.pop(request_id, set())).union(children)
+        if reading:
+            self._ended[request_id] = reading
+        return bool(reading)
+
+    def take(self) -> dict[str, frozenset[int]]:
+        """Requests that ended since the last call, for the workers."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+
+class SavesOpen:
+    """The worker's half, on one rank."""
+
+    def __init__(self) -> None:
+        self._reading: dict[str, set[int]] = {}
+
+    def begin(self, saving: Mapping[str, frozenset[int]]) -> None:
+        """Requests that ended, and the children that read on."""
+        for request_id, children in saving.items():
+            self._reading.setdefault(request_id, set()).update(children)
+
+    def end(self, child: int, request_ids: Iterable[str]) -> set[str]:
+        """A child is done with these. The requests with which all are; what a child never held is not counted."""
+        done = set()
+        for request_id in request_ids:
+            reading = self._reading.get(request_id)
+            if reading is None or child not in reading:
+                continue
+            reading.discard(child)
+            if not reading:
+                del self._reading[request_id]
+                done.add(request_id)
+        return done
 
 
 class MultiWorkerSide(KVConnectorBase_V1):

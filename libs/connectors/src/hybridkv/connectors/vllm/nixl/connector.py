@@ -39,10 +39,10 @@ from hybridkv.connectors.vllm.nixl.prompts import withheld_tokens
 from hybridkv.connectors.vllm.nixl.scheduler import NixlScheduler
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.nixl.worker import NixlWorker, WorkerSettings
-from hybridkv.connectors.vllm.resume_facts import require_resumable
+from hybridkv.connectors.vllm.resumable import require_resumable
 from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.siblings import current_sibling
 from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats
+from hybridkv.connectors.vllm.steering import current_sibling
 from hybridkv.connectors.vllm.wrong_blocks import distrusted_groups
 from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission

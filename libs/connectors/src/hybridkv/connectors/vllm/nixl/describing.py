@@ -22,8 +22,13 @@ from hybridkv.canonical.torch_view import (
 )
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.identity import engine_facts, without_ignored
-from hybridkv.connectors.vllm.identity.recurrent import OF_CONVOLUTIONS, that_matter
-from hybridkv.connectors.vllm.identity.worker_facts import ELEMENT_ORDER, merged, worker_facts
+from hybridkv.connectors.vllm.identity.worker_facts import (
+    ELEMENT_ORDER,
+    OF_CONVOLUTIONS,
+    merged,
+    that_matter,
+    worker_facts,
+)
 from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
 from hybridkv.connectors.vllm.nixl.page_parts import (

@@ -22,12 +22,11 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.nixl.agent import Agent
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
 from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe, identity_facts
-from hybridkv.connectors.vllm.nixl.host_buffer import BlockIds, HostBuffer
+from hybridkv.connectors.vllm.nixl.host_buffer import BlockIds, HostBuffer, loaded_blocks
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.page_parts import page_orders
 from hybridkv.connectors.vllm.nixl.reading import ReadOptions
-from hybridkv.connectors.vllm.nixl.saving import loaded_blocks
 from hybridkv.connectors.vllm.nixl.serving import Offer
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.nixl.transports import open_transport
